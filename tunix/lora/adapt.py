@@ -58,39 +58,40 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
     Raises:
         UserError: when it is first called, if a rank is above what the matrix can have.
     """
-    mine = adapter.modules_of(decoder)
+    targets = adapter.modules_of(decoder)
     start = {"alpha": adapter.alpha, "lora_a_initializer": START_OF_A}
     parts = "|".join(PARTS)
-    dense = {name: low for name, low in mine.items() if name not in BANKS}
+    dense = {name: low for name, low in targets.items() if name not in BANKS}
     rules = [qwix.LoraRule(module_path=f"({parts})/{name}", rank=low.rank, **start) for name, low in dense.items()]
     provider = qwix.LoraProvider(rules)
 
     def apply(block: Block, rngs: nnx.Rngs) -> Block:
-        _adapt_banks(block, mine, rngs)
+        _adapt_banks(block, targets, rngs)
         if not dense:
             return block
         projections = block.projections()
-        own = {name: low for name, low in dense.items() if name in projections}
-        for name, low in own.items():
+        targeted = {name: low for name, low in dense.items() if name in projections}
+        for name, low in targeted.items():
             _check_rank(name, low, projections[name])
         for projection in projections.values():
             projection.watched = True
         x = jnp.zeros((1, 1, decoder.d_model))
-        here = jnp.zeros((1, 1), jnp.int32)
+        zeros = jnp.zeros((1, 1), jnp.int32)
         kind = decoder.kinds_with(block.mixer_name)[0]
-        rope = rope_tables(here, kind.rope, kind.head_dim)
-        segments, given = Segments(here, here), jnp.zeros((1, 1, decoder.layer_inputs))
+        rope = rope_tables(zeros, kind.rope, kind.head_dim)
+        segments, layer_input = Segments(zeros, zeros), jnp.zeros((1, 1, decoder.layer_inputs))
         other = jnp.zeros((1, 1, kind.kv_heads, kind.head_dim))
         kept = Kept(other, other) if kind.mixer in SHARED else None
         adapted = cast(
-            Block, qwix.apply_lora_to_model(block, provider, x, rope, segments, kept, given=given, rngs=rngs)
+            Block,
+            qwix.apply_lora_to_model(block, provider, x, rope, segments, kept, layer_input=layer_input, rngs=rngs),
         )
         made = adapted.projections()
         for number, (name, projection) in enumerate(projections.items()):
             projection.watched = False
-            if name in own:
+            if name in targeted:
                 projection.w_lora_a, projection.w_lora_b = made[name].w_lora_a, made[name].w_lora_b
-                _vary(projection, adapter, mine[name], number)
+                _vary(projection, adapter, targets[name], number)
         return block
 
     return apply
@@ -109,15 +110,15 @@ def _vary(projection: Projection, adapter: AdapterConfig, low: Low, number: int)
         projection.w_lora_m = nnx.Param(jnp.ones(outputs, jnp.float32), axes=axes[projection.contracted :])
 
 
-def _adapt_banks(block: Block, mine: Mapping[str, Low], rngs: nnx.Rngs) -> None:
+def _adapt_banks(block: Block, targets: Mapping[str, Low], rngs: nnx.Rngs) -> None:
     """Adapts the experts' matrices that are among the targets."""
     for name, bank in block.banks().items():
-        if name not in mine or BANK_PAIRS[name][0] != name:
+        if name not in targets or BANK_PAIRS[name][0] != name:
             continue
         halves = sum(stem == name for stem, _ in BANK_PAIRS.values())
         _, inputs, outputs = bank.w.shape
-        _refuse_rank(name, mine[name], min(inputs, halves * outputs))
-        bank.adapt(mine[name].rank, mine[name].scale, halves, rngs)
+        _refuse_rank(name, targets[name], min(inputs, halves * outputs))
+        bank.adapt(targets[name].rank, targets[name].scale, halves, rngs)
 
 
 def _check_rank(name: str, low: Low, projection: Projection) -> None:
@@ -178,13 +179,13 @@ def _principal(name: str, w: Float[Array, "L ..."], low: Low, contracted: int) -
     """PiSSA's A and B of a stacked weight, and the A0 and B0 that subtract their product."""
     inputs, outputs = w.shape[1 : 1 + contracted], w.shape[1 + contracted :]
 
-    def one(w: Float[Array, "I O"]) -> tuple[jax.Array, jax.Array]:
+    def decomposed(w: Float[Array, "I O"]) -> tuple[jax.Array, jax.Array]:
         u, s, v = jnp.linalg.svd(w, full_matrices=False)
         root = jnp.sqrt(s[: low.rank] / low.scale)
         return u[:, : low.rank] * root, root[:, None] * v[: low.rank]
 
     # Layer by layer: a decomposition needs several times the memory of its matrix.
-    a, b = jax.lax.map(one, w.reshape(len(w), math.prod(inputs), -1))
+    a, b = jax.lax.map(decomposed, w.reshape(len(w), math.prod(inputs), -1))
     a, b = a.reshape(len(w), *inputs, -1), b.reshape(len(w), -1, *outputs)
     return {f"{name}_lora_a": a, f"{name}_lora_b": b, f"{name}_lora_a0": a, f"{name}_lora_b0": -b}
 
@@ -197,8 +198,8 @@ def plain_pairs(params: Params, adapter: AdapterConfig) -> Params:
             return x
         return jnp.concatenate([x, params[f"{name}0"]], -1 if name.endswith("a") else 1)
 
-    mine = {name: x for name, x in params.items() if not name.endswith(("_lora_a0", "_lora_b0"))}
-    return {name: joined(name, x) for name, x in mine.items()}
+    kept = {name: x for name, x in params.items() if not name.endswith(("_lora_a0", "_lora_b0"))}
+    return {name: joined(name, x) for name, x in kept.items()}
 
 
 def merge(params: Params, adapter: AdapterConfig) -> Params:
@@ -223,18 +224,18 @@ def merge(params: Params, adapter: AdapterConfig) -> Params:
     return {name: merged(name) for name in params if not is_adapter(name) and not is_scale(name)}
 
 
-def unmerge(merged: Params, own: Params, adapter: AdapterConfig) -> Params:
+def unmerge(merged: Params, params: Params, adapter: AdapterConfig) -> Params:
     """The base from which `merge` made `merged`, to within a rounding of its dtype: `s A B` is subtracted again.
 
     Args:
-        own: the adapter's weights.
+        params: the adapter's weights.
 
     Raises:
         ValueError: the base cannot be computed from the merged weights.
     """
     if adapter.dora or adapter.also:
         raise ValueError(f"{'DoRA scales' if adapter.dora else 'also replaces'} weights of the base: load the base")
-    pairs = plain_pairs(own, adapter)
+    pairs = plain_pairs(params, adapter)
 
     def before(name: str, w: jax.Array) -> jax.Array:
         delta = _delta(pairs, name, adapter)
@@ -278,12 +279,12 @@ def merge_rounded(params: Params, adapter: AdapterConfig, dtype: DType) -> tuple
         The weights, and the error of the cast: the root mean square of the change, divided by that of the matrices.
     """
 
-    def one(own: Params) -> tuple[jax.Array, jax.Array, jax.Array]:
-        (whole,) = merge(own, adapter).values()
+    def merged_matrix(parts: Params) -> tuple[jax.Array, jax.Array, jax.Array]:
+        (whole,) = merge(parts, adapter).values()
         cast = whole.astype(dtype)
         return cast, jnp.sum((cast.astype(jnp.float32) - whole) ** 2), jnp.sum(whole**2)
 
-    merged, sums, run = Params(), [], jit(one)
+    merged, sums, run = Params(), [], jit(merged_matrix)
     for name in (name for name in params if not is_adapter(name) and not is_scale(name)):
         if name + SCALE not in params:
             merged[name] = params[name]

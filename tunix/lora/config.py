@@ -77,8 +77,8 @@ class AdapterConfig(Config):
     @classmethod
     def _rounded(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("kind") == "qlora":
-            given = {key: value for key, value in values.items() if value is not None}
-            return {"base": "nf4", "tile": 128, **given}
+            stated = {key: value for key, value in values.items() if value is not None}
+            return {"base": "nf4", "tile": 128, **stated}
         return values
 
     @model_validator(mode="after")

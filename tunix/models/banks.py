@@ -111,19 +111,19 @@ class Bank(nnx.Module):
     def on_grid(self, w: jax.Array) -> jax.Array:
         """The matrices `w` with their simulated rounding, if there is one, before they are cast."""
         rounding = self.simulated
-        return w if rounding is None else jax.vmap(lambda one: rounding.weight(one, 1))(w)
+        return w if rounding is None else jax.vmap(lambda matrix: rounding.weight(matrix, 1))(w)
 
     @property
     def arrays(self) -> Arrays:
         """Its parameters by name."""
-        found = {"w": self.w[...]}
+        by_name = {"w": self.w[...]}
         if self.b is not None:
-            found["b"] = self.b[...]
+            by_name["b"] = self.b[...]
         if self.quantized:
-            found["w_scale"] = self.w_scale[...]
+            by_name["w_scale"] = self.w_scale[...]
         if self.scale is not None:
-            found |= {"w_lora_a": self.w_lora_a[...], "w_lora_b": self.w_lora_b[...]}
-        return found
+            by_name |= {"w_lora_a": self.w_lora_a[...], "w_lora_b": self.w_lora_b[...]}
+        return by_name
 
 
 def at_home(bank: Arrays, axes: Axes, mesh: AbstractMesh) -> tuple[Arrays, dict[str, PartitionSpec]]:
@@ -188,8 +188,8 @@ def _biased(y: Float[Array, "r F"], bank: Arrays, where: Routes) -> Float[Array,
     if "b" not in bank:
         return y
     ends, at = jnp.cumsum(where.sizes), jnp.arange(len(y))[:, None]
-    own = ((at >= ends - where.sizes) & (at < ends)).astype(bank["b"].dtype)
-    added = jnp.einsum("rE,EF->rF", own, bank["b"], precision=jax.lax.Precision.HIGHEST)
+    of_expert = ((at >= ends - where.sizes) & (at < ends)).astype(bank["b"].dtype)
+    added = jnp.einsum("rE,EF->rF", of_expert, bank["b"], precision=jax.lax.Precision.HIGHEST)
     return y + jnp.where(at < ends[-1], added, 0).astype(y.dtype)
 
 
@@ -211,5 +211,5 @@ def by_row(where: Routes) -> Routes:
     """Routes for what is in rows already: row after row, each the token of one pair."""
     number = where.places.size
     rows = jnp.arange(number, dtype=where.pairs.dtype)
-    here = rows < jnp.sum(where.sizes)
-    return Routes(jnp.pad(rows, (0, len(where.pairs) - number)), rows[:, None], here[:, None], where.sizes)
+    computed = rows < jnp.sum(where.sizes)
+    return Routes(jnp.pad(rows, (0, len(where.pairs) - number)), rows[:, None], computed[:, None], where.sizes)

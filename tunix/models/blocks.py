@@ -68,17 +68,17 @@ def layer_inputs(
     Args:
         table: for each id the embeddings of all layers, one after the other.
     """
-    own = table[tokens] if len(table) >= config.vocab_size else table.at[tokens].get(mode="fill", fill_value=0)
-    own = own.reshape(*tokens.shape, *context.shape[1:])
-    own = own.astype(x.dtype) * jnp.asarray(config.layer_inputs**0.5, x.dtype)
+    looked_up = table[tokens] if len(table) >= config.vocab_size else table.at[tokens].get(mode="fill", fill_value=0)
+    looked_up = looked_up.reshape(*tokens.shape, *context.shape[1:])
+    looked_up = looked_up.astype(x.dtype) * jnp.asarray(config.layer_inputs**0.5, x.dtype)
     projected = project("BTD,DLF->BTLF", x, context) * config.d_model**-0.5
     projected = rms_norm(projected, norm, eps=config.norm_eps, offset=config.norm_offset)
-    mixed = jnp.moveaxis((projected + own) * 2**-0.5, 2, 0)
+    mixed = jnp.moveaxis((projected + looked_up) * 2**-0.5, 2, 0)
     return constrain(mixed, None, "rows", "time", None)
 
 
 class InputGate(nnx.Module):
-    """`out(act(gate x) * given)`: what a layer makes of its own input and the stream."""
+    """`out(act(gate x) * layer_input)`: what a layer makes of its own input and the stream."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         d, width = config.d_model, config.layer_inputs
@@ -86,10 +86,10 @@ class InputGate(nnx.Module):
         self.input_out = Projection("BTF,FD->BTD", (width, d), ("ffn", "embed"), rngs, contracted=1)
 
     def __call__(
-        self, x: Float[Array, "B T D"], given: Float[Array, "B T Dp"], dropout_keys: TokenKeys | None = None
+        self, x: Float[Array, "B T D"], layer_input: Float[Array, "B T Dp"], dropout_keys: TokenKeys | None = None
     ) -> Float[Array, "B T D"]:
         gate = jax.nn.gelu(self.input_gate(x, dropout_keys), approximate=True)
-        return self.input_out(gate * given, dropout_keys)
+        return self.input_out(gate * layer_input, dropout_keys)
 
 
 PARTS = ("mixer", "ffn", "own_input")
@@ -129,14 +129,14 @@ class FeedForward(Protocol):
         x: Float[Array, "B T D"],
         dropout_keys: TokenKeys | None = None,
         real: Bool[Array, "B T"] | None = None,
-        given: Int[Array, "B T k"] | None = None,
+        replayed: Int[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         """The output, and the auxiliary terms.
 
         Args:
             x: normed inputs; the residual stream where the ffn norms it itself (`NORM_THEMSELVES`).
             real: which tokens are not padding, of which the output does not matter; None where all may be real.
-            given: the experts that a mixture uses for each token, -1 where it chooses; None where it always does.
+            replayed: the experts that a mixture uses for each token, -1 where it chooses; None where it always does.
         """
         ...
 
@@ -179,7 +179,7 @@ class Block(nnx.Module):
         view: View,
         cache: Cache | None = None,
         dropout_keys: TokenKeys | None = None,
-        given: Float[Array, "B T Dp"] | None = None,
+        layer_input: Float[Array, "B T Dp"] | None = None,
         experts: Int[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache | None, Auxiliary]:
         """The residual stream after the layer, its cache where one is given, and the ffn's auxiliary terms.
@@ -190,7 +190,7 @@ class Block(nnx.Module):
             view: which tokens see each other, within this layer's window.
             cache: the mixer's pages of earlier tokens, only with a `CachedView`.
             dropout_keys: a key for each token, by which adapters drop inputs.
-            given: the layer's own inputs, where layers have some.
+            layer_input: the layer's own inputs, where layers have some.
             experts: those that a mixture uses for each token, -1 where it chooses; None where it always does.
         """
         y, cache = self.mixer(self.pre_attn_norm(x), rope, view, cache, dropout_keys)
@@ -200,8 +200,8 @@ class Block(nnx.Module):
         y, auxiliary = self.ffn(normed, dropout_keys, _real(view, x.shape[:2]), experts)
         x = x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))
         if self.own_input is not None and self.post_input_norm is not None:
-            assert given is not None, "layers with inputs of their own are given them"
-            x = x + self.post_input_norm(self.own_input(x, given, dropout_keys))
+            assert layer_input is not None, "layers with inputs of their own get them"
+            x = x + self.post_input_norm(self.own_input(x, layer_input, dropout_keys))
         x = x if self.output is None else self.output(x)
         return constrain(x, "rows", "time", None), cache, auxiliary
 

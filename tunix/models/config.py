@@ -383,9 +383,11 @@ class DecoderConfig:
     @property
     def sources(self) -> tuple[int, ...]:
         """The numbers of the layers whose keys and values later layers read, e.g. (13, 14)."""
-        own = self.kinds[: self.num_layers - self.shared_layers]
-        read = {kind.source for kind in self.kinds[len(own) :]}
-        return tuple(number for number, kind in enumerate(own) if kind in read and kind not in own[number + 1 :])
+        unshared = self.kinds[: self.num_layers - self.shared_layers]
+        read = {kind.source for kind in self.kinds[len(unshared) :]}
+        return tuple(
+            number for number, kind in enumerate(unshared) if kind in read and kind not in unshared[number + 1 :]
+        )
 
     def _period(self, start: int, stop: int) -> int:
         """After how many of these layers their mixers repeat."""

@@ -191,12 +191,12 @@ class Decoder(nnx.Module):
         kinds = jnp.asarray([c.kinds_with(kind.mixer).index(kind) for kind in c.kinds])
         numbers = None if dropout_keys is None else jnp.arange(c.num_layers)
         by_layer = None if experts is None else jnp.moveaxis(constrain(experts, "rows", "time", None, None), 2, 0)
-        plain, given = (kinds, numbers, by_layer), self._layer_inputs(tokens, x)
-        found: dict[str, list[jax.Array]] = {}
+        plain, per_layer = (kinds, numbers, by_layer), self._layer_inputs(tokens, x)
+        by_name: dict[str, list[jax.Array]] = {}
         shared: dict[str, PyTree] = {}
         for stage in c.stages:
             layer = partial(self._layer, stage, self._kinds(segments, turned), dropout_keys)
-            others = Others(_part(plain, stage), _part(given, stage), shared)
+            others = Others(_part(plain, stage), _part(per_layer, stage), shared)
             period = [self.structures[kind.mixer].paths for kind in c.kinds[stage.start : stage.stop][: stage.period]]
             weights = self._of_stage(stacked, stage)
             x, terms = over_layers(layer, cast, x, weights, others, self.remat, period)
@@ -204,10 +204,10 @@ class Decoder(nnx.Module):
                 if name.startswith(READ_LATER):  # by one layer
                     shared = {**shared, name.removeprefix(READ_LATER): jax.tree.map(lambda x: x[0], term)}
                 else:
-                    found.setdefault(name, []).append(term)
+                    by_name.setdefault(name, []).append(term)
         # Cast as all weights are: a copy stored in the compute dtype (a reference, an export) then computes the same.
         norm = in_compute("norm/w", self.norm.w[...], dtype)
-        auxiliary = {name: jnp.concatenate(terms) for name, terms in found.items()}
+        auxiliary = {name: jnp.concatenate(terms) for name, terms in by_name.items()}
         return rms_norm(x, norm, eps=c.norm_eps, offset=c.norm_offset), auxiliary
 
     def _layer(
@@ -237,7 +237,7 @@ class Decoder(nnx.Module):
         rope, view = of_kind[kind.mixer](index)
         read = Kept(*others.shared[kind.source.mixer]) if kind.mixer in SHARED else None
         block = self.structures[kind.mixer].block(weights)
-        x, kept, auxiliary = block(x, rope, view, read, layer_keys, others.given, experts)
+        x, kept, auxiliary = block(x, rope, view, read, layer_keys, others.differentiable, experts)
         auxiliary.pop(CHOSEN, None)  # nobody reads it here, and a scan would stack it over the layers
         if at in c.sources and stage.stop - stage.start == stage.period:
             assert isinstance(kept, Kept), "a layer hands on what others read"
@@ -248,13 +248,13 @@ class Decoder(nnx.Module):
         """The weights of the layers of a stage, each stacked over those of them that have it."""
         if len(self.config.stages) == 1:
             return stacked
-        found: dict[Path, jax.Array] = {}
+        part: dict[Path, jax.Array] = {}
         for path, w in stacked.items():
             mixers = tuple(mixer for mixer, one in self.structures.items() if path in one.paths)
-            here = [stage.start <= number < stage.stop for number in self.config.layers_with(mixers)]
-            if any(here):
-                found[path] = w[here.index(True) : here.index(True) + sum(here)]
-        return found
+            within = [stage.start <= number < stage.stop for number in self.config.layers_with(mixers)]
+            if any(within):
+                part[path] = w[within.index(True) : within.index(True) + sum(within)]
+        return part
 
     def _layer_inputs(self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]) -> Float[Array, "L B T Dp"] | None:
         """The inputs of each layer's own, where layers have some, for embedded tokens."""
@@ -300,12 +300,12 @@ def _joined(stacks: Sequence[Mapping[Path, nnx.Variable]]) -> nnx.Dict:
         for path, variable in stack.items():
             by_path.setdefault(path, []).append(variable)
 
-    def one(parts: list[nnx.Variable]) -> nnx.Variable:
+    def concatenated(parts: list[nnx.Variable]) -> nnx.Variable:
         if len(parts) == 1:
             return parts[0]
         return parts[0].replace(jnp.concatenate([part[...] for part in parts]))
 
-    return _dict(tree_of({path: one(parts) for path, parts in by_path.items()}))
+    return _dict(tree_of({path: concatenated(parts) for path, parts in by_path.items()}))
 
 
 def _dict(tree: Any) -> Any:

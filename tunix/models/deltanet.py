@@ -156,17 +156,17 @@ class GatedDeltaNet(nnx.Module):
             lambda x: jnp.pad(x, ((0, 0), (0, over), *((0, 0),) * (x.ndim - 2))), (mixed, view.ids, view.parents, gates)
         )
         q, k, v = self._heads(convolved(mixed, self.conv.w[...], ids, parents).astype(mixed.dtype))
-        found, _ = chunked(q, k, v, _masked(gates, ids > 0), Chunks.packed(ids, parents, size))
-        return found[:, :length]
+        read, _ = chunked(q, k, v, _masked(gates, ids > 0), Chunks.packed(ids, parents, size))
+        return read[:, :length]
 
     def _piece(
         self, mixed: Float[Array, "s C Hk U Dk"], gates: Gates, view: PieceStates, held: SlotStates
     ) -> tuple[jax.Array, SlotStates]:
         """The mixed tokens of pieces, and what the slots hold after them."""
         rows, length = view.ids.shape
-        size, own = length // view.sources.shape[1], len(held.states) // rows
+        size, slots = length // view.sources.shape[1], len(held.states) // rows
         begins = view.sources >= -1
-        inputs, states = (x.reshape(rows, own, *x.shape[1:]) for x in held)
+        inputs, states = (x.reshape(rows, slots, *x.shape[1:]) for x in held)
         before, states_before = (_of_slots(x, view.sources) for x in (inputs, states))
         blocks = mixed.reshape(rows, -1, size, *mixed.shape[2:])
         lags = before.shape[2]
@@ -177,9 +177,9 @@ class GatedDeltaNet(nnx.Module):
         q, k, v = self._heads(convolved_after(flat[0], self.conv.w[...], flat[1]).astype(mixed.dtype))
         q, k, v = (x.reshape(rows, length, *x.shape[2:]) for x in (q, k, v))
         gates, chunks = _masked(gates, view.ids > 0), Chunks.aligned(view.ids, size)
-        found, after = chunked(q, k, v, gates, chunks, Begins(begins, states_before))
+        read, after = chunked(q, k, v, gates, chunks, Begins(begins, states_before))
         assert after is not None, "chunks that begin with states have states after them"
-        ends = view.ends.reshape(rows, own)
+        ends = view.ends.reshape(rows, slots)
         chunk, place = jnp.maximum(ends, 0) // size, jnp.maximum(ends, 0) % size
         last = jnp.take_along_axis(whole, widened(chunk, whole), axis=1)
         columns = widened(place[..., None] + 1 + jnp.arange(lags), whole)
@@ -188,17 +188,17 @@ class GatedDeltaNet(nnx.Module):
             jnp.take_along_axis(after, widened(chunk, after), axis=1),
         )
         kept = [by_first(ends >= 0, x, y).reshape(z.shape) for x, y, z in zip(new, (inputs, states), held, strict=True)]
-        return found, SlotStates(*kept).placed()
+        return read, SlotStates(*kept).placed()
 
     def _step(
         self, mixed: Float[Array, "Sl 1 Hk U Dk"], gates: Gates, view: StepView, held: SlotStates
     ) -> tuple[jax.Array, SlotStates]:
         """The mixed token of each slot, and what the slots hold after it."""
         q, k, v = self._heads(convolved_after(mixed, self.conv.w[...], held.inputs).astype(mixed.dtype))
-        found, states = recurrent(q[:, 0], k[:, 0], v[:, 0], gates.decay[:, 0], gates.beta[:, 0], held.states)
+        read, states = recurrent(q[:, 0], k[:, 0], v[:, 0], gates.decay[:, 0], gates.beta[:, 0], held.states)
         inputs = jnp.concatenate([held.inputs, mixed.astype(held.inputs.dtype)], axis=1)[:, 1:]
         new = (by_first(view.live, x, y) for x, y in zip((inputs, states), held, strict=True))
-        return found[:, None], SlotStates(*new).placed()
+        return read[:, None], SlotStates(*new).placed()
 
 
 class Taps(nnx.Module):

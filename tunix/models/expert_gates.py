@@ -26,17 +26,19 @@ FOREIGN = 16
 """Rows after those of all groups, which hold NaN."""
 
 
-def grouped_difference(d: int, f: int, dtype: str, found: Path = MEASURED) -> float:
+def grouped_difference(d: int, f: int, dtype: str, measurements: Path = MEASURED) -> float:
     """How far grouped products and gradients are from plain ones on this device, relative to their size.
 
     Args:
         d: inputs of an expert's first products, e.g. 2048.
         f: their outputs, e.g. 768.
         dtype: of rows and matrices, e.g. "bfloat16".
-        found: the file of what was found before.
+        measurements: the file of what was found before.
     """
     return remembered(
-        ["grouped", d, f, dtype], lambda: max(_measured_products(d, f, dtype), _measured_products(f, d, dtype)), found
+        ["grouped", d, f, dtype],
+        lambda: max(_measured_products(d, f, dtype), _measured_products(f, d, dtype)),
+        measurements,
     )
 
 
@@ -53,8 +55,8 @@ def _measured(d: int, f: int, dtype: str) -> float:
 
     with jax.set_mesh(Mesh(jax.local_devices()[:1], ("alone",))):
         foreign = (jnp.pad(x, ((0, FOREIGN), (0, 0)), constant_values=np.nan) for x in (rows, pulls))
-        mine = jit(results)(*foreign, matrices, jnp.asarray(SIZES, jnp.int32))
-    *by_row, of_groups = (np.asarray(x, np.float32) for x in mine)
+        computed = jit(results)(*foreign, matrices, jnp.asarray(SIZES, jnp.int32))
+    *by_row, of_groups = (np.asarray(x, np.float32) for x in computed)
     right = _plain_products(*(np.asarray(x, np.float32) for x in (rows, pulls, matrices)))
     return max(map(off, [*(x[: sum(SIZES)] for x in by_row), of_groups], right))
 

@@ -65,7 +65,7 @@ class Routes(NamedTuple):
     last, and spare ones are 0."""
     places: Int[Array, "n k"]
     """The row of each pair."""
-    here: Bool[Array, "n k"]
+    computed: Bool[Array, "n k"]
     """Whether a pair is computed: others add nothing."""
     sizes: Int[Array, "E"]
     """How many rows each expert has."""
@@ -84,21 +84,21 @@ class Routes(NamedTuple):
         return tuple(step * (number + 1) for number in range(min(STEPS, -(-len(self.places) // step))))
 
 
-def routes(experts: Int[Array, "n k"], number: int, here: Bool[Array, "n k"]) -> Routes:
+def routes(experts: Int[Array, "n k"], number: int, computed: Bool[Array, "n k"]) -> Routes:
     """Sorts pairs by expert, and those of one expert by token.
 
     Args:
         experts: the number of each pair's expert, from 0 to `number` - 1 where the pair is computed.
         number: how many experts there are.
-        here: whether a pair is computed.
+        computed: whether a pair is computed.
     """
-    groups = jnp.where(here, experts, number).reshape(-1)
+    groups = jnp.where(computed, experts, number).reshape(-1)
     order = jnp.argsort(groups, stable=True)
     places = jnp.argsort(order).reshape(experts.shape)
     ends = jnp.searchsorted(groups[order], jnp.arange(number), side="right")
-    found = Routes(order, places, here, jnp.diff(ends, prepend=0).astype(jnp.int32))
-    spare = found.blocks[-1] if platform() == "cpu" else 0
-    return found._replace(pairs=jnp.pad(order, (0, spare)))
+    result = Routes(order, places, computed, jnp.diff(ends, prepend=0).astype(jnp.int32))
+    spare = result.blocks[-1] if platform() == "cpu" else 0
+    return result._replace(pairs=jnp.pad(order, (0, spare)))
 
 
 @jax.custom_vjp
@@ -109,7 +109,7 @@ def in_rows(values: Float[Array, "n k"], where: Routes) -> Float[Array, "r"]:
 
 in_rows.defvjp(
     lambda values, where: (in_rows(values, where), where),
-    lambda where, d: (jnp.where(where.here, d[where.places], 0), None),
+    lambda where, d: (jnp.where(where.computed, d[where.places], 0), None),
 )
 
 
@@ -128,7 +128,7 @@ def _to_experts_forward(x: jax.Array, matrices: jax.Array, where: Routes) -> tup
 
 def _to_experts_backward(saved: tuple, d: Float[Array, "r F"]) -> tuple[jax.Array, jax.Array, None]:
     x, matrices, where = saved
-    d_x = sums(_products(d, False, matrices, True, where), where.places, where.here)
+    d_x = sums(_products(d, False, matrices, True, where), where.places, where.computed)
     return d_x, _gradients((x, d), (True, False), matrices, where), None
 
 
@@ -138,7 +138,7 @@ to_experts.defvjp(_to_experts_forward, _to_experts_backward)
 @jax.custom_vjp
 def from_experts(rows: Float[Array, "r D"], matrices: Float[Array, "E D F"], where: Routes) -> Float[Array, "n F"]:
     """For each token the sum of its pairs' rows times their experts' matrices. Gradients as those of `to_experts`."""
-    return sums(_products(rows, False, matrices, False, where), where.places, where.here)
+    return sums(_products(rows, False, matrices, False, where), where.places, where.computed)
 
 
 def _from_experts_forward(rows: jax.Array, matrices: jax.Array, where: Routes) -> tuple[jax.Array, tuple]:
@@ -162,14 +162,18 @@ def to_rounded(x: Float[Array, "n D"], matrices: RoundedBank, where: Routes) -> 
 
 to_rounded.defvjp(
     lambda x, matrices, where: (to_rounded(x, matrices, where), (matrices, where)),
-    lambda saved, d: (sums(_products(d, False, saved[0], True, saved[1]), saved[1].places, saved[1].here), None, None),
+    lambda saved, d: (
+        sums(_products(d, False, saved[0], True, saved[1]), saved[1].places, saved[1].computed),
+        None,
+        None,
+    ),
 )
 
 
 @jax.custom_vjp
 def from_rounded(rows: Float[Array, "r D"], matrices: RoundedBank, where: Routes) -> Float[Array, "n F"]:
     """`from_experts` of matrices that are rounded, and so frozen: they have no gradient."""
-    return sums(_products(rows, False, matrices, False, where), where.places, where.here)
+    return sums(_products(rows, False, matrices, False, where), where.places, where.computed)
 
 
 from_rounded.defvjp(
@@ -178,17 +182,17 @@ from_rounded.defvjp(
 )
 
 
-def sums(rows: Float[Array, "r F"], places: Int[Array, "n a"], here: Bool[Array, "n a"]) -> Float[Array, "n F"]:
+def sums(rows: Float[Array, "r F"], places: Int[Array, "n a"], counted: Bool[Array, "n a"]) -> Float[Array, "n F"]:
     """The sum of each token's rows, computed in float32.
 
     Args:
         places: its rows.
-        here: which of them are added.
+        counted: which of them are added.
     """
     # Gathers one by one are fused with the sum; one of all would be written out, and take 6 times as long.
-    pairs = zip(places.T, here.T, strict=True)
-    found = [jnp.where(there[:, None], taken(rows, at), 0).astype(jnp.float32) for at, there in pairs]
-    return sum(found[1:], found[0]).astype(rows.dtype)
+    pairs = zip(places.T, counted.T, strict=True)
+    addends = [jnp.where(there[:, None], taken(rows, at), 0).astype(jnp.float32) for at, there in pairs]
+    return sum(addends[1:], addends[0]).astype(rows.dtype)
 
 
 def taken(x: Num[Array, "n D"], index: Int[Array, "*a"]) -> Num[Array, "*a D"]:
@@ -240,14 +244,14 @@ def _gradients(
         return grouped_gradients(rows, d, matrices, where.sizes)
     rows, d = (_rows_of(x, here, where) for x, here in zip(sides, by_token, strict=True))
 
-    def expert(number: jax.Array, start: jax.Array, end: jax.Array, found: jax.Array) -> jax.Array:
+    def expert(number: jax.Array, start: jax.Array, end: jax.Array, gradients: jax.Array) -> jax.Array:
         def block(size: int, at: jax.Array, summed: jax.Array) -> jax.Array:
-            own = at + jnp.arange(size) < end
-            some = jnp.where(own[:, None], rows(at, size), 0)
+            real = at + jnp.arange(size) < end
+            some = jnp.where(real[:, None], rows(at, size), 0)
             return summed + jnp.einsum("rD,rF->DF", some, d(at, size), preferred_element_type=jnp.float32)
 
         summed = _over_blocks(block, where.blocks, start, end, jnp.zeros(matrices.shape[1:], jnp.float32))
-        return jax.lax.dynamic_update_index_in_dim(found, summed.astype(found.dtype), number, axis=0)
+        return jax.lax.dynamic_update_index_in_dim(gradients, summed.astype(gradients.dtype), number, axis=0)
 
     return _over_experts(expert, where, jnp.zeros_like(matrices))
 
@@ -272,12 +276,12 @@ def _over_experts(
     # Few tokens, as a sampler has them, use few experts: a turn in which nothing is multiplied takes time too.
     busy = jnp.argsort(where.sizes == 0, stable=True)
 
-    def one(turn: jax.Array, so_far: jax.Array) -> jax.Array:
+    def take_turn(turn: jax.Array, so_far: jax.Array) -> jax.Array:
         number = busy[turn]
         return expert(number, ends[number] - where.sizes[number], ends[number], so_far)
 
     most = min(len(where.sizes), where.places.size)
-    return loop(jnp.sum(where.sizes > 0, dtype=jnp.int32), one, so_far, usual=most)
+    return loop(jnp.sum(where.sizes > 0, dtype=jnp.int32), take_turn, so_far, usual=most)
 
 
 def _over_blocks(

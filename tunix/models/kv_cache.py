@@ -73,8 +73,8 @@ def unstack(model: Model, params: Params) -> Weights:
     places = {name: {layer: i for i, layer in enumerate(model.layers_of[name])} for name in stacked}
 
     def layer(number: int) -> Params:
-        here = {name: at[number] for name, at in places.items() if number in at}
-        return {name.removeprefix(LAYERS): view(name, params[name][index]) for name, index in here.items()}
+        indices = {name: at[number] for name, at in places.items() if number in at}
+        return {name.removeprefix(LAYERS): view(name, params[name][index]) for name, index in indices.items()}
 
     return Weights(top, tuple(layer(index) for index in range(model.config.num_layers)))
 
@@ -94,8 +94,8 @@ def gains(model: Model, weights: Weights) -> tuple[Params, ...]:
     """DoRA's gains in each layer, for weights that do not change; decoding reads them in place of the magnitudes."""
     x = jnp.zeros((), model.dtype)
 
-    def of_layer(own: Params, kind: LayerKind) -> Params:
-        projections = model.layer(own, kind.mixer, settled=False).projections().items()
+    def of_layer(layer_weights: Params, kind: LayerKind) -> Params:
+        projections = model.layer(layer_weights, kind.mixer, settled=False).projections().items()
         return {f"{name}/w_lora_m": one.gain(x) for name, one in projections if one.adapter and one.adapter.magnitude}
 
     return tuple(map(of_layer, weights.layers, model.config.kinds))
@@ -123,7 +123,7 @@ def empty(
         dtype: of the model, in which these hold the inputs of their convolutions.
     """
 
-    def one(of: LayerKind) -> Cache | None:
+    def layer_cache(of: LayerKind) -> Cache | None:
         if of.mixer in SHARED:
             return None
         if not of.paged:
@@ -132,7 +132,7 @@ def empty(
         pages = layout.empty(numbers[config.paged_kinds.index(of)], of.kv_heads, of.head_dim, size, kind)
         return placed(pages, lambda x, axes: constrain(x, *axes))
 
-    return tuple(map(one, config.kinds))
+    return tuple(map(layer_cache, config.kinds))
 
 
 def decode_specs(
@@ -144,7 +144,7 @@ def decode_specs(
     where = "gpu" if device.platform in ("cuda", "rocm") else device.platform
     capability = getattr(device, "compute_capability", None) if where == "gpu" else None
 
-    def one(kv_heads: int, head_dim: int) -> DecodeSpec:
+    def spec(kv_heads: int, head_dim: int) -> DecodeSpec:
         split = partition(("kv_heads",), (kv_heads,), mesh)[0] is not None
         parts = mesh.shape["tensor"] if split else 1
         return DecodeSpec(
@@ -162,7 +162,7 @@ def decode_specs(
         )
 
     kinds = config.paged_kinds
-    return tuple(one(*shape) for shape in dict.fromkeys((kind.kv_heads, kind.head_dim) for kind in kinds))
+    return tuple(spec(*shape) for shape in dict.fromkeys((kind.kv_heads, kind.head_dim) for kind in kinds))
 
 
 def extend(
@@ -194,17 +194,19 @@ def extend(
     if pictures is not None:
         x = _seen(model, weights.top, x, pictures)
     x = constrain(x, "rows", None, None)
-    given: Any = [None] * c.num_layers
+    inputs_of_layers: Any = [None] * c.num_layers
     if c.layer_inputs:
         table, context, norm = (weights.top[name] for name in NAMES)
-        given = layer_inputs(c, table, context, norm, tokens, x)
+        inputs_of_layers = layer_inputs(c, table, context, norm, tokens, x)
     new, kept, chosen = [], {}, []
-    for kind, own, cache, mine in zip(c.kinds, weights.layers, caches, given, strict=True):
+    for kind, layer_weights, cache, layer_input in zip(c.kinds, weights.layers, caches, inputs_of_layers, strict=True):
         view = views[c.paged_kinds.index(kind.source)] if kind.source.paged else states
         assert view is not None, "layers with states have a view of them"
         rope = ropes[c.distinct_kinds.index(kind)]
         read = kept[kind.source] if kind.mixer in SHARED else cache
-        x, cache, experts = _layer(model, platform(), kind.mixer, own, x, rope, view, read, mine, adapters)
+        x, cache, experts = _layer(
+            model, platform(), kind.mixer, layer_weights, x, rope, view, read, layer_input, adapters
+        )
         if isinstance(cache, Kept):
             kept[kind], cache = cache, cache.pages
         new.append(cache)
@@ -227,12 +229,12 @@ def _layer(
     model: Model,
     where: str,
     mixer: str,
-    own: Params,
+    layer_weights: Params,
     x: Float[Array, "B C D"],
     rope: RopeTables,
     view: CachedView | StepView | PieceStates,
     cache: Cache | None,
-    given: Float[Array, "B C Dp"] | None,
+    layer_input: Float[Array, "B C Dp"] | None,
     adapters: Int[Array, "B"] | None,
 ) -> tuple[Float[Array, "B C D"], Cache | None, Int[Array, "B C k"] | None]:
     """A layer's output, its cache, and the experts of each token, where it has several.
@@ -244,12 +246,14 @@ def _layer(
         mixer: the layer's.
     """
     del where
-    x, new, auxiliary = model.layer(_of_rows(own, adapters), mixer)(x, rope, view, cache, given=given)
+    x, new, auxiliary = model.layer(_of_rows(layer_weights, adapters), mixer)(
+        x, rope, view, cache, layer_input=layer_input
+    )
     return x, new, auxiliary.get(CHOSEN)
 
 
-def _of_rows(own: Params, adapters: Int[Array, "B"] | None) -> Params:
+def _of_rows(layer_weights: Params, adapters: Int[Array, "B"] | None) -> Params:
     """A layer's weights, with the entry of each row's adapter `[B ...]` where adapters are mixed."""
     if adapters is None:
-        return own
-    return {name: x[adapters] if name.endswith(BY_ADAPTER) else x for name, x in own.items()}
+        return layer_weights
+    return {name: x[adapters] if name.endswith(BY_ADAPTER) else x for name, x in layer_weights.items()}

@@ -368,7 +368,7 @@ class GatedFFN(nnx.Module):
         x: Float[Array, "B T D"],
         dropout_keys: TokenKeys | None = None,
         real: Bool[Array, "B T"] | None = None,
-        given: Int[Array, "B T k"] | None = None,
+        replayed: Int[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
         return gated((self.gate, self.up, self.down), self.activation, x, dropout_keys), {}
 
@@ -385,7 +385,7 @@ class WideFFN(nnx.Module):
         x: Float[Array, "B T D"],
         dropout_keys: TokenKeys | None = None,
         real: Bool[Array, "B T"] | None = None,
-        given: Int[Array, "B T k"] | None = None,
+        replayed: Int[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
         return gated((self.wide_gate, self.wide_up, self.wide_down), self.activation, x, dropout_keys), {}
 

@@ -178,8 +178,17 @@ class Model:
 
         `parents`, `pictures` and `experts` as in `types.Batch`; `noise` and `dropout_keys` as in `Decoder`.
         """
-        how = {"parents": parents, "noise": noise, "dropout_keys": dropout_keys, "pictures": pictures}
-        return self.forward(params, tokens, positions, segment_ids, **how, experts=experts)[0]
+        return self.forward(
+            params,
+            tokens,
+            positions,
+            segment_ids,
+            parents=parents,
+            noise=noise,
+            dropout_keys=dropout_keys,
+            pictures=pictures,
+            experts=experts,
+        )[0]
 
     def forward(
         self,
@@ -197,8 +206,15 @@ class Model:
         """Hidden states after the final norm, and auxiliary terms, stacked over the layers that have them at all."""
         decoder = nnx.merge(self._split[0], tree_of({self._paths[name]: x for name, x in params.items()}))
         segments = Segments(segment_ids, positions, parents, **seen_ahead(pictures, self.config.vision))
-        how = {"noise": noise, "dropout_keys": dropout_keys, "pictures": pictures, "experts": experts}
-        return decoder(tokens, segments, dtype=self.dtype, **how)
+        return decoder(
+            tokens,
+            segments,
+            dtype=self.dtype,
+            noise=noise,
+            dropout_keys=dropout_keys,
+            pictures=pictures,
+            experts=experts,
+        )
 
     def soft_tokens(self, params: Params, pictures: Pictures) -> Float[Array, "B Pi So D"]:
         """The embeddings of the soft tokens of pictures, by the tower among these parameters."""
@@ -230,8 +246,7 @@ class Model:
         experts: Int[Array, "B T L k"] | None = None,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """`log p(token_t | its segment before t)` and that distribution's entropy at the needed tokens, else 0."""
-        how = {"noise": noise, "pictures": pictures, "experts": experts}
-        hidden = self.hidden(params, tokens, positions, segment_ids, **how)
+        hidden = self.hidden(params, tokens, positions, segment_ids, noise=noise, pictures=pictures, experts=experts)
         return self.logprobs_of(params, hidden, tokens, positions, needed, entropy=entropy, temperature=temperature)
 
     def logprobs_of(
@@ -377,8 +392,8 @@ def name_of(path: Path) -> str:
 def _flatten(nested: dict, path: Path = ()) -> Params:
     flat: Params = {}
     for key, value in nested.items():
-        here = (*path, key)
-        flat |= _flatten(value, here) if isinstance(value, dict) else {name_of(here): value}
+        inner = (*path, key)
+        flat |= _flatten(value, inner) if isinstance(value, dict) else {name_of(inner): value}
     return flat
 
 

@@ -100,15 +100,15 @@ class MixtureOfExperts(nnx.Module):
         x: Float[Array, "B T D"],
         dropout_keys: TokenKeys | None = None,
         real: Bool[Array, "B T"] | None = None,
-        given: Int[Array, "B T k"] | None = None,
+        replayed: Int[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], dict[str, Num[Array, "..."]]]:
         """The mixed results of each token's experts, and of a shared one.
 
         Args:
             real: which tokens are not padding; None where all are.
-            given: experts to use instead of the router's choice; see `chosen`.
+            replayed: experts to use instead of the router's choice; see `chosen`.
         """
-        y, auxiliary = self.routed(x, x, real, given)
+        y, auxiliary = self.routed(x, x, real, replayed)
         if self.shared_gate is not None:
             shared = gated((self.gate, self.up, self.down), self.activation, x, dropout_keys)
             y = y + self.shared_gate(x) * shared
@@ -119,7 +119,7 @@ class MixtureOfExperts(nnx.Module):
         x: Float[Array, "B T D"],
         scored: Float[Array, "B T D"],
         real: Bool[Array, "B T"] | None,
-        given: Int[Array, "B T k"] | None,
+        replayed: Int[Array, "B T k"] | None,
     ) -> tuple[Float[Array, "B T D"], dict[str, Num[Array, "..."]]]:
         """The mixed results of each token's experts, which padding has none of, and how evenly they are used.
 
@@ -131,28 +131,28 @@ class MixtureOfExperts(nnx.Module):
             x: what the experts compute.
             scored: by what the router chooses.
             real: which tokens are not padding; None where all are.
-            given: experts to use instead of the router's choice; see `chosen`.
+            replayed: experts to use instead of the router's choice; see `chosen`.
         """
         real = jnp.ones(x.shape[:2], bool) if real is None else real
         scores = self.router(scored)
-        choice = self.chosen(scores, given)
+        choice = self.chosen(scores, replayed)
         usage = _usage(scores, choice, real, self.experts.number)
         y = self._spread(x, choice, real)
         if self.downs.b is not None:
             y = y + _mean_bias(self.downs.b[...], choice, real).astype(y.dtype)
         return y, {**usage, CHOSEN: choice.experts}
 
-    def chosen(self, scores: Float[Array, "B T E"], given: Int[Array, "B T k"] | None = None) -> Choice:
+    def chosen(self, scores: Float[Array, "B T E"], replayed: Int[Array, "B T k"] | None = None) -> Choice:
         """The experts with the largest scores. The choice has no gradient; the weights have that of their scores.
 
         Args:
             scores: of all experts.
-            given: the experts of tokens whose choice is replayed (Ma et al. 2025, https://arxiv.org/abs/2510.11370);
+            replayed: the experts of tokens whose choice is replayed (Ma et al. 2025, https://arxiv.org/abs/2510.11370);
                 -1 where the router chooses. Their weights are those of these scores, through which the router learns.
         """
         _, experts = jax.lax.top_k(jax.lax.stop_gradient(scores), self.experts.active)
-        if given is not None:
-            experts = jnp.where(given >= 0, given, experts)
+        if replayed is not None:
+            experts = jnp.where(replayed >= 0, replayed, experts)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.experts.renormalise:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -180,10 +180,14 @@ class MixtureOfExperts(nnx.Module):
         summed = tuple(axis for axis in split if axis != "expert" or not shared)
 
         def part(x: jax.Array, experts: jax.Array, weights: jax.Array, real: jax.Array, *matrices: Arrays) -> jax.Array:
-            own = len(matrices[0]["w"])
-            first = jax.lax.axis_index("expert") * own if "expert" in split else 0
-            here, choice = partial(compute, first), Choice(experts, weights)
-            y = _exchanged(here, own, x, choice, real, *matrices) if shared else here(x, choice, real, *matrices)
+            per_device = len(matrices[0]["w"])
+            first = jax.lax.axis_index("expert") * per_device if "expert" in split else 0
+            local, choice = partial(compute, first), Choice(experts, weights)
+            y = (
+                _exchanged(local, per_device, x, choice, real, *matrices)
+                if shared
+                else local(x, choice, real, *matrices)
+            )
             return jax.lax.psum(y, summed) if summed else y
 
         specs = (wide, wide, wide, tokens, *banks)
@@ -198,7 +202,7 @@ _HERE: tuple[Axes, ...] = (("expert", None, "ffn"), ("expert", None, "ffn"), ("e
 
 def _exchanged(
     compute: Callable[..., Float[Array, "s n D"]],
-    own: int,
+    per_device: int,
     x: Float[Array, "B T D"],
     choice: Choice,
     real: Bool[Array, "B T"],
@@ -207,10 +211,10 @@ def _exchanged(
     """The weighted results of a device's tokens, each computed where its experts are.
 
     Args:
-        compute: `_mixed` of the experts of this device, of which there are `own`.
+        compute: `_mixed` of the experts of this device, of which there are `per_device`.
     """
     x_tokens, experts, weights = (rows.reshape(-1, rows.shape[-1]) for rows in (x, *choice))
-    where = destinations(experts, real.reshape(-1), own)
+    where = destinations(experts, real.reshape(-1), per_device)
     # Together, in float32, which has all numbers of experts: a TPU sends rows of 128 numbers at least.
     weights, experts = jnp.split(dispatch(jnp.concatenate([weights, experts], axis=1), where), 2, axis=-1)
     came = Choice(experts.astype(jnp.int32), weights)
@@ -237,8 +241,8 @@ def _mixed(
     """
     active, width, number = choice.experts.shape[-1], x.shape[-1], len(gates["w"])
     experts = choice.experts - first
-    here = real[..., None] & (experts >= 0) & (experts < number)
-    where = routes(experts.reshape(-1, active), number, here.reshape(-1, active))
+    computed = real[..., None] & (experts >= 0) & (experts < number)
+    where = routes(experts.reshape(-1, active), number, computed.reshape(-1, active))
     gate, up = gate_and_up(x.reshape(-1, width), gates, ups, scales[0], where)
     gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
     weights = in_rows(choice.weights.reshape(-1, active), where)[:, None]
@@ -302,7 +306,7 @@ class DenseAndExperts(MixtureOfExperts):
         x: Float[Array, "B T D"],
         dropout_keys: TokenKeys | None = None,
         real: Bool[Array, "B T"] | None = None,
-        given: Int[Array, "B T k"] | None = None,
+        replayed: Int[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
         """The sum of both results, each normed.
 
@@ -311,11 +315,11 @@ class DenseAndExperts(MixtureOfExperts):
         """
         three = (self.gate, self.up, self.down)
         dense = gated(three, self.activation, self.pre_mlp_norm(x), dropout_keys)
-        mixed, auxiliary = self.routed(self.pre_experts_norm(x), x, real, given)
+        mixed, auxiliary = self.routed(self.pre_experts_norm(x), x, real, replayed)
         return self.dense_norm(dense) + self.experts_norm(mixed), auxiliary
 
-    def chosen(self, scores: Float[Array, "B T E"], given: Int[Array, "B T k"] | None = None) -> Choice:
+    def chosen(self, scores: Float[Array, "B T E"], replayed: Int[Array, "B T k"] | None = None) -> Choice:
         """As for any mixture, but for the factor of each expert."""
-        choice = super().chosen(scores, given)
+        choice = super().chosen(scores, replayed)
         factor = self.router.factor[...].astype(jnp.float32)
         return choice._replace(weights=choice.weights * factor[choice.experts])

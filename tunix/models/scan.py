@@ -48,8 +48,8 @@ class Others(NamedTuple):
 
     plain: PyTree = None
     """Stacked over all layers; it has no gradient."""
-    given: PyTree = None
-    """The same with a gradient."""
+    differentiable: PyTree = None
+    """Stacked likewise; it has a gradient."""
     shared: PyTree = None
     """Read by all layers alike, with a gradient."""
 
@@ -96,31 +96,35 @@ def over_layers(
     casts, stacked = [partial(cast, path) for path in paths], list(weights.values())
     dtypes, used = [w.dtype for w in stacked], [_used(one, w) for one, w in zip(casts, stacked, strict=True)]
 
-    def one(place: _Place, x: jax.Array, shared: PyTree, inputs: tuple) -> tuple:
+    def compute_layer(place: _Place, x: jax.Array, shared: PyTree, inputs: tuple) -> tuple:
         # Taken here, and so again in the backward pass: taken before, every layer's weights would be kept for that.
         weights, sinks, each = place.part(inputs) if len(places) > 1 else inputs
-        here = place.weights
-        leaves = [_cast(casts[at], *both) for at, *both in zip(here, weights, sinks, strict=True)]
-        own = dict(zip((paths[at] for at in here), leaves, strict=True))
-        return layer(place.number, checkpoint_name(x, INPUT), own, Others(each[0], each[1], shared))
+        indices = place.weights
+        leaves = [_cast(casts[at], *both) for at, *both in zip(indices, weights, sinks, strict=True)]
+        layer_weights = dict(zip((paths[at] for at in indices), leaves, strict=True))
+        return layer(place.number, checkpoint_name(x, INPUT), layer_weights, Others(each[0], each[1], shared))
 
-    def run(x: jax.Array, stacked: list, sinks: list, given: PyTree, shared: PyTree) -> tuple[jax.Array, Terms]:
+    def run(
+        x: jax.Array, stacked: list, sinks: list, differentiable: PyTree, shared: PyTree
+    ) -> tuple[jax.Array, Terms]:
         def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, Terms]:
-            found: dict[str, list[PyTree]] = {}
+            by_name: dict[str, list[PyTree]] = {}
             for place in places:
                 # A scan keeps its passes apart by itself. The barrier that does it otherwise has every slice of a stack
                 # copied before it is used; between the layers of a period it keeps recomputation in turn.
-                layer_of = jax.checkpoint(partial(one, place), policy=policy(remat), prevent_cse=len(places) > 1)
+                layer_of = jax.checkpoint(
+                    partial(compute_layer, place), policy=policy(remat), prevent_cse=len(places) > 1
+                )
                 x, terms = layer_of(x, shared, inputs)
                 for name, term in terms.items():
-                    found.setdefault(name, []).append(term)
-            return x, {name: jax.tree.map(lambda *each: jnp.stack(each), *every) for name, every in found.items()}
+                    by_name.setdefault(name, []).append(term)
+            return x, {name: jax.tree.map(lambda *each: jnp.stack(each), *every) for name, every in by_name.items()}
 
-        x, terms = jax.lax.scan(body, x, _by_period(places, stacked, sinks, (others.plain, given)))
+        x, terms = jax.lax.scan(body, x, _by_period(places, stacked, sinks, (others.plain, differentiable)))
         return x, jax.tree.map(lambda term: term.reshape(-1, *term.shape[2:]), terms)
 
     nowhere = [None] * len(stacked)
-    more = (others.given, others.shared)
+    more = (others.differentiable, others.shared)
     if used == dtypes:
         return run(x, stacked, nowhere, *more)
 
@@ -161,16 +165,16 @@ class _Place(NamedTuple):
         """Its part of the weights, the sinks and the others of a period."""
         weights, sinks, others = inputs
         where = list(zip(self.weights, self.turns, strict=True))
-        own = [[None if all[at] is None else all[at][turn] for at, turn in where] for all in (weights, sinks)]
-        return own[0], own[1], jax.tree.map(lambda x: x[self.number], others)
+        parts = [[None if all[at] is None else all[at][turn] for at, turn in where] for all in (weights, sinks)]
+        return parts[0], parts[1], jax.tree.map(lambda x: x[self.number], others)
 
 
 def _places(paths: list[Path], period: Sequence[Collection[Path]]) -> list[_Place]:
     """The layers of a period, given the weights that each has."""
     places = []
     for number, members in enumerate(period):
-        here = [at for at, path in enumerate(paths) if path in members]
-        places.append(_Place(number, here, [sum(paths[at] in one for one in period[:number]) for at in here]))
+        indices = [at for at, path in enumerate(paths) if path in members]
+        places.append(_Place(number, indices, [sum(paths[at] in one for one in period[:number]) for at in indices]))
     return places
 
 

@@ -73,8 +73,8 @@ def token_logprobs(
         temperature: the sampler's, above 0.
     """
     head = _Head(Bend(softcap, temperature, len(table)), entropy)
-    found = _token_logprobs(head, in_pieces(hidden), table, in_pieces(targets), in_pieces(needed))
-    return jax.tree.map(lambda x: in_rows(x, *targets.shape), found)
+    results = _token_logprobs(head, in_pieces(hidden), table, in_pieces(targets), in_pieces(needed))
+    return jax.tree.map(lambda x: in_rows(x, *targets.shape), results)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -123,13 +123,13 @@ def _block(head, h: jax.Array, chunks, wanted: jax.Array, *, pulled: bool) -> tu
             # The sum was relative to the old maximum; it becomes relative to the new one.
             weighted = shrink * (weighted + total * (top - new_top)) + jnp.sum(p * below, -1)
         total = total * shrink + jnp.sum(p, -1)
-        here = taken_in(wanted, chunks, head.bend.vocab, index)
-        taken = taken + jnp.sum(jnp.where(here, logits, 0.0), -1)
+        is_target = taken_in(wanted, chunks, head.bend.vocab, index)
+        taken = taken + jnp.sum(jnp.where(is_target, logits, 0.0), -1)
         if pulled:
             # The barrier makes XLA compute these once, instead of fusing (and recomputing) them in the product.
             weights = jax.lax.optimization_barrier((p * slope).astype(chunks.dtype))
             mixed = mixed * shrink[..., None] + table_product(weights, chunks, index)
-            steep = steep + jnp.sum(jnp.where(here, slope, 0.0), -1)
+            steep = steep + jnp.sum(jnp.where(is_target, slope, 0.0), -1)
         return new_top, total, weighted, taken, mixed, steep
 
     zero = constrain(jnp.zeros((*wanted.shape, parts), jnp.float32), "pieces", None, "vocab")
@@ -191,7 +191,7 @@ def _gradients(head, saved, d_logprobs, d_spread):
         d_hidden, d_chunks = gradients
         order = jax.lax.dynamic_slice_in_dim(visit.order, i * block, block, 1)
         h, wanted = pick(hidden, order), pick(targets, order)
-        own = Mass(*(jax.lax.dynamic_slice_in_dim(x, i * block, block, 1) for x in mass)).per_id()
+        block_mass = Mass(*(jax.lax.dynamic_slice_in_dim(x, i * block, block, 1) for x in mass)).per_id()
         # Padding of the last block repeats token 0: its cotangent counts only where the place in `order` is a real one.
         real = (i * block + jnp.arange(block)) < length
         pulls = (jnp.where(real, pick(d, order), 0.0) for d in (d_logprobs, d_spread))
@@ -200,7 +200,7 @@ def _gradients(head, saved, d_logprobs, d_spread):
         def one_chunk(index, gradients):
             d_h, d_chunks = gradients
             logits, slope = chunk_logits(head.bend, h, chunks, index)
-            log_p = own.log_p(logits)
+            log_p = block_mass.log_p(logits)
             p = jnp.exp(log_p)
             d_logits = pull * (taken_in(wanted, chunks, head.bend.vocab, index) - p)
             if head.entropy:

@@ -69,8 +69,8 @@ class Tower(nnx.Module):
         nothing."""
         rows = pictures.pixels.shape[:2]
         pixels, grids = (jnp.asarray(x).reshape(-1, *x.shape[2:]) for x in (pictures.pixels, pictures.grids))
-        found = self.soft_tokens(normalised(pixels).astype(dtype), grids)
-        return jax.lax.stop_gradient(found.reshape(*rows, *found.shape[1:]))
+        soft = self.soft_tokens(normalised(pixels).astype(dtype), grids)
+        return jax.lax.stop_gradient(soft.reshape(*rows, *soft.shape[1:]))
 
     def soft_tokens(self, x: Float[Array, "B Pp Pr Pc Rb"], grids: Int[Array, "B 2"]) -> Float[Array, "B So D"]:
         """The soft tokens of pictures, in the dtype of their patches; see `Pictures`."""
@@ -99,9 +99,9 @@ class Tower(nnx.Module):
         """The stream after a layer."""
         c = self.config
         y = layer_norm(x, w["attn_norm"], w["attn_norm_bias"], c.norm_eps)
-        own = [(w["qkv"][:, i], w["qkv_bias"][i]) for i in range(3)] if "qkv" in w else []
-        own = own or [(w[name], w[f"{name}_bias"]) for name in QKV]
-        q, k, v = (jnp.einsum("BTD,DNH->BTNH", y, matrix) + bias for matrix, bias in own)
+        matrices = [(w["qkv"][:, i], w["qkv_bias"][i]) for i in range(3)] if "qkv" in w else []
+        matrices = matrices or [(w[name], w[f"{name}_bias"]) for name in QKV]
+        q, k, v = (jnp.einsum("BTD,DNH->BTNH", y, matrix) + bias for matrix, bias in matrices)
         q, k = (q, k) if rope is None else (rotate(q, *rope), rotate(k, *rope))
         y = attend(q, k, v, view, scale=c.head_dim**-0.5)
         x = x + jnp.einsum("BTNH,NHD->BTD", y, w["o"]) + w["o_bias"]
@@ -138,8 +138,8 @@ def with_pictures(
     before = jnp.take_along_axis(jnp.cumsum(counts, axis=-1) - counts, jnp.maximum(number - 1, 0), axis=-1)
     index = (number - 1) * soft.shape[2] + places - 1 - before
     flat = soft.reshape(len(soft), -1, soft.shape[-1]).astype(x.dtype)
-    found = jnp.take_along_axis(flat, jnp.maximum(index, 0)[..., None], axis=1)
-    return jnp.where((places > 0)[..., None], found, x)
+    pictured = jnp.take_along_axis(flat, jnp.maximum(index, 0)[..., None], axis=1)
+    return jnp.where((places > 0)[..., None], pictured, x)
 
 
 def numbers(pictures: Pictures) -> Int[Array, "B T"]:

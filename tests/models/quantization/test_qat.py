@@ -103,7 +103,7 @@ def test_a_model_computes_with_its_weights_on_their_grid():
         if name in moved:
             how = dict(simulated(MIXED))[name.split("/")[1]].weights
             assert how is not None
-            values, scales = jax.vmap(partial(quantize, how=how, contracted=1))(value)  # o has two, and stays
+            values, scales = jax.vmap(partial(quantize, quantization=how, contracted=1))(value)  # o has two, and stays
             np.testing.assert_array_equal(on_grid[name], jax.vmap(dequantize)(values, scales))
             error = np.sqrt(np.mean((on_grid[name] - value) ** 2) / np.mean(value**2))
             assert moved[name] == pytest.approx(error, rel=1e-4)

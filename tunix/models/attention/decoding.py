@@ -99,9 +99,9 @@ def reader(specs: Sequence[DecodeSpec]) -> Reader:
     return next(one for one in IMPLEMENTATIONS if _lacks(one, specs) is None)
 
 
-def _lacks(one: Reader, specs: Sequence[DecodeSpec]) -> str | None:
+def _lacks(candidate: Reader, specs: Sequence[DecodeSpec]) -> str | None:
     """Why an implementation cannot read a cache: what it lacks for the first shape of heads that it cannot read."""
-    return next(filter(None, map(one.lacks, specs)), None)
+    return next(filter(None, map(candidate.lacks, specs)), None)
 
 
 def described(specs: Sequence[DecodeSpec], chosen: str) -> str:
@@ -126,12 +126,12 @@ def of_slots(
     q: Float[Array, "B C N H"], cache: Pages, view: SlotsView, *, scale: float, softcap: float | None
 ) -> Mixed:
     """Attention of new tokens of slots to their pages, on each device, by who reads pages of this layout."""
-    own, (slots, number) = reader_of(cache), q.shape[:2]
-    if number == 1 or not own.in_place:
-        return own.of_slots(q, cache, view, scale=scale, softcap=softcap)
+    implementation, (slots, number) = reader_of(cache), q.shape[:2]
+    if number == 1 or not implementation.in_place:
+        return implementation.of_slots(q, cache, view, scale=scale, softcap=softcap)
     # Kernels read for one query: guesses have slots of their own.
-    found = own.of_slots(q.reshape(-1, 1, *q.shape[2:]), cache, view.apart(), scale=scale, softcap=softcap)
-    mixed, lse = found
+    result = implementation.of_slots(q.reshape(-1, 1, *q.shape[2:]), cache, view.apart(), scale=scale, softcap=softcap)
+    mixed, lse = result
     return mixed.reshape(q.shape), lse.reshape(slots, number, -1)
 
 

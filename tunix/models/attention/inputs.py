@@ -125,12 +125,12 @@ def inner_products(mixed: Float[Array, "B T N H"], d_mixed: Float[Array, "B T N 
     return jnp.sum(mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32), -1)
 
 
-def merged(one: Mixed, other: Mixed) -> Mixed:
+def merged(left: Mixed, right: Mixed) -> Mixed:
     """Attention over two sets of keys from that over each; a log-sum-exp of -inf says that there are none."""
-    lse = jnp.logaddexp(one[1], other[1])
-    shares = (jnp.exp(part - lse)[..., None] for _, part in (one, other))
-    first, second = (jnp.where(share > 0, share * x, 0.0) for share, (x, _) in zip(shares, (one, other), strict=True))
-    return (first + second).astype(one[0].dtype), lse
+    lse = jnp.logaddexp(left[1], right[1])
+    shares = (jnp.exp(part - lse)[..., None] for _, part in (left, right))
+    first, second = (jnp.where(share > 0, share * x, 0.0) for share, (x, _) in zip(shares, (left, right), strict=True))
+    return (first + second).astype(left[0].dtype), lse
 
 
 def past_sinks(result: Mixed, sinks: Float[Array, "N"] | None) -> Mixed:

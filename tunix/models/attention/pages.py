@@ -1,7 +1,7 @@
 """Keys and values in pages: a sequence holds the pages that its tokens need, and sequences with one prompt share them.
 
 A layer has a pool of pages. Which order of their axes is fast is a matter of what reads them (`decoding.py`): on a CPU
-a batched product, on NVIDIA's GPUs and on TPUs a kernel that takes pages where they are. Everything else goes through the
+a batched product, on NVIDIA's GPUs and on TPUs a kernel that takes pages where they are. All else goes through the
 methods of their classes. Whatever the sampler reads of a token, of its own piece, of earlier ones or while it decodes,
 is what the cache holds of it: `rounded` comes first. So neither pieces nor pages change a result.
 
@@ -208,11 +208,13 @@ def placed(pages: Pages, place: Callable[[Any, Axes], Any]) -> Any:
     """
     whole = pages.kv_heads % shards("kv_heads") != 0
 
-    def axes(given: Axes) -> Axes:
-        return tuple(None if whole and axis == "kv_heads" else axis for axis in given)
+    def axes(logical: Axes) -> Axes:
+        return tuple(None if whole and axis == "kv_heads" else axis for axis in logical)
 
-    own = {name: axes for name, axes in zip(pages._fields, pages.AXES, strict=True) if getattr(pages, name) is not None}
-    return pages._replace(**{name: place(getattr(pages, name), axes(own[name])) for name in own})
+    axes_by_name = {
+        name: axes for name, axes in zip(pages._fields, pages.AXES, strict=True) if getattr(pages, name) is not None
+    }
+    return pages._replace(**{name: place(getattr(pages, name), axes(axes_by_name[name])) for name in axes_by_name})
 
 
 def _interleaved(new: Tokens) -> Array:
@@ -349,19 +351,19 @@ def of_slots(
     q: Float[Array, "B C N H"], pages: Pages, view: SlotsView, *, scale: float, softcap: float | None
 ) -> Mixed:
     """Attention of the queries of each slot over gathered pages; slots without pages mix nothing."""
-    queries, own = grouped(scaled(q, scale), pages.kv_heads), view.gathered
-    assert own is not None, "pages that are read side by side come with the places they were gathered from"
-    owners, starts = own.owners[0], own.starts[0]
+    queries, origin = grouped(scaled(q, scale), pages.kv_heads), view.gathered
+    assert origin is not None, "pages that are read side by side come with the places they were gathered from"
+    owners, starts = origin.owners[0], origin.starts[0]
     # Of each page the slot sees these tokens: comparing positions here and not in the products is once for all layers.
     ends = (view.positions[owners] + 1 - starts[:, None])[..., None]
     at = jnp.arange(pages.size)
     seen = at < ends
     if view.window is not None:
         seen &= at >= ends - view.window
-    found = _visited(queries[owners], seen, *pages.read(q.dtype), softcap)
+    partials = _visited(queries[owners], seen, *pages.read(q.dtype), softcap)
     # Each page has a result of its own, and those of a slot are summed in their order: company changes no digit.
     columns = view.table.pages
-    peaks, masses, sums = (x[jnp.maximum(columns, 0)] for x in found)
+    peaks, masses, sums = (x[jnp.maximum(columns, 0)] for x in partials)
     peaks = jnp.where(columns[..., None, None, None] >= 0, peaks, HIDDEN)
     peak = jnp.max(peaks, axis=1)
     share = jnp.exp(peaks - peak[:, None])
@@ -379,17 +381,17 @@ def brought_back(pages: Pages, taken: Pages, places: Int[Array, "B c"], sources:
     """The pool with some of the gathered pages: those at `places`, where these are not negative."""
     places = places.reshape(-1)
 
-    def one(index: jax.Array, pages: Pages) -> Pages:
+    def put_page(index: jax.Array, pages: Pages) -> Pages:
         place = jnp.maximum(places[index], 0)
         target = sources[0, place]
 
         # Page by page: a scatter of so large pieces is slow on a CPU.
-        def put(all: jax.Array, mine: jax.Array) -> jax.Array:
-            return all.at[target].set(jnp.where(places[index] >= 0, mine[place], all[target]))
+        def put(all: jax.Array, part: jax.Array) -> jax.Array:
+            return all.at[target].set(jnp.where(places[index] >= 0, part[place], all[target]))
 
         return jax.tree.map(put, pages, taken)
 
-    return jax.lax.fori_loop(0, len(places), one, pages)
+    return jax.lax.fori_loop(0, len(places), put_page, pages)
 
 
 def _nothing(number: int, queries: Float[Array, "B K J Q H"]) -> tuple:
@@ -408,18 +410,18 @@ def before_piece(
     queries = grouped(scaled(q, scale).reshape(blocks, width, heads, dim), pages.kv_heads)
     owners, positions, begins = (x.reshape(blocks, width) for x in (view.ids, view.positions, view.begins))
 
-    def one(index: jax.Array, found: tuple) -> tuple:
+    def visit(index: jax.Array, so_far: tuple) -> tuple:
         block, page, start, owner = (x[0, index] for x in visits[:4])
         at = start + jnp.arange(size)
         seen = (at < begins[block][:, None]) & (owners[block] == owner)[:, None]
         if view.window is not None:
             seen &= at > positions[block][:, None] - view.window
         part = _visited(queries[block][None], seen[None], *page_of(pages, page).read(q.dtype), softcap)
-        new = _joined(tuple(x[block] for x in found), tuple(x[0] for x in part))
-        return tuple(all.at[block].set(x) for all, x in zip(found, new, strict=True))
+        new = _joined(tuple(x[block] for x in so_far), tuple(x[0] for x in part))
+        return tuple(all.at[block].set(x) for all, x in zip(so_far, new, strict=True))
 
-    found = jax.lax.fori_loop(0, visits.number[0], one, _nothing(blocks, queries))
-    peak, mass, sums = found
+    partials = jax.lax.fori_loop(0, visits.number[0], visit, _nothing(blocks, queries))
+    peak, mass, sums = partials
     mixed, lse = settled(peak, mass, sums, q.dtype)
     return mixed.reshape(1, length, heads, dim), lse.reshape(1, length, heads)
 
@@ -452,12 +454,12 @@ def _visited(
     return peak, jnp.sum(weights, axis=-1), sums.reshape(queries.shape)
 
 
-def _joined(one: tuple, other: tuple) -> tuple:
+def _joined(left: tuple, right: tuple) -> tuple:
     """What is found in two sets of pages from what is found in each."""
-    peak = jnp.maximum(one[0], other[0])
-    shares = [jnp.exp(part[0] - peak) for part in (one, other)]
-    mass = sum(share * part[1] for share, part in zip(shares, (one, other), strict=True))
-    return peak, mass, sum(share[..., None] * part[2] for share, part in zip(shares, (one, other), strict=True))
+    peak = jnp.maximum(left[0], right[0])
+    shares = [jnp.exp(part[0] - peak) for part in (left, right)]
+    mass = sum(share * part[1] for share, part in zip(shares, (left, right), strict=True))
+    return peak, mass, sum(share[..., None] * part[2] for share, part in zip(shares, (left, right), strict=True))
 
 
 def settled(peak: jax.Array, mass: jax.Array, sums: jax.Array, dtype: jax.typing.DTypeLike) -> Mixed:

@@ -31,12 +31,12 @@ from tunix.models.families.hf_config import Fields, write_rope
 
 def axes(config: DecoderConfig) -> dict[str, int]:
     """The size of each axis of the family's weights."""
-    own, experts = config.global_heads, config.experts
-    assert own is not None, "the family has them"
+    heads, experts = config.global_heads, config.experts
+    assert heads is not None, "the family has them"
     return {
         **axis_sizes(config),
-        "Kw": own.kv_heads,
-        "Hw": own.head_dim,
+        "Kw": heads.kv_heads,
+        "Hw": heads.head_dim,
         "Vl": config.layer_vocab or config.vocab_size,
         "Dp": config.layer_inputs,
         "Da": config.num_layers * config.layer_inputs,
@@ -50,8 +50,8 @@ def axes(config: DecoderConfig) -> dict[str, int]:
 
 def spare(config: DecoderConfig, name: str) -> bool:
     """Whether a tensor would make keys or values in a layer that reads those of another."""
-    found = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight", name)
-    return found is not None and int(found[1]) in config.layers_with(tuple(SHARED))
+    match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight", name)
+    return match is not None and int(match[1]) in config.layers_with(tuple(SHARED))
 
 
 def _attention(source: str, start: str, wider: str) -> dict[str, Tensor]:
@@ -72,8 +72,8 @@ def _attention(source: str, start: str, wider: str) -> dict[str, Tensor]:
         "o/w": ("self_attn.o_proj.weight", f"D (N {h})", f"N {h} D"),
         "q_norm/w": ("self_attn.q_norm.weight", h, h),
     }
-    found = {**in_layers(alone, source), **in_layers(both, every)}
-    return {name.replace("layers/", f"layers/{start}"): tensor for name, tensor in found.items()}
+    tensors = {**in_layers(alone, source), **in_layers(both, every)}
+    return {name.replace("layers/", f"layers/{start}"): tensor for name, tensor in tensors.items()}
 
 
 _USUAL = tuple(mixer for mixer in ("attention", GLOBAL, *SHARED) if mixer not in WIDE)
@@ -235,22 +235,22 @@ def _global_heads(fields: Fields, local: tuple[bool, ...], kv_heads: int, head_d
     them, from `per_layer_config`."""
     shared = fields.flag("attention_k_eq_v", False)
     width, few = fields.integer("global_head_dim", 512), fields.integer("num_global_key_value_heads", kv_heads)
-    found = GlobalHeads(few if shared else kv_heads, width, shared)
+    heads = GlobalHeads(few if shared else kv_heads, width, shared)
     if "per_layer_config" not in fields.raw:
-        return found
+        return heads
     each, wanted = fields.mapping("per_layer_config"), {n for n, here in enumerate(local) if not here}
-    own = {tuple(sorted(one.items())) for one in each.values() if isinstance(one, dict)}
+    stated = {tuple(sorted(one.items())) for one in each.values() if isinstance(one, dict)}
     numbers = {int(n) for n in each if n.isdecimal()}  # transformers pads them: 05
-    if numbers != wanted or len(each) != len(wanted) or len(own) != 1:
+    if numbers != wanted or len(each) != len(wanted) or len(stated) != 1:
         fields.refuse(
             "per_layer_config", f"must be the same for the global layers ({', '.join(map(str, sorted(wanted)))}) alone."
         )
-    one = Fields(dict(own.pop()), fields.file, "per_layer_config.")
-    found = GlobalHeads(one.integer("num_key_value_heads", kv_heads), one.integer("head_dim", head_dim), shared)
-    one.finish()
-    if found.kv_heads != kv_heads and not shared:
+    inner = Fields(dict(stated.pop()), fields.file, "per_layer_config.")
+    heads = GlobalHeads(inner.integer("num_key_value_heads", kv_heads), inner.integer("head_dim", head_dim), shared)
+    inner.finish()
+    if heads.kv_heads != kv_heads and not shared:
         fields.refuse("per_layer_config", "has other kv heads in global layers, which attention_k_eq_v alone gives.")
-    return found
+    return heads
 
 
 def read_multimodal(fields: Fields) -> DecoderConfig:
@@ -265,8 +265,8 @@ def read_multimodal(fields: Fields) -> DecoderConfig:
 
 def write(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `gemma4_text` folder."""
-    own = config.global_heads
-    assert own is not None, "the family has them"
+    heads = config.global_heads
+    assert heads is not None, "the family has them"
     fields = written(config)
     for old in ("rope_theta", "rope_scaling"):  # which the family never had
         del fields[old]
@@ -279,9 +279,9 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "layer_types": layer_types(config),
         "sliding_window": config.window,
         "rope_parameters": {"full_attention": whole, "sliding_attention": write_rope(config.rope_local or Rope())},
-        "global_head_dim": own.head_dim,
-        "num_global_key_value_heads": own.kv_heads,
-        "attention_k_eq_v": own.keys_are_values,
+        "global_head_dim": heads.head_dim,
+        "num_global_key_value_heads": heads.kv_heads,
+        "attention_k_eq_v": heads.keys_are_values,
         "final_logit_softcapping": config.logit_softcap,
         "hidden_size_per_layer_input": config.layer_inputs,
         "vocab_size_per_layer_input": config.layer_vocab or config.vocab_size,
@@ -318,7 +318,7 @@ GEMMA4_DEFAULTS = {
 
 
 def _gemma4(
-    d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, own: GlobalHeads, **different: Any
+    d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, global_heads: GlobalHeads, **different: Any
 ) -> DecoderConfig:
     usual = {"vocab_size": 262_144, "max_positions": 262_144, "head_dim": 256, "window": 1024, "logit_softcap": 30.0}
     return DecoderConfig(
@@ -333,7 +333,7 @@ def _gemma4(
         tied=True,
         rope=ROPE,
         rope_local=Rope(),
-        global_heads=own,
+        global_heads=global_heads,
         **{"local_layers": five_to_one(layers), **ALWAYS, **usual, **different},
     )
 

@@ -249,12 +249,12 @@ def _read_rope(block: Fields, theta: float, max_positions: int, share: float | N
 
 def _sections(block: Fields) -> tuple[int, int, int] | None:
     """How many pairs turn by time, rows and columns; None where the file does not say."""
-    found = block.get("mrope_section")
-    if found is None:
+    sections = block.get("mrope_section")
+    if sections is None:
         return None
-    if not isinstance(found, list) or len(found) != 3 or not all(isinstance(one, int) for one in found):
+    if not isinstance(sections, list) or len(sections) != 3 or not all(isinstance(one, int) for one in sections):
         block.refuse("mrope_section", "must be three numbers of pairs: of time, rows and columns.")
-    return (found[0], found[1], found[2])
+    return (sections[0], sections[1], sections[2])
 
 
 def _yarn_attention(block: Fields, factor: float) -> float | None:

@@ -78,8 +78,8 @@ def _has(config: "DecoderConfig", ours: str) -> bool:
     """Whether a model has this one among our names of a matrix."""
     if not ours.startswith(GLOBAL):
         return config.shared_wide or not ours.startswith(WIDE)
-    own = config.global_heads
-    return own is not None and not (own.keys_are_values and ours == f"{GLOBAL}v")
+    heads = config.global_heads
+    return heads is not None and not (heads.keys_are_values and ours == f"{GLOBAL}v")
 
 
 def matched(pattern: str) -> tuple[str, ...]:
