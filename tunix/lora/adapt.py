@@ -8,7 +8,6 @@ loaded. Each expert of a mixture has an A and a B of its own, made and multiplie
 """
 
 import math
-from collections.abc import Mapping
 from typing import cast
 
 import jax
@@ -59,20 +58,30 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
         UserError: when it is first called, if a rank is above what the matrix can have.
     """
     targets = adapter.modules_of(decoder)
-    start = {"alpha": adapter.alpha, "lora_a_initializer": START_OF_A}
     parts = "|".join(PARTS)
     dense = {name: low for name, low in targets.items() if name not in BANKS}
-    rules = [qwix.LoraRule(module_path=f"({parts})/{name}", rank=low.rank, **start) for name, low in dense.items()]
+    rules = [
+        qwix.LoraRule(
+            module_path=f"({parts})/{name}", rank=low.rank, alpha=adapter.alpha, lora_a_initializer=START_OF_A
+        )
+        for name, low in dense.items()
+    ]
     provider = qwix.LoraProvider(rules)
 
     def apply(block: Block, rngs: nnx.Rngs) -> Block:
-        _adapt_banks(block, targets, rngs)
+        for name, bank in block.banks().items():
+            if name in targets and BANK_PAIRS[name][0] == name:
+                halves = sum(stem == name for stem, _ in BANK_PAIRS.values())
+                _, inputs, outputs = bank.w.shape
+                _refuse_rank(name, targets[name], min(inputs, halves * outputs))
+                bank.adapt(targets[name].rank, targets[name].scale, halves, rngs)
         if not dense:
             return block
         projections = block.projections()
         targeted = {name: low for name, low in dense.items() if name in projections}
         for name, low in targeted.items():
-            _check_rank(name, low, projections[name])
+            shape, contracted = projections[name].w.shape, projections[name].contracted
+            _refuse_rank(name, low, min(math.prod(shape[:contracted]), math.prod(shape[contracted:])))
         for projection in projections.values():
             projection.watched = True
         x = jnp.zeros((1, 1, decoder.d_model))
@@ -108,22 +117,6 @@ def _vary(projection: Projection, adapter: AdapterConfig, low: Low, number: int)
         projection.w_lora_b0 = nnx.Param(jnp.zeros(b.shape, jnp.float32), axes=axes)
     if adapter.dora:
         projection.w_lora_m = nnx.Param(jnp.ones(outputs, jnp.float32), axes=axes[projection.contracted :])
-
-
-def _adapt_banks(block: Block, targets: Mapping[str, Low], rngs: nnx.Rngs) -> None:
-    """Adapts the experts' matrices that are among the targets."""
-    for name, bank in block.banks().items():
-        if name not in targets or BANK_PAIRS[name][0] != name:
-            continue
-        halves = sum(stem == name for stem, _ in BANK_PAIRS.values())
-        _, inputs, outputs = bank.w.shape
-        _refuse_rank(name, targets[name], min(inputs, halves * outputs))
-        bank.adapt(targets[name].rank, targets[name].scale, halves, rngs)
-
-
-def _check_rank(name: str, low: Low, projection: Projection) -> None:
-    shape, contracted = projection.w.shape, projection.contracted
-    _refuse_rank(name, low, min(math.prod(shape[:contracted]), math.prod(shape[contracted:])))
 
 
 def _refuse_rank(name: str, low: Low, most: int) -> None:
@@ -265,13 +258,6 @@ def _delta(pairs: Params, name: str, adapter: AdapterConfig) -> Float[Array, "L 
     return scale * jnp.einsum("LDr,LrF->LDF", flat_a, flat_b)
 
 
-def _parts_of(params: Params, name: str) -> Params:
-    """A layer's weight among these, and what `merge` reads with it."""
-    ours = name.split("/")[1]
-    pair = f"layers/{BANK_PAIRS.get(ours, (ours, None))[0]}/w_lora_"
-    return {other: x for other, x in params.items() if other in (name, name + SCALE) or other.startswith(pair)}
-
-
 def merge_rounded(params: Params, adapter: AdapterConfig, dtype: DType) -> tuple[Params, float]:
     """What `merge` returns for a quantized base, computed one matrix after the other and cast to `dtype`.
 
@@ -289,6 +275,10 @@ def merge_rounded(params: Params, adapter: AdapterConfig, dtype: DType) -> tuple
         if name + SCALE not in params:
             merged[name] = params[name]
             continue
-        merged[name], moved, size = run(_parts_of(params, name))
+        ours = name.split("/")[1]
+        pair = f"layers/{BANK_PAIRS.get(ours, (ours, None))[0]}/w_lora_"
+        # The weight, and what `merge` reads with it.
+        read = {other: x for other, x in params.items() if other in (name, name + SCALE) or other.startswith(pair)}
+        merged[name], moved, size = run(read)
         sums.append((float(moved), float(size)))
     return merged, math.sqrt(sum(moved for moved, _ in sums) / sum(size for _, size in sums))

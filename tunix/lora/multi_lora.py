@@ -115,24 +115,18 @@ def _views(mixture: Mixture, base: Weights, params: tuple[Params, ...]) -> tuple
         having = [own for own in pairs if f"{stem}a" in own]
         stacked[f"{stem}a"] = jnp.concatenate([own[f"{stem}a"] for own in having], axis=-1)
         stacked[f"{stem}b"] = jnp.concatenate([own[f"{stem}b"] for own in having], axis=1)
-        share = jnp.asarray(_share(settings, name))
-        stacked[f"{stem}share"] = jnp.broadcast_to(share, (len(stacked[f"{stem}b"]), *share.shape))
+        ranks = _ranks(settings, name)
+        # The factor of each adapter on each channel; the first row, for no adapter, is 0.
+        share, ends = np.zeros((len(settings) + 1, sum(ranks)), np.float32), np.cumsum(ranks)
+        for number, (adapter, rank, end) in enumerate(zip(settings, ranks, ends, strict=True), start=1):
+            if rank:
+                share[number, end - rank : end] = adapter.modules[name].scale
+        stacked[f"{stem}share"] = jnp.broadcast_to(jnp.asarray(share), (len(stacked[f"{stem}b"]), *share.shape))
         if any(gains_of):
             ones = jnp.ones(stacked[f"{stem}b"].shape[:1] + stacked[f"{stem}b"].shape[2:])
             entries = [ones, *(gain.get(f"{stem}m", ones) for gain in gains_of)]
             stacked[f"{stem}gain"] = jnp.stack(entries, axis=1)
     return unstack(mixture.model, stacked).layers
-
-
-def _share(settings: Sequence[AdapterConfig], name: str) -> np.ndarray:
-    """`[adapters + 1, r]`: the factor of each adapter on each channel; the first row, for no adapter, is 0."""
-    ranks = _ranks(settings, name)
-    share = np.zeros((len(settings) + 1, sum(ranks)), np.float32)
-    ends = np.cumsum(ranks)
-    for number, (adapter, rank, end) in enumerate(zip(settings, ranks, ends, strict=True), start=1):
-        if rank:
-            share[number, end - rank : end] = adapter.modules[name].scale
-    return share
 
 
 def _gains(model: Model, base: Weights, params: Params) -> Params:

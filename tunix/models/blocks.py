@@ -9,6 +9,7 @@ layers, Da width of all of them, Vl ids that have inputs of layers, k chosen exp
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -161,15 +162,15 @@ class Block(nnx.Module):
     ffn: FeedForward
 
     def __init__(self, config: DecoderConfig, mixer: str, rngs: nnx.Rngs):
-        d, norm = config.d_model, {"eps": config.norm_eps, "offset": config.norm_offset}
+        norm = partial(Norm, config.d_model, "embed", eps=config.norm_eps, offset=config.norm_offset)
         self.mixer_name, self.mixer = mixer, MIXERS[mixer](config, rngs)
         self.ffn = WideFFN(config, rngs) if mixer in WIDE else FEED_FORWARDS[config.feed_forward](config, rngs)
-        self.pre_attn_norm = Norm(d, "embed", **norm)
-        self.pre_mlp_norm = None if config.feed_forward in NORM_THEMSELVES else Norm(d, "embed", **norm)
-        self.post_attn_norm = Norm(d, "embed", **norm) if config.post_norms else None
-        self.post_mlp_norm = Norm(d, "embed", **norm) if config.post_norms else None
+        self.pre_attn_norm = norm()
+        self.pre_mlp_norm = None if config.feed_forward in NORM_THEMSELVES else norm()
+        self.post_attn_norm = norm() if config.post_norms else None
+        self.post_mlp_norm = norm() if config.post_norms else None
         self.own_input = InputGate(config, rngs) if config.layer_inputs else None
-        self.post_input_norm = Norm(d, "embed", **norm) if config.layer_inputs else None
+        self.post_input_norm = norm() if config.layer_inputs else None
         self.output = Factor() if config.output_factor else None
 
     def __call__(
@@ -197,7 +198,13 @@ class Block(nnx.Module):
         x = x + (y if self.post_attn_norm is None else self.post_attn_norm(y))
         x = checkpoint_name(x, "x")
         normed = x if self.pre_mlp_norm is None else self.pre_mlp_norm(x)
-        y, auxiliary = self.ffn(normed, dropout_keys, _real(view, x.shape[:2]), experts)
+        if isinstance(view, ByKind):
+            real = view.views[0].ids > 0
+        elif isinstance(view, StepView):
+            real = jnp.broadcast_to(view.live[:, None], x.shape[:2])
+        else:
+            real = None if isinstance(view, SlotsView) else view.ids > 0
+        y, auxiliary = self.ffn(normed, dropout_keys, real, experts)
         x = x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))
         if self.own_input is not None and self.post_input_norm is not None:
             assert layer_input is not None, "layers with inputs of their own get them"
@@ -214,15 +221,6 @@ class Block(nnx.Module):
     def banks(self) -> dict[str, Bank]:
         """The matrices of experts by name; none where there are no experts."""
         return {name: module for name, module in vars(self.ffn).items() if isinstance(module, Bank)}
-
-
-def _real(view: View, shape: tuple[int, ...]) -> Bool[Array, "B T"] | None:
-    """Which tokens are not padding, as far as a view tells."""
-    if isinstance(view, ByKind):
-        return view.views[0].ids > 0
-    if isinstance(view, StepView):
-        return jnp.broadcast_to(view.live[:, None], shape)
-    return None if isinstance(view, SlotsView) else view.ids > 0
 
 
 MIXERS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], Mixer]] = {

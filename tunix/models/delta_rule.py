@@ -283,7 +283,11 @@ def convolved(
     """
     x32, taps = x.astype(jnp.float32), taps.astype(jnp.float32)
     total = x32 * taps[..., -1]
-    before = at = None if parents is None else _index_before(ids, parents)
+    before = at = None
+    if parents is not None:
+        # The index of the token before each one in its sequence; -1 for a sequence's first token.
+        start = jnp.where(parents == ids, -1, _last_root(ids, parents))
+        before = at = jnp.where(_later(ids, 1, -1) == ids, jnp.arange(ids.shape[1]) - 1, start)
     for lag in range(1, taps.shape[-1]):
         if before is None or at is None:
             same, earlier = _later(ids, lag, -1) == ids, _later(x32, lag, 0)
@@ -293,12 +297,6 @@ def convolved(
             at = jnp.where(same, jnp.take_along_axis(before, index, axis=1), -1)
         total += by_first(same, earlier, 0.0) * taps[..., -1 - lag]
     return total
-
-
-def _index_before(ids: Int[Array, "B T"], parents: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The index of the token before each one in its sequence; -1 for a sequence's first token."""
-    start = jnp.where(parents == ids, -1, _last_root(ids, parents))
-    return jnp.where(_later(ids, 1, -1) == ids, jnp.arange(ids.shape[1]) - 1, start)
 
 
 def _later(x: Shaped[Array, "B T *rest"], lag: int, first: int) -> Shaped[Array, "B T *rest"]:

@@ -186,7 +186,7 @@ def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Results:
         rest_f, rest_pull = _summands(pair.settings, log_rest, teacher_log_rest)
         divergence, mean = divergence + rest_f, mean + rest_pull
     agree = (best == teacher_best).astype(jnp.float32)
-    return _Results(divergence, taken, agree, *masses, mean, least, log_rest, rest_pull)
+    return _Results(divergence, taken, agree, masses[0], masses[1], mean, least, log_rest, rest_pull)
 
 
 def _both(pair: _Pair, states, chunks, index) -> tuple[jax.Array, jax.Array]:

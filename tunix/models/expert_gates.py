@@ -37,7 +37,7 @@ def grouped_difference(d: int, f: int, dtype: str, measurements: Path = MEASURED
     """
     return remembered(
         ["grouped", d, f, dtype],
-        lambda: max(_measured_products(d, f, dtype), _measured_products(f, d, dtype)),
+        lambda: max(_measured(d, f, dtype), _measured(f, d, dtype)),
         measurements,
     )
 
@@ -57,17 +57,15 @@ def _measured(d: int, f: int, dtype: str) -> float:
         foreign = (jnp.pad(x, ((0, FOREIGN), (0, 0)), constant_values=np.nan) for x in (rows, pulls))
         computed = jit(results)(*foreign, matrices, jnp.asarray(SIZES, jnp.int32))
     *by_row, of_groups = (np.asarray(x, np.float32) for x in computed)
-    right = _plain_products(*(np.asarray(x, np.float32) for x in (rows, pulls, matrices)))
-    return max(map(off, [*(x[: sum(SIZES)] for x in by_row), of_groups], right))
-
-
-def _plain_products(rows: np.ndarray, pulls: np.ndarray, matrices: np.ndarray) -> list[np.ndarray]:
-    """Products, gradients of the rows and of the matrices, group by group."""
+    rows, pulls, matrices = (np.asarray(x, np.float32) for x in (rows, pulls, matrices))
     ends = np.cumsum(SIZES)
     groups = [np.s_[end - size : end] for size, end in zip(SIZES, ends, strict=True)]
-    products = np.concatenate([rows[here] @ w for here, w in zip(groups, matrices, strict=True)])
-    back = np.concatenate([pulls[here] @ w.T for here, w in zip(groups, matrices, strict=True)])
-    return [products, back, np.stack([rows[here].T @ pulls[here] for here in groups])]
+    right = [
+        np.concatenate([rows[group] @ w for group, w in zip(groups, matrices, strict=True)]),
+        np.concatenate([pulls[group] @ w.T for group, w in zip(groups, matrices, strict=True)]),
+        np.stack([rows[group].T @ pulls[group] for group in groups]),
+    ]
+    return max(map(off, [*(x[: sum(SIZES)] for x in by_row), of_groups], right))
 
 
 TOKENS, WIDTH, OWN, CHOSEN = 24, 128, 2, 3

@@ -122,17 +122,15 @@ def to_experts(x: Float[Array, "n D"], matrices: Float[Array, "E D F"], where: R
     return _products(x, True, matrices, False, where)
 
 
-def _to_experts_forward(x: jax.Array, matrices: jax.Array, where: Routes) -> tuple[jax.Array, tuple]:
-    return to_experts(x, matrices, where), (x, matrices, where)
-
-
 def _to_experts_backward(saved: tuple, d: Float[Array, "r F"]) -> tuple[jax.Array, jax.Array, None]:
     x, matrices, where = saved
     d_x = sums(_products(d, False, matrices, True, where), where.places, where.computed)
     return d_x, _gradients((x, d), (True, False), matrices, where), None
 
 
-to_experts.defvjp(_to_experts_forward, _to_experts_backward)
+to_experts.defvjp(
+    lambda x, matrices, where: (to_experts(x, matrices, where), (x, matrices, where)), _to_experts_backward
+)
 
 
 @jax.custom_vjp
@@ -141,17 +139,15 @@ def from_experts(rows: Float[Array, "r D"], matrices: Float[Array, "E D F"], whe
     return sums(_products(rows, False, matrices, False, where), where.places, where.computed)
 
 
-def _from_experts_forward(rows: jax.Array, matrices: jax.Array, where: Routes) -> tuple[jax.Array, tuple]:
-    return from_experts(rows, matrices, where), (rows, matrices, where)
-
-
 def _from_experts_backward(saved: tuple, d: Float[Array, "n F"]) -> tuple[jax.Array, jax.Array, None]:
     rows, matrices, where = saved
     d_rows = _products(d, True, matrices, True, where)
     return d_rows, _gradients((rows, d), (False, True), matrices, where), None
 
 
-from_experts.defvjp(_from_experts_forward, _from_experts_backward)
+from_experts.defvjp(
+    lambda rows, matrices, where: (from_experts(rows, matrices, where), (rows, matrices, where)), _from_experts_backward
+)
 
 
 @jax.custom_vjp

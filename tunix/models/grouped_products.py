@@ -48,7 +48,13 @@ def triton_products(
     number, inner = rows.shape
     outputs, experts = matrices.shape[1 if transposed else 2], len(sizes)
     block = _side(pl.cdiv(number, experts))
-    groups, starts, stops = _tiles(sizes, block, pl.cdiv(number, block) + experts)
+    # The group of each tile of at most `block` rows, its first row, and the row after the last of its group. Tiles that
+    # are not needed start where the last group has no rows any more.
+    stops, counts = jnp.cumsum(sizes, dtype=jnp.int32), (sizes + block - 1) // block
+    ends, index = jnp.cumsum(counts, dtype=jnp.int32), jnp.arange(pl.cdiv(number, block) + experts, dtype=jnp.int32)
+    groups = jnp.minimum(jnp.searchsorted(ends, index, side="right", method="compare_all"), experts - 1)
+    starts, stops = (stops - sizes)[groups] + (index - (ends - counts)[groups]) * block, stops[groups]
+    groups = groups.astype(jnp.int32)
     return pl.pallas_call(
         partial(_product, block=block, side=_side(outputs), strip=_strip(rows, inner), transposed=transposed),
         grid=(pl.cdiv(outputs, _side(outputs)), len(groups)),
@@ -73,18 +79,6 @@ def triton_gradients(
         interpret=platform() == "cpu",
         name="grouped_gradient",
     )(stops - sizes, stops, rows, d)
-
-
-def _tiles(sizes: Int[Array, "E"], block: int, number: int) -> tuple[Int[Array, "n"], ...]:
-    """The group of each tile of at most `block` rows, its first row, and the row after the last of its group.
-
-    There is room for `number` tiles; those that are not needed start where the last group has no rows any more.
-    """
-    stops, counts = jnp.cumsum(sizes, dtype=jnp.int32), (sizes + block - 1) // block
-    ends, index = jnp.cumsum(counts, dtype=jnp.int32), jnp.arange(number, dtype=jnp.int32)
-    groups = jnp.minimum(jnp.searchsorted(ends, index, side="right", method="compare_all"), len(sizes) - 1)
-    starts = (stops - sizes)[groups] + (index - (ends - counts)[groups]) * block
-    return groups.astype(jnp.int32), starts, stops[groups]
 
 
 def _product(
@@ -255,9 +249,14 @@ def grouped_gradients(
         return tgmm(rows.T, d, sizes, matrices.dtype, TILES)
     if name == "ragged_dot":
         return jax.vjp(lambda w: jax.lax.ragged_dot(rows, w, sizes), matrices)[1](d)[0]
-    settings = {"ragged_dot_dimension_numbers": OF_GROUPS, "preferred_element_type": matrices.dtype}
     with for_the_device_in_use():
-        gradients = operation("ragged_dot")(rows, d, group_sizes=sizes, **settings)
+        gradients = operation("ragged_dot")(
+            rows,
+            d,
+            group_sizes=sizes,
+            ragged_dot_dimension_numbers=OF_GROUPS,
+            preferred_element_type=matrices.dtype,
+        )
     # Not promised for a group without rows: a kernel may leave what was there.
     return jnp.where((sizes > 0)[:, None, None], gradients, 0)
 

@@ -162,7 +162,7 @@ def decode_specs(
         )
 
     kinds = config.paged_kinds
-    return tuple(spec(*shape) for shape in dict.fromkeys((kind.kv_heads, kind.head_dim) for kind in kinds))
+    return tuple(spec(heads, dim) for heads, dim in dict.fromkeys((kind.kv_heads, kind.head_dim) for kind in kinds))
 
 
 def extend(
@@ -246,14 +246,7 @@ def _layer(
         mixer: the layer's.
     """
     del where
-    x, new, auxiliary = model.layer(_of_rows(layer_weights, adapters), mixer)(
-        x, rope, view, cache, layer_input=layer_input
-    )
+    if adapters is not None:  # the entry of each row's adapter, `[B ...]`
+        layer_weights = {name: w[adapters] if name.endswith(BY_ADAPTER) else w for name, w in layer_weights.items()}
+    x, new, auxiliary = model.layer(layer_weights, mixer)(x, rope, view, cache, layer_input=layer_input)
     return x, new, auxiliary.get(CHOSEN)
-
-
-def _of_rows(layer_weights: Params, adapters: Int[Array, "B"] | None) -> Params:
-    """A layer's weights, with the entry of each row's adapter `[B ...]` where adapters are mixed."""
-    if adapters is None:
-        return layer_weights
-    return {name: x[adapters] if name.endswith(BY_ADAPTER) else x for name, x in layer_weights.items()}

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from tunix.mesh import Axes, platform
 from tunix.models.config import Clamp, DecoderConfig, Rope
 from tunix.models.quantization.fake_quant import Simulated
-from tunix.models.quantization.formats import Quantization, check_tile, dequantize, narrowed, quantize, scale_axes
+from tunix.models.quantization.formats import Quantization, check_tile, dequantize, narrowed, quantize
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, std: float) -> nnx.Param:
@@ -126,7 +126,7 @@ class Projection(nnx.Module):
         axes = self.w.get_metadata("axes")
         values, scales = quantize(self.w[...], quantization, self.contracted)
         self.w = nnx.Param(values, axes=axes)
-        self.w_scale = nnx.Param(scales, axes=scale_axes(axes, self.contracted))
+        self.w_scale = nnx.Param(scales, axes=(axes[0], *axes[self.contracted :]))  # tiles are sharded as inputs are
         self.quantized = True
 
     def simulate(self, name: str, rounding: Simulated) -> None:
@@ -230,21 +230,12 @@ def project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _einsum(spec, x, narrowed(w, x.dtype))
-
-
-def _project_forward(spec: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _project(spec, x, w), (x, w)
-
-
-def _einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """`jnp.einsum` with its summed axes renamed, so that their alphabetical order is that of the matrix.
-
-    `jnp.einsum` sums over several axes in alphabetical order; in any other order XLA would transpose both operands.
-    """
-    summed = [axis for axis in axes_of(spec)[1] if axis not in axes_of(spec)[2]]
+    # `jnp.einsum` sums over several axes in alphabetical order; in any other order XLA would transpose both operands.
+    # So the summed axes are renamed until their alphabetical order is that of the matrix.
+    _, of_w, of_y = axes_of(spec)
+    summed = [axis for axis in of_w if axis not in of_y]
     names = dict(zip(summed, sorted(summed), strict=True))
-    return jnp.einsum("".join(names.get(letter, letter) for letter in spec), x, w)
+    return jnp.einsum("".join(names.get(letter, letter) for letter in spec), x, narrowed(w, x.dtype))
 
 
 def _project_backward(spec: str, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -264,7 +255,7 @@ def _project_backward(spec: str, saved: tuple[jax.Array, jax.Array], dy: jax.Arr
     return dx, jnp.einsum(f"{turned}->{of_w}", dw)
 
 
-_project.defvjp(_project_forward, _project_backward)
+_project.defvjp(lambda spec, x, w: (_project(spec, x, w), (x, w)), _project_backward)
 
 
 class Norm(nnx.Module):
@@ -283,11 +274,6 @@ def rms_norm(x: jax.Array, w: jax.Array, *, eps: float, offset: bool) -> jax.Arr
     x32 = x.astype(jnp.float32)
     scale = w.astype(jnp.float32) + float(offset)
     return (x32 * jax.lax.rsqrt(jnp.mean(x32**2, -1, keepdims=True) + eps) * scale).astype(x.dtype)
-
-
-def unit_rms(x: jax.Array, *, eps: float) -> jax.Array:
-    """`x / rms(x)` over the last axis, in float32: a norm without weights."""
-    return rms_norm(x, jnp.ones((), jnp.float32), eps=eps, offset=False)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
@@ -344,8 +330,9 @@ def rope_tables(positions: Int[Array, "B T ..."], rope: Rope, head_dim: int) -> 
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def rotate(x: Float[Array, "B T N H"], cos: Float[Array, "B T h"], sin: Float[Array, "B T h"]) -> jax.Array:
+def rotate(x: Float[Array, "B T N H"], rope: RopeTables) -> jax.Array:
     """Rotates the pairs (i, i + h) of each head by their position's angle, in float32; dimensions from 2 h on stay."""
+    cos, sin = rope
     width = 2 * cos.shape[-1]
     first, second = jnp.split(x[..., :width].astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]

@@ -29,7 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from tunix.mesh import Axes, constrain, partition
-from tunix.models.banks import Arrays, Bank, at_home, down, gate_and_up, without_bias
+from tunix.models.banks import Arrays, Bank, at_home, down, gate_and_up
 from tunix.models.config import EXPERTS, DecoderConfig, Experts
 from tunix.models.expert_exchange import combine, destinations, dispatch
 from tunix.models.expert_products import in_rows, routes
@@ -136,11 +136,18 @@ class MixtureOfExperts(nnx.Module):
         real = jnp.ones(x.shape[:2], bool) if real is None else real
         scores = self.router(scored)
         choice = self.chosen(scores, replayed)
-        usage = _usage(scores, choice, real, self.experts.number)
+        number, active = self.experts.number, choice.experts.shape[-1]
+        shown = jnp.where(real[..., None], choice.experts, number).reshape(-1)
+        rows = jnp.bincount(shown, length=number + 1)[:number].astype(jnp.float32)
+        expected = active * jnp.sum(jnp.where(real[..., None], scores, 0.0), axis=(0, 1))
         y = self._spread(x, choice, real)
         if self.downs.b is not None:
-            y = y + _mean_bias(self.downs.b[...], choice, real).astype(y.dtype)
-        return y, {**usage, CHOSEN: choice.experts}
+            # The weighted sum of the biases of each token's experts, in float32; 0 for padding.
+            of_expert = jax.nn.one_hot(choice.experts, number, dtype=jnp.float32) * choice.weights[..., None]
+            shares = jnp.where(real[..., None], jnp.sum(of_expert, axis=2), 0.0)
+            bias = jnp.einsum("BTE,ED->BTD", shares, self.downs.b[...].astype(jnp.float32), precision=EXACT)
+            y = y + bias.astype(y.dtype)
+        return y, {ROWS: rows, EXPECTED: expected, CHOSEN: choice.experts}
 
     def chosen(self, scores: Float[Array, "B T E"], replayed: Int[Array, "B T k"] | None = None) -> Choice:
         """The experts with the largest scores. The choice has no gradient; the weights have that of their scores.
@@ -163,7 +170,8 @@ class MixtureOfExperts(nnx.Module):
 
         Biases of the down matrices are left out: where columns are split, each device would add them.
         """
-        matrices = (self.gates.arrays, self.ups.arrays, without_bias(self.downs.arrays))
+        downs = {name: x for name, x in self.downs.arrays.items() if name != "b"}
+        matrices = (self.gates.arrays, self.ups.arrays, downs)
         scales = (self.gates.scale, self.downs.scale)
         join = partial(joined, self.activation, self.experts.clamp)
         mesh, compute = jax.sharding.get_abstract_mesh(), partial(_mixed, join, scales)
@@ -250,23 +258,6 @@ def _mixed(
     return mixed.reshape(x.shape)
 
 
-def _mean_bias(b: Float[Array, "E D"], choice: Choice, real: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
-    """The weighted sum of the biases of each token's experts, in float32; 0 for padding."""
-    of_expert = jax.nn.one_hot(choice.experts, len(b), dtype=jnp.float32) * choice.weights[..., None]
-    shares = jnp.where(real[..., None], jnp.sum(of_expert, axis=2), 0.0)
-    return jnp.einsum("BTE,ED->BTD", shares, b.astype(jnp.float32), precision=EXACT)
-
-
-def _usage(
-    scores: Float[Array, "B T E"], choice: Choice, real: Bool[Array, "B T"], number: int
-) -> dict[str, Float[Array, "..."]]:
-    """The auxiliary terms of one layer."""
-    shown = jnp.where(real[..., None], choice.experts, number).reshape(-1)
-    rows = jnp.bincount(shown, length=number + 1)[:number].astype(jnp.float32)
-    expected = choice.experts.shape[-1] * jnp.sum(jnp.where(real[..., None], scores, 0.0), axis=(0, 1))
-    return {ROWS: rows, EXPECTED: expected}
-
-
 class NormedRouter(Router):
     """A router of the residual stream, which it norms, and a factor for each expert."""
 
@@ -295,11 +286,8 @@ class DenseAndExperts(MixtureOfExperts):
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         super().__init__(config, rngs)
-        d, norm = config.d_model, {"eps": config.norm_eps, "offset": config.norm_offset}
-        self.pre_mlp_norm = Norm(d, "embed", **norm)
-        self.dense_norm = Norm(d, "embed", **norm)
-        self.pre_experts_norm = Norm(d, "embed", **norm)
-        self.experts_norm = Norm(d, "embed", **norm)
+        norm = partial(Norm, config.d_model, "embed", eps=config.norm_eps, offset=config.norm_offset)
+        self.pre_mlp_norm, self.dense_norm, self.pre_experts_norm, self.experts_norm = norm(), norm(), norm(), norm()
 
     def __call__(
         self,

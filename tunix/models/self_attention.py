@@ -18,7 +18,7 @@ from tunix.models.attention.attend import attend, attend_cached
 from tunix.models.attention.inputs import ByKind, Segments
 from tunix.models.attention.pages import CachedView, Pages
 from tunix.models.config import DecoderConfig
-from tunix.models.layers import Norm, Projection, RopeTables, TokenKeys, rotate, unit_rms
+from tunix.models.layers import Norm, Projection, RopeTables, TokenKeys, rms_norm, rotate
 
 
 class Kept(NamedTuple):
@@ -105,7 +105,7 @@ class _Attention(nnx.Module):
         c, heads = self.config, self.heads()
         q = heads.q(x, dropout_keys)
         q, gate = jnp.split(q, 2, axis=-1) if c.output_gate else (q, None)
-        q = rotate(q if heads.q_norm is None else heads.q_norm(q), *rope)
+        q = rotate(q if heads.q_norm is None else heads.q_norm(q), rope)
         if heads.k is None:
             assert isinstance(cache, Kept), "keys and values of another layer are handed on"
             k, v, pages = cache
@@ -113,8 +113,9 @@ class _Attention(nnx.Module):
             assert not isinstance(cache, Kept), "a layer has keys and values, or those of another"
             k, pages = heads.k(x, dropout_keys), cache
             v = k if heads.v is None else heads.v(x, dropout_keys)
-            k = rotate(k if heads.k_norm is None else heads.k_norm(k), *rope)
-            v = unit_rms(v, eps=c.norm_eps) if c.value_norm else v
+            k = rotate(k if heads.k_norm is None else heads.k_norm(k), rope)
+            if c.value_norm:  # without weights
+                v = rms_norm(v, jnp.ones((), jnp.float32), eps=c.norm_eps, offset=False)
             k, v = checkpoint_name(k, "k"), checkpoint_name(v, "v")
         sinks = None if self.sinks is None else self.sinks[...]
         q = checkpoint_name(q, "q")

@@ -174,8 +174,8 @@ def _backward(head, saved, cotangents):
     else:
         targets, needed = saved[2:4]
         zero = jnp.zeros(needed.shape)
-        pulls = (zero if d is None else jnp.where(needed, d, 0.0) for d in (d_logprobs, d_spread))
-        d_hidden, d_table = _gradients(head, saved, *pulls)
+        d_logprobs, d_spread = (zero if d is None else jnp.where(needed, d, 0.0) for d in (d_logprobs, d_spread))
+        d_hidden, d_table = _gradients(head, saved, d_logprobs, d_spread)
     nothing = (np.zeros(targets.shape, jax.dtypes.float0), np.zeros(needed.shape, jax.dtypes.float0))
     return d_hidden, d_table, *nothing
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, UInt8
+from jaxtyping import Array, Float, Int
 
 from tunix.config import DType
 from tunix.models.attention.attend import attend
@@ -69,7 +69,9 @@ class Tower(nnx.Module):
         nothing."""
         rows = pictures.pixels.shape[:2]
         pixels, grids = (jnp.asarray(x).reshape(-1, *x.shape[2:]) for x in (pictures.pixels, pictures.grids))
-        soft = self.soft_tokens(normalised(pixels).astype(dtype), grids)
+        # From -1 to 1: rescaled by 1 / 255, then less 0.5 and divided by 0.5, as transformers' processors do.
+        normalised = (pixels.astype(jnp.float32) * jnp.float32(1 / 255) - 0.5) / 0.5
+        soft = self.soft_tokens(normalised.astype(dtype), grids)
         return jax.lax.stop_gradient(soft.reshape(*rows, *soft.shape[1:]))
 
     def soft_tokens(self, x: Float[Array, "B Pp Pr Pc Rb"], grids: Int[Array, "B 2"]) -> Float[Array, "B So D"]:
@@ -102,17 +104,12 @@ class Tower(nnx.Module):
         matrices = [(w["qkv"][:, i], w["qkv_bias"][i]) for i in range(3)] if "qkv" in w else []
         matrices = matrices or [(w[name], w[f"{name}_bias"]) for name in QKV]
         q, k, v = (jnp.einsum("BTD,DNH->BTNH", y, matrix) + bias for matrix, bias in matrices)
-        q, k = (q, k) if rope is None else (rotate(q, *rope), rotate(k, *rope))
+        q, k = (q, k) if rope is None else (rotate(q, rope), rotate(k, rope))
         y = attend(q, k, v, view, scale=c.head_dim**-0.5)
         x = x + jnp.einsum("BTNH,NHD->BTD", y, w["o"]) + w["o_bias"]
         y = layer_norm(x, w["mlp_norm"], w["mlp_norm_bias"], c.norm_eps)
         y = jax.nn.gelu(jnp.einsum("BTD,DF->BTF", y, w["up"]) + w["up_bias"], approximate=True)
         return x + jnp.einsum("BTF,FD->BTD", y, w["down"]) + w["down_bias"]
-
-
-def normalised(pixels: UInt8[Array, "*B Pr Pc Rb"]) -> Float[Array, "*B Pr Pc Rb"]:
-    """Pixels from -1 to 1: rescaled by 1 / 255, then less 0.5 and divided by 0.5, as transformers' processors do."""
-    return (pixels.astype(jnp.float32) * jnp.float32(1 / 255) - 0.5) / 0.5
 
 
 def layer_norm(x: Float[Array, "*B Dt"], w: Float[Array, "Dt"], b: Float[Array, "Dt"], eps: float) -> jax.Array:
@@ -184,15 +181,12 @@ class Siglip(Tower):
         )
         x = jnp.einsum("BPrci,rciD->BPD", x, patch) + patch_bias + position
         x = self.mixed(x, jnp.ones(x.shape[:2], jnp.int32))
-        x = pooled(layer_norm(x, norm, norm_bias, c.norm_eps), c)
+        x = layer_norm(x, norm, norm_bias, c.norm_eps)
+        # The means of squares of patches, as many as a picture has soft tokens.
+        side = math.isqrt(c.tokens)
+        squares = x.reshape(len(x), side, c.pool, side, c.pool, c.width).astype(jnp.float32)
+        x = jnp.mean(squares, (2, 4)).astype(x.dtype).reshape(len(x), c.tokens, c.width)
         return jnp.einsum("BSD,DE->BSE", rms_norm(x, soft_norm, eps=c.norm_eps, offset=True), projection)
-
-
-def pooled(x: Float[Array, "B Pp Dt"], config: VisionConfig) -> Float[Array, "B So Dt"]:
-    """The means of squares of patches, as many as a picture has soft tokens."""
-    c, number, side = config, len(x), math.isqrt(config.tokens)
-    squares = x.reshape(number, side, c.pool, side, c.pool, c.width)
-    return jnp.mean(squares.astype(jnp.float32), (2, 4)).astype(x.dtype).reshape(number, c.tokens, c.width)
 
 
 class QwenVision(Tower):
@@ -226,32 +220,24 @@ class QwenVision(Tower):
         patch, patch_bias, norm, norm_bias, merge_up, merge_up_bias, merge_down = (
             in_compute("w", getattr(self, name)[...], dtype) for name in names
         )
-        at = places_of_patches(grids, c)
+        # The row and the column of each patch, square by square.
+        index, columns = jnp.arange(c.patches), jnp.maximum(grids[:, 1:], 1)
+        square, inside = index // c.pool**2, index % c.pool**2
+        row, column = square // columns * c.pool + inside // c.pool, square % columns * c.pool + inside % c.pool
+        at = jnp.stack([row, column], axis=-1)
         x = jnp.einsum("BPrci,rciD->BPD", x, jnp.sum(patch, axis=0)) + patch_bias
         position = in_compute("w", self.position[...], dtype)
         x = x + interpolated(position, at, c.pool * grids).astype(x.dtype)
         real = jnp.arange(c.patches) < jnp.prod(grids, axis=-1, keepdims=True) * c.pool**2
-        x = layer_norm(self.mixed(x, real.astype(jnp.int32), rope_of_patches(at, c)), norm, norm_bias, c.norm_eps)
+        # Patches turn by their row in the first half of the pairs, and by their column in the others.
+        quarter = c.head_dim // 4
+        frequencies = 1.0 / ROPE_THETA ** (jnp.arange(quarter, dtype=jnp.float32) / quarter)
+        angles = (at[..., None].astype(jnp.float32) * frequencies).reshape(*at.shape[:2], 2 * quarter)
+        x = self.mixed(x, real.astype(jnp.int32), (jnp.cos(angles), jnp.sin(angles)))
+        x = layer_norm(x, norm, norm_bias, c.norm_eps)
         x = jnp.einsum("BSD,DF->BSF", x.reshape(len(x), c.tokens, -1), merge_up) + merge_up_bias
         down_bias = in_compute("w", self.merge_down_bias[...], dtype)
         return jnp.einsum("BSF,FD->BSD", jax.nn.gelu(x, approximate=False), merge_down) + down_bias
-
-
-def places_of_patches(grids: Int[Array, "B 2"], config: VisionConfig) -> Int[Array, "B Pp 2"]:
-    """The row and the column of each patch, square by square."""
-    index, pool = jnp.arange(config.patches), config.pool
-    square, inside, columns = index // pool**2, index % pool**2, jnp.maximum(grids[:, 1:], 1)
-    row = square // columns * pool + inside // pool
-    return jnp.stack([row, square % columns * pool + inside % pool], axis=-1)
-
-
-def rope_of_patches(places: Int[Array, "B Pp 2"], config: VisionConfig) -> RopeTables:
-    """cos and sin of the angles by which patches turn: the first half of the pairs by their row, the others by their
-    column."""
-    quarter = config.head_dim // 4
-    frequencies = 1.0 / ROPE_THETA ** (jnp.arange(quarter, dtype=jnp.float32) / quarter)
-    angles = (places[..., None].astype(jnp.float32) * frequencies).reshape(*places.shape[:2], 2 * quarter)
-    return jnp.cos(angles), jnp.sin(angles)
 
 
 def interpolated(

@@ -290,8 +290,8 @@ def _by_kind(call: _Call, name: Literal["forward", "backward"], kind, q, k, v, t
 
     def branch(method: Implementation, window: int | None) -> Callable:
         def compute(q, k, v, tokens, *more, first=0):
-            *rest, pictures = tokens
-            view = Segments(*rest, window=window, first=first, pictures=pictures, ahead=call.ahead)
+            ids, positions, parents, pictures = tokens
+            view = Segments(ids, positions, parents, window=window, first=first, pictures=pictures, ahead=call.ahead)
             return getattr(method, name)(q, k, v, view, *more, scale=call.scale, softcap=call.softcap)
 
         return _on_each_device(compute, name) if method.local else compute

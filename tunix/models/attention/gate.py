@@ -70,7 +70,10 @@ def remembered(call: list, measure: Callable[[], float], measurements: Path = ME
     versions = [version("jax"), version("jaxlib"), _version("tokamax"), _version("libtpu")]
     text = str([jax.local_devices()[0].device_kind, *versions, *call])
     key, path = hashlib.sha256(text.encode()).hexdigest()[:16], measurements.expanduser()
-    known = _known(path)
+    try:
+        known: dict[str, float] = json.loads(path.read_text())
+    except (OSError, ValueError):  # None yet, or not ours: both are measured anew.
+        known = {}
     if key not in known:
         known[key] = measure()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +83,11 @@ def remembered(call: list, measure: Callable[[], float], measurements: Path = ME
 
 def measured(kernel: Implementation, spec: AttentionSpec) -> float:
     """The largest relative difference of attention, its log-sum-exp and its gradients from float32 einsums."""
-    view, inputs = row(spec), random_inputs(spec)
+    view, heads = row(spec), (spec.heads, spec.kv_heads, spec.kv_heads, spec.heads)
+    shapes = [(1, LENGTH, number, spec.head_dim) for number in heads]
+    keys = jax.random.split(jax.random.key(0), 4)
+    # q, k, v and the gradient by the result.
+    inputs = tuple(jax.random.normal(key, shape).astype(spec.dtype) for key, shape in zip(keys, shapes, strict=True))
 
     def results(implementation: Implementation, *inputs: jax.Array) -> tuple[jax.Array, ...]:
         q, k, v, pull = inputs
@@ -89,9 +96,9 @@ def measured(kernel: Implementation, spec: AttentionSpec) -> float:
         return *result, *implementation.backward(q, k, v, view, result, pull, scale=scale, softcap=softcap)
 
     with jax.set_mesh(Mesh(jax.local_devices()[:1], ("alone",))):
-        computed = _computed(lambda *x: results(kernel, *x), inputs)
+        computed = _computed(partial(results, kernel), inputs)
         with jax.default_matmul_precision("highest"):
-            exact = _computed(lambda *x: results(BY_NAME["einsum"], *x), tuple(x.astype(np.float32) for x in inputs))
+            exact = _computed(partial(results, BY_NAME["einsum"]), tuple(x.astype(np.float32) for x in inputs))
     real = np.asarray(view.ids > 0)
     return max(off(x[real], y[real]) for x, y in zip(computed, exact, strict=True))
 
@@ -107,20 +114,6 @@ def row(spec: AttentionSpec) -> Segments:
         start += length
     above = jnp.asarray(parents) if spec.branched else None
     return Segments(jnp.asarray(ids), jnp.asarray(positions), above, window=spec.window)
-
-
-def random_inputs(spec: AttentionSpec) -> tuple[jax.Array, ...]:
-    """q, k, v and the gradient by the result, in the dtype of the spec."""
-    keys, heads = jax.random.split(jax.random.key(0), 4), (spec.heads, spec.kv_heads, spec.kv_heads, spec.heads)
-    shapes = ((1, LENGTH, number, spec.head_dim) for number in heads)
-    return tuple(jax.random.normal(key, shape).astype(spec.dtype) for key, shape in zip(keys, shapes, strict=True))
-
-
-def _known(path: Path) -> dict[str, float]:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):  # None yet, or not ours: both are measured anew.
-        return {}
 
 
 def _computed(function: Callable, inputs: tuple[jax.Array, ...]) -> list[np.ndarray]:

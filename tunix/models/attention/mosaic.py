@@ -93,9 +93,11 @@ def forward(
     op = op or _kernel()
 
     def call_kernel(interval: _Interval) -> Mixed:
-        settings = {"logits_scale": scale, "logits_soft_cap": softcap, "return_residuals": True}
+        mask = _mask(interval, q, k)
         with for_the_device_in_use():
-            mixed, (top, total) = op(q, k, v, mask=_mask(interval, q, k), **settings)
+            mixed, (top, total) = op(
+                q, k, v, mask=mask, logits_scale=scale, logits_soft_cap=softcap, return_residuals=True
+            )
         lse = (top + jnp.log(total)).swapaxes(1, 2)
         return mixed, lse if interval.some is None else jnp.where(interval.some[..., None], lse, -jnp.inf)
 
@@ -125,8 +127,12 @@ def backward(
 
     def gradients_of(interval: _Interval) -> Gradients:
         stop = interval.stop if interval.some is None else jnp.where(interval.some, interval.stop, interval.start)
-        settings = {"scale": scale, "softcap": softcap, "machine": machine or HOPPER}
-        return gradients(q, k, v, d_mixed, lse, inner, interval.start, stop, **settings)
+        return gradients(
+            *(q, k, v, d_mixed, lse, inner, interval.start, stop),
+            scale=scale,
+            softcap=softcap,
+            machine=machine or HOPPER,
+        )
 
     return _added(map(gradients_of, intervals(view, q.shape[1])), q, k, v)
 

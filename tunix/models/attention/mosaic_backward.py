@@ -103,7 +103,7 @@ def gradients(
     q, k, v, d_mixed = (jnp.pad(x, ((0, 0),) * 3 + ((0, -dim % 64),)) for x in (q, k, v, d_mixed))
     width = q.shape[-1]
     by_queries, by_keys = ranges(start, stop, keys)
-    per_query = ((lse * LOG2_E).swapaxes(1, 2), inner.swapaxes(1, 2), start, stop)
+    lse, inner = (lse * LOG2_E).swapaxes(1, 2), inner.swapaxes(1, 2)
     # A tile of both operands, and those of as many steps of a block as fit beside it.
     stages = 2 if (TILE + 2 * BLOCK) * 2 * width * 2 + 4096 <= SHARED_MEMORY else 1
 
@@ -119,7 +119,7 @@ def gradients(
             num_threads=WARPGROUPS + 1,
             thread_name="warpgroup",
             interpret=machine.interpret,
-        )(q, k, v, d_mixed, *per_query, limits)
+        )(q, k, v, d_mixed, lse, inner, start, stop, limits)
 
     (d_q,) = call(_of_queries, 1, queries, by_queries)
     d_k, d_v = call(_of_keys, 2, keys, by_keys)

@@ -196,11 +196,6 @@ Pages = Columns | Interleaved
 """The cache of one layer: its class says how it lies."""
 
 
-def page_of(pages: Pages, index: Int[Array, ""]) -> Pages:
-    """One page alone, as an array of one."""
-    return jax.tree.map(lambda x: x[index][None], pages)
-
-
 def placed(pages: Pages, place: Callable[[Any, Axes], Any]) -> Any:
     """What a function makes of each array of the pages and its logical axes.
 
@@ -416,7 +411,8 @@ def before_piece(
         seen = (at < begins[block][:, None]) & (owners[block] == owner)[:, None]
         if view.window is not None:
             seen &= at > positions[block][:, None] - view.window
-        part = _visited(queries[block][None], seen[None], *page_of(pages, page).read(q.dtype), softcap)
+        keys, values = jax.tree.map(lambda x: x[page][None], pages).read(q.dtype)
+        part = _visited(queries[block][None], seen[None], keys, values, softcap)
         new = _joined(tuple(x[block] for x in so_far), tuple(x[0] for x in part))
         return tuple(all.at[block].set(x) for all, x in zip(so_far, new, strict=True))
 

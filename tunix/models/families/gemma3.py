@@ -199,7 +199,7 @@ def read_gemma3(fields: Fields) -> DecoderConfig:
     fields.only("hidden_act", GELU)
     fields.only("attn_logit_softcapping", None)
     fields.get("_sliding_window_pattern")
-    shape = gemma_sizes(fields, **GEMMA3_DEFAULTS)
+    shape = gemma_sizes(fields, GEMMA3_DEFAULTS)
     positions = shape["max_positions"]
     pattern = fields.integer("sliding_window_pattern", 6)
     return gemma_config(

@@ -174,15 +174,28 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
     fields.only("attention_bias", False)
     # Between the tokens of a picture, which is no text, attention may go both ways.
     fields.only("use_bidirectional_attention", None, "vision")
-    shape = sizes(fields, **GEMMA4_DEFAULTS)
-    local = _local_layers(fields, shape["num_layers"])
-    shared, wide = _shared_layers(fields, local), fields.flag("use_double_wide_mlp", False)
+    shape = sizes(fields, GEMMA4_DEFAULTS)
+    stated = fields.local_layers(shape["num_layers"], every(6, shape["num_layers"])) or (False,) * shape["num_layers"]
+    if not any(stated[:-1]):
+        fields.refuse("layer_types", "names no local layer; this family has both kinds.")
+    local = (*stated[:-1], False)  # the last one never is, whatever the folder says
+    # How many layers at the end read the keys and values of others, of which there has to be one of each kind.
+    shared = fields.get("num_kv_shared_layers", 0) and fields.integer("num_kv_shared_layers", 0)
+    if len(set(local[: max(len(local) - shared, 0)])) < 2:
+        fields.refuse("num_kv_shared_layers", "leaves no local or no global layer with keys and values.")
+    wide = fields.flag("use_double_wide_mlp", False)
+    rope = ROPE
+    if fields.get("rope_parameters") is not None:
+        # A folder that has ropes but none for global layers rotates their whole heads.
+        rope = fields.rope(ROPE.theta, shape["max_positions"], layer_type="full_attention", share=1.0)
+        if rope.share != 1 and rope.kind != "proportional":
+            fields.refuse("rope_parameters", "rotates a part of each head, which only a proportional rope does here.")
     return DecoderConfig(
         family="gemma4",
         activation="gelu_tanh",
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         tied=fields.flag("tie_word_embeddings", True),
-        rope=_global_rope(fields, shape["max_positions"]),
+        rope=rope,
         rope_local=fields.rope(10_000.0, shape["max_positions"], layer_type="sliding_attention"),
         global_heads=_global_heads(fields, local, shape["num_kv_heads"], shape["head_dim"]),
         shared_layers=shared,
@@ -202,32 +215,6 @@ def _layer_inputs(fields: Fields, vocab_size: int) -> dict[str, int | None]:
     width = fields.get("hidden_size_per_layer_input", 256) and fields.integer("hidden_size_per_layer_input", 256)
     rows = fields.integer("vocab_size_per_layer_input", 262_144)
     return {"layer_inputs": width, "layer_vocab": rows if width and rows != vocab_size else None}
-
-
-def _local_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Which layers are local: the last one never is, whatever the folder says."""
-    stated = fields.local_layers(layers, every(6, layers)) or (False,) * layers
-    if not any(stated[:-1]):
-        fields.refuse("layer_types", "names no local layer; this family has both kinds.")
-    return (*stated[:-1], False)
-
-
-def _shared_layers(fields: Fields, local: tuple[bool, ...]) -> int:
-    """How many layers at the end read the keys and values of others, of which there has to be one of each kind."""
-    shared = fields.get("num_kv_shared_layers", 0) and fields.integer("num_kv_shared_layers", 0)
-    if len(set(local[: max(len(local) - shared, 0)])) < 2:
-        fields.refuse("num_kv_shared_layers", "leaves no local or no global layer with keys and values.")
-    return shared
-
-
-def _global_rope(fields: Fields, max_positions: int) -> Rope:
-    """The rope of global layers; a folder that has ropes but none for these layers rotates their whole heads."""
-    if fields.get("rope_parameters") is None:
-        return ROPE
-    rope = fields.rope(ROPE.theta, max_positions, layer_type="full_attention", share=1.0)
-    if rope.share != 1 and rope.kind != "proportional":
-        fields.refuse("rope_parameters", "rotates a part of each head, which only a proportional rope does here.")
-    return rope
 
 
 def _global_heads(fields: Fields, local: tuple[bool, ...], kv_heads: int, head_dim: int) -> GlobalHeads:

@@ -24,7 +24,7 @@ def read(fields: Fields) -> DecoderConfig:
     fields.only("hidden_act", "silu")
     fields.only("attention_bias", False)
     fields.only("mlp_bias", False)
-    shape = sizes(fields, max_position_embeddings=2048)
+    shape = sizes(fields, {"max_position_embeddings": 2048})
     return DecoderConfig(
         family="llama",
         activation="silu",
@@ -99,7 +99,7 @@ def read_mixtral(fields: Fields) -> DecoderConfig:
     fields.only("hidden_act", "silu")
     fields.only("sliding_window", None)
     fields.only("router_jitter_noise", 0, 0.0)
-    shape = sizes(fields, max_position_embeddings=131_072)
+    shape = sizes(fields, {"max_position_embeddings": 131_072})
     return DecoderConfig(
         family="mixtral",
         activation="silu",

@@ -45,7 +45,7 @@ def read_qwen3(fields: Fields) -> DecoderConfig:
 
 def _read(fields: Fields, family: Literal["qwen2", "qwen3"], head_dim: int | None) -> DecoderConfig:
     fields.only("hidden_act", "silu")
-    shape = sizes(fields, head_dim=head_dim, max_position_embeddings=32_768)
+    shape = sizes(fields, {"head_dim": head_dim, "max_position_embeddings": 32_768})
     window, local = _windows(fields, shape["num_layers"])
     return DecoderConfig(
         family=family,
@@ -213,7 +213,7 @@ def read_qwen3_moe(fields: Fields) -> DecoderConfig:
     fields.only("mlp_only_layers", [], None)
     fields.only("decoder_sparse_step", 1)
     fields.read |= set(UNUSED)
-    shape = sizes(fields, head_dim=None, max_position_embeddings=32_768)
+    shape = sizes(fields, {"max_position_embeddings": 32_768})
     return DecoderConfig(
         family="qwen3_moe",
         activation="silu",

@@ -183,7 +183,6 @@ VISION_TENSORS: dict[str, Tensor] = {
     "vision/merge_down": Tensor("visual.merger.linear_fc2.weight", "D Fm", "Fm D"),
     "vision/merge_down_bias": Tensor("visual.merger.linear_fc2.bias", "D", "D"),
 }
-_SEES = {"any_shape": True, "sees_ahead": False, "turns": True}
 
 QWEN35_VISION = VisionText(
     architecture="Qwen3_5ForConditionalGeneration",
@@ -194,9 +193,14 @@ QWEN35_VISION = VisionText(
     prefixes=(("model.language_model.", "model."), ("model.visual.", "visual."), ("mtp.", None)),
     written=(("model.", "model.language_model."), ("visual.", "model.visual.")),
     published=VisionConfig(
-        "qwen", 1152, 4304, 27, 16, 16, 2, 48, 1e-6, SOFT_TOKENS, 248_053, 248_054, 248_056, 248_057, **_SEES
+        *("qwen", 1152, 4304, 27, 16, 16, 2, 48, 1e-6, SOFT_TOKENS, 248_053, 248_054, 248_056, 248_057),
+        any_shape=True,
+        sees_ahead=False,
+        turns=True,
     ),
-    small=VisionConfig("qwen", 32, 64, 2, 2, 4, 2, 4, 1e-6, 16, 261, 262, 263, 264, **_SEES),
+    small=VisionConfig(
+        *("qwen", 32, 64, 2, 2, 4, 2, 4, 1e-6, 16, 261, 262, 263, 264), any_shape=True, sees_ahead=False, turns=True
+    ),
 )
 
 
@@ -218,7 +222,7 @@ def read_qwen35(fields: Fields) -> DecoderConfig:
     if "text_config" in fields.raw:
         return read_multimodal(fields, read_qwen35)
     fields.only("mlp_only_layers", [], None)
-    return read_text(fields, sizes(fields, **DEFAULTS), family="qwen3_5")
+    return read_text(fields, sizes(fields, DEFAULTS), family="qwen3_5")
 
 
 def read_text(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
@@ -234,12 +238,13 @@ def read_text(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
     fields.only("mamba_ssm_dtype", "float32")  # states are float32 whatever the folder says; nothing else is
     fields.read |= set(DRAFTING)
     share = fields.number("partial_rotary_factor", 0.25)
+    rope = fields.rope(10_000.0, shape["max_positions"], share=share)
     return DecoderConfig(
         activation="silu",
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         norm_offset=True,
         tied=fields.flag("tie_word_embeddings", False),
-        rope=_rope(fields.rope(10_000.0, shape["max_positions"], share=share)),
+        rope=rope if rope.sections else replace(rope, sections=SECTIONS),  # those of published folders
         qk_norm=True,
         output_gate=True,
         linear_layers=_linear_layers(fields, shape["num_layers"]),
@@ -247,11 +252,6 @@ def read_text(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
         stops=fields.stops(),
         **{**shape, **different},
     )
-
-
-def _rope(rope: Rope) -> Rope:
-    """The rope, with the sections of published folders where it names none."""
-    return rope if rope.sections else replace(rope, sections=SECTIONS)
 
 
 def _delta(fields: Fields) -> DeltaNet:
@@ -439,7 +439,7 @@ def read_qwen35_moe(fields: Fields) -> DecoderConfig:
     """A `qwen3_5_moe_text` config.json, or the text part of a multimodal `qwen3_5_moe` one."""
     if "text_config" in fields.raw:
         return read_multimodal(fields, read_qwen35_moe)
-    shape = sizes(fields, intermediate_size=FFN, **DEFAULTS)
+    shape = sizes(fields, {**DEFAULTS, "intermediate_size": FFN})
     experts = fields.experts(NUMBER, ACTIVE)
     return read_text(
         fields,

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Shaped
 
 from tunix.config import BaseType
 from tunix.errors import UserError
-from tunix.mesh import Axes, platform
+from tunix.mesh import platform
 from tunix.models.quantization.modules import BANKS
 from tunix.util.exact import jit
 
@@ -110,11 +110,6 @@ def over_matrices(name: str, function: Callable, w: Float[Array, "L ..."]) -> An
     """A function of one matrix, of each layer's in a stacked weight, or each expert's, one after the other."""
     of_layer = partial(jax.lax.map, function) if _of_experts(name) else function
     return jax.lax.map(of_layer, w)
-
-
-def scale_axes(axes: Axes, contracted: int) -> Axes:
-    """The logical axes of the scales: tiles are sharded as their inputs are."""
-    return (axes[0], *axes[contracted:])
 
 
 def tile_of(inputs: int, most: int) -> int:

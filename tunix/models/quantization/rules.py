@@ -10,7 +10,6 @@ listed along with those that models use, so that a run can report which it leave
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -187,8 +186,10 @@ def matmuls_line(
         kinds: what the weights and the activations of its layers are rounded to; nothing for a run that rounds nothing.
         compute, platform, simulated: as in `matmul_line`.
     """
-    describe = partial(matmul_line, compute=compute, platform=platform, simulated=simulated)
-    described = "; ".join(describe(*kind) for kind in kinds or [(None, None)])
+    described = "; ".join(
+        matmul_line(weights, activations, compute, platform, simulated=simulated)
+        for weights, activations in kinds or [(None, None)]
+    )
     return f"products of the layers: {described}"
 
 
