@@ -24,9 +24,8 @@ from tunix.models.attention.inputs import Segments
 from tunix.models.banks import BANK_PAIRS
 from tunix.models.blocks import PARTS, Block
 from tunix.models.config import SHARED, DecoderConfig
-from tunix.models.decoder import Adapt
 from tunix.models.layers import Adapter, Projection, rope_tables
-from tunix.models.model import Model, Params
+from tunix.models.model import Adapt, Model, Params
 from tunix.models.param_names import is_adapter
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale, plain
 from tunix.models.quantization.modules import BANKS, PROJECTIONS

@@ -23,10 +23,9 @@ from tunix.models.attention.inputs import DecodeSpec
 from tunix.models.attention.pages import CachedView, Columns, Pages, placed
 from tunix.models.blocks import NAMES, Cache, layer_inputs
 from tunix.models.config import SHARED, DecoderConfig, LayerKind
-from tunix.models.decoder import embedded
 from tunix.models.deltanet import PieceStates, SlotStates, StepView
 from tunix.models.layers import RopeTables, rms_norm, rope_tables
-from tunix.models.model import Model, Params
+from tunix.models.model import Model, Params, embedded
 from tunix.models.moe import CHOSEN
 from tunix.models.param_names import TOWER
 from tunix.models.quantization.formats import in_compute

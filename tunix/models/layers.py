@@ -394,7 +394,7 @@ def gated(
     """The output of a gated ffn."""
     gate, up = three[0](x, dropout_keys), three[1](x, dropout_keys)
     gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
-    return three[2](activated(activation, gate) * up, dropout_keys)
+    return three[2](joined(activation, None, gate, up), dropout_keys)
 
 
 def joined(
@@ -402,11 +402,6 @@ def joined(
 ) -> Float[Array, "..."]:
     """The product of a gate, after its activation, and the other factor; clamped as `Clamp` says where there is one."""
     if clamp is None:
-        return activated(activation, gate) * up
+        return (jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
     gate, up = jnp.minimum(gate, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)
     return (up + 1) * gate * jax.nn.sigmoid(clamp.slope * gate)
-
-
-def activated(activation: str, gate: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The gate after the activation that a config names."""
-    return jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)
