@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from tunix.config import DType
 from tunix.errors import UserError
-from tunix.lora.config import TABLES, AdapterConfig, Low
+from tunix.lora.config import TABLES, AdapterConfig, LowRank
 from tunix.models.attention.inputs import Segments
 from tunix.models.banks import BANK_PAIRS
 from tunix.models.blocks import PARTS, Block
@@ -105,7 +105,7 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
     return apply
 
 
-def _vary(projection: Projection, adapter: AdapterConfig, low: Low, number: int) -> None:
+def _vary(projection: Projection, adapter: AdapterConfig, low: LowRank, number: int) -> None:
     """Adds the parameters that a variant has besides A and B; `started` fills them in."""
     axes, outputs = projection.w.get_metadata("axes"), projection.w.shape[projection.contracted :]
     anchored = adapter.start == "pissa"
@@ -118,7 +118,7 @@ def _vary(projection: Projection, adapter: AdapterConfig, low: Low, number: int)
         projection.w_lora_m = nnx.Param(jnp.ones(outputs, jnp.float32), axes=axes[projection.contracted :])
 
 
-def _refuse_rank(name: str, low: Low, most: int) -> None:
+def _refuse_rank(name: str, low: LowRank, most: int) -> None:
     """Refuses a rank that is above the most that a matrix can have."""
     if low.rank > most:
         (theirs,) = [theirs for theirs, ours in PROJECTIONS.items() if name in ours]
@@ -167,7 +167,7 @@ def contracted_axes(params: Params, name: str) -> int:
     return params[f"{name}_lora_a"].ndim - 2
 
 
-def _principal(name: str, w: Float[Array, "L ..."], low: Low, contracted: int) -> Params:
+def _principal(name: str, w: Float[Array, "L ..."], low: LowRank, contracted: int) -> Params:
     """PiSSA's A and B of a stacked weight, and the A0 and B0 that subtract their product."""
     inputs, outputs = w.shape[1 : 1 + contracted], w.shape[1 + contracted :]
 

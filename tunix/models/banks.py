@@ -126,7 +126,7 @@ class Bank(nnx.Module):
         return by_name
 
 
-def at_home(bank: Arrays, axes: Axes, mesh: AbstractMesh) -> tuple[Arrays, dict[str, PartitionSpec]]:
+def sharded(bank: Arrays, axes: Axes, mesh: AbstractMesh) -> tuple[Arrays, dict[str, PartitionSpec]]:
     """A bank as the devices of a mesh multiply it, and how each of its parameters is split over them.
 
     Where the inputs are split, scales of fewer tiles are repeated until each part has its own.

@@ -23,8 +23,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix.models.vocab_chunks import (
     NEVER,
-    Bend,
-    Mass,
+    LogitScaling,
+    LogSumExp,
     Visit,
     block_length,
     chunk_logits,
@@ -61,8 +61,8 @@ class Side(NamedTuple):
 class _Pair(NamedTuple):
     """The settings that are known when a program is compiled."""
 
-    student: Bend
-    teacher: Bend
+    student: LogitScaling
+    teacher: LogitScaling
     settings: Divergence
 
 
@@ -74,8 +74,8 @@ class _Results(NamedTuple):
     """The teacher's log-prob of the target."""
     agree: jax.Array
     """1 where both have the same most likely id."""
-    student: Mass
-    teacher: Mass
+    student: LogSumExp
+    teacher: LogSumExp
     mean: jax.Array
     """`s`: the mean of g under the student."""
     least: jax.Array
@@ -104,8 +104,8 @@ def compared(
         float32 `[B T]` each, 0 where not needed; only the divergence has a gradient, with respect to the student alone.
     """
     vocab = min(len(student.table), len(teacher.table))
-    bends = [Bend(side.softcap, settings.temperature, vocab) for side in (student, teacher)]
-    pair = _Pair(bends[0], bends[1], settings)
+    scalings = [LogitScaling(side.softcap, settings.temperature, vocab) for side in (student, teacher)]
+    pair = _Pair(scalings[0], scalings[1], settings)
     table, teacher_table = (side.table[:vocab] for side in (student, teacher))
     states = map(in_pieces, (student.hidden, teacher.hidden))
     results = _compared(pair, next(states), table, next(states), teacher_table, in_pieces(targets), in_pieces(needed))
@@ -140,7 +140,7 @@ def _values(pair: _Pair, states, chunks, targets: jax.Array, visit: Visit) -> _R
         return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, i * block, 1), results, values)
 
     empty = jnp.zeros((rows, places), jnp.float32)
-    nothing = Mass(empty, empty)
+    nothing = LogSumExp(empty, empty)
     start = _Results(empty, empty, empty, nothing, nothing, empty, empty, empty, empty)
     return loop(visit.number, body, start, usual=visit.order.shape[1] // block)
 
@@ -163,7 +163,7 @@ def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Results:
     highest = jnp.full((*wanted.shape, pair.settings.top_k + 1), NEVER)
     sums, taken, highest = jax.lax.fori_loop(0, len(chunks[0]), first, ((nothing, nothing), zero, highest))
     (top, total, best), (teacher_top, teacher_total, teacher_best) = sums
-    masses = Mass(top, jnp.log(total)), Mass(teacher_top, jnp.log(teacher_total))
+    masses = LogSumExp(top, jnp.log(total)), LogSumExp(teacher_top, jnp.log(teacher_total))
     taken = masses[1].log_p(taken)
     # Halfway between the k-th and the next: rounding that differs between sweeps does not move an id across.
     least = 0.5 * (highest[..., -2] + highest[..., -1]) if pair.settings.top_k else zero + NEVER

@@ -94,7 +94,7 @@ def gains(model: Model, weights: Weights) -> tuple[Params, ...]:
     x = jnp.zeros((), model.dtype)
 
     def of_layer(layer_weights: Params, kind: LayerKind) -> Params:
-        projections = model.layer(layer_weights, kind.mixer, settled=False).projections().items()
+        projections = model.layer(layer_weights, kind.mixer, has_gains=False).projections().items()
         return {f"{name}/w_lora_m": one.gain(x) for name, one in projections if one.adapter and one.adapter.magnitude}
 
     return tuple(map(of_layer, weights.layers, model.config.kinds))

@@ -94,7 +94,7 @@ class Projection(nnx.Module):
         self.simulated: Simulated | None = None
         """What is rounded in simulation (QAT): inputs here, weights by `on_grid`, which whoever casts them calls."""
         self.adapter: Adapter | None = None
-        self.settled = False
+        self.has_gains = False
         """Whether `w_lora_m` holds the results of `gain`, computed once for decoding."""
         self.turned = False
         """Whether `w` is stored with its contracted axes last (`Model.turned`)."""
@@ -167,7 +167,7 @@ class Projection(nnx.Module):
         assert self.adapter is not None
         if self.adapter.mixed:
             return self.w_lora_gain[...][:, None]
-        if self.settled:
+        if self.has_gains:
             return self.w_lora_m[...]
         w, a, b = (one.astype(x.dtype).astype(jnp.float32) for one in (self.weight(x), *self._pair(self.adapter)))
         whole = w + self.adapter.scale * jnp.tensordot(a, b, 1)
@@ -377,11 +377,11 @@ class WideFFN(nnx.Module):
         return gated((self.wide_gate, self.wide_up, self.wide_down), self.activation, x, dropout_keys), {}
 
 
-Three = tuple[Projection, Projection, Projection]
+FFNProjections = tuple[Projection, Projection, Projection]
 """The gate, the other factor, and what their product is multiplied with."""
 
 
-def projections(d: int, f: int, rngs: nnx.Rngs) -> Three:
+def projections(d: int, f: int, rngs: nnx.Rngs) -> FFNProjections:
     """The three projections of a gated ffn that is `f` wide."""
     gate = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
     up = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
@@ -389,12 +389,12 @@ def projections(d: int, f: int, rngs: nnx.Rngs) -> Three:
 
 
 def gated(
-    three: Three, activation: str, x: Float[Array, "B T D"], dropout_keys: TokenKeys | None
+    ffn: FFNProjections, activation: str, x: Float[Array, "B T D"], dropout_keys: TokenKeys | None
 ) -> Float[Array, "B T D"]:
     """The output of a gated ffn."""
-    gate, up = three[0](x, dropout_keys), three[1](x, dropout_keys)
+    gate, up = ffn[0](x, dropout_keys), ffn[1](x, dropout_keys)
     gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
-    return three[2](joined(activation, None, gate, up), dropout_keys)
+    return ffn[2](joined(activation, None, gate, up), dropout_keys)
 
 
 def joined(

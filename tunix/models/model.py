@@ -585,17 +585,17 @@ class Model:
         blocks = map(self._decoder.block, self.config.mixers)
         return {name: one for block in blocks for name, one in (block.projections() | block.banks()).items()}
 
-    def layer(self, weights: Params, mixer: str, settled: bool = True) -> Block:
+    def layer(self, weights: Params, mixer: str, has_gains: bool = True) -> Block:
         """One block built from its weights, which are named as in `layers/` and have no axis L.
 
         Args:
             mixer: the layer's (`LayerKind.mixer`).
-            settled: the weights hold DoRA's gains in place of its magnitudes, as weights for decoding do.
+            has_gains: the weights hold DoRA's gains in place of its magnitudes, as weights for decoding do.
         """
         placed = {self._paths[f"layers/{name}"][1:]: x for name, x in weights.items()}
         block = self._decoder.structures[mixer].block(placed)
         for name, projection in block.projections().items():
-            projection.settled, projection.turned = settled, name in self.turned
+            projection.has_gains, projection.turned = has_gains, name in self.turned
         return block
 
     @property

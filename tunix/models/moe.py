@@ -29,7 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from tunix.mesh import Axes, constrain, partition
-from tunix.models.banks import Arrays, Bank, at_home, down, gate_and_up
+from tunix.models.banks import Arrays, Bank, down, gate_and_up, sharded
 from tunix.models.config import EXPERTS, DecoderConfig, Experts
 from tunix.models.expert_exchange import combine, destinations, dispatch
 from tunix.models.expert_products import in_rows, routes
@@ -179,7 +179,7 @@ class MixtureOfExperts(nnx.Module):
             return compute(0, x, choice, real, *matrices)
         tokens, wide = (partition(("rows", "time", None)[:rank], x.shape[:rank], mesh) for rank in (2, 3))
         matrices, banks = zip(
-            *(at_home(bank, axes, mesh) for bank, axes in zip(matrices, _HERE, strict=True)), strict=True
+            *(sharded(bank, axes, mesh) for bank, axes in zip(matrices, _HERE, strict=True)), strict=True
         )
         of_gates = banks[0]["w"]
         split = [axis for axis, there in zip(SPLIT, (of_gates[0], of_gates[2]), strict=True) if there]
@@ -301,8 +301,8 @@ class DenseAndExperts(MixtureOfExperts):
         Args:
             x: the residual stream.
         """
-        three = (self.gate, self.up, self.down)
-        dense = gated(three, self.activation, self.pre_mlp_norm(x), dropout_keys)
+        ffn = (self.gate, self.up, self.down)
+        dense = gated(ffn, self.activation, self.pre_mlp_norm(x), dropout_keys)
         mixed, auxiliary = self.routed(self.pre_experts_norm(x), x, real, replayed)
         return self.dense_norm(dense) + self.experts_norm(mixed), auxiliary
 

@@ -174,14 +174,14 @@ def at_each_device(part: Callable, cache: Pages | tuple[Pages, Pages], *more: An
     placement = placed(first, lambda x, axes: partition(axes, x.shape, mesh))
     held = placement if isinstance(cache, Pages) else (placement, placement)
     results = (placement, (place(leaves[0]), place(leaves[0][..., 0]))) if mixes else placement
-    at_home = jax.shard_map(
+    by_device = jax.shard_map(
         lambda cache, *leaves: part(cache, *jax.tree.unflatten(tree, leaves)),
         mesh=mesh,
         in_specs=(held, *map(place, leaves)),
         out_specs=results,
         check_vma=False,
     )
-    return at_home(cache, *leaves)
+    return by_device(cache, *leaves)
 
 
 def _within_rows(

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float
 
 from tunix.mesh import platform
 from tunix.models.attention.inputs import HIDDEN, DecodeSpec, Mixed, grouped, scaled
-from tunix.models.attention.pages import PieceView, Rows, SlotsView, block_of, scaled_up, settled
+from tunix.models.attention.pages import PieceView, Rows, SlotsView, block_of, normalised, scaled_up
 from tunix.models.attention.pages import before_piece as plain_before_piece
 
 ROWS = 16
@@ -83,7 +83,7 @@ def of_slots(q: Float[Array, "B 1 N H"], pages: Rows, view: SlotsView, *, scale:
     peak = jnp.max(peaks, axis=2)
     share = jnp.exp(peaks - peak[:, :, None])
     mass, mixed = jnp.sum(share * masses, axis=2), jnp.sum(share[..., None] * sums, axis=2)
-    return settled(peak[..., None], mass[..., None], mixed[..., None, :], q.dtype)
+    return normalised(peak[..., None], mass[..., None], mixed[..., None, :], q.dtype)
 
 
 def _kernel(

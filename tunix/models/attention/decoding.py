@@ -130,7 +130,9 @@ def of_slots(
     if number == 1 or not implementation.in_place:
         return implementation.of_slots(q, cache, view, scale=scale, softcap=softcap)
     # Kernels read for one query: guesses have slots of their own.
-    result = implementation.of_slots(q.reshape(-1, 1, *q.shape[2:]), cache, view.apart(), scale=scale, softcap=softcap)
+    result = implementation.of_slots(
+        q.reshape(-1, 1, *q.shape[2:]), cache, view.by_token(), scale=scale, softcap=softcap
+    )
     mixed, lse = result
     return mixed.reshape(q.shape), lse.reshape(slots, number, -1)
 

@@ -294,7 +294,7 @@ class SlotsView:
     window: int | None = field(default=None, metadata={"static": True})
     """Positions that a query sees, itself included; None for all of its sequence."""
 
-    def apart(self) -> "SlotsView":
+    def by_token(self) -> "SlotsView":
         """Each token as one of a slot of its own, with the same pages in their places."""
         number = self.positions.shape[1]
         writes, positions = jax.tree.map(lambda x: x.reshape(-1, 1), (self.writes, self.positions))
@@ -355,7 +355,7 @@ def of_slots(
     seen = at < ends
     if view.window is not None:
         seen &= at >= ends - view.window
-    partials = _visited(queries[owners], seen, *pages.read(q.dtype), softcap)
+    partials = _page_partials(queries[owners], seen, *pages.read(q.dtype), softcap)
     # Each page has a result of its own, and those of a slot are summed in their order: company changes no digit.
     columns = view.table.pages
     peaks, masses, sums = (x[jnp.maximum(columns, 0)] for x in partials)
@@ -364,7 +364,7 @@ def of_slots(
     share = jnp.exp(peaks - peak[:, None])
     # As products: a CPU's library sums a middle axis of large arrays a hundred times slower.
     mass, mixed = jnp.einsum("BcKJQ,BcKJQ->BKJQ", share, masses), jnp.einsum("BcKJQ,BcKJQH->BKJQH", share, sums)
-    return settled(peak, mass, mixed, q.dtype)
+    return normalised(peak, mass, mixed, q.dtype)
 
 
 def gathered(pages: Pages, sources: Int[Array, "s Vi"]) -> Pages:
@@ -412,13 +412,13 @@ def before_piece(
         if view.window is not None:
             seen &= at > positions[block][:, None] - view.window
         keys, values = jax.tree.map(lambda x: x[page][None], pages).read(q.dtype)
-        part = _visited(queries[block][None], seen[None], keys, values, softcap)
+        part = _page_partials(queries[block][None], seen[None], keys, values, softcap)
         new = _joined(tuple(x[block] for x in so_far), tuple(x[0] for x in part))
         return tuple(all.at[block].set(x) for all, x in zip(so_far, new, strict=True))
 
     partials = jax.lax.fori_loop(0, visits.number[0], visit, _nothing(blocks, queries))
     peak, mass, sums = partials
-    mixed, lse = settled(peak, mass, sums, q.dtype)
+    mixed, lse = normalised(peak, mass, sums, q.dtype)
     return mixed.reshape(1, length, heads, dim), lse.reshape(1, length, heads)
 
 
@@ -428,7 +428,7 @@ def copied(pages: Pages, copies: Copies) -> Pages:
     return jax.tree.map(lambda x: x.at[targets].set(x.at[sources].get(mode="clip"), mode="drop"), pages)
 
 
-def _visited(
+def _page_partials(
     queries: Float[Array, "g K J Q H"],
     seen: Bool[Array, "g Q Pt"],
     keys: Float[Array, "g K H Pt"],
@@ -458,7 +458,7 @@ def _joined(left: tuple, right: tuple) -> tuple:
     return peak, mass, sum(share[..., None] * part[2] for share, part in zip(shares, (left, right), strict=True))
 
 
-def settled(peak: jax.Array, mass: jax.Array, sums: jax.Array, dtype: jax.typing.DTypeLike) -> Mixed:
+def normalised(peak: jax.Array, mass: jax.Array, sums: jax.Array, dtype: jax.typing.DTypeLike) -> Mixed:
     """The mean of the values and the log-sum-exp; where nothing was seen, zeros and HIDDEN."""
     any_seen = peak > HIDDEN
     mass = jnp.where(any_seen, mass, 1.0)
