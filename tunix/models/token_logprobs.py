@@ -85,11 +85,12 @@ def _token_logprobs(head, hidden, table, targets, needed):
 
 
 def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
-    """Log-probs and entropies `[B T]`, and in visiting order each token's `LogSumExp` `[B places]` and pull `[B places D]`.
+    """Log-probs and entropies `[B T]`, and in visiting order each token's `LogSumExp` `[B places]` and pull.
 
-    A pull (computed if `pulled`) is the gradient of a token's log-prob with respect to its state, `w_target - sum_v p_v
-    w_v` (each times its slope). Like the log-sum-exp it is accumulated chunk by chunk, and scaled down whenever a larger logit
-    appears. Everything is relative to the largest logit so far: an offset that all logits share costs no precision.
+    A pull `[B places D]` (computed if `pulled`) is the gradient of a token's log-prob with respect to its state,
+    `w_target - sum_v p_v w_v` (each times its slope). Like the log-sum-exp it is accumulated chunk by chunk, and scaled
+    down whenever a larger logit appears. Everything is relative to the largest logit so far: an offset that all logits
+    share costs no precision.
     """
     block = block_length(*needed.shape)
 
