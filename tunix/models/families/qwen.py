@@ -89,9 +89,21 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+_QWEN2 = DecoderConfig(
+    family="qwen2",
+    activation="silu",
+    norm_eps=1e-6,
+    tied=True,
+    rope=Rope(theta=10_000.0),
+    qkv_bias=True,
+    **SMALL,
+)
+_QWEN3 = replace(_QWEN2, family="qwen3", qkv_bias=False, qk_norm=True)
+
+
 def _qwen2(d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, *, vocab: int, tied: bool) -> DecoderConfig:
-    return DecoderConfig(
-        family="qwen2",
+    return replace(
+        _QWEN2,
         vocab_size=vocab,
         d_model=d_model,
         num_layers=layers,
@@ -99,44 +111,25 @@ def _qwen2(d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, *, vo
         num_kv_heads=kv_heads,
         head_dim=d_model // heads,
         ffn=ffn,
-        activation="silu",
-        norm_eps=1e-6,
         tied=tied,
         max_positions=32_768,
         rope=Rope(theta=THETA),
-        qkv_bias=True,
     )
 
 
-def _qwen3(d_model: int, ffn: int, layers: int, heads: int, *, tied: bool) -> DecoderConfig:
-    return DecoderConfig(
-        family="qwen3",
+def _qwen3(d_model: int, ffn: int, layers: int, heads: int, *, tied: bool, kv_heads: int = 8) -> DecoderConfig:
+    return replace(
+        _QWEN3,
         vocab_size=151_936,
         d_model=d_model,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=8,
+        num_kv_heads=kv_heads,
         head_dim=128,
         ffn=ffn,
-        activation="silu",
-        norm_eps=1e-6,
         tied=tied,
         max_positions=40_960,
         rope=Rope(theta=THETA),
-        qk_norm=True,
-    )
-
-
-def _small(family: Literal["qwen2", "qwen3"]) -> DecoderConfig:
-    return DecoderConfig(
-        family=family,
-        activation="silu",
-        norm_eps=1e-6,
-        tied=True,
-        rope=Rope(theta=10_000.0),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        **SMALL,
     )
 
 
@@ -168,7 +161,7 @@ QWEN2 = FamilyText(
         "qwen2.5-32b": _qwen2(5120, 27_648, 64, 40, 8, vocab=152_064, tied=False),
         "qwen2.5-72b": _qwen2(8192, 29_568, 80, 64, 8, vocab=152_064, tied=False),
     },
-    small=_small("qwen2"),
+    small=_QWEN2,
 )
 
 QWEN3 = FamilyText(
@@ -188,7 +181,7 @@ QWEN3 = FamilyText(
         "qwen3-14b": _qwen3(5120, 17_408, 40, 40, tied=False),
         "qwen3-32b": _qwen3(5120, 25_600, 64, 64, tied=False),
     },
-    small=_small("qwen3"),
+    small=_QWEN3,
 )
 
 
@@ -252,24 +245,8 @@ def write_moe(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _qwen3_moe(d_model: int, ffn: int, layers: int, heads: int) -> DecoderConfig:
-    return DecoderConfig(
-        family="qwen3_moe",
-        vocab_size=151_936,
-        d_model=d_model,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=4,
-        head_dim=128,
-        ffn=ffn,
-        activation="silu",
-        norm_eps=1e-6,
-        tied=False,
-        max_positions=40_960,
-        rope=Rope(theta=1_000_000.0),
-        qk_norm=True,
-        experts=Experts(128, 8),
-        feed_forward=EXPERTS,
-    )
+    dense = _qwen3(d_model, ffn, layers, heads, kv_heads=4, tied=False)
+    return replace(dense, family="qwen3_moe", experts=Experts(128, 8), feed_forward=EXPERTS)
 
 
 QWEN3_MOE = FamilyText(
