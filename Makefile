@@ -55,7 +55,7 @@ NEWEST := .newest
 NEWEST_CANDIDATES := python3.13 python3.12 $(foreach minor,13 12,$(wildcard $(HOME)/.pyenv/versions/3.$(minor).*/bin/python3))
 NEWEST_PYTHON ?= $(shell for name in $(NEWEST_CANDIDATES); do $$name -c '$(SUITABLE)' >/dev/null 2>&1 && echo $$name && break; done)
 NEWEST_TESTS := tests/test_newest.py tests/models/attention tests/models/test_grouped_products.py \
-	tests/models/test_grouped_gate.py
+	tests/models/test_expert_gates.py
 MINOR = import sys; print(sys.version_info[1])
 # Of every Python: "jax (0.12.0.1)" comes first.
 NEWEST_JAX = $(BIN)/python -m pip index versions jax --ignore-requires-python --disable-pip-version-check 2>/dev/null | head -1

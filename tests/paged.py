@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from tunix.config import DType
-from tunix.models.attention.layouts import Columns, Pages
-from tunix.models.attention.pages import Gathered, SlotsView, Table, Writes
+from tunix.models.attention.pages import Columns, Gathered, Pages, SlotsView, Table, Writes
 from tunix.models.blocks import Cache
 from tunix.models.config import DecoderConfig
 from tunix.models.deltanet import StepView

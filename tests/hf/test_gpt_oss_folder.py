@@ -30,8 +30,7 @@ from tunix.hf.model_folder import load_params, save_folder
 from tunix.hf.packed_weights import dequantized
 from tunix.hf.source import read_folder
 from tunix.models.families.table import from_hf, preset, to_hf
-from tunix.models.model import Model
-from tunix.models.on_grid import rounded
+from tunix.models.model import Model, rounded
 from tunix.models.quantization.fake_quant import simulated
 from tunix.models.quantization.formats import Quantization
 from tunix.trainer.mesh_choice import state_bytes

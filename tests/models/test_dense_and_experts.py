@@ -11,9 +11,9 @@ from flax import nnx
 from tunix.config import MeshConfig
 from tunix.mesh import build_mesh
 from tunix.models.config import DENSE_AND_EXPERTS, Experts
-from tunix.models.dense_and_experts import DenseAndExperts
 from tunix.models.families.table import preset, small, with_sizes
 from tunix.models.model import Model
+from tunix.models.moe import DenseAndExperts
 from tunix.models.quantization.modules import projections_of
 from tunix.trainer.mesh_choice import state_bytes
 from tunix.trainer.optimizer import decays

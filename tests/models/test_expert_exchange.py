@@ -12,8 +12,8 @@ from tunix.config import MeshConfig
 from tunix.errors import UserError
 from tunix.mesh import build_mesh
 from tunix.models import expert_exchange
-from tunix.models.exchange_gate import exchange_difference
 from tunix.models.expert_exchange import AXIS, combine, destinations, dispatch
+from tunix.models.expert_gates import exchange_difference
 from tunix.models.families.table import small
 from tunix.run import experts
 

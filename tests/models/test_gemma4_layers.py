@@ -11,7 +11,7 @@ from tests.tiny_models import one_device
 from tunix.models.blocks import FEED_FORWARDS
 from tunix.models.config import SHARED
 from tunix.models.families.table import preset, with_sizes
-from tunix.models.gated_ffn import GatedFFN
+from tunix.models.layers import GatedFFN
 from tunix.models.model import Model
 from tunix.plan.programs import state_of
 from tunix.rollout.engine.engine import Engine

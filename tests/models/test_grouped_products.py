@@ -17,9 +17,17 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
 from tests.marks import slow
 from tests.models.test_moe import assert_near
-from tunix.models import expert_products, grouped_products, grouped_triton
+from tunix.models import expert_products, grouped_products
 from tunix.models.expert_products import from_experts, routes, to_experts
-from tunix.models.grouped_products import OF_GROUPS, TRANSPOSED, GroupedSpec, described, implementation
+from tunix.models.grouped_products import (
+    OF_GROUPS,
+    TRANSPOSED,
+    GroupedSpec,
+    described,
+    implementation,
+    triton_gradients,
+    triton_products,
+)
 
 E, D, F, TOKENS = 5, 128, 128, 24
 SIZES = (0, 3, 17, 0, 9)
@@ -95,9 +103,9 @@ def test_triton_leaves_no_remainder_out(inputs: int, outputs: int):
     rows, d, matrices = map(jax.random.normal, keys, shapes)
     foreign = [jnp.pad(x, ((0, 5), (0, 0)), constant_values=jnp.nan) for x in (rows, d)]
     counts = jnp.asarray(sizes, jnp.int32)
-    products = grouped_triton.products(foreign[0], matrices, counts, transposed=False)[:number]
-    back = grouped_triton.products(foreign[1], matrices, counts, transposed=True)[:number]
-    gradients = grouped_triton.gradients(*foreign, counts, "float32")
+    products = triton_products(foreign[0], matrices, counts, transposed=False)[:number]
+    back = triton_products(foreign[1], matrices, counts, transposed=True)[:number]
+    gradients = triton_gradients(*foreign, counts, "float32")
     ends = np.cumsum(sizes)
     groups = [np.s_[end - size : end] for size, end in zip(sizes, ends, strict=True)]
     rows, d, matrices = (np.asarray(x, np.float64) for x in (rows, d, matrices))

@@ -59,7 +59,7 @@ def test_given_experts_are_mixed_by_their_own_scores_and_the_router_learns_throu
         return jnp.einsum("btef,efd,bte->btd", jax.nn.silu(gate) * up, one.downs.w[...], weights)
 
     aim = jax.random.normal(jax.random.key(2), x.shape)
-    mixed = jax.jit(lambda s, given: nnx.merge(graph, s)(x, given=given)[0])
+    mixed = jax.jit(lambda s, given: nnx.merge(graph, s)(x, replayed=given)[0])
     ours = jax.jit(jax.value_and_grad(lambda s: jnp.sum(aim * mixed(s, given))))(state)
     theirs = jax.jit(jax.value_and_grad(lambda s: jnp.sum(aim * by_hand(s, x))))(state)
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):

@@ -19,7 +19,7 @@ from tunix.commands.evaluate import EvalOptions, Setting, has_held_out_rows, pre
 from tunix.errors import UserError
 from tunix.hf.model_folder import save_folder
 from tunix.inference.model import InferenceModel, InferenceOptions
-from tunix.models.on_grid import rounded
+from tunix.models.model import rounded
 from tunix.models.quantization.fake_quant import Simulated, supported
 from tunix.models.quantization.modules import projections_of
 from tunix.models.quantization.rules import RULES_FILE, Rule, Rules

@@ -12,9 +12,8 @@ from tunix.data.picture_reader import PictureReader
 from tunix.data.templates import PICTURE_MARKERS
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.models.config import DecoderConfig
+from tunix.models.config import FRAMES, DecoderConfig, VisionConfig
 from tunix.models.families.table import FAMILIES, read_json
-from tunix.models.vision_config import FRAMES, VisionConfig
 
 SETTINGS = "preprocessor_config.json"
 """The file of a multimodal folder that says how pictures are resized."""

@@ -8,7 +8,6 @@ loaded. Each expert of a mixture has an A and a B of its own, made and multiplie
 """
 
 import math
-from collections.abc import Mapping
 from typing import cast
 
 import jax
@@ -20,14 +19,13 @@ from jaxtyping import Array, Float
 
 from tunix.config import DType
 from tunix.errors import UserError
-from tunix.lora.config import TABLES, AdapterConfig, Low
+from tunix.lora.config import TABLES, AdapterConfig, LowRank
 from tunix.models.attention.inputs import Segments
 from tunix.models.banks import BANK_PAIRS
 from tunix.models.blocks import PARTS, Block
 from tunix.models.config import SHARED, DecoderConfig
-from tunix.models.decoder import Adapt
 from tunix.models.layers import Adapter, Projection, rope_tables
-from tunix.models.model import Model, Params
+from tunix.models.model import Adapt, Model, Params
 from tunix.models.param_names import is_adapter
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale, plain
 from tunix.models.quantization.modules import BANKS, PROJECTIONS
@@ -58,45 +56,56 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
     Raises:
         UserError: when it is first called, if a rank is above what the matrix can have.
     """
-    mine = adapter.modules_of(decoder)
-    start = {"alpha": adapter.alpha, "lora_a_initializer": START_OF_A}
+    targets = adapter.modules_of(decoder)
     parts = "|".join(PARTS)
-    dense = {name: low for name, low in mine.items() if name not in BANKS}
-    rules = [qwix.LoraRule(module_path=f"({parts})/{name}", rank=low.rank, **start) for name, low in dense.items()]
+    dense = {name: low for name, low in targets.items() if name not in BANKS}
+    rules = [
+        qwix.LoraRule(
+            module_path=f"({parts})/{name}", rank=low.rank, alpha=adapter.alpha, lora_a_initializer=START_OF_A
+        )
+        for name, low in dense.items()
+    ]
     provider = qwix.LoraProvider(rules)
 
     def apply(block: Block, rngs: nnx.Rngs) -> Block:
-        _adapt_banks(block, mine, rngs)
+        for name, bank in block.banks().items():
+            if name in targets and BANK_PAIRS[name][0] == name:
+                halves = sum(stem == name for stem, _ in BANK_PAIRS.values())
+                _, inputs, outputs = bank.w.shape
+                _refuse_rank(name, targets[name], min(inputs, halves * outputs))
+                bank.adapt(targets[name].rank, targets[name].scale, halves, rngs)
         if not dense:
             return block
         projections = block.projections()
-        own = {name: low for name, low in dense.items() if name in projections}
-        for name, low in own.items():
-            _check_rank(name, low, projections[name])
+        targeted = {name: low for name, low in dense.items() if name in projections}
+        for name, low in targeted.items():
+            shape, contracted = projections[name].w.shape, projections[name].contracted
+            _refuse_rank(name, low, min(math.prod(shape[:contracted]), math.prod(shape[contracted:])))
         for projection in projections.values():
             projection.watched = True
         x = jnp.zeros((1, 1, decoder.d_model))
-        here = jnp.zeros((1, 1), jnp.int32)
+        zeros = jnp.zeros((1, 1), jnp.int32)
         kind = decoder.kinds_with(block.mixer_name)[0]
-        rope = rope_tables(here, kind.rope, kind.head_dim)
-        segments, given = Segments(here, here), jnp.zeros((1, 1, decoder.layer_inputs))
+        rope = rope_tables(zeros, kind.rope, kind.head_dim)
+        segments, layer_input = Segments(zeros, zeros), jnp.zeros((1, 1, decoder.layer_inputs))
         other = jnp.zeros((1, 1, kind.kv_heads, kind.head_dim))
         kept = Kept(other, other) if kind.mixer in SHARED else None
         adapted = cast(
-            Block, qwix.apply_lora_to_model(block, provider, x, rope, segments, kept, given=given, rngs=rngs)
+            Block,
+            qwix.apply_lora_to_model(block, provider, x, rope, segments, kept, layer_input=layer_input, rngs=rngs),
         )
         made = adapted.projections()
         for number, (name, projection) in enumerate(projections.items()):
             projection.watched = False
-            if name in own:
+            if name in targeted:
                 projection.w_lora_a, projection.w_lora_b = made[name].w_lora_a, made[name].w_lora_b
-                _vary(projection, adapter, mine[name], number)
+                _vary(projection, adapter, targets[name], number)
         return block
 
     return apply
 
 
-def _vary(projection: Projection, adapter: AdapterConfig, low: Low, number: int) -> None:
+def _vary(projection: Projection, adapter: AdapterConfig, low: LowRank, number: int) -> None:
     """Adds the parameters that a variant has besides A and B; `started` fills them in."""
     axes, outputs = projection.w.get_metadata("axes"), projection.w.shape[projection.contracted :]
     anchored = adapter.start == "pissa"
@@ -109,23 +118,7 @@ def _vary(projection: Projection, adapter: AdapterConfig, low: Low, number: int)
         projection.w_lora_m = nnx.Param(jnp.ones(outputs, jnp.float32), axes=axes[projection.contracted :])
 
 
-def _adapt_banks(block: Block, mine: Mapping[str, Low], rngs: nnx.Rngs) -> None:
-    """Adapts the experts' matrices that are among the targets."""
-    for name, bank in block.banks().items():
-        if name not in mine or BANK_PAIRS[name][0] != name:
-            continue
-        halves = sum(stem == name for stem, _ in BANK_PAIRS.values())
-        _, inputs, outputs = bank.w.shape
-        _refuse_rank(name, mine[name], min(inputs, halves * outputs))
-        bank.adapt(mine[name].rank, mine[name].scale, halves, rngs)
-
-
-def _check_rank(name: str, low: Low, projection: Projection) -> None:
-    shape, contracted = projection.w.shape, projection.contracted
-    _refuse_rank(name, low, min(math.prod(shape[:contracted]), math.prod(shape[contracted:])))
-
-
-def _refuse_rank(name: str, low: Low, most: int) -> None:
+def _refuse_rank(name: str, low: LowRank, most: int) -> None:
     """Refuses a rank that is above the most that a matrix can have."""
     if low.rank > most:
         (theirs,) = [theirs for theirs, ours in PROJECTIONS.items() if name in ours]
@@ -174,17 +167,17 @@ def contracted_axes(params: Params, name: str) -> int:
     return params[f"{name}_lora_a"].ndim - 2
 
 
-def _principal(name: str, w: Float[Array, "L ..."], low: Low, contracted: int) -> Params:
+def _principal(name: str, w: Float[Array, "L ..."], low: LowRank, contracted: int) -> Params:
     """PiSSA's A and B of a stacked weight, and the A0 and B0 that subtract their product."""
     inputs, outputs = w.shape[1 : 1 + contracted], w.shape[1 + contracted :]
 
-    def one(w: Float[Array, "I O"]) -> tuple[jax.Array, jax.Array]:
+    def decomposed(w: Float[Array, "I O"]) -> tuple[jax.Array, jax.Array]:
         u, s, v = jnp.linalg.svd(w, full_matrices=False)
         root = jnp.sqrt(s[: low.rank] / low.scale)
         return u[:, : low.rank] * root, root[:, None] * v[: low.rank]
 
     # Layer by layer: a decomposition needs several times the memory of its matrix.
-    a, b = jax.lax.map(one, w.reshape(len(w), math.prod(inputs), -1))
+    a, b = jax.lax.map(decomposed, w.reshape(len(w), math.prod(inputs), -1))
     a, b = a.reshape(len(w), *inputs, -1), b.reshape(len(w), -1, *outputs)
     return {f"{name}_lora_a": a, f"{name}_lora_b": b, f"{name}_lora_a0": a, f"{name}_lora_b0": -b}
 
@@ -197,8 +190,8 @@ def plain_pairs(params: Params, adapter: AdapterConfig) -> Params:
             return x
         return jnp.concatenate([x, params[f"{name}0"]], -1 if name.endswith("a") else 1)
 
-    mine = {name: x for name, x in params.items() if not name.endswith(("_lora_a0", "_lora_b0"))}
-    return {name: joined(name, x) for name, x in mine.items()}
+    kept = {name: x for name, x in params.items() if not name.endswith(("_lora_a0", "_lora_b0"))}
+    return {name: joined(name, x) for name, x in kept.items()}
 
 
 def merge(params: Params, adapter: AdapterConfig) -> Params:
@@ -223,18 +216,18 @@ def merge(params: Params, adapter: AdapterConfig) -> Params:
     return {name: merged(name) for name in params if not is_adapter(name) and not is_scale(name)}
 
 
-def unmerge(merged: Params, own: Params, adapter: AdapterConfig) -> Params:
+def unmerge(merged: Params, params: Params, adapter: AdapterConfig) -> Params:
     """The base from which `merge` made `merged`, to within a rounding of its dtype: `s A B` is subtracted again.
 
     Args:
-        own: the adapter's weights.
+        params: the adapter's weights.
 
     Raises:
         ValueError: the base cannot be computed from the merged weights.
     """
     if adapter.dora or adapter.also:
         raise ValueError(f"{'DoRA scales' if adapter.dora else 'also replaces'} weights of the base: load the base")
-    pairs = plain_pairs(own, adapter)
+    pairs = plain_pairs(params, adapter)
 
     def before(name: str, w: jax.Array) -> jax.Array:
         delta = _delta(pairs, name, adapter)
@@ -264,13 +257,6 @@ def _delta(pairs: Params, name: str, adapter: AdapterConfig) -> Float[Array, "L 
     return scale * jnp.einsum("LDr,LrF->LDF", flat_a, flat_b)
 
 
-def _parts_of(params: Params, name: str) -> Params:
-    """A layer's weight among these, and what `merge` reads with it."""
-    ours = name.split("/")[1]
-    pair = f"layers/{BANK_PAIRS.get(ours, (ours, None))[0]}/w_lora_"
-    return {other: x for other, x in params.items() if other in (name, name + SCALE) or other.startswith(pair)}
-
-
 def merge_rounded(params: Params, adapter: AdapterConfig, dtype: DType) -> tuple[Params, float]:
     """What `merge` returns for a quantized base, computed one matrix after the other and cast to `dtype`.
 
@@ -278,16 +264,20 @@ def merge_rounded(params: Params, adapter: AdapterConfig, dtype: DType) -> tuple
         The weights, and the error of the cast: the root mean square of the change, divided by that of the matrices.
     """
 
-    def one(own: Params) -> tuple[jax.Array, jax.Array, jax.Array]:
-        (whole,) = merge(own, adapter).values()
+    def merged_matrix(parts: Params) -> tuple[jax.Array, jax.Array, jax.Array]:
+        (whole,) = merge(parts, adapter).values()
         cast = whole.astype(dtype)
         return cast, jnp.sum((cast.astype(jnp.float32) - whole) ** 2), jnp.sum(whole**2)
 
-    merged, sums, run = Params(), [], jit(one)
+    merged, sums, run = Params(), [], jit(merged_matrix)
     for name in (name for name in params if not is_adapter(name) and not is_scale(name)):
         if name + SCALE not in params:
             merged[name] = params[name]
             continue
-        merged[name], moved, size = run(_parts_of(params, name))
+        ours = name.split("/")[1]
+        pair = f"layers/{BANK_PAIRS.get(ours, (ours, None))[0]}/w_lora_"
+        # The weight, and what `merge` reads with it.
+        read = {other: x for other, x in params.items() if other in (name, name + SCALE) or other.startswith(pair)}
+        merged[name], moved, size = run(read)
         sums.append((float(moved), float(size)))
     return merged, math.sqrt(sum(moved for moved, _ in sums) / sum(size for _, size in sums))

@@ -17,7 +17,7 @@ TABLES: dict[str, str] = {"embed_tokens": "embed/w", "lm_head": "head/w"}
 """Hugging Face's names of the tables -> ours."""
 
 
-class Low(NamedTuple):
+class LowRank(NamedTuple):
     """The rank and scale of one module's adapter."""
 
     rank: int
@@ -77,8 +77,8 @@ class AdapterConfig(Config):
     @classmethod
     def _rounded(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("kind") == "qlora":
-            given = {key: value for key, value in values.items() if value is not None}
-            return {"base": "nf4", "tile": 128, **given}
+            stated = {key: value for key, value in values.items() if value is not None}
+            return {"base": "nf4", "tile": 128, **stated}
         return values
 
     @model_validator(mode="after")
@@ -139,7 +139,7 @@ class AdapterConfig(Config):
         return tuple(name for name in PROJECTIONS if name in names)
 
     @property
-    def modules(self) -> dict[str, Low]:
+    def modules(self) -> dict[str, LowRank]:
         """Our name of each adapted module of any family -> the rank and scale of its adapter."""
         return {ours: self._low(name) for name in self.targeted for ours in PROJECTIONS[name]}
 
@@ -174,7 +174,7 @@ class AdapterConfig(Config):
                         "PEFT: leave it out, or name no experts"
                     )
 
-    def modules_of(self, config: DecoderConfig) -> dict[str, Low]:
+    def modules_of(self, config: DecoderConfig) -> dict[str, LowRank]:
         """Our name of each adapted module that a model has -> the rank and scale of its adapter; see `targeted_in`."""
         there = projections_of(config)
         return {ours: self._low(name) for name in self.targeted_in(config) for ours in there[name]}
@@ -201,6 +201,6 @@ class AdapterConfig(Config):
         """The alpha of a module, given the last part of its name."""
         return next((alpha for pattern, alpha in self.alphas.items() if name in matched(pattern)), self.alpha)
 
-    def _low(self, name: str) -> Low:
+    def _low(self, name: str) -> LowRank:
         rank = next((rank for pattern, rank in self.ranks.items() if name in matched(pattern)), self.rank)
-        return Low(rank, self.alpha_of(name) / (math.sqrt(rank) if self.rslora else rank))
+        return LowRank(rank, self.alpha_of(name) / (math.sqrt(rank) if self.rslora else rank))

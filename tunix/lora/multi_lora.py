@@ -112,11 +112,16 @@ def _views(mixture: Mixture, base: Weights, params: tuple[Params, ...]) -> tuple
     gains_of = [_gains(model, base, own) for model, own in zip(mixture.alone, params, strict=True)]
     for name in {name: None for one in settings for name in one.modules_of(mixture.base.config)}:
         stem = f"{LAYERS}{name}/w_lora_"
-        mine = [own for own in pairs if f"{stem}a" in own]
-        stacked[f"{stem}a"] = jnp.concatenate([own[f"{stem}a"] for own in mine], axis=-1)
-        stacked[f"{stem}b"] = jnp.concatenate([own[f"{stem}b"] for own in mine], axis=1)
-        share = jnp.asarray(_share(settings, name))
-        stacked[f"{stem}share"] = jnp.broadcast_to(share, (len(stacked[f"{stem}b"]), *share.shape))
+        having = [own for own in pairs if f"{stem}a" in own]
+        stacked[f"{stem}a"] = jnp.concatenate([own[f"{stem}a"] for own in having], axis=-1)
+        stacked[f"{stem}b"] = jnp.concatenate([own[f"{stem}b"] for own in having], axis=1)
+        ranks = _ranks(settings, name)
+        # The factor of each adapter on each channel; the first row, for no adapter, is 0.
+        share, ends = np.zeros((len(settings) + 1, sum(ranks)), np.float32), np.cumsum(ranks)
+        for number, (adapter, rank, end) in enumerate(zip(settings, ranks, ends, strict=True), start=1):
+            if rank:
+                share[number, end - rank : end] = adapter.modules[name].scale
+        stacked[f"{stem}share"] = jnp.broadcast_to(jnp.asarray(share), (len(stacked[f"{stem}b"]), *share.shape))
         if any(gains_of):
             ones = jnp.ones(stacked[f"{stem}b"].shape[:1] + stacked[f"{stem}b"].shape[2:])
             entries = [ones, *(gain.get(f"{stem}m", ones) for gain in gains_of)]
@@ -124,22 +129,11 @@ def _views(mixture: Mixture, base: Weights, params: tuple[Params, ...]) -> tuple
     return unstack(mixture.model, stacked).layers
 
 
-def _share(settings: Sequence[AdapterConfig], name: str) -> np.ndarray:
-    """`[adapters + 1, r]`: the factor of each adapter on each channel; the first row, for no adapter, is 0."""
-    ranks = _ranks(settings, name)
-    share = np.zeros((len(settings) + 1, sum(ranks)), np.float32)
-    ends = np.cumsum(ranks)
-    for number, (one, rank, end) in enumerate(zip(settings, ranks, ends, strict=True), start=1):
-        if rank:
-            share[number, end - rank : end] = one.modules[name].scale
-    return share
-
-
-def _gains(model: Model, base: Weights, own: Params) -> Params:
+def _gains(model: Model, base: Weights, params: Params) -> Params:
     """DoRA's gains under one adapter alone, `[L *O]`, by the names of its magnitudes; nothing where it has none."""
-    if not any(name.endswith("_lora_m") for name in own):
+    if not any(name.endswith("_lora_m") for name in params):
         return {}
-    views = unstack(model, own).layers
+    views = unstack(model, params).layers
     layers = tuple({**frozen, **mine} for frozen, mine in zip(base.layers, views, strict=True))
     by_layer = gains(model, base._replace(layers=layers))
     names = {name: None for layer in by_layer for name in layer}

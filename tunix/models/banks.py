@@ -20,11 +20,10 @@ from jaxtyping import Array, Float
 
 from tunix.errors import UserError
 from tunix.mesh import Axes, partition
-from tunix.models.expert_products import Routes, from_experts, from_rounded, to_experts, to_rounded
+from tunix.models.expert_products import RoundedBank, Routes, from_experts, from_rounded, to_experts, to_rounded
 from tunix.models.layers import weight
 from tunix.models.quantization.fake_quant import Simulated
 from tunix.models.quantization.formats import Quantization, check_tile, quantize
-from tunix.models.rounded_bank import RoundedBank
 
 START_OF_A = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=1, out_axis=2, batch_axis=0)
 """An expert's initial A is that of any matrix: uniform within 1 / sqrt(inputs), as in PEFT."""
@@ -112,22 +111,22 @@ class Bank(nnx.Module):
     def on_grid(self, w: jax.Array) -> jax.Array:
         """The matrices `w` with their simulated rounding, if there is one, before they are cast."""
         rounding = self.simulated
-        return w if rounding is None else jax.vmap(lambda one: rounding.weight(one, 1))(w)
+        return w if rounding is None else jax.vmap(lambda matrix: rounding.weight(matrix, 1))(w)
 
     @property
     def arrays(self) -> Arrays:
         """Its parameters by name."""
-        found = {"w": self.w[...]}
+        by_name = {"w": self.w[...]}
         if self.b is not None:
-            found["b"] = self.b[...]
+            by_name["b"] = self.b[...]
         if self.quantized:
-            found["w_scale"] = self.w_scale[...]
+            by_name["w_scale"] = self.w_scale[...]
         if self.scale is not None:
-            found |= {"w_lora_a": self.w_lora_a[...], "w_lora_b": self.w_lora_b[...]}
-        return found
+            by_name |= {"w_lora_a": self.w_lora_a[...], "w_lora_b": self.w_lora_b[...]}
+        return by_name
 
 
-def at_home(bank: Arrays, axes: Axes, mesh: AbstractMesh) -> tuple[Arrays, dict[str, PartitionSpec]]:
+def sharded(bank: Arrays, axes: Axes, mesh: AbstractMesh) -> tuple[Arrays, dict[str, PartitionSpec]]:
     """A bank as the devices of a mesh multiply it, and how each of its parameters is split over them.
 
     Where the inputs are split, scales of fewer tiles are repeated until each part has its own.
@@ -150,18 +149,6 @@ def at_home(bank: Arrays, axes: Axes, mesh: AbstractMesh) -> tuple[Arrays, dict[
     return bank, {name: specs[name] for name in bank}
 
 
-def _into(x: Float[Array, "n D"], bank: Arrays, where: Routes) -> Float[Array, "r F"]:
-    if "w_scale" in bank:
-        return to_rounded(x, RoundedBank(bank["w"], bank["w_scale"], x[:0, 0]), where)
-    return to_experts(x, bank["w"], where)
-
-
-def _out_of(rows: Float[Array, "r F"], bank: Arrays, where: Routes) -> Float[Array, "n D"]:
-    if "w_scale" in bank:
-        return from_rounded(rows, RoundedBank(bank["w"], bank["w_scale"], rows[:0, 0]), where)
-    return from_experts(rows, bank["w"], where)
-
-
 def gate_and_up(
     x: Float[Array, "n D"], gates: Arrays, ups: Arrays, scale: float | None, where: Routes
 ) -> tuple[Float[Array, "r F"], Float[Array, "r F"]]:
@@ -170,7 +157,22 @@ def gate_and_up(
     Args:
         scale: multiplies the adapter's product; None where there is no adapter.
     """
-    gate, up = (_biased(_into(x, bank, where), bank, where) for bank in (gates, ups))
+
+    def product(bank: Arrays) -> Float[Array, "r F"]:
+        if "w_scale" in bank:
+            y = to_rounded(x, RoundedBank(bank["w"], bank["w_scale"], x[:0, 0]), where)
+        else:
+            y = to_experts(x, bank["w"], where)
+        if "b" not in bank:
+            return y
+        # A product with rows that are 1 at their expert: a gather's gradient would be scattered. What rows of pairs
+        # that are not computed hold has no part in it.
+        ends, at = jnp.cumsum(where.sizes), jnp.arange(len(y))[:, None]
+        of_expert = ((at >= ends - where.sizes) & (at < ends)).astype(bank["b"].dtype)
+        added = jnp.einsum("rE,EF->rF", of_expert, bank["b"], precision=jax.lax.Precision.HIGHEST)
+        return y + jnp.where(at < ends[-1], added, 0).astype(y.dtype)
+
+    gate, up = product(gates), product(ups)
     if scale is None:
         return gate, up
     narrow = scale * to_experts(x, gates["w_lora_a"], where)
@@ -180,28 +182,12 @@ def gate_and_up(
     return gate + of_gate, up + of_up
 
 
-def _biased(y: Float[Array, "r F"], bank: Arrays, where: Routes) -> Float[Array, "r F"]:
-    """Rows with the bias of their expert added.
-
-    A product with rows that are 1 at their expert: a gather's gradient would be scattered. What rows of pairs that are
-    not computed hold has no part in it.
-    """
-    if "b" not in bank:
-        return y
-    ends, at = jnp.cumsum(where.sizes), jnp.arange(len(y))[:, None]
-    own = ((at >= ends - where.sizes) & (at < ends)).astype(bank["b"].dtype)
-    added = jnp.einsum("rE,EF->rF", own, bank["b"], precision=jax.lax.Precision.HIGHEST)
-    return y + jnp.where(at < ends[-1], added, 0).astype(y.dtype)
-
-
-def without_bias(bank: Arrays) -> Arrays:
-    """What a bank's rows are multiplied by."""
-    return {name: x for name, x in bank.items() if name != "b"}
-
-
 def down(rows: Float[Array, "r F"], downs: Arrays, scale: float | None, where: Routes) -> Float[Array, "n D"]:
     """For each token the sum of its pairs' rows times the down matrices of their experts; `scale` as above."""
-    y = _out_of(rows, downs, where)
+    if "w_scale" in downs:
+        y = from_rounded(rows, RoundedBank(downs["w"], downs["w_scale"], rows[:0, 0]), where)
+    else:
+        y = from_experts(rows, downs["w"], where)
     if scale is None:
         return y
     narrow = scale * to_experts(rows[: where.places.size], downs["w_lora_a"], by_row(where))
@@ -212,5 +198,5 @@ def by_row(where: Routes) -> Routes:
     """Routes for what is in rows already: row after row, each the token of one pair."""
     number = where.places.size
     rows = jnp.arange(number, dtype=where.pairs.dtype)
-    here = rows < jnp.sum(where.sizes)
-    return Routes(jnp.pad(rows, (0, len(where.pairs) - number)), rows[:, None], here[:, None], where.sizes)
+    computed = rows < jnp.sum(where.sizes)
+    return Routes(jnp.pad(rows, (0, len(where.pairs) - number)), rows[:, None], computed[:, None], where.sizes)

@@ -4,11 +4,12 @@ The config names which mixer and which ffn (`MIXERS` and `FEED_FORWARDS` at the 
 same call, and one line there. Training, prefill and decoding share this code: with a cache the mixer
 first writes its new tokens there, then attends to what the cache holds.
 
-Axes: B rows, T time, D model width, F ffn width, N query heads, K kv heads, H head dim, Dp width of inputs of layers,
-k chosen experts of a token.
+Axes: B rows, T time, D model width, F ffn width, N query heads, K kv heads, H head dim, L layers, Dp width of inputs of
+layers, Da width of all of them, Vl ids that have inputs of layers, k chosen experts of a token.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -19,17 +20,78 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from tunix.mesh import constrain
 from tunix.models.attention.inputs import ByKind, Segments
-from tunix.models.attention.layouts import Pages
-from tunix.models.attention.pages import CachedView, SlotsView
+from tunix.models.attention.pages import CachedView, Pages, SlotsView
 from tunix.models.banks import Bank
 from tunix.models.config import DELTANET, DENSE_AND_EXPERTS, EXPERTS, GLOBAL, SHARED, WIDE, DecoderConfig
 from tunix.models.deltanet import GatedDeltaNet, PieceStates, SlotStates, StepView
-from tunix.models.dense_and_experts import DenseAndExperts
-from tunix.models.gated_ffn import GatedFFN, WideFFN
-from tunix.models.layers import Norm, Projection, RopeTables, TokenKeys
-from tunix.models.moe import MixtureOfExperts
-from tunix.models.per_layer import InputGate
+from tunix.models.layers import GatedFFN, Norm, Projection, RopeTables, TokenKeys, WideFFN, project, rms_norm, weight
+from tunix.models.moe import DenseAndExperts, MixtureOfExperts
 from tunix.models.self_attention import Attention, GlobalAttention, GlobalSharedAttention, Kept, SharedAttention
+
+NAMES = ("inputs/embed/w", "inputs/context/w", "inputs/norm/w")
+"""The parameters of `LayerInputs` in a model, in the order in which `layer_inputs` takes them."""
+
+
+class Matrix(nnx.Module):
+    """A weight alone, of any shape."""
+
+    def __init__(self, w: nnx.Param):
+        self.w = w
+
+
+class LayerInputs(nnx.Module):
+    """The weights that make the inputs of all layers: embeddings that a token has for each layer.
+
+    For each layer, a token's row of a second table and a projection of its usual embedding are added up. The layer
+    gates them by its output, and adds what it makes of them to the stream (Gemma 4 E2B and E4B, after Gemma 3n). The
+    table may have more rows than there are ids, or fewer: an id beyond it has the projection alone.
+    """
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        v, d = config.layer_vocab or config.vocab_size, config.d_model
+        layers, width = config.num_layers, config.layer_inputs
+        # Rows as long as all layers' together: a TPU would copy the whole table to gather rows of several dimensions.
+        self.embed = Matrix(weight(rngs, (v, layers * width), ("vocab", "embed"), std=width**-0.5))
+        self.context = Matrix(weight(rngs, (d, layers, width), ("embed", None, None), std=1.0))
+        self.norm = Norm(width, "head", eps=config.norm_eps, offset=config.norm_offset)
+
+
+def layer_inputs(
+    config: DecoderConfig,
+    table: Float[Array, "Vl Da"],
+    context: Float[Array, "D L Dp"],
+    norm: Float[Array, "Dp"],
+    tokens: Int[Array, "B T"],
+    x: Float[Array, "B T D"],
+) -> Float[Array, "L B T Dp"]:
+    """The inputs of all layers, in the dtype of the embedded tokens `x`.
+
+    Args:
+        table: for each id the embeddings of all layers, one after the other.
+    """
+    looked_up = table[tokens] if len(table) >= config.vocab_size else table.at[tokens].get(mode="fill", fill_value=0)
+    looked_up = looked_up.reshape(*tokens.shape, *context.shape[1:])
+    looked_up = looked_up.astype(x.dtype) * jnp.asarray(config.layer_inputs**0.5, x.dtype)
+    projected = project("BTD,DLF->BTLF", x, context) * config.d_model**-0.5
+    projected = rms_norm(projected, norm, eps=config.norm_eps, offset=config.norm_offset)
+    mixed = jnp.moveaxis((projected + looked_up) * 2**-0.5, 2, 0)
+    return constrain(mixed, None, "rows", "time", None)
+
+
+class InputGate(nnx.Module):
+    """`out(act(gate x) * layer_input)`: what a layer makes of its own input and the stream."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        d, width = config.d_model, config.layer_inputs
+        self.input_gate = Projection("BTD,DF->BTF", (d, width), ("embed", "ffn"), rngs, contracted=1)
+        self.input_out = Projection("BTF,FD->BTD", (width, d), ("ffn", "embed"), rngs, contracted=1)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], layer_input: Float[Array, "B T Dp"], dropout_keys: TokenKeys | None = None
+    ) -> Float[Array, "B T D"]:
+        gate = jax.nn.gelu(self.input_gate(x, dropout_keys), approximate=True)
+        return self.input_out(gate * layer_input, dropout_keys)
+
 
 PARTS = ("mixer", "ffn", "own_input")
 """Fields of a block that the names of parameters leave out: `layers/q/w`, not `layers/mixer/q/w`."""
@@ -68,14 +130,14 @@ class FeedForward(Protocol):
         x: Float[Array, "B T D"],
         dropout_keys: TokenKeys | None = None,
         real: Bool[Array, "B T"] | None = None,
-        given: Int[Array, "B T k"] | None = None,
+        replayed: Int[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         """The output, and the auxiliary terms.
 
         Args:
             x: normed inputs; the residual stream where the ffn norms it itself (`NORM_THEMSELVES`).
             real: which tokens are not padding, of which the output does not matter; None where all may be real.
-            given: the experts that a mixture uses for each token, -1 where it chooses; None where it always does.
+            replayed: the experts that a mixture uses for each token, -1 where it chooses; None where it always does.
         """
         ...
 
@@ -100,15 +162,15 @@ class Block(nnx.Module):
     ffn: FeedForward
 
     def __init__(self, config: DecoderConfig, mixer: str, rngs: nnx.Rngs):
-        d, norm = config.d_model, {"eps": config.norm_eps, "offset": config.norm_offset}
+        norm = partial(Norm, config.d_model, "embed", eps=config.norm_eps, offset=config.norm_offset)
         self.mixer_name, self.mixer = mixer, MIXERS[mixer](config, rngs)
         self.ffn = WideFFN(config, rngs) if mixer in WIDE else FEED_FORWARDS[config.feed_forward](config, rngs)
-        self.pre_attn_norm = Norm(d, "embed", **norm)
-        self.pre_mlp_norm = None if config.feed_forward in NORM_THEMSELVES else Norm(d, "embed", **norm)
-        self.post_attn_norm = Norm(d, "embed", **norm) if config.post_norms else None
-        self.post_mlp_norm = Norm(d, "embed", **norm) if config.post_norms else None
+        self.pre_attn_norm = norm()
+        self.pre_mlp_norm = None if config.feed_forward in NORM_THEMSELVES else norm()
+        self.post_attn_norm = norm() if config.post_norms else None
+        self.post_mlp_norm = norm() if config.post_norms else None
         self.own_input = InputGate(config, rngs) if config.layer_inputs else None
-        self.post_input_norm = Norm(d, "embed", **norm) if config.layer_inputs else None
+        self.post_input_norm = norm() if config.layer_inputs else None
         self.output = Factor() if config.output_factor else None
 
     def __call__(
@@ -118,7 +180,7 @@ class Block(nnx.Module):
         view: View,
         cache: Cache | None = None,
         dropout_keys: TokenKeys | None = None,
-        given: Float[Array, "B T Dp"] | None = None,
+        layer_input: Float[Array, "B T Dp"] | None = None,
         experts: Int[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Cache | None, Auxiliary]:
         """The residual stream after the layer, its cache where one is given, and the ffn's auxiliary terms.
@@ -129,18 +191,24 @@ class Block(nnx.Module):
             view: which tokens see each other, within this layer's window.
             cache: the mixer's pages of earlier tokens, only with a `CachedView`.
             dropout_keys: a key for each token, by which adapters drop inputs.
-            given: the layer's own inputs, where layers have some.
+            layer_input: the layer's own inputs, where layers have some.
             experts: those that a mixture uses for each token, -1 where it chooses; None where it always does.
         """
         y, cache = self.mixer(self.pre_attn_norm(x), rope, view, cache, dropout_keys)
         x = x + (y if self.post_attn_norm is None else self.post_attn_norm(y))
         x = checkpoint_name(x, "x")
         normed = x if self.pre_mlp_norm is None else self.pre_mlp_norm(x)
-        y, auxiliary = self.ffn(normed, dropout_keys, _real(view, x.shape[:2]), experts)
+        if isinstance(view, ByKind):
+            real = view.views[0].ids > 0
+        elif isinstance(view, StepView):
+            real = jnp.broadcast_to(view.live[:, None], x.shape[:2])
+        else:
+            real = None if isinstance(view, SlotsView) else view.ids > 0
+        y, auxiliary = self.ffn(normed, dropout_keys, real, experts)
         x = x + (y if self.post_mlp_norm is None else self.post_mlp_norm(y))
         if self.own_input is not None and self.post_input_norm is not None:
-            assert given is not None, "layers with inputs of their own are given them"
-            x = x + self.post_input_norm(self.own_input(x, given, dropout_keys))
+            assert layer_input is not None, "layers with inputs of their own get them"
+            x = x + self.post_input_norm(self.own_input(x, layer_input, dropout_keys))
         x = x if self.output is None else self.output(x)
         return constrain(x, "rows", "time", None), cache, auxiliary
 
@@ -153,15 +221,6 @@ class Block(nnx.Module):
     def banks(self) -> dict[str, Bank]:
         """The matrices of experts by name; none where there are no experts."""
         return {name: module for name, module in vars(self.ffn).items() if isinstance(module, Bank)}
-
-
-def _real(view: View, shape: tuple[int, ...]) -> Bool[Array, "B T"] | None:
-    """Which tokens are not padding, as far as a view tells."""
-    if isinstance(view, ByKind):
-        return view.views[0].ids > 0
-    if isinstance(view, StepView):
-        return jnp.broadcast_to(view.live[:, None], shape)
-    return None if isinstance(view, SlotsView) else view.ids > 0
 
 
 MIXERS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], Mixer]] = {

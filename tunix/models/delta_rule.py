@@ -75,8 +75,8 @@ class Chunks(NamedTuple):
         last = _last_root(ids, parents).reshape(rows.shape)[..., -1]  # of the row up to each chunk's end
         root = jnp.take_along_axis(ids, jnp.maximum(last, 0), axis=1)
         from_root = ~carried & (above == _before(jnp.where(last >= 0, root, -1)))
-        here = last - jnp.arange(last.shape[1]) * size
-        branches = Branches(from_root, jnp.maximum(here, 0), here >= 0)
+        offset = last - jnp.arange(last.shape[1]) * size
+        branches = Branches(from_root, jnp.maximum(offset, 0), offset >= 0)
         return cls((same | (above[..., :, None] == rows[..., None, :])) & earlier, carried, branches)
 
     @classmethod
@@ -100,7 +100,7 @@ def _last_root(ids: Int[Array, "B T"], parents: Int[Array, "B T"]) -> Int[Array,
 class Begins(NamedTuple):
     """Chunks that begin a segment, with the state from before it."""
 
-    here: Bool[Array, "B c"]
+    starts: Bool[Array, "B c"]
     states: Float[Array, "B c Hk Jv Dk Dv"]
 
 
@@ -148,7 +148,7 @@ def _chunk(states: tuple[State, State | None], inputs: tuple) -> tuple[tuple, tu
     """The states after a chunk, the present one and the root's, and what its tokens read."""
     (state, root), (new, read, queries, seen, k, between, left, branches, begins) = states, inputs
     if begins is not None:
-        state = by_first(begins.here, begins.states, state)
+        state = by_first(begins.starts, begins.states, state)
 
     def seen_before(rows: Float[Array, "B Hk Jv C Dk"]) -> Float[Array, "B Hk Jv C Dv"]:
         """Products with the state that each token sees."""
@@ -190,14 +190,14 @@ def _solved(below: Float[Array, "*at C C"], wanted: Float[Array, "*at C n"]) -> 
 
 def _solved_forward(below: jax.Array, wanted: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     inverse = _inverse(below)
-    found = _product("...ij,...jn->...in", inverse, wanted)
-    return found, (inverse, found)
+    solution = _product("...ij,...jn->...in", inverse, wanted)
+    return solution, (inverse, solution)
 
 
-def _solved_backward(saved: tuple[jax.Array, jax.Array], d_found: jax.Array) -> tuple[jax.Array, jax.Array]:
-    inverse, found = saved
-    d_wanted = _product("...ji,...jn->...in", inverse, d_found)
-    return jnp.tril(-_product("...in,...jn->...ij", d_wanted, found), -1), d_wanted
+def _solved_backward(saved: tuple[jax.Array, jax.Array], d_solution: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse, solution = saved
+    d_wanted = _product("...ji,...jn->...in", inverse, d_solution)
+    return jnp.tril(-_product("...in,...jn->...ij", d_wanted, solution), -1), d_wanted
 
 
 _solved.defvjp(_solved_forward, _solved_backward)
@@ -211,16 +211,16 @@ def _inverse(below: Float[Array, "*at C C"]) -> Float[Array, "*at C C"]:
     """
     length = below.shape[-1]
     assert length & (length - 1) == 0, "chunks are halved"
-    found, size = jnp.ones((*below.shape[:-1], 1, 1), below.dtype), 1
+    inverse, size = jnp.ones((*below.shape[:-1], 1, 1), below.dtype), 1
     while size < length:
         blocks = below.reshape(*below.shape[:-2], length // (2 * size), 2 * size, length // (2 * size), 2 * size)
-        own = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)[..., size:, :size]
-        first, second = found[..., 0::2, :, :], found[..., 1::2, :, :]
-        corner = -_product("...ij,...jk,...kl->...il", second, own, first)
+        lower = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)[..., size:, :size]
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -_product("...ij,...jk,...kl->...il", second, lower, first)
         above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        found = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        inverse = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
         size *= 2
-    return found[..., 0, :, :]
+    return inverse[..., 0, :, :]
 
 
 def _over_heads(mask: Bool[Array, "*rows C"]) -> Bool[Array, "*rows 1 1 C"]:
@@ -233,9 +233,9 @@ def widened(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.reshape(*x.shape, *(1,) * (like.ndim - x.ndim))
 
 
-def by_first(condition: jax.Array, one: jax.Array, other: jax.Array | float) -> jax.Array:
+def by_first(condition: jax.Array, chosen: jax.Array, other: jax.Array | float) -> jax.Array:
     """`jnp.where` for a condition of the first axes alone."""
-    return jnp.where(widened(condition, one), one, other)
+    return jnp.where(widened(condition, chosen), chosen, other)
 
 
 def _heads_first(x: Float[Array, "B T *heads_and_width"], size: int, heads: int) -> jax.Array:
@@ -282,8 +282,12 @@ def convolved(
         parents: see `types.Batch`: a branch is preceded by the tokens of its parent.
     """
     x32, taps = x.astype(jnp.float32), taps.astype(jnp.float32)
-    found = x32 * taps[..., -1]
-    before = at = None if parents is None else _index_before(ids, parents)
+    total = x32 * taps[..., -1]
+    before = at = None
+    if parents is not None:
+        # The index of the token before each one in its sequence; -1 for a sequence's first token.
+        start = jnp.where(parents == ids, -1, _last_root(ids, parents))
+        before = at = jnp.where(_later(ids, 1, -1) == ids, jnp.arange(ids.shape[1]) - 1, start)
     for lag in range(1, taps.shape[-1]):
         if before is None or at is None:
             same, earlier = _later(ids, lag, -1) == ids, _later(x32, lag, 0)
@@ -291,14 +295,8 @@ def convolved(
             same, index = at >= 0, jnp.maximum(at, 0)
             earlier = jnp.take_along_axis(x32, widened(index, x), axis=1)
             at = jnp.where(same, jnp.take_along_axis(before, index, axis=1), -1)
-        found += by_first(same, earlier, 0.0) * taps[..., -1 - lag]
-    return found
-
-
-def _index_before(ids: Int[Array, "B T"], parents: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The index of the token before each one in its sequence; -1 for a sequence's first token."""
-    start = jnp.where(parents == ids, -1, _last_root(ids, parents))
-    return jnp.where(_later(ids, 1, -1) == ids, jnp.arange(ids.shape[1]) - 1, start)
+        total += by_first(same, earlier, 0.0) * taps[..., -1 - lag]
+    return total
 
 
 def _later(x: Shaped[Array, "B T *rest"], lag: int, first: int) -> Shaped[Array, "B T *rest"]:

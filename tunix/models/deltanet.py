@@ -10,6 +10,7 @@ Axes: B rows, T time, C tokens at a time, D model width, Sl slots, Hk key heads,
 of a key, Dv width of a value, U runs of a key head's channels, s shards of the rows.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -115,7 +116,13 @@ class GatedDeltaNet(nnx.Module):
         """The mixed tokens for normed inputs, and what the slots hold then; `rope` plays no part."""
         mixed_in = checkpoint_name(self.qkv(x, dropout_keys), "q")
         z = checkpoint_name(self.z(x, dropout_keys), "gate")
-        gates = self._gates(x, dropout_keys)
+        c = self.sizes
+        beta, step = self.beta(x, dropout_keys), self.decay(x, dropout_keys)
+        decay = -jnp.exp(self.rate.a_log[...].astype(jnp.float32)) * jax.nn.softplus(
+            step.astype(jnp.float32) + self.rate.bias[...].astype(jnp.float32)
+        )
+        shape = (*x.shape[:2], c.key_heads, -1)
+        gates = Gates(decay.reshape(shape), jax.nn.sigmoid(beta.astype(jnp.float32)).reshape(shape))
         if isinstance(view, Segments):
             mixed, cache = self._packed(mixed_in, gates, view), None
         elif isinstance(view, PieceStates):
@@ -126,15 +133,6 @@ class GatedDeltaNet(nnx.Module):
             mixed, cache = self._step(mixed_in, gates, view, cache)
         mixed = self.out_norm(mixed.reshape(z.shape)) * jax.nn.silu(z.astype(jnp.float32))
         return self.out(mixed.astype(x.dtype), dropout_keys), cache
-
-    def _gates(self, x: Float[Array, "B T D"], dropout_keys: TokenKeys | None) -> Gates:
-        c = self.sizes
-        beta, step = self.beta(x, dropout_keys), self.decay(x, dropout_keys)
-        decay = -jnp.exp(self.rate.a_log[...].astype(jnp.float32)) * jax.nn.softplus(
-            step.astype(jnp.float32) + self.rate.bias[...].astype(jnp.float32)
-        )
-        shape = (*x.shape[:2], c.key_heads, -1)
-        return Gates(decay.reshape(shape), jax.nn.sigmoid(beta.astype(jnp.float32)).reshape(shape))
 
     def _heads(self, mixed: Float[Array, "B T Hk U Dk"]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values of the convolution's outputs."""
@@ -156,18 +154,23 @@ class GatedDeltaNet(nnx.Module):
             lambda x: jnp.pad(x, ((0, 0), (0, over), *((0, 0),) * (x.ndim - 2))), (mixed, view.ids, view.parents, gates)
         )
         q, k, v = self._heads(convolved(mixed, self.conv.w[...], ids, parents).astype(mixed.dtype))
-        found, _ = chunked(q, k, v, _masked(gates, ids > 0), Chunks.packed(ids, parents, size))
-        return found[:, :length]
+        read, _ = chunked(q, k, v, _masked(gates, ids > 0), Chunks.packed(ids, parents, size))
+        return read[:, :length]
 
     def _piece(
         self, mixed: Float[Array, "s C Hk U Dk"], gates: Gates, view: PieceStates, held: SlotStates
     ) -> tuple[jax.Array, SlotStates]:
         """The mixed tokens of pieces, and what the slots hold after them."""
         rows, length = view.ids.shape
-        size, own = length // view.sources.shape[1], len(held.states) // rows
+        size, slots = length // view.sources.shape[1], len(held.states) // rows
         begins = view.sources >= -1
-        inputs, states = (x.reshape(rows, own, *x.shape[1:]) for x in held)
-        before, states_before = (_of_slots(x, view.sources) for x in (inputs, states))
+        inputs, states = (x.reshape(rows, slots, *x.shape[1:]) for x in held)
+        # What the slots of a row's chunks hold; zeros where no slot is named.
+        sources = jnp.maximum(view.sources, 0)
+        before, states_before = (
+            by_first(view.sources >= 0, jnp.take_along_axis(x, widened(sources, x), axis=1), 0.0)
+            for x in (inputs, states)
+        )
         blocks = mixed.reshape(rows, -1, size, *mixed.shape[2:])
         lags = before.shape[2]
         follow = jnp.pad(blocks[:, :-1, size - lags :], ((0, 0), (1, 0), *((0, 0),) * 4))
@@ -177,9 +180,9 @@ class GatedDeltaNet(nnx.Module):
         q, k, v = self._heads(convolved_after(flat[0], self.conv.w[...], flat[1]).astype(mixed.dtype))
         q, k, v = (x.reshape(rows, length, *x.shape[2:]) for x in (q, k, v))
         gates, chunks = _masked(gates, view.ids > 0), Chunks.aligned(view.ids, size)
-        found, after = chunked(q, k, v, gates, chunks, Begins(begins, states_before))
+        read, after = chunked(q, k, v, gates, chunks, Begins(begins, states_before))
         assert after is not None, "chunks that begin with states have states after them"
-        ends = view.ends.reshape(rows, own)
+        ends = view.ends.reshape(rows, slots)
         chunk, place = jnp.maximum(ends, 0) // size, jnp.maximum(ends, 0) % size
         last = jnp.take_along_axis(whole, widened(chunk, whole), axis=1)
         columns = widened(place[..., None] + 1 + jnp.arange(lags), whole)
@@ -187,18 +190,19 @@ class GatedDeltaNet(nnx.Module):
             jnp.take_along_axis(last, columns, axis=2),
             jnp.take_along_axis(after, widened(chunk, after), axis=1),
         )
-        kept = [by_first(ends >= 0, x, y).reshape(z.shape) for x, y, z in zip(new, (inputs, states), held, strict=True)]
-        return found, SlotStates(*kept).placed()
+        before = SlotStates(inputs, states)
+        kept = jax.tree.map(lambda x, y, z: by_first(ends >= 0, x, y).reshape(z.shape), new, before, held)
+        return read, kept.placed()
 
     def _step(
         self, mixed: Float[Array, "Sl 1 Hk U Dk"], gates: Gates, view: StepView, held: SlotStates
     ) -> tuple[jax.Array, SlotStates]:
         """The mixed token of each slot, and what the slots hold after it."""
         q, k, v = self._heads(convolved_after(mixed, self.conv.w[...], held.inputs).astype(mixed.dtype))
-        found, states = recurrent(q[:, 0], k[:, 0], v[:, 0], gates.decay[:, 0], gates.beta[:, 0], held.states)
+        read, states = recurrent(q[:, 0], k[:, 0], v[:, 0], gates.decay[:, 0], gates.beta[:, 0], held.states)
         inputs = jnp.concatenate([held.inputs, mixed.astype(held.inputs.dtype)], axis=1)[:, 1:]
-        new = (by_first(view.live, x, y) for x, y in zip((inputs, states), held, strict=True))
-        return found[:, None], SlotStates(*new).placed()
+        new = jax.tree.map(partial(by_first, view.live), SlotStates(inputs, states), held)
+        return read[:, None], new.placed()
 
 
 class Taps(nnx.Module):
@@ -224,8 +228,3 @@ class Rate(nnx.Module):
 def _masked(gates: Gates, real: Bool[Array, "B T"]) -> Gates:
     """Gates of which those of padding leave the state as it is."""
     return jax.tree.map(lambda x: jnp.where(real[..., None, None], x, 0.0), gates)
-
-
-def _of_slots(x: Float[Array, "s own *rest"], sources: Int[Array, "s c"]) -> Float[Array, "s c *rest"]:
-    """What the slots of a row's chunks hold; zeros where no slot is named."""
-    return by_first(sources >= 0, jnp.take_along_axis(x, widened(jnp.maximum(sources, 0), x), axis=1), 0.0)

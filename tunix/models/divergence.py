@@ -23,8 +23,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix.models.vocab_chunks import (
     NEVER,
-    Bend,
-    Mass,
+    LogitScaling,
+    LogSumExp,
     Visit,
     block_length,
     chunk_logits,
@@ -61,9 +61,9 @@ class Side(NamedTuple):
 class _Pair(NamedTuple):
     """The settings that are known when a program is compiled."""
 
-    student: Bend
-    teacher: Bend
-    how: Divergence
+    student: LogitScaling
+    teacher: LogitScaling
+    settings: Divergence
 
 
 class _Results(NamedTuple):
@@ -74,8 +74,8 @@ class _Results(NamedTuple):
     """The teacher's log-prob of the target."""
     agree: jax.Array
     """1 where both have the same most likely id."""
-    student: Mass
-    teacher: Mass
+    student: LogSumExp
+    teacher: LogSumExp
     mean: jax.Array
     """`s`: the mean of g under the student."""
     least: jax.Array
@@ -87,9 +87,9 @@ class _Results(NamedTuple):
 
 
 def compared(
-    student: Side, teacher: Side, targets: Int[Array, "B T"], needed: Bool[Array, "B T"], how: Divergence
+    student: Side, teacher: Side, targets: Int[Array, "B T"], needed: Bool[Array, "B T"], settings: Divergence
 ) -> Compared:
-    """The divergence of teacher and student at each token, both at `how.temperature` over the ids that both have.
+    """The divergence of teacher and student at each token, both at `settings.temperature` over the ids that both have.
 
     forward_kl: `KL(q || p) = sum_v q_v log(q_v / p_v)`, q the teacher's distribution and p the student's.
     reverse_kl: `KL(p || q)`.
@@ -104,11 +104,11 @@ def compared(
         float32 `[B T]` each, 0 where not needed; only the divergence has a gradient, with respect to the student alone.
     """
     vocab = min(len(student.table), len(teacher.table))
-    bends = [Bend(side.softcap, how.temperature, vocab) for side in (student, teacher)]
-    pair = _Pair(bends[0], bends[1], how)
-    own, other = (side.table[:vocab] for side in (student, teacher))
+    scalings = [LogitScaling(side.softcap, settings.temperature, vocab) for side in (student, teacher)]
+    pair = _Pair(scalings[0], scalings[1], settings)
+    table, teacher_table = (side.table[:vocab] for side in (student, teacher))
     states = map(in_pieces, (student.hidden, teacher.hidden))
-    results = _compared(pair, next(states), own, next(states), other, in_pieces(targets), in_pieces(needed))
+    results = _compared(pair, next(states), table, next(states), teacher_table, in_pieces(targets), in_pieces(needed))
     return Compared(*(in_rows(x, *targets.shape) for x in cast(tuple[jax.Array, ...], results)))
 
 
@@ -135,12 +135,12 @@ def _values(pair: _Pair, states, chunks, targets: jax.Array, visit: Visit) -> _R
 
     def body(i, results):
         order = jax.lax.dynamic_slice_in_dim(visit.order, i * block, block, 1)
-        own, other = (pick(x, order) for x in states)
-        values = _block(pair, (own, other), chunks, pick(targets, order))
+        student, teacher = (pick(x, order) for x in states)
+        values = _block(pair, (student, teacher), chunks, pick(targets, order))
         return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, i * block, 1), results, values)
 
     empty = jnp.zeros((rows, places), jnp.float32)
-    nothing = Mass(empty, empty)
+    nothing = LogSumExp(empty, empty)
     start = _Results(empty, empty, empty, nothing, nothing, empty, empty, empty, empty)
     return loop(visit.number, body, start, usual=visit.order.shape[1] // block)
 
@@ -155,38 +155,38 @@ def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Results:
         ids = ids_of(chunks[0], vocab, index).ravel()
         sums = tuple(_joined(sum_, _flat(logits), ids) for sum_, logits in zip(sums, (z, y), strict=True))
         taken = taken + jnp.sum(jnp.where(taken_in(wanted, chunks[0], vocab, index), y, 0.0), (-2, -1))
-        if pair.how.top_k:
+        if pair.settings.top_k:
             highest = jax.lax.top_k(jnp.concatenate([highest, _flat(y)], -1), highest.shape[-1])[0]
         return sums, taken, highest
 
     nothing = (zero + NEVER, zero, jnp.zeros(wanted.shape, jnp.int32))
-    highest = jnp.full((*wanted.shape, pair.how.top_k + 1), NEVER)
+    highest = jnp.full((*wanted.shape, pair.settings.top_k + 1), NEVER)
     sums, taken, highest = jax.lax.fori_loop(0, len(chunks[0]), first, ((nothing, nothing), zero, highest))
     (top, total, best), (teacher_top, teacher_total, teacher_best) = sums
-    masses = Mass(top, jnp.log(total)), Mass(teacher_top, jnp.log(teacher_total))
+    masses = LogSumExp(top, jnp.log(total)), LogSumExp(teacher_top, jnp.log(teacher_total))
     taken = masses[1].log_p(taken)
     # Halfway between the k-th and the next: rounding that differs between sweeps does not move an id across.
-    least = 0.5 * (highest[..., -2] + highest[..., -1]) if pair.how.top_k else zero + NEVER
+    least = 0.5 * (highest[..., -2] + highest[..., -1]) if pair.settings.top_k else zero + NEVER
 
     def second(index, running):
         z, y = _both(pair, states, chunks, index)
         log_p, log_q = (mass.per_id().log_p(logits) for mass, logits in zip(masses, (z, y), strict=True))
-        parts = _summands(pair.how, log_p, log_q)
-        if pair.how.top_k:
+        parts = _summands(pair.settings, log_p, log_q)
+        if pair.settings.top_k:
             inside = y >= least[..., None, None]
             others = (jnp.where(inside, 0.0, jnp.exp(x)) for x in (log_p, log_q))
             parts = (*(jnp.where(inside, x, 0.0) for x in parts), *others)
         return tuple(old + jnp.sum(x, (-2, -1)) for old, x in zip(running, parts, strict=True))
 
-    sums = (zero,) * (4 if pair.how.top_k else 2)
+    sums = (zero,) * (4 if pair.settings.top_k else 2)
     divergence, mean, *rests = jax.lax.fori_loop(0, len(chunks[0]), second, sums)
     log_rest = rest_pull = zero
-    if pair.how.top_k:
+    if pair.settings.top_k:
         log_rest, teacher_log_rest = (jnp.log(jnp.maximum(rest, LEAST)) for rest in rests)
-        rest_f, rest_pull = _summands(pair.how, log_rest, teacher_log_rest)
+        rest_f, rest_pull = _summands(pair.settings, log_rest, teacher_log_rest)
         divergence, mean = divergence + rest_f, mean + rest_pull
     agree = (best == teacher_best).astype(jnp.float32)
-    return _Results(divergence, taken, agree, *masses, mean, least, log_rest, rest_pull)
+    return _Results(divergence, taken, agree, masses[0], masses[1], mean, least, log_rest, rest_pull)
 
 
 def _both(pair: _Pair, states, chunks, index) -> tuple[jax.Array, jax.Array]:
@@ -204,24 +204,24 @@ def _flat(logits: Float[Array, "B C p W"]) -> Float[Array, "B C chunk"]:
 def _joined(running, logits: Float[Array, "B C chunk"], ids: Int[Array, "chunk"]) -> tuple[jax.Array, ...]:
     """The largest logit so far, the sum of exponentials relative to it, and its id."""
     top, total, best = running
-    here = jnp.max(logits, -1)
-    new = jnp.maximum(top, here)
+    highest = jnp.max(logits, -1)
+    new = jnp.maximum(top, highest)
     total = total * jnp.exp(top - new) + jnp.sum(jnp.exp(logits - new[..., None]), -1)
     id_here = ids[jnp.argmax(logits, -1)]
-    return new, total, jnp.where(here > top, id_here, best)
+    return new, total, jnp.where(highest > top, id_here, best)
 
 
-def _summands(how: Divergence, log_p: jax.Array, log_q: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _summands(settings: Divergence, log_p: jax.Array, log_q: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`f` and `p g` of each id. Constants in g are left out: they cancel in `g - s`."""
     p, q = jnp.exp(log_p), jnp.exp(log_q)
-    if how.kind == "forward_kl":
+    if settings.kind == "forward_kl":
         return q * (log_q - log_p), -q
-    if how.kind == "reverse_kl":
+    if settings.kind == "reverse_kl":
         both = p * (log_p - log_q)
         return both, both
-    log_m = jnp.logaddexp(np.log(how.beta) + log_q, np.log1p(-how.beta) + log_p)
-    pull = (1 - how.beta) * p * (log_p - log_m)
-    return how.beta * q * (log_q - log_m) + pull, pull
+    log_m = jnp.logaddexp(np.log(settings.beta) + log_q, np.log1p(-settings.beta) + log_p)
+    pull = (1 - settings.beta) * p * (log_p - log_m)
+    return settings.beta * q * (log_q - log_m) + pull, pull
 
 
 def _forward(pair, hidden, table, teacher, teacher_table, targets, needed):
@@ -248,19 +248,21 @@ def _backward(pair, saved, cotangents):
     def body(i, gradients):
         d_hidden, d_chunks = gradients
         sliced = partial(jax.lax.dynamic_slice_in_dim, start_index=i * block, slice_size=block, axis=1)
-        order, own = jax.tree.map(sliced, (visit.order, results))
+        order, block_results = jax.tree.map(sliced, (visit.order, results))
         # Padding of the last block repeats token 0: its cotangent counts only where the place in `order` is a real one.
         real = (i * block + jnp.arange(block)) < length
         d = jnp.where(real, pick(cotangent, order), 0.0)
-        here = (pick(states[0], order), pick(states[1], order))
+        block_states = (pick(states[0], order), pick(states[1], order))
 
         def one_chunk(index, gradients):
             d_h, d_chunks = gradients
-            d_logits = d[..., None, None] * _by_logits(pair, here, chunks, index, own)
+            d_logits = d[..., None, None] * _by_logits(pair, block_states, chunks, index, block_results)
             # The barrier makes XLA compute the logits' gradient once, not fuse (and recompute) it in each product.
             d_logits = jax.lax.optimization_barrier(d_logits.astype(chunks[0].dtype))
             d_h += table_product(d_logits, chunks[0], index)
-            return d_h, d_chunks if trained is None else add_at(d_chunks, index, outer_product(here[0], d_logits))
+            return d_h, d_chunks if trained is None else add_at(
+                d_chunks, index, outer_product(block_states[0], d_logits)
+            )
 
         start = (jnp.zeros((*order.shape, parts, size), jnp.float32), d_chunks)
         d_h, d_chunks = jax.lax.fori_loop(0, number, one_chunk, start)
@@ -283,8 +285,8 @@ def _by_logits(pair: _Pair, states, chunks, index, results: _Results) -> jax.Arr
     z, slope = chunk_logits(pair.student, states[0], chunks[0], index)
     y, _ = chunk_logits(pair.teacher, states[1], chunks[1], index)
     log_p, log_q = results.student.per_id().log_p(z), results.teacher.per_id().log_p(y)
-    pull = _summands(pair.how, log_p, log_q)[1]
-    if pair.how.top_k:
+    pull = _summands(pair.settings, log_p, log_q)[1]
+    if pair.settings.top_k:
         share = jnp.exp(log_p - results.rest[..., None, None])
         pull = jnp.where(y >= results.least[..., None, None], pull, share * results.pull[..., None, None])
     return (pull - jnp.exp(log_p) * results.mean[..., None, None]) * slope

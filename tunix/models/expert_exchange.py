@@ -44,16 +44,16 @@ class Destinations(NamedTuple):
         return jnp.arange(len(self.places)) < self.received[:, None]
 
 
-def destinations(experts: Int[Array, "n k"], real: Bool[Array, "n"], own: int) -> Destinations:
+def destinations(experts: Int[Array, "n k"], real: Bool[Array, "n"], per_device: int) -> Destinations:
     """Where the tokens of this device go; every device of the axis calls it with its tokens.
 
     Args:
         experts: what each token has chosen.
         real: which tokens are not padding, which goes nowhere.
-        own: how many experts each device has; those of the first device are 0 to `own` - 1.
+        per_device: how many experts each device has; those of the first device are 0 to `per_device` - 1.
     """
     devices = jax.lax.axis_size(AXIS)
-    there = jnp.any(experts[..., None] // own == jnp.arange(devices), axis=1) & real[:, None]
+    there = jnp.any(experts[..., None] // per_device == jnp.arange(devices), axis=1) & real[:, None]
     order, back = needed_first(there.T)
     places = back.T + len(experts) * jnp.arange(devices)
     sent = jnp.sum(there, axis=0, dtype=jnp.int32)
@@ -91,7 +91,7 @@ def _exchanged(
         return jax.lax.all_to_all(blocks, AXIS, 0, 0, tiled=True)
     devices, n = blocks.shape[:2]
     starts = n * jnp.arange(devices, dtype=jnp.int32)
-    mine = jnp.full(devices, n * jax.lax.axis_index(AXIS), jnp.int32)
+    places = jnp.full(devices, n * jax.lax.axis_index(AXIS), jnp.int32)
     rows = blocks.reshape(devices * n, -1)
-    came = jax.lax.ragged_all_to_all(rows, jnp.zeros_like(rows), starts, sent, mine, received, axis_name=AXIS)
+    came = jax.lax.ragged_all_to_all(rows, jnp.zeros_like(rows), starts, sent, places, received, axis_name=AXIS)
     return came.reshape(blocks.shape)

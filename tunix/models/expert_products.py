@@ -9,7 +9,7 @@ over rows, leaves foreign rows out. Tokens are gathered where they are multiplie
 first costs a CPU as much as a third of their product.
 
 Axes: E experts, k chosen experts of a token; D inputs and F outputs of a product, n tokens, r rows: those of all pairs
-in their order, and on a CPU some spare ones.
+in their order, and on a CPU some spare ones; t tiles of inputs.
 """
 
 from collections.abc import Callable
@@ -18,12 +18,38 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
 from tunix.mesh import platform
 from tunix.models.grouped_products import grouped_gradients, grouped_products
-from tunix.models.rounded_bank import RoundedBank
+from tunix.models.quantization.formats import dequantize
 from tunix.util.loops import loop
+
+
+class RoundedBank(NamedTuple):
+    """A matrix of each expert, rounded (`quantization/formats.py`); dequantized one at a time as experts take turns."""
+
+    values: Shaped[Array, "E D F"]
+    scales: Float[Array, "E t F"]
+    like: Shaped[Array, "0"]
+    """Nothing, of the dtype that matrices are dequantized to."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(E, D, F)`."""
+        return self.values.shape
+
+    def matrix(self, number: jax.Array) -> Float[Array, "D F"]:
+        """An expert's matrix."""
+        return dequantize(self.values[number], self.scales[number]).astype(self.like.dtype)
+
+    def whole(self, x: jax.Array) -> Float[Array, "E D F"]:
+        """All of them, for what multiplies `x` with all at once: as much memory as if they were not rounded, until the
+        layer is computed."""
+        # Tied to x: a sampling loop would otherwise dequantize all layers before it starts, and hold them.
+        values, _ = jax.lax.optimization_barrier((self.values, jax.lax.stop_gradient(x)))
+        return jax.vmap(dequantize)(values, self.scales).astype(self.like.dtype)
+
 
 LEAST, MOST = 8, 32
 """Bounds of what numbers of rows are rounded up to on a CPU; between them, an eighth of the mean of an expert."""
@@ -39,7 +65,7 @@ class Routes(NamedTuple):
     last, and spare ones are 0."""
     places: Int[Array, "n k"]
     """The row of each pair."""
-    here: Bool[Array, "n k"]
+    computed: Bool[Array, "n k"]
     """Whether a pair is computed: others add nothing."""
     sizes: Int[Array, "E"]
     """How many rows each expert has."""
@@ -58,21 +84,21 @@ class Routes(NamedTuple):
         return tuple(step * (number + 1) for number in range(min(STEPS, -(-len(self.places) // step))))
 
 
-def routes(experts: Int[Array, "n k"], number: int, here: Bool[Array, "n k"]) -> Routes:
+def routes(experts: Int[Array, "n k"], number: int, computed: Bool[Array, "n k"]) -> Routes:
     """Sorts pairs by expert, and those of one expert by token.
 
     Args:
         experts: the number of each pair's expert, from 0 to `number` - 1 where the pair is computed.
         number: how many experts there are.
-        here: whether a pair is computed.
+        computed: whether a pair is computed.
     """
-    groups = jnp.where(here, experts, number).reshape(-1)
+    groups = jnp.where(computed, experts, number).reshape(-1)
     order = jnp.argsort(groups, stable=True)
     places = jnp.argsort(order).reshape(experts.shape)
     ends = jnp.searchsorted(groups[order], jnp.arange(number), side="right")
-    found = Routes(order, places, here, jnp.diff(ends, prepend=0).astype(jnp.int32))
-    spare = found.blocks[-1] if platform() == "cpu" else 0
-    return found._replace(pairs=jnp.pad(order, (0, spare)))
+    result = Routes(order, places, computed, jnp.diff(ends, prepend=0).astype(jnp.int32))
+    spare = result.blocks[-1] if platform() == "cpu" else 0
+    return result._replace(pairs=jnp.pad(order, (0, spare)))
 
 
 @jax.custom_vjp
@@ -83,7 +109,7 @@ def in_rows(values: Float[Array, "n k"], where: Routes) -> Float[Array, "r"]:
 
 in_rows.defvjp(
     lambda values, where: (in_rows(values, where), where),
-    lambda where, d: (jnp.where(where.here, d[where.places], 0), None),
+    lambda where, d: (jnp.where(where.computed, d[where.places], 0), None),
 )
 
 
@@ -96,27 +122,21 @@ def to_experts(x: Float[Array, "n D"], matrices: Float[Array, "E D F"], where: R
     return _products(x, True, matrices, False, where)
 
 
-def _to_experts_forward(x: jax.Array, matrices: jax.Array, where: Routes) -> tuple[jax.Array, tuple]:
-    return to_experts(x, matrices, where), (x, matrices, where)
-
-
 def _to_experts_backward(saved: tuple, d: Float[Array, "r F"]) -> tuple[jax.Array, jax.Array, None]:
     x, matrices, where = saved
-    d_x = sums(_products(d, False, matrices, True, where), where.places, where.here)
+    d_x = sums(_products(d, False, matrices, True, where), where.places, where.computed)
     return d_x, _gradients((x, d), (True, False), matrices, where), None
 
 
-to_experts.defvjp(_to_experts_forward, _to_experts_backward)
+to_experts.defvjp(
+    lambda x, matrices, where: (to_experts(x, matrices, where), (x, matrices, where)), _to_experts_backward
+)
 
 
 @jax.custom_vjp
 def from_experts(rows: Float[Array, "r D"], matrices: Float[Array, "E D F"], where: Routes) -> Float[Array, "n F"]:
     """For each token the sum of its pairs' rows times their experts' matrices. Gradients as those of `to_experts`."""
-    return sums(_products(rows, False, matrices, False, where), where.places, where.here)
-
-
-def _from_experts_forward(rows: jax.Array, matrices: jax.Array, where: Routes) -> tuple[jax.Array, tuple]:
-    return from_experts(rows, matrices, where), (rows, matrices, where)
+    return sums(_products(rows, False, matrices, False, where), where.places, where.computed)
 
 
 def _from_experts_backward(saved: tuple, d: Float[Array, "n F"]) -> tuple[jax.Array, jax.Array, None]:
@@ -125,7 +145,9 @@ def _from_experts_backward(saved: tuple, d: Float[Array, "n F"]) -> tuple[jax.Ar
     return d_rows, _gradients((rows, d), (False, True), matrices, where), None
 
 
-from_experts.defvjp(_from_experts_forward, _from_experts_backward)
+from_experts.defvjp(
+    lambda rows, matrices, where: (from_experts(rows, matrices, where), (rows, matrices, where)), _from_experts_backward
+)
 
 
 @jax.custom_vjp
@@ -136,14 +158,18 @@ def to_rounded(x: Float[Array, "n D"], matrices: RoundedBank, where: Routes) -> 
 
 to_rounded.defvjp(
     lambda x, matrices, where: (to_rounded(x, matrices, where), (matrices, where)),
-    lambda saved, d: (sums(_products(d, False, saved[0], True, saved[1]), saved[1].places, saved[1].here), None, None),
+    lambda saved, d: (
+        sums(_products(d, False, saved[0], True, saved[1]), saved[1].places, saved[1].computed),
+        None,
+        None,
+    ),
 )
 
 
 @jax.custom_vjp
 def from_rounded(rows: Float[Array, "r D"], matrices: RoundedBank, where: Routes) -> Float[Array, "n F"]:
     """`from_experts` of matrices that are rounded, and so frozen: they have no gradient."""
-    return sums(_products(rows, False, matrices, False, where), where.places, where.here)
+    return sums(_products(rows, False, matrices, False, where), where.places, where.computed)
 
 
 from_rounded.defvjp(
@@ -152,17 +178,17 @@ from_rounded.defvjp(
 )
 
 
-def sums(rows: Float[Array, "r F"], places: Int[Array, "n a"], here: Bool[Array, "n a"]) -> Float[Array, "n F"]:
+def sums(rows: Float[Array, "r F"], places: Int[Array, "n a"], counted: Bool[Array, "n a"]) -> Float[Array, "n F"]:
     """The sum of each token's rows, computed in float32.
 
     Args:
         places: its rows.
-        here: which of them are added.
+        counted: which of them are added.
     """
     # Gathers one by one are fused with the sum; one of all would be written out, and take 6 times as long.
-    pairs = zip(places.T, here.T, strict=True)
-    found = [jnp.where(there[:, None], taken(rows, at), 0).astype(jnp.float32) for at, there in pairs]
-    return sum(found[1:], found[0]).astype(rows.dtype)
+    pairs = zip(places.T, counted.T, strict=True)
+    addends = [jnp.where(there[:, None], taken(rows, at), 0).astype(jnp.float32) for at, there in pairs]
+    return sum(addends[1:], addends[0]).astype(rows.dtype)
 
 
 def taken(x: Num[Array, "n D"], index: Int[Array, "*a"]) -> Num[Array, "*a D"]:
@@ -214,14 +240,14 @@ def _gradients(
         return grouped_gradients(rows, d, matrices, where.sizes)
     rows, d = (_rows_of(x, here, where) for x, here in zip(sides, by_token, strict=True))
 
-    def expert(number: jax.Array, start: jax.Array, end: jax.Array, found: jax.Array) -> jax.Array:
+    def expert(number: jax.Array, start: jax.Array, end: jax.Array, gradients: jax.Array) -> jax.Array:
         def block(size: int, at: jax.Array, summed: jax.Array) -> jax.Array:
-            own = at + jnp.arange(size) < end
-            some = jnp.where(own[:, None], rows(at, size), 0)
+            real = at + jnp.arange(size) < end
+            some = jnp.where(real[:, None], rows(at, size), 0)
             return summed + jnp.einsum("rD,rF->DF", some, d(at, size), preferred_element_type=jnp.float32)
 
         summed = _over_blocks(block, where.blocks, start, end, jnp.zeros(matrices.shape[1:], jnp.float32))
-        return jax.lax.dynamic_update_index_in_dim(found, summed.astype(found.dtype), number, axis=0)
+        return jax.lax.dynamic_update_index_in_dim(gradients, summed.astype(gradients.dtype), number, axis=0)
 
     return _over_experts(expert, where, jnp.zeros_like(matrices))
 
@@ -246,12 +272,12 @@ def _over_experts(
     # Few tokens, as a sampler has them, use few experts: a turn in which nothing is multiplied takes time too.
     busy = jnp.argsort(where.sizes == 0, stable=True)
 
-    def one(turn: jax.Array, so_far: jax.Array) -> jax.Array:
+    def take_turn(turn: jax.Array, so_far: jax.Array) -> jax.Array:
         number = busy[turn]
         return expert(number, ends[number] - where.sizes[number], ends[number], so_far)
 
     most = min(len(where.sizes), where.places.size)
-    return loop(jnp.sum(where.sizes > 0, dtype=jnp.int32), one, so_far, usual=most)
+    return loop(jnp.sum(where.sizes > 0, dtype=jnp.int32), take_turn, so_far, usual=most)
 
 
 def _over_blocks(

@@ -3,26 +3,138 @@
 On a TPU `jax.lax.ragged_dot` is a kernel of its compiler, but the gradient of the matrices is not, and would be a
 product of every row for every group: there jax's `tgmm` is taken. For NVIDIA's GPUs XLA has no kernel at all and
 multiplies every row with every matrix. There tokamax's Mosaic kernels are taken on Hopper for products of 16 bits,
-where tokamax is installed, and Triton kernels (`grouped_triton.py`) from Ampere on for all others. So say the compiled
+where tokamax is installed, and Triton kernels by Pallas alone from Ampere on for all others. So say the compiled
 programs; none was run on such a device yet.
+
+For the Triton kernels consecutive rows are cut into tiles that end with their group, so that a program multiplies rows
+of one matrix, and a group without rows has none. Which group a tile belongs to is computed before, by XLA. Products of
+float32 are as exact as XLA's own (`jax_default_matmul_precision`). On a CPU the kernels are interpreted, for tests.
 
 Groups are those of the rows of an expert.
 
-Axes: E experts; D inputs and F outputs of a product, r rows: those of all pairs in their order.
+Axes: E experts; D inputs and F outputs of a product, r rows: those of all pairs in their order; n tiles of rows.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.pallas import triton
 from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jaxtyping import Array, Float, Int
 
 from tunix.mesh import platform
-from tunix.models import grouped_triton
 from tunix.models.attention.tokamax_ops import capability, for_the_device_in_use, missing, operation
+
+CAPABILITY = 8.0
+"""The oldest GPUs whose tensor cores multiply bfloat16."""
+LEAST_SIDE, MOST_SIDE = 16, 128
+"""Bounds of a tile's sides: tensor cores multiply no fewer numbers, and sums of more do not fit the registers."""
+STRIP = 128
+"""Bytes of a row that are read at once: with STAGES of them in flight, tiles take 96 KiB of a multiprocessor's shared
+memory, of which the smallest (8.6, 8.9) have 99."""
+WARPS, STAGES = 8, 3
+
+
+def triton_products(
+    rows: Float[Array, "r _"], matrices: Float[Array, "E _ _"], sizes: Int[Array, "E"], *, transposed: bool
+) -> Float[Array, "r _"]:
+    """As `grouped_products.grouped_products`: rows after those of all groups are not written, and hold anything."""
+    number, inner = rows.shape
+    outputs, experts = matrices.shape[1 if transposed else 2], len(sizes)
+    block = _side(pl.cdiv(number, experts))
+    # The group of each tile of at most `block` rows, its first row, and the row after the last of its group. Tiles that
+    # are not needed start where the last group has no rows any more.
+    stops, counts = jnp.cumsum(sizes, dtype=jnp.int32), (sizes + block - 1) // block
+    ends, index = jnp.cumsum(counts, dtype=jnp.int32), jnp.arange(pl.cdiv(number, block) + experts, dtype=jnp.int32)
+    groups = jnp.minimum(jnp.searchsorted(ends, index, side="right", method="compare_all"), experts - 1)
+    starts, stops = (stops - sizes)[groups] + (index - (ends - counts)[groups]) * block, stops[groups]
+    groups = groups.astype(jnp.int32)
+    return pl.pallas_call(
+        partial(_product, block=block, side=_side(outputs), strip=_strip(rows, inner), transposed=transposed),
+        grid=(pl.cdiv(outputs, _side(outputs)), len(groups)),
+        out_shape=jax.ShapeDtypeStruct((number, outputs), jnp.promote_types(rows.dtype, matrices.dtype)),
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+        interpret=platform() == "cpu",
+        name="grouped_product",
+    )(groups, starts, stops, rows, matrices)
+
+
+def triton_gradients(
+    rows: Float[Array, "r D"], d: Float[Array, "r F"], sizes: Int[Array, "E"], dtype: Any
+) -> Float[Array, "E D F"]:
+    """As `grouped_products.grouped_gradients`, in this dtype: 0 for a group without rows."""
+    (number, inner), outputs, stops = rows.shape, d.shape[1], jnp.cumsum(sizes, dtype=jnp.int32)
+    sides = _side(inner), _side(outputs)
+    return pl.pallas_call(
+        partial(_gradient, sides=sides, strip=_strip(rows, number)),
+        grid=(pl.cdiv(outputs, sides[1]), pl.cdiv(inner, sides[0]), len(sizes)),
+        out_shape=jax.ShapeDtypeStruct((len(sizes), inner, outputs), dtype),
+        compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+        interpret=platform() == "cpu",
+        name="grouped_gradient",
+    )(stops - sizes, stops, rows, d)
+
+
+def _product(
+    groups: Any, starts: Any, stops: Any, rows: Any, matrices: Any, out: Any, *, block, side, strip, transposed
+):
+    """One program: a tile of rows times a part of the columns of its group's matrix."""
+    tile = pl.program_id(1)
+    group, start, stop = groups[tile], starts[tile], stops[tile]
+    column, inner = pl.program_id(0) * side, rows.shape[1]
+    at, columns = pl.ds(start, block), pl.ds(column, side)
+    real = start + jnp.arange(block) < stop
+    there = column + jnp.arange(side) < out.shape[1]
+
+    def step(index: Array, total: Array) -> Array:
+        some = pl.ds(index * strip, strip)
+        within = index * strip + jnp.arange(strip) < inner
+        x = triton.load(rows.at[at, some], mask=real[:, None] & within[None], other=0.0)
+        if transposed:
+            matrix = triton.load(matrices.at[group, columns, some], mask=there[:, None] & within[None], other=0.0).T
+        else:
+            matrix = triton.load(matrices.at[group, some, columns], mask=within[:, None] & there[None], other=0.0)
+        return total + jnp.dot(x, matrix, preferred_element_type=jnp.float32)
+
+    steps = pl.cdiv(inner, strip) * (start < stop).astype(jnp.int32)
+    total = jax.lax.fori_loop(0, steps, step, jnp.zeros((block, side), jnp.float32))
+    triton.store(out.at[at, columns], total.astype(out.dtype), mask=real[:, None] & there[None])
+
+
+def _gradient(starts: Any, stops: Any, rows: Any, d: Any, out: Any, *, sides, strip):
+    """One program: a tile of the gradient of a group's matrix, summed over the group's rows."""
+    group = pl.program_id(2)
+    start, stop = starts[group], stops[group]
+    firsts = pl.program_id(1) * sides[0], pl.program_id(0) * sides[1]
+    inputs, outputs = (pl.ds(first, side) for first, side in zip(firsts, sides, strict=True))
+    there = [first + jnp.arange(side) < n for first, side, n in zip(firsts, sides, out.shape[1:], strict=True)]
+
+    def step(index: Array, total: Array) -> Array:
+        some = pl.ds(start + index * strip, strip)
+        real = start + index * strip + jnp.arange(strip) < stop
+        x = triton.load(rows.at[some, inputs], mask=real[:, None] & there[0][None], other=0.0)
+        y = triton.load(d.at[some, outputs], mask=real[:, None] & there[1][None], other=0.0)
+        return total + jnp.dot(x.T, y, preferred_element_type=jnp.float32)
+
+    total = jax.lax.fori_loop(0, pl.cdiv(stop - start, strip), step, jnp.zeros(sides, jnp.float32))
+    triton.store(out.at[group, inputs, outputs], total.astype(out.dtype), mask=there[0][:, None] & there[1][None])
+
+
+def _side(numbers: int) -> int:
+    """The side of a tile over so many rows or columns."""
+    return min(max(pl.next_power_of_2(numbers), LEAST_SIDE), MOST_SIDE)
+
+
+def _strip(x: jax.Array, numbers: int) -> int:
+    """How many of the numbers that are summed are read at once."""
+    return min(STRIP // x.dtype.itemsize, max(pl.next_power_of_2(numbers), LEAST_SIDE))
+
 
 BLOCK = 128
 """Numbers that kernels sum at once: tokamax's Mosaic kernel would leave out a remainder of inputs."""
@@ -71,8 +183,8 @@ def lacks_mosaic(spec: GroupedSpec) -> str | None:
 
 def lacks_triton(spec: GroupedSpec) -> str | None:
     """Why Triton's kernels cannot compute a product and its gradients; None where they can."""
-    if spec.capability is None or spec.capability < grouped_triton.CAPABILITY:
-        return f"it needs an NVIDIA GPU of compute capability {grouped_triton.CAPABILITY:.0f} or more"
+    if spec.capability is None or spec.capability < CAPABILITY:
+        return f"it needs an NVIDIA GPU of compute capability {CAPABILITY:.0f} or more"
     return None
 
 
@@ -109,7 +221,7 @@ def grouped_products(
     """
     name = implementation(_spec(rows, matrices))
     if name == "triton":
-        return grouped_triton.products(rows, matrices, sizes, transposed=transposed)
+        return triton_products(rows, matrices, sizes, transposed=transposed)
     if name == "ragged_dot":
         return jax.lax.ragged_dot(rows, jnp.swapaxes(matrices, 1, 2) if transposed else matrices, sizes)
     numbers = {"ragged_dot_dimension_numbers": TRANSPOSED} if transposed else {}
@@ -129,7 +241,7 @@ def grouped_gradients(
     """
     name = implementation(_spec(rows, matrices))
     if name == "triton":
-        return grouped_triton.gradients(rows, d, sizes, matrices.dtype)
+        return triton_gradients(rows, d, sizes, matrices.dtype)
     # Blocks of rows are whole, and reach into the next group, whose rows are multiplied by 0: NaN would remain.
     real = (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
     rows, d = (jnp.pad(jnp.where(real, x, 0), ((0, -len(x) % BLOCK), (0, 0))) for x in (rows, d))
@@ -137,9 +249,14 @@ def grouped_gradients(
         return tgmm(rows.T, d, sizes, matrices.dtype, TILES)
     if name == "ragged_dot":
         return jax.vjp(lambda w: jax.lax.ragged_dot(rows, w, sizes), matrices)[1](d)[0]
-    settings = {"ragged_dot_dimension_numbers": OF_GROUPS, "preferred_element_type": matrices.dtype}
     with for_the_device_in_use():
-        gradients = operation("ragged_dot")(rows, d, group_sizes=sizes, **settings)
+        gradients = operation("ragged_dot")(
+            rows,
+            d,
+            group_sizes=sizes,
+            ragged_dot_dimension_numbers=OF_GROUPS,
+            preferred_element_type=matrices.dtype,
+        )
     # Not promised for a group without rows: a kernel may leave what was there.
     return jnp.where((sizes > 0)[:, None, None], gradients, 0)
 

@@ -19,18 +19,15 @@ from jaxtyping import Array, Float, Int
 
 from tunix.config import CacheType, DType
 from tunix.mesh import Axes, constrain, partition, platform
-from tunix.models.attention.decode_spec import DecodeSpec
-from tunix.models.attention.layouts import Columns, Pages, placed
-from tunix.models.attention.pages import CachedView
-from tunix.models.blocks import Cache
+from tunix.models.attention.inputs import DecodeSpec
+from tunix.models.attention.pages import CachedView, Columns, Pages, placed
+from tunix.models.blocks import NAMES, Cache, layer_inputs
 from tunix.models.config import SHARED, DecoderConfig, LayerKind
-from tunix.models.decoder import embedded
 from tunix.models.deltanet import PieceStates, SlotStates, StepView
 from tunix.models.layers import RopeTables, rms_norm, rope_tables
-from tunix.models.model import Model, Params
+from tunix.models.model import Model, Params, embedded
 from tunix.models.moe import CHOSEN
 from tunix.models.param_names import TOWER
-from tunix.models.per_layer import NAMES, layer_inputs
 from tunix.models.quantization.formats import in_compute
 from tunix.models.self_attention import Kept
 from tunix.models.vision import with_pictures
@@ -75,8 +72,8 @@ def unstack(model: Model, params: Params) -> Weights:
     places = {name: {layer: i for i, layer in enumerate(model.layers_of[name])} for name in stacked}
 
     def layer(number: int) -> Params:
-        here = {name: at[number] for name, at in places.items() if number in at}
-        return {name.removeprefix(LAYERS): view(name, params[name][index]) for name, index in here.items()}
+        indices = {name: at[number] for name, at in places.items() if number in at}
+        return {name.removeprefix(LAYERS): view(name, params[name][index]) for name, index in indices.items()}
 
     return Weights(top, tuple(layer(index) for index in range(model.config.num_layers)))
 
@@ -96,8 +93,8 @@ def gains(model: Model, weights: Weights) -> tuple[Params, ...]:
     """DoRA's gains in each layer, for weights that do not change; decoding reads them in place of the magnitudes."""
     x = jnp.zeros((), model.dtype)
 
-    def of_layer(own: Params, kind: LayerKind) -> Params:
-        projections = model.layer(own, kind.mixer, settled=False).projections().items()
+    def of_layer(layer_weights: Params, kind: LayerKind) -> Params:
+        projections = model.layer(layer_weights, kind.mixer, has_gains=False).projections().items()
         return {f"{name}/w_lora_m": one.gain(x) for name, one in projections if one.adapter and one.adapter.magnitude}
 
     return tuple(map(of_layer, weights.layers, model.config.kinds))
@@ -125,7 +122,7 @@ def empty(
         dtype: of the model, in which these hold the inputs of their convolutions.
     """
 
-    def one(of: LayerKind) -> Cache | None:
+    def layer_cache(of: LayerKind) -> Cache | None:
         if of.mixer in SHARED:
             return None
         if not of.paged:
@@ -134,7 +131,7 @@ def empty(
         pages = layout.empty(numbers[config.paged_kinds.index(of)], of.kv_heads, of.head_dim, size, kind)
         return placed(pages, lambda x, axes: constrain(x, *axes))
 
-    return tuple(map(one, config.kinds))
+    return tuple(map(layer_cache, config.kinds))
 
 
 def decode_specs(
@@ -146,7 +143,7 @@ def decode_specs(
     where = "gpu" if device.platform in ("cuda", "rocm") else device.platform
     capability = getattr(device, "compute_capability", None) if where == "gpu" else None
 
-    def one(kv_heads: int, head_dim: int) -> DecodeSpec:
+    def spec(kv_heads: int, head_dim: int) -> DecodeSpec:
         split = partition(("kv_heads",), (kv_heads,), mesh)[0] is not None
         parts = mesh.shape["tensor"] if split else 1
         return DecodeSpec(
@@ -164,7 +161,7 @@ def decode_specs(
         )
 
     kinds = config.paged_kinds
-    return tuple(one(*shape) for shape in dict.fromkeys((kind.kv_heads, kind.head_dim) for kind in kinds))
+    return tuple(spec(heads, dim) for heads, dim in dict.fromkeys((kind.kv_heads, kind.head_dim) for kind in kinds))
 
 
 def extend(
@@ -196,17 +193,19 @@ def extend(
     if pictures is not None:
         x = _seen(model, weights.top, x, pictures)
     x = constrain(x, "rows", None, None)
-    given: Any = [None] * c.num_layers
+    inputs_of_layers: Any = [None] * c.num_layers
     if c.layer_inputs:
         table, context, norm = (weights.top[name] for name in NAMES)
-        given = layer_inputs(c, table, context, norm, tokens, x)
+        inputs_of_layers = layer_inputs(c, table, context, norm, tokens, x)
     new, kept, chosen = [], {}, []
-    for kind, own, cache, mine in zip(c.kinds, weights.layers, caches, given, strict=True):
+    for kind, layer_weights, cache, layer_input in zip(c.kinds, weights.layers, caches, inputs_of_layers, strict=True):
         view = views[c.paged_kinds.index(kind.source)] if kind.source.paged else states
         assert view is not None, "layers with states have a view of them"
         rope = ropes[c.distinct_kinds.index(kind)]
         read = kept[kind.source] if kind.mixer in SHARED else cache
-        x, cache, experts = _layer(model, platform(), kind.mixer, own, x, rope, view, read, mine, adapters)
+        x, cache, experts = _layer(
+            model, platform(), kind.mixer, layer_weights, x, rope, view, read, layer_input, adapters
+        )
         if isinstance(cache, Kept):
             kept[kind], cache = cache, cache.pages
         new.append(cache)
@@ -229,12 +228,12 @@ def _layer(
     model: Model,
     where: str,
     mixer: str,
-    own: Params,
+    layer_weights: Params,
     x: Float[Array, "B C D"],
     rope: RopeTables,
     view: CachedView | StepView | PieceStates,
     cache: Cache | None,
-    given: Float[Array, "B C Dp"] | None,
+    layer_input: Float[Array, "B C Dp"] | None,
     adapters: Int[Array, "B"] | None,
 ) -> tuple[Float[Array, "B C D"], Cache | None, Int[Array, "B C k"] | None]:
     """A layer's output, its cache, and the experts of each token, where it has several.
@@ -246,12 +245,7 @@ def _layer(
         mixer: the layer's.
     """
     del where
-    x, new, auxiliary = model.layer(_of_rows(own, adapters), mixer)(x, rope, view, cache, given=given)
+    if adapters is not None:  # the entry of each row's adapter, `[B ...]`
+        layer_weights = {name: w[adapters] if name.endswith(BY_ADAPTER) else w for name, w in layer_weights.items()}
+    x, new, auxiliary = model.layer(layer_weights, mixer)(x, rope, view, cache, layer_input=layer_input)
     return x, new, auxiliary.get(CHOSEN)
-
-
-def _of_rows(own: Params, adapters: Int[Array, "B"] | None) -> Params:
-    """A layer's weights, with the entry of each row's adapter `[B ...]` where adapters are mixed."""
-    if adapters is None:
-        return own
-    return {name: x[adapters] if name.endswith(BY_ADAPTER) else x for name, x in own.items()}

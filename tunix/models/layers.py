@@ -1,4 +1,4 @@
-"""The pieces of a decoder block: projections, norms and rope.
+"""The pieces of a decoder block: projections, norms, rope and the gated ffn.
 
 Each weight's shape, dtype, logical axes and initialiser are stated where the module is built. Projections are einsums
 with their contracted axes first, which is what the adapters of `lora/` rely on.
@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from tunix.mesh import Axes, platform
-from tunix.models.config import Rope
+from tunix.models.config import Clamp, DecoderConfig, Rope
 from tunix.models.quantization.fake_quant import Simulated
-from tunix.models.quantization.formats import Quantization, check_tile, dequantize, narrowed, quantize, scale_axes
+from tunix.models.quantization.formats import Quantization, check_tile, dequantize, narrowed, quantize
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, std: float) -> nnx.Param:
@@ -93,7 +94,7 @@ class Projection(nnx.Module):
         self.simulated: Simulated | None = None
         """What is rounded in simulation (QAT): inputs here, weights by `on_grid`, which whoever casts them calls."""
         self.adapter: Adapter | None = None
-        self.settled = False
+        self.has_gains = False
         """Whether `w_lora_m` holds the results of `gain`, computed once for decoding."""
         self.turned = False
         """Whether `w` is stored with its contracted axes last (`Model.turned`)."""
@@ -125,7 +126,7 @@ class Projection(nnx.Module):
         axes = self.w.get_metadata("axes")
         values, scales = quantize(self.w[...], quantization, self.contracted)
         self.w = nnx.Param(values, axes=axes)
-        self.w_scale = nnx.Param(scales, axes=scale_axes(axes, self.contracted))
+        self.w_scale = nnx.Param(scales, axes=(axes[0], *axes[self.contracted :]))  # tiles are sharded as inputs are
         self.quantized = True
 
     def simulate(self, name: str, rounding: Simulated) -> None:
@@ -166,7 +167,7 @@ class Projection(nnx.Module):
         assert self.adapter is not None
         if self.adapter.mixed:
             return self.w_lora_gain[...][:, None]
-        if self.settled:
+        if self.has_gains:
             return self.w_lora_m[...]
         w, a, b = (one.astype(x.dtype).astype(jnp.float32) for one in (self.weight(x), *self._pair(self.adapter)))
         whole = w + self.adapter.scale * jnp.tensordot(a, b, 1)
@@ -229,21 +230,12 @@ def project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _einsum(spec, x, narrowed(w, x.dtype))
-
-
-def _project_forward(spec: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _project(spec, x, w), (x, w)
-
-
-def _einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """`jnp.einsum` with its summed axes renamed, so that their alphabetical order is that of the matrix.
-
-    `jnp.einsum` sums over several axes in alphabetical order; in any other order XLA would transpose both operands.
-    """
-    summed = [axis for axis in axes_of(spec)[1] if axis not in axes_of(spec)[2]]
+    # `jnp.einsum` sums over several axes in alphabetical order; in any other order XLA would transpose both operands.
+    # So the summed axes are renamed until their alphabetical order is that of the matrix.
+    _, of_w, of_y = axes_of(spec)
+    summed = [axis for axis in of_w if axis not in of_y]
     names = dict(zip(summed, sorted(summed), strict=True))
-    return jnp.einsum("".join(names.get(letter, letter) for letter in spec), x, w)
+    return jnp.einsum("".join(names.get(letter, letter) for letter in spec), x, narrowed(w, x.dtype))
 
 
 def _project_backward(spec: str, saved: tuple[jax.Array, jax.Array], dy: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -263,7 +255,7 @@ def _project_backward(spec: str, saved: tuple[jax.Array, jax.Array], dy: jax.Arr
     return dx, jnp.einsum(f"{turned}->{of_w}", dw)
 
 
-_project.defvjp(_project_forward, _project_backward)
+_project.defvjp(lambda spec, x, w: (_project(spec, x, w), (x, w)), _project_backward)
 
 
 class Norm(nnx.Module):
@@ -282,11 +274,6 @@ def rms_norm(x: jax.Array, w: jax.Array, *, eps: float, offset: bool) -> jax.Arr
     x32 = x.astype(jnp.float32)
     scale = w.astype(jnp.float32) + float(offset)
     return (x32 * jax.lax.rsqrt(jnp.mean(x32**2, -1, keepdims=True) + eps) * scale).astype(x.dtype)
-
-
-def unit_rms(x: jax.Array, *, eps: float) -> jax.Array:
-    """`x / rms(x)` over the last axis, in float32: a norm without weights."""
-    return rms_norm(x, jnp.ones((), jnp.float32), eps=eps, offset=False)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
@@ -343,10 +330,78 @@ def rope_tables(positions: Int[Array, "B T ..."], rope: Rope, head_dim: int) -> 
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def rotate(x: Float[Array, "B T N H"], cos: Float[Array, "B T h"], sin: Float[Array, "B T h"]) -> jax.Array:
+def rotate(x: Float[Array, "B T N H"], rope: RopeTables) -> jax.Array:
     """Rotates the pairs (i, i + h) of each head by their position's angle, in float32; dimensions from 2 h on stay."""
+    cos, sin = rope
     width = 2 * cos.shape[-1]
     first, second = jnp.split(x[..., :width].astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
     return rotated if width == x.shape[-1] else jnp.concatenate([rotated, x[..., width:]], axis=-1)
+
+
+class GatedFFN(nnx.Module):
+    """`down(act(gate x) * up x)` (GLU variants, Shazeer 2020, https://arxiv.org/abs/2002.05202).
+
+    Its projections are named as the parameters are.
+    """
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.activation = config.activation
+        self.gate, self.up, self.down = projections(config.d_model, config.ffn, rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        dropout_keys: TokenKeys | None = None,
+        real: Bool[Array, "B T"] | None = None,
+        replayed: Int[Array, "B T k"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
+        return gated((self.gate, self.up, self.down), self.activation, x, dropout_keys), {}
+
+
+class WideFFN(nnx.Module):
+    """`GatedFFN` of twice the width, whose parameters have names of their own: a parameter has one shape."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        self.activation = config.activation
+        self.wide_gate, self.wide_up, self.wide_down = projections(config.d_model, 2 * config.ffn, rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        dropout_keys: TokenKeys | None = None,
+        real: Bool[Array, "B T"] | None = None,
+        replayed: Int[Array, "B T k"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
+        return gated((self.wide_gate, self.wide_up, self.wide_down), self.activation, x, dropout_keys), {}
+
+
+FFNProjections = tuple[Projection, Projection, Projection]
+"""The gate, the other factor, and what their product is multiplied with."""
+
+
+def projections(d: int, f: int, rngs: nnx.Rngs) -> FFNProjections:
+    """The three projections of a gated ffn that is `f` wide."""
+    gate = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
+    up = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
+    return gate, up, Projection("BTF,FD->BTD", (f, d), ("ffn", "embed"), rngs, contracted=1)
+
+
+def gated(
+    ffn: FFNProjections, activation: str, x: Float[Array, "B T D"], dropout_keys: TokenKeys | None
+) -> Float[Array, "B T D"]:
+    """The output of a gated ffn."""
+    gate, up = ffn[0](x, dropout_keys), ffn[1](x, dropout_keys)
+    gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
+    return ffn[2](joined(activation, None, gate, up), dropout_keys)
+
+
+def joined(
+    activation: str, clamp: Clamp | None, gate: Float[Array, "..."], up: Float[Array, "..."]
+) -> Float[Array, "..."]:
+    """The product of a gate, after its activation, and the other factor; clamped as `Clamp` says where there is one."""
+    if clamp is None:
+        return (jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
+    gate, up = jnp.minimum(gate, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)
+    return (up + 1) * gate * jax.nn.sigmoid(clamp.slope * gate)

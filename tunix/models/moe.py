@@ -29,12 +29,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from tunix.mesh import Axes, constrain, partition
-from tunix.models.banks import Arrays, Bank, at_home, down, gate_and_up, without_bias
+from tunix.models.banks import Arrays, Bank, down, gate_and_up, sharded
 from tunix.models.config import EXPERTS, DecoderConfig, Experts
 from tunix.models.expert_exchange import combine, destinations, dispatch
 from tunix.models.expert_products import in_rows, routes
-from tunix.models.gated_ffn import gated, joined, projections
-from tunix.models.layers import TokenKeys, weight
+from tunix.models.layers import Norm, TokenKeys, gated, joined, projections, weight
 
 ROWS, EXPECTED, CHOSEN = "rows", "expected", "chosen"
 """The auxiliary terms of a layer."""
@@ -101,15 +100,15 @@ class MixtureOfExperts(nnx.Module):
         x: Float[Array, "B T D"],
         dropout_keys: TokenKeys | None = None,
         real: Bool[Array, "B T"] | None = None,
-        given: Int[Array, "B T k"] | None = None,
+        replayed: Int[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], dict[str, Num[Array, "..."]]]:
         """The mixed results of each token's experts, and of a shared one.
 
         Args:
             real: which tokens are not padding; None where all are.
-            given: experts to use instead of the router's choice; see `chosen`.
+            replayed: experts to use instead of the router's choice; see `chosen`.
         """
-        y, auxiliary = self.routed(x, x, real, given)
+        y, auxiliary = self.routed(x, x, real, replayed)
         if self.shared_gate is not None:
             shared = gated((self.gate, self.up, self.down), self.activation, x, dropout_keys)
             y = y + self.shared_gate(x) * shared
@@ -120,7 +119,7 @@ class MixtureOfExperts(nnx.Module):
         x: Float[Array, "B T D"],
         scored: Float[Array, "B T D"],
         real: Bool[Array, "B T"] | None,
-        given: Int[Array, "B T k"] | None,
+        replayed: Int[Array, "B T k"] | None,
     ) -> tuple[Float[Array, "B T D"], dict[str, Num[Array, "..."]]]:
         """The mixed results of each token's experts, which padding has none of, and how evenly they are used.
 
@@ -132,28 +131,35 @@ class MixtureOfExperts(nnx.Module):
             x: what the experts compute.
             scored: by what the router chooses.
             real: which tokens are not padding; None where all are.
-            given: experts to use instead of the router's choice; see `chosen`.
+            replayed: experts to use instead of the router's choice; see `chosen`.
         """
         real = jnp.ones(x.shape[:2], bool) if real is None else real
         scores = self.router(scored)
-        choice = self.chosen(scores, given)
-        usage = _usage(scores, choice, real, self.experts.number)
+        choice = self.chosen(scores, replayed)
+        number, active = self.experts.number, choice.experts.shape[-1]
+        shown = jnp.where(real[..., None], choice.experts, number).reshape(-1)
+        rows = jnp.bincount(shown, length=number + 1)[:number].astype(jnp.float32)
+        expected = active * jnp.sum(jnp.where(real[..., None], scores, 0.0), axis=(0, 1))
         y = self._spread(x, choice, real)
         if self.downs.b is not None:
-            y = y + _mean_bias(self.downs.b[...], choice, real).astype(y.dtype)
-        return y, {**usage, CHOSEN: choice.experts}
+            # The weighted sum of the biases of each token's experts, in float32; 0 for padding.
+            of_expert = jax.nn.one_hot(choice.experts, number, dtype=jnp.float32) * choice.weights[..., None]
+            shares = jnp.where(real[..., None], jnp.sum(of_expert, axis=2), 0.0)
+            bias = jnp.einsum("BTE,ED->BTD", shares, self.downs.b[...].astype(jnp.float32), precision=EXACT)
+            y = y + bias.astype(y.dtype)
+        return y, {ROWS: rows, EXPECTED: expected, CHOSEN: choice.experts}
 
-    def chosen(self, scores: Float[Array, "B T E"], given: Int[Array, "B T k"] | None = None) -> Choice:
+    def chosen(self, scores: Float[Array, "B T E"], replayed: Int[Array, "B T k"] | None = None) -> Choice:
         """The experts with the largest scores. The choice has no gradient; the weights have that of their scores.
 
         Args:
             scores: of all experts.
-            given: the experts of tokens whose choice is replayed (Ma et al. 2025, https://arxiv.org/abs/2510.11370);
+            replayed: the experts of tokens whose choice is replayed (Ma et al. 2025, https://arxiv.org/abs/2510.11370);
                 -1 where the router chooses. Their weights are those of these scores, through which the router learns.
         """
         _, experts = jax.lax.top_k(jax.lax.stop_gradient(scores), self.experts.active)
-        if given is not None:
-            experts = jnp.where(given >= 0, given, experts)
+        if replayed is not None:
+            experts = jnp.where(replayed >= 0, replayed, experts)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if self.experts.renormalise:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -164,7 +170,8 @@ class MixtureOfExperts(nnx.Module):
 
         Biases of the down matrices are left out: where columns are split, each device would add them.
         """
-        matrices = (self.gates.arrays, self.ups.arrays, without_bias(self.downs.arrays))
+        downs = {name: x for name, x in self.downs.arrays.items() if name != "b"}
+        matrices = (self.gates.arrays, self.ups.arrays, downs)
         scales = (self.gates.scale, self.downs.scale)
         join = partial(joined, self.activation, self.experts.clamp)
         mesh, compute = jax.sharding.get_abstract_mesh(), partial(_mixed, join, scales)
@@ -172,7 +179,7 @@ class MixtureOfExperts(nnx.Module):
             return compute(0, x, choice, real, *matrices)
         tokens, wide = (partition(("rows", "time", None)[:rank], x.shape[:rank], mesh) for rank in (2, 3))
         matrices, banks = zip(
-            *(at_home(bank, axes, mesh) for bank, axes in zip(matrices, _HERE, strict=True)), strict=True
+            *(sharded(bank, axes, mesh) for bank, axes in zip(matrices, _HERE, strict=True)), strict=True
         )
         of_gates = banks[0]["w"]
         split = [axis for axis, there in zip(SPLIT, (of_gates[0], of_gates[2]), strict=True) if there]
@@ -181,10 +188,14 @@ class MixtureOfExperts(nnx.Module):
         summed = tuple(axis for axis in split if axis != "expert" or not shared)
 
         def part(x: jax.Array, experts: jax.Array, weights: jax.Array, real: jax.Array, *matrices: Arrays) -> jax.Array:
-            own = len(matrices[0]["w"])
-            first = jax.lax.axis_index("expert") * own if "expert" in split else 0
-            here, choice = partial(compute, first), Choice(experts, weights)
-            y = _exchanged(here, own, x, choice, real, *matrices) if shared else here(x, choice, real, *matrices)
+            per_device = len(matrices[0]["w"])
+            first = jax.lax.axis_index("expert") * per_device if "expert" in split else 0
+            local, choice = partial(compute, first), Choice(experts, weights)
+            y = (
+                _exchanged(local, per_device, x, choice, real, *matrices)
+                if shared
+                else local(x, choice, real, *matrices)
+            )
             return jax.lax.psum(y, summed) if summed else y
 
         specs = (wide, wide, wide, tokens, *banks)
@@ -199,7 +210,7 @@ _HERE: tuple[Axes, ...] = (("expert", None, "ffn"), ("expert", None, "ffn"), ("e
 
 def _exchanged(
     compute: Callable[..., Float[Array, "s n D"]],
-    own: int,
+    per_device: int,
     x: Float[Array, "B T D"],
     choice: Choice,
     real: Bool[Array, "B T"],
@@ -208,10 +219,10 @@ def _exchanged(
     """The weighted results of a device's tokens, each computed where its experts are.
 
     Args:
-        compute: `_mixed` of the experts of this device, of which there are `own`.
+        compute: `_mixed` of the experts of this device, of which there are `per_device`.
     """
     x_tokens, experts, weights = (rows.reshape(-1, rows.shape[-1]) for rows in (x, *choice))
-    where = destinations(experts, real.reshape(-1), own)
+    where = destinations(experts, real.reshape(-1), per_device)
     # Together, in float32, which has all numbers of experts: a TPU sends rows of 128 numbers at least.
     weights, experts = jnp.split(dispatch(jnp.concatenate([weights, experts], axis=1), where), 2, axis=-1)
     came = Choice(experts.astype(jnp.int32), weights)
@@ -238,8 +249,8 @@ def _mixed(
     """
     active, width, number = choice.experts.shape[-1], x.shape[-1], len(gates["w"])
     experts = choice.experts - first
-    here = real[..., None] & (experts >= 0) & (experts < number)
-    where = routes(experts.reshape(-1, active), number, here.reshape(-1, active))
+    computed = real[..., None] & (experts >= 0) & (experts < number)
+    where = routes(experts.reshape(-1, active), number, computed.reshape(-1, active))
     gate, up = gate_and_up(x.reshape(-1, width), gates, ups, scales[0], where)
     gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
     weights = in_rows(choice.weights.reshape(-1, active), where)[:, None]
@@ -247,18 +258,56 @@ def _mixed(
     return mixed.reshape(x.shape)
 
 
-def _mean_bias(b: Float[Array, "E D"], choice: Choice, real: Bool[Array, "B T"]) -> Float[Array, "B T D"]:
-    """The weighted sum of the biases of each token's experts, in float32; 0 for padding."""
-    of_expert = jax.nn.one_hot(choice.experts, len(b), dtype=jnp.float32) * choice.weights[..., None]
-    shares = jnp.where(real[..., None], jnp.sum(of_expert, axis=2), 0.0)
-    return jnp.einsum("BTE,ED->BTD", shares, b.astype(jnp.float32), precision=EXACT)
+class NormedRouter(Router):
+    """A router of the residual stream, which it norms, and a factor for each expert."""
+
+    def __init__(self, config: DecoderConfig, experts: Experts, rngs: nnx.Rngs):
+        super().__init__(config, experts, rngs)
+        self.norm = Norm(config.d_model, "embed", eps=config.norm_eps, offset=False)
+        self.factor = nnx.Param(jnp.ones((experts.number,), jnp.float32), axes=(None,))
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T E"]:
+        return super().__call__(self.norm(x.astype(jnp.float32)) * x.shape[-1] ** -0.5)
 
 
-def _usage(
-    scores: Float[Array, "B T E"], choice: Choice, real: Bool[Array, "B T"], number: int
-) -> dict[str, Float[Array, "..."]]:
-    """The auxiliary terms of one layer."""
-    shown = jnp.where(real[..., None], choice.experts, number).reshape(-1)
-    rows = jnp.bincount(shown, length=number + 1)[:number].astype(jnp.float32)
-    expected = choice.experts.shape[-1] * jnp.sum(jnp.where(real[..., None], scores, 0.0), axis=(0, 1))
-    return {ROWS: rows, EXPECTED: expected}
+class DenseAndExperts(MixtureOfExperts):
+    """A dense ffn and a mixture of experts side by side, each with norms of its own, as Gemma 4 26B-A4B has them.
+
+        y = norm(dense(norm(x))) + norm(experts(norm(x)))
+
+    where the four norms have different weights and x is the residual stream. The router scores what is normed with a
+    weight of its own, and divided by sqrt(D); the weights of the chosen experts, divided by their sum, are multiplied
+    by a factor that each expert has (transformers' `models/gemma4`). `Experts.shared` is the width of the dense ffn,
+    whose projections and first norm are called as in layers without experts.
+    """
+
+    router_class = NormedRouter
+    router: NormedRouter
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        super().__init__(config, rngs)
+        norm = partial(Norm, config.d_model, "embed", eps=config.norm_eps, offset=config.norm_offset)
+        self.pre_mlp_norm, self.dense_norm, self.pre_experts_norm, self.experts_norm = norm(), norm(), norm(), norm()
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        dropout_keys: TokenKeys | None = None,
+        real: Bool[Array, "B T"] | None = None,
+        replayed: Int[Array, "B T k"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
+        """The sum of both results, each normed.
+
+        Args:
+            x: the residual stream.
+        """
+        ffn = (self.gate, self.up, self.down)
+        dense = gated(ffn, self.activation, self.pre_mlp_norm(x), dropout_keys)
+        mixed, auxiliary = self.routed(self.pre_experts_norm(x), x, real, replayed)
+        return self.dense_norm(dense) + self.experts_norm(mixed), auxiliary
+
+    def chosen(self, scores: Float[Array, "B T E"], replayed: Int[Array, "B T k"] | None = None) -> Choice:
+        """As for any mixture, but for the factor of each expert."""
+        choice = super().chosen(scores, replayed)
+        factor = self.router.factor[...].astype(jnp.float32)
+        return choice._replace(weights=choice.weights * factor[choice.experts])

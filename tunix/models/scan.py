@@ -48,8 +48,8 @@ class Others(NamedTuple):
 
     plain: PyTree = None
     """Stacked over all layers; it has no gradient."""
-    given: PyTree = None
-    """The same with a gradient."""
+    differentiable: PyTree = None
+    """Stacked likewise; it has a gradient."""
     shared: PyTree = None
     """Read by all layers alike, with a gradient."""
 
@@ -94,58 +94,76 @@ def over_layers(
     """
     paths, places = list(weights), _places(list(weights), period)
     casts, stacked = [partial(cast, path) for path in paths], list(weights.values())
-    dtypes, used = [w.dtype for w in stacked], [_used(one, w) for one, w in zip(casts, stacked, strict=True)]
+    slices = [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in stacked]
+    # The dtypes of the stacked weights, and those in which layers use them.
+    dtypes = [w.dtype for w in stacked]
+    used = [jax.eval_shape(cast, part).dtype for cast, part in zip(casts, slices, strict=True)]
 
-    def one(place: _Place, x: jax.Array, shared: PyTree, inputs: tuple) -> tuple:
+    def compute_layer(place: _Place, x: jax.Array, shared: PyTree, inputs: tuple) -> tuple:
         # Taken here, and so again in the backward pass: taken before, every layer's weights would be kept for that.
         weights, sinks, each = place.part(inputs) if len(places) > 1 else inputs
-        here = place.weights
-        leaves = [_cast(casts[at], *both) for at, *both in zip(here, weights, sinks, strict=True)]
-        own = dict(zip((paths[at] for at in here), leaves, strict=True))
-        return layer(place.number, checkpoint_name(x, INPUT), own, Others(each[0], each[1], shared))
+        indices = place.weights
+        leaves = [_cast(casts[at], w, sink) for at, w, sink in zip(indices, weights, sinks, strict=True)]
+        layer_weights = dict(zip((paths[at] for at in indices), leaves, strict=True))
+        return layer(place.number, checkpoint_name(x, INPUT), layer_weights, Others(each[0], each[1], shared))
 
-    def run(x: jax.Array, stacked: list, sinks: list, given: PyTree, shared: PyTree) -> tuple[jax.Array, Terms]:
+    def run(x: jax.Array, stacked: list, sinks: list, more: tuple) -> tuple[jax.Array, Terms]:
+        differentiable, shared = more
+
         def body(x: jax.Array, inputs: tuple) -> tuple[jax.Array, Terms]:
-            found: dict[str, list[PyTree]] = {}
+            by_name: dict[str, list[PyTree]] = {}
             for place in places:
                 # A scan keeps its passes apart by itself. The barrier that does it otherwise has every slice of a stack
                 # copied before it is used; between the layers of a period it keeps recomputation in turn.
-                layer_of = jax.checkpoint(partial(one, place), policy=policy(remat), prevent_cse=len(places) > 1)
+                layer_of = jax.checkpoint(
+                    partial(compute_layer, place), policy=policy(remat), prevent_cse=len(places) > 1
+                )
                 x, terms = layer_of(x, shared, inputs)
                 for name, term in terms.items():
-                    found.setdefault(name, []).append(term)
-            return x, {name: jax.tree.map(lambda *each: jnp.stack(each), *every) for name, every in found.items()}
+                    by_name.setdefault(name, []).append(term)
+            return x, {name: jax.tree.map(lambda *each: jnp.stack(each), *every) for name, every in by_name.items()}
 
-        x, terms = jax.lax.scan(body, x, _by_period(places, stacked, sinks, (others.plain, given)))
+        # What is stacked over layers, by periods; as it is where a period is one layer.
+        inputs = (stacked, sinks, (others.plain, differentiable))
+        if len(places) > 1:
+
+            def split(x: jax.Array | None, each: int) -> jax.Array | None:
+                return None if x is None else x.reshape(-1, each, *x.shape[1:])
+
+            numbers = [sum(at in place.weights for place in places) for at in range(len(stacked))]
+            stacked, sinks = ([split(x, n) for x, n in zip(all, numbers, strict=True)] for all in (stacked, sinks))
+            inputs = (stacked, sinks, jax.tree.map(lambda x: split(x, len(places)), inputs[2]))
+        x, terms = jax.lax.scan(body, x, inputs)
         return x, jax.tree.map(lambda term: term.reshape(-1, *term.shape[2:]), terms)
 
     nowhere = [None] * len(stacked)
-    more = (others.given, others.shared)
+    more = (others.differentiable, others.shared)
     if used == dtypes:
-        return run(x, stacked, nowhere, *more)
+        return run(x, stacked, nowhere, more)
 
     @jax.custom_vjp
     def scanned(x: jax.Array, stacked: list, more: tuple) -> tuple[jax.Array, Terms]:
-        return run(x, stacked, nowhere, *more)
+        return run(x, stacked, nowhere, more)
 
     def forward(x: Any, stacked: list, more: tuple) -> tuple[Any, Any]:
         # Zeros that nobody reads, so that nobody makes them: their gradients are the weights', as the products are.
         sinks = [jnp.zeros(w.value.shape, kind) if w.perturbed else None for w, kind in zip(stacked, used, strict=True)]
         values = [w.value for w in stacked]
         others = jax.tree.map(lambda leaf: leaf.value, more)
-        return jax.vjp(lambda x, sinks, more: run(x, values, sinks, *more), x.value, sinks, others)
+        return jax.vjp(lambda x, sinks, more: run(x, values, sinks, more), x.value, sinks, others)
 
     def backward(pull: Callable, d_results: PyTree) -> tuple[jax.Array, list, tuple]:
-        d_x, d_sinks, d_more = pull(jax.tree.map(_instantiated, d_results, is_leaf=_is_zero))
+        def is_zero(d: Any) -> bool:
+            return isinstance(d, SymbolicZero)
+
+        d_results = jax.tree.map(
+            lambda d: jnp.zeros(d.aval.shape, d.aval.dtype) if is_zero(d) else d, d_results, is_leaf=is_zero
+        )
+        d_x, d_sinks, d_more = pull(d_results)
         return d_x, [d if d is None else d.astype(dtype) for d, dtype in zip(d_sinks, dtypes, strict=True)], d_more
 
     scanned.defvjp(forward, backward, symbolic_zeros=True)
     return scanned(x, stacked, more)
-
-
-def _used(cast: Callable[[jax.Array], jax.Array], stacked: jax.Array) -> jnp.dtype:
-    """The dtype in which layers use a stacked weight."""
-    return jax.eval_shape(cast, jax.ShapeDtypeStruct(stacked.shape[1:], stacked.dtype)).dtype
 
 
 class _Place(NamedTuple):
@@ -161,30 +179,17 @@ class _Place(NamedTuple):
         """Its part of the weights, the sinks and the others of a period."""
         weights, sinks, others = inputs
         where = list(zip(self.weights, self.turns, strict=True))
-        own = [[None if all[at] is None else all[at][turn] for at, turn in where] for all in (weights, sinks)]
-        return own[0], own[1], jax.tree.map(lambda x: x[self.number], others)
+        parts = [[None if all[at] is None else all[at][turn] for at, turn in where] for all in (weights, sinks)]
+        return parts[0], parts[1], jax.tree.map(lambda x: x[self.number], others)
 
 
 def _places(paths: list[Path], period: Sequence[Collection[Path]]) -> list[_Place]:
     """The layers of a period, given the weights that each has."""
     places = []
     for number, members in enumerate(period):
-        here = [at for at, path in enumerate(paths) if path in members]
-        places.append(_Place(number, here, [sum(paths[at] in one for one in period[:number]) for at in here]))
+        indices = [at for at, path in enumerate(paths) if path in members]
+        places.append(_Place(number, indices, [sum(paths[at] in one for one in period[:number]) for at in indices]))
     return places
-
-
-def _by_period(places: list[_Place], stacked: list, sinks: list, others: PyTree) -> tuple[list, list, PyTree]:
-    """What is stacked over layers, by periods; as it is where a period is one layer."""
-    if len(places) == 1:
-        return stacked, sinks, others
-
-    def split(x: jax.Array | None, each: int) -> jax.Array | None:
-        return None if x is None else x.reshape(-1, each, *x.shape[1:])
-
-    numbers = [sum(at in place.weights for place in places) for at in range(len(stacked))]
-    both = [[split(x, number) for x, number in zip(all, numbers, strict=True)] for all in (stacked, sinks)]
-    return both[0], both[1], jax.tree.map(lambda x: split(x, len(places)), others)
 
 
 def _cast(cast: Callable[[jax.Array], jax.Array], w: jax.Array, sink: jax.Array | None) -> jax.Array:
@@ -197,20 +202,4 @@ def _cast_into(cast: Callable[[jax.Array], jax.Array], w: jax.Array, sink: jax.A
     return cast(w)
 
 
-def _cast_into_forward(cast: Callable, w: jax.Array, sink: jax.Array) -> tuple[jax.Array, None]:
-    return cast(w), None
-
-
-def _cast_into_backward(cast: Callable, _: None, d: jax.Array) -> tuple[None, jax.Array]:
-    return None, d
-
-
-_cast_into.defvjp(_cast_into_forward, _cast_into_backward)
-
-
-def _is_zero(d: Any) -> bool:
-    return isinstance(d, SymbolicZero)
-
-
-def _instantiated(d: Any) -> jax.Array:
-    return jnp.zeros(d.aval.shape, d.aval.dtype) if _is_zero(d) else d
+_cast_into.defvjp(lambda cast, w, sink: (cast(w), None), lambda cast, saved, d: (None, d))

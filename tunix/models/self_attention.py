@@ -16,10 +16,9 @@ from jaxtyping import Array, Float
 
 from tunix.models.attention.attend import attend, attend_cached
 from tunix.models.attention.inputs import ByKind, Segments
-from tunix.models.attention.layouts import Pages
-from tunix.models.attention.pages import CachedView
+from tunix.models.attention.pages import CachedView, Pages
 from tunix.models.config import DecoderConfig
-from tunix.models.layers import Norm, Projection, RopeTables, TokenKeys, rotate, unit_rms
+from tunix.models.layers import Norm, Projection, RopeTables, TokenKeys, rms_norm, rotate
 
 
 class Kept(NamedTuple):
@@ -103,39 +102,43 @@ class _Attention(nnx.Module):
         cache: Pages | Kept | None = None,
         dropout_keys: TokenKeys | None = None,
     ) -> tuple[Float[Array, "B T D"], Pages | Kept | None]:
-        c, own = self.config, self.heads()
-        q = own.q(x, dropout_keys)
+        c, heads = self.config, self.heads()
+        q = heads.q(x, dropout_keys)
         q, gate = jnp.split(q, 2, axis=-1) if c.output_gate else (q, None)
-        q = rotate(q if own.q_norm is None else own.q_norm(q), *rope)
-        if own.k is None:
+        q = rotate(q if heads.q_norm is None else heads.q_norm(q), rope)
+        if heads.k is None:
             assert isinstance(cache, Kept), "keys and values of another layer are handed on"
             k, v, pages = cache
         else:
             assert not isinstance(cache, Kept), "a layer has keys and values, or those of another"
-            (k, v), pages = self._keys_and_values(own, x, rope, dropout_keys), cache
+            k, pages = heads.k(x, dropout_keys), cache
+            v = k if heads.v is None else heads.v(x, dropout_keys)
+            k = rotate(k if heads.k_norm is None else heads.k_norm(k), rope)
+            if c.value_norm:  # without weights
+                v = rms_norm(v, jnp.ones((), jnp.float32), eps=c.norm_eps, offset=False)
             k, v = checkpoint_name(k, "k"), checkpoint_name(v, "v")
         sinks = None if self.sinks is None else self.sinks[...]
-        q, how = checkpoint_name(q, "q"), {"scale": c.scale, "softcap": c.attention_softcap, "sinks": sinks}
+        q = checkpoint_name(q, "q")
         if isinstance(view, Segments | ByKind):
-            mixed = attend(q, k, v, view, **how)
+            mixed = attend(q, k, v, view, scale=c.scale, softcap=c.attention_softcap, sinks=sinks)
         else:
             assert pages is not None, "a view of pages comes with the pages"
             assert isinstance(view, CachedView), "pages come with their view"
-            mixed, pages = attend_cached(q, k, v, pages, view, **how, written=own.k is None)
+            mixed, pages = attend_cached(
+                q,
+                k,
+                v,
+                pages,
+                view,
+                scale=c.scale,
+                softcap=c.attention_softcap,
+                sinks=sinks,
+                written=heads.k is None,
+            )
         if gate is not None:
             mixed = mixed * jax.nn.sigmoid(checkpoint_name(gate, "q"))
-        found = Kept(k, v, pages) if c.shared_layers else pages
-        return own.o(mixed, dropout_keys), None if own.k is None else found
-
-    def _keys_and_values(
-        self, own: Heads, x: Float[Array, "B T D"], rope: RopeTables, dropout_keys: TokenKeys | None
-    ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        """Keys, normed and rotated, and values."""
-        assert own.k is not None, "a layer with keys of its own"
-        k = own.k(x, dropout_keys)
-        v = k if own.v is None else own.v(x, dropout_keys)
-        k = rotate(k if own.k_norm is None else own.k_norm(k), *rope)
-        return k, unit_rms(v, eps=self.config.norm_eps) if self.config.value_norm else v
+        kept = Kept(k, v, pages) if c.shared_layers else pages
+        return heads.o(mixed, dropout_keys), None if heads.k is None else kept
 
 
 class Attention(_Attention):
@@ -147,8 +150,8 @@ class Attention(_Attention):
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config = config
-        own = Heads.made(config, config.num_kv_heads, config.head_dim, rngs)
-        self.q, self.k, self.v, self.o, self.q_norm, self.k_norm = own
+        heads = Heads.made(config, config.num_kv_heads, config.head_dim, rngs)
+        self.q, self.k, self.v, self.o, self.q_norm, self.k_norm = heads
         self.sinks = nnx.Param(jnp.zeros(config.num_heads, jnp.float32), axes=("heads",)) if config.sinks else None
 
     def heads(self) -> Heads:
@@ -162,9 +165,9 @@ class GlobalAttention(_Attention):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config, sizes = config, config.global_heads
         assert sizes is not None, "layers with this mixer come with their sizes"
-        own = Heads.made(config, sizes.kv_heads, sizes.head_dim, rngs, keys_are_values=sizes.keys_are_values)
-        self.global_q, self.global_k, self.global_v, self.global_o = own.q, own.k, own.v, own.o
-        self.global_q_norm, self.global_k_norm = own.q_norm, own.k_norm
+        heads = Heads.made(config, sizes.kv_heads, sizes.head_dim, rngs, keys_are_values=sizes.keys_are_values)
+        self.global_q, self.global_k, self.global_v, self.global_o = heads.q, heads.k, heads.v, heads.o
+        self.global_q_norm, self.global_k_norm = heads.q_norm, heads.k_norm
 
     def heads(self) -> Heads:
         """The modules that compute it."""
@@ -176,8 +179,8 @@ class SharedAttention(_Attention):
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config = config
-        own = Heads.made(config, config.num_kv_heads, config.head_dim, rngs, shared=True)
-        self.q, self.o, self.q_norm = own.q, own.o, own.q_norm
+        heads = Heads.made(config, config.num_kv_heads, config.head_dim, rngs, shared=True)
+        self.q, self.o, self.q_norm = heads.q, heads.o, heads.q_norm
 
     def heads(self) -> Heads:
         """The modules that compute it."""
@@ -190,8 +193,8 @@ class GlobalSharedAttention(_Attention):
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         self.config, sizes = config, config.global_heads
         assert sizes is not None, "layers with this mixer come with their sizes"
-        own = Heads.made(config, sizes.kv_heads, sizes.head_dim, rngs, shared=True)
-        self.global_q, self.global_o, self.global_q_norm = own.q, own.o, own.q_norm
+        heads = Heads.made(config, sizes.kv_heads, sizes.head_dim, rngs, shared=True)
+        self.global_q, self.global_o, self.global_q_norm = heads.q, heads.o, heads.q_norm
 
     def heads(self) -> Heads:
         """The modules that compute it."""

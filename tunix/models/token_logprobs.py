@@ -24,8 +24,8 @@ from jaxtyping import Array, Bool, Float, Int
 from tunix.mesh import constrain
 from tunix.models.vocab_chunks import (
     NEVER,
-    Bend,
-    Mass,
+    LogitScaling,
+    LogSumExp,
     block_length,
     chunk_logits,
     in_chunks,
@@ -46,7 +46,7 @@ from tunix.util.loops import add_at, loop
 class _Head(NamedTuple):
     """The settings that are known when a program is compiled."""
 
-    bend: Bend
+    scaling: LogitScaling
     entropy: bool
 
 
@@ -72,9 +72,9 @@ def token_logprobs(
         entropy: whether the entropy is computed; zeros otherwise.
         temperature: the sampler's, above 0.
     """
-    head = _Head(Bend(softcap, temperature, len(table)), entropy)
-    found = _token_logprobs(head, in_pieces(hidden), table, in_pieces(targets), in_pieces(needed))
-    return jax.tree.map(lambda x: in_rows(x, *targets.shape), found)
+    head = _Head(LogitScaling(softcap, temperature, len(table)), entropy)
+    results = _token_logprobs(head, in_pieces(hidden), table, in_pieces(targets), in_pieces(needed))
+    return jax.tree.map(lambda x: in_rows(x, *targets.shape), results)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -85,11 +85,12 @@ def _token_logprobs(head, hidden, table, targets, needed):
 
 
 def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
-    """Log-probs and entropies `[B T]`, and in visiting order each token's `Mass` `[B places]` and pull `[B places D]`.
+    """Log-probs and entropies `[B T]`, and in visiting order each token's `LogSumExp` `[B places]` and pull.
 
-    A pull (computed if `pulled`) is the gradient of a token's log-prob with respect to its state, `w_target - sum_v p_v
-    w_v` (each times its slope). Like the mass it is accumulated chunk by chunk, and scaled down whenever a larger logit
-    appears. Everything is relative to the largest logit so far: an offset that all logits share costs no precision.
+    A pull `[B places D]` (computed if `pulled`) is the gradient of a token's log-prob with respect to its state,
+    `w_target - sum_v p_v w_v` (each times its slope). Like the log-sum-exp it is accumulated chunk by chunk, and scaled
+    down whenever a larger logit appears. Everything is relative to the largest logit so far: an offset that all logits
+    share costs no precision.
     """
     block = block_length(*needed.shape)
 
@@ -106,16 +107,16 @@ def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
     start = (empty, empty, empty, empty, pulls)
     logprobs, spread, top, log_total, pull = loop(visit.number, body, start, usual=visit.order.shape[1] // block)
     logprobs, spread = (jnp.where(needed, pick(x, visit.back), 0.0) for x in (logprobs, spread))
-    return logprobs, spread, Mass(top, log_total), pull
+    return logprobs, spread, LogSumExp(top, log_total), pull
 
 
 def _block(head, h: jax.Array, chunks, wanted: jax.Array, *, pulled: bool) -> tuple[jax.Array, ...]:
-    """Log-prob, entropy, both parts of the mass `[B C]` and pull `[B C D]` of a block of tokens."""
+    """Log-prob, entropy, both parts of the log-sum-exp `[B C]` and pull `[B C D]` of a block of tokens."""
     number, parts, _, size = chunks.shape
 
     def body(index, running):
         top, total, weighted, taken, mixed, steep = running
-        logits, slope = chunk_logits(head.bend, h, chunks, index)
+        logits, slope = chunk_logits(head.scaling, h, chunks, index)
         new_top = jnp.maximum(top, jnp.max(logits, -1))
         shrink, below = jnp.exp(top - new_top), logits - new_top[..., None]
         p = jnp.exp(below)
@@ -123,13 +124,13 @@ def _block(head, h: jax.Array, chunks, wanted: jax.Array, *, pulled: bool) -> tu
             # The sum was relative to the old maximum; it becomes relative to the new one.
             weighted = shrink * (weighted + total * (top - new_top)) + jnp.sum(p * below, -1)
         total = total * shrink + jnp.sum(p, -1)
-        here = taken_in(wanted, chunks, head.bend.vocab, index)
-        taken = taken + jnp.sum(jnp.where(here, logits, 0.0), -1)
+        is_target = taken_in(wanted, chunks, head.scaling.vocab, index)
+        taken = taken + jnp.sum(jnp.where(is_target, logits, 0.0), -1)
         if pulled:
             # The barrier makes XLA compute these once, instead of fusing (and recomputing) them in the product.
             weights = jax.lax.optimization_barrier((p * slope).astype(chunks.dtype))
             mixed = mixed * shrink[..., None] + table_product(weights, chunks, index)
-            steep = steep + jnp.sum(jnp.where(here, slope, 0.0), -1)
+            steep = steep + jnp.sum(jnp.where(is_target, slope, 0.0), -1)
         return new_top, total, weighted, taken, mixed, steep
 
     zero = constrain(jnp.zeros((*wanted.shape, parts), jnp.float32), "pieces", None, "vocab")
@@ -143,9 +144,9 @@ def _block(head, h: jax.Array, chunks, wanted: jax.Array, *, pulled: bool) -> tu
     total, taken, steep = jnp.sum(total * shrink, -1), jnp.sum(taken, -1), jnp.sum(steep, -1)
     log_total, pull = jnp.log(total), jnp.sum(mixed * shrink[..., None], -2)
     if pulled:
-        target = chunks[place_of(wanted, chunks, head.bend.vocab)].astype(jnp.float32)
+        target = chunks[place_of(wanted, chunks, head.scaling.vocab)].astype(jnp.float32)
         pull = steep[..., None] * target - pull / total[..., None]
-    logprob = Mass(top, log_total).log_p(taken)
+    logprob = LogSumExp(top, log_total).log_p(taken)
     return logprob, log_total - weighted / total if head.entropy else jnp.zeros_like(top), top, log_total, pull
 
 
@@ -156,11 +157,11 @@ def _forward(head, hidden, table, targets, needed):
     hidden, table, targets, needed = (x.value for x in (hidden, table, targets, needed))
     chunks = in_chunks(table, needed.shape)
     visit = visit_of(needed)
-    logprobs, spread, mass, pull = _values(head, hidden, chunks, targets, visit, needed, pulled=pulled)
+    logprobs, spread, lse, pull = _values(head, hidden, chunks, targets, visit, needed, pulled=pulled)
     if pulled:
         return (logprobs, spread), (pick(pull, visit.back).astype(hidden.dtype), targets, needed)
     # Only arrays can be saved: () stands for a table that trains, None for one that is frozen under an adapter.
-    return (logprobs, spread), (hidden, chunks, targets, needed, visit, mass, spread, () if trained else None)
+    return (logprobs, spread), (hidden, chunks, targets, needed, visit, lse, spread, () if trained else None)
 
 
 def _backward(head, saved, cotangents):
@@ -174,15 +175,15 @@ def _backward(head, saved, cotangents):
     else:
         targets, needed = saved[2:4]
         zero = jnp.zeros(needed.shape)
-        pulls = (zero if d is None else jnp.where(needed, d, 0.0) for d in (d_logprobs, d_spread))
-        d_hidden, d_table = _gradients(head, saved, *pulls)
+        d_logprobs, d_spread = (zero if d is None else jnp.where(needed, d, 0.0) for d in (d_logprobs, d_spread))
+        d_hidden, d_table = _gradients(head, saved, d_logprobs, d_spread)
     nothing = (np.zeros(targets.shape, jax.dtypes.float0), np.zeros(needed.shape, jax.dtypes.float0))
     return d_hidden, d_table, *nothing
 
 
 def _gradients(head, saved, d_logprobs, d_spread):
     """Gradients by the states and, where it trains, by the table; each chunk's logits are made again."""
-    hidden, chunks, targets, needed, visit, mass, spread, trained = saved
+    hidden, chunks, targets, needed, visit, lse, spread, trained = saved
     length = needed.shape[1]
     block = block_length(*needed.shape)
     number, parts, _, size = chunks.shape
@@ -191,7 +192,7 @@ def _gradients(head, saved, d_logprobs, d_spread):
         d_hidden, d_chunks = gradients
         order = jax.lax.dynamic_slice_in_dim(visit.order, i * block, block, 1)
         h, wanted = pick(hidden, order), pick(targets, order)
-        own = Mass(*(jax.lax.dynamic_slice_in_dim(x, i * block, block, 1) for x in mass)).per_id()
+        block_lse = LogSumExp(*(jax.lax.dynamic_slice_in_dim(x, i * block, block, 1) for x in lse)).per_id()
         # Padding of the last block repeats token 0: its cotangent counts only where the place in `order` is a real one.
         real = (i * block + jnp.arange(block)) < length
         pulls = (jnp.where(real, pick(d, order), 0.0) for d in (d_logprobs, d_spread))
@@ -199,10 +200,10 @@ def _gradients(head, saved, d_logprobs, d_spread):
 
         def one_chunk(index, gradients):
             d_h, d_chunks = gradients
-            logits, slope = chunk_logits(head.bend, h, chunks, index)
-            log_p = own.log_p(logits)
+            logits, slope = chunk_logits(head.scaling, h, chunks, index)
+            log_p = block_lse.log_p(logits)
             p = jnp.exp(log_p)
-            d_logits = pull * (taken_in(wanted, chunks, head.bend.vocab, index) - p)
+            d_logits = pull * (taken_in(wanted, chunks, head.scaling.vocab, index) - p)
             if head.entropy:
                 d_logits -= pull_spread * p * (log_p + own_spread)
             d_logits *= slope
@@ -220,7 +221,7 @@ def _gradients(head, saved, d_logprobs, d_spread):
     start = (jnp.zeros((*visit.order.shape, size), hidden.dtype), nothing)
     d_hidden, d_chunks = loop(visit.number, body, start, usual=visit.order.shape[1] // block)
     d_hidden = jnp.where(needed[..., None], pick(d_hidden, visit.back), 0)
-    return d_hidden, None if trained is None else table_gradient(d_chunks, head.bend.vocab).astype(chunks.dtype)
+    return d_hidden, None if trained is None else table_gradient(d_chunks, head.scaling.vocab).astype(chunks.dtype)
 
 
 _token_logprobs.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -38,7 +38,7 @@ NEVER = -1e30
 """Logit of the ids that pad the last chunk."""
 
 
-class Bend(NamedTuple):
+class LogitScaling(NamedTuple):
     """How the product of state and table becomes logits; known when a program is compiled."""
 
     softcap: float | None
@@ -49,7 +49,7 @@ class Bend(NamedTuple):
     """V: ids without the padding of the last chunk."""
 
 
-class Mass(NamedTuple):
+class LogSumExp(NamedTuple):
     """The log-sum-exp of a token's logits in two parts, whose sum would round away digits of the smaller one.
 
     With an offset of 1e4 that all logits share, log-probs from the sum are off by 5e-4, from the parts by 5e-7.
@@ -64,9 +64,9 @@ class Mass(NamedTuple):
         """Log-probs of logits of the same shape, or of `per_id`'s."""
         return logits - self.top - self.log_total
 
-    def per_id(self) -> "Mass":
+    def per_id(self) -> "LogSumExp":
         """Both parts with axes that broadcast over the parts and ids of a chunk."""
-        return Mass(self.top[..., None, None], self.log_total[..., None, None])
+        return LogSumExp(self.top[..., None, None], self.log_total[..., None, None])
 
 
 class Visit(NamedTuple):
@@ -159,20 +159,20 @@ def pick(values: jax.Array, order: jax.Array) -> jax.Array:
 
 
 def chunk_logits(
-    bend: Bend, hidden: Float[Array, "B C D"], chunks: Float[Array, "chunks p W D"], index: Int[Array, ""]
+    scaling: LogitScaling, hidden: Float[Array, "B C D"], chunks: Float[Array, "chunks p W D"], index: Int[Array, ""]
 ) -> tuple[Float[Array, "B C p W"], Float[Array, "B C p W"] | float]:
     """Float32 logits of one chunk of the vocabulary, and their derivative with respect to the product `h w`."""
     logits = jnp.einsum("BCD,pWD->BCpW", hidden, chunks[index], preferred_element_type=jnp.float32)
     logits = constrain(logits, "pieces", None, "vocab", None)
     slope: jax.Array | float = 1.0
-    if bend.softcap is not None:
-        bent = jnp.tanh(logits / bend.softcap)
-        logits, slope = bend.softcap * bent, 1 - bent**2
-    if bend.temperature != 1:
-        logits, slope = logits / bend.temperature, slope / bend.temperature
+    if scaling.softcap is not None:
+        bent = jnp.tanh(logits / scaling.softcap)
+        logits, slope = scaling.softcap * bent, 1 - bent**2
+    if scaling.temperature != 1:
+        logits, slope = logits / scaling.temperature, slope / scaling.temperature
     number, parts, width, _ = chunks.shape
-    if number * parts * width != bend.vocab:
-        logits = jnp.where(ids_of(chunks, bend.vocab, index) >= 0, logits, NEVER)
+    if number * parts * width != scaling.vocab:
+        logits = jnp.where(ids_of(chunks, scaling.vocab, index) >= 0, logits, NEVER)
     return logits, slope
 
 

@@ -15,11 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PRNGKeyArray
 
 from tunix.mesh import RULES, Axes, by_rows, compiler_options, sharding
-from tunix.models.attention.layouts import placed
+from tunix.models.attention.pages import placed
+from tunix.models.config import VisionConfig
 from tunix.models.deltanet import STATE_AXES, SlotStates
 from tunix.models.kv_cache import LAYERS, Weights, gains, is_top, magnified, unstack, view_axes
 from tunix.models.model import Model, Params
-from tunix.models.vision_config import VisionConfig
 from tunix.rollout.engine.holdings import Holdings
 from tunix.rollout.engine.pieces import Piece
 from tunix.rollout.engine.programs import State, blank, decode, prefill

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from jax.sharding import Mesh
 
 from tunix.models.attention import decode_triton, mosaic
-from tunix.models.attention.decode_gate import reader_here
 from tunix.models.attention.decoding import described
+from tunix.models.attention.gate import reader_here
 from tunix.models.attention.tokamax_ops import capability, missing
 from tunix.models.kv_cache import decode_specs
 from tunix.models.model import Model
-from tunix.models.quantization import hardware
 from tunix.models.quantization.formats import bytes_per_weight, is_scale
-from tunix.models.quantization.rules import Rules
+from tunix.models.quantization.rules import Rules, matmuls_line
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.config import RolloutConfig
 from tunix.rollout.engine.shapes import PAGE
@@ -88,9 +87,9 @@ def products_line(model: Model, rules: Rules | None, mesh: Mesh) -> str:
     """How the layers' matrix products are computed on these devices."""
     platform = mesh.devices.flat[0].platform
     if rules is not None:
-        return hardware.line(rules.kinds, model.dtype, platform, simulated=True)
+        return matmuls_line(rules.kinds, model.dtype, platform, simulated=True)
     rounding = model.quantization
-    return hardware.line([] if rounding is None else [(rounding.base, None)], model.dtype, platform)
+    return matmuls_line([] if rounding is None else [(rounding.base, None)], model.dtype, platform)
 
 
 def sampling_line(rollout: RolloutConfig, spec: TrainerSpec, memory: float | None, sampling: Mesh | None = None) -> str:

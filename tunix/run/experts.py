@@ -8,8 +8,7 @@ from tunix.errors import UserError
 from tunix.models.attention.gate import LIMIT
 from tunix.models.attention.tokamax_ops import capability
 from tunix.models.config import DecoderConfig
-from tunix.models.exchange_gate import exchange_difference
-from tunix.models.grouped_gate import grouped_difference
+from tunix.models.expert_gates import exchange_difference, grouped_difference
 from tunix.models.grouped_products import ALIGNED, GroupedSpec, described, implementation
 
 EXCHANGED = 1e-5
@@ -26,7 +25,7 @@ def experts_line(config: DecoderConfig, dtype: DType, mesh: Mesh) -> str | None:
 
 
 def check_products(config: DecoderConfig, dtype: DType, mesh: Mesh) -> None:
-    """Refuses devices whose kernels for experts give other numbers than plain products (`models/grouped_gate.py`).
+    """Refuses devices whose kernels for experts give other numbers than plain products (`models/expert_gates.py`).
 
     Nothing is asked of a CPU, which has no kernel, nor for a model without experts.
 
@@ -52,7 +51,7 @@ def check_products(config: DecoderConfig, dtype: DType, mesh: Mesh) -> None:
 
 
 def check_exchange(config: DecoderConfig, mesh: Mesh) -> None:
-    """Refuses devices that hand each other other tokens than they should (`models/exchange_gate.py`).
+    """Refuses devices that hand each other other tokens than they should (`models/expert_gates.py`).
 
     Every process of the run calls it. Nothing is asked of CPUs, nor where experts are not split.
 

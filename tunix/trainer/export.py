@@ -11,8 +11,7 @@ from tunix.config import DType
 from tunix.hf.model_folder import save_folder
 from tunix.hf.peft_folder import save_adapter
 from tunix.lora.adapt import merge, merge_rounded
-from tunix.models.model import Params
-from tunix.models.on_grid import rounded
+from tunix.models.model import Params, rounded
 from tunix.models.quantization.rules import Rules
 from tunix.trainer.spec import TrainerSpec
 from tunix.trainer.state_files import load_params

@@ -15,13 +15,23 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel import static
 
 from tests.tiny_models import one_device
 from tests.trainers import RICH
-from tunix.models.attention import decode_gate, decode_ragged, decode_triton, pages
-from tunix.models.attention.decode_spec import DecodeSpec
-from tunix.models.attention.decoding import BY_NAME, described, reader, reader_of, unsaved
-from tunix.models.attention.gate import LIMIT
-from tunix.models.attention.inputs import HIDDEN
-from tunix.models.attention.layouts import Columns, Interleaved, Rows, rounded
-from tunix.models.attention.pages import NOWHERE, Gathered, PieceView, SlotsView, Table, Visits, Writes
+from tunix.models.attention import decode_triton, decoding, pages
+from tunix.models.attention.decoding import BY_NAME, described, lacks_ragged, reader, reader_of, unsaved
+from tunix.models.attention.gate import LIMIT, reader_difference
+from tunix.models.attention.inputs import HIDDEN, DecodeSpec
+from tunix.models.attention.pages import (
+    NOWHERE,
+    Columns,
+    Gathered,
+    Interleaved,
+    PieceView,
+    Rows,
+    SlotsView,
+    Table,
+    Visits,
+    Writes,
+    rounded,
+)
 from tunix.models.kv_cache import decode_specs
 from tunix.rollout.engine.holdings import Reads
 
@@ -120,7 +130,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "case"), CASES, ids=[f"{name} {case}" for name, case in CASES])
 def test_every_way_to_read_pages_mixes_what_a_plain_softmax_does(name, case, monkeypatch):
     monkeypatch.setattr(decode_triton, "PART", 48)
-    monkeypatch.setattr(decode_ragged, "ragged_paged_attention", reference)
+    monkeypatch.setattr(decoding, "ragged_paged_attention", reference)
     kind, window, softcap = case.get("kind", "float32"), case.get("window"), case.get("softcap")
     q, k, v = sequences(case.get("heads", 4), case.get("kv_heads", 2), case.get("dim", 16))
     cache, table, first = in_pages(BY_NAME[name].layout, kind, k, v, window)
@@ -253,7 +263,7 @@ def test_a_layout_is_read_by_one_implementation_alone():
 
 
 def test_a_cache_of_8_bits_that_would_be_gathered_is_refused_but_on_a_cpu():
-    assert unsaved([replace(V5P, cache="int8")]) == f"ragged cannot read it in its place: {decode_ragged.lacks(INT8)}"
+    assert unsaved([replace(V5P, cache="int8")]) == f"ragged cannot read it in its place: {lacks_ragged(INT8)}"
     assert unsaved([replace(V5P, cache="int8", platform="cpu")]) is None
     assert unsaved([replace(V5P, cache="fp8")]) is None
     assert unsaved([replace(H100, cache="int8")]) is None
@@ -284,5 +294,5 @@ def test_a_kernel_is_compared_before_it_is_used(forget: str, sinks: bool, below:
         mixed, lse = one.before_piece(q, cache, replace(view, window=window), **how)
         return mixed, 0 * lse if forget == "lse of pieces" else lse
 
-    apart = decode_gate.measured(one._replace(of_slots=of_slots, before_piece=before_piece), spec)
+    apart = reader_difference(one._replace(of_slots=of_slots, before_piece=before_piece), spec)
     assert (apart < LIMIT) == below

@@ -17,8 +17,7 @@ from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
-from tunix.models.model import Model
-from tunix.models.on_grid import rounded
+from tunix.models.model import Model, rounded
 from tunix.models.quantization.fake_quant import LARGEST, Simulated, simulated
 from tunix.models.quantization.formats import Quantization, dequantize, quantize
 from tunix.models.quantization.rules import Rules
@@ -104,7 +103,7 @@ def test_a_model_computes_with_its_weights_on_their_grid():
         if name in moved:
             how = dict(simulated(MIXED))[name.split("/")[1]].weights
             assert how is not None
-            values, scales = jax.vmap(partial(quantize, how=how, contracted=1))(value)  # o has two, and stays
+            values, scales = jax.vmap(partial(quantize, quantization=how, contracted=1))(value)  # o has two, and stays
             np.testing.assert_array_equal(on_grid[name], jax.vmap(dequantize)(values, scales))
             error = np.sqrt(np.mean((on_grid[name] - value) ** 2) / np.mean(value**2))
             assert moved[name] == pytest.approx(error, rel=1e-4)

@@ -36,8 +36,7 @@ from tunix.models.attention.inputs import (
     merged,
     past_sinks,
 )
-from tunix.models.attention.layouts import Pages, placed, rounded
-from tunix.models.attention.pages import CachedView, PieceView
+from tunix.models.attention.pages import CachedView, Pages, PieceView, placed, rounded
 from tunix.models.attention.tokamax_ops import capability
 from tunix.util.loops import switch
 
@@ -135,20 +134,20 @@ def attend_cached(
         sinks: as in `attend`.
         written: whether the pages have the new tokens already, as another layer's whose keys and values these are.
     """
-    how, new = {"scale": scale, "softcap": softcap}, rounded(k, v, cache.kind)
+    new = rounded(k, v, cache.kind)
 
     def part(cache, q, new, view):
         # Written before they are read, which changes nothing of earlier tokens, so that pages are changed in place.
         cache = cache if written else pages.written(cache, view.writes, new)
         if isinstance(view, PieceView):
-            return cache, reader_of(cache).before_piece(q, cache, view, **how)
-        return cache, of_slots(q, cache, view, **how)
+            return cache, reader_of(cache).before_piece(q, cache, view, scale=scale, softcap=softcap)
+        return cache, of_slots(q, cache, view, scale=scale, softcap=softcap)
 
-    cache, found = at_each_device(part, cache, q, new, view, mixes=True)
+    cache, result = at_each_device(part, cache, q, new, view, mixes=True)
     if isinstance(view, PieceView):
         k, v = new.exact(q.dtype)
-        found = merged(_within_rows(q, k, v, view.segments, **how), found)
-    return past_sinks(found, sinks)[0], cache
+        result = merged(_within_rows(q, k, v, view.segments, scale, softcap), result)
+    return past_sinks(result, sinks)[0], cache
 
 
 def at_each_device(part: Callable, cache: Pages | tuple[Pages, Pages], *more: Any, mixes: bool = False) -> Any:
@@ -172,17 +171,17 @@ def at_each_device(part: Callable, cache: Pages | tuple[Pages, Pages], *more: An
 
     # Views are opened up: their fields would not take places for arrays.
     leaves, tree = jax.tree.flatten(more)
-    own = placed(first, lambda x, axes: partition(axes, x.shape, mesh))
-    held = own if isinstance(cache, Pages) else (own, own)
-    results = (own, (place(leaves[0]), place(leaves[0][..., 0]))) if mixes else own
-    at_home = jax.shard_map(
+    placement = placed(first, lambda x, axes: partition(axes, x.shape, mesh))
+    held = placement if isinstance(cache, Pages) else (placement, placement)
+    results = (placement, (place(leaves[0]), place(leaves[0][..., 0]))) if mixes else placement
+    by_device = jax.shard_map(
         lambda cache, *leaves: part(cache, *jax.tree.unflatten(tree, leaves)),
         mesh=mesh,
         in_specs=(held, *map(place, leaves)),
         out_specs=results,
         check_vma=False,
     )
-    return at_home(cache, *leaves)
+    return by_device(cache, *leaves)
 
 
 def _within_rows(
@@ -224,10 +223,10 @@ def implementation(spec: AttentionSpec, wanted: str = "auto") -> Implementation:
         ValueError: the one that is wanted cannot, and why.
     """
     if wanted != "auto":
-        one = BY_NAME[wanted]
-        if reason := one.lacks(spec):
+        named = BY_NAME[wanted]
+        if reason := named.lacks(spec):
             raise ValueError(f"attention: {wanted} cannot be used here: {reason}")
-        return one
+        return named
     able = [one for one in IMPLEMENTATIONS if one.lacks(spec) is None]
     short = spec.keys <= SHORT and spec.queries == spec.keys
     return BY_NAME["einsum"] if able[0].name == "chunked" and short else able[0]
@@ -239,22 +238,22 @@ def described(specs: Sequence[AttentionSpec], wanted: str = "auto") -> str:
     Raises:
         ValueError: the one that is wanted cannot compute one of them, and why.
     """
-    found: dict[str, list[AttentionSpec]] = {}
+    by_text: dict[str, list[AttentionSpec]] = {}
     for spec in specs:
-        found.setdefault(_described(spec, wanted), []).append(spec)
-    if len(found) == 1:
-        return next(iter(found))
-    windows = {text: ", ".join(f"{spec.window or 'whole'}" for spec in those) for text, those in found.items()}
-    return "; ".join(f"windows {windows[text]}: {text}" for text in found)
+        by_text.setdefault(_described(spec, wanted), []).append(spec)
+    if len(by_text) == 1:
+        return next(iter(by_text))
+    windows = {text: ", ".join(f"{spec.window or 'whole'}" for spec in those) for text, those in by_text.items()}
+    return "; ".join(f"windows {windows[text]}: {text}" for text in by_text)
 
 
 def _described(spec: AttentionSpec, wanted: str) -> str:
     chosen = implementation(spec, wanted)
     faster = IMPLEMENTATIONS[: IMPLEMENTATIONS.index(chosen)] if wanted == "auto" else ()
     reasons: dict[str, str] = {}
-    for one in faster:
-        if reason := one.lacks(spec):
-            reasons.setdefault(reason, one.name)  # once where two kernels have it
+    for candidate in faster:
+        if reason := candidate.lacks(spec):
+            reasons.setdefault(reason, candidate.name)  # once where two kernels have it
     return chosen.name + (f" ({'; '.join(f'{name}: {reason}' for reason, name in reasons.items())})" if reasons else "")
 
 
@@ -289,13 +288,13 @@ def _attend(call: _Call, q, k, v, tokens, kind, sinks) -> Mixed:
 def _by_kind(call: _Call, name: Literal["forward", "backward"], kind, q, k, v, tokens, *more):
     """What the implementation of this kind of layer returns."""
 
-    def branch(one: Implementation, window: int | None) -> Callable:
+    def branch(method: Implementation, window: int | None) -> Callable:
         def compute(q, k, v, tokens, *more, first=0):
-            *rest, pictures = tokens
-            view = Segments(*rest, window=window, first=first, pictures=pictures, ahead=call.ahead)
-            return getattr(one, name)(q, k, v, view, *more, scale=call.scale, softcap=call.softcap)
+            ids, positions, parents, pictures = tokens
+            view = Segments(ids, positions, parents, window=window, first=first, pictures=pictures, ahead=call.ahead)
+            return getattr(method, name)(q, k, v, view, *more, scale=call.scale, softcap=call.softcap)
 
-        return _on_each_device(compute, name) if one.local else compute
+        return _on_each_device(compute, name) if method.local else compute
 
     branches = list(map(branch, call.implementations, call.windows))
     if kind is None:
@@ -324,11 +323,11 @@ def _on_each_device(compute: Callable, name: Literal["forward", "backward"]) -> 
             k, v, tokens = jax.tree.map(
                 partial(jax.lax.all_gather, axis_name=CONTEXT, axis=1, tiled=True), (k, v, tokens)
             )
-            found = compute(q, k, v, tokens, *more, first=jax.lax.axis_index(CONTEXT) * q.shape[1])
+            result = compute(q, k, v, tokens, *more, first=jax.lax.axis_index(CONTEXT) * q.shape[1])
             if name == "forward":
-                return found
+                return result
             shares = partial(jax.lax.psum_scatter, axis_name=CONTEXT, scatter_dimension=1, tiled=True)
-            return found[0], shares(found[1]), shares(found[2])
+            return result[0], shares(result[1]), shares(result[2])
 
         def place(x: jax.Array) -> jax.sharding.PartitionSpec:
             axes = ("rows", "time") if x.ndim == 2 else ("rows", "time", heads, None)

@@ -20,10 +20,8 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float
 
 from tunix.mesh import platform
-from tunix.models.attention.decode_spec import DecodeSpec
-from tunix.models.attention.inputs import HIDDEN, Mixed, grouped, scaled
-from tunix.models.attention.layouts import Rows, scaled_up
-from tunix.models.attention.pages import PieceView, SlotsView, block_of, settled
+from tunix.models.attention.inputs import HIDDEN, DecodeSpec, Mixed, grouped, scaled
+from tunix.models.attention.pages import PieceView, Rows, SlotsView, block_of, normalised, scaled_up
 from tunix.models.attention.pages import before_piece as plain_before_piece
 
 ROWS = 16
@@ -73,7 +71,7 @@ def of_slots(q: Float[Array, "B 1 N H"], pages: Rows, view: SlotsView, *, scale:
     block = min(pages.size, TILE // dim, PART)
     scales = () if pages.scales is None else (pages.scales,)
     shapes = ((slots, kv_heads, parts, group), (slots, kv_heads, parts, group), (slots, kv_heads, parts, group, dim))
-    found = pl.pallas_call(
+    partials = pl.pallas_call(
         partial(_kernel, rows=rows, block=block, size=pages.size, softcap=softcap),
         grid=(slots, kv_heads, parts),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
@@ -81,11 +79,11 @@ def of_slots(q: Float[Array, "B 1 N H"], pages: Rows, view: SlotsView, *, scale:
         interpret=platform() == "cpu",
         name="paged_decode",
     )(table, starts, stops, queries, pages.keys, pages.values, *scales)
-    peaks, masses, sums = found
+    peaks, masses, sums = partials
     peak = jnp.max(peaks, axis=2)
     share = jnp.exp(peaks - peak[:, :, None])
     mass, mixed = jnp.sum(share * masses, axis=2), jnp.sum(share[..., None] * sums, axis=2)
-    return settled(peak[..., None], mass[..., None], mixed[..., None, :], q.dtype)
+    return normalised(peak[..., None], mass[..., None], mixed[..., None, :], q.dtype)
 
 
 def _kernel(
@@ -179,12 +177,12 @@ def _piece_kernel(
     *scales, mixed, lse = rest
     row, head = pl.program_id(0), pl.program_id(1)
     queries, tiles = q[row, head], size // block
-    own, ends, firsts = ids[row], begins[row], None if window is None else positions[row] - window
+    segment, ends, firsts = ids[row], begins[row], None if window is None else positions[row] - window
 
     def tile(number: Array, partials: Partials) -> Partials:
         visit, at = number // tiles, number % tiles * block
         tokens = starts[visit] + at + jnp.arange(block)
-        seen = (tokens[None] < ends[:, None]) & (own == owners[visit])[:, None]
+        seen = (tokens[None] < ends[:, None]) & (segment == owners[visit])[:, None]
         if firsts is not None:
             seen &= tokens[None] > firsts[:, None]
         where = pages[visit], head // group, pl.ds(at, block)

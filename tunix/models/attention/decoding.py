@@ -9,13 +9,64 @@ Axes: B rows, C tokens at a time, N query heads, H head dim.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jaxtyping import Array, Float
 
-from tunix.models.attention import decode_ragged, decode_triton, pages
-from tunix.models.attention.decode_spec import DecodeSpec
-from tunix.models.attention.inputs import Mixed
-from tunix.models.attention.layouts import LARGEST, Columns, Interleaved, Pages, Rows
-from tunix.models.attention.pages import SlotsView
+from tunix.models.attention import decode_triton, pages
+from tunix.models.attention.inputs import LANES, DecodeSpec, Mixed, scaled
+from tunix.models.attention.pages import LARGEST, STORED, Columns, Interleaved, Pages, Rows, SlotsView
+
+TOKENS = 1024
+"""Tokens of a sequence that are fetched at a time."""
+QUERIES = 8
+"""Queries, each of a slot, of one step of the kernel's grid."""
+VMEM = 64 * 2**20
+"""Bytes of the chip's vector memory that the kernel may take."""
+
+
+def lacks_ragged(spec: DecodeSpec) -> str | None:
+    """Why the kernel cannot read a cache; None where it can."""
+    if spec.platform != "tpu":
+        return "it needs a TPU"
+    if spec.head_dim % LANES:
+        return f"a head dim of {spec.head_dim} is no multiple of {LANES}"
+    if spec.sinks:
+        return "it tells no log-sum-exp, by which sinks take their share"
+    if spec.cache == "int8":
+        return "it knows one scale for a whole cache, and int8 has one for each token and head"
+    packed = 4 // jnp.dtype(STORED[spec.cache]).itemsize
+    tiled = 2 * spec.kv_heads / packed
+    if tiled not in (1, 2, 4, 8) and tiled % 8:
+        return f"{spec.kv_heads} kv heads of {spec.cache} on a device fill no tile"
+    return None
+
+
+def of_slots_by_ragged(
+    q: Float[Array, "B 1 N H"], pages: Interleaved, view: SlotsView, *, scale: float, softcap: float | None
+) -> Mixed:
+    """As `pages.of_slots`, over pages that stay where they are; the kernel tells no log-sum-exp, which is nan."""
+    table, slots = view.table.pages, len(q)
+    held = view.positions[:, 0] + 1 - view.table.first * pages.size
+    # Idle slots read a token: a sequence without one would leave what was in the kernel's memory.
+    held = jnp.clip(held, 1, table.shape[1] * pages.size)
+    eight_bits = pages.kind == "fp8"
+    mixed = ragged_paged_attention(
+        scaled(q, scale)[:, 0],
+        pages.both,
+        held.astype(jnp.int32),
+        jnp.maximum(table, 0),
+        jnp.arange(slots + 1, dtype=jnp.int32),
+        jnp.full(1, slots, jnp.int32),
+        sliding_window=view.window,
+        soft_cap=softcap,
+        k_scale=1.0 if eight_bits else None,
+        v_scale=1.0 if eight_bits else None,
+        num_kv_pages_per_block=min(max(TOKENS // pages.size, 1), table.shape[1]),
+        num_queries_per_block=min(QUERIES, slots),
+        vmem_limit_bytes=VMEM,
+    )
+    return mixed[:, None], jnp.full(q.shape[:-1], jnp.nan)
 
 
 class Reader(NamedTuple):
@@ -35,7 +86,7 @@ class Reader(NamedTuple):
 
 
 IMPLEMENTATIONS: tuple[Reader, ...] = (
-    Reader("ragged", decode_ragged.lacks, Interleaved, decode_ragged.of_slots),
+    Reader("ragged", lacks_ragged, Interleaved, of_slots_by_ragged),
     Reader("triton", decode_triton.lacks, Rows, decode_triton.of_slots, decode_triton.before_piece),
     Reader("gathered", lambda spec: None, Columns, pages.of_slots, in_place=False),
 )
@@ -48,9 +99,9 @@ def reader(specs: Sequence[DecodeSpec]) -> Reader:
     return next(one for one in IMPLEMENTATIONS if _lacks(one, specs) is None)
 
 
-def _lacks(one: Reader, specs: Sequence[DecodeSpec]) -> str | None:
+def _lacks(candidate: Reader, specs: Sequence[DecodeSpec]) -> str | None:
     """Why an implementation cannot read a cache: what it lacks for the first shape of heads that it cannot read."""
-    return next(filter(None, map(one.lacks, specs)), None)
+    return next(filter(None, map(candidate.lacks, specs)), None)
 
 
 def described(specs: Sequence[DecodeSpec], chosen: str) -> str:
@@ -75,12 +126,14 @@ def of_slots(
     q: Float[Array, "B C N H"], cache: Pages, view: SlotsView, *, scale: float, softcap: float | None
 ) -> Mixed:
     """Attention of new tokens of slots to their pages, on each device, by who reads pages of this layout."""
-    own, (slots, number) = reader_of(cache), q.shape[:2]
-    if number == 1 or not own.in_place:
-        return own.of_slots(q, cache, view, scale=scale, softcap=softcap)
+    implementation, (slots, number) = reader_of(cache), q.shape[:2]
+    if number == 1 or not implementation.in_place:
+        return implementation.of_slots(q, cache, view, scale=scale, softcap=softcap)
     # Kernels read for one query: guesses have slots of their own.
-    found = own.of_slots(q.reshape(-1, 1, *q.shape[2:]), cache, view.apart(), scale=scale, softcap=softcap)
-    mixed, lse = found
+    result = implementation.of_slots(
+        q.reshape(-1, 1, *q.shape[2:]), cache, view.by_token(), scale=scale, softcap=softcap
+    )
+    mixed, lse = result
     return mixed.reshape(q.shape), lse.reshape(slots, number, -1)
 
 

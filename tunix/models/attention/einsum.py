@@ -57,11 +57,11 @@ def backward(
     """The gradients of `forward`, which is computed again; as `attend.Implementation.backward`."""
 
     def again(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        mixed, own = _by_blocks(_mixed_by_softmax, q, k, v, view, scale, softcap)
+        mixed, lse = _by_blocks(_mixed_by_softmax, q, k, v, view, scale, softcap)
         # The result's log-sum-exp, sinks included, moves with that of the keys by the keys' share of it.
-        now = jax.lax.stop_gradient(own)
-        whole = result[1] + jnp.exp(now - result[1]) * (own - now)
-        return (mixed * jnp.exp(own - whole)[..., None]).astype(mixed.dtype)
+        now = jax.lax.stop_gradient(lse)
+        whole = result[1] + jnp.exp(now - result[1]) * (lse - now)
+        return (mixed * jnp.exp(lse - whole)[..., None]).astype(mixed.dtype)
 
     return jax.vjp(again, q, k, v)[1](d_mixed)
 

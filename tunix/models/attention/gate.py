@@ -1,15 +1,19 @@
-"""The parity gate: a kernel computes attention only on devices where it gives the einsums' numbers.
+"""The parity gates: a kernel computes attention only on devices where it gives plain products' numbers.
 
 Kernels depend on a device, its compiler and a library, and are seldom tested together as they are met. So the first
 start on a device computes a small packed row by the kernel and by the einsums, with gradients, for each kind of layer.
+An engine uses a kernel that reads pages only where it gives the gathered pages' numbers: slots of several lengths that
+decode, with pages in no order, and a piece of prompts that continues some of them.
 
-Axes: B rows, T time, N query heads, K kv heads, H head dim.
+Axes: B rows, T time, N query heads, K kv heads, H head dim, Co columns of a page table.
 """
 
 import hashlib
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -17,9 +21,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Int
 
+from tunix.models.attention import decoding
 from tunix.models.attention.attend import BY_NAME, Implementation
-from tunix.models.attention.inputs import AttentionSpec, Segments
+from tunix.models.attention.decoding import Reader, reader
+from tunix.models.attention.inputs import AttentionSpec, DecodeSpec, Segments, past_sinks
+from tunix.models.attention.pages import (
+    NOWHERE,
+    Gathered,
+    Pages,
+    PieceView,
+    SlotsView,
+    Table,
+    Visits,
+    Writes,
+    block_of,
+    rounded,
+)
 from tunix.util.atomic_io import write_text_atomic
 from tunix.util.exact import jit
 
@@ -34,24 +53,27 @@ MEASURED = Path("~/.cache/tunix/attention.json")
 """The differences that were found, by device, versions, kernel and spec."""
 
 
-def difference(name: str, spec: AttentionSpec, found: Path = MEASURED) -> float:
+def difference(name: str, spec: AttentionSpec, measurements: Path = MEASURED) -> float:
     """How far a kernel is from the einsums on this device, relative to their size; remembered for later starts.
 
     Args:
         name: the implementation, e.g. "splash".
         spec: the call that it is for; the row here is a short one.
-        found: the file of what was found before.
+        measurements: the file of what was found before.
     """
     spec = replace(spec, queries=LENGTH, keys=LENGTH)
-    return remembered([name, spec], lambda: measured(BY_NAME[name], spec), found)
+    return remembered([name, spec], lambda: measured(BY_NAME[name], spec), measurements)
 
 
-def remembered(call: list, measure: Callable[[], float], found: Path = MEASURED) -> float:
+def remembered(call: list, measure: Callable[[], float], measurements: Path = MEASURED) -> float:
     """What was measured of a kernel's call on such a device before; else it is measured."""
     versions = [version("jax"), version("jaxlib"), _version("tokamax"), _version("libtpu")]
     text = str([jax.local_devices()[0].device_kind, *versions, *call])
-    key, path = hashlib.sha256(text.encode()).hexdigest()[:16], found.expanduser()
-    known = _known(path)
+    key, path = hashlib.sha256(text.encode()).hexdigest()[:16], measurements.expanduser()
+    try:
+        known: dict[str, float] = json.loads(path.read_text())
+    except (OSError, ValueError):  # None yet, or not ours: both are measured anew.
+        known = {}
     if key not in known:
         known[key] = measure()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,22 +81,26 @@ def remembered(call: list, measure: Callable[[], float], found: Path = MEASURED)
     return known[key]
 
 
-def measured(one: Implementation, spec: AttentionSpec) -> float:
+def measured(kernel: Implementation, spec: AttentionSpec) -> float:
     """The largest relative difference of attention, its log-sum-exp and its gradients from float32 einsums."""
-    view, inputs = row(spec), random_inputs(spec)
+    view, heads = row(spec), (spec.heads, spec.kv_heads, spec.kv_heads, spec.heads)
+    shapes = [(1, LENGTH, number, spec.head_dim) for number in heads]
+    keys = jax.random.split(jax.random.key(0), 4)
+    # q, k, v and the gradient by the result.
+    inputs = tuple(jax.random.normal(key, shape).astype(spec.dtype) for key, shape in zip(keys, shapes, strict=True))
 
-    def results(one: Implementation, *inputs: jax.Array) -> tuple[jax.Array, ...]:
+    def results(implementation: Implementation, *inputs: jax.Array) -> tuple[jax.Array, ...]:
         q, k, v, pull = inputs
-        settings = {"scale": spec.head_dim**-0.5, "softcap": spec.softcap}
-        result = one.forward(q, k, v, view, **settings)
-        return *result, *one.backward(q, k, v, view, result, pull, **settings)
+        scale, softcap = spec.head_dim**-0.5, spec.softcap
+        result = implementation.forward(q, k, v, view, scale=scale, softcap=softcap)
+        return *result, *implementation.backward(q, k, v, view, result, pull, scale=scale, softcap=softcap)
 
     with jax.set_mesh(Mesh(jax.local_devices()[:1], ("alone",))):
-        mine = _computed(lambda *x: results(one, *x), inputs)
+        computed = _computed(partial(results, kernel), inputs)
         with jax.default_matmul_precision("highest"):
-            exact = _computed(lambda *x: results(BY_NAME["einsum"], *x), tuple(x.astype(np.float32) for x in inputs))
+            exact = _computed(partial(results, BY_NAME["einsum"]), tuple(x.astype(np.float32) for x in inputs))
     real = np.asarray(view.ids > 0)
-    return max(off(x[real], y[real]) for x, y in zip(mine, exact, strict=True))
+    return max(off(x[real], y[real]) for x, y in zip(computed, exact, strict=True))
 
 
 def row(spec: AttentionSpec) -> Segments:
@@ -82,35 +108,21 @@ def row(spec: AttentionSpec) -> Segments:
     ids, positions, parents = (np.zeros((1, LENGTH), np.int32) for _ in range(3))
     start = 0
     for number, length in enumerate(DOCUMENTS, 1):
-        here, shared = np.s_[0, start : start + length], spec.branched and number in (2, 3)
-        ids[here], parents[here] = number, 1 if shared else number
-        positions[here] = np.arange(length) + (DOCUMENTS[0] if shared else 0)
+        span, shared = np.s_[0, start : start + length], spec.branched and number in (2, 3)
+        ids[span], parents[span] = number, 1 if shared else number
+        positions[span] = np.arange(length) + (DOCUMENTS[0] if shared else 0)
         start += length
     above = jnp.asarray(parents) if spec.branched else None
     return Segments(jnp.asarray(ids), jnp.asarray(positions), above, window=spec.window)
-
-
-def random_inputs(spec: AttentionSpec) -> tuple[jax.Array, ...]:
-    """q, k, v and the gradient by the result, in the dtype of the spec."""
-    keys, heads = jax.random.split(jax.random.key(0), 4), (spec.heads, spec.kv_heads, spec.kv_heads, spec.heads)
-    shapes = ((1, LENGTH, number, spec.head_dim) for number in heads)
-    return tuple(jax.random.normal(key, shape).astype(spec.dtype) for key, shape in zip(keys, shapes, strict=True))
-
-
-def _known(path: Path) -> dict[str, float]:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):  # None yet, or not ours: both are measured anew.
-        return {}
 
 
 def _computed(function: Callable, inputs: tuple[jax.Array, ...]) -> list[np.ndarray]:
     return [np.asarray(x, np.float32) for x in jit(function)(*inputs)]
 
 
-def off(found: np.ndarray, right: np.ndarray) -> float:
+def off(computed: np.ndarray, right: np.ndarray) -> float:
     """The root mean square of a difference, relative to that of what is right; infinite where one is not a number."""
-    apart = float(np.sqrt(np.mean((found - right) ** 2)) / np.sqrt(np.mean(right**2)))
+    apart = float(np.sqrt(np.mean((computed - right) ** 2)) / np.sqrt(np.mean(right**2)))
     return apart if np.isfinite(apart) else float("inf")
 
 
@@ -119,3 +131,97 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "none"
+
+
+HELD = (1, 300, 900, 1024)
+"""Tokens of the slots."""
+PIECE = ((1, 40), (2, 60), (0, 28))
+"""Slot and tokens of each segment of the piece; the last are padding."""
+
+
+def reader_here(specs: Sequence[DecodeSpec], mesh: Mesh) -> Reader:
+    """The implementation that reads a cache on a mesh: a kernel has to give the right numbers where its devices are.
+
+    Args:
+        specs: of each shape of the cache's heads.
+        mesh: the sampler's.
+    """
+    chosen = reader(specs)
+    if not chosen.in_place or mesh.devices.flat[0] not in jax.local_devices():
+        return chosen
+    apart = max(remembered([chosen.name, spec, PIECE], partial(reader_difference, chosen, spec)) for spec in specs)
+    if apart <= LIMIT:
+        return chosen
+    logging.getLogger(__name__).warning(
+        "decoding: %s is off gathered pages by %.2g of their size on this device, more than %g: pages are gathered",
+        *(chosen.name, apart, LIMIT),
+    )
+    return decoding.BY_NAME["gathered"]
+
+
+def reader_difference(candidate: Reader, spec: DecodeSpec) -> float:
+    """The largest relative difference of a kernel from float32 products over gathered pages, of all kinds of layers."""
+    with jax.set_mesh(Mesh(jax.local_devices()[:1], ("alone",))):
+        return max(_of_window(candidate, spec, window) for window in spec.windows)
+
+
+def _of_window(candidate: Reader, spec: DecodeSpec, window: int | None) -> float:
+    columns = -(-max(HELD) // spec.page)
+    keys, scale, softcap = jax.random.split(jax.random.key(0), 4), spec.head_dim**-0.5, spec.softcap
+    # Of the size of a log-sum-exp of a few to a thousand scores.
+    sinks = jnp.linspace(0, 8, spec.heads) if spec.sinks else None
+    shape = (len(HELD) * columns, spec.page, spec.kv_heads, spec.head_dim)
+    k, v = (jax.random.normal(key, shape).astype(spec.dtype) for key in keys[:2])
+    q = jax.random.normal(keys[2], (len(HELD), 1, spec.heads, spec.head_dim)).astype(spec.dtype)
+    length = sum(number for _, number in PIECE)
+    queries = jax.random.normal(keys[3], (1, length, spec.heads, spec.head_dim)).astype(spec.dtype)
+    order = np.random.default_rng(0).permutation(len(k)).astype(np.int32)
+
+    def view(places: np.ndarray, origin: Gathered | None) -> SlotsView:
+        positions = jnp.asarray(HELD)[:, None] - 1
+        table = Table(jnp.asarray(places.reshape(len(HELD), columns)), jnp.zeros(len(HELD), jnp.int32))
+        return SlotsView(Writes(jnp.full_like(positions, NOWHERE), positions), positions, table, origin, window)
+
+    def filled(layout: type[Pages], at: np.ndarray) -> Pages:
+        pages = layout.empty(len(k), spec.kv_heads, spec.head_dim, spec.page, spec.cache)
+        new = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rounded(k, v, spec.cache))
+        return pages.with_tokens(jnp.repeat(jnp.asarray(at), spec.page), jnp.tile(jnp.arange(spec.page), len(k)), new)
+
+    def mixed(
+        reader: Reader, at: np.ndarray, origin: Gathered | None, q: jax.Array, queries: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        pages, places = filled(reader.layout, at), at.reshape(len(HELD), columns)
+        slots = past_sinks(reader.of_slots(q, pages, view(at, origin), scale=scale, softcap=softcap), sinks)[0]
+        # The log-sum-exp of earlier tokens is always read: it is compared by what sinks leave of the mean.
+        piece = reader.before_piece(queries, pages, _piece(places, spec.page, window), scale=scale, softcap=softcap)
+        return slots, past_sinks(piece, jnp.linspace(0, 8, spec.heads))[0]
+
+    every = np.arange(len(k), dtype=np.int32)
+    side = Gathered(*(jnp.asarray(x)[None] for x in (every, every // columns, every % columns * spec.page)))
+    computed = jit(partial(mixed, candidate, order, None))(q, queries)
+    with jax.default_matmul_precision("highest"):
+        plain = partial(mixed, decoding.BY_NAME["gathered"], every, side)
+        exact = jit(plain)(q.astype(jnp.float32), queries.astype(jnp.float32))
+    return max(off(np.asarray(x, np.float32), np.asarray(y)) for x, y in zip(computed, exact, strict=True))
+
+
+def _piece(places: Int[np.ndarray, "B Co"], page: int, window: int | None) -> PieceView:
+    """The piece, given the pages of the slots."""
+    slots, numbers = map(np.array, zip(*PIECE, strict=True))
+    owners, ends = np.arange(1, len(PIECE) + 1), np.cumsum(numbers)
+    begins, firsts = np.repeat(np.array(HELD)[slots], numbers), np.repeat(ends - numbers, numbers)
+    ids = np.repeat(np.where(owners < len(PIECE), owners, 0), numbers)
+    width = block_of(len(ids))
+    visits = [
+        (block, places[slot, column], column * page, owner)
+        for block in range(len(ids) // width)
+        for owner, slot, end, number in zip(owners[:-1], slots, ends, numbers, strict=False)
+        if end - number < (block + 1) * width and block * width < end
+        for column in range(-(-HELD[slot] // page))
+    ]
+    positions = begins + np.arange(len(ids)) - firsts
+    ids, positions, begins = (jnp.asarray(x, jnp.int32)[None] for x in (ids, positions, begins))
+    blocks, pages, starts, of = (jnp.asarray(x, jnp.int32)[None] for x in zip(*visits, strict=True))
+    writes = Writes(jnp.full_like(ids, NOWHERE), jnp.zeros_like(ids))
+    visits = Visits(blocks, pages, starts, of, jnp.array([len(visits)]))
+    return PieceView(ids, positions, begins, visits, writes, window)

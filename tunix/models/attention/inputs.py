@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from tunix.config import CacheType
+
 HIDDEN = -1e30
 """Added to the scores of pairs that do not see each other; their softmax weight is exactly 0 in float32."""
 
@@ -123,12 +125,12 @@ def inner_products(mixed: Float[Array, "B T N H"], d_mixed: Float[Array, "B T N 
     return jnp.sum(mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32), -1)
 
 
-def merged(one: Mixed, other: Mixed) -> Mixed:
+def merged(left: Mixed, right: Mixed) -> Mixed:
     """Attention over two sets of keys from that over each; a log-sum-exp of -inf says that there are none."""
-    lse = jnp.logaddexp(one[1], other[1])
-    shares = (jnp.exp(part - lse)[..., None] for _, part in (one, other))
-    first, second = (jnp.where(share > 0, share * x, 0.0) for share, (x, _) in zip(shares, (one, other), strict=True))
-    return (first + second).astype(one[0].dtype), lse
+    lse = jnp.logaddexp(left[1], right[1])
+    shares = (jnp.exp(part - lse)[..., None] for _, part in (left, right))
+    first, second = (jnp.where(share > 0, share * x, 0.0) for share, (x, _) in zip(shares, (left, right), strict=True))
+    return (first + second).astype(left[0].dtype), lse
 
 
 def past_sinks(result: Mixed, sinks: Float[Array, "N"] | None) -> Mixed:
@@ -154,3 +156,31 @@ def ungrouped(mixed: Float[Array, "B K J T H"]) -> Float[Array, "B T N H"]:
     """The inverse of `grouped`."""
     rows, _, _, length, dim = mixed.shape
     return mixed.transpose(0, 3, 1, 2, 4).reshape(rows, length, -1, dim)
+
+
+@dataclass(frozen=True)
+class DecodeSpec:
+    """The properties of a cache and of the queries that read it, on each device; of layers with one shape of heads."""
+
+    heads: int
+    """N, query heads of a device."""
+    kv_heads: int
+    """K of a device; each serves N / K query heads."""
+    head_dim: int
+    """H, e.g. 128."""
+    dtype: str
+    """Dtype of the queries, e.g. bfloat16."""
+    cache: CacheType
+    """What keys and values are kept in."""
+    page: int
+    """Pt, e.g. 128."""
+    windows: tuple[int | None, ...]
+    """The window of each kind of these layers; None for all of a sequence."""
+    softcap: float | None
+    """Scores become `softcap * tanh(scores / softcap)`; None leaves them."""
+    platform: str
+    """cpu, gpu or tpu."""
+    capability: float | None
+    """Compute capability of an NVIDIA GPU, e.g. 9.0; None of another device."""
+    sinks: bool = False
+    """Whether sinks take part in the softmax."""

@@ -92,14 +92,16 @@ def forward(
     """As `attend.Implementation.forward`; `op` is another of tokamax's, e.g. its reference for a CPU."""
     op = op or _kernel()
 
-    def one(interval: _Interval) -> Mixed:
-        settings = {"logits_scale": scale, "logits_soft_cap": softcap, "return_residuals": True}
+    def call_kernel(interval: _Interval) -> Mixed:
+        mask = _mask(interval, q, k)
         with for_the_device_in_use():
-            mixed, (top, total) = op(q, k, v, mask=_mask(interval, q, k), **settings)
+            mixed, (top, total) = op(
+                q, k, v, mask=mask, logits_scale=scale, logits_soft_cap=softcap, return_residuals=True
+            )
         lse = (top + jnp.log(total)).swapaxes(1, 2)
         return mixed, lse if interval.some is None else jnp.where(interval.some[..., None], lse, -jnp.inf)
 
-    return reduce(merged, map(one, intervals(view, q.shape[1])))
+    return reduce(merged, map(call_kernel, intervals(view, q.shape[1])))
 
 
 def backward(
@@ -123,12 +125,16 @@ def backward(
     mixed, lse = result
     inner = inner_products(mixed, d_mixed)
 
-    def one(interval: _Interval) -> Gradients:
+    def gradients_of(interval: _Interval) -> Gradients:
         stop = interval.stop if interval.some is None else jnp.where(interval.some, interval.stop, interval.start)
-        settings = {"scale": scale, "softcap": softcap, "machine": machine or HOPPER}
-        return gradients(q, k, v, d_mixed, lse, inner, interval.start, stop, **settings)
+        return gradients(
+            *(q, k, v, d_mixed, lse, inner, interval.start, stop),
+            scale=scale,
+            softcap=softcap,
+            machine=machine or HOPPER,
+        )
 
-    return _added(map(one, intervals(view, q.shape[1])), q, k, v)
+    return _added(map(gradients_of, intervals(view, q.shape[1])), q, k, v)
 
 
 def backward_of_tokamax(
@@ -147,17 +153,17 @@ def backward_of_tokamax(
     op = op or _kernel()
     mixed, lse = result
 
-    def one(interval: _Interval) -> Gradients:
+    def gradients_of(interval: _Interval) -> Gradients:
         mass = lse if interval.some is None else jnp.where(interval.some[..., None], lse, NEVER)
         # The kernel takes the largest score and the sum of the others by it; of all that is known, the sum is 1.
         residuals = (mass.swapaxes(1, 2), jnp.ones_like(mass.swapaxes(1, 2)))
         with for_the_device_in_use():
             call = op.bind(q, k, v, mask=_mask(interval, q, k), logits_scale=scale, logits_soft_cap=softcap)
             settings = {name: value for name, value in call.kwargs.items() if name != "return_residuals"}
-            found = op.vjp(residuals, mixed, d_mixed, *call.args, **settings)
-        return found["q"], found["k"], found["v"]
+            by_name = op.vjp(residuals, mixed, d_mixed, *call.args, **settings)
+        return by_name["q"], by_name["k"], by_name["v"]
 
-    return _added(map(one, intervals(view, q.shape[1])), q, k, v)
+    return _added(map(gradients_of, intervals(view, q.shape[1])), q, k, v)
 
 
 def _added(parts: Iterable[Gradients], q: jax.Array, k: jax.Array, v: jax.Array) -> Gradients:
@@ -172,10 +178,10 @@ def intervals(view: Segments, queries: int) -> list[_Interval]:
     new = jnp.concatenate([jnp.ones_like(view.ids[:, :1]), jnp.diff(view.ids)], axis=1) != 0
     start = jax.lax.cummax(jnp.where(new, columns, 0), axis=1)
     first = start if view.window is None else jnp.maximum(start, columns - view.window + 1)
-    found = [_Interval(first, columns + 1)]
+    seen = [_Interval(first, columns + 1)]
     if view.parents is not None:
-        found.append(_of_parents(view, start))
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, view.first, queries, axis=1), found)
+        seen.append(_of_parents(view, start))
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, view.first, queries, axis=1), seen)
 
 
 def _of_parents(view: Segments, start: Int[Array, "B T"]) -> _Interval:
@@ -196,8 +202,10 @@ def _of_parents(view: Segments, start: Int[Array, "B T"]) -> _Interval:
 
 def _mask(interval: _Interval, q: jax.Array, k: jax.Array) -> Any:
     """tokamax's mask. Where queries are the keys' tokens it is said to be causal, so that later blocks are left out."""
-    own = interval.some is None and q.shape[1] == k.shape[1]
-    return attention_mask(k_start=interval.start[:, None], k_end=None if own else interval.stop[:, None], is_causal=own)
+    same_tokens = interval.some is None and q.shape[1] == k.shape[1]
+    return attention_mask(
+        k_start=interval.start[:, None], k_end=None if same_tokens else interval.stop[:, None], is_causal=same_tokens
+    )
 
 
 def _kernel() -> Any:

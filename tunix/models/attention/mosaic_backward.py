@@ -103,7 +103,7 @@ def gradients(
     q, k, v, d_mixed = (jnp.pad(x, ((0, 0),) * 3 + ((0, -dim % 64),)) for x in (q, k, v, d_mixed))
     width = q.shape[-1]
     by_queries, by_keys = ranges(start, stop, keys)
-    per_query = ((lse * LOG2_E).swapaxes(1, 2), inner.swapaxes(1, 2), start, stop)
+    lse, inner = (lse * LOG2_E).swapaxes(1, 2), inner.swapaxes(1, 2)
     # A tile of both operands, and those of as many steps of a block as fit beside it.
     stages = 2 if (TILE + 2 * BLOCK) * 2 * width * 2 + 4096 <= SHARED_MEMORY else 1
 
@@ -119,7 +119,7 @@ def gradients(
             num_threads=WARPGROUPS + 1,
             thread_name="warpgroup",
             interpret=machine.interpret,
-        )(q, k, v, d_mixed, *per_query, limits)
+        )(q, k, v, d_mixed, lse, inner, start, stop, limits)
 
     (d_q,) = call(_of_queries, 1, queries, by_queries)
     d_k, d_v = call(_of_keys, 2, keys, by_keys)
@@ -185,14 +185,14 @@ def _of_queries(
     machine: Machine,
 ) -> None:
     """The gradients of a tile of queries: each warpgroup has a block of them, and both meet the same keys."""
-    row, head, tile, mine = (lax.axis_index(name) for name in ("rows", "heads", "tiles", "warpgroup"))
+    row, head, tile, warpgroup = (lax.axis_index(name) for name in ("rows", "heads", "tiles", "warpgroup"))
     kv_head, width = lax.div(head, jnp.int32(group)), q_tile.shape[-1]
-    place = pl.ds(tile * TILE + mine * BLOCK, BLOCK)
+    place = pl.ds(tile * TILE + warpgroup * BLOCK, BLOCK)
     begin, end, from_all, to_all = (limits[row, tile, i] for i in range(4))
-    q_tile, d_tile, ready = q_tile.at[mine], d_tile.at[mine], ready.at[mine]
+    q_tile, d_tile, ready = q_tile.at[warpgroup], d_tile.at[warpgroup], ready.at[warpgroup]
 
     def multiply(total: Any, left: Any, right: Any) -> None:
-        machine.multiply(total, left, right, *(x.at[mine] for x in staging))
+        machine.multiply(total, left, right, *(x.at[warpgroup] for x in staging))
 
     def context(over_keys: Any) -> None:
         gpu.copy_gmem_to_smem(q.at[row, place, head], q_tile, ready)
@@ -252,15 +252,15 @@ def _of_keys(
     machine: Machine,
 ) -> None:
     """The gradients of a tile of keys and values, of one query head; products are transposed, keys before queries."""
-    row, head, tile, mine = (lax.axis_index(name) for name in ("rows", "heads", "tiles", "warpgroup"))
+    row, head, tile, warpgroup = (lax.axis_index(name) for name in ("rows", "heads", "tiles", "warpgroup"))
     kv_head, width = lax.div(head, jnp.int32(group)), k_tile.shape[-1]
-    first = tile * TILE + mine * BLOCK
+    first = tile * TILE + warpgroup * BLOCK
     place = pl.ds(first, BLOCK)
     begin, end, from_all, to_all = (limits[row, tile, i] for i in range(4))
-    k_tile, v_tile, ready = k_tile.at[mine], v_tile.at[mine], ready.at[mine]
+    k_tile, v_tile, ready = k_tile.at[warpgroup], v_tile.at[warpgroup], ready.at[warpgroup]
 
     def multiply(total: Any, left: Any, right: Any) -> None:
-        machine.multiply(total, left, right, *(x.at[mine] for x in staging))
+        machine.multiply(total, left, right, *(x.at[warpgroup] for x in staging))
 
     def context(over_queries: Any) -> None:
         gpu.copy_gmem_to_smem(k.at[row, place, kv_head], k_tile, ready)

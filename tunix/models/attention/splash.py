@@ -9,7 +9,7 @@ Axes: B rows, T time, N query heads, K kv heads, H head dim.
 """
 
 from collections.abc import Callable
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -111,11 +111,11 @@ def forward(
     interpret: bool = False,
 ) -> Mixed:
     """As `attend.Implementation.forward`; `interpret` runs the kernel's text on any device, slowly."""
-    found, sizes = _masks_of(q, k, view), _sizes(q.shape[1])
+    block_masks, sizes = _masks_of(q, k, view), _sizes(q.shape[1])
 
-    def one(ids: splash.SegmentIds, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def of_row(ids: splash.SegmentIds, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         mixed, (lse,) = splash._splash_attention_forward(
-            found.by_q,
+            block_masks.by_q,
             q,
             k,
             v,
@@ -126,14 +126,14 @@ def forward(
             block_sizes=sizes,
             residual_checkpoint_name=None,
             save_residuals=True,
-            mask_function=found.function,
+            mask_function=block_masks.function,
             attn_logits_soft_cap=softcap,
             interpret=interpret,
         )
         return mixed, lse
 
     heads = _heads(scaled(q, scale), k, v)
-    parts = [jax.vmap(one)(ids, *heads) for ids in _segments(view, q.shape[1])]
+    parts = [jax.vmap(of_row)(ids, *heads) for ids in _segments(view, q.shape[1])]
     mixed, lse = reduce(merged, parts)
     return mixed.swapaxes(1, 2).astype(q.dtype), lse.swapaxes(1, 2)
 
@@ -151,35 +151,42 @@ def backward(
     interpret: bool = False,
 ) -> Gradients:
     """As `attend.Implementation.backward`. Of two merged calls each adds its keys' part, by the merged log-sum-exp."""
-    found, sizes = _masks_of(q, k, view), _sizes(q.shape[1])
-    settings = {
-        "is_mqa": False,
-        "mask_value": splash.DEFAULT_MASK_VALUE,
-        "attn_logits_soft_cap": softcap,
-        "q_layout": sizes.q_layout,
-        "k_layout": sizes.k_layout,
-        "v_layout": sizes.v_layout,
-        "mask_function": found.function,
-        "interpret": interpret,
-    }
+    block_masks, sizes = _masks_of(q, k, view), _sizes(q.shape[1])
 
-    def one(ids: splash.SegmentIds, *inputs: jax.Array) -> tuple[jax.Array, ...]:
-        q, k, v, *rest = inputs
-        blocks = {"bq": sizes.block_q_dq, "bkv": sizes.block_kv_dq}
-        d_q = splash._splash_attention_bwd_dq(q, k, v, ids, None, *rest, **blocks, mask_info=found.by_q, **settings)
-        blocks = {
-            "bq": sizes.block_q_dkv,
-            "bkv": sizes.block_kv_dkv,
-            "bkv_compute": sizes.block_kv_dkv_compute,
-            "use_fused_bwd_kernel": False,
-        }
-        _, d_k, d_v = splash._splash_attention_bwd_dkv(
-            q, k, v, ids, None, *rest, **blocks, mask_info=found.by_kv, **settings
+    def set_up(kernel: Callable) -> Callable:
+        return partial(
+            kernel,
+            is_mqa=False,
+            mask_value=splash.DEFAULT_MASK_VALUE,
+            attn_logits_soft_cap=softcap,
+            q_layout=sizes.q_layout,
+            k_layout=sizes.k_layout,
+            v_layout=sizes.v_layout,
+            mask_function=block_masks.function,
+            interpret=interpret,
+        )
+
+    by_queries, by_keys = set_up(splash._splash_attention_bwd_dq), set_up(splash._splash_attention_bwd_dkv)
+
+    def of_row(ids: splash.SegmentIds, q, k, v, lse, d_mixed, inner) -> tuple[jax.Array, ...]:
+        d_q = by_queries(
+            *(q, k, v, ids, None, lse, d_mixed, inner),
+            bq=sizes.block_q_dq,
+            bkv=sizes.block_kv_dq,
+            mask_info=block_masks.by_q,
+        )
+        _, d_k, d_v = by_keys(
+            *(q, k, v, ids, None, lse, d_mixed, inner),
+            bq=sizes.block_q_dkv,
+            bkv=sizes.block_kv_dkv,
+            bkv_compute=sizes.block_kv_dkv_compute,
+            use_fused_bwd_kernel=False,
+            mask_info=block_masks.by_kv,
         )
         return d_q, d_k, d_v
 
-    rest = _heads(result[1], d_mixed, inner_products(result[0], d_mixed))
-    parts = [jax.vmap(one)(ids, *_heads(scaled(q, scale), k, v), *rest) for ids in _segments(view, q.shape[1])]
+    inputs = _heads(scaled(q, scale), k, v, result[1], d_mixed, inner_products(result[0], d_mixed))
+    parts = [jax.vmap(of_row)(ids, *inputs) for ids in _segments(view, q.shape[1])]
     d_q, d_k, d_v = _heads(*(reduce(jnp.add, part) for part in zip(*parts, strict=True)))
     return scaled(d_q, scale).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
 
@@ -201,23 +208,27 @@ def _segments(view: Segments, queries: int) -> list[splash.SegmentIds]:
 def _masks_of(q: Float[Array, "B T N H"], k: Float[Array, "B keys K H"], view: Segments) -> _Masks:
     """The kernel's masks of these queries, which may be a part of their rows."""
     queries, keys = q.shape[1], k.shape[1]
-    found = _masks(keys, keys // queries, q.shape[2], view.window)
+    block_masks = _masks(keys, keys // queries, q.shape[2], view.window)
     if queries == keys:
-        return found
+        return block_masks
     part = view.first // queries
 
-    def mine(mask: Any) -> Any:
-        lists = {name: getattr(mask, name) for name in ("data_next", "mask_next", "block_mask")}
-        own = {name: None if x is None else _slice(x, part, keys // queries, 1) for name, x in lists.items()}
-        return mask._replace(**own, q_sequence=_slice(mask.q_sequence, part, keys // queries, 0))
+    def of_part(mask: Any) -> Any:
+        def sliced(x: Any, axis: int) -> jax.Array | None:
+            """One of so many equal parts of an array."""
+            if x is None:
+                return None
+            size = x.shape[axis] // (keys // queries)
+            return jax.lax.dynamic_slice_in_dim(jnp.asarray(x), part * size, size, axis)
 
-    return _Masks(mine(found.by_q), mine(found.by_kv), found.function)
+        return mask._replace(
+            data_next=sliced(mask.data_next, 1),
+            mask_next=sliced(mask.mask_next, 1),
+            block_mask=sliced(mask.block_mask, 1),
+            q_sequence=sliced(mask.q_sequence, 0),
+        )
 
-
-def _slice(x: Any, part: jax.Array | int, parts: int, axis: int) -> jax.Array:
-    """One of so many equal parts of an array."""
-    size = x.shape[axis] // parts
-    return jax.lax.dynamic_slice_in_dim(jnp.asarray(x), part * size, size, axis)
+    return _Masks(of_part(block_masks.by_q), of_part(block_masks.by_kv), block_masks.function)
 
 
 def _sizes(length: int) -> splash.BlockSizes:
@@ -231,8 +242,8 @@ def _sizes(length: int) -> splash.BlockSizes:
 def _masks(length: int, parts: int, heads: int, window: int | None) -> _Masks:
     """The kernel's masks of causal rows, one after the other for each part; made once for each shape, with numpy."""
     sizes = _sizes(length // parts)
-    one = _Causal(length) if window is None else _Local(length, window)
-    mask, settings = masks.MultiHeadMask([one] * heads), {"head_shards": 1, "q_seq_shards": parts}
-    by_q, function = info.process_mask(mask, (sizes.block_q, sizes.block_kv), **settings)
-    by_kv, _ = info.process_mask_dkv(mask, (sizes.block_q_dkv, sizes.block_kv_dkv), **settings)
+    causal = _Causal(length) if window is None else _Local(length, window)
+    mask, blocks_of_keys = masks.MultiHeadMask([causal] * heads), (sizes.block_q_dkv, sizes.block_kv_dkv)
+    by_q, function = info.process_mask(mask, (sizes.block_q, sizes.block_kv), head_shards=1, q_seq_shards=parts)
+    by_kv, _ = info.process_mask_dkv(mask, blocks_of_keys, head_shards=1, q_seq_shards=parts)
     return _Masks(by_q, by_kv, function)

@@ -15,9 +15,8 @@ from typing import Any, TypedDict, TypeVar
 import numpy as np
 
 from tunix.data.templates import TemplateName
-from tunix.models.config import DecoderConfig
-from tunix.models.families.hf_config import Fields, write_rope_fields
-from tunix.models.vision_config import VisionConfig
+from tunix.models.config import DecoderConfig, VisionConfig
+from tunix.models.families.hf_config import Fields, write_rope
 
 SCORE = "score.weight"
 """The scalar head of a reward model's folder."""
@@ -263,7 +262,7 @@ SMALL = Shape(
 """A shape for `FamilyText.small`."""
 
 
-def sizes(fields: Fields, **defaults: int | None) -> Shape:
+def sizes(fields: Fields, defaults: Mapping[str, int | None] | None = None) -> Shape:
     """The shape that a config.json states.
 
     Args:
@@ -271,6 +270,7 @@ def sizes(fields: Fields, **defaults: int | None) -> Shape:
         defaults: by Hugging Face name, for what the file may leave out. Without one, `head_dim` is
             hidden_size / num_attention_heads and `num_key_value_heads` is num_attention_heads.
     """
+    defaults = defaults or {}
     d_model = fields.integer("hidden_size", defaults.get("hidden_size"))
     heads = fields.integer("num_attention_heads", defaults.get("num_attention_heads"))
     return Shape(
@@ -287,6 +287,8 @@ def sizes(fields: Fields, **defaults: int | None) -> Shape:
 
 def written(config: DecoderConfig) -> dict[str, Any]:
     """The fields of config.json that all families share."""
+    rope = write_rope(config.rope)
+    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.d_model,
@@ -299,7 +301,10 @@ def written(config: DecoderConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
         "use_cache": True,
-        **write_rope_fields(config.rope),
+        # In both spellings: a reader that only knows the old one would otherwise silently use a wrong base.
+        "rope_parameters": rope,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": None if config.rope.kind == "default" else scaling,
         **{name: list(ids) if isinstance(ids, tuple) else ids for name, ids in config.stops},
     }
 

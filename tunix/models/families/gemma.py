@@ -5,6 +5,7 @@ scores and logits softly, and makes every other layer local. Sizes are those of 
 https://huggingface.co/google (gemma-2b, gemma-7b, gemma-2-2b, gemma-2-9b, gemma-2-27b).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from tunix.models.config import DecoderConfig, Rope
@@ -18,7 +19,7 @@ def read_gemma(fields: Fields) -> DecoderConfig:
     """A `gemma` config.json; its legacy `hidden_act: gelu` always meant the tanh form (transformers#29402)."""
     fields.only("hidden_act", GELU, "gelu")
     fields.only("hidden_activation", GELU, None)
-    shape = gemma_sizes(fields, head_dim=256, max_position_embeddings=8192)
+    shape = gemma_sizes(fields, {"head_dim": 256, "max_position_embeddings": 8192})
     return gemma_config(fields, shape, family="gemma", rope=fields.rope(10_000.0, shape["max_positions"]))
 
 
@@ -27,7 +28,7 @@ def read_gemma2(fields: Fields) -> DecoderConfig:
     fields.only("hidden_activation", GELU)
     fields.only("hidden_act", GELU)
     fields.get("sliding_window_size")
-    shape = gemma_sizes(fields, head_dim=256, max_position_embeddings=8192)
+    shape = gemma_sizes(fields, {"head_dim": 256, "max_position_embeddings": 8192})
     return gemma_config(
         fields,
         shape,
@@ -41,11 +42,11 @@ def read_gemma2(fields: Fields) -> DecoderConfig:
     )
 
 
-def gemma_sizes(fields: Fields, **defaults: int | None) -> Shape:
+def gemma_sizes(fields: Fields, defaults: Mapping[str, int | None]) -> Shape:
     """The shape that a config.json states, after refusing the switches that no Gemma here has."""
     fields.only("attention_bias", False)
     fields.only("use_bidirectional_attention", False, None)
-    return sizes(fields, **defaults)
+    return sizes(fields, defaults)
 
 
 def gemma_config(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:

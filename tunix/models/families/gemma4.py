@@ -3,21 +3,160 @@ one global.
 
 Global layers have wider heads than local ones, fewer kv heads, and rotate a quarter of each head; in the large models
 their values are made of their keys. Queries and keys are normed, and values without a weight, so that attention has no
-scale. In E2B and E4B each layer has inputs of its own (`per_layer.py`), and the last layers read the keys and values of
-earlier ones; in 26B-A4B each has experts beside its ffn (`gemma4_experts.py`). Of a multimodal folder the text part is
+scale. In E2B and E4B each layer has inputs of its own (`blocks.py`), and the last layers read the keys and values of
+earlier ones; in 26B-A4B each has experts beside its ffn (`models/moe.py`). Of a multimodal folder the text part is
 read; an export is always a `gemma4_text` folder. Sizes are those of
 https://github.com/google/tunix/blob/main/tunix/models/gemma4/config.py, contexts those of the model cards.
+
+Global layers have tensors of the names that local layers use, in other shapes: for them, our names begin with
+`global_`. So do those of an ffn twice as wide, with `wide_`. Where layers have experts, `gate`, `up` and `down` are
+those of the dense ffn beside them.
+
+Axes: V vocabulary, D model width, N query heads, L layers, Kw kv heads of global layers, Hw head dim of global layers,
+Dp width of inputs of layers, Da width of all of them, Vl ids that have inputs of layers, F ffn width, Fw wider ffn
+width, E experts, Fe ffn width of an expert.
 """
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tunix.models.config import DENSE_AND_EXPERTS, DecoderConfig, Experts, GlobalHeads, Rope
-from tunix.models.families.base import FamilyText, layer_types, sizes, written
-from tunix.models.families.gemma import GELU, every
-from tunix.models.families.gemma4_experts import STACKED, read_experts, write_experts
-from tunix.models.families.gemma4_tensors import TENSORS, axes, spare
+from tunix.models.config import DENSE_AND_EXPERTS, GLOBAL, SHARED, WIDE, DecoderConfig, Experts, GlobalHeads, Rope
+from tunix.models.families.base import SHARED as SHARED_TENSORS
+from tunix.models.families.base import FamilyText, Tensor, axis_sizes, in_layers, layer_types, sizes, written
+from tunix.models.families.gemma import FOUR_NORMS, GELU, every
 from tunix.models.families.hf_config import Fields, write_rope
+
+
+def axes(config: DecoderConfig) -> dict[str, int]:
+    """The size of each axis of the family's weights."""
+    heads, experts = config.global_heads, config.experts
+    assert heads is not None, "the family has them"
+    return {
+        **axis_sizes(config),
+        "Kw": heads.kv_heads,
+        "Hw": heads.head_dim,
+        "Vl": config.layer_vocab or config.vocab_size,
+        "Dp": config.layer_inputs,
+        "Da": config.num_layers * config.layer_inputs,
+        "L": config.num_layers,
+        "Fw": 2 * config.ffn,
+        "Fe": config.ffn,
+        "F": config.ffn if experts is None else experts.shared,
+        "E": 0 if experts is None else experts.number,
+    }
+
+
+def spare(config: DecoderConfig, name: str) -> bool:
+    """Whether a tensor would make keys or values in a layer that reads those of another."""
+    match = re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight", name)
+    return match is not None and int(match[1]) in config.layers_with(tuple(SHARED))
+
+
+def _attention(source: str, start: str, wider: str) -> dict[str, Tensor]:
+    """The tensors of attention in layers with this mixer, and in those that read their keys and values.
+
+    Args:
+        start: begins our names.
+        wider: ends the letters of the axes.
+    """
+    every, k, h = (source, *(mixer for mixer, one in SHARED.items() if one == source)), f"K{wider}", f"H{wider}"
+    alone = {
+        "k/w": ("self_attn.k_proj.weight", f"({k} {h}) D", f"D {k} {h}"),
+        "v/w": ("self_attn.v_proj.weight", f"({k} {h}) D", f"D {k} {h}"),
+        "k_norm/w": ("self_attn.k_norm.weight", h, h),
+    }
+    both = {
+        "q/w": ("self_attn.q_proj.weight", f"(N {h}) D", f"D N {h}"),
+        "o/w": ("self_attn.o_proj.weight", f"D (N {h})", f"N {h} D"),
+        "q_norm/w": ("self_attn.q_norm.weight", h, h),
+    }
+    tensors = {**in_layers(alone, source), **in_layers(both, every)}
+    return {name.replace("layers/", f"layers/{start}"): tensor for name, tensor in tensors.items()}
+
+
+_USUAL = tuple(mixer for mixer in ("attention", GLOBAL, *SHARED) if mixer not in WIDE)
+_TABLES = {name: one for name, one in SHARED_TENSORS.items() if not name.startswith("layers/")}
+_FFN = {
+    f"layers/{name}/w": replace(SHARED_TENSORS[f"layers/{name}/w"], mixer=_USUAL) for name in ("gate", "up", "down")
+}
+_WIDE = in_layers(
+    {
+        "wide_gate/w": ("mlp.gate_proj.weight", "Fw D", "D Fw"),
+        "wide_up/w": ("mlp.up_proj.weight", "Fw D", "D Fw"),
+        "wide_down/w": ("mlp.down_proj.weight", "D Fw", "Fw D"),
+    },
+    WIDE,
+)
+_INPUTS = {
+    "inputs/embed/w": Tensor("model.embed_tokens_per_layer.weight", "Vl Da", "Vl Da"),
+    "inputs/context/w": Tensor("model.per_layer_model_projection.weight", "(L Dp) D", "D L Dp"),
+    "inputs/norm/w": Tensor("model.per_layer_projection_norm.weight", "Dp", "Dp"),
+    **in_layers(
+        {
+            "input_gate/w": ("per_layer_input_gate.weight", "Dp D", "D Dp"),
+            "input_out/w": ("per_layer_projection.weight", "D Dp", "Dp D"),
+            "post_input_norm/w": ("post_per_layer_input_norm.weight", "D", "D"),
+        }
+    ),
+}
+
+
+FIELDS = ("num_experts", "top_k_experts", "moe_intermediate_size")
+"""What means nothing where no layer has experts."""
+EXPERT_TENSORS = in_layers(
+    {
+        "router/w": ("router.proj.weight", "E D", "D E"),
+        "router/norm/w": ("router.scale", "D", "D"),
+        "router/factor": ("router.per_expert_scale", "E", "E"),
+        "gates/w": ("experts.{expert}.gate_proj.weight", "Fe D", "E D Fe"),
+        "ups/w": ("experts.{expert}.up_proj.weight", "Fe D", "E D Fe"),
+        "downs/w": ("experts.{expert}.down_proj.weight", "D Fe", "E Fe D"),
+        "dense_norm/w": ("post_feedforward_layernorm_1.weight", "D", "D"),
+        "pre_experts_norm/w": ("pre_feedforward_layernorm_2.weight", "D", "D"),
+        "experts_norm/w": ("post_feedforward_layernorm_2.weight", "D", "D"),
+    }
+)
+STACKED = {".gate_up_proj": (".gate_proj.weight", ".up_proj.weight"), ".down_proj": (".down_proj.weight",)}
+"""How a folder holds the matrices of all experts of a layer."""
+
+
+def read_experts(fields: Fields, dense: int, wide: bool) -> dict[str, Any]:
+    """The settings of layers with experts, as DecoderConfig names them; none where there are none.
+
+    Args:
+        dense: width of the dense ffn.
+        wide: whether it is twice as wide in some layers.
+    """
+    if not fields.flag("enable_moe_block", False):
+        fields.read |= set(FIELDS)
+        return {}
+    if wide:
+        fields.refuse("use_double_wide_mlp", "is not supported in layers with experts (enable_moe_block).")
+    experts = Experts(fields.integer("num_experts"), fields.integer("top_k_experts"), shared=dense)
+    if experts.active > experts.number:
+        fields.refuse("top_k_experts", f"is more than the {experts.number} experts that there are.")
+    return {
+        "ffn": fields.integer("moe_intermediate_size"),
+        "experts": experts,
+        "feed_forward": DENSE_AND_EXPERTS,
+    }
+
+
+def write_experts(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of config.json for layers with experts, or for layers without."""
+    experts = config.experts
+    if experts is None:
+        return {"enable_moe_block": False}
+    return {
+        "enable_moe_block": True,
+        "num_experts": experts.number,
+        "top_k_experts": experts.active,
+        "moe_intermediate_size": config.ffn,
+        "intermediate_size": experts.shared,
+    }
+
 
 _TOKENS = ("boi", "eoi", "image", "video", "boa", "eoa", "audio")
 _OTHERS = ("vision_config", "audio_config", "vision_soft_tokens_per_image", "eoa_token_index")
@@ -35,15 +174,28 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
     fields.only("attention_bias", False)
     # Between the tokens of a picture, which is no text, attention may go both ways.
     fields.only("use_bidirectional_attention", None, "vision")
-    shape = sizes(fields, **GEMMA4_DEFAULTS)
-    local = _local_layers(fields, shape["num_layers"])
-    shared, wide = _shared_layers(fields, local), fields.flag("use_double_wide_mlp", False)
+    shape = sizes(fields, GEMMA4_DEFAULTS)
+    stated = fields.local_layers(shape["num_layers"], every(6, shape["num_layers"])) or (False,) * shape["num_layers"]
+    if not any(stated[:-1]):
+        fields.refuse("layer_types", "names no local layer; this family has both kinds.")
+    local = (*stated[:-1], False)  # the last one never is, whatever the folder says
+    # How many layers at the end read the keys and values of others, of which there has to be one of each kind.
+    shared = fields.get("num_kv_shared_layers", 0) and fields.integer("num_kv_shared_layers", 0)
+    if len(set(local[: max(len(local) - shared, 0)])) < 2:
+        fields.refuse("num_kv_shared_layers", "leaves no local or no global layer with keys and values.")
+    wide = fields.flag("use_double_wide_mlp", False)
+    rope = ROPE
+    if fields.get("rope_parameters") is not None:
+        # A folder that has ropes but none for global layers rotates their whole heads.
+        rope = fields.rope(ROPE.theta, shape["max_positions"], layer_type="full_attention", share=1.0)
+        if rope.share != 1 and rope.kind != "proportional":
+            fields.refuse("rope_parameters", "rotates a part of each head, which only a proportional rope does here.")
     return DecoderConfig(
         family="gemma4",
         activation="gelu_tanh",
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         tied=fields.flag("tie_word_embeddings", True),
-        rope=_global_rope(fields, shape["max_positions"]),
+        rope=rope,
         rope_local=fields.rope(10_000.0, shape["max_positions"], layer_type="sliding_attention"),
         global_heads=_global_heads(fields, local, shape["num_kv_heads"], shape["head_dim"]),
         shared_layers=shared,
@@ -65,53 +217,27 @@ def _layer_inputs(fields: Fields, vocab_size: int) -> dict[str, int | None]:
     return {"layer_inputs": width, "layer_vocab": rows if width and rows != vocab_size else None}
 
 
-def _local_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Which layers are local: the last one never is, whatever the folder says."""
-    stated = fields.local_layers(layers, every(6, layers)) or (False,) * layers
-    if not any(stated[:-1]):
-        fields.refuse("layer_types", "names no local layer; this family has both kinds.")
-    return (*stated[:-1], False)
-
-
-def _shared_layers(fields: Fields, local: tuple[bool, ...]) -> int:
-    """How many layers at the end read the keys and values of others, of which there has to be one of each kind."""
-    shared = fields.get("num_kv_shared_layers", 0) and fields.integer("num_kv_shared_layers", 0)
-    if len(set(local[: max(len(local) - shared, 0)])) < 2:
-        fields.refuse("num_kv_shared_layers", "leaves no local or no global layer with keys and values.")
-    return shared
-
-
-def _global_rope(fields: Fields, max_positions: int) -> Rope:
-    """The rope of global layers; a folder that has ropes but none for these layers rotates their whole heads."""
-    if fields.get("rope_parameters") is None:
-        return ROPE
-    rope = fields.rope(ROPE.theta, max_positions, layer_type="full_attention", share=1.0)
-    if rope.share != 1 and rope.kind != "proportional":
-        fields.refuse("rope_parameters", "rotates a part of each head, which only a proportional rope does here.")
-    return rope
-
-
 def _global_heads(fields: Fields, local: tuple[bool, ...], kv_heads: int, head_dim: int) -> GlobalHeads:
     """The heads of global layers, from `global_head_dim` and `num_global_key_value_heads` or, as transformers 5 writes
     them, from `per_layer_config`."""
     shared = fields.flag("attention_k_eq_v", False)
     width, few = fields.integer("global_head_dim", 512), fields.integer("num_global_key_value_heads", kv_heads)
-    found = GlobalHeads(few if shared else kv_heads, width, shared)
+    heads = GlobalHeads(few if shared else kv_heads, width, shared)
     if "per_layer_config" not in fields.raw:
-        return found
+        return heads
     each, wanted = fields.mapping("per_layer_config"), {n for n, here in enumerate(local) if not here}
-    own = {tuple(sorted(one.items())) for one in each.values() if isinstance(one, dict)}
+    stated = {tuple(sorted(one.items())) for one in each.values() if isinstance(one, dict)}
     numbers = {int(n) for n in each if n.isdecimal()}  # transformers pads them: 05
-    if numbers != wanted or len(each) != len(wanted) or len(own) != 1:
+    if numbers != wanted or len(each) != len(wanted) or len(stated) != 1:
         fields.refuse(
             "per_layer_config", f"must be the same for the global layers ({', '.join(map(str, sorted(wanted)))}) alone."
         )
-    one = Fields(dict(own.pop()), fields.file, "per_layer_config.")
-    found = GlobalHeads(one.integer("num_key_value_heads", kv_heads), one.integer("head_dim", head_dim), shared)
-    one.finish()
-    if found.kv_heads != kv_heads and not shared:
+    inner = Fields(dict(stated.pop()), fields.file, "per_layer_config.")
+    heads = GlobalHeads(inner.integer("num_key_value_heads", kv_heads), inner.integer("head_dim", head_dim), shared)
+    inner.finish()
+    if heads.kv_heads != kv_heads and not shared:
         fields.refuse("per_layer_config", "has other kv heads in global layers, which attention_k_eq_v alone gives.")
-    return found
+    return heads
 
 
 def read_multimodal(fields: Fields) -> DecoderConfig:
@@ -126,8 +252,8 @@ def read_multimodal(fields: Fields) -> DecoderConfig:
 
 def write(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `gemma4_text` folder."""
-    own = config.global_heads
-    assert own is not None, "the family has them"
+    heads = config.global_heads
+    assert heads is not None, "the family has them"
     fields = written(config)
     for old in ("rope_theta", "rope_scaling"):  # which the family never had
         del fields[old]
@@ -140,9 +266,9 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "layer_types": layer_types(config),
         "sliding_window": config.window,
         "rope_parameters": {"full_attention": whole, "sliding_attention": write_rope(config.rope_local or Rope())},
-        "global_head_dim": own.head_dim,
-        "num_global_key_value_heads": own.kv_heads,
-        "attention_k_eq_v": own.keys_are_values,
+        "global_head_dim": heads.head_dim,
+        "num_global_key_value_heads": heads.kv_heads,
+        "attention_k_eq_v": heads.keys_are_values,
         "final_logit_softcapping": config.logit_softcap,
         "hidden_size_per_layer_input": config.layer_inputs,
         "vocab_size_per_layer_input": config.layer_vocab or config.vocab_size,
@@ -179,7 +305,7 @@ GEMMA4_DEFAULTS = {
 
 
 def _gemma4(
-    d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, own: GlobalHeads, **different: Any
+    d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, global_heads: GlobalHeads, **different: Any
 ) -> DecoderConfig:
     usual = {"vocab_size": 262_144, "max_positions": 262_144, "head_dim": 256, "window": 1024, "logit_softcap": 30.0}
     return DecoderConfig(
@@ -194,7 +320,7 @@ def _gemma4(
         tied=True,
         rope=ROPE,
         rope_local=Rope(),
-        global_heads=own,
+        global_heads=global_heads,
         **{"local_layers": five_to_one(layers), **ALWAYS, **usual, **different},
     )
 
@@ -202,6 +328,19 @@ def _gemma4(
 SMALL = {"max_positions": 131_072, "window": 512, "layer_inputs": 256}
 """What E2B and E4B have in common."""
 
+
+TENSORS: Mapping[str, Tensor] = {
+    **_TABLES,
+    **_attention("attention", "", ""),
+    **_attention(GLOBAL, "global_", "w"),
+    **_FFN,
+    **_WIDE,
+    **FOUR_NORMS,
+    **_INPUTS,
+    **EXPERT_TENSORS,
+    "layers/output/factor": Tensor("model.layers.{layer}.layer_scalar", "1", ""),
+}
+"""Our parameter name -> the tensor."""
 
 GEMMA4 = FamilyText(
     model_types=("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified"),

@@ -32,7 +32,7 @@ def read_gpt_oss(fields: Fields) -> DecoderConfig:
     """A `gpt_oss` config.json."""
     fields.only("hidden_act", "silu")
     fields.read |= set(UNUSED)
-    shape = sizes(fields, head_dim=64, max_position_embeddings=131_072)
+    shape = sizes(fields, {"head_dim": 64, "max_position_embeddings": 131_072})
     biased, experts = fields.flag("attention_bias", True), fields.experts(NUMBER, ACTIVE)
     fields.only("experts_per_token", experts.active)
     clamp = Clamp(fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702))

@@ -222,7 +222,11 @@ def _read_rope(block: Fields, theta: float, max_positions: int, share: float | N
     rope = Rope(theta=block.number("rope_theta", theta), kind=kind)
     if share is not None:
         block.only("mrope_interleaved", True, None)
-        rope = replace(rope, sections=_sections(block))
+        sections = block.get("mrope_section")
+        if sections is not None:
+            if not isinstance(sections, list) or len(sections) != 3 or not all(isinstance(n, int) for n in sections):
+                block.refuse("mrope_section", "must be three numbers of pairs: of time, rows and columns.")
+            rope = replace(rope, sections=tuple(sections))
         rope = replace(rope, share=block.number("partial_rotary_factor", share))
     if kind != "default":
         rope = replace(rope, factor=block.number("factor", 1.0 if kind == "proportional" else None))
@@ -236,7 +240,14 @@ def _read_rope(block: Fields, theta: float, max_positions: int, share: float | N
     if kind == "yarn":
         rope = replace(rope, truncate=block.flag("truncate", True))
         rope = replace(rope, beta_fast=block.number("beta_fast", 32.0), beta_slow=block.number("beta_slow", 1.0))
-        rope = replace(rope, attention_factor=_yarn_attention(block, rope.factor))
+        # The stated factor on cos and sin, or that of DeepSeek's `mscale` pair; None for the paper's. As in
+        # transformers a 0 in the pair stands for none, and one of them alone means nothing.
+        stated = block.optional("attention_factor")
+        mscale, all_dims = (block.optional(name) if block.get(name) else None for name in ("mscale", "mscale_all_dim"))
+        if stated is None and mscale is not None and all_dims is not None:
+            grown = 0.1 * math.log(max(rope.factor, 1.0))
+            stated = (mscale * grown + 1.0) / (all_dims * grown + 1.0)
+        rope = replace(rope, attention_factor=stated)
         if block.get("attn_factor") not in (None, 1):
             block.refuse(
                 "attn_factor",
@@ -245,29 +256,6 @@ def _read_rope(block: Fields, theta: float, max_positions: int, share: float | N
             )
     block.finish()
     return rope
-
-
-def _sections(block: Fields) -> tuple[int, int, int] | None:
-    """How many pairs turn by time, rows and columns; None where the file does not say."""
-    found = block.get("mrope_section")
-    if found is None:
-        return None
-    if not isinstance(found, list) or len(found) != 3 or not all(isinstance(one, int) for one in found):
-        block.refuse("mrope_section", "must be three numbers of pairs: of time, rows and columns.")
-    return (found[0], found[1], found[2])
-
-
-def _yarn_attention(block: Fields, factor: float) -> float | None:
-    """The stated factor on cos and sin, or that of DeepSeek's `mscale` pair; None for the paper's.
-
-    As in transformers a 0 in the pair stands for none, and one of them alone means nothing.
-    """
-    stated = block.optional("attention_factor")
-    mscale, all_dims = (block.optional(name) if block.get(name) else None for name in ("mscale", "mscale_all_dim"))
-    if stated is not None or mscale is None or all_dims is None:
-        return stated
-    grown = 0.1 * math.log(max(factor, 1.0))
-    return (mscale * grown + 1.0) / (all_dims * grown + 1.0)
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:
@@ -286,13 +274,3 @@ def write_rope(rope: Rope) -> dict[str, Any]:
         if rope.attention_factor is not None:
             written["attention_factor"] = rope.attention_factor
     return written
-
-
-def write_rope_fields(rope: Rope) -> dict[str, Any]:
-    """A rope in both spellings: a reader that only knows the old one would otherwise silently use a wrong base."""
-    scaling = {name: value for name, value in write_rope(rope).items() if name != "rope_theta"}
-    return {
-        "rope_parameters": write_rope(rope),
-        "rope_theta": rope.theta,
-        "rope_scaling": None if rope.kind == "default" else scaling,
-    }

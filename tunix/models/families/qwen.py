@@ -1,13 +1,20 @@
-"""Qwen 2.5 (https://arxiv.org/abs/2412.15115) and Qwen 3 (https://arxiv.org/abs/2505.09388), dense.
+"""Qwen 2.5 (https://arxiv.org/abs/2412.15115) and Qwen 3 (https://arxiv.org/abs/2505.09388).
 
 Qwen 2 and 2.5 have biases on q, k and v; Qwen 3 has none and norms each head's query and key instead. Both can make the
 layers from `max_window_layers` on local, although no published size does. Sizes are those of the config.json files
 under https://huggingface.co/Qwen (Qwen2.5-*-Instruct and Qwen3-*).
+
+Qwen 3 with a mixture of experts has its attention, and experts in every layer. A folder has each expert's matrices as
+tensors of their own, and `norm_topk_prob` says whether the weights of the chosen experts are divided by their sum.
+Layers without experts (`mlp_only_layers`, `decoder_sparse_step`), which no published size has, are refused.
+
+Axes: D model width, F ffn width, E experts.
 """
 
+from dataclasses import replace
 from typing import Any, Literal
 
-from tunix.models.config import DecoderConfig, Rope
+from tunix.models.config import EXPERTS, DecoderConfig, Experts, Rope
 from tunix.models.families.base import (
     QK_NORMS,
     SHARED,
@@ -38,7 +45,7 @@ def read_qwen3(fields: Fields) -> DecoderConfig:
 
 def _read(fields: Fields, family: Literal["qwen2", "qwen3"], head_dim: int | None) -> DecoderConfig:
     fields.only("hidden_act", "silu")
-    shape = sizes(fields, head_dim=head_dim, max_position_embeddings=32_768)
+    shape = sizes(fields, {"head_dim": head_dim, "max_position_embeddings": 32_768})
     window, local = _windows(fields, shape["num_layers"])
     return DecoderConfig(
         family=family,
@@ -82,9 +89,21 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+_QWEN2 = DecoderConfig(
+    family="qwen2",
+    activation="silu",
+    norm_eps=1e-6,
+    tied=True,
+    rope=Rope(theta=10_000.0),
+    qkv_bias=True,
+    **SMALL,
+)
+_QWEN3 = replace(_QWEN2, family="qwen3", qkv_bias=False, qk_norm=True)
+
+
 def _qwen2(d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, *, vocab: int, tied: bool) -> DecoderConfig:
-    return DecoderConfig(
-        family="qwen2",
+    return replace(
+        _QWEN2,
         vocab_size=vocab,
         d_model=d_model,
         num_layers=layers,
@@ -92,44 +111,25 @@ def _qwen2(d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, *, vo
         num_kv_heads=kv_heads,
         head_dim=d_model // heads,
         ffn=ffn,
-        activation="silu",
-        norm_eps=1e-6,
         tied=tied,
         max_positions=32_768,
         rope=Rope(theta=THETA),
-        qkv_bias=True,
     )
 
 
-def _qwen3(d_model: int, ffn: int, layers: int, heads: int, *, tied: bool) -> DecoderConfig:
-    return DecoderConfig(
-        family="qwen3",
+def _qwen3(d_model: int, ffn: int, layers: int, heads: int, *, tied: bool, kv_heads: int = 8) -> DecoderConfig:
+    return replace(
+        _QWEN3,
         vocab_size=151_936,
         d_model=d_model,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=8,
+        num_kv_heads=kv_heads,
         head_dim=128,
         ffn=ffn,
-        activation="silu",
-        norm_eps=1e-6,
         tied=tied,
         max_positions=40_960,
         rope=Rope(theta=THETA),
-        qk_norm=True,
-    )
-
-
-def _small(family: Literal["qwen2", "qwen3"]) -> DecoderConfig:
-    return DecoderConfig(
-        family=family,
-        activation="silu",
-        norm_eps=1e-6,
-        tied=True,
-        rope=Rope(theta=10_000.0),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        **SMALL,
     )
 
 
@@ -161,7 +161,7 @@ QWEN2 = FamilyText(
         "qwen2.5-32b": _qwen2(5120, 27_648, 64, 40, 8, vocab=152_064, tied=False),
         "qwen2.5-72b": _qwen2(8192, 29_568, 80, 64, 8, vocab=152_064, tied=False),
     },
-    small=_small("qwen2"),
+    small=_QWEN2,
 )
 
 QWEN3 = FamilyText(
@@ -181,5 +181,91 @@ QWEN3 = FamilyText(
         "qwen3-14b": _qwen3(5120, 17_408, 40, 40, tied=False),
         "qwen3-32b": _qwen3(5120, 25_600, 64, 64, tied=False),
     },
-    small=_small("qwen3"),
+    small=_QWEN3,
+)
+
+
+UNUSED = ("max_window_layers", "sliding_window")
+"""Fields of windows, which no published size uses."""
+BANKS = in_layers(
+    {
+        "router/w": ("mlp.gate.weight", "E D", "D E"),
+        "gates/w": ("mlp.experts.{expert}.gate_proj.weight", "F D", "E D F"),
+        "ups/w": ("mlp.experts.{expert}.up_proj.weight", "F D", "E D F"),
+        "downs/w": ("mlp.experts.{expert}.down_proj.weight", "D F", "E F D"),
+    }
+)
+"""The tensors of the router and the experts."""
+
+
+def read_qwen3_moe(fields: Fields) -> DecoderConfig:
+    """A `qwen3_moe` config.json."""
+    fields.only("hidden_act", "silu")
+    fields.only("attention_bias", False)
+    fields.only("use_sliding_window", False)
+    fields.only("mlp_only_layers", [], None)
+    fields.only("decoder_sparse_step", 1)
+    fields.read |= set(UNUSED)
+    shape = sizes(fields, {"max_position_embeddings": 32_768})
+    return DecoderConfig(
+        family="qwen3_moe",
+        activation="silu",
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        tied=fields.flag("tie_word_embeddings", False),
+        rope=fields.rope(10_000.0, shape["max_positions"]),
+        qk_norm=True,
+        experts=fields.experts(renormalise=fields.flag("norm_topk_prob", False)),
+        feed_forward=EXPERTS,
+        stops=fields.stops(),
+        **{**shape, "ffn": fields.integer("moe_intermediate_size", 768)},
+    )
+
+
+def write_moe(config: DecoderConfig) -> dict[str, Any]:
+    """The config.json of a `qwen3_moe` folder.
+
+    `intermediate_size`, the width of layers without experts, is that of the experts which a token uses together, as in
+    the published sizes: nothing has it.
+    """
+    assert config.experts is not None, "the family has them"
+    return written(config) | {
+        "model_type": "qwen3_moe",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+        "intermediate_size": config.experts.active * config.ffn,
+        "moe_intermediate_size": config.ffn,
+        "num_experts": config.experts.number,
+        "num_experts_per_tok": config.experts.active,
+        "norm_topk_prob": config.experts.renormalise,
+    }
+
+
+def _qwen3_moe(d_model: int, ffn: int, layers: int, heads: int) -> DecoderConfig:
+    dense = _qwen3(d_model, ffn, layers, heads, kv_heads=4, tied=False)
+    return replace(dense, family="qwen3_moe", experts=Experts(128, 8), feed_forward=EXPERTS)
+
+
+QWEN3_MOE = FamilyText(
+    model_types=("qwen3_moe",),
+    hub=r"qwen-?3-.*\d+b-a\d+b",
+    template="chatml",
+    architecture="Qwen3MoeForCausalLM",
+    classifier="Qwen3MoeForSequenceClassification",
+    read=read_qwen3_moe,
+    write=write_moe,
+    tensors={
+        **SHARED,
+        **TWO_NORMS,
+        **QK_NORMS,
+        **BANKS,
+    },
+    presets={
+        "qwen3-30b-a3b": _qwen3_moe(2048, 768, 48, 32),
+        "qwen3-235b-a22b": _qwen3_moe(4096, 1536, 94, 64),
+    },
+    small=replace(_qwen3_moe(64, 64, 2, 4), experts=Experts(8, 2), **SMALL),
 )

@@ -1,21 +1,43 @@
 """Qwen 3.5, and 3.6 and 3.8 of the same shape (https://huggingface.co/Qwen): three Gated DeltaNets to one attention.
 
 Attention has a gate on each head's output, norms of queries and keys, and a rope on a quarter of each head; all norms
-but that of the DeltaNet multiply by 1 + w. Published folders are multimodal: where pictures are not asked for
-(`qwen35_vision.py`) their text part is read, and an export is a `qwen3_5_text` folder. Their heads that draft several
-tokens (`mtp.`) are taken along. A folder's config.json decides about sizes; those of presets are slime's
-(github.com/THUDM/slime, scripts/models) for 0.8B and 27B, of public descriptions for 4B and 9B, and unchecked for 2B
-and for how many heads the values of 0.8B, 2B and 27B have.
+but that of the DeltaNet multiply by 1 + w. Published folders are multimodal, with a tower for pictures of any shape
+(films are not read): where pictures are not asked for their text part is read, and an export is a `qwen3_5_text`
+folder. Their heads that draft several tokens (`mtp.`) are taken along. A folder's config.json decides about sizes;
+those of presets are slime's (github.com/THUDM/slime, scripts/models) for 0.8B and 27B, of public descriptions for 4B
+and 9B, and unchecked for 2B and for how many heads the values of 0.8B, 2B and 27B have. The tower's are those of
+https://huggingface.co/Qwen/Qwen3.5-27B as transformers documents them.
 
-Axes: D model width, N query heads, H head dim, Hg head dim and its gate's, Hk key heads, Hv value heads, U runs of a
-key head's channels, Dk width of a key, Dv width of a value, Ta taps.
+Models with a mixture of experts (https://huggingface.co/Qwen/Qwen3.5-35B-A3B) have in every layer experts and a shared
+one, whose result is weighed by a sigmoid. Published folders hold the matrices of all experts of a layer in two tensors,
+gate and up in one of them; transformers' text model, and so an export, has those of each expert. Sizes are those of the
+folder's config.json as transformers documents them.
+
+Axes: D model width, F ffn width, Fs ffn width of a shared expert, E experts, N query heads, H head dim, Hg head dim and
+its gate's, Hk key heads, Hv value heads, U runs of a key head's channels, Dk width of a key, Dv width of a value, Ta
+taps, Pl learned positions, Pr rows of a patch, Pc columns of a patch, Rb colours, Fr frames, Dt width of a tower, Ft
+ffn width of a tower, Nt heads of a tower, Ht head dim of a tower, Qk parts of an attention's matrix, Ds width of a
+square, Fm ffn width of a merger.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tunix.models.config import DELTANET, DecoderConfig, DeltaNet, Rope
+from tunix.models.config import (
+    COLOURS,
+    DELTANET,
+    EXPERTS,
+    FRAMES,
+    ROPE_THETA,
+    TOWER,
+    DecoderConfig,
+    DeltaNet,
+    Experts,
+    Rope,
+    VisionConfig,
+)
 from tunix.models.families.base import (
     QK_NORMS,
     SHARED,
@@ -23,13 +45,164 @@ from tunix.models.families.base import (
     FamilyText,
     Shape,
     Tensor,
+    VisionText,
     axis_sizes,
     in_layers,
     sizes,
     written,
 )
 from tunix.models.families.hf_config import Fields, write_rope
-from tunix.models.families.qwen35_vision import QWEN35_VISION
+from tunix.models.families.qwen import BANKS
+
+GELU = "gelu_pytorch_tanh"
+VISION_TYPE = "qwen3_5_vision"
+SOFT_TOKENS = 256
+"""Soft tokens of a picture at most, which a recipe decides (`data.picture_tokens`), not a folder."""
+VISION_DEFAULTS = {"hidden_size": 1152, "intermediate_size": 4304, "depth": 27, "num_heads": 16, "patch_size": 16}
+
+
+def read_vision(fields: Fields) -> VisionConfig:
+    """The tower that a `qwen3_5` config.json describes."""
+    inner = Fields(fields.mapping("vision_config"), fields.file, "vision_config.")
+    inner.only("model_type", VISION_TYPE, "qwen3_5")
+    inner.only("hidden_act", GELU)
+    inner.only("in_channels", COLOURS)
+    inner.only("temporal_patch_size", FRAMES)
+    inner.only("deepstack_visual_indexes", [], None)
+    width = fields.mapping("text_config").get("hidden_size", 4096)
+    if inner.integer("out_hidden_size", 3584) != width:
+        inner.refuse("out_hidden_size", f"is not the decoder's hidden_size = {width}.")
+    rope = Fields(inner.mapping("rope_parameters"), fields.file, "vision_config.rope_parameters.")
+    rope.only("rope_type", "axial", None)
+    rope.only("rope_theta", ROPE_THETA, None)
+    rope.finish()
+    sizes = {name: inner.integer(name, value) for name, value in VISION_DEFAULTS.items()}
+    learned = inner.integer("num_position_embeddings", 2304)
+    config = VisionConfig(
+        tower="qwen",
+        width=sizes["hidden_size"],
+        ffn=sizes["intermediate_size"],
+        num_layers=sizes["depth"],
+        num_heads=sizes["num_heads"],
+        patch=sizes["patch_size"],
+        pool=inner.integer("spatial_merge_size", 2),
+        positions=math.isqrt(learned),
+        norm_eps=1e-6,
+        tokens=SOFT_TOKENS,
+        begin_id=fields.integer("vision_start_token_id", 248_053),
+        end_id=fields.integer("vision_end_token_id", 248_054),
+        soft_id=fields.integer("image_token_id", 248_056),
+        film_id=fields.integer("video_token_id", 248_057),
+        any_shape=True,
+        sees_ahead=False,
+        turns=True,
+    )
+    inner.finish()
+    if config.positions**2 != learned:
+        inner.refuse("num_position_embeddings", "is no square.")
+    if config.width % (4 * config.num_heads):
+        inner.refuse("num_heads", f"times 4 does not divide hidden_size = {config.width}.")
+    return config
+
+
+def write_vision(config: DecoderConfig, text: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a `qwen3_5` folder, from that of its text part."""
+    c = config.vision
+    assert c is not None, "a model that sees pictures"
+    outside = {name: text[name] for name, _ in config.stops}
+    return outside | {
+        "model_type": "qwen3_5",
+        "tie_word_embeddings": config.tied,
+        "text_config": text,
+        "vision_config": {
+            "model_type": VISION_TYPE,
+            "hidden_size": c.width,
+            "intermediate_size": c.ffn,
+            "depth": c.num_layers,
+            "num_heads": c.num_heads,
+            "patch_size": c.patch,
+            "spatial_merge_size": c.pool,
+            "num_position_embeddings": c.positions**2,
+            "out_hidden_size": config.d_model,
+            "temporal_patch_size": FRAMES,
+            "in_channels": COLOURS,
+            "hidden_act": GELU,
+        },
+        "vision_start_token_id": c.begin_id,
+        "vision_end_token_id": c.end_id,
+        "image_token_id": c.soft_id,
+        "video_token_id": c.film_id,
+    }
+
+
+def axes_of_tower(config: VisionConfig) -> dict[str, int]:
+    """The size of each axis of the tower's weights, by its letters."""
+    square = config.width * config.pool**2
+    return {
+        "Dt": config.width,
+        "Ft": config.ffn,
+        "Nt": config.num_heads,
+        "Ht": config.head_dim,
+        "Pl": config.positions**2,
+        "Pr": config.patch,
+        "Pc": config.patch,
+        "Rb": COLOURS,
+        "Fr": FRAMES,
+        "Qk": 3,
+        "Ds": square,
+        "Fm": square,
+    }
+
+
+VISION_TENSORS: dict[str, Tensor] = {
+    "vision/patch": Tensor("visual.patch_embed.proj.weight", "Dt Rb Fr Pr Pc", "Fr Pr Pc Rb Dt"),
+    "vision/patch_bias": Tensor("visual.patch_embed.proj.bias", "Dt", "Dt"),
+    "vision/position": Tensor("visual.pos_embed.weight", "Pl Dt", "Pl Dt"),
+    **in_layers(
+        {
+            "attn_norm": ("norm1.weight", "Dt", "Dt"),
+            "attn_norm_bias": ("norm1.bias", "Dt", "Dt"),
+            "qkv": ("attn.qkv.weight", "(Qk Nt Ht) Dt", "Dt Qk Nt Ht"),
+            "qkv_bias": ("attn.qkv.bias", "(Qk Nt Ht)", "Qk Nt Ht"),
+            "o": ("attn.proj.weight", "Dt (Nt Ht)", "Nt Ht Dt"),
+            "o_bias": ("attn.proj.bias", "Dt", "Dt"),
+            "mlp_norm": ("norm2.weight", "Dt", "Dt"),
+            "mlp_norm_bias": ("norm2.bias", "Dt", "Dt"),
+            "up": ("mlp.linear_fc1.weight", "Ft Dt", "Dt Ft"),
+            "up_bias": ("mlp.linear_fc1.bias", "Ft", "Ft"),
+            "down": ("mlp.linear_fc2.weight", "Dt Ft", "Ft Dt"),
+            "down_bias": ("mlp.linear_fc2.bias", "Dt", "Dt"),
+        },
+        TOWER,
+        starts=("vision/layers/", "visual.blocks."),
+    ),
+    "vision/norm": Tensor("visual.merger.norm.weight", "Dt", "Dt"),
+    "vision/norm_bias": Tensor("visual.merger.norm.bias", "Dt", "Dt"),
+    "vision/merge_up": Tensor("visual.merger.linear_fc1.weight", "Fm Ds", "Ds Fm"),
+    "vision/merge_up_bias": Tensor("visual.merger.linear_fc1.bias", "Fm", "Fm"),
+    "vision/merge_down": Tensor("visual.merger.linear_fc2.weight", "D Fm", "Fm D"),
+    "vision/merge_down_bias": Tensor("visual.merger.linear_fc2.bias", "D", "D"),
+}
+
+QWEN35_VISION = VisionText(
+    architecture="Qwen3_5ForConditionalGeneration",
+    read=read_vision,
+    write=write_vision,
+    tensors=VISION_TENSORS,
+    axes=axes_of_tower,
+    prefixes=(("model.language_model.", "model."), ("model.visual.", "visual."), ("mtp.", None)),
+    written=(("model.", "model.language_model."), ("visual.", "model.visual.")),
+    published=VisionConfig(
+        *("qwen", 1152, 4304, 27, 16, 16, 2, 48, 1e-6, SOFT_TOKENS, 248_053, 248_054, 248_056, 248_057),
+        any_shape=True,
+        sees_ahead=False,
+        turns=True,
+    ),
+    small=VisionConfig(
+        *("qwen", 32, 64, 2, 2, 4, 2, 4, 1e-6, 16, 261, 262, 263, 264), any_shape=True, sees_ahead=False, turns=True
+    ),
+)
+
 
 VISION = frozenset(
     ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -49,7 +222,7 @@ def read_qwen35(fields: Fields) -> DecoderConfig:
     if "text_config" in fields.raw:
         return read_multimodal(fields, read_qwen35)
     fields.only("mlp_only_layers", [], None)
-    return read_text(fields, sizes(fields, **DEFAULTS), family="qwen3_5")
+    return read_text(fields, sizes(fields, DEFAULTS), family="qwen3_5")
 
 
 def read_text(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
@@ -65,12 +238,13 @@ def read_text(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
     fields.only("mamba_ssm_dtype", "float32")  # states are float32 whatever the folder says; nothing else is
     fields.read |= set(DRAFTING)
     share = fields.number("partial_rotary_factor", 0.25)
+    rope = fields.rope(10_000.0, shape["max_positions"], share=share)
     return DecoderConfig(
         activation="silu",
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         norm_offset=True,
         tied=fields.flag("tie_word_embeddings", False),
-        rope=_rope(fields.rope(10_000.0, shape["max_positions"], share=share)),
+        rope=rope if rope.sections else replace(rope, sections=SECTIONS),  # those of published folders
         qk_norm=True,
         output_gate=True,
         linear_layers=_linear_layers(fields, shape["num_layers"]),
@@ -78,11 +252,6 @@ def read_text(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
         stops=fields.stops(),
         **{**shape, **different},
     )
-
-
-def _rope(rope: Rope) -> Rope:
-    """The rope, with the sections of published folders where it names none."""
-    return rope if rope.sections else replace(rope, sections=SECTIONS)
 
 
 def _delta(fields: Fields) -> DeltaNet:
@@ -260,4 +429,101 @@ QWEN35 = FamilyText(
     passengers=("mtp.",),
     passenger_fields=DRAFTING,
     vision=QWEN35_VISION,
+)
+
+
+NUMBER, ACTIVE, FFN = 256, 8, 512
+
+
+def read_qwen35_moe(fields: Fields) -> DecoderConfig:
+    """A `qwen3_5_moe_text` config.json, or the text part of a multimodal `qwen3_5_moe` one."""
+    if "text_config" in fields.raw:
+        return read_multimodal(fields, read_qwen35_moe)
+    shape = sizes(fields, {**DEFAULTS, "intermediate_size": FFN})
+    experts = fields.experts(NUMBER, ACTIVE)
+    return read_text(
+        fields,
+        shape,
+        family="qwen3_5_moe",
+        ffn=fields.integer("moe_intermediate_size", FFN),
+        experts=replace(experts, shared=fields.integer("shared_expert_intermediate_size", FFN)),
+        feed_forward=EXPERTS,
+    )
+
+
+def write_moe(config: DecoderConfig) -> dict[str, Any]:
+    """The config.json of a `qwen3_5_moe_text` folder."""
+    assert config.experts is not None, "the family has them"
+    fields = write(config)
+    del fields["intermediate_size"]  # which the family never had
+    return fields | {
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": config.ffn,
+        "shared_expert_intermediate_size": config.experts.shared,
+        "num_experts": config.experts.number,
+        "num_experts_per_tok": config.experts.active,
+    }
+
+
+def axes_of_moe(config: DecoderConfig) -> dict[str, int]:
+    """The size of each axis of the family's weights."""
+    assert config.experts is not None, "the family has them"
+    return {**axes(config), "Fs": config.experts.shared}
+
+
+_35B_A3B = DecoderConfig(
+    family="qwen3_5_moe",
+    vocab_size=248_320,
+    d_model=2048,
+    num_layers=40,
+    num_heads=16,
+    num_kv_heads=2,
+    head_dim=256,
+    ffn=FFN,
+    activation="silu",
+    norm_eps=1e-6,
+    norm_offset=True,
+    tied=False,
+    max_positions=262_144,
+    rope=Rope(theta=10_000_000.0, share=0.25, sections=SECTIONS),
+    qk_norm=True,
+    output_gate=True,
+    linear_layers=three_to_one(40),
+    delta=DeltaNet(16, 32, 128, 128),
+    experts=Experts(NUMBER, ACTIVE, shared=FFN),
+    feed_forward=EXPERTS,
+)
+_SMALL = replace(QWEN35.small, family="qwen3_5_moe", ffn=32, feed_forward=EXPERTS)
+
+QWEN35_MOE = FamilyText(
+    model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
+    hub=r"qwen-?3\.[568].*\d+b-a\d+b",
+    template="chatml",
+    architecture="Qwen3_5MoeForCausalLM",
+    classifier=None,
+    read=read_qwen35_moe,
+    write=write_moe,
+    tensors={
+        **TENSORS,
+        **BANKS,
+        **in_layers(
+            {
+                "shared_gate/w": ("mlp.shared_expert_gate.weight", "1 D", "D"),
+                "gate/w": ("mlp.shared_expert.gate_proj.weight", "Fs D", "D Fs"),
+                "up/w": ("mlp.shared_expert.up_proj.weight", "Fs D", "D Fs"),
+                "down/w": ("mlp.shared_expert.down_proj.weight", "D Fs", "Fs D"),
+            }
+        ),
+    },
+    presets={"qwen3.5-35b-a3b": _35B_A3B},
+    small=replace(_SMALL, experts=Experts(8, 2, shared=48)),
+    linear=three_to_one,
+    axes=axes_of_moe,
+    prefixes=PREFIXES,
+    stacked={
+        ".gate_up_proj": (".gate_proj.weight", ".up_proj.weight"),
+        ".down_proj": (".down_proj.weight",),
+    },
+    passengers=QWEN35.passengers,
+    passenger_fields=DRAFTING,
 )

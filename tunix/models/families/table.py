@@ -12,21 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from tunix.errors import UserError, nearest
-from tunix.models.config import DENSE_AND_EXPERTS, DecoderConfig
+from tunix.models.config import DENSE_AND_EXPERTS, DecoderConfig, VisionConfig
 from tunix.models.families.base import FamilyText, Tensor
 from tunix.models.families.gemma import GEMMA, GEMMA2
 from tunix.models.families.gemma3 import GEMMA3
 from tunix.models.families.gemma4 import GEMMA4
 from tunix.models.families.gpt_oss import GPT_OSS
 from tunix.models.families.hf_config import Fields
-from tunix.models.families.llama import LLAMA
-from tunix.models.families.mixtral import MIXTRAL
-from tunix.models.families.qwen import QWEN2, QWEN3
-from tunix.models.families.qwen35 import QWEN35
-from tunix.models.families.qwen35_moe import QWEN35_MOE
-from tunix.models.families.qwen_moe import QWEN3_MOE
+from tunix.models.families.llama import LLAMA, MIXTRAL
+from tunix.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from tunix.models.families.qwen35 import QWEN35, QWEN35_MOE
 from tunix.models.quantization.schemes import SECTION, check_section
-from tunix.models.vision_config import VisionConfig
 from tunix.util.atomic_io import refuse_foreign
 
 SIZE_NAMES = (
@@ -239,9 +235,9 @@ def with_sizes(config: DecoderConfig, sizes: Mapping[str, int]) -> DecoderConfig
         new = replace(new, linear_layers=FAMILIES[config.family].linear(new.num_layers))
     if config.shared_layers and "num_layers" in sizes:
         new = replace(new, shared_layers=_shared(new, config.shared_layers * new.num_layers // config.num_layers))
-    if own := config.global_heads:
-        width = own.head_dim * new.head_dim // config.head_dim
-        new = replace(new, global_heads=replace(own, head_dim=width, kv_heads=min(own.kv_heads, new.num_kv_heads)))
+    if heads := config.global_heads:
+        width = heads.head_dim * new.head_dim // config.head_dim
+        new = replace(new, global_heads=replace(heads, head_dim=width, kv_heads=min(heads.kv_heads, new.num_kv_heads)))
     _check(new, "sizes")
     return new
 
@@ -275,11 +271,11 @@ def read_json(file: Path) -> dict[str, Any]:
 def _check(config: DecoderConfig, where: str) -> None:
     """Refuses shapes that cannot be computed, or that transformers would refuse after an export."""
     c = config
-    own = c.global_heads
-    for kv_heads in (c.num_kv_heads, *(() if own is None else (own.kv_heads,))):
+    heads = c.global_heads
+    for kv_heads in (c.num_kv_heads, *(() if heads is None else (heads.kv_heads,))):
         if c.num_heads % kv_heads:
             raise UserError(f"{where}: num_heads = {c.num_heads} is not a multiple of num_kv_heads = {kv_heads}.")
-    for head_dim in (c.head_dim, *(() if own is None else (own.head_dim,))):
+    for head_dim in (c.head_dim, *(() if heads is None else (heads.head_dim,))):
         if head_dim < 2 or head_dim % 2:
             raise UserError(f"{where}: head_dim = {head_dim} must be even: rope turns pairs of dimensions.")
     if FAMILIES[c.family].whole_heads and c.d_model % c.num_heads:

@@ -50,10 +50,10 @@ class Simulated:
         Args:
             contracted: how many of its first axes are inputs.
         """
-        how = self.weights
-        if how is None:
+        quantization = self.weights
+        if quantization is None:
             return w
-        return straight_through(lambda w: dequantize(*quantize(w, how, contracted)), w)
+        return straight_through(lambda w: dequantize(*quantize(w, quantization, contracted)), w)
 
     def inputs(self, x: Float[Array, "B T *inputs"]) -> Float[Array, "B T *inputs"]:
         """The inputs that multiply the matrix: each token rounded with its own scale."""
@@ -62,8 +62,9 @@ class Simulated:
             return x
 
         def rounded(x: jax.Array) -> jax.Array:
-            how = {"channelwise_axes": (0, 1), "calibration_method": LARGEST[kind]}
-            return qwix.dequantize(qwix.quantize(x.astype(jnp.float32), ROUNDED[kind], **how))
+            x32 = x.astype(jnp.float32)
+            by_token = qwix.quantize(x32, ROUNDED[kind], channelwise_axes=(0, 1), calibration_method=LARGEST[kind])
+            return qwix.dequantize(by_token)
 
         return straight_through(rounded, x)
 

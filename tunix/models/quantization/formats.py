@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Shaped
 
 from tunix.config import BaseType
 from tunix.errors import UserError
-from tunix.mesh import Axes, platform
+from tunix.mesh import platform
 from tunix.models.quantization.modules import BANKS
 from tunix.util.exact import jit
 
@@ -63,7 +63,7 @@ class Quantization:
     """Inputs that share a scale, at most: a matrix takes the largest divisor of its inputs up to this."""
 
 
-def quantize(w: Float[Array, "..."], how: Quantization, contracted: int) -> tuple[jax.Array, jax.Array]:
+def quantize(w: Float[Array, "..."], quantization: Quantization, contracted: int) -> tuple[jax.Array, jax.Array]:
     """The rounded values in the shape of `w`, and the scales `[I / tile, *O]` in float32.
 
     A tile's largest value becomes the type's last number, or lies half a step beyond it.
@@ -73,8 +73,8 @@ def quantize(w: Float[Array, "..."], how: Quantization, contracted: int) -> tupl
         contracted: how many of its first axes are inputs.
     """
     flat = w.astype(jnp.float32).reshape(-1, *w.shape[contracted:])
-    tile, outputs = tile_of(len(flat), how.tile), range(1, flat.ndim)
-    rounded = qwix.quantize(flat, ROUNDED[how.base], channelwise_axes=outputs, tiled_axes={0: tile})
+    tile, outputs = tile_of(len(flat), quantization.tile), range(1, flat.ndim)
+    rounded = qwix.quantize(flat, ROUNDED[quantization.base], channelwise_axes=outputs, tiled_axes={0: tile})
     return rounded.qvalue.reshape(w.shape), rounded.scale
 
 
@@ -112,17 +112,12 @@ def over_matrices(name: str, function: Callable, w: Float[Array, "L ..."]) -> An
     return jax.lax.map(of_layer, w)
 
 
-def scale_axes(axes: Axes, contracted: int) -> Axes:
-    """The logical axes of the scales: tiles are sharded as their inputs are."""
-    return (axes[0], *axes[contracted:])
-
-
 def tile_of(inputs: int, most: int) -> int:
     """The largest divisor of `inputs` up to `most`."""
     return next(tile for tile in range(min(inputs, most), 0, -1) if inputs % tile == 0)
 
 
-def check_tile(name: str, inputs: int, how: Quantization, key: str = "adapter.tile") -> None:
+def check_tile(name: str, inputs: int, quantization: Quantization, key: str = "adapter.tile") -> None:
     """Refuses a matrix that no tile fits.
 
     Args:
@@ -133,29 +128,29 @@ def check_tile(name: str, inputs: int, how: Quantization, key: str = "adapter.ti
     Raises:
         UserError: its largest tile is so small that the scales would be as large as the values.
     """
-    if (tile := tile_of(inputs, how.tile)) < SMALLEST_TILE:
+    if (tile := tile_of(inputs, quantization.tile)) < SMALLEST_TILE:
         raise UserError(
-            f"{key}: {how.tile} leaves tiles of {tile} for the {inputs} inputs of {name}, because no larger "
+            f"{key}: {quantization.tile} leaves tiles of {tile} for the {inputs} inputs of {name}, because no larger "
             f"number up to it divides them: choose one of {SMALLEST_TILE} or more that does"
         )
 
 
-def check_supported(how: Quantization, key: str = "adapter.base") -> None:
+def check_supported(quantization: Quantization, key: str = "adapter.base") -> None:
     """Refuses a type that this device cannot compute with: rounds and dequantizes a few numbers to see.
 
     Args:
-        how: the type to check.
+        quantization: the type to check.
         key: the recipe's key, for the error.
 
     Raises:
         UserError: the device's compiler does not know the type.
     """
     try:
-        jax.block_until_ready(jit(lambda w: dequantize(*quantize(w, how, 1)))(jnp.ones((SMALLEST_TILE, 1))))
+        jax.block_until_ready(jit(lambda w: dequantize(*quantize(w, quantization, 1)))(jnp.ones((SMALLEST_TILE, 1))))
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
-        reason, others = str(error).splitlines()[0], ", ".join(base for base in ROUNDED if base != how.base)
+        reason, others = str(error).splitlines()[0], ", ".join(base for base in ROUNDED if base != quantization.base)
         raise UserError(
-            f"{key}: {how.base} cannot be computed on this {jax.devices()[0].device_kind} ({reason}): choose "
+            f"{key}: {quantization.base} cannot be computed on this {jax.devices()[0].device_kind} ({reason}): choose "
             f"another of {others}"
         ) from error
 

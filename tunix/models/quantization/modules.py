@@ -65,21 +65,20 @@ MOST_LAYERS = 128
 
 def modules_of(config: "DecoderConfig") -> dict[str, tuple[str, ...]]:
     """Hugging Face's name -> ours, of the matrices that a model has."""
+    heads = config.global_heads
+
+    def has(ours: str) -> bool:
+        if not ours.startswith(GLOBAL):
+            return config.shared_wide or not ours.startswith(WIDE)
+        return heads is not None and not (heads.keys_are_values and ours == f"{GLOBAL}v")
+
     there = (name for name in MODULES if name.rpartition(".")[0] in config.parts)
-    return {name: tuple(ours for ours in MODULES[name] if _has(config, ours)) for name in there}
+    return {name: tuple(filter(has, MODULES[name])) for name in there}
 
 
 def projections_of(config: "DecoderConfig") -> dict[str, tuple[str, ...]]:
     """As `modules_of`, by Hugging Face's short name."""
     return {short(name): ours for name, ours in modules_of(config).items()}
-
-
-def _has(config: "DecoderConfig", ours: str) -> bool:
-    """Whether a model has this one among our names of a matrix."""
-    if not ours.startswith(GLOBAL):
-        return config.shared_wide or not ours.startswith(WIDE)
-    own = config.global_heads
-    return own is not None and not (own.keys_are_values and ours == f"{GLOBAL}v")
 
 
 def matched(pattern: str) -> tuple[str, ...]:

@@ -82,12 +82,12 @@ def section(packing: Mapping[str, Packing], head: str, there: Mapping[str, tuple
     schemes: dict[str, dict[str, Any]] = {}
     for theirs, ours in there.items():
         target = f"re:.*{re.escape(theirs).replace(re.escape('{expert}'), NUMBER)}$"
-        found = [packing[one] for one in ours if one in packing]
-        if not found:
+        packings = [packing[one] for one in ours if one in packing]
+        if not packings:
             ignored.append(target)
             continue
         # Where shapes differ, the tile may be a whole row of the narrower ones: its size is stated for all.
-        scheme = max((one for one in found), key=lambda one: one.shape[1]).scheme
+        scheme = max(packings, key=lambda packing: packing.shape[1]).scheme
         name = json.dumps(scheme)
         schemes[name] = scheme
         targets.setdefault(name, []).append(target)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tunix.errors import UserError
-from tunix.models.attention.layouts import SCALE_BYTES, STORED
+from tunix.models.attention.pages import SCALE_BYTES, STORED
 from tunix.models.config import DELTANET, DecoderConfig, LayerKind
 from tunix.models.deltanet import SlotStates
 from tunix.rollout.engine.shapes import Sizes, usual_slots

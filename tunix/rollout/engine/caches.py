@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from tunix.models.attention.attend import at_each_device
-from tunix.models.attention.layouts import Pages
-from tunix.models.attention.pages import NOWHERE, Gathered, SlotsView, Table, Writes, brought_back, gathered
+from tunix.models.attention.pages import NOWHERE, Gathered, Pages, SlotsView, Table, Writes, brought_back, gathered
 from tunix.models.deltanet import SlotStates
 
 

@@ -17,13 +17,13 @@ from tunix.config import CacheType
 from tunix.errors import UserError
 from tunix.lora.multi_lora import LoadedAdapter, Mixture
 from tunix.mesh import row_shards, sharding
-from tunix.models.attention.decode_gate import reader_here
 from tunix.models.attention.decoding import unsaved
+from tunix.models.attention.gate import reader_here
+from tunix.models.config import VisionConfig
 from tunix.models.deltanet import PIECE_CHUNK
 from tunix.models.kv_cache import Weights, decode_specs, gains, is_top, magnified, unstack
 from tunix.models.model import Model, Params
 from tunix.models.param_names import is_adapter
-from tunix.models.vision_config import VisionConfig
 from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Pause, Published
 from tunix.rollout.engine.budget import within
 from tunix.rollout.engine.request import Decode, Request, check_pictures, check_prompt

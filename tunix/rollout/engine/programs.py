@@ -22,8 +22,7 @@ from jaxtyping import Array, Float, Int, Key
 from tunix.mesh import as_trainers_round, constrain, platform, shards
 from tunix.models.attention.attend import at_each_device
 from tunix.models.attention.decoding import BY_NAME
-from tunix.models.attention.layouts import Pages
-from tunix.models.attention.pages import Copies, PieceView, Writes, copied
+from tunix.models.attention.pages import Copies, Pages, PieceView, Writes, copied
 from tunix.models.blocks import Cache
 from tunix.models.deltanet import PieceStates, StepView
 from tunix.models.kv_cache import Weights, empty, extend

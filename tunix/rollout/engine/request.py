@@ -13,7 +13,7 @@ import numpy as np
 
 from tunix.data.seen import followed
 from tunix.errors import UserError
-from tunix.models.vision_config import VisionConfig
+from tunix.models.config import VisionConfig
 from tunix.rollout.engine.experts import Known, Recorded, of_sequence
 from tunix.types import Completion, Pictures, Sampling
 

@@ -16,7 +16,7 @@ import numpy as np
 from tunix.config import CacheType
 from tunix.models.attention.decoding import BY_NAME
 from tunix.models.attention.pages import block_of
-from tunix.models.vision_config import VisionConfig
+from tunix.models.config import VisionConfig
 
 NARROW = 8
 """Factor between one number of slots that is decoded at a time and the next smaller one."""

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.kernels import compiled, operations
 from benchmarks.programs import Product, elements, products
-from tunix.models.quantization.hardware import WAYS, line, product
+from tunix.models.quantization.rules import WAYS, matmul_line, matmuls_line
 from tunix.plan.account import account
 
 PAGE = Path(__file__).parents[3] / "docs" / "kernels.md"
@@ -99,16 +99,16 @@ def test_programs_are_read_by_hand():
     ],
 )
 def test_a_product_is_told(asked, told):
-    assert product(*asked) == told
+    assert matmul_line(*asked) == told
 
 
 def test_the_line_of_a_run():
-    assert line([], "float32", "cpu") == "products of the layers: float32"
-    assert line([("nf4", None), ("fp8", "fp8")], "bfloat16", "tpu") == (
+    assert matmuls_line([], "float32", "cpu") == "products of the layers: float32"
+    assert matmuls_line([("nf4", None), ("fp8", "fp8")], "bfloat16", "tpu") == (
         "products of the layers: nf4 weights, each matrix dequantized to bfloat16 on the way into its product, or with "
         "few rows before it; fp8 weights and fp8 activations, rounded and dequantized to bfloat16 before each product"
     )
-    assert line([("int4", None)], "float32", "cpu", simulated=True) == (
+    assert matmuls_line([("int4", None)], "float32", "cpu", simulated=True) == (
         "products of the layers: int4 weights, rounded and dequantized to float32 before each product"
     )
 

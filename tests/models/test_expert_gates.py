@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 from tests.tiny_models import one_device
 from tunix.errors import UserError
 from tunix.mesh import AXES
-from tunix.models import grouped_gate
+from tunix.models import expert_gates
 from tunix.models import grouped_products as kernels
+from tunix.models.expert_gates import grouped_difference
 from tunix.models.families.table import small
-from tunix.models.grouped_gate import grouped_difference
 from tunix.models.grouped_products import grouped_gradients, grouped_products
 from tunix.run import describe, experts
 
@@ -21,7 +21,7 @@ from tunix.run import describe, experts
 def test_right_products_pass_and_are_remembered(tmp_path, monkeypatch):
     found = tmp_path / "found.json"
     assert grouped_difference(16, 8, "float32", found) < 1e-5
-    monkeypatch.setattr(grouped_gate, "grouped_products", lambda rows, *_, **__: rows * np.nan)
+    monkeypatch.setattr(expert_gates, "grouped_products", lambda rows, *_, **__: rows * np.nan)
     assert grouped_difference(16, 8, "float32", found) < 1e-5, "measured once for a device"
 
 
@@ -38,7 +38,7 @@ def broken_gradients(rows, d, matrices, sizes):
 
 @pytest.mark.parametrize(("name", "broken"), [("products", broken_products), ("gradients", broken_gradients)])
 def test_wrong_ones_are_noticed(name, broken, tmp_path, monkeypatch):
-    monkeypatch.setattr(grouped_gate, f"grouped_{name}", broken)
+    monkeypatch.setattr(expert_gates, f"grouped_{name}", broken)
     assert grouped_difference(16, 8, "float32", tmp_path / "found.json") > experts.LIMIT
 
 
