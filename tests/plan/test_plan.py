@@ -11,17 +11,16 @@ import pytest
 from tests.marks import slow
 from tunix.errors import UserError
 from tunix.models.families.table import presets
-from tunix.plan import compiling, verdict, worker
+from tunix.plan import verdict, worker
 from tunix.plan.arithmetic import Work
 from tunix.plan.ask import Plan, ask
 from tunix.plan.chips import CHIPS
-from tunix.plan.compiling import Compiled
 from tunix.plan.record import programs_of
-from tunix.plan.remedies import remedies
 from tunix.plan.structure import decoder_of, named_preset
 from tunix.plan.subject import Place, Subject, subject_of
 from tunix.plan.topology import devices_of, limit_of, near_of
-from tunix.plan.verdict import Need, Target, Verdict
+from tunix.plan.verdict import Compiled, Need, Target, Verdict
+from tunix.plan.worker import remedies
 from tunix.recipe.recipe import Recipe
 from tunix.trainer.frozen_model import beside
 
@@ -55,7 +54,7 @@ def number_of_weights(made: Subject) -> int:
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder for plans."""
-    monkeypatch.setattr(compiling, "KEPT", tmp_path / "plans")
+    monkeypatch.setattr(verdict, "KEPT", tmp_path / "plans")
     return tmp_path / "plans"
 
 
@@ -223,7 +222,7 @@ def test_a_compiler_that_runs_out_of_memory_is_understood():
      Shape: f32[8,4096,32768]{2,1,0:T(8,128)}
      Unpadded size: 4.00G
 """
-    found = compiling._refused(said, 1.0)
+    found = verdict._refused(said, 1.0)
     assert found.peak == int(17.4 * 2**30)
     assert found.buffers == [[4 * 2**30, "f32[8,4096,32768]", "jit(step)/while/body/dot_general", ""]]
     assert "Used 17.40G of 15.75G" in found.refused

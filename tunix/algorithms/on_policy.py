@@ -27,18 +27,21 @@ from tunix.algorithms.episodes import (
     grouped,
     lengths_of,
     measured,
+    merged,
+    notes,
     old_policy_logprobs,
     renamed,
+    report,
     require_numbers,
     require_scores,
+    rows,
     shape_of,
     total_rewards,
     with_tokens,
     without_mismatch,
 )
 from tunix.algorithms.loss import REFERENCE, kl_clamp, with_mismatch
-from tunix.algorithms.masks import most_uncertain
-from tunix.algorithms.rollout_metrics import merged, notes, report, rows
+from tunix.algorithms.ops import most_uncertain
 from tunix.config import RowKind
 from tunix.errors import Doubtful
 from tunix.protocols import Client, SamplingClient
@@ -307,7 +310,7 @@ class PolicyGradient(OnPolicy):
         return kl_rewards(policy, reference, sequence.loss_mask, factor, config.kl_estimator or "k1", kl_clamp(config))
 
     def _with_high_entropy(self, sequences: Credited, entropies: List[np.ndarray], share: float) -> Credited:
-        """The sequences with a mask, 1 or 0, of the step's tokens with the highest entropy (`masks.most_uncertain`)."""
+        """The sequences with a mask, 1 or 0, of the step's tokens with the highest entropy (`ops.most_uncertain`)."""
         listed = flat(sequences)
         masks = most_uncertain(entropies, [x.loss_mask & (x.weight > 0) for x in listed], share)
         return with_tokens(sequences, "high_entropy", grouped([x.astype(np.float32) for x in masks], sequences))

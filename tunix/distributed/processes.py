@@ -19,9 +19,10 @@ from typing import Any
 import jax
 from jax._src import distributed as runtime  # the client of the coordinator's store has no public name
 
-from tunix.distributed.place import MEETING
 from tunix.errors import UserError
 
+MEETING = 300.0
+"""Seconds in which all processes have to meet."""
 PATIENCE = 3600.0
 """Seconds that a message is waited for while its sender is alive."""
 DONE, FAILED = b"+", b"-"

@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from tunix.plan.groups import group
-from tunix.plan.hlo import Computation, Instruction, Program, parsed, size
+from tunix.plan.hlo import Computation, Instruction, Program, group, parsed, size
 from tunix.util.loops import CHOICE, SCOPE
 
 RAGGED = "ragged-all-to-all"

@@ -25,13 +25,11 @@ from tunix.rollout.engine.pieces import Piece
 from tunix.rollout.engine.programs import State, blank, decode, prefill
 from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
-from tunix.trainer.frozen_model import beside
+from tunix.trainer.frozen_model import beside, compute_states
 from tunix.trainer.learner import abstract_moments
 from tunix.trainer.logprobs import Scorer, Scores
-from tunix.trainer.microbatches import PER_TOKEN, Microbatcher
-from tunix.trainer.spec import TrainerSpec
+from tunix.trainer.microbatches import PER_TOKEN, Microbatcher, TrainerSpec
 from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TeacherStates, TrainState
-from tunix.trainer.teacher import compute_states
 from tunix.types import Batch, Loss, Pictures
 from tunix.util.exact import jit
 from tunix.util.sizes import bytes_of

@@ -32,8 +32,7 @@ from tunix.run.experts import experts_line
 from tunix.run.streams import workload_of
 from tunix.run.teacher import divided
 from tunix.trainer.build import ClientSettings, critic_spec_of, sampler_of, spec_of, stored
-from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
-from tunix.trainer.spec import TrainerSpec
+from tunix.trainer.microbatches import Microbatcher, TrainerSpec, rows_per_microbatch
 from tunix.types import Sampling, Workload
 from tunix.util.sizes import bytes_of
 

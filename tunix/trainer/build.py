@@ -34,16 +34,13 @@ from tunix.rollout.servers.sampler import ServerSampler
 from tunix.rollout.servers.types import Expected, Routing
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.export import Exporter, StoredPolicy
+from tunix.trainer.frozen_model import initial_reference
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import memory_of
-from tunix.trainer.microbatches import Microbatcher
+from tunix.trainer.microbatches import Microbatcher, TrainerSpec
 from tunix.trainer.optimizer import build_optimizer, build_schedule
-from tunix.trainer.reference import initial_reference
 from tunix.trainer.remat import chosen, held_by
-from tunix.trainer.resharding import bring_of
-from tunix.trainer.sampler_mesh import check_slots, sampler_mesh
-from tunix.trainer.sampler_room import room_of, shares
-from tunix.trainer.spec import TrainerSpec
+from tunix.trainer.sampler_mesh import bring_of, check_slots, room_of, sampler_mesh, shares
 from tunix.trainer.trainer import Trainer
 
 

@@ -14,7 +14,7 @@ from tunix.lora.adapt import merge, merge_rounded
 from tunix.models.model import Params
 from tunix.models.on_grid import rounded
 from tunix.models.quantization.rules import Rules
-from tunix.trainer.spec import TrainerSpec
+from tunix.trainer.microbatches import TrainerSpec
 from tunix.trainer.state_files import load_params
 from tunix.util.exact import jit
 

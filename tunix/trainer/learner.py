@@ -21,11 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tunix.distributed.global_arrays import placed
 from tunix.mesh import compiler_options
 from tunix.models.model import Params
-from tunix.trainer.frozen_model import FrozenModel, beside
+from tunix.trainer.frozen_model import FrozenModel, Teacher, beside
 from tunix.trainer.logprobs import Scorer
-from tunix.trainer.spec import TrainerSpec
+from tunix.trainer.microbatches import TrainerSpec
 from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TrainState
-from tunix.trainer.teacher import Teacher
 from tunix.types import Batch, Loss, Metrics, Sequence
 from tunix.util.exact import jit
 

@@ -1,4 +1,4 @@
-"""Splits a packed batch into micro-batches of equal shape and places them on the mesh.
+"""Splits a packed batch into micro-batches of equal shape and places them on the mesh; `TrainerSpec`, what stays fixed.
 
 The number of packed rows varies, but a compiled function needs one shape. So rows are padded to M micro-batches of R
 rows, and the number of filled micro-batches is passed along: the loop of `step.py` stops there.
@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.data.packing import row_length
 from tunix.distributed.global_arrays import placed
+from tunix.lora.config import AdapterConfig
 from tunix.mesh import RULES, by_rows, row_shards
 from tunix.models.config import DecoderConfig
+from tunix.models.model import Model
 from tunix.trainer.perf import layer_weights
 from tunix.trainer.step import Microbatches
 from tunix.types import Batch, Pictures
@@ -142,3 +145,23 @@ def _rows_of_split_batch(batch_size: int, most: int) -> int:
 def _tokens_per_device(mesh: Mesh) -> int:
     """Tokens of a micro-batch that keep one device of this mesh busy."""
     return TOKENS_PER_MICROBATCH.get(mesh.devices.flat[0].platform, TOKENS_ELSEWHERE)
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """A model, its optimizer and its mesh, fixed while it trains."""
+
+    model: Model
+    mesh: Mesh
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    """Updates done -> learning rate, reported as `train/learning_rate`."""
+    microbatcher: Microbatcher
+    length: int
+    """T of packed rows, e.g. 2048."""
+    seed: int
+    """Seed of everything random during training, e.g. 0."""
+    adapter: AdapterConfig | None = None
+    """The adapter that trains on a frozen base; None where all weights train."""
+    remat_reason: str | None = None
+    """Why the model's `remat` was chosen, for the run's first lines; None where the recipe names it."""

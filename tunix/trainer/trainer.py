@@ -18,8 +18,8 @@ from tunix.models.model import Params
 from tunix.protocols import Metered, Sampler, Saving
 from tunix.trainer.digest import digest_of_weights
 from tunix.trainer.export import Exporter
+from tunix.trainer.frozen_model import unreplayed
 from tunix.trainer.learner import Learner, required
-from tunix.trainer.replay import unreplayed
 from tunix.trainer.state_files import load_state, save_state
 from tunix.trainer.step import TrainState
 from tunix.types import (

@@ -10,10 +10,9 @@ import numpy as np
 
 from tunix.algorithms.distill.config import DistillConfig
 from tunix.algorithms.distill.loss import TEACHER, distill_loss, sampled_loss
-from tunix.algorithms.episodes import Groups, as_sequence, flat, measured, with_tokens
+from tunix.algorithms.episodes import Groups, as_sequence, flat, measured, row, sampling_report, with_tokens
 from tunix.algorithms.loss import compared_with_sampler
 from tunix.algorithms.on_policy import Experience, OnPolicy, Prepared
-from tunix.algorithms.rollout_metrics import row, sampling_report
 from tunix.config import RowKind
 from tunix.protocols import Client
 from tunix.types import Divergence, Loss, LossInputs, LossOutputs, Sequence

@@ -8,7 +8,6 @@ from jaxtyping import Array, Float
 
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.loss import old_log_ratio, old_logprobs, policy_outputs, sampler_logprobs
-from tunix.algorithms.masks import off_policy, outside_trust_region, without
 from tunix.algorithms.ops import (
     Surrogate,
     cispo_surrogate,
@@ -16,10 +15,13 @@ from tunix.algorithms.ops import (
     completion_ratio,
     log_ratio,
     log_surrogate,
+    off_policy,
+    outside_trust_region,
     plain_surrogate,
     sequence_ratio,
     soft_surrogate,
     token_ratio,
+    without,
 )
 from tunix.types import Batch, LossInputs, LossOutputs, Over
 
@@ -27,7 +29,7 @@ from tunix.types import Batch, LossInputs, LossOutputs, Over
 def grpo_loss(inputs: LossInputs, config: GRPOConfig, over: Over | float) -> LossOutputs:
     """`E[surrogate(r, A) + drift/2 log^2 r] + kl KL - entropy_bonus H`, r the ratio of the policy to the old one.
 
-    GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300, eq. 3; `presets.py` names the relatives, and the README
+    GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300, eq. 3; `config.py` names the relatives, and the README
     has the formula of each setting. The advantage is that of the whole completion, at each of its tokens.
 
     Args:
