@@ -128,9 +128,9 @@ class OnPolicy(Algorithm):
         if not left:
             return groups
         with experience.data.clock.part("logprobs"):
-            found = self.measure(client, [sequence_of(x.prompt, x.completion) for x in left], size)
-            own = iter([{name: arrays[i] for name, arrays in found.items()} for i in range(len(left))])
-        return [[x if x.measured else replace(x, measured=next(own)) for x in group] for group in groups]
+            computed = self.measure(client, [sequence_of(x.prompt, x.completion) for x in left], size)
+            rest = iter([{name: values[i] for name, values in computed.items()} for i in range(len(left))])
+        return [[x if x.measured else replace(x, measured=next(rest)) for x in group] for group in groups]
 
     def learn(self, client: Client, experience: Experience) -> Update:
         """Makes the updates on an experience.

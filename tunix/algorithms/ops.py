@@ -87,8 +87,8 @@ def per_sequence(values: Float[Array, "B T"], batch: Batch, absent: float = 0.0)
     """
     masked, owners = jnp.where(batch.loss_mask, values, 0.0), jnp.asarray(batch.sequence_ids)
     sums = jnp.zeros(batch.weights.shape, values.dtype).at[owners].add(masked)
-    here = jnp.zeros(batch.weights.shape, bool).at[owners].max(batch.loss_mask)
-    return jnp.where(here, sums, absent)
+    present = jnp.zeros(batch.weights.shape, bool).at[owners].max(batch.loss_mask)
+    return jnp.where(present, sums, absent)
 
 
 def token_ratio(log_ratios: Float[Array, "B T"]) -> Float[Array, "B T"]:

@@ -46,20 +46,20 @@ def place_of(coordinator: str | None, processes: int | None, process: int | None
     Raises:
         UserError: something of it is missing or wrong.
     """
-    given = {
+    settings = {
         "--coordinator (JAX_COORDINATOR_ADDRESS)": coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS"),
         "--processes (JAX_NUM_PROCESSES)": processes or os.environ.get("JAX_NUM_PROCESSES"),
         "--process (JAX_PROCESS_ID)": os.environ.get("JAX_PROCESS_ID") if process is None else process,
     }
-    if all(value is None for value in given.values()):
+    if all(value is None for value in settings.values()):
         return _scheduled()
-    if missing := [name for name, value in given.items() if value is None]:
+    if missing := [name for name, value in settings.items() if value is None]:
         raise UserError(f"a run of several processes needs {', '.join(missing)} too")
-    address, most, own = given.values()
+    address, most, number = settings.values()
     try:
-        place = Place(str(address), int(str(most)), int(str(own)))
+        place = Place(str(address), int(str(most)), int(str(number)))
     except ValueError as error:
-        raise UserError(f"--processes {most} and --process {own} have to be numbers") from error
+        raise UserError(f"--processes {most} and --process {number} have to be numbers") from error
     if not 0 <= place.process < place.processes:
         raise UserError(f"--process {place.process}: they are counted from 0 to {place.processes - 1}")
     if not place.coordinator.rpartition(":")[2].isdigit() or ":" not in place.coordinator:

@@ -63,8 +63,8 @@ class Instruction:
 
     def attribute(self, name: str) -> str | None:
         """The name or braces that follow `name=`, e.g. `{1}` for `lhs_contracting_dims`; None without it."""
-        found = re.search(rf"\b{name}=(%?[\w.\-]+|\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}})", self.text)
-        return found[1].lstrip("%") if found else None
+        match = re.search(rf"\b{name}=(%?[\w.\-]+|\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}})", self.text)
+        return match[1].lstrip("%") if match else None
 
     def numbers(self, name: str) -> list[int]:
         """The numbers of an attribute such as `lhs_contracting_dims={1}`; none without it."""
@@ -85,9 +85,9 @@ class Program:
     lines: dict[str, str] = field(default_factory=dict)
     """Number of a stack frame -> the innermost line of tunix in it, e.g. `models/layers.py:240`."""
 
-    def line(self, one: Instruction) -> str:
+    def line(self, instruction: Instruction) -> str:
         """The line of tunix that an instruction comes from, e.g. `models/layers.py:240`; empty where it is unknown."""
-        frame = re.search(r"\bstack_frame_id=(\d+)", one.text)
+        frame = re.search(r"\bstack_frame_id=(\d+)", instruction.text)
         return self.lines.get(frame[1], "") if frame else ""
 
     def root(self, computation: str) -> Instruction:
@@ -104,13 +104,13 @@ def parsed(text: str) -> Program:
     computations: dict[str, Computation] = {}
     entry, current = "", ""
     for line in text.splitlines():
-        if (found := _COMPUTATION.match(line)) and not line.startswith("HloModule"):
-            current = found[2]
+        if (match := _COMPUTATION.match(line)) and not line.startswith("HloModule"):
+            current = match[2]
             computations[current] = {}
-            entry = current if found[1] else entry
-        elif current and (found := _INSTRUCTION.match(line)):
-            one = _instruction(found)
-            computations[current][one.name] = one
+            entry = current if match[1] else entry
+        elif current and (match := _INSTRUCTION.match(line)):
+            instruction = _instruction(match)
+            computations[current][instruction.name] = instruction
     if not entry:
         raise ValueError("this is not the text of a compiled program: it has no ENTRY")
     return Program(computations, entry, _lines(text[: text.index("ENTRY ")]))
@@ -138,12 +138,12 @@ def _lines(text: str) -> dict[str, str]:
     return {frame: innermost(frame) for frame in frames}
 
 
-def _instruction(found: re.Match) -> Instruction:
+def _instruction(match: re.Match) -> Instruction:
     """An instruction from a matched line: operands up to the closing parenthesis, then attributes."""
-    depth, rest = 1, found[5]
+    depth, rest = 1, match[5]
     end = next(at for at, sign in enumerate(rest) if (depth := depth + (sign == "(") - (sign == ")")) == 0)
     names = re.findall(r"%([\w.\-]+)", rest[:end]) or [name.strip() for name in rest[:end].split(",") if name.strip()]
-    return Instruction(found[2], found[3], found[4], tuple(names), rest[end:], bool(found[1]), rest[:end])
+    return Instruction(match[2], match[3], match[4], tuple(names), rest[end:], bool(match[1]), rest[:end])
 
 
 def arrays(kind: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -166,8 +166,8 @@ def bits(dtype: str) -> int:
     """Bits of one number of a type: 32 for `f32`, 8 for `f8e4m3fn`."""
     if dtype in _BITS:
         return _BITS[dtype]
-    found = re.search(r"\d+", dtype)
-    return int(found[0]) if found else 0
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 0
 
 
 ARRANGED = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
@@ -176,10 +176,10 @@ ARRANGED = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 
 def group(text: str) -> Sequence[int]:
     """The first group of the collective that an instruction's text describes; `(0, 1)` where it names none."""
-    if found := re.search(rf"replica_groups=\[(\d+),(\d+)\]<={ARRANGED}", text):
-        return _numbers(found[3], found[4]).reshape(int(found[1]), int(found[2]))[0].tolist()
-    if found := re.search(rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({ARRANGED}\))? \{{([^}}]*)\}}", text):
-        return _along(found[1], found[2], found[3], found[4])
+    if match := re.search(rf"replica_groups=\[(\d+),(\d+)\]<={ARRANGED}", text):
+        return _numbers(match[3], match[4]).reshape(int(match[1]), int(match[2]))[0].tolist()
+    if match := re.search(rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({ARRANGED}\))? \{{([^}}]*)\}}", text):
+        return _along(match[1], match[2], match[3], match[4])
     listed = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]*)\}", text)
     return _integers(listed[1]) if listed and listed[1] else (0, 1)
 

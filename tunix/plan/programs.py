@@ -118,8 +118,10 @@ def step(
     # Records hold arrays, so they are made while the program is traced.
     def run(state: tuple, frozen: tuple, batch: tuple, key: PRNGKeyArray) -> tuple:
         base, reference, states = frozen
-        told = None if states is None else TeacherStates(states[0], states[1], softcap)
-        new, metrics = compute.step(TrainState(*state), FrozenInputs(base, reference, told), _record(batch), key, loss)
+        of_teacher = None if states is None else TeacherStates(states[0], states[1], softcap)
+        new, metrics = compute.step(
+            TrainState(*state), FrozenInputs(base, reference, of_teacher), _record(batch), key, loss
+        )
         return (new.params, new.moments, new.step), metrics
 
     number, key = jax.eval_shape(lambda: (jnp.int32(0), jax.random.key(0)))
@@ -152,13 +154,13 @@ def scoring(
 
 
 def teacher_states(
-    model: Model, mesh: Mesh, params: Shapes, own: BatchShape, students: BatchShape
+    model: Model, mesh: Mesh, params: Shapes, batch_of_teacher: BatchShape, students: BatchShape
 ) -> jax.stages.Lowered:
     """A teacher's states of a batch, as `Teacher.states` computes them.
 
     Args:
         mesh: the teacher's.
-        own: the batch in the teacher's micro-batches.
+        batch_of_teacher: the batch in the teacher's micro-batches.
         students: the same batch in the student's.
     """
 
@@ -166,7 +168,7 @@ def teacher_states(
         return compute_states(model, params, _record(batch), students.number, students.rows)
 
     with jax.set_mesh(mesh):
-        return jit(run).lower(params, _microbatches(mesh, own))
+        return jit(run).lower(params, _microbatches(mesh, batch_of_teacher))
 
 
 def teacher_shape(model: Model, students: Mesh, batch: BatchShape) -> TeacherShape:
@@ -186,10 +188,10 @@ def views(model: Model, mesh: Mesh, params: Shapes) -> Weights:
             weights = weights._replace(layers=tuple({**mine, **more} for mine, more in settled))
         top = {name: _placed(mesh, x.shape, x.dtype, view_axes(model, name)) for name, x in weights.top.items()}
 
-        def layer(own: Mapping[str, Any]) -> Any:
+        def layer(weights_of_layer: Mapping[str, Any]) -> Any:
             return {
                 name: _placed(mesh, x.shape, x.dtype, view_axes(model, LAYERS + name)[: len(x.shape)])
-                for name, x in own.items()
+                for name, x in weights_of_layer.items()
             }
 
         return Weights(cast(Params, top), tuple(map(layer, weights.layers)))
@@ -208,11 +210,11 @@ def view_bytes(weights: Weights, names: Collection[str]) -> int:
     return bytes_of([layers, [x for name, x in weights.top.items() if name in names]])
 
 
-def _alike(one: jax.ShapeDtypeStruct, other: jax.ShapeDtypeStruct) -> bool:
+def _alike(shape: jax.ShapeDtypeStruct, other: jax.ShapeDtypeStruct) -> bool:
     """Whether two arrays of one shape have one dtype and one place."""
-    assert one.sharding is not None
+    assert shape.sharding is not None
     assert other.sharding is not None
-    return one.dtype == other.dtype and one.sharding.is_equivalent_to(other.sharding, len(one.shape))
+    return shape.dtype == other.dtype and shape.sharding.is_equivalent_to(other.sharding, len(shape.shape))
 
 
 def state_of(model: Model, mesh: Mesh, sizes: Sizes) -> State:
@@ -252,11 +254,11 @@ def prefilling(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: 
 
 def gradient_bytes(params: Shapes, batch: BatchShape) -> int:
     """Bytes of the gradients on each device: their sum over micro-batches, in float32 or wider, and a micro-batch's."""
-    own = bytes_of(params)
+    narrow = bytes_of(params)
     if batch.number == 1:
-        return own
+        return narrow
     wide = {name: x.update(dtype=jnp.promote_types(x.dtype, jnp.float32)) for name, x in params.items()}
-    return own + bytes_of(wide)
+    return narrow + bytes_of(wide)
 
 
 def _on(mesh: Mesh, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -295,9 +297,9 @@ def _microbatches(mesh: Mesh, batch: BatchShape) -> tuple:
     pictures = None
     if batch.pictures is not None:
         number, vision = batch.pictures
-        own, by_row = (*shape[:2], number), NamedSharding(mesh, PartitionSpec(None, RULES["rows"]))
-        pixels = jax.ShapeDtypeStruct((*own, *vision.shape), jnp.uint8, sharding=by_row)
-        grids = jax.ShapeDtypeStruct((*own, 2), jnp.int32, sharding=by_row)
+        by_picture, by_row = (*shape[:2], number), NamedSharding(mesh, PartitionSpec(None, RULES["rows"]))
+        pixels = jax.ShapeDtypeStruct((*by_picture, *vision.shape), jnp.uint8, sharding=by_row)
+        grids = jax.ShapeDtypeStruct((*by_picture, 2), jnp.int32, sharding=by_row)
         rope = jax.ShapeDtypeStruct((*shape, 3), jnp.int32, sharding=places) if vision.turns else None
         pictures = pixels, grids, token("places"), rope
     return {name: token(name) for name in names}, values, each, each, counts, per_sequence, filled, pictures

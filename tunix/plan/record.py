@@ -173,13 +173,13 @@ class Recorder(Rehearsal):
         seen = None if vision is None else (microbatcher.pictures, vision)
         shape = BatchShape.of(batch, microbatcher, seen)
         reads = {"log-probs": "weights", "entropies": "weights", "reference's log-probs": "reference"}
-        mine = reads.get(name, "teacher" if name.startswith("teacher") else "critic and its moments")
+        weights_read = reads.get(name, "teacher" if name.startswith("teacher") else "critic and its moments")
         if name == "values" and self.subject.critic is None:
-            mine = "weights"
+            weights_read = "weights"
         program = self._add(
             (name, shape, temperature),
             name,
-            (mine, "frozen base"),
+            (weights_read, "frozen base"),
             lambda: programs.scoring(scorer, params, shape, kind, temperature),
         )
         program.work = arithmetic.scoring(
@@ -195,17 +195,17 @@ class Recorder(Rehearsal):
 
     def _teach(self, teacher: Frozen, batch: Batch, shape: BatchShape) -> None:
         """Records the teacher's pass over a batch."""
-        own = BatchShape.of(batch, teacher.microbatcher)
+        batch_of_teacher = BatchShape.of(batch, teacher.microbatcher)
         mesh = teacher.microbatcher.mesh
 
         def lower() -> jax.stages.Lowered:
-            return programs.teacher_states(teacher.model, mesh, teacher.params, own, shape)
+            return programs.teacher_states(teacher.model, mesh, teacher.params, batch_of_teacher, shape)
 
-        program = self._add(("teacher", own), "teacher's states", ("teacher",), lower)
+        program = self._add(("teacher", batch_of_teacher), "teacher's states", ("teacher",), lower)
         program.work = arithmetic.scoring(
             teacher.model.config,
             batch,
-            weights=own.number * bytes_of(teacher.params),
+            weights=batch_of_teacher.number * bytes_of(teacher.params),
             devices=mesh.size,
             head=False,
         )

@@ -61,8 +61,8 @@ def decoder_of(path: str, pictures: bool = False) -> DecoderConfig:
 def named_preset(name: str) -> str | None:
     """The preset that a hub id names: `qwen3-0.6b` for `Qwen/Qwen3-0.6B-Base`; None without one."""
     wanted = _bare(name.rpartition("/")[2])
-    found = [one for one in presets() if re.search(rf"{re.escape(_bare(one))}(?![0-9.])", wanted)]
-    return max(found, key=len, default=None)
+    named = [one for one in presets() if re.search(rf"{re.escape(_bare(one))}(?![0-9.])", wanted)]
+    return max(named, key=len, default=None)
 
 
 def _bare(name: str) -> str:
@@ -74,10 +74,10 @@ def _cached(name: str) -> Path | None:
     import huggingface_hub
 
     try:
-        found = huggingface_hub.try_to_load_from_cache(name, "config.json")
+        file = huggingface_hub.try_to_load_from_cache(name, "config.json")
     except huggingface_hub.errors.HFValidationError:  # no hub id
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(file).parent if isinstance(file, str) else None
 
 
 SHARE = 0.5

@@ -106,32 +106,32 @@ class Subject:
     @property
     def devices(self) -> dict[Place, int]:
         """How many devices each place has."""
-        found: dict[Place, int] = {"training": self.policy.spec.mesh.size}
+        numbers: dict[Place, int] = {"training": self.policy.spec.mesh.size}
         if self.sampled is not None:
-            found[self.sampled.place] = self.sampled.mesh.size
+            numbers[self.sampled.place] = self.sampled.mesh.size
         if self.teacher is not None:
-            found[self.taught_on] = self.teacher.microbatcher.mesh.size
-        return found
+            numbers[self.taught_on] = self.teacher.microbatcher.mesh.size
+        return numbers
 
     @property
     def taught_on(self) -> Place:
         """Whose devices a teacher uses."""
-        own = self.teacher is not None and self.teacher.microbatcher.mesh is not self.policy.spec.mesh
-        return "teaching" if own else "training"
+        elsewhere = self.teacher is not None and self.teacher.microbatcher.mesh is not self.policy.spec.mesh
+        return "teaching" if elsewhere else "training"
 
     @property
     def held(self) -> dict[Place, dict[str, int]]:
         """Bytes on each device of a place between two programs, by what they are."""
-        found: dict[Place, dict[str, int]] = {place: {} for place in self.devices}
-        found["training"] = self._trained()
+        bytes_by_place: dict[Place, dict[str, int]] = {place: {} for place in self.devices}
+        bytes_by_place["training"] = self._trained()
         if self.teacher is not None:
-            found[self.taught_on]["teacher"] = bytes_of(self.teacher.params)
+            bytes_by_place[self.taught_on]["teacher"] = bytes_of(self.teacher.params)
         place: Place = "training" if self.sampled is None else self.sampled.place
         if self.judge is not None:
-            found[place]["reward model"] = bytes_of(self.judge.params)
+            bytes_by_place[place]["reward model"] = bytes_of(self.judge.params)
         if self.sampled is not None:
-            found[place] |= {"sampler's copy": self.sampled.copied, "newer weights": self.sampled.newer}
-        return {place: {name: size for name, size in held.items() if size} for place, held in found.items()}
+            bytes_by_place[place] |= {"sampler's copy": self.sampled.copied, "newer weights": self.sampled.newer}
+        return {place: {name: size for name, size in held.items() if size} for place, held in bytes_by_place.items()}
 
     def _trained(self) -> dict[str, int]:
         """What training holds on each of its devices."""
@@ -216,8 +216,8 @@ def _teacher(recipe: Recipe, student: TrainerSpec, devices: list[Any]) -> Frozen
     config = recipe.teacher
     if config is None:
         return None
-    own = ModelConfig(init="random", family=config.family, sizes=config.sizes) if config.path is None else None
-    source = structure(own or ModelConfig(path=config.path))
+    random = ModelConfig(init="random", family=config.family, sizes=config.sizes) if config.path is None else None
+    source = structure(random or ModelConfig(path=config.path))
     mesh = student.mesh if config.mesh is None else build_mesh(config.mesh, divided(config, devices)[1])
     model = Model(source.decoder, dtype=config.dtype)
     rows = rows_per_microbatch(

@@ -67,10 +67,10 @@ def compiled(lowered: jax.stages.Lowered, target: str, near: int) -> Compiled:
     file = KEPT.expanduser() / f"{hashlib.sha256(json.dumps(said).encode()).hexdigest()}.json"
     if file.is_file():
         return Compiled(**json.loads(file.read_text()))
-    found = _compiled(lowered, near)
+    result = _compiled(lowered, near)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(file, json.dumps(asdict(found)))
-    return found
+    write_text_atomic(file, json.dumps(asdict(result)))
+    return result
 
 
 def _compiled(lowered: jax.stages.Lowered, near: int) -> Compiled:
@@ -84,15 +84,15 @@ def _compiled(lowered: jax.stages.Lowered, near: int) -> Compiled:
     seconds, text, memory = time.perf_counter() - start, program.as_text(), program.memory_analysis()
     assert text is not None, "a program for devices has a text"
     assert memory is not None, "and its compiler an analysis of its memory"
-    found = account(text)
+    executed = account(text)
     # Backends that do not report a peak: what is there at the end, and all temporaries.
     whole = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     reported = getattr(memory, "peak_memory_in_bytes", 0)
     return Compiled(
         peak=int(reported or whole + memory.temp_size_in_bytes),
         arguments=int(memory.argument_size_in_bytes),
-        sent={kind: [found.number(kind), found.sent(kind)] for kind in COLLECTIVES if found.number(kind)},
-        sent_far=found.sent_far(near),
+        sent={kind: [executed.number(kind), executed.sent(kind)] for kind in COLLECTIVES if executed.number(kind)},
+        sent_far=executed.sent_far(near),
         buffers=[list(one) for one in largest(text)],
         seconds=seconds,
     )
@@ -232,21 +232,21 @@ def examined(subject: Subject, target: Target, tell: Callable[[str], None] = lam
     return Verdict(target, subject.held, needs, subject.devices, subject.chosen, ahead)
 
 
-def with_arrays(found: Verdict, subject: Subject, target: Target) -> Verdict:
+def with_arrays(verdict: Verdict, subject: Subject, target: Target) -> Verdict:
     """A verdict with the largest arrays of the programs that a compiler refused without naming any.
 
     Args:
         subject: the same run on devices with more memory.
         target: those devices.
     """
-    refused = {one.name for one in found.needs if one.refused and not one.buffers}
+    refused = {one.name for one in verdict.needs if one.refused and not one.buffers}
     buffers = {
         program.name: compiled(program.lowered, target.name, target.near).buffers
         for program in programs_of(subject)
         if program.name in refused and program.lowered is not None
     }
-    needs = [replace(one, buffers=buffers.get(one.name, one.buffers)) for one in found.needs]
-    return replace(found, needs=needs)
+    needs = [replace(one, buffers=buffers.get(one.name, one.buffers)) for one in verdict.needs]
+    return replace(verdict, needs=needs)
 
 
 def refuted(subject: Subject, target: Target, place: Place) -> bool:
@@ -255,8 +255,8 @@ def refuted(subject: Subject, target: Target, place: Place) -> bool:
     if sum(subject.held[place].values()) > target.limit:
         return True
     # Those that arithmetic knows come first.
-    found = sorted(programs_of(subject), key=lambda one: one.lowered is not None)
-    needs = (_need_of(program, subject, target) for program in found if program.place == place)
+    programs = sorted(programs_of(subject), key=lambda one: one.lowered is not None)
+    needs = (_need_of(program, subject, target) for program in programs if program.place == place)
     return any(one.refused or one.total > target.limit for one in needs)
 
 
@@ -266,30 +266,30 @@ def _need_of(program: Program, subject: Subject, target: Target, tell: Callable[
     if program.lowered is not None:
         tell(program.name)
         return _need(program, held, compiled(program.lowered, target.name, target.near), target)
-    own = {"caches": program.caches, "copies": program.peak - program.caches}
-    kinds = {**held, **{name: size for name, size in own.items() if size}}
+    needed = {"caches": program.caches, "copies": program.peak - program.caches}
+    kinds = {**held, **{name: size for name, size in needed.items() if size}}
     return Need(program.name, sum(kinds.values()), kinds, place=program.place)
 
 
-def _need(program: Program, held: dict[str, int], found: Compiled, target: Target) -> Need:
+def _need(program: Program, held: dict[str, int], result: Compiled, target: Target) -> Need:
     rest = sum(size for name, size in held.items() if name not in program.reads) + program.besides
-    total = found.peak + rest
+    total = result.peak + rest
     kinds = {**held, "caches": program.caches + max(program.besides, 0)}
     rest = max(total - sum(kinds.values()), 0)
     # A compiler may let gradients take the place of what is no longer read.
     gradients = min(program.gradients, rest)
     kinds |= {"gradients": gradients, "activations and temporaries": rest - gradients}
-    seconds, bound = _least(found, program, target)
+    seconds, bound = _least(result, program, target)
     return Need(
         program.name,
         total,
         {name: size for name, size in kinds.items() if size},
-        found.buffers,
+        result.buffers,
         program.work,
-        found.sent,
+        result.sent,
         program.traced_in,
-        found.seconds,
-        found.refused,
+        result.seconds,
+        result.refused,
         program.times,
         program.flops,
         program.tokens,
@@ -299,15 +299,15 @@ def _need(program: Program, held: dict[str, int], found: Compiled, target: Targe
     )
 
 
-def _least(found: Compiled, program: Program, target: Target) -> tuple[float | None, str]:
+def _least(result: Compiled, program: Program, target: Target) -> tuple[float | None, str]:
     """Seconds that one run takes at the least, and what it waits for."""
     if target.chip is None:
         return None, ""
     seconds, bound = program.work.seconds(target.chip.fastest)
     times = {
         bound: seconds,
-        "links": sum(amount for _, amount in found.sent.values()) / target.chip.link,
-        "network": found.sent_far / BETWEEN_HOSTS,
+        "links": sum(amount for _, amount in result.sent.values()) / target.chip.link,
+        "network": result.sent_far / BETWEEN_HOSTS,
     }
     bound = max(times, key=lambda name: times[name])
     return times[bound], bound

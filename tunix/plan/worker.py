@@ -60,10 +60,10 @@ def answer(request: dict[str, Any], tell: Tell) -> None:
         model = stage.model.model_copy(update={name: vars(recipe.model)[name] for name in SOURCE})
         stage = stage.model_copy(update={"model": model})
         tell({"begun": number})
-        found = _verdict(stage, named, lambda program: tell({"compiling": program}))
-        tell({"verdict": found.report(), "stage": number})
-        if not found.fits and request["remedies"]:
-            tell({"change": _change(stage, found, named, tell), "stage": number})
+        verdict = _verdict(stage, named, lambda program: tell({"compiling": program}))
+        tell({"verdict": verdict.report(), "stage": number})
+        if not verdict.fits and request["remedies"]:
+            tell({"change": _change(stage, verdict, named, tell), "stage": number})
 
 
 SOURCE = ("path", "init", "family", "preset", "sizes")
@@ -72,38 +72,38 @@ SOURCE = ("path", "init", "family", "preset", "sizes")
 
 def _verdict(recipe: Recipe, named: str | None, tell: Callable[[str], None]) -> Verdict:
     target, devices = _target(named)
-    found = examined(subject_of(recipe, devices, float(target.limit)), target, tell)
+    verdict = examined(subject_of(recipe, devices, float(target.limit)), target, tell)
     larger = topology.roomiest(named) if named else None
-    if larger is None or not any(one.refused for one in found.needs):
-        return found
+    if larger is None or not any(one.refused for one in verdict.needs):
+        return verdict
     tell("it once more for chips with more memory, to name its arrays")
     roomy, devices = _target(larger)
-    return with_arrays(found, subject_of(recipe, devices, float(target.limit)), roomy)
+    return with_arrays(verdict, subject_of(recipe, devices, float(target.limit)), roomy)
 
 
-def _change(recipe: Recipe, found: Verdict, named: str | None, tell: Tell) -> str | None:
+def _change(recipe: Recipe, verdict: Verdict, named: str | None, tell: Tell) -> str | None:
     """The changes with which the recipe fits, one for each place that is too small; None where there are none."""
 
-    def suits(one: Remedy, places: Collection[Place]) -> bool:
+    def suits(remedy: Remedy, places: Collection[Place]) -> bool:
         try:
-            changed, (target, devices) = with_overrides(recipe, one.overrides), _target(one.topology or named)
+            changed, (target, devices) = with_overrides(recipe, remedy.overrides), _target(remedy.topology or named)
             made = subject_of(changed, devices, float(target.limit))
         except UserError:  # a change that this recipe does not allow
             return False
         return not any(refuted(made, target, place) for place in places)
 
     def first(place: Place) -> Remedy | None:
-        worst = next((one.name for one in found.needs if one.place == place), "")
-        for one in remedies(recipe, worst, named, place):
-            tell({"trying": one.words})
-            if suits(one, [place]):
-                return one
+        worst = next((need.name for need in verdict.needs if need.place == place), "")
+        for remedy in remedies(recipe, worst, named, place):
+            tell({"trying": remedy.words})
+            if suits(remedy, [place]):
+                return remedy
         return None
 
-    changes = [one for one in map(first, found.misfits) if one is not None]
+    changes = [remedy for remedy in map(first, verdict.misfits) if remedy is not None]
     whole = joined(changes)
     # What helps one place must not be too much for another.
-    return whole.words if len(changes) == len(found.misfits) and suits(whole, found.held) else None
+    return whole.words if len(changes) == len(verdict.misfits) and suits(whole, verdict.held) else None
 
 
 def _target(named: str | None) -> tuple[Target, list[Any]]:

@@ -122,8 +122,8 @@ def build_client(settings: ClientSettings, source: Source, mesh: Mesh, sampler: 
     memory = memory_of(list(mesh.devices.flat))
     spec = spec_of(settings, source, mesh, memory)
     if sampler is None:
-        here = settings.servers is None
-        sampler = sampler_of(settings, spec, memory) if here else servers_of(settings, spec, source)
+        local = settings.servers is None
+        sampler = sampler_of(settings, spec, memory) if local else servers_of(settings, spec, source)
     params, frozen = _weights(settings, source, spec.model, mesh)
     return local_client(
         spec,
@@ -204,10 +204,12 @@ def stored(settings: ClientSettings, model: Model) -> tuple[dict[str, DType], di
         return {name: trained for name in model.shapes if trains(name, full=True)}, {
             name: rest for name in model.shapes if not trains(name, full=True)
         }
-    mine = {name for name in (*filter(is_own, model.shapes), *tables(adapter, model.config)) if name in model.shapes}
+    of_adapter = {
+        name for name in (*filter(is_own, model.shapes), *tables(adapter, model.config)) if name in model.shapes
+    }
     base = [name for name in model.shapes if not is_own(name)]
     # In the order of the model's parameters.
-    return {name: trained for name in model.shapes if name in mine}, dict.fromkeys(base, rest)
+    return {name: trained for name in model.shapes if name in of_adapter}, dict.fromkeys(base, rest)
 
 
 def local_client(
@@ -242,14 +244,16 @@ def sampler_of(settings: ClientSettings, spec: TrainerSpec, memory: float | None
     Raises:
         UserError: its mesh or its slots do not divide, or there is no room for a request.
     """
-    own = settings.sampler_devices
-    mesh, _ = sampler_mesh(spec.mesh if own is None else own, settings.sampler_mesh, spec.model, memory)
+    devices = settings.sampler_devices
+    mesh, _ = sampler_mesh(spec.mesh if devices is None else devices, settings.sampler_mesh, spec.model, memory)
     trained, _ = stored(settings, spec.model)
     policies = [spec] if settings.critic != "own" else [spec, critic_spec_of(settings, spec)]
-    weights = [[one.model.abstract(dtypes, one.mesh) for dtypes in stored(settings, one.model)] for one in policies]
-    held = [(one, params, frozen) for one, (params, frozen) in zip(policies, weights, strict=True)]
+    weights = [
+        [policy.model.abstract(dtypes, policy.mesh) for dtypes in stored(settings, policy.model)] for policy in policies
+    ]
+    held = [(policy, params, frozen) for policy, (params, frozen) in zip(policies, weights, strict=True)]
     # Devices of its own hold nothing else.
-    held, references = (held, settings.reference) if own is None else ([], False)
+    held, references = (held, settings.reference) if devices is None else ([], False)
     newer = trained if settings.sampler_ahead else ()
     room = room_of(settings.sampler_memory, memory, mesh, spec.model, held, references=references, newer=newer)
     how = {"cache": settings.cache_dtype, "guesses": settings.guesses}
@@ -352,9 +356,9 @@ def _critic(settings: ClientSettings, policy: TrainerSpec, params: Params, froze
     spec = critic_spec_of(settings, policy)
     model, dtype = spec.model, settings.model.param_dtype or "float32"
     new: dict[str, DType] = {name: dtype for name in model.shapes if name not in policy.model.shapes}
-    mine = {name: jax.numpy.copy(x) for name, x in params.items() if name in model.shapes}
-    mine |= model.init(jax.random.key(settings.seed), new, policy.mesh)
-    return Learner(spec, mine, {name: x for name, x in frozen.items() if name in model.shapes})
+    weights = {name: jax.numpy.copy(x) for name, x in params.items() if name in model.shapes}
+    weights |= model.init(jax.random.key(settings.seed), new, policy.mesh)
+    return Learner(spec, weights, {name: x for name, x in frozen.items() if name in model.shapes})
 
 
 def _with_remat(settings: ClientSettings, spec: TrainerSpec, memory: float | None) -> TrainerSpec:

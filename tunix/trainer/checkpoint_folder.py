@@ -161,9 +161,9 @@ class StoreFolder:
 
     def _files(self) -> dict[int, list[str]]:
         """The files of each step, complete or not."""
-        found: dict[int, list[str]] = {}
+        files: dict[int, list[str]] = {}
         for path in object_store.files_below(self._url):
             step, _, name = path.partition("/")
             if step.isdigit() and name:
-                found.setdefault(int(step), []).append(name)
-        return found
+                files.setdefault(int(step), []).append(name)
+        return files

@@ -91,15 +91,15 @@ def client(
     return build_client(settings, source, devices, sampler)
 
 
-def _optimizer(given: Mapping[str, Any] | OptimizerConfig | None, steps: int | None) -> OptimizerConfig:
+def _optimizer(section: Mapping[str, Any] | OptimizerConfig | None, steps: int | None) -> OptimizerConfig:
     """The optimizer's section; a schedule that nobody names is constant where the number of steps is not known.
 
     Raises:
         UserError: the rate follows from the number of steps, and there is none.
     """
-    if not isinstance(given, OptimizerConfig):
-        given = {"schedule": "cosine" if steps else "constant", **(given or {})}
-    rule = _section(OptimizerConfig, given, "optimizer")
+    if not isinstance(section, OptimizerConfig):
+        section = {"schedule": "cosine" if steps else "constant", **(section or {})}
+    rule = _section(OptimizerConfig, section, "optimizer")
     if steps is None and (rule.schedule != "constant" or 0 < rule.warmup < 1):
         raise UserError(f"optimizer: schedule {rule.schedule} and warmup {rule.warmup:g} follow from `steps`: give it")
     return rule
@@ -116,16 +116,16 @@ def _source(config: ModelConfig) -> Source:
     return source
 
 
-def _section(kind: type[Section], given: Mapping[str, Any] | Config, name: str) -> Section:
+def _section(kind: type[Section], section: Mapping[str, Any] | Config, name: str) -> Section:
     """Validates a section as an instance of its config class.
 
     Raises:
         UserError: a key is unknown or a value is invalid.
     """
-    if isinstance(given, kind):
-        return given
+    if isinstance(section, kind):
+        return section
     try:
-        return kind.model_validate(given, context={"families": tuple(FAMILIES)})
+        return kind.model_validate(section, context={"families": tuple(FAMILIES)})
     except ValidationError as error:
         lines = problems(error, {"": list(kind.model_fields)})
         raise UserError("\n".join(f"{name}.{line}" for line in lines)) from error

@@ -175,13 +175,13 @@ class Scorer:
         return jit(self.compute_values)
 
 
-def each_microbatch(one: Callable[[Batch], jax.Array], microbatches: Microbatches) -> Float[Array, "M R T *width"]:
-    """Applies `one` to each filled micro-batch and stacks its per-token scalars or vectors; zeros elsewhere."""
+def each_microbatch(compute: Callable[[Batch], jax.Array], microbatches: Microbatches) -> Float[Array, "M R T *width"]:
+    """Applies `compute` to each filled micro-batch and stacks its per-token scalars or vectors; zeros elsewhere."""
 
     def body(index: jax.Array, stacked: jax.Array) -> jax.Array:
-        return stacked.at[index].set(one(microbatches.at(index)))
+        return stacked.at[index].set(compute(microbatches.at(index)))
 
-    each = jax.eval_shape(one, microbatches.at(0))
+    each = jax.eval_shape(compute, microbatches.at(0))
     empty = jax.numpy.zeros((microbatches.number, *each.shape), each.dtype)
     return loop(microbatches.filled, body, empty, usual=microbatches.number)
 

@@ -89,8 +89,8 @@ def state_bytes(
         copies: frozen copies besides, e.g. 1 for a reference.
     """
     weights = matmul_weights(model) + idle_weights(model) + (0 if model.tied else model.vocab_size * model.d_model)
-    own = BYTES[dtype] if trained is None else 2 * BYTES[trained] + 2 * BYTES[moments]
-    return float(weights * (own + copies * BYTES[dtype]))
+    trained_bytes = BYTES[dtype] if trained is None else 2 * BYTES[trained] + 2 * BYTES[moments]
+    return float(weights * (trained_bytes + copies * BYTES[dtype]))
 
 
 def placed(
@@ -226,8 +226,8 @@ def _divided(number: int, demand: Demand) -> Iterator[tuple[int, int, int]]:
 
 def memory_of(devices: Sequence[jax.Device]) -> float | None:  # pyright: ignore[reportInvalidTypeForm]
     """Bytes of a device that JAX may use; None where it does not say, as on a CPU."""
-    mine = [device for device in devices if device.process_index == jax.process_index()]
-    stats = mine[0].memory_stats() if mine else None
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    stats = local[0].memory_stats() if local else None
     return stats.get("bytes_limit") if stats else None
 
 

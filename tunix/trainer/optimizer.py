@@ -109,11 +109,11 @@ def lora_plus(ratio: float) -> optax.GradientTransformation:
 
 
 def _rule(config: OptimizerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
-    given = {key: value for key in ("b1", "b2", "eps") if (value := getattr(config, key)) is not None}
+    settings = {key: value for key in ("b1", "b2", "eps") if (value := getattr(config, key)) is not None}
     if config.name == "adamw":
-        return optax.scale_by_adam(**given)
+        return optax.scale_by_adam(**settings)
     if config.name == "lion":
-        return optax.scale_by_lion(**given)
+        return optax.scale_by_lion(**settings)
     if config.name == "adafactor":
         # Update clipping at 1 as in the paper; the rate is the recipe's, not relative to the parameter's size.
         factored = optax.scale_by_factored_rms(epsilon=config.eps or 1e-30)
@@ -136,13 +136,13 @@ def _by_layer(inner: optax.GradientTransformation, axes: Mapping[str, Axes]) -> 
 
     def init(params: Any) -> Any:
         rest, *stacked = parts(params)
-        return inner.init(rest), *(jax.vmap(inner.init)(one) if one else inner.init({}) for one in stacked)
+        return inner.init(rest), *(jax.vmap(inner.init)(part) if part else inner.init({}) for part in stacked)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         (rest, *stacked), (rest_params, *stacked_params) = parts(updates), parts(params)
         results: list[Any] = [inner.update(rest, state[0], rest_params)]
-        for one, own, of_params in zip(stacked, state[1:], stacked_params, strict=True):
-            results.append((jax.vmap(inner.update) if one else inner.update)(one, own, of_params))
+        for part, state_of_part, params_of_part in zip(stacked, state[1:], stacked_params, strict=True):
+            results.append((jax.vmap(inner.update) if part else inner.update)(part, state_of_part, params_of_part))
         merged = {name: x for scaled, _ in results for name, x in scaled.items()}
         return {name: merged[name] for name in updates}, tuple(new_state for _, new_state in results)
 

@@ -75,23 +75,23 @@ def matrices(config: DecoderConfig) -> dict[str, dict[str, tuple[int, int]]]:
     Of a mixture's experts they are those that a token uses, side by side.
     """
     c, d = config, config.d_model
-    found: dict[str, dict[str, tuple[int, int]]] = {}
+    sides: dict[str, dict[str, tuple[int, int]]] = {}
     if c.delta is not None:
         values, channels = c.delta.value_heads * c.delta.value_dim, c.delta.key_heads * c.delta.channels
-        found[DELTANET] = {"qkv": (d, channels), "z": (d, values), "out": (values, d)}
-        found[DELTANET] |= dict.fromkeys(("beta", "decay"), (d, c.delta.value_heads))
+        sides[DELTANET] = {"qkv": (d, channels), "z": (d, values), "out": (values, d)}
+        sides[DELTANET] |= dict.fromkeys(("beta", "decay"), (d, c.delta.value_heads))
     for kind in (kind for kind in c.distinct_kinds if kind.head_dim):
         wide, narrow = c.num_heads * kind.head_dim, kind.kv_heads * kind.head_dim
-        start, own = ("", None) if kind.source.mixer != GLOBAL else ("global_", c.global_heads)
-        found[kind.mixer] = {f"{start}q": (d, wide * (1 + c.output_gate)), f"{start}o": (wide, d)}
+        start, heads = ("", None) if kind.source.mixer != GLOBAL else ("global_", c.global_heads)
+        sides[kind.mixer] = {f"{start}q": (d, wide * (1 + c.output_gate)), f"{start}o": (wide, d)}
         if kind.paged:
-            found[kind.mixer] |= {f"{start}k": (d, narrow)}
-            found[kind.mixer] |= {} if own and own.keys_are_values else {f"{start}v": (d, narrow)}
-    for mixer, of_layer in found.items():
+            sides[kind.mixer] |= {f"{start}k": (d, narrow)}
+            sides[kind.mixer] |= {} if heads and heads.keys_are_values else {f"{start}v": (d, narrow)}
+    for mixer, of_layer in sides.items():
         of_layer |= _ffn_matrices(c, "wide_" if mixer in WIDE else "")
         if width := c.layer_inputs:
             of_layer |= {"input_gate": (d, width), "input_out": (width, d)}
-    return found
+    return sides
 
 
 def _ffn_matrices(config: DecoderConfig, start: str) -> dict[str, tuple[int, int]]:
@@ -100,11 +100,11 @@ def _ffn_matrices(config: DecoderConfig, start: str) -> dict[str, tuple[int, int
     if config.experts is None:
         return {f"{start}gate": (d, f), f"{start}up": (d, f), f"{start}down": (f, d)}
     used, shared = config.experts.active * f, config.experts.shared
-    found = {"router": (d, config.experts.number), "gates": (d, used), "ups": (d, used), "downs": (used, d)}
+    sides = {"router": (d, config.experts.number), "gates": (d, used), "ups": (d, used), "downs": (used, d)}
     if shared:
-        found |= {"gate": (d, shared), "up": (d, shared), "down": (shared, d)}
-        found |= {"shared_gate": (d, 1)} if config.feed_forward == EXPERTS else {}
-    return found
+        sides |= {"gate": (d, shared), "up": (d, shared), "down": (shared, d)}
+        sides |= {"shared_gate": (d, 1)} if config.feed_forward == EXPERTS else {}
+    return sides
 
 
 def idle_weights(config: DecoderConfig) -> int:

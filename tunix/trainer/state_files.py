@@ -70,10 +70,10 @@ def load_params(path: Path, target: Mapping[str, jax.ShapeDtypeStruct]) -> Param
         Unreadable: the folder holds another model's parameters, or is damaged.
     """
     tree = {"params": dict(target)}
-    how = ocp.checkpoint_utils.construct_restore_args(tree)
+    restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
     with ocp.PyTreeCheckpointer() as reader:
         try:
-            wanted = ocp.args.PyTreeRestore(item=tree, restore_args=how, partial_restore=True)
+            wanted = ocp.args.PyTreeRestore(item=tree, restore_args=restore_args, partial_restore=True)
             return reader.restore(path_of(path), wanted)["params"]
         except Exception as error:  # tensorstore raises a bare Exception for a damaged file
             raise Unreadable(f"{path} cannot be read: {first_line(error)}") from error

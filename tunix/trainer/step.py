@@ -399,8 +399,8 @@ def reduce(term: Term, batch: Batch) -> Float[Array, ""]:
     if values.ndim == 1:
         assert over in ("sequences", "pairs"), f"one value for each of {over}?"
         # A sequence is counted in the micro-batch that holds its trained tokens.
-        here = jnp.zeros(batch.weights.shape, bool).at[batch.sequence_ids].max(batch.loss_mask)
-        share, count = jnp.where(here, batch.weights, 0.0)[:: 2 if over == "pairs" else 1], batch.counts[over]
+        present = jnp.zeros(batch.weights.shape, bool).at[batch.sequence_ids].max(batch.loss_mask)
+        share, count = jnp.where(present, batch.weights, 0.0)[:: 2 if over == "pairs" else 1], batch.counts[over]
     else:
         share = jnp.where(batch.loss_mask, batch.weights[batch.sequence_ids], 0.0)
         if LOSS_WEIGHTS in batch.per_token:
@@ -416,14 +416,14 @@ def reduce(term: Term, batch: Batch) -> Float[Array, ""]:
     return jnp.sum(jnp.where(share > 0, values * share, 0.0)) / jnp.where(count > 0, count, 1.0)
 
 
-def accumulate(one: Callable, microbatches: Microbatches) -> Any:
-    """Sums `one(index)` over the filled micro-batches, in float32 or wider; of peaks it keeps the largest.
+def accumulate(compute: Callable, microbatches: Microbatches) -> Any:
+    """Sums `compute(index)` over the filled micro-batches, in float32 or wider; of peaks it keeps the largest.
 
     A single micro-batch is computed without a loop.
     """
     if microbatches.number == 1:
-        return one(0)
-    shapes = jax.eval_shape(one, 0)
+        return compute(0)
+    shapes = jax.eval_shape(compute, 0)
     size = microbatches.rows["tokens"][0].size
 
     def nothing(x: Any) -> Any:
@@ -436,7 +436,7 @@ def accumulate(one: Callable, microbatches: Microbatches) -> Any:
         def joined(a: Any, b: Any) -> Any:
             return a.or_larger(replace(b, place=b.place + i * size)) if isinstance(a, Peak) else a + b
 
-        return jax.tree.map(joined, sums, one(i), is_leaf=_is_peak)
+        return jax.tree.map(joined, sums, compute(i), is_leaf=_is_peak)
 
     start = jax.tree.map(nothing, shapes, is_leaf=_is_peak)
     sums = loop(microbatches.filled, body, start, usual=microbatches.number)

@@ -113,11 +113,11 @@ class DPO(OnPolicy):
         else:
             reference = client.logprobs(scored, "reference", self._temperature)
         p, q = (self._scores(logprobs, scored) for logprobs in (policy, reference))
-        here = np.asarray(batch.weights)[::2] > 0
+        counted = np.asarray(batch.weights)[::2] > 0
         if self.config.loss == "aot":
-            baseline = paired(p[::2] - p[1::2], q[::2] - q[1::2], here)
+            baseline = paired(p[::2] - p[1::2], q[::2] - q[1::2], counted)
         else:
-            baseline = unpaired((p - q)[::2], (p - q)[1::2], here)
+            baseline = unpaired((p - q)[::2], (p - q)[1::2], counted)
         return replace(
             batch,
             per_token={**batch.per_token, REFERENCE: in_rows(reference, batch)},
@@ -223,7 +223,7 @@ class Running:
         return jnp.broadcast_to(jnp.asarray(self.mean, jnp.float32), (size,))
 
 
-def paired(policy: Pairs, reference: Pairs, here: Bool[np.ndarray, "Pa"]) -> Float[np.ndarray, "S"]:
+def paired(policy: Pairs, reference: Pairs, counted: Bool[np.ndarray, "Pa"]) -> Float[np.ndarray, "S"]:
     """Baselines with which the difference of a pair's rewards becomes `m_k - n_k`: the k-th smallest margin of the
     policy less the k-th smallest of the reference.
 
@@ -232,27 +232,27 @@ def paired(policy: Pairs, reference: Pairs, here: Bool[np.ndarray, "Pa"]) -> Flo
     Args:
         policy: `beta (log p(chosen) - log p(rejected))`.
         reference: the same margin under the reference.
-        here: pairs of positive weight; the others are not sorted, and have 0.
+        counted: pairs of positive weight; the others are not sorted, and have 0.
 
     Returns:
         For the chosen sequence of pair i, whose margin has rank k, `n_k - n(i)`; for the rejected one 0.
     """
     out = np.zeros(2 * len(policy), np.float32)
-    out[::2][here] = _of_same_rank(policy[here], reference[here]) - reference[here]
+    out[::2][counted] = _of_same_rank(policy[counted], reference[counted]) - reference[counted]
     return out
 
 
-def unpaired(chosen: Pairs, rejected: Pairs, here: Bool[np.ndarray, "Pa"]) -> Float[np.ndarray, "S"]:
+def unpaired(chosen: Pairs, rejected: Pairs, counted: Bool[np.ndarray, "Pa"]) -> Float[np.ndarray, "S"]:
     """Baseline of each completion: the reward of equal rank on the other side; see `loss.aot_unpaired`.
 
     Args:
         chosen: rewards of the chosen completions.
         rejected: rewards of the rejected completions.
-        here: pairs of positive weight; the others are not sorted, and have 0.
+        counted: pairs of positive weight; the others are not sorted, and have 0.
     """
     out = np.zeros(2 * len(chosen), np.float32)
-    out[::2][here] = _of_same_rank(chosen[here], rejected[here])
-    out[1::2][here] = _of_same_rank(rejected[here], chosen[here])
+    out[::2][counted] = _of_same_rank(chosen[counted], rejected[counted])
+    out[1::2][counted] = _of_same_rank(rejected[counted], chosen[counted])
     return out
 
 
@@ -264,8 +264,8 @@ def in_rows(values: List[np.ndarray], batch: Batch) -> Float[np.ndarray, "B T"]:
     return np.where(np.asarray(batch.segment_ids) > 0, at_places, 0).astype(np.float32)
 
 
-def _of_same_rank(mine: Pairs, others: Pairs) -> Pairs:
+def _of_same_rank(values: Pairs, others: Pairs) -> Pairs:
     """For each value the other one that has its rank; equal ones rank in the order of the batch."""
     out = np.empty_like(others)
-    out[np.argsort(mine, kind="stable")] = np.sort(others)
+    out[np.argsort(values, kind="stable")] = np.sort(others)
     return out
