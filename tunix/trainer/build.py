@@ -4,7 +4,7 @@ Both `tunix.client` and a run's `assemble` call it. A teacher, and a reference t
 learner afterwards: `client.learner.teacher = ...`.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -171,17 +171,25 @@ def spec_of(settings: ClientSettings, source: Source, mesh: Mesh, memory: float 
     Raises:
         UserError: this device does not support the requested types.
     """
-    model = _model(settings, source)
+    critic, config, updates = settings.critic, settings.optimizer, settings.updates
+    model = adapted(with_stops(source), settings.model, settings.adapter, settings.rules)
+    model = replace(model, has_scalar_head=critic in ("shared", "alone"), has_lm_head=critic != "alone")
+    trained, _ = stored(settings, model)
     spec = TrainerSpec(
         model=model,
         mesh=mesh,
-        **_update_rule(settings.optimizer, settings.updates, model, stored(settings, model)[0]),
+        optimizer=build_optimizer(config, updates, {name: model.axes[name] for name in trained}),
+        schedule=build_schedule(config, updates),
         microbatcher=settings.microbatcher,
         length=settings.length,
         seed=settings.seed,
         adapter=settings.adapter,
     )
-    return spec if settings.model.remat != "auto" else _with_remat(settings, spec, memory)
+    if settings.model.remat != "auto":
+        return spec
+    params, frozen = (model.abstract(dtypes, mesh) for dtypes in stored(settings, model))
+    remat, reason = chosen(spec, held_by(spec, params, frozen, copies=1 + settings.reference), memory)
+    return replace(spec, model=replace(model, remat=remat), remat_reason=reason)
 
 
 def critic_spec_of(settings: ClientSettings, policy: TrainerSpec) -> TrainerSpec:
@@ -192,7 +200,9 @@ def critic_spec_of(settings: ClientSettings, policy: TrainerSpec) -> TrainerSpec
     model = replace(policy.model, has_scalar_head=True, has_lm_head=False, simulated=())
     rate, config = settings.critic_learning_rate, settings.optimizer
     config = config.model_copy(update={"learning_rate": rate}) if rate else config
-    return replace(policy, model=model, **_update_rule(config, settings.updates, model, stored(settings, model)[0]))
+    trained, _ = stored(settings, model)
+    optimizer = build_optimizer(config, settings.updates, {name: model.axes[name] for name in trained})
+    return replace(policy, model=model, optimizer=optimizer, schedule=build_schedule(config, settings.updates))
 
 
 def stored(settings: ClientSettings, model: Model) -> tuple[dict[str, DType], dict[str, DType]]:
@@ -256,9 +266,18 @@ def sampler_of(settings: ClientSettings, spec: TrainerSpec, memory: float | None
     held, references = (held, settings.reference) if devices is None else ([], False)
     newer = trained if settings.sampler_ahead else ()
     room = room_of(settings.sampler_memory, memory, mesh, spec.model, held, references=references, newer=newer)
-    how = {"cache": settings.cache_dtype, "guesses": settings.guesses}
     try:
-        return engine_of(spec, trained, settings.slots, settings.longest, settings.decode, mesh, room, **how)
+        return engine_of(
+            spec,
+            trained,
+            settings.slots,
+            settings.longest,
+            settings.decode,
+            mesh,
+            room,
+            cache=settings.cache_dtype,
+            guesses=settings.guesses,
+        )
     except NoRoom as error:
         assert room is not None, "where the memory is not known there is room for everything"
         assert memory is not None
@@ -276,10 +295,11 @@ def servers_of(settings: ClientSettings, spec: TrainerSpec, source: Source) -> S
         (bare if adapter else exporter)(path, spec, dict(params), {}, adapter=adapter)
 
     longest = settings.longest or spec.length
-    given = (servers.text, servers.ids, servers.temperature, servers.tolerance)
     config = spec.model.config
     routing = Routing(*config.routed, config.experts.number) if config.routed and config.experts else None
-    expected = Expected(config.vocab_size, longest, *given, routing)
+    expected = Expected(
+        config.vocab_size, longest, servers.text, servers.ids, servers.temperature, servers.tolerance, routing
+    )
     probe = Probe(spec.model, spec.mesh, spec.length, expected)
     handover = Handover(servers.folder, write, moves_alone(spec.adapter))
     return ServerSampler(servers.urls, servers.timeout, handover, probe, expected, settings.decode)
@@ -314,18 +334,18 @@ def engine_of(
     mesh = mesh or own_part(spec.mesh)
     if slots is not None:
         check_slots(slots, mesh)
-    moving = () if spec.adapter is None else tuple(params)
-    length = length or spec.length
-    how = {"cache": cache, "decode": decode, "moving": moving, "room": room, "guesses": guesses}
-    how["bring"] = bring_of(spec.model, spec.mesh, mesh)
-    return Engine(spec.model, mesh, slots=slots, length=length, **how)
-
-
-def _model(settings: ClientSettings, source: Source) -> Model:
-    """The model to train: the source's structure with the configured adapter, rounding and heads."""
-    critic = settings.critic
-    model = adapted(with_stops(source), settings.model, settings.adapter, settings.rules)
-    return replace(model, has_scalar_head=critic in ("shared", "alone"), has_lm_head=critic != "alone")
+    return Engine(
+        spec.model,
+        mesh,
+        slots=slots,
+        length=length or spec.length,
+        cache=cache,
+        decode=decode,
+        moving=() if spec.adapter is None else tuple(params),
+        room=room,
+        guesses=guesses,
+        bring=bring_of(spec.model, spec.mesh, mesh),
+    )
 
 
 def _weights(settings: ClientSettings, source: Source, model: Model, mesh: Mesh) -> tuple[Params, Params]:
@@ -341,16 +361,6 @@ def _weights(settings: ClientSettings, source: Source, model: Model, mesh: Mesh)
     return started(adapter, model, params, base, trained, mesh), base
 
 
-def _update_rule(config: OptimizerConfig, updates: int, model: Model, trained: Iterable[str]) -> Mapping:
-    """The `optimizer` and `schedule` arguments of a `TrainerSpec`.
-
-    Args:
-        trained: names of the weights that train.
-    """
-    axes = {name: model.axes[name] for name in trained}
-    return {"optimizer": build_optimizer(config, updates, axes), "schedule": build_schedule(config, updates)}
-
-
 def _critic(settings: ClientSettings, policy: TrainerSpec, params: Params, frozen: Params) -> Learner:
     """A separate critic model. It starts from the policy's weights and shares a frozen base with it."""
     spec = critic_spec_of(settings, policy)
@@ -359,14 +369,6 @@ def _critic(settings: ClientSettings, policy: TrainerSpec, params: Params, froze
     weights = {name: jax.numpy.copy(x) for name, x in params.items() if name in model.shapes}
     weights |= model.init(jax.random.key(settings.seed), new, policy.mesh)
     return Learner(spec, weights, {name: x for name, x in frozen.items() if name in model.shapes})
-
-
-def _with_remat(settings: ClientSettings, spec: TrainerSpec, memory: float | None) -> TrainerSpec:
-    """The spec with what its layers recompute, chosen by the devices' memory."""
-    params, frozen = (spec.model.abstract(dtypes, spec.mesh) for dtypes in stored(settings, spec.model))
-    held = held_by(spec, params, frozen, copies=1 + settings.reference)
-    remat, reason = chosen(spec, held, memory)
-    return replace(spec, model=replace(spec.model, remat=remat), remat_reason=reason)
 
 
 def _exporter(settings: ClientSettings, source: Source, model: Model) -> Exporter:

@@ -75,9 +75,14 @@ def client(
     demand = Demand(source.decoder, rows=batch_size if sizes == "auto" else None)
     devices, _ = placed(sizes, demand, every, memory_of(every))
     rows = rows_per_microbatch(devices, batch_size, None, length, packing=True)
+    if not isinstance(optimizer, OptimizerConfig):  # a schedule that nobody names is constant without a number of steps
+        optimizer = {"schedule": "cosine" if steps else "constant", **(optimizer or {})}
+    rule = _section(OptimizerConfig, optimizer, "optimizer")
+    if steps is None and (rule.schedule != "constant" or 0 < rule.warmup < 1):
+        raise UserError(f"optimizer: schedule {rule.schedule} and warmup {rule.warmup:g} follow from `steps`: give it")
     settings = ClientSettings(
         model=config,
-        optimizer=_optimizer(optimizer, steps),
+        optimizer=rule,
         updates=steps or 1,
         microbatcher=Microbatcher(rows, devices),
         length=length,
@@ -89,20 +94,6 @@ def client(
         decode=source.tokenizer and source.tokenizer.decode,
     )
     return build_client(settings, source, devices, sampler)
-
-
-def _optimizer(section: Mapping[str, Any] | OptimizerConfig | None, steps: int | None) -> OptimizerConfig:
-    """The optimizer's section; a schedule that nobody names is constant where the number of steps is not known.
-
-    Raises:
-        UserError: the rate follows from the number of steps, and there is none.
-    """
-    if not isinstance(section, OptimizerConfig):
-        section = {"schedule": "cosine" if steps else "constant", **(section or {})}
-    rule = _section(OptimizerConfig, section, "optimizer")
-    if steps is None and (rule.schedule != "constant" or 0 < rule.warmup < 1):
-        raise UserError(f"optimizer: schedule {rule.schedule} and warmup {rule.warmup:g} follow from `steps`: give it")
-    return rule
 
 
 def _source(config: ModelConfig) -> Source:

@@ -48,7 +48,9 @@ class Learner:
         self.gradients: Params | None = None
         """The sum of gradients that `forward_backward` added since the last `optim_step`; None without any."""
         with jax.set_mesh(spec.mesh):
-            self.state = self._new_state(params)
+            moments = jax.tree.map(lambda x: x.sharding, abstract_moments(spec.optimizer, params, self._everywhere))
+            new = jit(spec.optimizer.init, out_shardings=moments)(params)
+            self.state = TrainState(params, new, placed(np.int32(0), self._everywhere))
         self._key = jit(lambda: jax.random.key(spec.seed), out_shardings=self._everywhere)()
 
     @property
@@ -188,13 +190,6 @@ class Learner:
     @cached_property
     def _add(self):
         return jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b), donate_argnums=0)
-
-    def _new_state(self, params: Params) -> TrainState:
-        """The state at step 0."""
-        tx = self.spec.optimizer
-        moments = jax.tree.map(lambda x: x.sharding, abstract_moments(tx, params, self._everywhere))
-        step = placed(np.int32(0), self._everywhere)
-        return TrainState(params, jit(tx.init, out_shardings=moments)(params), step)
 
 
 def abstract_moments(

@@ -114,52 +114,60 @@ class Scorer:
         temperature: float = 1.0,
     ) -> jax.stages.Lowered:
         """The program that the method called `kind` runs on such sequences, lowered but not compiled."""
-        compiled, static = self._program(kind, temperature)
         with jax.set_mesh(self.microbatcher.mesh):
-            return compiled.lower(params, self.microbatcher.place(self._packed(sequences, size)), **static)
+            microbatches = self.microbatcher.place(self._packed(sequences, size))
+            if kind == "values":
+                return self._values.lower(params, microbatches)
+            return self._logprobs.lower(params, microbatches, temperature=temperature, entropy=kind == "entropies")
 
     def _scored(
         self, kind: Scores, params: Params, sequences: List[Sequence], size: int | None, temperature: float = 1.0
     ) -> List[np.ndarray]:
-        compiled, static = self._program(kind, temperature)
         batch = self._packed(sequences, size)
         with jax.set_mesh(self.microbatcher.mesh):
-            return OnTheWay(compiled(params, self.microbatcher.place(batch), **static), batch, len(sequences))
+            microbatches = self.microbatcher.place(batch)
+            if kind == "values":
+                scores = self._values(params, microbatches)
+            else:
+                scores = self._logprobs(params, microbatches, temperature=temperature, entropy=kind == "entropies")
+            return OnTheWay(scores, batch, len(sequences))
 
     def _packed(self, sequences: List[Sequence], size: int | None) -> Batch:
-        shape = {"multiple": self.microbatcher.multiple, "pictures": self.microbatcher.pictures}
-        return pack(sequences, size or len(sequences), self.length, packing=True, **shape)
-
-    def _program(self, kind: Scores, temperature: float) -> tuple[Any, dict[str, Any]]:
-        """A compiled function, and its static arguments."""
-        if kind == "values":
-            return self._values, {}
-        if kind == "logprobs":
-            return self._logprobs, {"temperature": temperature}
-        return self._logprobs, {"temperature": temperature, "entropy": True}
+        size, splits = size or len(sequences), self.microbatcher
+        return pack(sequences, size, self.length, packing=True, multiple=splits.multiple, pictures=splits.pictures)
 
     def compute_logprobs(
         self, params: Params, microbatches: Microbatches, temperature: float, entropy: bool = False
     ) -> Float[Array, "M R T"]:
         """The log-probs of all tokens, or the entropies: the pure function that is compiled."""
 
-        def one(rows: Batch) -> jax.Array:
+        def of_rows(rows: Batch) -> jax.Array:
             tokens, positions, segments = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids))
-            how = {"entropy": entropy, "temperature": temperature, "pictures": rows.pictures, "experts": rows.experts}
-            return self.model.logprobs(params, tokens, positions, segments, segments > 0, **how)[int(entropy)]
+            return self.model.logprobs(
+                params,
+                tokens,
+                positions,
+                segments,
+                segments > 0,
+                entropy=entropy,
+                temperature=temperature,
+                pictures=rows.pictures,
+                experts=rows.experts,
+            )[int(entropy)]
 
-        return each_microbatch(one, microbatches)
+        return each_microbatch(of_rows, microbatches)
 
     def compute_values(self, params: Params, microbatches: Microbatches) -> Float[Array, "M R T"]:
         """The values of all states: the pure function that is compiled."""
 
-        def one(rows: Batch) -> jax.Array:
+        def of_rows(rows: Batch) -> jax.Array:
             tokens, positions, segments = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids))
-            how = {"pictures": rows.pictures, "experts": rows.experts}
-            hidden = self.model.hidden(params, tokens, positions, segments, **how)
+            hidden = self.model.hidden(
+                params, tokens, positions, segments, pictures=rows.pictures, experts=rows.experts
+            )
             return self.model.values_of(params, hidden, positions)
 
-        return each_microbatch(one, microbatches)
+        return each_microbatch(of_rows, microbatches)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -151,16 +151,13 @@ def _unsplit(demand: Demand, context: int) -> Iterator[str]:
         return
     if demand.sampled:
         yield f"{context} splits rows of training, but the model also completes prompts, whose cache it cannot split"
-    if demand.length is not None and (demand.length % context or _rest(demand.length // context)):
+    part = None if demand.length is None else demand.length // context
+    # A part may be a single block, and else has to fill all of its blocks.
+    if demand.length is not None and part is not None and (demand.length % context or (part > PART and part % PART)):
         step = context * PART
         length = -(-demand.length // step) * step
         row = f"rows of {demand.length} tokens (data.max_length)"
         yield f"{context} makes no whole blocks of {PART} of {row}; {length} would do"
-
-
-def _rest(part: int) -> int:
-    """Tokens of a part of a row that fill no block; 0 for a part that is a single block."""
-    return part % PART if part > PART else 0
 
 
 def near_divisors(axis: str, width: int, sizes: dict[str, int]) -> str:

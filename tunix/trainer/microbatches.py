@@ -127,19 +127,15 @@ def rows_per_microbatch(mesh: Mesh, batch_size: int, micro_batch_size: int | Non
     rows = micro_batch_size
     if rows is None:
         most = _tokens_per_device(mesh) * shards * mesh.shape["context"] // length
-        rows = min(most, _rows_of_split_batch(batch_size, most) if packing else batch_size)
+        rows = batch_size
+        if packing:
+            # A partly filled last one has to waste little, but each micro-batch reads all weights and adds to all
+            # gradients. So R is a sixteenth of the batch, or a quarter of `most` (the rows that fill the devices) where
+            # that is more, and at most half of the batch, rounded up so that it divides the batch evenly.
+            least = max(batch_size // 16, min(most // 4, batch_size // 2), 1)
+            rows = -(-batch_size // max(batch_size // least, 1))
+        rows = min(most, rows)
     return -(-max(rows, 1) // shards) * shards
-
-
-def _rows_of_split_batch(batch_size: int, most: int) -> int:
-    """R for a packed batch that is split into several micro-batches, so that a partly filled last one wastes little.
-
-    Each micro-batch reads all weights and adds to all gradients. So R is a sixteenth of the batch, or a quarter of
-    `most` (the rows that fill the devices) where that is more, and at most half of the batch, rounded up so that it
-    divides the batch evenly.
-    """
-    least = max(batch_size // 16, min(most // 4, batch_size // 2), 1)
-    return -(-batch_size // max(batch_size // least, 1))
 
 
 def _tokens_per_device(mesh: Mesh) -> int:

@@ -122,21 +122,16 @@ def layer_weights(config: DecoderConfig) -> int:
 
 def adapter_weights(config: DecoderConfig, adapter: AdapterConfig) -> int:
     """Number of weights in all A and B that a token uses: `r (inputs + outputs)` of each adapted matrix."""
-    lows = adapter.modules_of(config)
+    lows, of_experts = adapter.modules_of(config), {}
+    if config.experts is not None:  # gate and up share their A
+        k, d, f = config.experts.active, config.d_model, config.ffn
+        of_experts = {"gates": (k * d, 2 * k * f), "ups": (0, 0), "downs": (k * f, k * d)}
     return sum(
         len(config.layers_with(mixer)) * lows[name].rank * sum(sides)
         for mixer, of_layer in matrices(config).items()
-        for name, sides in (of_layer | _adapted_experts(config)).items()
+        for name, sides in (of_layer | of_experts).items()
         if name in lows
     )
-
-
-def _adapted_experts(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """What the adapters of a token's experts multiply, as `matrices` has it: gate and up share their A."""
-    if config.experts is None:
-        return {}
-    k, d, f = config.experts.active, config.d_model, config.ffn
-    return {"gates": (k * d, 2 * k * f), "ups": (0, 0), "downs": (k * f, k * d)}
 
 
 def mixing_flops(config: DecoderConfig, tokens: int, pairs: float) -> float:
@@ -170,12 +165,6 @@ def training_flops(config: DecoderConfig, batch: Batch, adapter: AdapterConfig |
     return weights * tokens + mixing
 
 
-def forward_flops(config: DecoderConfig, batch: Batch) -> float:
-    """FLOPs of one forward pass over a packed batch, without padding, e.g. of the reference."""
-    tokens, pairs = _tokens_and_pairs(batch)
-    return 2 * matmul_weights(config) * tokens + mixing_flops(config, tokens, pairs)
-
-
 @dataclass(frozen=True)
 class Work:
     """What an update computes, for counts of its FLOPs and its padding."""
@@ -199,7 +188,8 @@ class Work:
         """FLOPs of all models in an update; a teacher's are not counted."""
         flops = self.training_flops(batch)
         if self.reference:
-            flops += forward_flops(self.decoder, batch)
+            tokens, pairs = _tokens_and_pairs(batch)
+            flops += 2 * matmul_weights(self.decoder) * tokens + mixing_flops(self.decoder, tokens, pairs)
         if self.critic:
             flops += training_flops(self.decoder, batch, self.adapter, head=False)
         return flops

@@ -54,7 +54,18 @@ def sampler_mesh(
     # Requests end at any time: programs over the devices of several processes would have to wait for each other.
     several, mesh = processes.number() > 1, own_part(mesh)
     sizes = Demand(model.config).split_by("tensor")
-    tensor = _fewest(mesh, sizes, model, memory) if config is None else _checked(mesh, sizes, config.tensor)
+    if config is None:
+        near = mesh.size // len(groups_of(mesh.devices.flatten().tolist()))
+        common = math.gcd(near, *sizes.values())
+        fitting = [tensor for tensor in range(1, common + 1) if common % tensor == 0]
+        copy = copy_bytes(model, model.shapes)
+        room = [tensor for tensor in fitting if memory is None or copy / tensor <= SHARE * memory]
+        tensor = room[0] if room else fitting[-1]  # as many as can be where none have room
+    else:
+        tensor, named = config.tensor, {"devices": mesh.size, **sizes}
+        if whole := [f"{size} {WORDS.get(name, name)}" for name, size in named.items() if size % tensor]:
+            nearest = near_divisors("tensor", tensor, named)
+            raise UserError(f"rollout.mesh: tensor {tensor} does not divide {', '.join(whole)}; {nearest}")
     shape = (mesh.size // tensor, 1, 1, 1, tensor)
     if mesh.size == 1 or mesh.devices.shape == shape:
         return mesh, None
@@ -84,24 +95,6 @@ def copy_bytes(model: Model, names: Iterable[str]) -> int:
     """Bytes of a copy of these weights in the compute dtype; quantized ones stay as they are."""
     dtypes = {name: model.kinds.get(name, jnp.dtype(model.dtype)) for name in names}
     return bytes_of([jax.ShapeDtypeStruct(model.shapes[name], dtype) for name, dtype in dtypes.items()])
-
-
-def _fewest(mesh: Mesh, sizes: dict[str, int], model: Model, memory: float | None) -> int:
-    """The fewest devices to a copy that have room for it; as many as can be where none have."""
-    near = mesh.size // len(groups_of(mesh.devices.flatten().tolist()))
-    common = math.gcd(near, *sizes.values())
-    fitting = [tensor for tensor in range(1, common + 1) if common % tensor == 0]
-    copy = copy_bytes(model, model.shapes)
-    room = [tensor for tensor in fitting if memory is None or copy / tensor <= SHARE * memory]
-    return room[0] if room else fitting[-1]
-
-
-def _checked(mesh: Mesh, sizes: dict[str, int], tensor: int) -> int:
-    named = {"devices": mesh.size, **sizes}
-    if whole := [f"{size} {WORDS.get(name, name)}" for name, size in named.items() if size % tensor]:
-        near = near_divisors("tensor", tensor, named)
-        raise UserError(f"rollout.mesh: tensor {tensor} does not divide {', '.join(whole)}; {near}")
-    return tensor
 
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]

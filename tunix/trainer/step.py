@@ -108,11 +108,6 @@ class Peak:
     place: Any
     """Integer scalar: index in the batch's flattened `[M R T]`, e.g. 17."""
 
-    def or_larger(self, other: Peak) -> Peak:
-        """The larger of two peaks, the earlier one where they are equal."""
-        larger = other.value > self.value
-        return Peak(*(jnp.where(larger, b, a) for a, b in ((self.value, other.value), (self.place, other.place))))
-
 
 @jax.tree_util.register_dataclass
 @described
@@ -280,7 +275,14 @@ class Compute:
         values = self.model.values_of(params, hidden, jnp.asarray(batch.positions)) if loss.values else None
         inputs = LossInputs(batch, logprobs, entropy if loss.entropy else None, values)
         if loss.reference:
-            inputs = replace(inputs, reference_logprobs=self._reference_logprobs(frozen, batch, loss))
+            assert frozen.reference is not None, "the loss reads a reference: hold one"
+            model, reference = (
+                replace(self.model, adapt=None, has_scalar_head=False),
+                {**frozen.base, **frozen.reference},
+            )
+            states = hidden_of(model, reference, batch)
+            of_reference, _ = _logprobs(model, reference, states, batch, replace(loss, entropy=False))
+            inputs = replace(inputs, reference_logprobs=jax.lax.stop_gradient(of_reference))
         if loss.divergence:
             assert frozen.teacher is not None, "the loss reads a divergence: hold a teacher"
             inputs = replace(inputs, compared=_compared(self.model, params, hidden, frozen.teacher, batch, index, loss))
@@ -288,10 +290,9 @@ class Compute:
         if key is None:  # an evaluation adds up what it finds in its batches, which shares do not bear
             return sums
         load = load_sums(auxiliary, rows, self.model.router_aux_loss_coef)
-        sums = {**sums, **load}
         if "loss/router_aux" in load:
             sums["train/loss"] = cast(jax.Array, sums["train/loss"]) + load["loss/router_aux"]
-        return sums
+        return {**sums, **load}
 
     def _forward(
         self, params: Params, frozen: FrozenInputs, batch: Batch, loss: Loss, key: PRNGKeyArray | None
@@ -303,13 +304,6 @@ class Compute:
         if key is not None and self.drops:
             dropout_keys = token_keys(batch, jax.random.fold_in(key, DROPOUT))
         return forward_of(self.model, {**frozen.base, **params}, batch, noise, dropout_keys)
-
-    def _reference_logprobs(self, frozen: FrozenInputs, batch: Batch, loss: Loss) -> Float[Array, "B T"]:
-        assert frozen.reference is not None, "the loss reads a reference: hold one"
-        model = replace(self.model, adapt=None, has_scalar_head=False)
-        params = {**frozen.base, **frozen.reference}
-        hidden = hidden_of(model, params, batch)
-        return jax.lax.stop_gradient(_logprobs(model, params, hidden, batch, replace(loss, entropy=False))[0])
 
 
 def hidden_of(model: Model, params: Params, batch: Batch) -> Float[Array, "B T D"]:
@@ -326,17 +320,28 @@ def forward_of(
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
     """The final hidden states for a batch's rows, and the layers' auxiliary terms."""
     tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids))
-    how = {"parents": batch.parents, "experts": batch.experts, "pictures": batch.pictures}
-    how = jax.tree.map(jnp.asarray, how) | {"noise": noise, "dropout_keys": dropout_keys}
-    return model.forward(params, tokens, positions, segments, **how)
+    parents, experts, pictures = jax.tree.map(jnp.asarray, (batch.parents, batch.experts, batch.pictures))
+    return model.forward(
+        params,
+        tokens,
+        positions,
+        segments,
+        parents=parents,
+        experts=experts,
+        pictures=pictures,
+        noise=noise,
+        dropout_keys=dropout_keys,
+    )
 
 
 def _logprobs(
     model: Model, params: Params, hidden: Float[Array, "B T D"], batch: Batch, loss: Loss
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """The log-probs of the trained tokens, and their entropies where the loss reads them."""
-    read = map(jnp.asarray, (batch.tokens, batch.positions, batch.loss_mask))
-    return model.logprobs_of(params, hidden, *read, entropy=loss.entropy, temperature=loss.temperature)
+    tokens, positions, mask = map(jnp.asarray, (batch.tokens, batch.positions, batch.loss_mask))
+    return model.logprobs_of(
+        params, hidden, tokens, positions, mask, entropy=loss.entropy, temperature=loss.temperature
+    )
 
 
 def _compared(
@@ -434,7 +439,10 @@ def accumulate(compute: Callable, microbatches: Microbatches) -> Any:
 
     def body(i: jax.Array, sums: Any) -> Any:
         def joined(a: Any, b: Any) -> Any:
-            return a.or_larger(replace(b, place=b.place + i * size)) if isinstance(a, Peak) else a + b
+            if not isinstance(a, Peak):
+                return a + b
+            larger = b.value > a.value  # of equal ones the earlier stays
+            return Peak(jnp.where(larger, b.value, a.value), jnp.where(larger, b.place + i * size, a.place))
 
         return jax.tree.map(joined, sums, compute(i), is_leaf=_is_peak)
 
