@@ -27,8 +27,8 @@ Credited = list[list[Sequence]]
 """`[P][G]` sequences, with the per-token arrays that the loss reads."""
 
 
-def as_sequence(episode: Scored, left_out: bool = False) -> Sequence:
-    """An episode as a sequence: the sampled tokens are trained, and `old_logprobs` are the sampler's.
+def as_sequence(episode: Scored, left_out: bool = False, by_sampler: str = "old_logprobs") -> Sequence:
+    """An episode as a sequence: the sampled tokens are trained, and the sampler's log-probs are named `by_sampler`.
 
     Where tokens may be of earlier weights, `CURRENT` is 1 for those that are not.
     """
@@ -40,7 +40,7 @@ def as_sequence(episode: Scored, left_out: bool = False) -> Sequence:
     return replace(
         sequence_of(episode.prompt, completion),
         weight=0.0 if episode.unscored or left_out else 1.0,
-        per_token={"old_logprobs": np.concatenate([before, completion.logprobs]), **current},
+        per_token={by_sampler: np.concatenate([before, completion.logprobs]), **current},
     )
 
 
@@ -79,32 +79,12 @@ def old_policy_logprobs(sequence: Sequence) -> np.ndarray:
     return arrays["old_logprobs"] if "old_logprobs" in arrays else arrays["sampler_logprobs"]
 
 
-def renamed(sequences: Credited, old: str, new: str) -> Credited:
-    """The sequences with a per-token array under another name."""
-
-    def one(sequence: Sequence) -> Sequence:
-        rest = {name: value for name, value in sequence.per_token.items() if name != old}
-        return replace(sequence, per_token={**rest, new: sequence.per_token[old]})
-
-    return [[one(sequence) for sequence in group] for group in sequences]
-
-
 def exceeds_mismatch(sequence: Sequence, limit: float) -> bool:
     """Whether the log-probs of trainer and sampler differ too much on a sequence; see `ops.mismatch`. Tokens of
     earlier weights say nothing about that."""
     arrays = sequence.per_token
     mask = sequence.loss_mask & (arrays[CURRENT] > 0) if CURRENT in arrays else sequence.loss_mask
     return not mismatch(arrays["old_logprobs"], arrays["sampler_logprobs"], mask) <= limit
-
-
-def without_mismatch(sequences: Credited, limit: float) -> Credited:
-    """The sequences, with weight 0 for those where `exceeds_mismatch` holds."""
-    return [[replace(x, weight=0.0) if exceeds_mismatch(x, limit) else x for x in group] for group in sequences]
-
-
-def shape_of(groups: Groups) -> tuple[int, int]:
-    """The shape (P, G) of the groups."""
-    return len(groups), len(groups[0])
 
 
 def rewards_of(groups: Groups) -> dict[str, np.ndarray]:
@@ -225,18 +205,13 @@ def merged(metrics: List[Metrics]) -> dict[str, float]:
 
 def rows(groups: Groups, sequences: Credited, number: int) -> tuple[dict[str, Any], ...]:
     """Rows of the first groups for `samples.jsonl`: completions with rewards and advantages."""
-    shown = [
-        (place, episode, sequence)
-        for place, (group, trained) in enumerate(zip(groups[:number], sequences, strict=False))
-        for episode, sequence in zip(group, trained, strict=True)
-    ]
-    return tuple({**row(place, episode), "advantage": _advantage(sequence)} for place, episode, sequence in shown)
-
-
-def _advantage(sequence: Sequence) -> float:
-    """The mean advantage of the trained tokens; 0 where it is not a finite number (a sample of weight 0)."""
-    mean = float(sequence.per_token["advantages"][sequence.loss_mask].mean())
-    return mean if math.isfinite(mean) else 0.0
+    listed = []
+    for place, (group, trained) in enumerate(zip(groups[:number], sequences, strict=False)):
+        for episode, sequence in zip(group, trained, strict=True):
+            mean = float(sequence.per_token["advantages"][sequence.loss_mask].mean())
+            # Of a sample of weight 0 it need not be a finite number.
+            listed.append({**row(place, episode), "advantage": mean if math.isfinite(mean) else 0.0})
+    return tuple(listed)
 
 
 def row(place: int, episode: Scored) -> dict[str, Any]:

@@ -52,7 +52,11 @@ def place_of(coordinator: str | None, processes: int | None, process: int | None
         "--process (JAX_PROCESS_ID)": os.environ.get("JAX_PROCESS_ID") if process is None else process,
     }
     if all(value is None for value in settings.values()):
-        return _scheduled()
+        for cluster in ClusterEnv._cluster_types:
+            if not cluster.opt_in_only_method and cluster.is_env_present() and cluster.get_process_count() > 1:
+                address = cluster.get_coordinator_address(int(MEETING), os.environ.get("JAX_COORDINATOR_PORT"))
+                return Place(address, cluster.get_process_count(), cluster.get_process_id())
+        return None
     if missing := [name for name, value in settings.items() if value is None]:
         raise UserError(f"a run of several processes needs {', '.join(missing)} too")
     address, most, number = settings.values()
@@ -65,15 +69,6 @@ def place_of(coordinator: str | None, processes: int | None, process: int | None
     if not place.coordinator.rpartition(":")[2].isdigit() or ":" not in place.coordinator:
         raise UserError(f"--coordinator {place.coordinator}: has to be an address with a port, e.g. 10.0.0.1:8476")
     return place if place.processes > 1 else None
-
-
-def _scheduled() -> Place | None:
-    """The place that a cluster's scheduler gives, where it started several processes."""
-    for cluster in ClusterEnv._cluster_types:
-        if not cluster.opt_in_only_method and cluster.is_env_present() and cluster.get_process_count() > 1:
-            address = cluster.get_coordinator_address(int(MEETING), os.environ.get("JAX_COORDINATOR_PORT"))
-            return Place(address, cluster.get_process_count(), cluster.get_process_id())
-    return None
 
 
 SILENCE = 30.0
@@ -208,15 +203,12 @@ class Watch:
             for other in set(range(number())) - {index()}:
                 if reason := reasons.get(f"tunix/over/{other}"):
                     self._end(other, reason)
-                self._listen(other, pulses.get(f"tunix/pulse/{other}", ""))
-
-    def _listen(self, other: int, pulse: str) -> None:
-        now = time.monotonic()
-        before, since = self._seen.get(other, ("", now))
-        if pulse != before or other not in self._seen:
-            self._seen[other] = pulse, now
-        elif now - since > SILENCE:
-            self._end(other, f"no sign of life for {SILENCE:.0f} s")
+                now, pulse = time.monotonic(), pulses.get(f"tunix/pulse/{other}", "")
+                before, since = self._seen.get(other, ("", now))
+                if pulse != before or other not in self._seen:
+                    self._seen[other] = pulse, now
+                elif now - since > SILENCE:
+                    self._end(other, f"no sign of life for {SILENCE:.0f} s")
 
     def _end(self, other: int, reason: str) -> NoReturn:
         self._say(
@@ -237,15 +229,6 @@ def _part(watch: Watch) -> None:
     watch.close()
     runtime.global_state.shutdown()
     end_service()
-
-
-def _all_fail() -> bool:
-    """Whether all processes come here, soon."""
-    try:
-        exchanged("failed", b"", SILENCE)
-    except UserError:
-        return False
-    return True
 
 
 def _let_it_look(since: float) -> None:
@@ -275,11 +258,13 @@ def together(say: Callable[[str], None]) -> Iterator[None]:
     except UserError as error:
         # Most mistakes are found by all: then nobody is stopped while it saves what was trained.
         began = time.monotonic()
-        if _all_fail():
-            _part(watch)
-        else:
+        try:
+            exchanged("failed", b"", SILENCE)
+        except UserError:  # the others have not failed, soon
             _let_it_look(began)
             watch.give_up(first_line(error))
+        else:
+            _part(watch)
         raise
     except jax.errors.JaxRuntimeError as error:
         _let_it_look(time.monotonic())

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.dpo.loss import BASELINE, dpo_loss
@@ -102,8 +102,11 @@ class DPO(OnPolicy):
         return self._sorted(client, batch, sequences) if self.config.sorts else batch
 
     def _sorted(self, client: Client, batch: Batch, sequences: List[Sequence]) -> Batch:
-        """The batch with the values of equal rank as baselines, by the current policy, and the reference's
-        log-probs."""
+        """The batch with the values of equal rank as baselines, by the current policy, and the reference's log-probs.
+
+        AOT, Melnyk et al. 2024, https://arxiv.org/abs/2406.05882, paired or not. Pairs of weight 0 are not sorted, and
+        have 0.
+        """
         size = len(batch.weights)
         # Where the last batch has fewer sequences, some are scored twice, so that nothing is compiled again.
         scored = [sequences[i % len(sequences)] for i in range(size)]
@@ -114,10 +117,16 @@ class DPO(OnPolicy):
             reference = client.logprobs(scored, "reference", self._temperature)
         p, q = (self._scores(logprobs, scored) for logprobs in (policy, reference))
         counted = np.asarray(batch.weights)[::2] > 0
+        baseline = np.zeros(size, np.float32)
         if self.config.loss == "aot":
-            baseline = paired(p[::2] - p[1::2], q[::2] - q[1::2], counted)
-        else:
-            baseline = unpaired((p - q)[::2], (p - q)[1::2], counted)
+            # With n(i) the margin of pair i under the reference, and k the rank of the policy's, `n_k - n(i)`: the
+            # difference of the pair's rewards becomes `m_k - n_k`, of the k-th smallest margins.
+            policy_Pa, reference_Pa = (p[::2] - p[1::2])[counted], (q[::2] - q[1::2])[counted]
+            baseline[::2][counted] = of_same_rank(policy_Pa, reference_Pa) - reference_Pa
+        else:  # the reward of equal rank on the other side; see `loss.aot_unpaired`
+            chosen, rejected = (p - q)[::2][counted], (p - q)[1::2][counted]
+            baseline[::2][counted] = of_same_rank(chosen, rejected)
+            baseline[1::2][counted] = of_same_rank(rejected, chosen)
         return replace(
             batch,
             per_token={**batch.per_token, REFERENCE: in_rows(reference, batch)},
@@ -176,12 +185,12 @@ def ranked(scores_PG: np.ndarray) -> Ranks:
         scores_PG: NaN where a reward failed; such completions are left out.
     """
 
-    def one(scores: np.ndarray) -> tuple[int, int] | None:
-        if np.isnan(scores).all() or np.nanmax(scores) == np.nanmin(scores):
-            return None
-        return int(np.nanargmax(scores)), int(np.nanargmin(scores))
-
-    return [one(scores) for scores in scores_PG]
+    return [
+        None
+        if np.isnan(scores).all() or np.nanmax(scores) == np.nanmin(scores)
+        else (int(np.nanargmax(scores)), int(np.nanargmin(scores)))
+        for scores in scores_PG
+    ]
 
 
 def rows(groups: Groups, ranks: Ranks, number: int) -> tuple[dict[str, Any], ...]:
@@ -223,39 +232,6 @@ class Running:
         return jnp.broadcast_to(jnp.asarray(self.mean, jnp.float32), (size,))
 
 
-def paired(policy: Pairs, reference: Pairs, counted: Bool[np.ndarray, "Pa"]) -> Float[np.ndarray, "S"]:
-    """Baselines with which the difference of a pair's rewards becomes `m_k - n_k`: the k-th smallest margin of the
-    policy less the k-th smallest of the reference.
-
-    AOT, Melnyk et al. 2024, https://arxiv.org/abs/2406.05882, paired.
-
-    Args:
-        policy: `beta (log p(chosen) - log p(rejected))`.
-        reference: the same margin under the reference.
-        counted: pairs of positive weight; the others are not sorted, and have 0.
-
-    Returns:
-        For the chosen sequence of pair i, whose margin has rank k, `n_k - n(i)`; for the rejected one 0.
-    """
-    out = np.zeros(2 * len(policy), np.float32)
-    out[::2][counted] = _of_same_rank(policy[counted], reference[counted]) - reference[counted]
-    return out
-
-
-def unpaired(chosen: Pairs, rejected: Pairs, counted: Bool[np.ndarray, "Pa"]) -> Float[np.ndarray, "S"]:
-    """Baseline of each completion: the reward of equal rank on the other side; see `loss.aot_unpaired`.
-
-    Args:
-        chosen: rewards of the chosen completions.
-        rejected: rewards of the rejected completions.
-        counted: pairs of positive weight; the others are not sorted, and have 0.
-    """
-    out = np.zeros(2 * len(chosen), np.float32)
-    out[::2][counted] = _of_same_rank(chosen[counted], rejected[counted])
-    out[1::2][counted] = _of_same_rank(rejected[counted], chosen[counted])
-    return out
-
-
 def in_rows(values: List[np.ndarray], batch: Batch) -> Float[np.ndarray, "B T"]:
     """Per-token values of sequences at the places of their tokens in the batch's rows; 0 in the padding."""
     starts = np.cumsum([0, *map(len, values)])
@@ -264,7 +240,7 @@ def in_rows(values: List[np.ndarray], batch: Batch) -> Float[np.ndarray, "B T"]:
     return np.where(np.asarray(batch.segment_ids) > 0, at_places, 0).astype(np.float32)
 
 
-def _of_same_rank(values: Pairs, others: Pairs) -> Pairs:
+def of_same_rank(values: Pairs, others: Pairs) -> Pairs:
     """For each value the other one that has its rank; equal ones rank in the order of the batch."""
     out = np.empty_like(others)
     out[np.argsort(values, kind="stable")] = np.sort(others)

@@ -23,7 +23,7 @@ from tunix.algorithms.ops import (
     token_ratio,
     without,
 )
-from tunix.types import Batch, LossInputs, LossOutputs, Over
+from tunix.types import LossInputs, LossOutputs, Over
 
 
 def grpo_loss(inputs: LossInputs, config: GRPOConfig, over: Over | float) -> LossOutputs:
@@ -38,7 +38,10 @@ def grpo_loss(inputs: LossInputs, config: GRPOConfig, over: Over | float) -> Los
         over: `config.over(completion_length)`.
     """
     log_ratios = old_log_ratio(inputs)
-    ratio = _ratio(log_ratios, inputs.batch, config)
+    if config.ratio == "sequence":
+        ratio = sequence_ratio(log_ratios, inputs.batch)
+    else:
+        ratio = completion_ratio(log_ratios, inputs.batch) if config.ratio == "completion" else token_ratio(log_ratios)
     surrogate = _trusted(_surrogate(inputs, ratio, config), inputs, config)
     if config.ratio == "completion" and config.reduction == "constant":
         # So that the sum over tokens counts a completion, which is one action, once.
@@ -47,13 +50,6 @@ def grpo_loss(inputs: LossInputs, config: GRPOConfig, over: Over | float) -> Los
         )
     outputs = policy_outputs(inputs, config, over, surrogate, ratio, config.kl)
     return outputs.add("drift", 0.5 * config.drift * log_ratios**2, over) if config.drift else outputs
-
-
-def _ratio(log_ratios: Float[Array, "B T"], batch: Batch, config: GRPOConfig) -> Float[Array, "B T"]:
-    """The ratio of the policy to the old one, for a token or the completion as `config.ratio` says."""
-    if config.ratio == "sequence":
-        return sequence_ratio(log_ratios, batch)
-    return completion_ratio(log_ratios, batch) if config.ratio == "completion" else token_ratio(log_ratios)
 
 
 def _surrogate(inputs: LossInputs, ratio: Float[Array, "B T"], config: GRPOConfig) -> Surrogate:
@@ -81,8 +77,9 @@ def _trusted(surrogate: Surrogate, inputs: LossInputs, config: GRPOConfig) -> Su
     if config.trust_region != "none":
         assert config.trust_low is not None
         assert config.trust_high is not None
-        bounds = (config.trust_region, config.trust_low, config.trust_high)
-        outside = outside_trust_region(inputs.logprobs, old_logprobs(inputs), advantages, *bounds)
+        low, high = config.trust_low, config.trust_high
+        others = old_logprobs(inputs)
+        outside = outside_trust_region(inputs.logprobs, others, advantages, config.trust_region, low, high)
         surrogate = without(surrogate, outside)
     if config.off_policy_limit is not None:
         current = log_ratio(inputs.logprobs, sampler_logprobs(inputs), batch)
