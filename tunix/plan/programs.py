@@ -4,7 +4,7 @@ Axes: M micro-batches, R rows of a micro-batch, T time, S sequences, D model wid
 Sl slots.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -125,7 +125,8 @@ def step(
         return (new.params, new.moments, new.step), metrics
 
     number, key = jax.eval_shape(lambda: (jnp.int32(0), jax.random.key(0)))
-    number, key = (_on(spec.mesh, x) for x in (number, key))
+    everywhere = NamedSharding(spec.mesh, PartitionSpec())
+    number, key = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for x in (number, key))
     state, states = (params, moments(spec, params), number), None if teacher is None else teacher[:2]
     compiled = jit(run, donate_argnums=0, options=compiler_options(spec.mesh, spec.model.dtype))
     frozen = (base, None if reference is None else beside(base, reference), states)
@@ -188,19 +189,23 @@ def views(model: Model, mesh: Mesh, params: Shapes) -> Weights:
             weights = weights._replace(layers=tuple({**mine, **more} for mine, more in settled))
         top = {name: _placed(mesh, x.shape, x.dtype, view_axes(model, name)) for name, x in weights.top.items()}
 
-        def layer(weights_of_layer: Mapping[str, Any]) -> Any:
-            return {
+        layers = tuple(
+            {
                 name: _placed(mesh, x.shape, x.dtype, view_axes(model, LAYERS + name)[: len(x.shape)])
-                for name, x in weights_of_layer.items()
+                for name, x in layer.items()
             }
-
-        return Weights(cast(Params, top), tuple(map(layer, weights.layers)))
+            for layer in weights.layers
+        )
+        return Weights(cast(Params, top), cast(Any, layers))
 
 
 def shared(weights: Weights, base: Shapes) -> dict[str, Any]:
     """The shapes of the tables that the engine shares with a frozen base instead of copying them."""
+    tables = {name: cast(Any, x) for name, x in weights.top.items() if is_top(name) and name in base}
     return {
-        name: x for name, x in weights.top.items() if is_top(name) and name in base and _alike(base[name], cast(Any, x))
+        name: x
+        for name, x in tables.items()
+        if x.dtype == base[name].dtype and base[name].sharding.is_equivalent_to(x.sharding, len(x.shape))
     }
 
 
@@ -210,31 +215,23 @@ def view_bytes(weights: Weights, names: Collection[str]) -> int:
     return bytes_of([layers, [x for name, x in weights.top.items() if name in names]])
 
 
-def _alike(shape: jax.ShapeDtypeStruct, other: jax.ShapeDtypeStruct) -> bool:
-    """Whether two arrays of one shape have one dtype and one place."""
-    assert shape.sharding is not None
-    assert other.sharding is not None
-    return shape.dtype == other.dtype and shape.sharding.is_equivalent_to(other.sharding, len(shape.shape))
-
-
 def state_of(model: Model, mesh: Mesh, sizes: Sizes) -> State:
     """The shapes of the engine's slots and pages."""
     with jax.set_mesh(mesh):
         state = blank.eval_shape(model, sizes)
-        caches = tuple(_placed_cache(mesh, one) for one in state.caches)
+        caches: list[Any] = []
+        for cache in state.caches:
+            if isinstance(cache, SlotStates):
+                pairs = zip(cache, STATE_AXES, strict=True)
+                caches.append(SlotStates(*(_placed(mesh, x.shape, x.dtype, axes) for x, axes in pairs)))  # pyright: ignore[reportArgumentType]
+            elif cache is not None:
+                caches.append(placed(cache, lambda x, axes: _placed(mesh, x.shape, x.dtype, axes)))
+            else:  # a layer that keeps nothing of earlier tokens
+                caches.append(None)
     hidden = _placed(mesh, state.hidden.shape, model.dtype, ("rows", None))
     progress = jax.tree.map(lambda x: _placed(mesh, x.shape, x.dtype, ("rows",)), state.progress)
     recent = _placed(mesh, state.recent.shape, state.recent.dtype, ("rows", None))
-    return State(caches, cast(jax.Array, hidden), progress, cast(jax.Array, recent))
-
-
-def _placed_cache(mesh: Mesh, cache: Any) -> Any:
-    """The shapes of what a layer keeps of earlier tokens, where they are; None where it keeps nothing."""
-    if cache is None:
-        return None
-    if isinstance(cache, SlotStates):
-        return SlotStates(*(_placed(mesh, x.shape, x.dtype, axes) for x, axes in zip(cache, STATE_AXES, strict=True)))  # pyright: ignore[reportArgumentType]
-    return placed(cache, lambda x, axes: _placed(mesh, x.shape, x.dtype, axes))
+    return State(tuple(caches), cast(jax.Array, hidden), progress, cast(jax.Array, recent))
 
 
 def decoding(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: Sizes) -> jax.stages.Lowered:
@@ -259,11 +256,6 @@ def gradient_bytes(params: Shapes, batch: BatchShape) -> int:
         return narrow
     wide = {name: x.update(dtype=jnp.promote_types(x.dtype, jnp.float32)) for name, x in params.items()}
     return narrow + bytes_of(wide)
-
-
-def _on(mesh: Mesh, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The shape of an array that every device holds."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
 
 def _placed(mesh: Mesh, shape: tuple[int, ...], dtype: object, axes: Axes) -> jax.ShapeDtypeStruct:

@@ -86,7 +86,10 @@ def _change(recipe: Recipe, verdict: Verdict, named: str | None, tell: Tell) -> 
 
     def suits(remedy: Remedy, places: Collection[Place]) -> bool:
         try:
-            changed, (target, devices) = with_overrides(recipe, remedy.overrides), _target(remedy.topology or named)
+            changed, overrides = recipe, list(remedy.overrides)
+            if overrides:
+                changed = Recipe.build(overridden(recipe.sections(), overrides), "plan")
+            target, devices = _target(remedy.topology or named)
             made = subject_of(changed, devices, float(target.limit))
         except UserError:  # a change that this recipe does not allow
             return False
@@ -120,10 +123,6 @@ def _target(named: str | None) -> tuple[Target, list[Any]]:
     limit = stats.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
     near = len(devices) // len(groups_of(devices))
     return Target(devices[0].device_kind, len(devices), int(limit), near=near), devices
-
-
-if __name__ == "__main__":
-    main()
 
 
 MOST_DEVICES = 64
@@ -162,36 +161,45 @@ def remedies(recipe: Recipe, worst: str, topology: str | None, place: Place = "t
     """
     if place == "sampling":
         yield from _narrower(recipe)
-        yield from _divided(recipe)
+        # Copies of the weights on more of the devices that only sample.
+        mesh = recipe.rollout.devices
+        assert mesh is not None, "devices of its own are written"
+        assert mesh.devices is not None
+        tensor = 2 * mesh.tensor
+        while tensor <= mesh.devices:
+            yield Remedy((f"rollout.mesh.tensor={tensor}",))
+            tensor *= 2
         return
     if place == "teaching":
         yield from _fewer_rows(recipe, ())
         return
-    samples = worst in ("decode", "prefill", "pages of the cache", "publish")
-    yield from (_narrower(recipe) if samples else _shorter(recipe))
-    smaller = _smaller_moments(recipe)
-    if smaller:
-        yield Remedy(smaller)
+    if worst in ("decode", "prefill", "pages of the cache", "publish"):
+        yield from _narrower(recipe)
+    else:  # fewer activations at a time: recomputed layers, then smaller micro-batches
+        layers = () if recipe.model.remat != "none" else ("model.remat=block",)
+        if layers:
+            yield Remedy(layers)
+        yield from _fewer_rows(recipe, layers)
+    optimizer = recipe.optimizer
+    if optimizer.name in ("adamw", "lion") and optimizer.moments_dtype == "float32":
+        # Moments in bfloat16, with the decay that they need.
+        slow = optimizer.name == "adamw" and (optimizer.b2 or 0.999) > 0.996
+        yield Remedy(("optimizer.moments_dtype=bfloat16", *(["optimizer.b2=0.99"] if slow else [])))
     if recipe.adapter is None:
         yield Remedy(("adapter={kind: lora, rank: 16, alpha: 32}",))
-    if topology is not None:
-        yield from (Remedy(topology=more) for more in _more_devices(topology))
-
-
-def _shorter(recipe: Recipe) -> Iterator[Remedy]:
-    """Fewer activations at a time: recomputed layers, then smaller micro-batches."""
-    layers = () if recipe.model.remat != "none" else ("model.remat=block",)
-    if layers:
-        yield Remedy(layers)
-    yield from _fewer_rows(recipe, layers)
+    if topology is not None:  # the same chips, 2 to 64 of them; of TPUs the shapes that exist
+        name = topology.split(":")[0]
+        gpus = chip_of(topology).platform == "gpu"
+        for shape in ("2", "4", "8", "16", "32", "64") if gpus else SHAPES[name]:
+            if number_of(topology) < number_of(f"{name}:{shape}") <= MOST_DEVICES:
+                yield Remedy(topology=f"{name}:{shape}")
 
 
 def _fewer_rows(recipe: Recipe, layers: tuple[str, ...]) -> Iterator[Remedy]:
     """Smaller micro-batches, each with these overrides."""
     size = recipe.micro_batch_size or recipe.sequences_per_update
-    least = recipe.algorithm.samples_per_prompt if recipe.data.packing else 1
     for part in (2, 4, 16):
-        if size // part >= max(1, min(least, size // part)):
+        if size // part:
             yield Remedy((*layers, f"micro_batch_size={size // part}"))
 
 
@@ -201,35 +209,5 @@ def _narrower(recipe: Recipe) -> Iterator[Remedy]:
     return (Remedy((f"rollout.slots={slots // part}",)) for part in (2, 4, 8, 16) if slots // part)
 
 
-def _divided(recipe: Recipe) -> Iterator[Remedy]:
-    """Copies of the weights on more of the devices that only sample."""
-    mesh = recipe.rollout.devices
-    assert mesh is not None, "devices of its own are written"
-    assert mesh.devices is not None
-    tensor = 2 * mesh.tensor
-    while tensor <= mesh.devices:
-        yield Remedy((f"rollout.mesh.tensor={tensor}",))
-        tensor *= 2
-
-
-def _smaller_moments(recipe: Recipe) -> tuple[str, ...]:
-    """Moments in bfloat16, with the decay that they need."""
-    if recipe.optimizer.name not in ("adamw", "lion") or recipe.optimizer.moments_dtype != "float32":
-        return ()
-    slow = recipe.optimizer.name == "adamw" and (recipe.optimizer.b2 or 0.999) > 0.996
-    return ("optimizer.moments_dtype=bfloat16", *(["optimizer.b2=0.99"] if slow else []))
-
-
-def _more_devices(topology: str) -> Iterator[str]:
-    """The same chips, 2 to 64 of them; of TPUs the shapes that exist."""
-    name, number = topology.split(":")[0], number_of(topology)
-    if chip_of(topology).platform == "gpu":
-        yield from (f"{name}:{n}" for n in (2, 4, 8, 16, 32, 64) if number < n <= MOST_DEVICES)
-        return
-    named = [f"{name}:{shape}" for shape in SHAPES[name]]
-    yield from (one for one in named if number < number_of(one) <= MOST_DEVICES)
-
-
-def with_overrides(recipe: Recipe, overrides: tuple[str, ...]) -> Recipe:
-    """The recipe of one run with overrides."""
-    return Recipe.build(overridden(recipe.sections(), list(overrides)), "plan") if overrides else recipe
+if __name__ == "__main__":
+    main()
