@@ -114,7 +114,13 @@ def _executed(program: Program, name: str) -> Account:
             assert body is not None, f"a loop has a body: {instruction}"
             result.add(_executed(program, body), float(1 if trips is None else trips), loops=1)
         elif instruction.opcode == "conditional":
-            branches = [_executed(program, branch) for branch in _branches(instruction)]
+            listed = instruction.attribute("branch_computations")
+            if listed is not None:
+                names = re.findall(r"[\w.\-]+", listed)
+            else:
+                sides = (instruction.attribute(f"{side}_computation") for side in ("true", "false"))
+                names = [side for side in sides if side]
+            branches = [_executed(program, branch) for branch in names]
             for branch, share in zip(branches, _shares(instruction, branches), strict=True):
                 result.add(branch, share)
         elif instruction.opcode in ("call", "async-start"):
@@ -238,13 +244,6 @@ def scope(instruction: Instruction) -> str:
 def _quoted(instruction: Instruction, name: str, equals: str = "=") -> str:
     match = re.search(rf'\b{name}"?{equals}"([^"]*)"', instruction.text)
     return match[1] if match else ""
-
-
-def _branches(instruction: Instruction) -> list[str]:
-    listed = instruction.attribute("branch_computations")
-    if listed is not None:
-        return re.findall(r"[\w.\-]+", listed)
-    return [name for kind in ("true", "false") if (name := instruction.attribute(f"{kind}_computation"))]
 
 
 def _shares(instruction: Instruction, branches: list[Account]) -> list[float]:

@@ -109,7 +109,14 @@ def parsed(text: str) -> Program:
             computations[current] = {}
             entry = current if match[1] else entry
         elif current and (match := _INSTRUCTION.match(line)):
-            instruction = _instruction(match)
+            # Operands go up to the closing parenthesis, then come attributes.
+            depth, rest = 1, match[5]
+            end = next(at for at, sign in enumerate(rest) if (depth := depth + (sign == "(") - (sign == ")")) == 0)
+            inside = rest[:end]
+            names = re.findall(r"%([\w.\-]+)", inside) or [name.strip() for name in inside.split(",") if name.strip()]
+            instruction = Instruction(
+                match[2], match[3], match[4], tuple(names), rest[end:], root=bool(match[1]), literal=inside
+            )
             computations[current][instruction.name] = instruction
     if not entry:
         raise ValueError("this is not the text of a compiled program: it has no ENTRY")
@@ -136,14 +143,6 @@ def _lines(text: str) -> dict[str, str]:
         return places.get(place) or (innermost(parent) if parent != frame and parent in frames else "")
 
     return {frame: innermost(frame) for frame in frames}
-
-
-def _instruction(match: re.Match) -> Instruction:
-    """An instruction from a matched line: operands up to the closing parenthesis, then attributes."""
-    depth, rest = 1, match[5]
-    end = next(at for at, sign in enumerate(rest) if (depth := depth + (sign == "(") - (sign == ")")) == 0)
-    names = re.findall(r"%([\w.\-]+)", rest[:end]) or [name.strip() for name in rest[:end].split(",") if name.strip()]
-    return Instruction(match[2], match[3], match[4], tuple(names), rest[end:], bool(match[1]), rest[:end])
 
 
 def arrays(kind: str) -> list[tuple[str, tuple[int, ...]]]:

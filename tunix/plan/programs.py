@@ -71,10 +71,16 @@ class BatchShape(NamedTuple):
             microbatcher: splits it.
             pictures: the field, of rows that have them.
         """
-        names = (tuple(x) for x in (batch.counts, batch.per_token, batch.per_sequence))
-        number, (_, length) = microbatcher.number(batch), batch.tokens.shape
         return cls(
-            number, microbatcher.rows, length, len(batch.weights), batch.parents is not None, *names, pictures=pictures
+            number=microbatcher.number(batch),
+            rows=microbatcher.rows,
+            length=batch.tokens.shape[1],
+            sequences=len(batch.weights),
+            parents=batch.parents is not None,
+            counts=tuple(batch.counts),
+            per_token=tuple(batch.per_token),
+            per_sequence=tuple(batch.per_sequence),
+            pictures=pictures,
         )
 
 
@@ -264,8 +270,11 @@ def _placed(mesh: Mesh, shape: tuple[int, ...], dtype: object, axes: Axes) -> ja
 
 def _record(fields: tuple) -> Microbatches:
     """The record of what `_microbatches` returned, with arrays."""
-    *rest, pictures = fields
-    return Microbatches(*rest, pictures=None if pictures is None else Pictures(*pictures))
+    rows, values, weights, lengths, counts, per_sequence, filled, pictures = fields
+    if pictures is not None:
+        pixels, grids, places, rope = pictures
+        pictures = Pictures(pixels, grids, places, rope)
+    return Microbatches(rows, values, weights, lengths, counts, per_sequence, filled, pictures)
 
 
 def _microbatches(mesh: Mesh, batch: BatchShape) -> tuple:

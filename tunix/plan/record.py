@@ -12,7 +12,7 @@ from collections.abc import Sequence as List
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -66,13 +66,11 @@ class Program:
     """Whose devices run it."""
 
     @classmethod
-    def traced(
-        cls, name: str, reads: tuple[str, ...], lower: Callable[[], jax.stages.Lowered], **more: Any
-    ) -> "Program":
-        """A program that is lowered now, and how long that takes; `more` are other fields."""
+    def traced(cls, name: str, reads: tuple[str, ...], lower: Callable[[], jax.stages.Lowered]) -> "Program":
+        """A program that is lowered now, and how long that takes."""
         start = time.perf_counter()
         lowered = lower()
-        return cls(name, reads, lowered, traced_in=time.perf_counter() - start, **more)
+        return cls(name, reads, lowered, traced_in=time.perf_counter() - start)
 
 
 class Recorder(Rehearsal):
@@ -252,9 +250,11 @@ def _sampling(subject: Subject) -> list[Program]:
     copy, twice = ("sampler's copy",), sampled.copied - bytes_of(sampled.weights)
     decode = partial(programs.decoding, spec.model, mesh, sampled.weights, state, sizes)
     prefill = partial(programs.prefilling, spec.model, mesh, sampled.weights, state, sizes)
-    piece, shared = sizes.piece * sizes.shards, {"caches": pages, "besides": twice, "place": place}
-    decoding = Program.traced("decode", copy, decode, tokens=sizes.slots, **shared)
-    filling = Program.traced("prefill", copy, prefill, tokens=piece, **shared)
+    piece = sizes.piece * sizes.shards
+    decoding, filling = Program.traced("decode", copy, decode), Program.traced("prefill", copy, prefill)
+    decoding.tokens, filling.tokens = sizes.slots, piece
+    for program in (decoding, filling):
+        program.caches, program.besides, program.place = pages, twice, place
     if subject.algorithm.train_on == RowKind.PROMPT:
         prompts, work = subject.recipe.batch_size, sampled.work
         requests = prompts * subject.recipe.algorithm.samples_per_prompt

@@ -93,7 +93,7 @@ def _compiled(lowered: jax.stages.Lowered, near: int) -> Compiled:
         arguments=int(memory.argument_size_in_bytes),
         sent={kind: [executed.number(kind), executed.sent(kind)] for kind in COLLECTIVES if executed.number(kind)},
         sent_far=executed.sent_far(near),
-        buffers=[list(one) for one in largest(text)],
+        buffers=list(map(list, largest(text))),
         seconds=seconds,
     )
 
@@ -183,7 +183,7 @@ class Verdict:
 
     def most_on(self, place: Place) -> int:
         """Bytes that the run needs on each device of a place."""
-        return max([one.total for one in self.needs if one.place == place] or [sum(self.held[place].values())])
+        return max([need.total for need in self.needs if need.place == place] or [sum(self.held[place].values())])
 
     @property
     def fits(self) -> bool:
@@ -193,7 +193,7 @@ class Verdict:
     @property
     def misfits(self) -> list[Place]:
         """The places whose devices have not enough memory."""
-        refused = {one.place for one in self.needs if one.refused}
+        refused = {need.place for need in self.needs if need.refused}
         return [place for place in self.held if place in refused or self.most_on(place) > self.target.limit]
 
     def report(self) -> dict[str, Any]:
@@ -204,18 +204,18 @@ class Verdict:
         }
         numbers = {"needed": self.most, "fits": self.fits, "places": places, "chosen": self.chosen}
         target = {"devices": self.target.name, "number": self.target.number, "limit": self.target.limit}
-        return {**target, **numbers, "programs": [asdict(one) for one in self.needs], "prediction": self.prediction()}
+        return {**target, **numbers, "programs": [asdict(need) for need in self.needs], "prediction": self.prediction()}
 
     def prediction(self) -> dict[str, float] | None:
         """Seconds of a step, trained tokens a second and MFU by the rooflines; None where they are not known."""
-        chip, timed = self.target.chip, [one for one in self.needs if one.times]
-        if chip is None or not timed or any(one.refused for one in timed):
+        chip, timed = self.target.chip, [need for need in self.needs if need.times]
+        if chip is None or not timed or any(need.refused for need in timed):
             return None
-        each = [sum(one.times * (one.seconds or 0.0) for one in timed if one.place == place) for place in self.held]
+        each = [sum(need.times * (need.seconds or 0.0) for need in timed if need.place == place) for place in self.held]
         seconds = max(each) if self.ahead else sum(each)
-        trained = [one for one in timed if one.model_flops]
-        work, peak = sum(one.times * one.model_flops for one in trained), chip.flops * self.target.number
-        tokens = sum(one.times * one.tokens for one in trained if one.name == "step")
+        trained = [need for need in timed if need.model_flops]
+        work, peak = sum(need.times * need.model_flops for need in trained), chip.flops * self.target.number
+        tokens = sum(need.times * need.tokens for need in trained if need.name == "step")
         return {"step_seconds": seconds, "tokens_per_second": tokens / seconds, "mfu": work / peak / seconds}
 
 
@@ -227,7 +227,7 @@ def examined(subject: Subject, target: Target, tell: Callable[[str], None] = lam
     """
     with ThreadPoolExecutor(AT_ONCE) as pool:
         needs = list(pool.map(lambda program: _need_of(program, subject, target, tell), programs_of(subject)))
-    needs.sort(key=lambda one: one.total, reverse=True)
+    needs.sort(key=lambda need: need.total, reverse=True)
     ahead = subject.recipe.rollout.max_staleness > 0
     return Verdict(target, subject.held, needs, subject.devices, subject.chosen, ahead)
 
@@ -239,13 +239,13 @@ def with_arrays(verdict: Verdict, subject: Subject, target: Target) -> Verdict:
         subject: the same run on devices with more memory.
         target: those devices.
     """
-    refused = {one.name for one in verdict.needs if one.refused and not one.buffers}
+    refused = {need.name for need in verdict.needs if need.refused and not need.buffers}
     buffers = {
         program.name: compiled(program.lowered, target.name, target.near).buffers
         for program in programs_of(subject)
         if program.name in refused and program.lowered is not None
     }
-    needs = [replace(one, buffers=buffers.get(one.name, one.buffers)) for one in verdict.needs]
+    needs = [replace(need, buffers=buffers.get(need.name, need.buffers)) for need in verdict.needs]
     return replace(verdict, needs=needs)
 
 
@@ -255,9 +255,9 @@ def refuted(subject: Subject, target: Target, place: Place) -> bool:
     if sum(subject.held[place].values()) > target.limit:
         return True
     # Those that arithmetic knows come first.
-    programs = sorted(programs_of(subject), key=lambda one: one.lowered is not None)
+    programs = sorted(programs_of(subject), key=lambda program: program.lowered is not None)
     needs = (_need_of(program, subject, target) for program in programs if program.place == place)
-    return any(one.refused or one.total > target.limit for one in needs)
+    return any(need.refused or need.total > target.limit for need in needs)
 
 
 def _need_of(program: Program, subject: Subject, target: Target, tell: Callable[[str], None] = lambda _: None) -> Need:

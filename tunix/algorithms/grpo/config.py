@@ -242,11 +242,12 @@ class GRPOConfig(PolicyConfig):
                 "advantage: mean_relative divides by the mean reward, which a penalty would take below 0: "
                 "set overlong_buffer: null and kl_in: loss"
             )
-        if self.preset and self._overruled(PRESETS[self.preset]):
-            wrong.append(f"preset: all that {self.preset} would change is written too, and takes precedence; clear it")
+        if self.preset:
+            usual, preset = GRPOConfig(), PRESETS[self.preset]
+            changes = {key: value for key, value in preset.items() if getattr(usual, key) != value}
+            # As in a resolved recipe.
+            if all(getattr(self, key) != value for key, value in changes.items()):
+                wrong.append(
+                    f"preset: all that {self.preset} would change is written too, and takes precedence; clear it"
+                )
         return wrong
-
-    def _overruled(self, preset: Settings) -> bool:
-        """Whether every setting that a preset changes is written otherwise, as in a resolved recipe."""
-        usual = GRPOConfig()
-        return all(getattr(self, key) != value for key, value in preset.items() if getattr(usual, key) != value)
