@@ -37,7 +37,7 @@ from tunix.algorithms.episodes import (
     total_rewards,
     with_tokens,
 )
-from tunix.algorithms.loss import REFERENCE, kl_clamp, with_mismatch
+from tunix.algorithms.loss import REFERENCE, compared_with_sampler, kl_clamp, with_mismatch
 from tunix.algorithms.ops import most_uncertain
 from tunix.config import RowKind
 from tunix.errors import Doubtful
@@ -144,6 +144,11 @@ class OnPolicy(Algorithm):
             numbers = {**prepared.numbers, **merged(metrics)}
         numbers |= {**data.clock.metrics, **data.ahead}
         return Update(numbers, tuple(prepared.batches), prepared.samples, prepared.notes, tuple(data.clock.spans))
+
+    def gated_loss(self, inputs: LossInputs) -> LossOutputs:
+        """The loss with metrics of the mismatch of trainer and sampler, which `gate` reads."""
+        sampler = inputs.batch.per_token["old_logprobs"]
+        return compared_with_sampler(self.loss(inputs), inputs.batch, inputs.logprobs, sampler)
 
     @abstractmethod
     def prepare(self, client: Client, experience: Experience) -> Prepared:

@@ -204,15 +204,8 @@ def trip_count(program: Program, loop: Instruction) -> int | None:
         return int(known[1])
     if stated := re.search(rf"{SCOPE}(\d+)\)*/while$", scope(loop)):
         return int(stated[1])
-    return _counted(program, loop)
-
-
-def _counted(program: Program, loop: Instruction) -> int | None:
-    """How often a loop runs whose condition compares a counter with a number: a TPU's compiler does not note it.
-
-    jax's loops count from 0 in ones. The compiler's own, which exchange parts of a product's operand, count in twos
-    where it has unrolled them.
-    """
+    # A condition that compares a counter with a number: a TPU's compiler does not note it. jax's loops count from 0 in
+    # ones. The compiler's own, which exchange parts of a product's operand, count in twos where it has unrolled them.
     condition, body = loop.attribute("condition"), loop.attribute("body")
     assert condition is not None, f"a loop has a condition: {loop}"
     assert body is not None, f"a loop has a body: {loop}"

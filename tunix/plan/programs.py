@@ -4,7 +4,6 @@ Axes: M micro-batches, R rows of a micro-batch, T time, S sequences, D model wid
 Sl slots.
 """
 
-from collections.abc import Collection
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -32,7 +31,6 @@ from tunix.trainer.microbatches import PER_TOKEN, Microbatcher, TrainerSpec
 from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TeacherStates, TrainState
 from tunix.types import Batch, Loss, Pictures
 from tunix.util.exact import jit
-from tunix.util.sizes import bytes_of
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 """Parameters by name: shape, dtype and sharding."""
@@ -215,12 +213,6 @@ def shared(weights: Weights, base: Shapes) -> dict[str, Any]:
     }
 
 
-def view_bytes(weights: Weights, names: Collection[str]) -> int:
-    """Bytes on each device of the engine's copies of these parameters."""
-    layers = [x for layer in weights.layers for name, x in layer.items() if LAYERS + name in names]
-    return bytes_of([layers, [x for name, x in weights.top.items() if name in names]])
-
-
 def state_of(model: Model, mesh: Mesh, sizes: Sizes) -> State:
     """The shapes of the engine's slots and pages."""
     with jax.set_mesh(mesh):
@@ -253,15 +245,6 @@ def prefilling(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: 
     """The computation of a long piece of prompts in each shard."""
     with jax.set_mesh(mesh):
         return prefill.lower(model, weights, state, Piece(Holdings(sizes), sizes.piece).inputs)
-
-
-def gradient_bytes(params: Shapes, batch: BatchShape) -> int:
-    """Bytes of the gradients on each device: their sum over micro-batches, in float32 or wider, and a micro-batch's."""
-    narrow = bytes_of(params)
-    if batch.number == 1:
-        return narrow
-    wide = {name: x.update(dtype=jnp.promote_types(x.dtype, jnp.float32)) for name, x in params.items()}
-    return narrow + bytes_of(wide)
 
 
 def _placed(mesh: Mesh, shape: tuple[int, ...], dtype: object, axes: Axes) -> jax.ShapeDtypeStruct:

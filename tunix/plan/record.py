@@ -15,6 +15,7 @@ from functools import partial
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tunix.config import RowKind
@@ -115,7 +116,11 @@ class Recorder(Rehearsal):
             head=of == "policy",
         )
         program.tokens = int((np.asarray(batch.segment_ids) > 0).sum())
-        program.gradients = programs.gradient_bytes(trained.params, shape)
+        program.gradients = bytes_of(trained.params)
+        if shape.number > 1:  # and their sum over micro-batches, in float32 or wider
+            program.gradients += bytes_of(
+                {name: x.update(dtype=jnp.promote_types(x.dtype, jnp.float32)) for name, x in trained.params.items()}
+            )
         assert program.lowered is not None, "updates are lowered"
         return dict.fromkeys(program.lowered.out_info[1], 0.0)
 
@@ -142,15 +147,6 @@ class Recorder(Rehearsal):
     def values(self, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
         """Records the scoring of sequences; their values are zeros."""
         return self._score("values", self.subject.critic or self.subject.policy, sequences, "values", size=size)
-
-    def precomputed(self, other: bool, sequence: Sequence) -> np.ndarray:
-        """Records how reference log-probs are computed before training; they are zeros.
-
-        Args:
-            other: whether the reference is another model than the policy at its start.
-        """
-        of = "reference" if other else "policy"
-        return self.logprobs([sequence], of)[0]
 
     def _score(
         self,
@@ -221,7 +217,8 @@ def programs_of(subject: Subject) -> list[Program]:
     """The programs of a run, those that need most first."""
     recorder, algorithm = Recorder(subject), subject.algorithm
     if algorithm.precomputes:
-        algorithm.precomputed_logprobs = partial(recorder.precomputed, algorithm.reference_path is not None)
+        of = "policy" if algorithm.reference_path is None else "reference"  # the policy at its start, or another model
+        algorithm.precomputed_logprobs = lambda sequence: recorder.logprobs([sequence], of)[0]
     spec = subject.policy.spec
     with closing(recorder.stream(algorithm, spec.model.config, spec.mesh)) as stream:
         item = next(stream)

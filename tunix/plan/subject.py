@@ -14,7 +14,7 @@ from tunix.config import DType, ModelConfig, RowKind
 from tunix.data.types import Prompt
 from tunix.hf.given_adapter import settled
 from tunix.mesh import build_mesh
-from tunix.models.kv_cache import Weights
+from tunix.models.kv_cache import LAYERS, Weights
 from tunix.models.model import Model
 from tunix.models.param_names import is_own
 from tunix.plan import programs
@@ -246,7 +246,10 @@ def _sampled(
     engine = sampler_of(settings, spec, memory)
     weights = programs.views(spec.model, engine.mesh, policy.all)
     matters, sizes = work.requests > recipe.eval.samples, engine.sizes.of_requests([work.length] * work.requests)
-    moved = programs.view_bytes(weights, policy.params)
+    # The engine's copies of what trains.
+    top = [x for name, x in weights.top.items() if name in policy.params]
+    layers = [x for layer in weights.layers for name, x in layer.items() if LAYERS + name in policy.params]
+    moved = bytes_of([layers, top])
     if settings.sampler_devices is not None:
         params = spec.model.abstract(_cast(settings, spec.model), engine.mesh)
         arriving, later = (max(bytes_of(params[name]) for name in names) for names in (params, policy.params))

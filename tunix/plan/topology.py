@@ -98,11 +98,3 @@ def near_of(topology: str) -> int:
     """How many devices a fast network joins: those of a host of GPUs, all TPUs of a slice."""
     number = number_of(topology)
     return min(number, GPUS_OF_A_HOST) if chip_of(topology).platform == "gpu" else number
-
-
-def roomiest(topology: str) -> str | None:
-    """As many of the TPUs with the most memory, v5p; None for other chips, and for v5p itself."""
-    if chip_of(topology).platform != "tpu" or topology.startswith("v5p"):
-        return None
-    shapes = [f"v5p:{shape}" for shape in SHAPES["v5p"]]
-    return next((one for one in shapes if number_of(one) == number_of(topology)), None)

@@ -73,8 +73,14 @@ SOURCE = ("path", "init", "family", "preset", "sizes")
 def _verdict(recipe: Recipe, named: str | None, tell: Callable[[str], None]) -> Verdict:
     target, devices = _target(named)
     verdict = examined(subject_of(recipe, devices, float(target.limit)), target, tell)
-    larger = topology.roomiest(named) if named else None
-    if larger is None or not any(one.refused for one in verdict.needs):
+    if not any(need.refused for need in verdict.needs):
+        return verdict
+    larger = None
+    if named and chips.chip_of(named).platform == "tpu" and not named.startswith("v5p"):
+        # As many of the TPUs with the most memory.
+        shapes = (f"v5p:{shape}" for shape in SHAPES["v5p"])
+        larger = next((shape for shape in shapes if number_of(shape) == number_of(named)), None)
+    if larger is None:
         return verdict
     tell("it once more for chips with more memory, to name its arrays")
     roomy, devices = _target(larger)

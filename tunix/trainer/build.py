@@ -34,7 +34,7 @@ from tunix.rollout.servers.sampler import ServerSampler
 from tunix.rollout.servers.types import Expected, Routing
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.export import Exporter, StoredPolicy
-from tunix.trainer.frozen_model import initial_reference
+from tunix.trainer.frozen_model import reference_of, snapshot
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec
@@ -242,8 +242,12 @@ def local_client(
         exporter: writes exported folders; None for one without tokenizer files.
         critic: a separate model that predicts the values of states.
     """
-    has_reference = keep_reference or spec.adapter is not None
-    learner = Learner(spec, params, frozen, initial_reference(spec, params, frozen) if has_reference else None)
+    reference = None
+    if spec.adapter is not None:
+        reference = reference_of(spec, frozen)
+    elif keep_reference:
+        reference = reference_of(spec, snapshot(spec.model, spec.mesh, params))
+    learner = Learner(spec, params, frozen, reference)
     sampler = sampler or engine_of(spec, params)
     return Trainer(learner, sampler, exporter, critic)
 

@@ -48,8 +48,8 @@ class FrozenModel:
     def logprobs(
         self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
     ) -> List[np.ndarray]:
-        """The `[T]` log-probs of each sequence's tokens, 0 for the first; `size` as in `Scorer.logprobs`."""
-        return self.scorer.logprobs(self.params, unreplayed(sequences), size, temperature)
+        """The `[T]` log-probs of each sequence's tokens, 0 for the first; `size` as in `Scorer.scores`."""
+        return self.scorer.scores("logprobs", self.params, unreplayed(sequences), size, temperature)
 
     @cached_property
     def scorer(self) -> Scorer:
@@ -125,16 +125,6 @@ def snapshot(model: Model, mesh: Mesh, params: Params) -> Params:
 
     with jax.set_mesh(mesh):
         return jit(copied)({name: params[name] for name in names})
-
-
-def initial_reference(spec: TrainerSpec, params: Params, frozen: Params) -> FrozenModel:
-    """The initial weights of a policy as its reference: the base under an adapter, else a copy of the weights.
-
-    Args:
-        params: the trainable weights, before the first step.
-        frozen: the other weights.
-    """
-    return reference_of(spec, snapshot(spec.model, spec.mesh, params) if spec.adapter is None else frozen)
 
 
 def reference_of(spec: TrainerSpec, params: Params) -> FrozenModel:

@@ -22,7 +22,7 @@ from tunix.distributed.global_arrays import placed
 from tunix.mesh import compiler_options
 from tunix.models.model import Params
 from tunix.trainer.frozen_model import FrozenModel, Teacher, beside
-from tunix.trainer.logprobs import Scorer
+from tunix.trainer.logprobs import Scorer, Scores
 from tunix.trainer.microbatches import TrainerSpec
 from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TrainState
 from tunix.types import Batch, Loss, Metrics, Sequence
@@ -103,27 +103,17 @@ class Learner:
             values["eval/unrounded"] = self._evaluated(batches, loss, self._evaluate_unrounded)["eval/loss"]
         return values
 
-    def logprobs(
-        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
+    def scores(
+        self, kind: Scores, sequences: List[Sequence], size: int | None = None, temperature: float = 1.0
     ) -> List[np.ndarray]:
-        """The `[T]` log-probs of each sequence's tokens, 0 for the first; `size` as in `Scorer.logprobs`."""
-        return self.scorer.logprobs(self.params, sequences, size, temperature)
-
-    def entropies(
-        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
-    ) -> List[np.ndarray]:
-        """The `[T]` entropies in nats of the distributions of each sequence's tokens, 0 for the first."""
-        return self.scorer.entropies(self.params, sequences, size, temperature)
-
-    def values(self, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
-        """The `[T]` values of each sequence's states: at t, of the state before token t is sampled; 0 for the first.
+        """`[T]` log-probs, entropies or values of each sequence by the current weights; see `Scorer.scores`.
 
         Raises:
-            ValueError: the model has no value head.
+            ValueError: values are asked for, and the model has no value head.
         """
-        if not self.spec.model.has_scalar_head:
+        if kind == "values" and not self.spec.model.has_scalar_head:
             raise ValueError("there is no value head: build the model with has_scalar_head=True")
-        return self.scorer.values(self.params, sequences, size)
+        return self.scorer.scores(kind, self.params, sequences, size, temperature)
 
     def _evaluated(self, batches: List[Batch], loss: Loss, compiled: Callable) -> dict[str, float]:
         counts = {name: np.asarray(sum(batch.counts[name] for batch in batches)) for name in batches[0].counts}

@@ -69,42 +69,6 @@ class Scorer:
     length: int
     """T, the maximum tokens of a sequence."""
 
-    def logprobs(
-        self, params: Params, sequences: List[Sequence], size: int | None = None, temperature: float = 1.0
-    ) -> List[np.ndarray]:
-        """The `[T]` log-probs of each sequence's tokens given the tokens before, 0 for the first.
-
-        Args:
-            params: all weights.
-            sequences: at least one.
-            size: number of sequences that the compiled shape is made for; calls of one size compile once.
-            temperature: divides the logits.
-        """
-        return self._scored("logprobs", params, sequences, size, temperature)
-
-    def entropies(
-        self, params: Params, sequences: List[Sequence], size: int | None = None, temperature: float = 1.0
-    ) -> List[np.ndarray]:
-        """The `[T]` entropies in nats of the distributions of each sequence's tokens, 0 for the first.
-
-        Args:
-            params: all weights.
-            sequences: at least one.
-            size: as in `logprobs`.
-            temperature: divides the logits.
-        """
-        return self._scored("entropies", params, sequences, size, temperature)
-
-    def values(self, params: Params, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
-        """The `[T]` values of states: at t, of the state before token t, 0 for the first. Requires a value head.
-
-        Args:
-            params: all weights.
-            sequences: at least one.
-            size: as in `logprobs`.
-        """
-        return self._scored("values", params, sequences, size)
-
     def lowered(
         self,
         kind: Scores,
@@ -113,16 +77,33 @@ class Scorer:
         size: int | None = None,
         temperature: float = 1.0,
     ) -> jax.stages.Lowered:
-        """The program that the method called `kind` runs on such sequences, lowered but not compiled."""
+        """The program that `scores` runs on such sequences, lowered but not compiled."""
         with jax.set_mesh(self.microbatcher.mesh):
             microbatches = self.microbatcher.place(self._packed(sequences, size))
             if kind == "values":
                 return self._values.lower(params, microbatches)
             return self._logprobs.lower(params, microbatches, temperature=temperature, entropy=kind == "entropies")
 
-    def _scored(
-        self, kind: Scores, params: Params, sequences: List[Sequence], size: int | None, temperature: float = 1.0
+    def scores(
+        self,
+        kind: Scores,
+        params: Params,
+        sequences: List[Sequence],
+        size: int | None = None,
+        temperature: float = 1.0,
     ) -> List[np.ndarray]:
+        """`[T]` numbers of each sequence, 0 for its first token.
+
+        `logprobs` are those of each token given the tokens before; `entropies` those of the distributions that tokens
+        are taken from, in nats; `values` are at t of the state before token t, and require a value head.
+
+        Args:
+            kind: what is computed.
+            params: all weights.
+            sequences: at least one.
+            size: number of sequences that the compiled shape is made for; calls of one size compile once.
+            temperature: divides the logits.
+        """
         batch = self._packed(sequences, size)
         with jax.set_mesh(self.microbatcher.mesh):
             microbatches = self.microbatcher.place(batch)

@@ -72,10 +72,6 @@ class Demand:
         """The dimensions that a mesh axis splits."""
         return {name: size for name, size in self.sizes.items() if RULES[name] == axis}
 
-    def fills(self, shards: int) -> bool:
-        """Whether each of so many shards of the rows has as many rows as every other."""
-        return not list(_uneven(self, shards))
-
 
 def state_bytes(
     model: DecoderConfig, dtype: DType, trained: DType | None, moments: DType = "float32", copies: int = 0
@@ -197,7 +193,7 @@ def choose(demand: Demand, devices: Sequence[Any], memory: float | None) -> tupl
         data, fsdp, tensor = sizes
         large = memory is not None and demand.state / (fsdp * tensor) > STATE_SHARE * memory
         crosses = near % (fsdp * tensor) != 0
-        return (not demand.fills(data * fsdp), large, crosses, fsdp > MOST_FSDP, data, tensor)
+        return (any(_uneven(demand, data * fsdp)), large, crosses, fsdp > MOST_FSDP, data, tensor)
 
     data, fsdp, tensor = min(_divided(number, demand), key=order)
     sizes = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)

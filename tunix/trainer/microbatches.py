@@ -19,7 +19,7 @@ from tunix.lora.config import AdapterConfig
 from tunix.mesh import RULES, by_rows, row_shards
 from tunix.models.config import DecoderConfig
 from tunix.models.model import Model
-from tunix.trainer.perf import layer_weights
+from tunix.trainer.perf import matmul_weights
 from tunix.trainer.step import Microbatches
 from tunix.types import Batch, Pictures
 
@@ -101,7 +101,8 @@ def answers_per_row(
     """
     shards, capacity = row_shards(mesh), _tokens_per_device(mesh)
     # Operations of a layer for a token; attention's two products span half of a row on average.
-    weights, attention = 2 * layer_weights(config), 2 * SCORES * config.query_width
+    of_layer = matmul_weights(config, head=False) // config.num_layers  # the mean where layers differ
+    weights, attention = 2 * of_layer, 2 * SCORES * config.query_width
 
     def cost(together: int) -> float:
         length = row_length(together, longest, completion)

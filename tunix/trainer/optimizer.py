@@ -74,10 +74,9 @@ def _in_float32(inner: optax.GradientTransformation, storage: DType) -> optax.Gr
 
     def stored(state: optax.OptState) -> Any:
         # Only moments are under a parameter's name; the rest are counters and constants.
-        def cast_moment(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-            return x.astype(storage) if isinstance(path[-1], jax.tree_util.DictKey) else x
-
-        return jax.tree_util.tree_map_with_path(cast_moment, state)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: x.astype(storage) if isinstance(path[-1], jax.tree_util.DictKey) else x, state
+        )
 
     def init(params: Any) -> Any:
         return stored(inner.init(cast(params, "float32")))

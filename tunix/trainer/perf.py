@@ -115,11 +115,6 @@ def idle_weights(config: DecoderConfig) -> int:
     return config.num_layers * idle * 3 * config.d_model * config.ffn
 
 
-def layer_weights(config: DecoderConfig) -> int:
-    """Number of weights in one layer's matrices; the mean over layers where they differ."""
-    return matmul_weights(config, head=False) // config.num_layers
-
-
 def adapter_weights(config: DecoderConfig, adapter: AdapterConfig) -> int:
     """Number of weights in all A and B that a token uses: `r (inputs + outputs)` of each adapted matrix."""
     lows, of_experts = adapter.modules_of(config), {}

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.dpo.loss import BASELINE, dpo_loss
 from tunix.algorithms.episodes import Groups, as_sequence, notes, report, require_scores, row, total_rewards
-from tunix.algorithms.loss import REFERENCE, compared_with_sampler
+from tunix.algorithms.loss import REFERENCE
 from tunix.algorithms.on_policy import Experience, OnPolicy, Prepared
 from tunix.protocols import Client
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence
@@ -46,12 +46,6 @@ class DPO(OnPolicy):
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """See `dpo_loss`."""
         return dpo_loss(inputs, self.config)
-
-    def gated_loss(self, inputs: LossInputs) -> LossOutputs:
-        """The loss with metrics of the mismatch of trainer and sampler."""
-        return compared_with_sampler(
-            self.loss(inputs), inputs.batch, inputs.logprobs, inputs.batch.per_token["old_logprobs"]
-        )
 
     @property
     def needs_reference(self) -> bool:
