@@ -22,7 +22,7 @@ from tunix.plan.topology import devices_of, limit_of, near_of
 from tunix.plan.verdict import Compiled, Need, Target, Verdict
 from tunix.plan.worker import remedies
 from tunix.recipe.recipe import Recipe
-from tunix.trainer.frozen_model import beside
+from tunix.trainer.frozen_model import not_shared
 
 SIZES = {"vocab_size": 96, "d_model": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn": 64}
 SFT: dict[str, Any] = {
@@ -100,7 +100,7 @@ def test_a_frozen_base_is_its_own_reference_and_gives_its_tables_to_the_sampler(
     assert made.held["training"]["frozen base"] == base
     assert "reference" not in made.held["training"]
     assert made.reference is not None
-    assert beside(made.policy.base, made.reference.params) == {}, "a program is given it once"
+    assert not_shared(made.policy.base, made.reference.params) == {}, "a program is given it once"
     assert made.held["training"]["sampler's copy"] == base - tables + adapter
 
 

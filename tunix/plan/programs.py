@@ -24,7 +24,7 @@ from tunix.rollout.engine.pieces import Piece
 from tunix.rollout.engine.programs import State, blank, decode, prefill
 from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
-from tunix.trainer.frozen_model import beside, compute_states
+from tunix.trainer.frozen_model import compute_states, not_shared
 from tunix.trainer.learner import abstract_moments
 from tunix.trainer.logprobs import Scorer, Scores
 from tunix.trainer.microbatches import PER_TOKEN, Microbatcher, TrainerSpec
@@ -133,7 +133,7 @@ def step(
     number, key = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for x in (number, key))
     state, states = (params, moments(spec, params), number), None if teacher is None else teacher[:2]
     compiled = jit(run, donate_argnums=0, options=compiler_options(spec.mesh, spec.model.dtype))
-    frozen = (base, None if reference is None else beside(base, reference), states)
+    frozen = (base, None if reference is None else not_shared(base, reference), states)
     with jax.set_mesh(spec.mesh):
         return compiled.lower(state, frozen, _microbatches(spec.mesh, batch), key)
 

@@ -109,9 +109,9 @@ def ample(recipe: Recipe, memory: float) -> bool:
 def _bytes(recipe: Recipe, model: ModelConfig, config: DecoderConfig) -> float:
     """An upper estimate of a run's memory on one device; infinity where it is not known."""
     trained, total = weight_counts(recipe, config)
-    name, judge = recipe.algorithm.name, recipe.reward.model if recipe.reward else None
+    name, reward_model = recipe.algorithm.name, recipe.reward.model if recipe.reward else None
     remat = "block" if model.remat == "auto" else model.remat
-    if trained is None or recipe.teacher or judge or name == "ppo" or ":" in name or remat == "offload":
+    if trained is None or recipe.teacher or reward_model or name == "ppo" or ":" in name or remat == "offload":
         return float("inf")
     item = ITEMSIZE[model.dtype]
     stored = ITEMSIZE[model.param_dtype or model.dtype]

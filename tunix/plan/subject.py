@@ -98,7 +98,7 @@ class Subject:
     teacher: Frozen | None
     sampled: Sampled | None
     """None for a run that never samples."""
-    judge: Frozen | None = None
+    reward_model: Frozen | None = None
     """A reward model; it scores where completions are sampled."""
     chosen: tuple[str, ...] = ()
     """Lines about what was left to tunix: the mesh, the implementation of attention, what is recomputed."""
@@ -127,8 +127,8 @@ class Subject:
         if self.teacher is not None:
             bytes_by_place[self.taught_on]["teacher"] = bytes_of(self.teacher.params)
         place: Place = "training" if self.sampled is None else self.sampled.place
-        if self.judge is not None:
-            bytes_by_place[place]["reward model"] = bytes_of(self.judge.params)
+        if self.reward_model is not None:
+            bytes_by_place[place]["reward model"] = bytes_of(self.reward_model.params)
         if self.sampled is not None:
             bytes_by_place[place] |= {"sampler's copy": self.sampled.copied, "newer weights": self.sampled.newer}
         return {place: {name: size for name, size in held.items() if size} for place, held in bytes_by_place.items()}
@@ -183,7 +183,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
         _reference(algorithm, settings, policy),
         _teacher(recipe, policy.spec, devices),
         _sampled(recipe, algorithm, settings, policy, memory),
-        _judge(recipe, policy.spec, sampling_mesh),
+        _reward_model(recipe, policy.spec, sampling_mesh),
         tuple(filter(None, (why if mesh.size > 1 else None, attention, experts, remat_line(policy.spec), sampling))),
     )
 
@@ -227,7 +227,7 @@ def _teacher(recipe: Recipe, student: TrainerSpec, devices: list[Any]) -> Frozen
     return Frozen(model, params, Microbatcher(rows, mesh))
 
 
-def _judge(recipe: Recipe, policy: TrainerSpec, sampling: Mesh | None) -> Frozen | None:
+def _reward_model(recipe: Recipe, policy: TrainerSpec, sampling: Mesh | None) -> Frozen | None:
     if recipe.reward is None or recipe.reward.model is None:
         return None
     decoder = structure(ModelConfig(path=recipe.reward.model)).decoder
@@ -263,9 +263,9 @@ def _sampled(
 
 def _workload(recipe: Recipe, algorithm: Algorithm) -> Workload | None:
     """The largest workload of the sampler: of a step, of an evaluation by rewards, or of the samples that are shown."""
-    judged = recipe.reward is not None or recipe.rollout.environment is not None
+    rewarded = recipe.reward is not None or recipe.rollout.environment is not None
     held_out = bool(recipe.data.eval or recipe.data.eval_split) and recipe.algorithm.has_lm_head
-    prompts = [Prompt(np.zeros(1, np.int32), "", {})] * recipe.eval.rows if held_out and judged else []
+    prompts = [Prompt(np.zeros(1, np.int32), "", {})] * recipe.eval.rows if held_out and rewarded else []
     work = workload_of(recipe, algorithm, Evaluation(algorithm, prompts=prompts))
     shown = recipe.eval.samples if held_out else 0
     if work is None and shown:

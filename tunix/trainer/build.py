@@ -378,5 +378,5 @@ def _critic(settings: ClientSettings, policy: TrainerSpec, params: Params, froze
 def _exporter(settings: ClientSettings, source: Source, model: Model) -> Exporter:
     """The exporter; an adapter records its base's fingerprint only where the base is an unchanged folder."""
     base = source.folder if settings.adapter is not None and source.stands_alone else None
-    about = None if base is None else fingerprint(source.name, base, source.decoder, model.quantization)
-    return Exporter(source.files, settings.rules, source.name, source.folder, about, source.stop_ids)
+    base_fingerprint = None if base is None else fingerprint(source.name, base, source.decoder, model.quantization)
+    return Exporter(source.files, settings.rules, source.name, source.folder, base_fingerprint, source.stop_ids)

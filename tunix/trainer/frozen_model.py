@@ -56,7 +56,7 @@ class FrozenModel:
         return Scorer(self.model, self.microbatcher, self.length)
 
 
-def beside(base: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
+def not_shared(base: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
     """The weights of a reference that are not the base's own arrays, as all are where it is the base under an adapter.
 
     A program is given them once: of arrays given twice a TPU's compiler counts both, and a copy that it makes, too.

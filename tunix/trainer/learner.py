@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tunix.distributed.global_arrays import placed
 from tunix.mesh import compiler_options
 from tunix.models.model import Params
-from tunix.trainer.frozen_model import FrozenModel, Teacher, beside
+from tunix.trainer.frozen_model import FrozenModel, Teacher, not_shared
 from tunix.trainer.logprobs import Scorer, Scores
 from tunix.trainer.microbatches import TrainerSpec
 from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TrainState
@@ -133,7 +133,7 @@ class Learner:
         """
         microbatches, reference, states = self.spec.microbatcher.place(batch), None, None
         if loss.reference:
-            reference = beside(self.frozen, required("reference", self.reference).params)
+            reference = not_shared(self.frozen, required("reference", self.reference).params)
         if loss.divergence:
             states = required("teacher", self.teacher).states(batch, microbatches)
         return microbatches, FrozenInputs(self.frozen, reference, states)

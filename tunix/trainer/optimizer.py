@@ -37,8 +37,8 @@ def build_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     }[config.schedule]()
     # The first update already moves the weights: a warm-up of n updates uses 1/n, 2/n, ..., 1 of the rate. Hugging
     # Face's lags by one update, with 0, 1/n, ..., (n - 1)/n; from update n on they agree.
-    ahead = 0 if config.warmup_from_zero else 1
-    return optax.join_schedules([lambda step: rate * (step + ahead) / warm, decay], [warm]) if warm else decay
+    lead = 0 if config.warmup_from_zero else 1
+    return optax.join_schedules([lambda step: rate * (step + lead) / warm, decay], [warm]) if warm else decay
 
 
 def decays(name: str) -> bool:
