@@ -133,7 +133,7 @@ class Scorer:
                 entropy=entropy,
                 temperature=temperature,
                 pictures=rows.pictures,
-                experts=rows.experts,
+                experts=jax.tree.map(jax.numpy.asarray, rows.experts),
             )[int(entropy)]
 
         return each_microbatch(of_rows, microbatches)
@@ -143,9 +143,8 @@ class Scorer:
 
         def of_rows(rows: Batch) -> jax.Array:
             tokens, positions, segments = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids))
-            hidden = self.model.hidden(
-                params, tokens, positions, segments, pictures=rows.pictures, experts=rows.experts
-            )
+            experts = jax.tree.map(jax.numpy.asarray, rows.experts)
+            hidden = self.model.hidden(params, tokens, positions, segments, pictures=rows.pictures, experts=experts)
             return self.model.values_of(params, hidden, positions)
 
         return each_microbatch(of_rows, microbatches)

@@ -276,10 +276,8 @@ class Compute:
         inputs = LossInputs(batch, logprobs, entropy if loss.entropy else None, values)
         if loss.reference:
             assert frozen.reference is not None, "the loss reads a reference: hold one"
-            model, reference = (
-                replace(self.model, adapt=None, has_scalar_head=False),
-                {**frozen.base, **frozen.reference},
-            )
+            model = replace(self.model, adapt=None, has_scalar_head=False)
+            reference = {**frozen.base, **frozen.reference}
             states = hidden_of(model, reference, batch)
             of_reference, _ = _logprobs(model, reference, states, batch, replace(loss, entropy=False))
             inputs = replace(inputs, reference_logprobs=jax.lax.stop_gradient(of_reference))
