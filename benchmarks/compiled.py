@@ -28,9 +28,8 @@ from tunix.models.scan import Remat
 from tunix.plan import chips, programs, topology
 from tunix.plan.account import COLLECTIVES, account, largest
 from tunix.trainer.config import OptimizerConfig
-from tunix.trainer.microbatches import Microbatcher
+from tunix.trainer.microbatches import Microbatcher, TrainerSpec
 from tunix.trainer.optimizer import build_optimizer, build_schedule
-from tunix.trainer.spec import TrainerSpec
 
 GIGA = 2**30
 

@@ -18,10 +18,9 @@ from tunix.models.param_names import is_adapter
 from tunix.models.scan import Remat
 from tunix.trainer.build import engine_of, local_client
 from tunix.trainer.config import OptimizerConfig
-from tunix.trainer.microbatches import Microbatcher, answers_per_row
+from tunix.trainer.microbatches import Microbatcher, TrainerSpec, answers_per_row
 from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.perf import training_flops
-from tunix.trainer.spec import TrainerSpec
 from tunix.trainer.trainer import Trainer
 from tunix.types import Batch, Sequence
 

@@ -18,9 +18,8 @@ from tunix.models.scan import Remat
 from tunix.trainer.build import local_client
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.export import Exporter
-from tunix.trainer.microbatches import Microbatcher
+from tunix.trainer.microbatches import Microbatcher, TrainerSpec
 from tunix.trainer.optimizer import build_optimizer, build_schedule
-from tunix.trainer.spec import TrainerSpec
 from tunix.trainer.state_files import load_state
 from tunix.trainer.step import TrainState
 from tunix.trainer.trainer import Trainer

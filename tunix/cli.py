@@ -1,8 +1,8 @@
 """The command line: parses the arguments of a command, calls the module that implements it, returns an exit code.
 
 Exit code 0 is success, 2 a user error, reported in a sentence, 75 the loss of another process of the run
-(`distributed/watch.py`), 130 an interruption. Any other exception is a defect of tunix and shows its traceback. Nothing
-heavy is imported before a command needs it. `COMMANDS` at the end is the table of all commands.
+(`distributed/meeting.py`), 130 an interruption. Any other exception is a defect of tunix and shows its traceback.
+Nothing heavy is imported before a command needs it. `COMMANDS` at the end is the table of all commands.
 """
 
 import argparse
@@ -162,8 +162,7 @@ def _run(parsed: Parsed) -> None:
         from tunix.commands.plan import require_fit
 
         require_fit(recipe, parsed.fresh)
-    from tunix.distributed.meeting import join  # these load jax, without which all of the above is done
-    from tunix.distributed.place import place_of
+    from tunix.distributed.meeting import join, place_of  # these load jax, without which all of the above is done
     from tunix.run.train import run
     from tunix.util import pathways
 

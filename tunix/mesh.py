@@ -93,28 +93,22 @@ def groups_of(devices: Sequence[Any]) -> list[list[Any]]:
     """Devices in groups with a fast network each: slices of TPUs, hosts of GPUs; one group if they differ in size."""
     groups: dict[int, list[Any]] = {}
     for device in devices:
-        groups.setdefault(_group(device), []).append(device)
+        number = device.process_index
+        if device.platform == "tpu":  # its network joins the hosts of a slice; a single one is not named
+            number = device.slice_index if hasattr(device, "slice_index") else 0
+        groups.setdefault(number, []).append(device)
     listed = [groups[index] for index in sorted(groups)]
     return listed if len({len(group) for group in listed}) == 1 else [list(devices)]
 
 
-def _group(device: Any) -> int:
-    """The number of a device's slice or host. A TPU's network joins the hosts of a slice; a single one is not named."""
-    if device.platform != "tpu":
-        return device.process_index
-    return device.slice_index if hasattr(device, "slice_index") else 0
-
-
 def partition(axes: Axes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """How an array with these logical axes is split; a dimension that its mesh axes do not divide stays whole."""
-    return PartitionSpec(*(_mesh_axes(axis, size, mesh) for axis, size in zip(axes, shape, strict=True)))
-
-
-def _mesh_axes(axis: str | None, size: int, mesh: Mesh | AbstractMesh) -> str | tuple[str, ...] | None:
-    """The mesh axes that one dimension is split over; None where it stays whole."""
-    axes = RULES[axis] if axis else None
-    width = _width(axes, mesh)
-    return axes if width > 1 and size % width == 0 else None
+    split = []
+    for axis, size in zip(axes, shape, strict=True):
+        over = RULES[axis] if axis else None
+        width = _width(over, mesh)
+        split.append(over if width > 1 and size % width == 0 else None)
+    return PartitionSpec(*split)
 
 
 def _width(axes: str | tuple[str, ...] | None, mesh: Mesh | AbstractMesh) -> int:

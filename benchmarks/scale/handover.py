@@ -1,7 +1,7 @@
 """Weights on their way from the devices that train to a sampler's own: seconds, and memory beside both copies.
 
 Eight virtual devices: four train with the weights split over them (fsdp), four sample, each with a copy of the weights
-or all four with one. Measured is `Engine.publish` through `tunix.trainer.resharding`: one parameter at a time, with a
+or all four with one. Measured is `Engine.publish` through `tunix.trainer.sampler_mesh`: one parameter at a time, with a
 checksum on both sides. Virtual devices keep everything in the host's memory, so that all of it is seen: the highest
 resident set while weights are handed over, less what was resident before and the copies that have arrived.
 """
@@ -33,8 +33,7 @@ from tunix.models.model import Model
 from tunix.models.param_names import is_adapter
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.rollout.engine.engine import Engine
-from tunix.trainer.resharding import bring_of
-from tunix.trainer.sampler_mesh import sampler_mesh
+from tunix.trainer.sampler_mesh import bring_of, sampler_mesh
 
 ROOT = Path(__file__).parents[2]
 D_MODEL, FFN, VOCAB = 1024, 4096, 8192

@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 
 from tunix.algorithms.advantages import gdpo
-from tunix.algorithms.episodes import are_scored, as_sequence, require_scores, rewards_of, total_rewards
+from tunix.algorithms.episodes import (
+    are_scored,
+    as_sequence,
+    notes,
+    report,
+    require_scores,
+    rewards_of,
+    row,
+    total_rewards,
+)
 from tunix.algorithms.ppo.algorithm import token_rewards
-from tunix.algorithms.rollout_metrics import notes, report, row
 from tunix.data.types import Prompt
 from tunix.errors import UserError
 from tunix.rollout.encoded import episode_of, saved_episode

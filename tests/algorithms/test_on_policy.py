@@ -19,7 +19,7 @@ import pytest
 from tunix.algorithms.advantages import length_lambda
 from tunix.algorithms.base import Update
 from tunix.algorithms.grpo.algorithm import GRPO
-from tunix.algorithms.grpo.presets import PRESETS
+from tunix.algorithms.grpo.config import PRESETS
 from tunix.algorithms.on_policy import PolicyGradient
 from tunix.algorithms.ppo.algorithm import PPO
 from tunix.data.config import DataConfig

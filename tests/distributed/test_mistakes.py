@@ -13,9 +13,7 @@ from tests.several import Several, several
 from tests.tiny_rl import write_policy
 from tests.tiny_runs import metrics, write_recipe, write_rows
 from tunix.distributed import processes
-from tunix.distributed.meeting import join
-from tunix.distributed.place import Place, place_of
-from tunix.distributed.watch import LOST
+from tunix.distributed.meeting import LOST, Place, join, place_of
 from tunix.errors import UserError
 
 

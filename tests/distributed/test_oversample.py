@@ -19,7 +19,7 @@ from tests.several import several
 from tests.tiny_runs import metrics
 from tunix.algorithms.episodes import flat
 from tunix.distributed import processes
-from tunix.distributed.watch import LOST
+from tunix.distributed.meeting import LOST
 from tunix.rollout.encoded import saved_episode
 
 Steps = list[tuple[list[dict[str, Any]], str]]

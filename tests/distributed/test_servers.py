@@ -14,7 +14,7 @@ from tests.distributed.test_runs import IGNORED, assert_same_export, assert_same
 from tests.fake_vllm import FakeVLLM, served
 from tests.several import several
 from tests.tiny_runs import lines, metrics, model_folder
-from tunix.distributed.watch import LOST
+from tunix.distributed.meeting import LOST
 
 pytestmark = pytest.mark.slow
 STEPS = 3

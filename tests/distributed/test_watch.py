@@ -2,7 +2,7 @@
 
 import pytest
 
-from tunix.distributed import watch
+from tunix.distributed import meeting
 from tunix.errors import UserError
 
 
@@ -26,15 +26,15 @@ def test_an_error_that_a_dead_process_has_left_does_not_hide_its_death(monkeypat
     def unanswered(*_: object) -> list[bytes]:
         raise UserError("process 0 did not answer")
 
-    def ended(self: watch.Watch, other: int, reason: str) -> None:
+    def ended(self: meeting.Watch, other: int, reason: str) -> None:
         found.append((other, reason))
 
     for name, value in (("PULSE", 0.05), ("SILENCE", 0.5), ("number", lambda: 2), ("index", lambda: 1)):
-        monkeypatch.setattr(watch, name, value)
-    monkeypatch.setattr(watch, "store", lambda: store)
-    monkeypatch.setattr(watch, "exchanged", unanswered)
-    monkeypatch.setattr(watch.Watch, "_end", ended)
-    with pytest.raises(UserError, match="did not answer"), watch.together(print):
+        monkeypatch.setattr(meeting, name, value)
+    monkeypatch.setattr(meeting, "store", lambda: store)
+    monkeypatch.setattr(meeting, "exchanged", unanswered)
+    monkeypatch.setattr(meeting.Watch, "_end", ended)
+    with pytest.raises(UserError, match="did not answer"), meeting.together(print):
         raise UserError("process 0 did not answer (rows/3)")
     assert found
     assert found[0][0] == 0

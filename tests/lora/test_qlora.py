@@ -26,7 +26,7 @@ from tunix.models.families.table import FAMILIES
 from tunix.models.model import Params
 from tunix.models.param_names import is_adapter, is_own
 from tunix.models.quantization.formats import is_scale, plain
-from tunix.trainer.reference import reference_of
+from tunix.trainer.frozen_model import reference_of
 from tunix.trainer.trainer import Trainer
 from tunix.types import Sampling, Sequence
 

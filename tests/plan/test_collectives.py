@@ -17,8 +17,7 @@ from tunix.models.config import DecoderConfig
 from tunix.models.model import Model
 from tunix.plan import programs
 from tunix.plan.account import Account, account
-from tunix.trainer.microbatches import Microbatcher
-from tunix.trainer.spec import TrainerSpec
+from tunix.trainer.microbatches import Microbatcher, TrainerSpec
 
 ROWS, LENGTH = 8, 32
 

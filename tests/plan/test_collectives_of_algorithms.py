@@ -20,9 +20,9 @@ from tunix.data.packing import pack
 from tunix.models import vocab_chunks
 from tunix.plan.account import Account, account
 from tunix.recipe.algorithms import ALGORITHMS, algorithm_class
+from tunix.trainer.frozen_model import Teacher
 from tunix.trainer.learner import Learner
 from tunix.trainer.microbatches import Microbatcher
-from tunix.trainer.teacher import Teacher
 from tunix.trainer.trainer import Trainer
 from tunix.types import Batch, Loss
 from tunix.util.exact import jit

@@ -45,9 +45,8 @@ def compile_for(topology: str, name: str) -> None:
     from tunix.rollout.engine.engine import Engine
     from tunix.trainer.config import OptimizerConfig
     from tunix.trainer.logprobs import Scorer
-    from tunix.trainer.microbatches import Microbatcher
+    from tunix.trainer.microbatches import Microbatcher, TrainerSpec
     from tunix.trainer.optimizer import build_optimizer, build_schedule
-    from tunix.trainer.spec import TrainerSpec
 
     topologies.prepare()
     mesh = build_mesh(MeshConfig(fsdp=1), topologies.devices_of(topology))

@@ -3,7 +3,7 @@
 import pytest
 
 from tunix.plan.account import Account, Collective
-from tunix.plan.groups import group
+from tunix.plan.hlo import group
 
 
 @pytest.mark.parametrize(

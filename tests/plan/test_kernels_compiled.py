@@ -53,9 +53,8 @@ def compile_for(topology: str, kinds: str) -> None:
     from tunix.plan.account import account, largest
     from tunix.plan.hlo import arrays, bits, parsed
     from tunix.trainer.config import OptimizerConfig
-    from tunix.trainer.microbatches import Microbatcher
+    from tunix.trainer.microbatches import Microbatcher, TrainerSpec
     from tunix.trainer.optimizer import build_optimizer, build_schedule
-    from tunix.trainer.spec import TrainerSpec
 
     topologies.prepare()
     topologies.hasten(chip_of(topology).platform)

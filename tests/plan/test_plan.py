@@ -11,19 +11,18 @@ import pytest
 from tests.marks import slow
 from tunix.errors import UserError
 from tunix.models.families.table import presets
-from tunix.plan import compiling, verdict, worker
+from tunix.plan import verdict, worker
 from tunix.plan.arithmetic import Work
 from tunix.plan.ask import Plan, ask
 from tunix.plan.chips import CHIPS
-from tunix.plan.compiling import Compiled
 from tunix.plan.record import programs_of
-from tunix.plan.remedies import remedies
 from tunix.plan.structure import decoder_of, named_preset
 from tunix.plan.subject import Place, Subject, subject_of
 from tunix.plan.topology import devices_of, limit_of, near_of
-from tunix.plan.verdict import Need, Target, Verdict
+from tunix.plan.verdict import Compiled, Need, Target, Verdict
+from tunix.plan.worker import remedies
 from tunix.recipe.recipe import Recipe
-from tunix.trainer.frozen_model import beside
+from tunix.trainer.frozen_model import not_shared
 
 SIZES = {"vocab_size": 96, "d_model": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn": 64}
 SFT: dict[str, Any] = {
@@ -55,7 +54,7 @@ def number_of_weights(made: Subject) -> int:
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder for plans."""
-    monkeypatch.setattr(compiling, "KEPT", tmp_path / "plans")
+    monkeypatch.setattr(verdict, "KEPT", tmp_path / "plans")
     return tmp_path / "plans"
 
 
@@ -101,7 +100,7 @@ def test_a_frozen_base_is_its_own_reference_and_gives_its_tables_to_the_sampler(
     assert made.held["training"]["frozen base"] == base
     assert "reference" not in made.held["training"]
     assert made.reference is not None
-    assert beside(made.policy.base, made.reference.params) == {}, "a program is given it once"
+    assert not_shared(made.policy.base, made.reference.params) == {}, "a program is given it once"
     assert made.held["training"]["sampler's copy"] == base - tables + adapter
 
 
@@ -223,7 +222,7 @@ def test_a_compiler_that_runs_out_of_memory_is_understood():
      Shape: f32[8,4096,32768]{2,1,0:T(8,128)}
      Unpadded size: 4.00G
 """
-    found = compiling._refused(said, 1.0)
+    found = verdict._refused(said, 1.0)
     assert found.peak == int(17.4 * 2**30)
     assert found.buffers == [[4 * 2**30, "f32[8,4096,32768]", "jit(step)/while/body/dot_general", ""]]
     assert "Used 17.40G of 15.75G" in found.refused

@@ -19,8 +19,7 @@ from tests.tiny_rl import write_policy
 from tests.tiny_runs import metrics, model_folder, train
 from tunix.cli import main
 from tunix.data.tokenizer import bytes_tokenizer
-from tunix.distributed.meeting import join
-from tunix.distributed.place import Place
+from tunix.distributed.meeting import Place, join
 from tunix.errors import UserError
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.rollout.engine.request import Request

@@ -20,7 +20,7 @@ from tunix.models.config import Experts
 from tunix.models.families.table import small
 from tunix.models.quantization.rules import QuantizationConfig
 from tunix.trainer.config import OptimizerConfig
-from tunix.trainer.expert_load import COUNTS, MEANS, load_metrics, load_sums
+from tunix.trainer.step import COUNTS, MEANS, load_metrics, load_sums
 
 SFT_LOSS = SFT(SFTConfig()).objective
 CONFIG = replace(small("qwen3_moe"), vocab_size=96, d_model=16, ffn=8, experts=Experts(4, 2))

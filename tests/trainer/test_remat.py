@@ -10,8 +10,8 @@ from tests.marks import slow
 from tests.trainers import PLAIN, trainer
 from tunix.models.config import Experts
 from tunix.models.vocab_chunks import CHUNK_LOGITS_ELSEWHERE
+from tunix.trainer.microbatches import TrainerSpec
 from tunix.trainer.remat import LAYER, LOGITS, SHARE, TABLES, Held, chosen, device_bytes, held_by, step_bytes
-from tunix.trainer.spec import TrainerSpec
 
 GIB = 2**30
 LONG = replace(PLAIN, d_model=1024, num_heads=16, num_kv_heads=8, head_dim=128, ffn=3072, num_layers=28)

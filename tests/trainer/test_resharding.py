@@ -17,9 +17,7 @@ from tunix.models.quantization.rules import Rule, Rules
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.rollout.engine.engine import Engine
 from tunix.run.devices import apart
-from tunix.trainer import resharding
-from tunix.trainer.resharding import Resharding, bring_of
-from tunix.trainer.sampler_mesh import sampler_mesh
+from tunix.trainer.sampler_mesh import Resharding, bring_of, sampler_mesh
 from tunix.trainer.trainer import Trainer
 from tunix.types import Sampling
 
@@ -103,7 +101,7 @@ def test_what_arrives_with_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch
     there = elsewhere(learning, 1)
     bring = Resharding(learning.learner.spec.model, learning.learner.spec.mesh, there.mesh)
     put = jax.device_put
-    monkeypatch.setattr(resharding.jax, "device_put", lambda x, where: put(x, where).at[(0,) * x.ndim].add(1e-3))
+    monkeypatch.setattr(jax, "device_put", lambda x, where: put(x, where).at[(0,) * x.ndim].add(1e-3))
     with pytest.raises(RuntimeError, match="embed/w has other bits on the sampler's devices"):
         bring("embed/w", learning.learner.params["embed/w"])
 

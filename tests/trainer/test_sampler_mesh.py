@@ -20,8 +20,7 @@ from tunix.plan import programs
 from tunix.plan.account import account
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.rollout.engine.engine import Engine
-from tunix.trainer.sampler_mesh import check_slots, copy_bytes, sampler_mesh
-from tunix.trainer.sampler_room import room_of
+from tunix.trainer.sampler_mesh import check_slots, copy_bytes, room_of, sampler_mesh
 from tunix.types import Sampling
 
 MODEL = Model(PLAIN)

@@ -56,7 +56,7 @@ def test_a_run_prepares_it_before_it_trains_and_looks_for_no_other_process(
     def place_of(*_: object) -> None:
         pytest.fail("under Pathways there is one process")
 
-    monkeypatch.setattr("tunix.distributed.place.place_of", place_of)
+    monkeypatch.setattr("tunix.distributed.meeting.place_of", place_of)
     monkeypatch.setattr("tunix.run.train.run", lambda *_, **__: calls.append("train"))
     assert main(["run", "quickstart", "--tiny"]) == 0
     assert calls == ["initialize", "train"]

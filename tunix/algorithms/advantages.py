@@ -71,7 +71,11 @@ def group_advantages(
         variance = (centred**2).sum(axis=1, keepdims=True) / np.maximum(number - FREEDOM[std], 1)
         return centred / (np.sqrt(variance) + eps)
     if kind == "mean_relative":
-        _require_positive(rewards)
+        if (rewards < 0).any():
+            raise UserError(
+                f"algorithm.advantage: mean_relative divides by the group's mean reward, but one is {rewards.min():g}: "
+                "give rewards of 0 and more (1 for success, as in the paper), or take advantage: mean"
+            )
         return centred / np.where(mean > 0, mean, 1.0)
     if kind == "leave_one_out":
         # R_i - (sum - R_i) / (n - 1) = (R_i - mean) n / (n - 1)
@@ -83,19 +87,6 @@ def group_advantages(
         median = np.nanmedian(np.where(number > 0, rewards_PG, 0.0), axis=1, keepdims=True)
         return np.where(valid, rewards - median, 0.0)
     return batch_normalised(np.where(valid, centred, np.nan), eps, std)
-
-
-def _require_positive(rewards: np.ndarray) -> None:
-    """Checks the rewards of `mean_relative`.
-
-    Raises:
-        UserError: one is negative.
-    """
-    if (rewards < 0).any():
-        raise UserError(
-            f"algorithm.advantage: mean_relative divides by the group's mean reward, but one is {rewards.min():g}: "
-            "give rewards of 0 and more (1 for success, as in the paper), or take advantage: mean"
-        )
 
 
 def _against_others(rewards_PG: Num[np.ndarray, "P G"], eps: float, std: Std) -> Float[np.ndarray, "P G"]:

@@ -51,21 +51,21 @@ class RuledConfig(AlgorithmConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _settle(cls, given: Any) -> Any:
+    def _settle(cls, written: Any) -> Any:
         """Fills in presets and usual values where the user wrote nothing."""
-        if not isinstance(given, Mapping):
-            return given
+        if not isinstance(written, Mapping):
+            return written
         defaults = {name: field.get_default() for name, field in cls.model_fields.items() if not field.is_required()}
-        chosen = given.get("preset")
+        chosen = written.get("preset")
         preset = cls.presets.get(chosen, {}) if isinstance(chosen, str) else {}
-        settings = {**defaults, **preset, **given}
+        settings = {**defaults, **preset, **written}
         ruled = {key for rule in cls.rules for key in rule.keys}
         always = Rule(tuple(key for key in defaults if key not in ruled), lambda _: True, "")
         for rule in (always, *cls.rules):
             for key in rule.keys:
                 if not rule.read(settings):
                     # A preset's setting that has no effect given what the user chose.
-                    settings[key] = given.get(key, defaults[key])
+                    settings[key] = written.get(key, defaults[key])
                 elif settings[key] is None:
                     settings[key] = cls.usual(settings).get(key)
         return settings

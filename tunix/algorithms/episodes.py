@@ -1,8 +1,11 @@
 """Turns scored completions into sequences to train on, and adds the per-token arrays that a loss reads.
 
+Then what a batch of rollouts reports: metrics, rows of `samples.jsonl`, and notes for the user.
+
 Axes: P prompts, G group, T time.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import replace
@@ -12,11 +15,11 @@ import numpy as np
 
 from tunix.algorithms.advantages import weighted_sum
 from tunix.algorithms.loss import CURRENT
-from tunix.algorithms.masks import mismatch
+from tunix.algorithms.ops import mismatch
 from tunix.errors import UserError
 from tunix.rollout.parts import sequence_of
 from tunix.rollout.types import Scored
-from tunix.types import Sequence
+from tunix.types import Metrics, Sequence
 
 Groups = list[list[Scored]]
 """`[P][G]` scored completions."""
@@ -24,8 +27,8 @@ Credited = list[list[Sequence]]
 """`[P][G]` sequences, with the per-token arrays that the loss reads."""
 
 
-def as_sequence(episode: Scored, left_out: bool = False) -> Sequence:
-    """An episode as a sequence: the sampled tokens are trained, and `old_logprobs` are the sampler's.
+def as_sequence(episode: Scored, left_out: bool = False, by_sampler: str = "old_logprobs") -> Sequence:
+    """An episode as a sequence: the sampled tokens are trained, and the sampler's log-probs are named `by_sampler`.
 
     Where tokens may be of earlier weights, `CURRENT` is 1 for those that are not.
     """
@@ -37,7 +40,7 @@ def as_sequence(episode: Scored, left_out: bool = False) -> Sequence:
     return replace(
         sequence_of(episode.prompt, completion),
         weight=0.0 if episode.unscored or left_out else 1.0,
-        per_token={"old_logprobs": np.concatenate([before, completion.logprobs]), **current},
+        per_token={by_sampler: np.concatenate([before, completion.logprobs]), **current},
     )
 
 
@@ -76,32 +79,12 @@ def old_policy_logprobs(sequence: Sequence) -> np.ndarray:
     return arrays["old_logprobs"] if "old_logprobs" in arrays else arrays["sampler_logprobs"]
 
 
-def renamed(sequences: Credited, old: str, new: str) -> Credited:
-    """The sequences with a per-token array under another name."""
-
-    def one(sequence: Sequence) -> Sequence:
-        rest = {name: value for name, value in sequence.per_token.items() if name != old}
-        return replace(sequence, per_token={**rest, new: sequence.per_token[old]})
-
-    return [[one(sequence) for sequence in group] for group in sequences]
-
-
 def exceeds_mismatch(sequence: Sequence, limit: float) -> bool:
-    """Whether the log-probs of trainer and sampler differ too much on a sequence; see `masks.mismatch`. Tokens of
+    """Whether the log-probs of trainer and sampler differ too much on a sequence; see `ops.mismatch`. Tokens of
     earlier weights say nothing about that."""
     arrays = sequence.per_token
     mask = sequence.loss_mask & (arrays[CURRENT] > 0) if CURRENT in arrays else sequence.loss_mask
     return not mismatch(arrays["old_logprobs"], arrays["sampler_logprobs"], mask) <= limit
-
-
-def without_mismatch(sequences: Credited, limit: float) -> Credited:
-    """The sequences, with weight 0 for those where `exceeds_mismatch` holds."""
-    return [[replace(x, weight=0.0) if exceeds_mismatch(x, limit) else x for x in group] for group in sequences]
-
-
-def shape_of(groups: Groups) -> tuple[int, int]:
-    """The shape (P, G) of the groups."""
-    return len(groups), len(groups[0])
 
 
 def rewards_of(groups: Groups) -> dict[str, np.ndarray]:
@@ -173,3 +156,96 @@ def _not_a_number(name: str, value: float, which: str, episode: Scored) -> str:
     return f"{name} of {which} ({prompt}; {rewards}) is {value:g}, not a finite number; no update was made. " + (
         remedy if name == "advantages" else "`credit` has to give every sample that counts numbers"
     )
+
+
+def report(groups: Groups, weights: Mapping[str, float], signal: np.ndarray) -> dict[str, float]:
+    """Metrics of a batch of rollouts, from before it is trained on.
+
+    Args:
+        groups: `[P][G]` scored completions.
+        weights: weight of each reward, by name.
+        signal: `[P]` bool, whether the scores of a prompt's completions differ.
+    """
+    total = total_rewards(groups, weights)
+    valid = total[~np.isnan(total)]
+    numbers = {
+        "reward/mean": float(valid.mean()),
+        "reward/std": float(valid.std()),
+        "reward/failed": 1 - valid.size / total.size,
+        "reward/signal": float(signal.mean()),
+        **sampling_report(groups),
+    }
+    return numbers | {f"reward/{name}": mean for name, mean in reward_means(rewards_of(groups)).items()}
+
+
+def sampling_report(groups: Groups) -> dict[str, float]:
+    """Metrics of completions that do not depend on rewards: lengths, truncation, entropy, turns."""
+    episodes = flat(groups)
+    drawn = np.concatenate([episode.completion.logprobs[episode.completion.drawn] for episode in episodes])
+    numbers = {
+        "rollout/length": float(lengths_of(groups).mean()),
+        "rollout/truncated": float(np.mean([episode.truncated for episode in episodes])),
+        # The sampler's log-probs are an unbiased estimate of the entropy; a loss that computes it takes precedence.
+        "policy/entropy": -float(drawn.mean()),
+    }
+    if any(len(episode.completion.turns) > 1 for episode in episodes):
+        numbers["rollout/turns"] = float(np.mean([len(episode.completion.turns) for episode in episodes]))
+    if (version := episodes[0].version) is not None:
+        ages = version - np.concatenate([episode.completion.versions for episode in episodes])
+        numbers |= {"rollout/stale": float(np.mean(ages > 0)), "rollout/oldest": float(ages.max())}
+    return numbers
+
+
+def merged(metrics: List[Metrics]) -> dict[str, float]:
+    """Metrics of a step: means over its updates, but `mismatch/*` of the first one, before the policy has moved."""
+    read = [{name: float(value) for name, value in one.items() if not name.endswith("/at")} for one in metrics]
+    means = {name: float(np.mean([one[name] for one in read])) for name in (read[0] if read else ())}
+    return means | {name: value for name, value in (read[0] if read else {}).items() if name.startswith("mismatch/")}
+
+
+def rows(groups: Groups, sequences: Credited, number: int) -> tuple[dict[str, Any], ...]:
+    """Rows of the first groups for `samples.jsonl`: completions with rewards and advantages."""
+    listed = []
+    for place, (group, trained) in enumerate(zip(groups[:number], sequences, strict=False)):
+        for episode, sequence in zip(group, trained, strict=True):
+            mean = float(sequence.per_token["advantages"][sequence.loss_mask].mean())
+            # Of a sample of weight 0 it need not be a finite number.
+            listed.append({**row(place, episode), "advantage": mean if math.isfinite(mean) else 0.0})
+    return tuple(listed)
+
+
+def row(place: int, episode: Scored) -> dict[str, Any]:
+    """The row of an episode of group number `place` for `samples.jsonl`."""
+    return {
+        "group": place,
+        "prompt": episode.prompt.text or episode.prompt.tokens.tolist(),
+        "completion": episode.text or episode.completion.tokens.tolist(),
+        "rewards": {name: None if math.isnan(x) else x for name, x in episode.rewards.items()},
+        "failures": dict(episode.failures),
+        **({"logged": dict(episode.logged)} if episode.logged else {}),
+        "tokens": len(episode.completion.tokens),
+        "finish": episode.completion.finish,
+    }
+
+
+def notes(groups: Groups, weights: Mapping[str, float], signal: np.ndarray) -> tuple[str, ...]:
+    """Messages for the user about this step: failed rewards, and rewards that are all equal.
+
+    Args:
+        groups: see `report`.
+        weights: see `report`.
+        signal: see `report`.
+    """
+    failures = [why for group in groups for episode in group for why in episode.failures.values()]
+    messages = [f"{len(failures)} rewards failed and are left out, for instance {failures[0]}"] if failures else []
+    if left_out := [x.unscored for group in groups for x in group if x.unscored and not x.failures]:
+        messages.append(f"{len(left_out)} samples have no score and are left out: {left_out[0]}")
+    if not signal.any():
+        total = total_rewards(groups, weights)
+        equal = "the rewards of every group" if np.nanmin(total) < np.nanmax(total) else "all rewards"
+        messages.append(
+            f"no signal: {equal} are equal (mean {np.nanmean(total):.3g}), so there is nothing to learn from: prompts "
+            "too hard or too easy (for a random model, as with --tiny, most are), or a reward that does not tell "
+            "completions apart"
+        )
+    return tuple(messages)

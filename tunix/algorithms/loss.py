@@ -20,7 +20,6 @@ from tunix.algorithms.ops import (
     LOG_RATIO_LIMIT,
     Clamp,
     Estimator,
-    Importance,
     Surrogate,
     clamped_kl,
     importance_weight,
@@ -120,7 +119,9 @@ def policy_outputs(
     if config.high_entropy is not None:
         policy = policy * batch.per_token["high_entropy"]
     if config.correction != "none":
-        importance = _importance(inputs, config)
+        low, high = config.correction_low or 0.0, config.correction_high or 1.0
+        log_weights = _log_weights(inputs, config.correction_level or "token")
+        importance = importance_weight(log_weights, config.correction, low, high)
         policy = policy * importance.weight
         metrics["mismatch/corrected"] = importance.changed.astype(jnp.float32)
     if config.geometric_mask is not None:
@@ -171,13 +172,6 @@ def _log_weights(inputs: LossInputs, level: Level) -> Float[Array, "B T"]:
         return weights
     total = sequence_sum(weights, batch)
     return total / jnp.asarray(batch.lengths)[batch.sequence_ids] if level == "geometric" else total
-
-
-def _importance(inputs: LossInputs, config: PolicyConfig) -> Importance:
-    """The importance weights that the surrogate is multiplied by."""
-    weights = _log_weights(inputs, config.correction_level or "token")
-    assert config.correction != "none"
-    return importance_weight(weights, config.correction, config.correction_low or 0.0, config.correction_high or 1.0)
 
 
 def with_mismatch(outputs: LossOutputs, inputs: LossInputs, config: PolicyConfig) -> LossOutputs:

@@ -27,18 +27,18 @@ from tunix.algorithms.episodes import (
     grouped,
     lengths_of,
     measured,
+    merged,
+    notes,
     old_policy_logprobs,
-    renamed,
+    report,
     require_numbers,
     require_scores,
-    shape_of,
+    rows,
     total_rewards,
     with_tokens,
-    without_mismatch,
 )
-from tunix.algorithms.loss import REFERENCE, kl_clamp, with_mismatch
-from tunix.algorithms.masks import most_uncertain
-from tunix.algorithms.rollout_metrics import merged, notes, report, rows
+from tunix.algorithms.loss import REFERENCE, compared_with_sampler, kl_clamp, with_mismatch
+from tunix.algorithms.ops import most_uncertain
 from tunix.config import RowKind
 from tunix.errors import Doubtful
 from tunix.protocols import Client, SamplingClient
@@ -125,9 +125,9 @@ class OnPolicy(Algorithm):
         if not left:
             return groups
         with experience.data.clock.part("logprobs"):
-            found = self.measure(client, [sequence_of(x.prompt, x.completion) for x in left], size)
-            own = iter([{name: arrays[i] for name, arrays in found.items()} for i in range(len(left))])
-        return [[x if x.measured else replace(x, measured=next(own)) for x in group] for group in groups]
+            computed = self.measure(client, [sequence_of(x.prompt, x.completion) for x in left], size)
+            rest = iter([{name: values[i] for name, values in computed.items()} for i in range(len(left))])
+        return [[x if x.measured else replace(x, measured=next(rest)) for x in group] for group in groups]
 
     def learn(self, client: Client, experience: Experience) -> Update:
         """Makes the updates on an experience.
@@ -144,6 +144,11 @@ class OnPolicy(Algorithm):
             numbers = {**prepared.numbers, **merged(metrics)}
         numbers |= {**data.clock.metrics, **data.ahead}
         return Update(numbers, tuple(prepared.batches), prepared.samples, prepared.notes, tuple(data.clock.spans))
+
+    def gated_loss(self, inputs: LossInputs) -> LossOutputs:
+        """The loss with metrics of the mismatch of trainer and sampler, which `gate` reads."""
+        sampler = inputs.batch.per_token["old_logprobs"]
+        return compared_with_sampler(self.loss(inputs), inputs.batch, inputs.logprobs, sampler)
 
     @abstractmethod
     def prepare(self, client: Client, experience: Experience) -> Prepared:
@@ -232,7 +237,8 @@ class PolicyGradient(OnPolicy):
         numbers = report(groups, data.weights, signal)
         if (limit := self.config.mismatch_limit) is not None:
             numbers["mismatch/dropped"] = float(np.mean([exceeds_mismatch(x, limit) for x in flat(sequences)]))
-        batches = [data.packed(part, self._part_size(data)) for part in self._parts(sequences)]
+        size = self.config.sequences_per_update(data.size)  # of the largest part: the only shape that is compiled
+        batches = [data.packed(part, size) for part in self._parts(sequences)]
         return Prepared(batches, numbers, rows(groups, sequences, data.shown), notes(groups, data.weights, signal))
 
     @property
@@ -250,30 +256,35 @@ class PolicyGradient(OnPolicy):
 
     def measure(self, client: Client, sequences: List[Sequence], size: int) -> dict[str, List[np.ndarray]]:
         """Log-probs and entropies, at the sampling temperature."""
-        at = {"temperature": self.sampling.temperature, "size": size}
-        how = {
-            "old_logprobs": partial(client.logprobs, of="policy", **at),
-            "entropies": partial(client.entropies, **at),
-            REFERENCE: partial(client.logprobs, of="reference", **at),
-        }
-        return {name: compute(sequences) for name, compute in how.items() if name in self.measures}
+        temperature = self.sampling.temperature
+        arrays: dict[str, List[np.ndarray]] = {}
+        if "old_logprobs" in self.measures:
+            arrays["old_logprobs"] = client.logprobs(sequences, of="policy", temperature=temperature, size=size)
+        if "entropies" in self.measures:
+            arrays["entropies"] = client.entropies(sequences, temperature=temperature, size=size)
+        if REFERENCE in self.measures:
+            arrays[REFERENCE] = client.logprobs(sequences, of="reference", temperature=temperature, size=size)
+        return arrays
 
     def sequences(self, groups: Groups) -> Credited:
         """All episodes as sequences: tokens, masks and log-probs; a failed one has weight 0."""
         config = self.config
+        by_sampler = "sampler_logprobs" if config.old_logprobs == "recompute" else "old_logprobs"
         sequences = [
-            [as_sequence(episode, left_out=config.mask_truncated and episode.truncated) for episode in group]
+            [as_sequence(episode, config.mask_truncated and episode.truncated, by_sampler) for episode in group]
             for group in groups
         ]
-        if config.old_logprobs == "recompute":
-            sequences = renamed(sequences, "old_logprobs", "sampler_logprobs")
         for name in ("old_logprobs", REFERENCE):
             if name in self.measures:
                 sequences = with_tokens(sequences, name, measured(groups, name))
-        if config.mismatch_limit is not None:
-            sequences = without_mismatch(sequences, config.mismatch_limit)
+        if (limit := config.mismatch_limit) is not None:
+            sequences = [
+                [replace(x, weight=0.0) if exceeds_mismatch(x, limit) else x for x in group] for group in sequences
+            ]
         if config.high_entropy is not None:
-            sequences = self._with_high_entropy(sequences, flat(measured(groups, "entropies")), config.high_entropy)
+            counted, entropies = [x.loss_mask & (x.weight > 0) for x in flat(sequences)], measured(groups, "entropies")
+            masks = [x.astype(np.float32) for x in most_uncertain(flat(entropies), counted, config.high_entropy)]
+            sequences = with_tokens(sequences, "high_entropy", grouped(masks, sequences))
         return sequences
 
     def scores(self, groups: Groups, weights: Mapping[str, float]) -> np.ndarray:
@@ -289,7 +300,7 @@ class PolicyGradient(OnPolicy):
         limit = self.sampling.max_tokens
         buffer = self.config.overlong_tokens(limit)
         if not buffer:
-            return np.zeros(shape_of(groups))
+            return np.zeros((len(groups), len(groups[0])))
         return self.config.overlong_coefficient * overlong_penalty(lengths_of(groups), limit, buffer)
 
     def kl_rewards(self, sequence: Sequence, coefficient: float | None = None) -> np.ndarray:
@@ -306,12 +317,6 @@ class PolicyGradient(OnPolicy):
         factor = config.kl if coefficient is None else coefficient
         return kl_rewards(policy, reference, sequence.loss_mask, factor, config.kl_estimator or "k1", kl_clamp(config))
 
-    def _with_high_entropy(self, sequences: Credited, entropies: List[np.ndarray], share: float) -> Credited:
-        """The sequences with a mask, 1 or 0, of the step's tokens with the highest entropy (`masks.most_uncertain`)."""
-        listed = flat(sequences)
-        masks = most_uncertain(entropies, [x.loss_mask & (x.weight > 0) for x in listed], share)
-        return with_tokens(sequences, "high_entropy", grouped([x.astype(np.float32) for x in masks], sequences))
-
     def _parts(self, sequences: Credited) -> Iterator[list[Sequence]]:
         """The sequences of each update: `updates` parts of the prompts, `epochs` times; parts of weight 0 are left
         out."""
@@ -321,10 +326,6 @@ class PolicyGradient(OnPolicy):
                 part = [sequence for place in places for sequence in sequences[place]]
                 if any(sequence.weight > 0 and sequence.loss_mask.any() for sequence in part):
                     yield part
-
-    def _part_size(self, data: Rollouts) -> int:
-        """Sequences of the largest part, whose shape is the only one that is compiled."""
-        return self.config.sequences_per_update(data.size)
 
 
 def gate(metrics: Metrics, batch: Batch, data: Rollouts, reference: bool) -> None:

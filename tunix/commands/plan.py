@@ -63,7 +63,8 @@ def plan(
 def require_fit(recipe: Recipe, fresh: bool) -> None:
     """Asks whether a run fits the accelerators here, before JAX takes them.
 
-    Nothing is asked on a CPU, of a run that goes on, and where arithmetic says that memory is ample (`plan/ample.py`).
+    Nothing is asked on a CPU, of a run that goes on, and where arithmetic says that memory is ample
+    (`plan/structure.py`).
     Where it cannot be found out, a line on standard error says why, and the run may start.
 
     Raises:
@@ -71,7 +72,7 @@ def require_fit(recipe: Recipe, fresh: bool) -> None:
     """
     if not accelerated() or (Path(recipe.output).expanduser().exists() and not fresh):
         return
-    from tunix.plan.ample import ample  # these load jax
+    from tunix.plan.structure import ample  # these load jax
     from tunix.util.startup import FRACTION, MEMORY
 
     share = float(os.environ.get(MEMORY, FRACTION))

@@ -39,28 +39,28 @@ def own_part(mesh: Mesh) -> Mesh:
     itself where there is one process. Programs on them need not wait for other processes."""
     if processes.number() == 1:
         return mesh
-    own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    return Mesh(np.asarray(own).reshape(1, -1, 1, 1, 1), AXES, axis_types=mesh.axis_types)
+    devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    return Mesh(np.asarray(devices).reshape(1, -1, 1, 1, 1), AXES, axis_types=mesh.axis_types)
 
 
 class Own:
     """Brings arrays over the devices of all processes to those of each, where they are whole."""
 
-    def __init__(self, every: Mesh, own: Mesh, axes: Callable[[str, jax.Array], PartitionSpec]):
+    def __init__(self, every: Mesh, local: Mesh, axes: Callable[[str, jax.Array], PartitionSpec]):
         """Brings nothing yet.
 
         Args:
             every: the mesh of all processes; each has as many devices of it.
-            own: the mesh of this process's devices.
-            axes: (name, array) -> how it is split over `own`.
+            local: the mesh of this process's devices.
+            axes: (name, array) -> how it is split over `local`.
         """
         by_process: dict[int, list[Any]] = {}
         for device in every.devices.flat:
             by_process.setdefault(device.process_index, []).append(device)
         rows = [by_process[number] for number in sorted(by_process)]
-        shape = (len(rows), *own.devices.shape)
-        self._every = Mesh(np.asarray(rows).reshape(shape), ("process", *own.axis_names))
-        self._own, self._axes = own, axes
+        shape = (len(rows), *local.devices.shape)
+        self._every = Mesh(np.asarray(rows).reshape(shape), ("process", *local.axis_names))
+        self._own, self._axes = local, axes
 
     def __call__(self, name: str, x: jax.Array) -> jax.Array:
         """The array of a name; to be called by all processes."""

@@ -19,9 +19,10 @@ from typing import Any
 import jax
 from jax._src import distributed as runtime  # the client of the coordinator's store has no public name
 
-from tunix.distributed.place import MEETING
 from tunix.errors import UserError
 
+MEETING = 300.0
+"""Seconds in which all processes have to meet."""
 PATIENCE = 3600.0
 """Seconds that a message is waited for while its sender is alive."""
 DONE, FAILED = b"+", b"-"
@@ -80,7 +81,7 @@ def agree(about: Mapping[str, str], deadline: float = MEETING) -> None:
                 raise UserError(f"process {other} has another {name} than process 0: {theirs}, not {first}")
 
 
-def exchanged(name: str, own: bytes, deadline: float = PATIENCE) -> list[bytes]:
+def exchanged(name: str, value: bytes, deadline: float = PATIENCE) -> list[bytes]:
     """Hands something to all processes, and returns what each has given, in their order.
 
     All processes make the same calls of a name in the same order; names are independent of each other.
@@ -90,14 +91,14 @@ def exchanged(name: str, own: bytes, deadline: float = PATIENCE) -> list[bytes]:
         Stopped: see `apart`.
     """
     if number() == 1:
-        return [own]
+        return [value]
     name = _scope.name + name
     turn = turn_of(name)
-    found = shared(f"{name}/{turn}", own, deadline, _scope.stopped)
+    values = shared(f"{name}/{turn}", value, deadline, _scope.stopped)
     if turn:
         # All have come to this turn, so that all have read the one before.
         forget(f"{name}/{turn - 1}")
-    return found
+    return values
 
 
 @contextmanager
@@ -138,12 +139,12 @@ def turn_of(name: str) -> int:
     return next(_calls.setdefault(name, itertools.count()))
 
 
-def shared(key: str, own: bytes, deadline: float = PATIENCE, stopped: threading.Event | None = None) -> list[bytes]:
+def shared(key: str, value: bytes, deadline: float = PATIENCE, stopped: threading.Event | None = None) -> list[bytes]:
     """As `exchanged`, under a key that is used once; what was handed out stays until it is forgotten.
 
     Args:
         key: the same in all processes, e.g. `rows/0/17`.
-        own: what this one gives.
+        value: what this one gives.
         deadline: seconds to wait for the others.
         stopped: ends the waiting.
 
@@ -151,8 +152,8 @@ def shared(key: str, own: bytes, deadline: float = PATIENCE, stopped: threading.
         UserError: a process gave nothing in time.
         Stopped: the event happened.
     """
-    store().key_value_set_bytes(_key(key, index()), own, allow_overwrite=True)
-    return [own if i == index() else _received(key, i, deadline, stopped) for i in range(number())]
+    store().key_value_set_bytes(_key(key, index()), value, allow_overwrite=True)
+    return [value if i == index() else _received(key, i, deadline, stopped) for i in range(number())]
 
 
 def forget(key: str) -> None:
@@ -166,16 +167,18 @@ def all_done(name: str, act: Callable[[], bytes]) -> list[bytes]:
     Raises:
         UserError: it failed in some; all raise the error of the first of these.
     """
-    own, error = b"", None
+    answer, error = b"", None
     try:
-        own = DONE + act()
+        answer = DONE + act()
     except UserError as raised:
-        own, error = FAILED + str(raised).encode(), raised
-    found = exchanged(name, own)
-    for process, one in enumerate(found):
-        if one.startswith(FAILED):
-            raise error if error is not None and process == index() else UserError(one.removeprefix(FAILED).decode())
-    return [one.removeprefix(DONE) for one in found]
+        answer, error = FAILED + str(raised).encode(), raised
+    answers = exchanged(name, answer)
+    for process, received in enumerate(answers):
+        if received.startswith(FAILED):
+            raise (
+                error if error is not None and process == index() else UserError(received.removeprefix(FAILED).decode())
+            )
+    return [received.removeprefix(DONE) for received in answers]
 
 
 def told(name: str, decide: Callable[[], Any]) -> Any:
@@ -187,9 +190,9 @@ def told(name: str, decide: Callable[[], Any]) -> Any:
     return json.loads(all_done(f"told/{name}", lambda: json.dumps(decide()).encode() if lead() else b"")[0])
 
 
-def any_of(name: str, own: bool) -> bool:
+def any_of(name: str, holds: bool) -> bool:
     """Whether something holds in any of the processes."""
-    return any(exchanged(f"any/{name}", b"1" if own else b""))
+    return any(exchanged(f"any/{name}", b"1" if holds else b""))
 
 
 def meet(name: str) -> None:

@@ -70,7 +70,7 @@ def scored(
     scorer = Scorer(model, Microbatcher(rows, mesh), length)
     scores: list[RowScore] = []
     for group in _groups(sequences, 8 * batch_size):
-        values = scorer.logprobs(params, group, size=8 * batch_size)
+        values = scorer.scores("logprobs", params, group, size=8 * batch_size)
         scores += [RowScore(one.tokens, logprobs[1:]) for one, logprobs in zip(group, values, strict=True)]
         progress(len(scores))
     return scores

@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from tunix.plan.groups import group
-from tunix.plan.hlo import Computation, Instruction, Program, parsed, size
+from tunix.plan.hlo import Computation, Instruction, Program, group, parsed, size
 from tunix.util.loops import CHOICE, SCOPE
 
 RAGGED = "ragged-all-to-all"
@@ -64,7 +63,7 @@ class Account:
 
     def sent(self, *kinds: str) -> float:
         """Bytes that a device sends in collectives of these kinds, or in all."""
-        return sum((one.bytes * one.times for one in self.collectives if not kinds or one.kind in kinds), 0.0)
+        return sum((x.bytes * x.times for x in self.collectives if not kinds or x.kind in kinds), 0.0)
 
     def sent_far(self, near: int) -> float:
         """Bytes that a device sends in collectives whose groups reach beyond so many consecutive devices."""
@@ -106,76 +105,84 @@ def _executed(program: Program, name: str) -> Account:
     """The account of one execution of a computation."""
     home, result = program.computations[name], Account()
     fused: set[str] = set()
-    for one in home.values():
-        if one.opcode == "while":
-            trips = trip_count(program, one)
+    for instruction in home.values():
+        if instruction.opcode == "while":
+            trips = trip_count(program, instruction)
             if trips is None:
-                result.unbounded.append(scope(one))
-            body = one.attribute("body")
-            assert body is not None, f"a loop has a body: {one}"
+                result.unbounded.append(scope(instruction))
+            body = instruction.attribute("body")
+            assert body is not None, f"a loop has a body: {instruction}"
             result.add(_executed(program, body), float(1 if trips is None else trips), loops=1)
-        elif one.opcode == "conditional":
-            branches = [_executed(program, branch) for branch in _branches(one)]
-            for branch, share in zip(branches, _shares(one, branches), strict=True):
+        elif instruction.opcode == "conditional":
+            listed = instruction.attribute("branch_computations")
+            if listed is not None:
+                names = re.findall(r"[\w.\-]+", listed)
+            else:
+                sides = (instruction.attribute(f"{side}_computation") for side in ("true", "false"))
+                names = [side for side in sides if side]
+            branches = [_executed(program, branch) for branch in names]
+            for branch, share in zip(branches, _shares(instruction, branches), strict=True):
                 result.add(branch, share)
-        elif one.opcode in ("call", "async-start"):
-            for called in one.calls:
+        elif instruction.opcode in ("call", "async-start"):
+            for called in instruction.calls:
                 result.add(_executed(program, called))
         else:
-            result.add(_single(program, one, home))
-            for channel, collective in _fused_collectives(program, one):
+            result.add(_single(program, instruction, home))
+            for channel, collective in _fused_collectives(program, instruction):
                 if channel not in fused:
                     result.collectives.append(collective)
                 fused.add(channel)
     return result
 
 
-def _fused_collectives(program: Program, one: Instruction) -> Iterator[tuple[str, Collective]]:
+def _fused_collectives(program: Program, instruction: Instruction) -> Iterator[tuple[str, Collective]]:
     """The collectives that are fused into an instruction, each with its channel.
 
     A TPU's compiler fuses a sum and the cut of a device's part, which sends what a scattered sum does; and where it
     exchanges beside products, each of these is fused with the same collective, of the same channel.
     """
-    for name in one.calls if one.opcode in FUSIONS else ():
+    for name in instruction.calls if instruction.opcode in FUSIONS else ():
         inside, scattered = program.computations[name], name.startswith("all-reduce-scatter")
         for inner in inside.values():
             for kind in COLLECTIVES:
                 if inner.opcode == kind:
-                    own = "reduce-scatter" if scattered else kind
-                    where = scope(inner) or scope(one)
-                    collective = Collective(own, sent(own, inner, inside), where, tuple(group(inner.text)))
+                    sent_as = "reduce-scatter" if scattered else kind
+                    where = scope(inner) or scope(instruction)
+                    collective = Collective(sent_as, sent(sent_as, inner, inside), where, tuple(group(inner.text)))
                     yield inner.attribute("channel_id") or inner.name, collective
             yield from _fused_collectives(program, inner)
 
 
-def _single(program: Program, one: Instruction, home: Computation) -> Account:
+def _single(program: Program, instruction: Instruction, home: Computation) -> Account:
     """The account of one instruction that runs no others but those fused into it."""
     result = Account()
-    result.cycles = float(_quoted(one, "estimated_cycles", ":") or 0)
+    result.cycles = float(_quoted(instruction, "estimated_cycles", ":") or 0)
     for kind in COLLECTIVES:
-        if one.opcode in (kind, f"{kind}-start"):
-            result.collectives.append(Collective(kind, sent(kind, one, home), scope(one), tuple(group(one.text))))
-    for kernel in (inner for inner in (one, *_fused(program, one)) if inner.opcode == "custom-call"):
+        if instruction.opcode in (kind, f"{kind}-start"):
+            result.collectives.append(
+                Collective(kind, sent(kind, instruction, home), scope(instruction), tuple(group(instruction.text)))
+            )
+    for kernel in (inner for inner in (instruction, *_fused(program, instruction)) if inner.opcode == "custom-call"):
         name = kernel.attribute("custom_call_target") or _quoted(kernel, "custom_call_target")
         result.kernels[name] = result.kernels.get(name, 0.0) + 1.0
-    if copied := _copied(program, one, home):
+    if copied := _copied(program, instruction, home):
         result.copies[copied] = 1.0
     return result
 
 
-def _fused(program: Program, one: Instruction) -> Iterator[Instruction]:
+def _fused(program: Program, instruction: Instruction) -> Iterator[Instruction]:
     """The instructions that are fused into one."""
-    for name in one.calls if one.opcode in FUSIONS else ():
+    for name in instruction.calls if instruction.opcode in FUSIONS else ():
         for inner in program.computations[name].values():
             yield inner
             yield from _fused(program, inner)
 
 
-def _copied(program: Program, one: Instruction, home: Computation) -> int:
+def _copied(program: Program, instruction: Instruction, home: Computation) -> int:
     """Bytes that an instruction copies: of an array that it updates in place, the update; 0 where it computes."""
-    if one.opcode not in FUSIONS:
-        return _moved(one, home) if one.opcode in COPYING else 0
-    (called, *_) = one.calls
+    if instruction.opcode not in FUSIONS:
+        return _moved(instruction, home) if instruction.opcode in COPYING else 0
+    (called, *_) = instruction.calls
     inside, root = program.computations[called], program.root(called)
     working = (x for x in inside.values() if x.opcode not in COPYING and x.opcode not in FREE and x.size >= INDICES)
     if any(working):
@@ -183,12 +190,12 @@ def _copied(program: Program, one: Instruction, home: Computation) -> int:
     return sum(_moved(inside[name], inside) for name in (root.operands if root.opcode == "tuple" else (root.name,)))
 
 
-def _moved(one: Instruction, home: Computation) -> int:
+def _moved(instruction: Instruction, home: Computation) -> int:
     """Bytes of an instruction's result, or of what it puts into an array in place, however that is seen afterwards."""
-    seen = one
+    seen = instruction
     while seen.opcode in ("bitcast", "copy", "reshape") and seen.operands[0] in home:
         seen = home[seen.operands[0]]
-    return home[seen.operands[1]].size if seen.opcode == "dynamic-update-slice" else one.size
+    return home[seen.operands[1]].size if seen.opcode == "dynamic-update-slice" else instruction.size
 
 
 def trip_count(program: Program, loop: Instruction) -> int | None:
@@ -197,15 +204,8 @@ def trip_count(program: Program, loop: Instruction) -> int | None:
         return int(known[1])
     if stated := re.search(rf"{SCOPE}(\d+)\)*/while$", scope(loop)):
         return int(stated[1])
-    return _counted(program, loop)
-
-
-def _counted(program: Program, loop: Instruction) -> int | None:
-    """How often a loop runs whose condition compares a counter with a number: a TPU's compiler does not note it.
-
-    jax's loops count from 0 in ones. The compiler's own, which exchange parts of a product's operand, count in twos
-    where it has unrolled them.
-    """
+    # A condition that compares a counter with a number: a TPU's compiler does not note it. jax's loops count from 0 in
+    # ones. The compiler's own, which exchange parts of a product's operand, count in twos where it has unrolled them.
     condition, body = loop.attribute("condition"), loop.attribute("body")
     assert condition is not None, f"a loop has a condition: {loop}"
     assert body is not None, f"a loop has a body: {loop}"
@@ -225,30 +225,23 @@ def _step(program: Program, body: str, counter: Instruction | None) -> int:
     raised = inside.get(root.operands[int(place[1])])
     if raised is None or raised.opcode != "add":
         return 1
-    steps = [int(one.literal) for name in raised.operands if (one := inside[name]).opcode == "constant"]
+    steps = [int(operand.literal) for name in raised.operands if (operand := inside[name]).opcode == "constant"]
     return steps[0] if steps else 1
 
 
-def scope(one: Instruction) -> str:
+def scope(instruction: Instruction) -> str:
     """Where an instruction comes from in the source, e.g. `jit(step)/while/body/dot_general`."""
-    return _quoted(one, "op_name")
+    return _quoted(instruction, "op_name")
 
 
-def _quoted(one: Instruction, name: str, equals: str = "=") -> str:
-    found = re.search(rf'\b{name}"?{equals}"([^"]*)"', one.text)
-    return found[1] if found else ""
+def _quoted(instruction: Instruction, name: str, equals: str = "=") -> str:
+    match = re.search(rf'\b{name}"?{equals}"([^"]*)"', instruction.text)
+    return match[1] if match else ""
 
 
-def _branches(one: Instruction) -> list[str]:
-    listed = one.attribute("branch_computations")
-    if listed is not None:
-        return re.findall(r"[\w.\-]+", listed)
-    return [name for kind in ("true", "false") if (name := one.attribute(f"{kind}_computation"))]
-
-
-def _shares(one: Instruction, branches: list[Account]) -> list[float]:
+def _shares(instruction: Instruction, branches: list[Account]) -> list[float]:
     """How often each branch is taken: by what its scope states, else always the one that does most."""
-    stated = re.findall(rf"{CHOICE}(\d+(?:_\d+)*)", scope(one))
+    stated = re.findall(rf"{CHOICE}(\d+(?:_\d+)*)", scope(instruction))
     times = list(map(int, stated[-1].split("_"))) if stated else []
     if len(times) == len(branches):
         return [number / sum(times) for number in times]
@@ -260,13 +253,13 @@ def _shares(one: Instruction, branches: list[Account]) -> list[float]:
     return [float(branch is dearest) for branch in branches]
 
 
-def sent(kind: str, one: Instruction, home: Computation) -> int:
+def sent(kind: str, instruction: Instruction, home: Computation) -> int:
     """Bytes that each device sends in a collective, as a ring over its group does; the most, where data decide."""
     # Of the others, one is where the rows come to, and the rest are numbers of rows.
-    names = one.operands[:1] if kind == RAGGED else one.operands
+    names = instruction.operands[:1] if kind == RAGGED else instruction.operands
     # In whichever memory they are.
     operands = sum(size(home[name].kind, caches=True) for name in names if name in home)
-    number = len(group(one.text))
+    number = len(group(instruction.text))
     if kind == "collective-permute":
         return operands
     if kind == "all-gather":
@@ -282,16 +275,14 @@ def largest(text: str, number: int = 5) -> list[tuple[int, str, str, str]]:
         ValueError: it is not the text of a program.
     """
     program = parsed(text)
-    found: dict[str, tuple[int, str, str, str]] = {}
-    fused = {name for home in program.computations.values() for one in home.values() for name in _fusions(one)}
+    arrays: dict[str, tuple[int, str, str, str]] = {}
+    fused: set[str] = set()
+    for home in program.computations.values():
+        for instruction in home.values():
+            fused |= set(instruction.calls) if instruction.opcode not in ("call", "async-start") else set()
     for name, home in program.computations.items():
-        for one in home.values():
-            if name not in fused and one.opcode not in FREE and not one.kind.startswith("("):
-                found.setdefault(
-                    one.kind.split("{")[0], (size(one.kind), one.kind.split("{")[0], scope(one), program.line(one))
-                )
-    return sorted(found.values(), reverse=True)[:number]
-
-
-def _fusions(one: Instruction) -> tuple[str, ...]:
-    return one.calls if one.opcode not in ("call", "async-start") else ()
+        for instruction in home.values():
+            if name not in fused and instruction.opcode not in FREE and not instruction.kind.startswith("("):
+                kind, line = instruction.kind.split("{")[0], program.line(instruction)
+                arrays.setdefault(kind, (size(instruction.kind), kind, scope(instruction), line))
+    return sorted(arrays.values(), reverse=True)[:number]

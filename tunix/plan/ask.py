@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,10 +76,20 @@ def ask(
     try:
         worker.stdin.write(json.dumps(request))
         worker.stdin.close()
-        for line in _lines(worker.stdout):
-            _add(plan, line)
-            if words := _doing(line):
-                tell(words)
+        for line in map(json.loads, worker.stdout):
+            if "error" in line:
+                raise UserError(line["error"])
+            if "verdict" in line:
+                plan.verdicts.append(line["verdict"])
+            if "change" in line:
+                plan.changes[line["stage"]] = line["change"]
+            if "begun" in line:
+                tell("tracing the programs")
+            if "trying" in line:
+                plan.tried.append(line["trying"])
+                tell(f"it does not fit; trying {line['trying']}")
+            if "compiling" in line:
+                tell(f"compiling {line['compiling']}")
         code = worker.wait()
     finally:
         plan.late = not stop.is_alive()
@@ -89,27 +99,3 @@ def ask(
     if code and not plan.late:
         raise UserError(f"the plan's process ended with {code}: {''.join(noise[-3:]).strip()[-600:]}")
     return plan
-
-
-def _lines(file: Iterable[str]) -> Iterator[dict[str, Any]]:
-    return (json.loads(line) for line in file)
-
-
-def _doing(line: dict[str, Any]) -> str | None:
-    """What the worker begins with a line, in words; None where it tells a result."""
-    if "begun" in line:
-        return "tracing the programs"
-    if "trying" in line:
-        return f"it does not fit; trying {line['trying']}"
-    return f"compiling {line['compiling']}" if "compiling" in line else None
-
-
-def _add(plan: Plan, line: dict[str, Any]) -> None:
-    if "error" in line:
-        raise UserError(line["error"])
-    if "verdict" in line:
-        plan.verdicts.append(line["verdict"])
-    if "trying" in line:
-        plan.tried.append(line["trying"])
-    if "change" in line:
-        plan.changes[line["stage"]] = line["change"]

@@ -1,12 +1,21 @@
 """A program as XLA prints it, read into computations of instructions. Loads without jax.
 
-The text is what `jax.stages.Compiled.as_text()` returns: the program of one device, after all optimizations.
+The text is what `jax.stages.Compiled.as_text()` returns: the program of one device, after all optimizations. It says in
+one of three ways which devices exchange arrays in a collective (`group`):
+
+replica_groups={{0,2},{1,3}}                                    lists
+replica_groups=[2,4]<=[4,2]T(1,0)                               two groups of four of the numbers 0..7, as `[4, 2]`
+                                                                transposed
+replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}    along axes of a mesh of those numbers
 """
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+
+import numpy as np
 
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
@@ -54,8 +63,8 @@ class Instruction:
 
     def attribute(self, name: str) -> str | None:
         """The name or braces that follow `name=`, e.g. `{1}` for `lhs_contracting_dims`; None without it."""
-        found = re.search(rf"\b{name}=(%?[\w.\-]+|\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}})", self.text)
-        return found[1].lstrip("%") if found else None
+        match = re.search(rf"\b{name}=(%?[\w.\-]+|\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}})", self.text)
+        return match[1].lstrip("%") if match else None
 
     def numbers(self, name: str) -> list[int]:
         """The numbers of an attribute such as `lhs_contracting_dims={1}`; none without it."""
@@ -76,9 +85,9 @@ class Program:
     lines: dict[str, str] = field(default_factory=dict)
     """Number of a stack frame -> the innermost line of tunix in it, e.g. `models/layers.py:240`."""
 
-    def line(self, one: Instruction) -> str:
+    def line(self, instruction: Instruction) -> str:
         """The line of tunix that an instruction comes from, e.g. `models/layers.py:240`; empty where it is unknown."""
-        frame = re.search(r"\bstack_frame_id=(\d+)", one.text)
+        frame = re.search(r"\bstack_frame_id=(\d+)", instruction.text)
         return self.lines.get(frame[1], "") if frame else ""
 
     def root(self, computation: str) -> Instruction:
@@ -95,13 +104,20 @@ def parsed(text: str) -> Program:
     computations: dict[str, Computation] = {}
     entry, current = "", ""
     for line in text.splitlines():
-        if (found := _COMPUTATION.match(line)) and not line.startswith("HloModule"):
-            current = found[2]
+        if (match := _COMPUTATION.match(line)) and not line.startswith("HloModule"):
+            current = match[2]
             computations[current] = {}
-            entry = current if found[1] else entry
-        elif current and (found := _INSTRUCTION.match(line)):
-            one = _instruction(found)
-            computations[current][one.name] = one
+            entry = current if match[1] else entry
+        elif current and (match := _INSTRUCTION.match(line)):
+            # Operands go up to the closing parenthesis, then come attributes.
+            depth, rest = 1, match[5]
+            end = next(at for at, sign in enumerate(rest) if (depth := depth + (sign == "(") - (sign == ")")) == 0)
+            inside = rest[:end]
+            names = re.findall(r"%([\w.\-]+)", inside) or [name.strip() for name in inside.split(",") if name.strip()]
+            instruction = Instruction(
+                match[2], match[3], match[4], tuple(names), rest[end:], root=bool(match[1]), literal=inside
+            )
+            computations[current][instruction.name] = instruction
     if not entry:
         raise ValueError("this is not the text of a compiled program: it has no ENTRY")
     return Program(computations, entry, _lines(text[: text.index("ENTRY ")]))
@@ -129,14 +145,6 @@ def _lines(text: str) -> dict[str, str]:
     return {frame: innermost(frame) for frame in frames}
 
 
-def _instruction(found: re.Match) -> Instruction:
-    """An instruction from a matched line: operands up to the closing parenthesis, then attributes."""
-    depth, rest = 1, found[5]
-    end = next(at for at, sign in enumerate(rest) if (depth := depth + (sign == "(") - (sign == ")")) == 0)
-    names = re.findall(r"%([\w.\-]+)", rest[:end]) or [name.strip() for name in rest[:end].split(",") if name.strip()]
-    return Instruction(found[2], found[3], found[4], tuple(names), rest[end:], bool(found[1]), rest[:end])
-
-
 def arrays(kind: str) -> list[tuple[str, tuple[int, ...]]]:
     """Type and shape of each array in a type as XLA prints it, e.g. `(f32[2,3]{1,0}, s32[])`."""
     return [(one[1], tuple(int(n) for n in one[2].split(",") if n)) for one in _ARRAY.finditer(kind)]
@@ -157,5 +165,45 @@ def bits(dtype: str) -> int:
     """Bits of one number of a type: 32 for `f32`, 8 for `f8e4m3fn`."""
     if dtype in _BITS:
         return _BITS[dtype]
-    found = re.search(r"\d+", dtype)
-    return int(found[0]) if found else 0
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 0
+
+
+ARRANGED = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+"""Consecutive numbers of this shape, transposed."""
+
+
+def group(text: str) -> Sequence[int]:
+    """The first group of the collective that an instruction's text describes; `(0, 1)` where it names none."""
+    if match := re.search(rf"replica_groups=\[(\d+),(\d+)\]<={ARRANGED}", text):
+        return _numbers(match[3], match[4]).reshape(int(match[1]), int(match[2]))[0].tolist()
+    if match := re.search(rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({ARRANGED}\))? \{{([^}}]*)\}}", text):
+        return _along(match[1], match[2], match[3], match[4])
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]*)\}", text)
+    return _integers(listed[1]) if listed and listed[1] else (0, 1)
+
+
+def _along(sizes: str, shape: str | None, order: str | None, axes: str) -> Sequence[int]:
+    """The first group along axes of a mesh. `'a':(2)4` is the part of size 4 of an axis, past a part of size 2."""
+    mesh = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", sizes)}
+    wanted = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes)
+    parts = {name: (int(before or 1), int(size or mesh[name])) for name, before, size in wanted}
+    split: list[int] = []
+    taken: list[slice | int] = []
+    for name, size in mesh.items():
+        before, middle = parts.get(name, (1, 1))
+        split += [before, middle, size // before // middle]
+        taken += [0, slice(None), 0]
+    numbers = np.arange(math.prod(mesh.values())) if shape is None else _numbers(shape, order)
+    return numbers.reshape(split)[tuple(taken)].reshape(-1).tolist()
+
+
+def _numbers(shape: str, order: str | None) -> np.ndarray:
+    """`[N]`: consecutive numbers of a shape, transposed."""
+    sizes = _integers(shape)
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    return (numbers if order is None else numbers.transpose(_integers(order))).reshape(-1)
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]

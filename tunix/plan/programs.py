@@ -4,7 +4,6 @@ Axes: M micro-batches, R rows of a micro-batch, T time, S sequences, D model wid
 Sl slots.
 """
 
-from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -25,16 +24,13 @@ from tunix.rollout.engine.pieces import Piece
 from tunix.rollout.engine.programs import State, blank, decode, prefill
 from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
-from tunix.trainer.frozen_model import beside
+from tunix.trainer.frozen_model import compute_states, not_shared
 from tunix.trainer.learner import abstract_moments
 from tunix.trainer.logprobs import Scorer, Scores
-from tunix.trainer.microbatches import PER_TOKEN, Microbatcher
-from tunix.trainer.spec import TrainerSpec
+from tunix.trainer.microbatches import PER_TOKEN, Microbatcher, TrainerSpec
 from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TeacherStates, TrainState
-from tunix.trainer.teacher import compute_states
 from tunix.types import Batch, Loss, Pictures
 from tunix.util.exact import jit
-from tunix.util.sizes import bytes_of
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 """Parameters by name: shape, dtype and sharding."""
@@ -73,10 +69,16 @@ class BatchShape(NamedTuple):
             microbatcher: splits it.
             pictures: the field, of rows that have them.
         """
-        names = (tuple(x) for x in (batch.counts, batch.per_token, batch.per_sequence))
-        number, (_, length) = microbatcher.number(batch), batch.tokens.shape
         return cls(
-            number, microbatcher.rows, length, len(batch.weights), batch.parents is not None, *names, pictures=pictures
+            number=microbatcher.number(batch),
+            rows=microbatcher.rows,
+            length=batch.tokens.shape[1],
+            sequences=len(batch.weights),
+            parents=batch.parents is not None,
+            counts=tuple(batch.counts),
+            per_token=tuple(batch.per_token),
+            per_sequence=tuple(batch.per_sequence),
+            pictures=pictures,
         )
 
 
@@ -120,15 +122,18 @@ def step(
     # Records hold arrays, so they are made while the program is traced.
     def run(state: tuple, frozen: tuple, batch: tuple, key: PRNGKeyArray) -> tuple:
         base, reference, states = frozen
-        told = None if states is None else TeacherStates(states[0], states[1], softcap)
-        new, metrics = compute.step(TrainState(*state), FrozenInputs(base, reference, told), _record(batch), key, loss)
+        of_teacher = None if states is None else TeacherStates(states[0], states[1], softcap)
+        new, metrics = compute.step(
+            TrainState(*state), FrozenInputs(base, reference, of_teacher), _record(batch), key, loss
+        )
         return (new.params, new.moments, new.step), metrics
 
     number, key = jax.eval_shape(lambda: (jnp.int32(0), jax.random.key(0)))
-    number, key = (_on(spec.mesh, x) for x in (number, key))
+    everywhere = NamedSharding(spec.mesh, PartitionSpec())
+    number, key = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for x in (number, key))
     state, states = (params, moments(spec, params), number), None if teacher is None else teacher[:2]
     compiled = jit(run, donate_argnums=0, options=compiler_options(spec.mesh, spec.model.dtype))
-    frozen = (base, None if reference is None else beside(base, reference), states)
+    frozen = (base, None if reference is None else not_shared(base, reference), states)
     with jax.set_mesh(spec.mesh):
         return compiled.lower(state, frozen, _microbatches(spec.mesh, batch), key)
 
@@ -154,13 +159,13 @@ def scoring(
 
 
 def teacher_states(
-    model: Model, mesh: Mesh, params: Shapes, own: BatchShape, students: BatchShape
+    model: Model, mesh: Mesh, params: Shapes, batch_of_teacher: BatchShape, students: BatchShape
 ) -> jax.stages.Lowered:
     """A teacher's states of a batch, as `Teacher.states` computes them.
 
     Args:
         mesh: the teacher's.
-        own: the batch in the teacher's micro-batches.
+        batch_of_teacher: the batch in the teacher's micro-batches.
         students: the same batch in the student's.
     """
 
@@ -168,7 +173,7 @@ def teacher_states(
         return compute_states(model, params, _record(batch), students.number, students.rows)
 
     with jax.set_mesh(mesh):
-        return jit(run).lower(params, _microbatches(mesh, own))
+        return jit(run).lower(params, _microbatches(mesh, batch_of_teacher))
 
 
 def teacher_shape(model: Model, students: Mesh, batch: BatchShape) -> TeacherShape:
@@ -188,53 +193,43 @@ def views(model: Model, mesh: Mesh, params: Shapes) -> Weights:
             weights = weights._replace(layers=tuple({**mine, **more} for mine, more in settled))
         top = {name: _placed(mesh, x.shape, x.dtype, view_axes(model, name)) for name, x in weights.top.items()}
 
-        def layer(own: Mapping[str, Any]) -> Any:
-            return {
+        layers = tuple(
+            {
                 name: _placed(mesh, x.shape, x.dtype, view_axes(model, LAYERS + name)[: len(x.shape)])
-                for name, x in own.items()
+                for name, x in layer.items()
             }
-
-        return Weights(cast(Params, top), tuple(map(layer, weights.layers)))
+            for layer in weights.layers
+        )
+        return Weights(cast(Params, top), cast(Any, layers))
 
 
 def shared(weights: Weights, base: Shapes) -> dict[str, Any]:
     """The shapes of the tables that the engine shares with a frozen base instead of copying them."""
+    tables = {name: cast(Any, x) for name, x in weights.top.items() if is_top(name) and name in base}
     return {
-        name: x for name, x in weights.top.items() if is_top(name) and name in base and _alike(base[name], cast(Any, x))
+        name: x
+        for name, x in tables.items()
+        if x.dtype == base[name].dtype and base[name].sharding.is_equivalent_to(x.sharding, len(x.shape))
     }
-
-
-def view_bytes(weights: Weights, names: Collection[str]) -> int:
-    """Bytes on each device of the engine's copies of these parameters."""
-    layers = [x for layer in weights.layers for name, x in layer.items() if LAYERS + name in names]
-    return bytes_of([layers, [x for name, x in weights.top.items() if name in names]])
-
-
-def _alike(one: jax.ShapeDtypeStruct, other: jax.ShapeDtypeStruct) -> bool:
-    """Whether two arrays of one shape have one dtype and one place."""
-    assert one.sharding is not None
-    assert other.sharding is not None
-    return one.dtype == other.dtype and one.sharding.is_equivalent_to(other.sharding, len(one.shape))
 
 
 def state_of(model: Model, mesh: Mesh, sizes: Sizes) -> State:
     """The shapes of the engine's slots and pages."""
     with jax.set_mesh(mesh):
         state = blank.eval_shape(model, sizes)
-        caches = tuple(_placed_cache(mesh, one) for one in state.caches)
+        caches: list[Any] = []
+        for cache in state.caches:
+            if isinstance(cache, SlotStates):
+                pairs = zip(cache, STATE_AXES, strict=True)
+                caches.append(SlotStates(*(_placed(mesh, x.shape, x.dtype, axes) for x, axes in pairs)))  # pyright: ignore[reportArgumentType]
+            elif cache is not None:
+                caches.append(placed(cache, lambda x, axes: _placed(mesh, x.shape, x.dtype, axes)))
+            else:  # a layer that keeps nothing of earlier tokens
+                caches.append(None)
     hidden = _placed(mesh, state.hidden.shape, model.dtype, ("rows", None))
     progress = jax.tree.map(lambda x: _placed(mesh, x.shape, x.dtype, ("rows",)), state.progress)
     recent = _placed(mesh, state.recent.shape, state.recent.dtype, ("rows", None))
-    return State(caches, cast(jax.Array, hidden), progress, cast(jax.Array, recent))
-
-
-def _placed_cache(mesh: Mesh, cache: Any) -> Any:
-    """The shapes of what a layer keeps of earlier tokens, where they are; None where it keeps nothing."""
-    if cache is None:
-        return None
-    if isinstance(cache, SlotStates):
-        return SlotStates(*(_placed(mesh, x.shape, x.dtype, axes) for x, axes in zip(cache, STATE_AXES, strict=True)))  # pyright: ignore[reportArgumentType]
-    return placed(cache, lambda x, axes: _placed(mesh, x.shape, x.dtype, axes))
+    return State(tuple(caches), cast(jax.Array, hidden), progress, cast(jax.Array, recent))
 
 
 def decoding(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: Sizes) -> jax.stages.Lowered:
@@ -252,28 +247,17 @@ def prefilling(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: 
         return prefill.lower(model, weights, state, Piece(Holdings(sizes), sizes.piece).inputs)
 
 
-def gradient_bytes(params: Shapes, batch: BatchShape) -> int:
-    """Bytes of the gradients on each device: their sum over micro-batches, in float32 or wider, and a micro-batch's."""
-    own = bytes_of(params)
-    if batch.number == 1:
-        return own
-    wide = {name: x.update(dtype=jnp.promote_types(x.dtype, jnp.float32)) for name, x in params.items()}
-    return own + bytes_of(wide)
-
-
-def _on(mesh: Mesh, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The shape of an array that every device holds."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-
-
 def _placed(mesh: Mesh, shape: tuple[int, ...], dtype: object, axes: Axes) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(axes, shape, mesh))
 
 
 def _record(fields: tuple) -> Microbatches:
     """The record of what `_microbatches` returned, with arrays."""
-    *rest, pictures = fields
-    return Microbatches(*rest, pictures=None if pictures is None else Pictures(*pictures))
+    rows, values, weights, lengths, counts, per_sequence, filled, pictures = fields
+    if pictures is not None:
+        pixels, grids, places, rope = pictures
+        pictures = Pictures(pixels, grids, places, rope)
+    return Microbatches(rows, values, weights, lengths, counts, per_sequence, filled, pictures)
 
 
 def _microbatches(mesh: Mesh, batch: BatchShape) -> tuple:
@@ -297,9 +281,9 @@ def _microbatches(mesh: Mesh, batch: BatchShape) -> tuple:
     pictures = None
     if batch.pictures is not None:
         number, vision = batch.pictures
-        own, by_row = (*shape[:2], number), NamedSharding(mesh, PartitionSpec(None, RULES["rows"]))
-        pixels = jax.ShapeDtypeStruct((*own, *vision.shape), jnp.uint8, sharding=by_row)
-        grids = jax.ShapeDtypeStruct((*own, 2), jnp.int32, sharding=by_row)
+        by_picture, by_row = (*shape[:2], number), NamedSharding(mesh, PartitionSpec(None, RULES["rows"]))
+        pixels = jax.ShapeDtypeStruct((*by_picture, *vision.shape), jnp.uint8, sharding=by_row)
+        grids = jax.ShapeDtypeStruct((*by_picture, 2), jnp.int32, sharding=by_row)
         rope = jax.ShapeDtypeStruct((*shape, 3), jnp.int32, sharding=places) if vision.turns else None
         pictures = pixels, grids, token("places"), rope
     return {name: token(name) for name in names}, values, each, each, counts, per_sequence, filled, pictures

@@ -12,9 +12,10 @@ from collections.abc import Sequence as List
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tunix.config import RowKind
@@ -66,13 +67,11 @@ class Program:
     """Whose devices run it."""
 
     @classmethod
-    def traced(
-        cls, name: str, reads: tuple[str, ...], lower: Callable[[], jax.stages.Lowered], **more: Any
-    ) -> "Program":
-        """A program that is lowered now, and how long that takes; `more` are other fields."""
+    def traced(cls, name: str, reads: tuple[str, ...], lower: Callable[[], jax.stages.Lowered]) -> "Program":
+        """A program that is lowered now, and how long that takes."""
         start = time.perf_counter()
         lowered = lower()
-        return cls(name, reads, lowered, traced_in=time.perf_counter() - start, **more)
+        return cls(name, reads, lowered, traced_in=time.perf_counter() - start)
 
 
 class Recorder(Rehearsal):
@@ -117,7 +116,11 @@ class Recorder(Rehearsal):
             head=of == "policy",
         )
         program.tokens = int((np.asarray(batch.segment_ids) > 0).sum())
-        program.gradients = programs.gradient_bytes(trained.params, shape)
+        program.gradients = bytes_of(trained.params)
+        if shape.number > 1:  # and their sum over micro-batches, in float32 or wider
+            program.gradients += bytes_of(
+                {name: x.update(dtype=jnp.promote_types(x.dtype, jnp.float32)) for name, x in trained.params.items()}
+            )
         assert program.lowered is not None, "updates are lowered"
         return dict.fromkeys(program.lowered.out_info[1], 0.0)
 
@@ -145,15 +148,6 @@ class Recorder(Rehearsal):
         """Records the scoring of sequences; their values are zeros."""
         return self._score("values", self.subject.critic or self.subject.policy, sequences, "values", size=size)
 
-    def precomputed(self, other: bool, sequence: Sequence) -> np.ndarray:
-        """Records how reference log-probs are computed before training; they are zeros.
-
-        Args:
-            other: whether the reference is another model than the policy at its start.
-        """
-        of = "reference" if other else "policy"
-        return self.logprobs([sequence], of)[0]
-
     def _score(
         self,
         name: str,
@@ -173,13 +167,13 @@ class Recorder(Rehearsal):
         seen = None if vision is None else (microbatcher.pictures, vision)
         shape = BatchShape.of(batch, microbatcher, seen)
         reads = {"log-probs": "weights", "entropies": "weights", "reference's log-probs": "reference"}
-        mine = reads.get(name, "teacher" if name.startswith("teacher") else "critic and its moments")
+        weights_read = reads.get(name, "teacher" if name.startswith("teacher") else "critic and its moments")
         if name == "values" and self.subject.critic is None:
-            mine = "weights"
+            weights_read = "weights"
         program = self._add(
             (name, shape, temperature),
             name,
-            (mine, "frozen base"),
+            (weights_read, "frozen base"),
             lambda: programs.scoring(scorer, params, shape, kind, temperature),
         )
         program.work = arithmetic.scoring(
@@ -195,17 +189,17 @@ class Recorder(Rehearsal):
 
     def _teach(self, teacher: Frozen, batch: Batch, shape: BatchShape) -> None:
         """Records the teacher's pass over a batch."""
-        own = BatchShape.of(batch, teacher.microbatcher)
+        batch_of_teacher = BatchShape.of(batch, teacher.microbatcher)
         mesh = teacher.microbatcher.mesh
 
         def lower() -> jax.stages.Lowered:
-            return programs.teacher_states(teacher.model, mesh, teacher.params, own, shape)
+            return programs.teacher_states(teacher.model, mesh, teacher.params, batch_of_teacher, shape)
 
-        program = self._add(("teacher", own), "teacher's states", ("teacher",), lower)
+        program = self._add(("teacher", batch_of_teacher), "teacher's states", ("teacher",), lower)
         program.work = arithmetic.scoring(
             teacher.model.config,
             batch,
-            weights=own.number * bytes_of(teacher.params),
+            weights=batch_of_teacher.number * bytes_of(teacher.params),
             devices=mesh.size,
             head=False,
         )
@@ -223,7 +217,8 @@ def programs_of(subject: Subject) -> list[Program]:
     """The programs of a run, those that need most first."""
     recorder, algorithm = Recorder(subject), subject.algorithm
     if algorithm.precomputes:
-        algorithm.precomputed_logprobs = partial(recorder.precomputed, algorithm.reference_path is not None)
+        of = "policy" if algorithm.reference_path is None else "reference"  # the policy at its start, or another model
+        algorithm.precomputed_logprobs = lambda sequence: recorder.logprobs([sequence], of)[0]
     spec = subject.policy.spec
     with closing(recorder.stream(algorithm, spec.model.config, spec.mesh)) as stream:
         item = next(stream)
@@ -252,9 +247,11 @@ def _sampling(subject: Subject) -> list[Program]:
     copy, twice = ("sampler's copy",), sampled.copied - bytes_of(sampled.weights)
     decode = partial(programs.decoding, spec.model, mesh, sampled.weights, state, sizes)
     prefill = partial(programs.prefilling, spec.model, mesh, sampled.weights, state, sizes)
-    piece, shared = sizes.piece * sizes.shards, {"caches": pages, "besides": twice, "place": place}
-    decoding = Program.traced("decode", copy, decode, tokens=sizes.slots, **shared)
-    filling = Program.traced("prefill", copy, prefill, tokens=piece, **shared)
+    piece = sizes.piece * sizes.shards
+    decoding, filling = Program.traced("decode", copy, decode), Program.traced("prefill", copy, prefill)
+    decoding.tokens, filling.tokens = sizes.slots, piece
+    for program in (decoding, filling):
+        program.caches, program.besides, program.place = pages, twice, place
     if subject.algorithm.train_on == RowKind.PROMPT:
         prompts, work = subject.recipe.batch_size, sampled.work
         requests = prompts * subject.recipe.algorithm.samples_per_prompt

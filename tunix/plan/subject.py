@@ -14,7 +14,7 @@ from tunix.config import DType, ModelConfig, RowKind
 from tunix.data.types import Prompt
 from tunix.hf.source import settled
 from tunix.mesh import build_mesh
-from tunix.models.kv_cache import Weights
+from tunix.models.kv_cache import LAYERS, Weights
 from tunix.models.model import Model
 from tunix.models.param_names import is_own
 from tunix.plan import programs
@@ -32,8 +32,7 @@ from tunix.run.experts import experts_line
 from tunix.run.streams import workload_of
 from tunix.run.teacher import divided
 from tunix.trainer.build import ClientSettings, critic_spec_of, sampler_of, spec_of, stored
-from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
-from tunix.trainer.spec import TrainerSpec
+from tunix.trainer.microbatches import Microbatcher, TrainerSpec, rows_per_microbatch
 from tunix.types import Sampling, Workload
 from tunix.util.sizes import bytes_of
 
@@ -99,7 +98,7 @@ class Subject:
     teacher: Frozen | None
     sampled: Sampled | None
     """None for a run that never samples."""
-    judge: Frozen | None = None
+    reward_model: Frozen | None = None
     """A reward model; it scores where completions are sampled."""
     chosen: tuple[str, ...] = ()
     """Lines about what was left to tunix: the mesh, the implementation of attention, what is recomputed."""
@@ -107,32 +106,32 @@ class Subject:
     @property
     def devices(self) -> dict[Place, int]:
         """How many devices each place has."""
-        found: dict[Place, int] = {"training": self.policy.spec.mesh.size}
+        numbers: dict[Place, int] = {"training": self.policy.spec.mesh.size}
         if self.sampled is not None:
-            found[self.sampled.place] = self.sampled.mesh.size
+            numbers[self.sampled.place] = self.sampled.mesh.size
         if self.teacher is not None:
-            found[self.taught_on] = self.teacher.microbatcher.mesh.size
-        return found
+            numbers[self.taught_on] = self.teacher.microbatcher.mesh.size
+        return numbers
 
     @property
     def taught_on(self) -> Place:
         """Whose devices a teacher uses."""
-        own = self.teacher is not None and self.teacher.microbatcher.mesh is not self.policy.spec.mesh
-        return "teaching" if own else "training"
+        elsewhere = self.teacher is not None and self.teacher.microbatcher.mesh is not self.policy.spec.mesh
+        return "teaching" if elsewhere else "training"
 
     @property
     def held(self) -> dict[Place, dict[str, int]]:
         """Bytes on each device of a place between two programs, by what they are."""
-        found: dict[Place, dict[str, int]] = {place: {} for place in self.devices}
-        found["training"] = self._trained()
+        bytes_by_place: dict[Place, dict[str, int]] = {place: {} for place in self.devices}
+        bytes_by_place["training"] = self._trained()
         if self.teacher is not None:
-            found[self.taught_on]["teacher"] = bytes_of(self.teacher.params)
+            bytes_by_place[self.taught_on]["teacher"] = bytes_of(self.teacher.params)
         place: Place = "training" if self.sampled is None else self.sampled.place
-        if self.judge is not None:
-            found[place]["reward model"] = bytes_of(self.judge.params)
+        if self.reward_model is not None:
+            bytes_by_place[place]["reward model"] = bytes_of(self.reward_model.params)
         if self.sampled is not None:
-            found[place] |= {"sampler's copy": self.sampled.copied, "newer weights": self.sampled.newer}
-        return {place: {name: size for name, size in held.items() if size} for place, held in found.items()}
+            bytes_by_place[place] |= {"sampler's copy": self.sampled.copied, "newer weights": self.sampled.newer}
+        return {place: {name: size for name, size in held.items() if size} for place, held in bytes_by_place.items()}
 
     def _trained(self) -> dict[str, int]:
         """What training holds on each of its devices."""
@@ -184,7 +183,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
         _reference(algorithm, settings, policy),
         _teacher(recipe, policy.spec, devices),
         _sampled(recipe, algorithm, settings, policy, memory),
-        _judge(recipe, policy.spec, sampling_mesh),
+        _reward_model(recipe, policy.spec, sampling_mesh),
         tuple(filter(None, (why if mesh.size > 1 else None, attention, experts, remat_line(policy.spec), sampling))),
     )
 
@@ -217,8 +216,8 @@ def _teacher(recipe: Recipe, student: TrainerSpec, devices: list[Any]) -> Frozen
     config = recipe.teacher
     if config is None:
         return None
-    own = ModelConfig(init="random", family=config.family, sizes=config.sizes) if config.path is None else None
-    source = structure(own or ModelConfig(path=config.path))
+    random = ModelConfig(init="random", family=config.family, sizes=config.sizes) if config.path is None else None
+    source = structure(random or ModelConfig(path=config.path))
     mesh = student.mesh if config.mesh is None else build_mesh(config.mesh, divided(config, devices)[1])
     model = Model(source.decoder, dtype=config.dtype)
     rows = rows_per_microbatch(
@@ -228,7 +227,7 @@ def _teacher(recipe: Recipe, student: TrainerSpec, devices: list[Any]) -> Frozen
     return Frozen(model, params, Microbatcher(rows, mesh))
 
 
-def _judge(recipe: Recipe, policy: TrainerSpec, sampling: Mesh | None) -> Frozen | None:
+def _reward_model(recipe: Recipe, policy: TrainerSpec, sampling: Mesh | None) -> Frozen | None:
     if recipe.reward is None or recipe.reward.model is None:
         return None
     decoder = structure(ModelConfig(path=recipe.reward.model)).decoder
@@ -247,7 +246,10 @@ def _sampled(
     engine = sampler_of(settings, spec, memory)
     weights = programs.views(spec.model, engine.mesh, policy.all)
     matters, sizes = work.requests > recipe.eval.samples, engine.sizes.of_requests([work.length] * work.requests)
-    moved = programs.view_bytes(weights, policy.params)
+    # The engine's copies of what trains.
+    top = [x for name, x in weights.top.items() if name in policy.params]
+    layers = [x for layer in weights.layers for name, x in layer.items() if LAYERS + name in policy.params]
+    moved = bytes_of([layers, top])
     if settings.sampler_devices is not None:
         params = spec.model.abstract(_cast(settings, spec.model), engine.mesh)
         arriving, later = (max(bytes_of(params[name]) for name in names) for names in (params, policy.params))
@@ -261,9 +263,9 @@ def _sampled(
 
 def _workload(recipe: Recipe, algorithm: Algorithm) -> Workload | None:
     """The largest workload of the sampler: of a step, of an evaluation by rewards, or of the samples that are shown."""
-    judged = recipe.reward is not None or recipe.rollout.environment is not None
+    rewarded = recipe.reward is not None or recipe.rollout.environment is not None
     held_out = bool(recipe.data.eval or recipe.data.eval_split) and recipe.algorithm.has_lm_head
-    prompts = [Prompt(np.zeros(1, np.int32), "", {})] * recipe.eval.rows if held_out and judged else []
+    prompts = [Prompt(np.zeros(1, np.int32), "", {})] * recipe.eval.rows if held_out and rewarded else []
     work = workload_of(recipe, algorithm, Evaluation(algorithm, prompts=prompts))
     shown = recipe.eval.samples if held_out else 0
     if work is None and shown:

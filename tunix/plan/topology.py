@@ -56,7 +56,11 @@ def devices_of(topology: str) -> list[Any]:
         UserError: the name or the shape is not known, or the compiler is not installed.
     """
     chip = chip_of(topology)
-    require_compiler(topology)
+    if not any(installed(module) for module in COMPILERS[chip.platform]):
+        raise UserError(
+            f"topology {topology!r}: its compiler is not installed. It runs on any machine: "
+            + install_command(f"plan-{chip.platform}")
+        )
     name, _, shape = topology.partition(":")
     if chip.platform == "tpu":
         # Less than a host's chips have to be said to be all that it has.
@@ -78,15 +82,10 @@ def _described(name: str, **settings: Any) -> list[Any]:
     try:
         return list(topologies.get_topology_desc(name, **settings).devices)
     except Exception as error:  # each compiler has errors of its own
-        raise UserError(
-            f"topology {name!r} cannot be described: {str(error).splitlines()[0]}{_shapes(name)}"
-        ) from error
-
-
-def _shapes(topology: str) -> str:
-    """The shapes of a chip, as the end of a message; nothing for GPUs, which are only counted."""
-    name = topology.split(":")[0]
-    return f". Shapes of {name} are {', '.join(SHAPES[name])}." if name in SHAPES else ""
+        chip, why = name.split(":")[0], str(error).splitlines()[0]
+        # GPUs are only counted.
+        shapes = f". Shapes of {chip} are {', '.join(SHAPES[chip])}." if chip in SHAPES else ""
+        raise UserError(f"topology {name!r} cannot be described: {why}{shapes}") from error
 
 
 def limit_of(topology: str) -> int:
@@ -99,25 +98,3 @@ def near_of(topology: str) -> int:
     """How many devices a fast network joins: those of a host of GPUs, all TPUs of a slice."""
     number = number_of(topology)
     return min(number, GPUS_OF_A_HOST) if chip_of(topology).platform == "gpu" else number
-
-
-def roomiest(topology: str) -> str | None:
-    """As many of the TPUs with the most memory, v5p; None for other chips, and for v5p itself."""
-    if chip_of(topology).platform != "tpu" or topology.startswith("v5p"):
-        return None
-    shapes = [f"v5p:{shape}" for shape in SHAPES["v5p"]]
-    return next((one for one in shapes if number_of(one) == number_of(topology)), None)
-
-
-def require_compiler(topology: str) -> None:
-    """Checks that the compiler for a topology is installed.
-
-    Raises:
-        UserError: there is no such topology, or no such compiler.
-    """
-    platform = chip_of(topology).platform
-    if not any(installed(name) for name in COMPILERS[platform]):
-        raise UserError(
-            f"topology {topology!r}: its compiler is not installed. It runs on any machine: "
-            + install_command(f"plan-{platform}")
-        )

@@ -49,10 +49,10 @@ from tunix.run.streams import (
 )
 from tunix.run.teacher import build_teacher, divided, teacher_source
 from tunix.trainer.build import ClientSettings, ServerSettings, build_client
+from tunix.trainer.frozen_model import reference_of
 from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.perf import Work
 from tunix.trainer.progress import Display
-from tunix.trainer.reference import reference_of
 from tunix.trainer.trainer import Trainer
 from tunix.util.accelerators import accelerated
 

@@ -20,9 +20,9 @@ from tunix.rollout.servers.handover import moves_alone
 from tunix.run.inputs import Inputs
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import memory_of
+from tunix.trainer.microbatches import TrainerSpec
 from tunix.trainer.progress import readable
 from tunix.trainer.sampler_mesh import sampler_mesh
-from tunix.trainer.spec import TrainerSpec
 from tunix.util import startup
 
 

@@ -61,7 +61,7 @@ class RewardModel:
         inputs = [self._input(*each) for each in zip(prompts, completions, texts, strict=True)]
         readable = [with_spare(tokens) for tokens in inputs if not isinstance(tokens, Failure)]
         parts = [readable[i : i + TOGETHER] for i in range(0, len(readable), TOGETHER)]
-        begun = [self.scorer.values(self.params, part, TOGETHER) for part in parts]
+        begun = [self.scorer.scores("values", self.params, part, TOGETHER) for part in parts]
 
         def ended() -> list[Score]:
             scores = (float(values[-1]) for part in begun for values in part)

@@ -13,10 +13,10 @@ from tunix.lora.adapt import adapt
 from tunix.mesh import build_mesh
 from tunix.models.model import Model, Params
 from tunix.recipe.recipe import Recipe
+from tunix.trainer.frozen_model import Teacher
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import Demand, require
 from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
-from tunix.trainer.teacher import Teacher
 
 Devices = list[jax.Device]  # pyright: ignore[reportInvalidTypeForm]  # jax makes it as a variable
 

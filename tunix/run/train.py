@@ -18,7 +18,7 @@ import jax
 
 from tunix import __version__
 from tunix.distributed import processes
-from tunix.distributed.watch import together
+from tunix.distributed.meeting import together
 from tunix.recipe.recipe import Recipe, flattened
 from tunix.run.build import assemble
 from tunix.run.checkpoint_owner import checkpoint_folder

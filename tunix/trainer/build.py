@@ -4,7 +4,7 @@ Both `tunix.client` and a run's `assemble` call it. A teacher, and a reference t
 learner afterwards: `client.learner.teacher = ...`.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,16 +33,13 @@ from tunix.rollout.servers.sampler import ServerSampler
 from tunix.rollout.servers.types import Expected, Routing
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.export import Exporter, StoredPolicy
+from tunix.trainer.frozen_model import reference_of, snapshot
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import memory_of
-from tunix.trainer.microbatches import Microbatcher
+from tunix.trainer.microbatches import Microbatcher, TrainerSpec
 from tunix.trainer.optimizer import build_optimizer, build_schedule
-from tunix.trainer.reference import initial_reference
 from tunix.trainer.remat import chosen, held_by
-from tunix.trainer.resharding import bring_of
-from tunix.trainer.sampler_mesh import check_slots, sampler_mesh
-from tunix.trainer.sampler_room import room_of, shares
-from tunix.trainer.spec import TrainerSpec
+from tunix.trainer.sampler_mesh import bring_of, check_slots, room_of, sampler_mesh, shares
 from tunix.trainer.trainer import Trainer
 
 
@@ -124,8 +121,8 @@ def build_client(settings: ClientSettings, source: Source, mesh: Mesh, sampler: 
     memory = memory_of(list(mesh.devices.flat))
     spec = spec_of(settings, source, mesh, memory)
     if sampler is None:
-        here = settings.servers is None
-        sampler = sampler_of(settings, spec, memory) if here else servers_of(settings, spec, source)
+        local = settings.servers is None
+        sampler = sampler_of(settings, spec, memory) if local else servers_of(settings, spec, source)
     params, frozen = _weights(settings, source, spec.model, mesh)
     return local_client(
         spec,
@@ -173,17 +170,25 @@ def spec_of(settings: ClientSettings, source: Source, mesh: Mesh, memory: float 
     Raises:
         UserError: this device does not support the requested types.
     """
-    model = _model(settings, source)
+    critic, config, updates = settings.critic, settings.optimizer, settings.updates
+    model = adapted(with_stops(source), settings.model, settings.adapter, settings.rules)
+    model = replace(model, has_scalar_head=critic in ("shared", "alone"), has_lm_head=critic != "alone")
+    trained, _ = stored(settings, model)
     spec = TrainerSpec(
         model=model,
         mesh=mesh,
-        **_update_rule(settings.optimizer, settings.updates, model, stored(settings, model)[0]),
+        optimizer=build_optimizer(config, updates, {name: model.axes[name] for name in trained}),
+        schedule=build_schedule(config, updates),
         microbatcher=settings.microbatcher,
         length=settings.length,
         seed=settings.seed,
         adapter=settings.adapter,
     )
-    return spec if settings.model.remat != "auto" else _with_remat(settings, spec, memory)
+    if settings.model.remat != "auto":
+        return spec
+    params, frozen = (model.abstract(dtypes, mesh) for dtypes in stored(settings, model))
+    remat, reason = chosen(spec, held_by(spec, params, frozen, copies=1 + settings.reference), memory)
+    return replace(spec, model=replace(model, remat=remat), remat_reason=reason)
 
 
 def critic_spec_of(settings: ClientSettings, policy: TrainerSpec) -> TrainerSpec:
@@ -194,7 +199,9 @@ def critic_spec_of(settings: ClientSettings, policy: TrainerSpec) -> TrainerSpec
     model = replace(policy.model, has_scalar_head=True, has_lm_head=False, simulated=())
     rate, config = settings.critic_learning_rate, settings.optimizer
     config = config.model_copy(update={"learning_rate": rate}) if rate else config
-    return replace(policy, model=model, **_update_rule(config, settings.updates, model, stored(settings, model)[0]))
+    trained, _ = stored(settings, model)
+    optimizer = build_optimizer(config, settings.updates, {name: model.axes[name] for name in trained})
+    return replace(policy, model=model, optimizer=optimizer, schedule=build_schedule(config, settings.updates))
 
 
 def stored(settings: ClientSettings, model: Model) -> tuple[dict[str, DType], dict[str, DType]]:
@@ -206,10 +213,12 @@ def stored(settings: ClientSettings, model: Model) -> tuple[dict[str, DType], di
         return {name: trained for name in model.shapes if trains(name, full=True)}, {
             name: rest for name in model.shapes if not trains(name, full=True)
         }
-    mine = {name for name in (*filter(is_own, model.shapes), *tables(adapter, model.config)) if name in model.shapes}
+    of_adapter = {
+        name for name in (*filter(is_own, model.shapes), *tables(adapter, model.config)) if name in model.shapes
+    }
     base = [name for name in model.shapes if not is_own(name)]
     # In the order of the model's parameters.
-    return {name: trained for name in model.shapes if name in mine}, dict.fromkeys(base, rest)
+    return {name: trained for name in model.shapes if name in of_adapter}, dict.fromkeys(base, rest)
 
 
 def local_client(
@@ -232,8 +241,12 @@ def local_client(
         exporter: writes exported folders; None for one without tokenizer files.
         critic: a separate model that predicts the values of states.
     """
-    has_reference = keep_reference or spec.adapter is not None
-    learner = Learner(spec, params, frozen, initial_reference(spec, params, frozen) if has_reference else None)
+    reference = None
+    if spec.adapter is not None:
+        reference = reference_of(spec, frozen)
+    elif keep_reference:
+        reference = reference_of(spec, snapshot(spec.model, spec.mesh, params))
+    learner = Learner(spec, params, frozen, reference)
     sampler = sampler or engine_of(spec, params)
     return Trainer(learner, sampler, exporter, critic)
 
@@ -244,19 +257,30 @@ def sampler_of(settings: ClientSettings, spec: TrainerSpec, memory: float | None
     Raises:
         UserError: its mesh or its slots do not divide, or there is no room for a request.
     """
-    own = settings.sampler_devices
-    mesh, _ = sampler_mesh(spec.mesh if own is None else own, settings.sampler_mesh, spec.model, memory)
+    devices = settings.sampler_devices
+    mesh, _ = sampler_mesh(spec.mesh if devices is None else devices, settings.sampler_mesh, spec.model, memory)
     trained, _ = stored(settings, spec.model)
     policies = [spec] if settings.critic != "own" else [spec, critic_spec_of(settings, spec)]
-    weights = [[one.model.abstract(dtypes, one.mesh) for dtypes in stored(settings, one.model)] for one in policies]
-    held = [(one, params, frozen) for one, (params, frozen) in zip(policies, weights, strict=True)]
+    weights = [
+        [policy.model.abstract(dtypes, policy.mesh) for dtypes in stored(settings, policy.model)] for policy in policies
+    ]
+    held = [(policy, params, frozen) for policy, (params, frozen) in zip(policies, weights, strict=True)]
     # Devices of its own hold nothing else.
-    held, references = (held, settings.reference) if own is None else ([], False)
+    held, references = (held, settings.reference) if devices is None else ([], False)
     newer = trained if settings.sampler_ahead else ()
     room = room_of(settings.sampler_memory, memory, mesh, spec.model, held, references=references, newer=newer)
-    how = {"cache": settings.cache_dtype, "guesses": settings.guesses}
     try:
-        return engine_of(spec, trained, settings.slots, settings.longest, settings.decode, mesh, room, **how)
+        return engine_of(
+            spec,
+            trained,
+            settings.slots,
+            settings.longest,
+            settings.decode,
+            mesh,
+            room,
+            cache=settings.cache_dtype,
+            guesses=settings.guesses,
+        )
     except NoRoom as error:
         assert room is not None, "where the memory is not known there is room for everything"
         assert memory is not None
@@ -274,10 +298,11 @@ def servers_of(settings: ClientSettings, spec: TrainerSpec, source: Source) -> S
         (bare if adapter else exporter)(path, spec, dict(params), {}, adapter=adapter)
 
     longest = settings.longest or spec.length
-    given = (servers.text, servers.ids, servers.temperature, servers.tolerance)
     config = spec.model.config
     routing = Routing(*config.routed, config.experts.number) if config.routed and config.experts else None
-    expected = Expected(config.vocab_size, longest, *given, routing)
+    expected = Expected(
+        config.vocab_size, longest, servers.text, servers.ids, servers.temperature, servers.tolerance, routing
+    )
     probe = Probe(spec.model, spec.mesh, spec.length, expected)
     handover = Handover(servers.folder, write, moves_alone(spec.adapter))
     return ServerSampler(servers.urls, servers.timeout, handover, probe, expected, settings.decode)
@@ -312,18 +337,18 @@ def engine_of(
     mesh = mesh or own_part(spec.mesh)
     if slots is not None:
         check_slots(slots, mesh)
-    moving = () if spec.adapter is None else tuple(params)
-    length = length or spec.length
-    how = {"cache": cache, "decode": decode, "moving": moving, "room": room, "guesses": guesses}
-    how["bring"] = bring_of(spec.model, spec.mesh, mesh)
-    return Engine(spec.model, mesh, slots=slots, length=length, **how)
-
-
-def _model(settings: ClientSettings, source: Source) -> Model:
-    """The model to train: the source's structure with the configured adapter, rounding and heads."""
-    critic = settings.critic
-    model = adapted(with_stops(source), settings.model, settings.adapter, settings.rules)
-    return replace(model, has_scalar_head=critic in ("shared", "alone"), has_lm_head=critic != "alone")
+    return Engine(
+        spec.model,
+        mesh,
+        slots=slots,
+        length=length or spec.length,
+        cache=cache,
+        decode=decode,
+        moving=() if spec.adapter is None else tuple(params),
+        room=room,
+        guesses=guesses,
+        bring=bring_of(spec.model, spec.mesh, mesh),
+    )
 
 
 def _weights(settings: ClientSettings, source: Source, model: Model, mesh: Mesh) -> tuple[Params, Params]:
@@ -339,36 +364,18 @@ def _weights(settings: ClientSettings, source: Source, model: Model, mesh: Mesh)
     return started(adapter, model, params, base, trained, mesh), base
 
 
-def _update_rule(config: OptimizerConfig, updates: int, model: Model, trained: Iterable[str]) -> Mapping:
-    """The `optimizer` and `schedule` arguments of a `TrainerSpec`.
-
-    Args:
-        trained: names of the weights that train.
-    """
-    axes = {name: model.axes[name] for name in trained}
-    return {"optimizer": build_optimizer(config, updates, axes), "schedule": build_schedule(config, updates)}
-
-
 def _critic(settings: ClientSettings, policy: TrainerSpec, params: Params, frozen: Params) -> Learner:
     """A separate critic model. It starts from the policy's weights and shares a frozen base with it."""
     spec = critic_spec_of(settings, policy)
     model, dtype = spec.model, settings.model.param_dtype or "float32"
     new: dict[str, DType] = {name: dtype for name in model.shapes if name not in policy.model.shapes}
-    mine = {name: jax.numpy.copy(x) for name, x in params.items() if name in model.shapes}
-    mine |= model.init(jax.random.key(settings.seed), new, policy.mesh)
-    return Learner(spec, mine, {name: x for name, x in frozen.items() if name in model.shapes})
-
-
-def _with_remat(settings: ClientSettings, spec: TrainerSpec, memory: float | None) -> TrainerSpec:
-    """The spec with what its layers recompute, chosen by the devices' memory."""
-    params, frozen = (spec.model.abstract(dtypes, spec.mesh) for dtypes in stored(settings, spec.model))
-    held = held_by(spec, params, frozen, copies=1 + settings.reference)
-    remat, reason = chosen(spec, held, memory)
-    return replace(spec, model=replace(spec.model, remat=remat), remat_reason=reason)
+    weights = {name: jax.numpy.copy(x) for name, x in params.items() if name in model.shapes}
+    weights |= model.init(jax.random.key(settings.seed), new, policy.mesh)
+    return Learner(spec, weights, {name: x for name, x in frozen.items() if name in model.shapes})
 
 
 def _exporter(settings: ClientSettings, source: Source, model: Model) -> Exporter:
     """The exporter; an adapter records its base's fingerprint only where the base is an unchanged folder."""
     base = source.folder if settings.adapter is not None and source.stands_alone else None
-    about = None if base is None else fingerprint(source.name, base, source.decoder, model.quantization)
-    return Exporter(source.files, settings.rules, source.name, source.folder, about, source.stop_ids)
+    base_fingerprint = None if base is None else fingerprint(source.name, base, source.decoder, model.quantization)
+    return Exporter(source.files, settings.rules, source.name, source.folder, base_fingerprint, source.stop_ids)

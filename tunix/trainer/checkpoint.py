@@ -138,14 +138,12 @@ class Checkpoints:
             )
         self._folder.finish(step, texts)
         steps = self.steps()
-        for old in set(steps) - self._retained(steps):
-            self._folder.delete(old)
-
-    def _retained(self, steps: list[int]) -> set[int]:
-        """Steps to keep: the last ones, and the one with the lowest evaluated loss (the newest of equal ones)."""
+        # The last ones stay, and the one with the lowest evaluated loss (the newest of equal ones).
         losses = {step: self._loss(step) for step in steps} if self._config.best else {}
         measured = [(loss, -step) for step, loss in losses.items() if loss is not None]
-        return {*steps[-self._config.keep :], *(-step for _, step in sorted(measured)[:1])}
+        retained = {*steps[-self._config.keep :], *(-step for _, step in sorted(measured)[:1])}
+        for old in set(steps) - retained:
+            self._folder.delete(old)
 
     def _loss(self, step: int) -> float | None:
         """The evaluated loss that is stored with a checkpoint; None without an evaluation."""

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from tunix.util import object_store
 from tunix.util.atomic_io import sync, sync_folder
@@ -21,76 +20,40 @@ UNFINISHED = re.compile(r"\d+\.(tmp|orbax-checkpoint-tmp.*)")
 """Names of unfinished folders that a dead process left: ours, and Orbax's from runs of earlier versions."""
 
 
-@runtime_checkable
-class CheckpointFolder(Protocol):
-    """A folder of checkpoints; a text is named by its path in there, e.g. `3/metrics/metrics`."""
-
-    name: str
-    """The folder as messages name it."""
-    remedies: tuple[str, str]
-    """What to do if a checkpoint could not be written, and before one is deleted that could not be read."""
-
-    def steps(self) -> list[int]:
-        """All complete steps, oldest first."""
-        ...
-
-    def place(self, step: int) -> Path:
-        """Where a complete step is."""
-        ...
-
-    def begin(self, step: int) -> Path:
-        """Where a step is written until it is finished."""
-        ...
-
-    def finish(self, step: int, texts: dict[str, str]) -> None:
-        """Adds texts by their names in the checkpoint, and makes it complete."""
-        ...
-
-    def delete(self, step: int) -> None:
-        """Deletes a checkpoint, of which a process that dies leaves nothing that looks like one."""
-        ...
-
-    def delete_unfinished(self) -> None:
-        """Deletes what dead processes left; creates the folder."""
-        ...
-
-    def find(self, name: str) -> str | None:
-        """A text, e.g. `3/record/metadata`, or None where there is none."""
-        ...
-
-    def write(self, name: str, text: str) -> None:
-        """Writes a text outside of any checkpoint."""
-        ...
-
-
-def folder_of(path: Path) -> CheckpointFolder:
+def folder_of(path: Path) -> "DiskFolder | StoreFolder":
     """The folder at a path, which may stand for an address such as `gs://bucket/runs/x`."""
     url = object_store.url_of(path)
     return DiskFolder(path.absolute()) if url is None else StoreFolder(url)
 
 
 class DiskFolder:
-    """Checkpoints in a folder of the file system (`CheckpointFolder`)."""
+    """Checkpoints in a folder of the file system; a text is named by its path in there, e.g. `3/metrics/metrics`."""
 
     remedies: tuple[str, str] = ("make room and run", "")
+    """What to do if a checkpoint could not be written, and before one is deleted that could not be read."""
 
     def __init__(self, path: Path):
         self._path = path
         self.name = str(path)
+        """The folder as messages name it."""
 
     def steps(self) -> list[int]:
+        """All complete steps, oldest first."""
         names = os.listdir(self._path) if self._path.is_dir() else []
         return sorted(int(name) for name in names if name.isdigit())
 
     def place(self, step: int) -> Path:
+        """Where a complete step is."""
         return self._path / str(step)
 
     def begin(self, step: int) -> Path:
+        """Where a step is written until it is finished."""
         part = self._part(step)
         part.mkdir()
         return part
 
     def finish(self, step: int, texts: dict[str, str]) -> None:
+        """Adds texts by their names in the checkpoint, and makes it complete."""
         part = self._part(step)
         for name, text in texts.items():
             (part / name).parent.mkdir()
@@ -100,20 +63,24 @@ class DiskFolder:
         sync(self._path)
 
     def delete(self, step: int) -> None:
+        """Deletes a checkpoint, of which a process that dies leaves nothing that looks like one."""
         # Under another name first: half a checkpoint must not look like one.
         shutil.rmtree(self.place(step).rename(self._part(step)))
 
     def delete_unfinished(self) -> None:
+        """Deletes what dead processes left; creates the folder."""
         self._path.mkdir(parents=True, exist_ok=True)
         for path in self._path.iterdir():
             if UNFINISHED.fullmatch(path.name):
                 shutil.rmtree(path)
 
     def find(self, name: str) -> str | None:
+        """A text, e.g. `3/record/metadata`, or None where there is none."""
         file = self._path / name
         return file.read_text(encoding="utf-8") if file.is_file() else None
 
     def write(self, name: str, text: str) -> None:
+        """Writes a text outside of any checkpoint."""
         (self._path / name).write_text(text, encoding="utf-8")
 
     def _part(self, step: int) -> Path:
@@ -121,7 +88,7 @@ class DiskFolder:
 
 
 class StoreFolder:
-    """Checkpoints on an object store (`CheckpointFolder`)."""
+    """Checkpoints on an object store, with the methods of `DiskFolder`."""
 
     remedies: tuple[str, str] = (
         "see that the store can be reached and written, and run",
@@ -161,9 +128,9 @@ class StoreFolder:
 
     def _files(self) -> dict[int, list[str]]:
         """The files of each step, complete or not."""
-        found: dict[int, list[str]] = {}
+        files: dict[int, list[str]] = {}
         for path in object_store.files_below(self._url):
             step, _, name = path.partition("/")
             if step.isdigit() and name:
-                found.setdefault(int(step), []).append(name)
-        return found
+                files.setdefault(int(step), []).append(name)
+        return files

@@ -74,9 +74,14 @@ def client(
     demand = Demand(source.decoder, rows=batch_size if sizes == "auto" else None)
     devices, _ = placed(sizes, demand, every, memory_of(every))
     rows = rows_per_microbatch(devices, batch_size, None, length, packing=True)
+    if not isinstance(optimizer, OptimizerConfig):  # a schedule that nobody names is constant without a number of steps
+        optimizer = {"schedule": "cosine" if steps else "constant", **(optimizer or {})}
+    rule = _section(OptimizerConfig, optimizer, "optimizer")
+    if steps is None and (rule.schedule != "constant" or 0 < rule.warmup < 1):
+        raise UserError(f"optimizer: schedule {rule.schedule} and warmup {rule.warmup:g} follow from `steps`: give it")
     settings = ClientSettings(
         model=config,
-        optimizer=_optimizer(optimizer, steps),
+        optimizer=rule,
         updates=steps or 1,
         microbatcher=Microbatcher(rows, devices),
         length=length,
@@ -90,20 +95,6 @@ def client(
     return build_client(settings, source, devices, sampler)
 
 
-def _optimizer(given: Mapping[str, Any] | OptimizerConfig | None, steps: int | None) -> OptimizerConfig:
-    """The optimizer's section; a schedule that nobody names is constant where the number of steps is not known.
-
-    Raises:
-        UserError: the rate follows from the number of steps, and there is none.
-    """
-    if not isinstance(given, OptimizerConfig):
-        given = {"schedule": "cosine" if steps else "constant", **(given or {})}
-    rule = _section(OptimizerConfig, given, "optimizer")
-    if steps is None and (rule.schedule != "constant" or 0 < rule.warmup < 1):
-        raise UserError(f"optimizer: schedule {rule.schedule} and warmup {rule.warmup:g} follow from `steps`: give it")
-    return rule
-
-
 def _source(config: ModelConfig) -> Source:
     """The model's structure and the location of its weights."""
     if config.path is None:
@@ -115,16 +106,16 @@ def _source(config: ModelConfig) -> Source:
     return source
 
 
-def _section(kind: type[Section], given: Mapping[str, Any] | Config, name: str) -> Section:
+def _section(kind: type[Section], section: Mapping[str, Any] | Config, name: str) -> Section:
     """Validates a section as an instance of its config class.
 
     Raises:
         UserError: a key is unknown or a value is invalid.
     """
-    if isinstance(given, kind):
-        return given
+    if isinstance(section, kind):
+        return section
     try:
-        return kind.model_validate(given, context={"families": tuple(FAMILIES)})
+        return kind.model_validate(section, context={"families": tuple(FAMILIES)})
     except ValidationError as error:
         lines = problems(error, {"": list(kind.model_fields)})
         raise UserError("\n".join(f"{name}.{line}" for line in lines)) from error

@@ -13,7 +13,7 @@ from tunix.hf.peft_folder import save_adapter
 from tunix.lora.adapt import merge, merge_rounded
 from tunix.models.model import Params, rounded
 from tunix.models.quantization.rules import Rules
-from tunix.trainer.spec import TrainerSpec
+from tunix.trainer.microbatches import TrainerSpec
 from tunix.trainer.state_files import load_params
 from tunix.util.exact import jit
 
@@ -71,15 +71,32 @@ class Exporter:
             raise ValueError("there is no adapter to export: all weights were trained")
         if adapter:
             assert spec.adapter is not None
-            about = {"base": self.base, "scores": scores, "fingerprint": self.fingerprint, "stops": self.stops}
-            changed = None if self.files == self.folder else self.files
-            save_adapter(path, params, spec.adapter, spec.model.config, tokenizer=changed, **about)
+            save_adapter(
+                path,
+                params,
+                spec.adapter,
+                spec.model.config,
+                tokenizer=None if self.files == self.folder else self.files,
+                base=self.base,
+                scores=scores,
+                fingerprint=self.fingerprint,
+                stops=self.stops,
+            )
             return None
         params = {**frozen, **params}
         whole, moved = (params, None) if packed else _merged(spec, params)
-        about = {"source": self.files, "dtype": spec.model.dtype, "scores": scores, "rules": self.rules}
-        about |= {} if scores else {"stops": self.stops}
-        save_folder(path, spec.model.config, whole, packed=packed, base=self.folder, **about)
+        save_folder(
+            path,
+            spec.model.config,
+            whole,
+            source=self.files,
+            dtype=spec.model.dtype,
+            scores=scores,
+            rules=self.rules,
+            packed=packed,
+            base=self.folder,
+            stops=() if scores else self.stops,
+        )
         return moved
 
 

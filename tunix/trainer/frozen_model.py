@@ -1,21 +1,36 @@
-"""A model that is never trained, such as a reference or a teacher, and log-probs of sequences under it.
+"""Models that are never trained: log-probs of sequences under them, the policy's reference, and a teacher's states.
 
-Axes: T time.
+The reference is the policy's initial weights, or another model of the same structure. A teacher's states `[M R T Te]`
+are much smaller than its logits `[B T V]`, so they are copied to the student's mesh, which may consist of other
+devices; the matrix of the head is copied there once. The teacher is not part of a checkpoint.
+
+Experts that the sampler recorded (`rollout/engine/experts.py`) are replayed by the policy's routers alone
+(`unreplayed`): nobody sampled from another model, so there is no choice of its own to replay, and its experts of one
+number need not do what the policy's do.
+
+Axes: B rows, T time, M micro-batches, R rows of a micro-batch, V vocabulary, Te teacher's width.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
 
+from tunix.mesh import by_rows, sharding
 from tunix.models.model import Model, Params
-from tunix.trainer.logprobs import Scorer
-from tunix.trainer.microbatches import Microbatcher
-from tunix.trainer.replay import unreplayed
-from tunix.types import Sequence
+from tunix.models.param_names import is_own
+from tunix.trainer.logprobs import Scorer, each_microbatch
+from tunix.trainer.microbatches import Microbatcher, TrainerSpec
+from tunix.trainer.step import Microbatches, TeacherStates, hidden_of
+from tunix.types import Batch, Sequence
+from tunix.util.exact import jit
 
 
 @dataclass(frozen=True)
@@ -33,17 +48,86 @@ class FrozenModel:
     def logprobs(
         self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
     ) -> List[np.ndarray]:
-        """The `[T]` log-probs of each sequence's tokens, 0 for the first; `size` as in `Scorer.logprobs`."""
-        return self.scorer.logprobs(self.params, unreplayed(sequences), size, temperature)
+        """The `[T]` log-probs of each sequence's tokens, 0 for the first; `size` as in `Scorer.scores`."""
+        return self.scorer.scores("logprobs", self.params, unreplayed(sequences), size, temperature)
 
     @cached_property
     def scorer(self) -> Scorer:
         return Scorer(self.model, self.microbatcher, self.length)
 
 
-def beside(base: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
+def not_shared(base: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
     """The weights of a reference that are not the base's own arrays, as all are where it is the base under an adapter.
 
     A program is given them once: of arrays given twice a TPU's compiler counts both, and a copy that it makes, too.
     """
     return {name: x for name, x in reference.items() if base.get(name) is not x}
+
+
+def unreplayed(sequences: List[Sequence]) -> list[Sequence]:
+    """Sequences as models other than the policy read them: without the policy's experts."""
+    return [replace(sequence, experts=None) for sequence in sequences]
+
+
+@dataclass(frozen=True)
+class Teacher(FrozenModel):
+    """A frozen model on a separate mesh or the student's."""
+
+    students: Mesh
+    """The student's mesh."""
+
+    def states(self, batch: Batch, microbatches: Microbatches) -> TeacherStates:
+        """The teacher's hidden states for a batch, with its head; returns before the devices are done.
+
+        Args:
+            microbatches: the same batch, placed on the student's mesh.
+        """
+        number, rows, _ = microbatches.rows["tokens"].shape
+        with jax.set_mesh(self.microbatcher.mesh):
+            states = self._states(self.params, self.microbatcher.place(batch), number=number, rows=rows)
+        places = by_rows(self.students, states.shape[2])
+        return TeacherStates(jax.device_put(states, places), self._table, self.model.config.logit_softcap)
+
+    @cached_property
+    def _table(self) -> Float[Array, "V Te"]:
+        """The matrix of the head, on the student's mesh."""
+        table = self.model.table(self.params)
+        return jax.device_put(table, sharding(("vocab", "embed"), table.shape, self.students))
+
+    @cached_property
+    def _states(self):
+        return jit(partial(compute_states, self.model), static_argnames=("number", "rows"))
+
+
+def compute_states(
+    model: Model, params: Params, microbatches: Microbatches, number: int, rows: int
+) -> Float[Array, "M R T Te"]:
+    """A teacher's states for its own micro-batches, in the student's: `number` of `rows` rows.
+
+    Rows beyond the batch are padding on both sides.
+    """
+    hidden = each_microbatch(partial(hidden_of, model, params), microbatches)
+    flat = hidden.reshape(-1, *hidden.shape[2:])[: number * rows]
+    padded = jnp.pad(flat, ((0, number * rows - len(flat)), (0, 0), (0, 0)))
+    return padded.reshape(number, rows, *flat.shape[1:])
+
+
+def snapshot(model: Model, mesh: Mesh, params: Params) -> Params:
+    """A copy of the current weights in the compute dtype, without a value head.
+
+    A copy, since training donates the buffers of the originals. Matrices with simulated rounding keep their dtype:
+    after a cast they would round to another grid.
+    """
+    on_grid, names = {f"layers/{name}/w" for name, _ in model.simulated}, [x for x in params if not is_own(x)]
+
+    def copied(params: Params) -> Params:
+        return {name: (x if name in on_grid else x.astype(model.dtype)).copy() for name, x in params.items()}
+
+    with jax.set_mesh(mesh):
+        return jit(copied)({name: params[name] for name in names})
+
+
+def reference_of(spec: TrainerSpec, params: Params) -> FrozenModel:
+    """A reference of the policy's structure, without an adapter and without a value head."""
+    model = replace(spec.model, adapt=None, has_scalar_head=False)
+    return FrozenModel(model, params, spec.microbatcher, spec.length)

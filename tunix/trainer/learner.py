@@ -21,11 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tunix.distributed.global_arrays import placed
 from tunix.mesh import compiler_options
 from tunix.models.model import Params
-from tunix.trainer.frozen_model import FrozenModel, beside
-from tunix.trainer.logprobs import Scorer
-from tunix.trainer.spec import TrainerSpec
+from tunix.trainer.frozen_model import FrozenModel, Teacher, not_shared
+from tunix.trainer.logprobs import Scorer, Scores
+from tunix.trainer.microbatches import TrainerSpec
 from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TrainState
-from tunix.trainer.teacher import Teacher
 from tunix.types import Batch, Loss, Metrics, Sequence
 from tunix.util.exact import jit
 
@@ -49,7 +48,9 @@ class Learner:
         self.gradients: Params | None = None
         """The sum of gradients that `forward_backward` added since the last `optim_step`; None without any."""
         with jax.set_mesh(spec.mesh):
-            self.state = self._new_state(params)
+            moments = jax.tree.map(lambda x: x.sharding, abstract_moments(spec.optimizer, params, self._everywhere))
+            new = jit(spec.optimizer.init, out_shardings=moments)(params)
+            self.state = TrainState(params, new, placed(np.int32(0), self._everywhere))
         self._key = jit(lambda: jax.random.key(spec.seed), out_shardings=self._everywhere)()
 
     @property
@@ -102,27 +103,17 @@ class Learner:
             values["eval/unrounded"] = self._evaluated(batches, loss, self._evaluate_unrounded)["eval/loss"]
         return values
 
-    def logprobs(
-        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
+    def scores(
+        self, kind: Scores, sequences: List[Sequence], size: int | None = None, temperature: float = 1.0
     ) -> List[np.ndarray]:
-        """The `[T]` log-probs of each sequence's tokens, 0 for the first; `size` as in `Scorer.logprobs`."""
-        return self.scorer.logprobs(self.params, sequences, size, temperature)
-
-    def entropies(
-        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
-    ) -> List[np.ndarray]:
-        """The `[T]` entropies in nats of the distributions of each sequence's tokens, 0 for the first."""
-        return self.scorer.entropies(self.params, sequences, size, temperature)
-
-    def values(self, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
-        """The `[T]` values of each sequence's states: at t, of the state before token t is sampled; 0 for the first.
+        """`[T]` log-probs, entropies or values of each sequence by the current weights; see `Scorer.scores`.
 
         Raises:
-            ValueError: the model has no value head.
+            ValueError: values are asked for, and the model has no value head.
         """
-        if not self.spec.model.has_scalar_head:
+        if kind == "values" and not self.spec.model.has_scalar_head:
             raise ValueError("there is no value head: build the model with has_scalar_head=True")
-        return self.scorer.values(self.params, sequences, size)
+        return self.scorer.scores(kind, self.params, sequences, size, temperature)
 
     def _evaluated(self, batches: List[Batch], loss: Loss, compiled: Callable) -> dict[str, float]:
         counts = {name: np.asarray(sum(batch.counts[name] for batch in batches)) for name in batches[0].counts}
@@ -142,7 +133,7 @@ class Learner:
         """
         microbatches, reference, states = self.spec.microbatcher.place(batch), None, None
         if loss.reference:
-            reference = beside(self.frozen, required("reference", self.reference).params)
+            reference = not_shared(self.frozen, required("reference", self.reference).params)
         if loss.divergence:
             states = required("teacher", self.teacher).states(batch, microbatches)
         return microbatches, FrozenInputs(self.frozen, reference, states)
@@ -189,13 +180,6 @@ class Learner:
     @cached_property
     def _add(self):
         return jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b), donate_argnums=0)
-
-    def _new_state(self, params: Params) -> TrainState:
-        """The state at step 0."""
-        tx = self.spec.optimizer
-        moments = jax.tree.map(lambda x: x.sharding, abstract_moments(tx, params, self._everywhere))
-        step = placed(np.int32(0), self._everywhere)
-        return TrainState(params, jit(tx.init, out_shardings=moments)(params), step)
 
 
 def abstract_moments(

@@ -69,42 +69,6 @@ class Scorer:
     length: int
     """T, the maximum tokens of a sequence."""
 
-    def logprobs(
-        self, params: Params, sequences: List[Sequence], size: int | None = None, temperature: float = 1.0
-    ) -> List[np.ndarray]:
-        """The `[T]` log-probs of each sequence's tokens given the tokens before, 0 for the first.
-
-        Args:
-            params: all weights.
-            sequences: at least one.
-            size: number of sequences that the compiled shape is made for; calls of one size compile once.
-            temperature: divides the logits.
-        """
-        return self._scored("logprobs", params, sequences, size, temperature)
-
-    def entropies(
-        self, params: Params, sequences: List[Sequence], size: int | None = None, temperature: float = 1.0
-    ) -> List[np.ndarray]:
-        """The `[T]` entropies in nats of the distributions of each sequence's tokens, 0 for the first.
-
-        Args:
-            params: all weights.
-            sequences: at least one.
-            size: as in `logprobs`.
-            temperature: divides the logits.
-        """
-        return self._scored("entropies", params, sequences, size, temperature)
-
-    def values(self, params: Params, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
-        """The `[T]` values of states: at t, of the state before token t, 0 for the first. Requires a value head.
-
-        Args:
-            params: all weights.
-            sequences: at least one.
-            size: as in `logprobs`.
-        """
-        return self._scored("values", params, sequences, size)
-
     def lowered(
         self,
         kind: Scores,
@@ -113,53 +77,77 @@ class Scorer:
         size: int | None = None,
         temperature: float = 1.0,
     ) -> jax.stages.Lowered:
-        """The program that the method called `kind` runs on such sequences, lowered but not compiled."""
-        compiled, static = self._program(kind, temperature)
+        """The program that `scores` runs on such sequences, lowered but not compiled."""
         with jax.set_mesh(self.microbatcher.mesh):
-            return compiled.lower(params, self.microbatcher.place(self._packed(sequences, size)), **static)
+            microbatches = self.microbatcher.place(self._packed(sequences, size))
+            if kind == "values":
+                return self._values.lower(params, microbatches)
+            return self._logprobs.lower(params, microbatches, temperature=temperature, entropy=kind == "entropies")
 
-    def _scored(
-        self, kind: Scores, params: Params, sequences: List[Sequence], size: int | None, temperature: float = 1.0
+    def scores(
+        self,
+        kind: Scores,
+        params: Params,
+        sequences: List[Sequence],
+        size: int | None = None,
+        temperature: float = 1.0,
     ) -> List[np.ndarray]:
-        compiled, static = self._program(kind, temperature)
+        """`[T]` numbers of each sequence, 0 for its first token.
+
+        `logprobs` are those of each token given the tokens before; `entropies` those of the distributions that tokens
+        are taken from, in nats; `values` are at t of the state before token t, and require a value head.
+
+        Args:
+            kind: what is computed.
+            params: all weights.
+            sequences: at least one.
+            size: number of sequences that the compiled shape is made for; calls of one size compile once.
+            temperature: divides the logits.
+        """
         batch = self._packed(sequences, size)
         with jax.set_mesh(self.microbatcher.mesh):
-            return OnTheWay(compiled(params, self.microbatcher.place(batch), **static), batch, len(sequences))
+            microbatches = self.microbatcher.place(batch)
+            if kind == "values":
+                scores = self._values(params, microbatches)
+            else:
+                scores = self._logprobs(params, microbatches, temperature=temperature, entropy=kind == "entropies")
+            return OnTheWay(scores, batch, len(sequences))
 
     def _packed(self, sequences: List[Sequence], size: int | None) -> Batch:
-        shape = {"multiple": self.microbatcher.multiple, "pictures": self.microbatcher.pictures}
-        return pack(sequences, size or len(sequences), self.length, packing=True, **shape)
-
-    def _program(self, kind: Scores, temperature: float) -> tuple[Any, dict[str, Any]]:
-        """A compiled function, and its static arguments."""
-        if kind == "values":
-            return self._values, {}
-        if kind == "logprobs":
-            return self._logprobs, {"temperature": temperature}
-        return self._logprobs, {"temperature": temperature, "entropy": True}
+        size, splits = size or len(sequences), self.microbatcher
+        return pack(sequences, size, self.length, packing=True, multiple=splits.multiple, pictures=splits.pictures)
 
     def compute_logprobs(
         self, params: Params, microbatches: Microbatches, temperature: float, entropy: bool = False
     ) -> Float[Array, "M R T"]:
         """The log-probs of all tokens, or the entropies: the pure function that is compiled."""
 
-        def one(rows: Batch) -> jax.Array:
+        def of_rows(rows: Batch) -> jax.Array:
             tokens, positions, segments = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids))
-            how = {"entropy": entropy, "temperature": temperature, "pictures": rows.pictures, "experts": rows.experts}
-            return self.model.logprobs(params, tokens, positions, segments, segments > 0, **how)[int(entropy)]
+            return self.model.logprobs(
+                params,
+                tokens,
+                positions,
+                segments,
+                segments > 0,
+                entropy=entropy,
+                temperature=temperature,
+                pictures=rows.pictures,
+                experts=jax.tree.map(jax.numpy.asarray, rows.experts),
+            )[int(entropy)]
 
-        return each_microbatch(one, microbatches)
+        return each_microbatch(of_rows, microbatches)
 
     def compute_values(self, params: Params, microbatches: Microbatches) -> Float[Array, "M R T"]:
         """The values of all states: the pure function that is compiled."""
 
-        def one(rows: Batch) -> jax.Array:
+        def of_rows(rows: Batch) -> jax.Array:
             tokens, positions, segments = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids))
-            how = {"pictures": rows.pictures, "experts": rows.experts}
-            hidden = self.model.hidden(params, tokens, positions, segments, **how)
+            experts = jax.tree.map(jax.numpy.asarray, rows.experts)
+            hidden = self.model.hidden(params, tokens, positions, segments, pictures=rows.pictures, experts=experts)
             return self.model.values_of(params, hidden, positions)
 
-        return each_microbatch(one, microbatches)
+        return each_microbatch(of_rows, microbatches)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -175,13 +163,13 @@ class Scorer:
         return jit(self.compute_values)
 
 
-def each_microbatch(one: Callable[[Batch], jax.Array], microbatches: Microbatches) -> Float[Array, "M R T *width"]:
-    """Applies `one` to each filled micro-batch and stacks its per-token scalars or vectors; zeros elsewhere."""
+def each_microbatch(compute: Callable[[Batch], jax.Array], microbatches: Microbatches) -> Float[Array, "M R T *width"]:
+    """Applies `compute` to each filled micro-batch and stacks its per-token scalars or vectors; zeros elsewhere."""
 
     def body(index: jax.Array, stacked: jax.Array) -> jax.Array:
-        return stacked.at[index].set(one(microbatches.at(index)))
+        return stacked.at[index].set(compute(microbatches.at(index)))
 
-    each = jax.eval_shape(one, microbatches.at(0))
+    each = jax.eval_shape(compute, microbatches.at(0))
     empty = jax.numpy.zeros((microbatches.number, *each.shape), each.dtype)
     return loop(microbatches.filled, body, empty, usual=microbatches.number)
 

@@ -72,10 +72,6 @@ class Demand:
         """The dimensions that a mesh axis splits."""
         return {name: size for name, size in self.sizes.items() if RULES[name] == axis}
 
-    def fills(self, shards: int) -> bool:
-        """Whether each of so many shards of the rows has as many rows as every other."""
-        return not list(_uneven(self, shards))
-
 
 def state_bytes(
     model: DecoderConfig, dtype: DType, trained: DType | None, moments: DType = "float32", copies: int = 0
@@ -89,8 +85,8 @@ def state_bytes(
         copies: frozen copies besides, e.g. 1 for a reference.
     """
     weights = matmul_weights(model) + idle_weights(model) + (0 if model.tied else model.vocab_size * model.d_model)
-    own = BYTES[dtype] if trained is None else 2 * BYTES[trained] + 2 * BYTES[moments]
-    return float(weights * (own + copies * BYTES[dtype]))
+    trained_bytes = BYTES[dtype] if trained is None else 2 * BYTES[trained] + 2 * BYTES[moments]
+    return float(weights * (trained_bytes + copies * BYTES[dtype]))
 
 
 def placed(
@@ -151,16 +147,13 @@ def _unsplit(demand: Demand, context: int) -> Iterator[str]:
         return
     if demand.sampled:
         yield f"{context} splits rows of training, but the model also completes prompts, whose cache it cannot split"
-    if demand.length is not None and (demand.length % context or _rest(demand.length // context)):
+    part = None if demand.length is None else demand.length // context
+    # A part may be a single block, and else has to fill all of its blocks.
+    if demand.length is not None and part is not None and (demand.length % context or (part > PART and part % PART)):
         step = context * PART
         length = -(-demand.length // step) * step
         row = f"rows of {demand.length} tokens (data.max_length)"
         yield f"{context} makes no whole blocks of {PART} of {row}; {length} would do"
-
-
-def _rest(part: int) -> int:
-    """Tokens of a part of a row that fill no block; 0 for a part that is a single block."""
-    return part % PART if part > PART else 0
 
 
 def near_divisors(axis: str, width: int, sizes: dict[str, int]) -> str:
@@ -200,7 +193,7 @@ def choose(demand: Demand, devices: Sequence[Any], memory: float | None) -> tupl
         data, fsdp, tensor = sizes
         large = memory is not None and demand.state / (fsdp * tensor) > STATE_SHARE * memory
         crosses = near % (fsdp * tensor) != 0
-        return (not demand.fills(data * fsdp), large, crosses, fsdp > MOST_FSDP, data, tensor)
+        return (any(_uneven(demand, data * fsdp)), large, crosses, fsdp > MOST_FSDP, data, tensor)
 
     data, fsdp, tensor = min(_divided(number, demand), key=order)
     sizes = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
@@ -226,8 +219,8 @@ def _divided(number: int, demand: Demand) -> Iterator[tuple[int, int, int]]:
 
 def memory_of(devices: Sequence[jax.Device]) -> float | None:  # pyright: ignore[reportInvalidTypeForm]
     """Bytes of a device that JAX may use; None where it does not say, as on a CPU."""
-    mine = [device for device in devices if device.process_index == jax.process_index()]
-    stats = mine[0].memory_stats() if mine else None
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    stats = local[0].memory_stats() if local else None
     return stats.get("bytes_limit") if stats else None
 
 

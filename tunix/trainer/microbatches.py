@@ -1,4 +1,4 @@
-"""Splits a packed batch into micro-batches of equal shape and places them on the mesh.
+"""Splits a packed batch into micro-batches of equal shape and places them on the mesh; `TrainerSpec`, what stays fixed.
 
 The number of packed rows varies, but a compiled function needs one shape. So rows are padded to M micro-batches of R
 rows, and the number of filled micro-batches is passed along: the loop of `step.py` stops there.
@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.data.packing import row_length
 from tunix.distributed.global_arrays import placed
+from tunix.lora.config import AdapterConfig
 from tunix.mesh import RULES, by_rows, row_shards
 from tunix.models.config import DecoderConfig
-from tunix.trainer.perf import layer_weights
+from tunix.models.model import Model
+from tunix.trainer.perf import matmul_weights
 from tunix.trainer.step import Microbatches
 from tunix.types import Batch, Pictures
 
@@ -98,7 +101,8 @@ def answers_per_row(
     """
     shards, capacity = row_shards(mesh), _tokens_per_device(mesh)
     # Operations of a layer for a token; attention's two products span half of a row on average.
-    weights, attention = 2 * layer_weights(config), 2 * SCORES * config.query_width
+    of_layer = matmul_weights(config, head=False) // config.num_layers  # the mean where layers differ
+    weights, attention = 2 * of_layer, 2 * SCORES * config.query_width
 
     def cost(together: int) -> float:
         length = row_length(together, longest, completion)
@@ -124,21 +128,37 @@ def rows_per_microbatch(mesh: Mesh, batch_size: int, micro_batch_size: int | Non
     rows = micro_batch_size
     if rows is None:
         most = _tokens_per_device(mesh) * shards * mesh.shape["context"] // length
-        rows = min(most, _rows_of_split_batch(batch_size, most) if packing else batch_size)
+        rows = batch_size
+        if packing:
+            # A partly filled last one has to waste little, but each micro-batch reads all weights and adds to all
+            # gradients. So R is a sixteenth of the batch, or a quarter of `most` (the rows that fill the devices) where
+            # that is more, and at most half of the batch, rounded up so that it divides the batch evenly.
+            least = max(batch_size // 16, min(most // 4, batch_size // 2), 1)
+            rows = -(-batch_size // max(batch_size // least, 1))
+        rows = min(most, rows)
     return -(-max(rows, 1) // shards) * shards
-
-
-def _rows_of_split_batch(batch_size: int, most: int) -> int:
-    """R for a packed batch that is split into several micro-batches, so that a partly filled last one wastes little.
-
-    Each micro-batch reads all weights and adds to all gradients. So R is a sixteenth of the batch, or a quarter of
-    `most` (the rows that fill the devices) where that is more, and at most half of the batch, rounded up so that it
-    divides the batch evenly.
-    """
-    least = max(batch_size // 16, min(most // 4, batch_size // 2), 1)
-    return -(-batch_size // max(batch_size // least, 1))
 
 
 def _tokens_per_device(mesh: Mesh) -> int:
     """Tokens of a micro-batch that keep one device of this mesh busy."""
     return TOKENS_PER_MICROBATCH.get(mesh.devices.flat[0].platform, TOKENS_ELSEWHERE)
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """A model, its optimizer and its mesh, fixed while it trains."""
+
+    model: Model
+    mesh: Mesh
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    """Updates done -> learning rate, reported as `train/learning_rate`."""
+    microbatcher: Microbatcher
+    length: int
+    """T of packed rows, e.g. 2048."""
+    seed: int
+    """Seed of everything random during training, e.g. 0."""
+    adapter: AdapterConfig | None = None
+    """The adapter that trains on a frozen base; None where all weights train."""
+    remat_reason: str | None = None
+    """Why the model's `remat` was chosen, for the run's first lines; None where the recipe names it."""

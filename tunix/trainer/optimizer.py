@@ -21,18 +21,14 @@ MUON_RMS = 0.2
 (Liu et al. 2025, https://arxiv.org/abs/2502.16982)."""
 
 
-def warmup_steps(config: OptimizerConfig, steps: int) -> int:
-    """The number of updates until the full learning rate."""
-    return round(config.warmup * steps) if config.warmup < 1 else int(config.warmup)
-
-
 def build_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """The schedule, updates done -> learning rate: linear warm-up, then constant, linear or cosine down to `end`.
 
     Args:
         steps: updates of the whole run, warm-up included.
     """
-    rate, warm = config.learning_rate, warmup_steps(config, steps)
+    rate = config.learning_rate
+    warm = round(config.warmup * steps) if config.warmup < 1 else int(config.warmup)  # updates until the full rate
     rest = max(steps - warm, 1)
     decay = {
         "constant": lambda: optax.constant_schedule(rate),
@@ -41,8 +37,8 @@ def build_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     }[config.schedule]()
     # The first update already moves the weights: a warm-up of n updates uses 1/n, 2/n, ..., 1 of the rate. Hugging
     # Face's lags by one update, with 0, 1/n, ..., (n - 1)/n; from update n on they agree.
-    ahead = 0 if config.warmup_from_zero else 1
-    return optax.join_schedules([lambda step: rate * (step + ahead) / warm, decay], [warm]) if warm else decay
+    lead = 0 if config.warmup_from_zero else 1
+    return optax.join_schedules([lambda step: rate * (step + lead) / warm, decay], [warm]) if warm else decay
 
 
 def decays(name: str) -> bool:
@@ -59,17 +55,15 @@ def build_optimizer(config: OptimizerConfig, steps: int, axes: Mapping[str, Axes
         steps: updates of the whole run, for the schedule.
         axes: logical axes by parameter name, from which Muon finds the axes of a matrix.
     """
-    return _in_float32(_chain(config, build_schedule(config, steps), axes), config.moments_dtype)
-
-
-def _chain(config: OptimizerConfig, schedule: optax.Schedule, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
+    schedule = build_schedule(config, steps)
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     mask = {name: decays(name) for name in axes}
     faster = [] if config.lora_plus is None else [lora_plus(config.lora_plus)]
     if config.name == "muon":
-        return optax.chain(clip, _muon(config, schedule, axes, mask), *faster)
+        return _in_float32(optax.chain(clip, _muon(config, schedule, axes, mask), *faster), config.moments_dtype)
     decay = optax.add_decayed_weights(config.weight_decay, mask) if config.weight_decay else optax.identity()
-    return optax.chain(clip, _rule(config, axes), decay, optax.scale_by_learning_rate(schedule), *faster)
+    rule = optax.chain(clip, _rule(config, axes), decay, optax.scale_by_learning_rate(schedule), *faster)
+    return _in_float32(rule, config.moments_dtype)
 
 
 def _in_float32(inner: optax.GradientTransformation, storage: DType) -> optax.GradientTransformation:
@@ -80,10 +74,9 @@ def _in_float32(inner: optax.GradientTransformation, storage: DType) -> optax.Gr
 
     def stored(state: optax.OptState) -> Any:
         # Only moments are under a parameter's name; the rest are counters and constants.
-        def one(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-            return x.astype(storage) if isinstance(path[-1], jax.tree_util.DictKey) else x
-
-        return jax.tree_util.tree_map_with_path(one, state)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: x.astype(storage) if isinstance(path[-1], jax.tree_util.DictKey) else x, state
+        )
 
     def init(params: Any) -> Any:
         return stored(inner.init(cast(params, "float32")))
@@ -109,11 +102,12 @@ def lora_plus(ratio: float) -> optax.GradientTransformation:
 
 
 def _rule(config: OptimizerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
-    given = {key: value for key in ("b1", "b2", "eps") if (value := getattr(config, key)) is not None}
+    b1 = 0.9 if config.b1 is None else config.b1
     if config.name == "adamw":
-        return optax.scale_by_adam(**given)
+        b2, eps = 0.999 if config.b2 is None else config.b2, 1e-8 if config.eps is None else config.eps
+        return optax.scale_by_adam(b1, b2, eps)
     if config.name == "lion":
-        return optax.scale_by_lion(**given)
+        return optax.scale_by_lion(b1, 0.99 if config.b2 is None else config.b2)
     if config.name == "adafactor":
         # Update clipping at 1 as in the paper; the rate is the recipe's, not relative to the parameter's size.
         factored = optax.scale_by_factored_rms(epsilon=config.eps or 1e-30)
@@ -136,13 +130,13 @@ def _by_layer(inner: optax.GradientTransformation, axes: Mapping[str, Axes]) -> 
 
     def init(params: Any) -> Any:
         rest, *stacked = parts(params)
-        return inner.init(rest), *(jax.vmap(inner.init)(one) if one else inner.init({}) for one in stacked)
+        return inner.init(rest), *(jax.vmap(inner.init)(part) if part else inner.init({}) for part in stacked)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         (rest, *stacked), (rest_params, *stacked_params) = parts(updates), parts(params)
         results: list[Any] = [inner.update(rest, state[0], rest_params)]
-        for one, own, of_params in zip(stacked, state[1:], stacked_params, strict=True):
-            results.append((jax.vmap(inner.update) if one else inner.update)(one, own, of_params))
+        for part, state_of_part, params_of_part in zip(stacked, state[1:], stacked_params, strict=True):
+            results.append((jax.vmap(inner.update) if part else inner.update)(part, state_of_part, params_of_part))
         merged = {name: x for scaled, _ in results for name, x in scaled.items()}
         return {name: merged[name] for name in updates}, tuple(new_state for _, new_state in results)
 
@@ -153,11 +147,20 @@ def _muon(
     config: OptimizerConfig, schedule: optax.Schedule, axes: Mapping[str, Axes], mask: Mapping[str, bool]
 ) -> optax.GradientTransformation:
     """Muon for the matrices of the layers, AdamW for embeddings, norms and biases (as its authors do)."""
-    numbers = {name: _matrix(name, names) for name, names in axes.items()}
-    adam = {f"adam_{key}": value for key in ("b1", "b2") if (value := getattr(config, key)) is not None}
+
+    def dimensions_of(name: str) -> optax.contrib.MuonDimensionNumbers | None:
+        """The axes of a stacked parameter that are rows and columns of a matrix; None if it is no matrix of a layer."""
+        names = axes[name]
+        if names[0] != "layers" or len(names) < 3 or "embed" not in names or not decays(name):
+            return None  # also the taps of a convolution, which mix no channels
+        # After those of layers and experts, contracted axes come first; `o` contracts heads and head, all others one
+        # axis.
+        first = 2 if names[1] == "expert" else 1
+        end = first + (2 if names[first : first + 2] == ("heads", "head") else 1)
+        return optax.contrib.MuonDimensionNumbers(tuple(range(first, end)), tuple(range(end, len(names))))
 
     def dimensions(params: Any) -> Any:
-        return {name: numbers[name] for name in params}
+        return {name: dimensions_of(name) for name in params}
 
     return optax.contrib.muon(
         schedule,
@@ -168,18 +171,9 @@ def _muon(
         muon_weight_dimension_numbers=dimensions,
         consistent_rms=MUON_RMS,
         adam_weight_decay=config.weight_decay,
-        **adam,
+        adam_b1=0.9 if config.b1 is None else config.b1,
+        adam_b2=0.999 if config.b2 is None else config.b2,
     )
-
-
-def _matrix(name: str, axes: Axes) -> optax.contrib.MuonDimensionNumbers | None:
-    """The axes of a stacked parameter that are a matrix's rows and columns; None if it is no matrix of a layer."""
-    if axes[0] != "layers" or len(axes) < 3 or "embed" not in axes or not decays(name):
-        return None  # also the taps of a convolution, which mix no channels
-    # After those of layers and experts, contracted axes come first; `o` contracts heads and head, all others one axis.
-    first = 2 if axes[1] == "expert" else 1
-    end = first + (2 if axes[first : first + 2] == ("heads", "head") else 1)
-    return optax.contrib.MuonDimensionNumbers(tuple(range(first, end)), tuple(range(end, len(axes))))
 
 
 def learning_rate(schedule: optax.Schedule, step: jax.Array) -> jax.Array:

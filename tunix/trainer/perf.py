@@ -75,23 +75,23 @@ def matrices(config: DecoderConfig) -> dict[str, dict[str, tuple[int, int]]]:
     Of a mixture's experts they are those that a token uses, side by side.
     """
     c, d = config, config.d_model
-    found: dict[str, dict[str, tuple[int, int]]] = {}
+    sides: dict[str, dict[str, tuple[int, int]]] = {}
     if c.delta is not None:
         values, channels = c.delta.value_heads * c.delta.value_dim, c.delta.key_heads * c.delta.channels
-        found[DELTANET] = {"qkv": (d, channels), "z": (d, values), "out": (values, d)}
-        found[DELTANET] |= dict.fromkeys(("beta", "decay"), (d, c.delta.value_heads))
+        sides[DELTANET] = {"qkv": (d, channels), "z": (d, values), "out": (values, d)}
+        sides[DELTANET] |= dict.fromkeys(("beta", "decay"), (d, c.delta.value_heads))
     for kind in (kind for kind in c.distinct_kinds if kind.head_dim):
         wide, narrow = c.num_heads * kind.head_dim, kind.kv_heads * kind.head_dim
-        start, own = ("", None) if kind.source.mixer != GLOBAL else ("global_", c.global_heads)
-        found[kind.mixer] = {f"{start}q": (d, wide * (1 + c.output_gate)), f"{start}o": (wide, d)}
+        start, heads = ("", None) if kind.source.mixer != GLOBAL else ("global_", c.global_heads)
+        sides[kind.mixer] = {f"{start}q": (d, wide * (1 + c.output_gate)), f"{start}o": (wide, d)}
         if kind.paged:
-            found[kind.mixer] |= {f"{start}k": (d, narrow)}
-            found[kind.mixer] |= {} if own and own.keys_are_values else {f"{start}v": (d, narrow)}
-    for mixer, of_layer in found.items():
+            sides[kind.mixer] |= {f"{start}k": (d, narrow)}
+            sides[kind.mixer] |= {} if heads and heads.keys_are_values else {f"{start}v": (d, narrow)}
+    for mixer, of_layer in sides.items():
         of_layer |= _ffn_matrices(c, "wide_" if mixer in WIDE else "")
         if width := c.layer_inputs:
             of_layer |= {"input_gate": (d, width), "input_out": (width, d)}
-    return found
+    return sides
 
 
 def _ffn_matrices(config: DecoderConfig, start: str) -> dict[str, tuple[int, int]]:
@@ -100,11 +100,11 @@ def _ffn_matrices(config: DecoderConfig, start: str) -> dict[str, tuple[int, int
     if config.experts is None:
         return {f"{start}gate": (d, f), f"{start}up": (d, f), f"{start}down": (f, d)}
     used, shared = config.experts.active * f, config.experts.shared
-    found = {"router": (d, config.experts.number), "gates": (d, used), "ups": (d, used), "downs": (used, d)}
+    sides = {"router": (d, config.experts.number), "gates": (d, used), "ups": (d, used), "downs": (used, d)}
     if shared:
-        found |= {"gate": (d, shared), "up": (d, shared), "down": (shared, d)}
-        found |= {"shared_gate": (d, 1)} if config.feed_forward == EXPERTS else {}
-    return found
+        sides |= {"gate": (d, shared), "up": (d, shared), "down": (shared, d)}
+        sides |= {"shared_gate": (d, 1)} if config.feed_forward == EXPERTS else {}
+    return sides
 
 
 def idle_weights(config: DecoderConfig) -> int:
@@ -115,28 +115,18 @@ def idle_weights(config: DecoderConfig) -> int:
     return config.num_layers * idle * 3 * config.d_model * config.ffn
 
 
-def layer_weights(config: DecoderConfig) -> int:
-    """Number of weights in one layer's matrices; the mean over layers where they differ."""
-    return matmul_weights(config, head=False) // config.num_layers
-
-
 def adapter_weights(config: DecoderConfig, adapter: AdapterConfig) -> int:
     """Number of weights in all A and B that a token uses: `r (inputs + outputs)` of each adapted matrix."""
-    lows = adapter.modules_of(config)
+    lows, of_experts = adapter.modules_of(config), {}
+    if config.experts is not None:  # gate and up share their A
+        k, d, f = config.experts.active, config.d_model, config.ffn
+        of_experts = {"gates": (k * d, 2 * k * f), "ups": (0, 0), "downs": (k * f, k * d)}
     return sum(
         len(config.layers_with(mixer)) * lows[name].rank * sum(sides)
         for mixer, of_layer in matrices(config).items()
-        for name, sides in (of_layer | _adapted_experts(config)).items()
+        for name, sides in (of_layer | of_experts).items()
         if name in lows
     )
-
-
-def _adapted_experts(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """What the adapters of a token's experts multiply, as `matrices` has it: gate and up share their A."""
-    if config.experts is None:
-        return {}
-    k, d, f = config.experts.active, config.d_model, config.ffn
-    return {"gates": (k * d, 2 * k * f), "ups": (0, 0), "downs": (k * f, k * d)}
 
 
 def mixing_flops(config: DecoderConfig, tokens: int, pairs: float) -> float:
@@ -170,12 +160,6 @@ def training_flops(config: DecoderConfig, batch: Batch, adapter: AdapterConfig |
     return weights * tokens + mixing
 
 
-def forward_flops(config: DecoderConfig, batch: Batch) -> float:
-    """FLOPs of one forward pass over a packed batch, without padding, e.g. of the reference."""
-    tokens, pairs = _tokens_and_pairs(batch)
-    return 2 * matmul_weights(config) * tokens + mixing_flops(config, tokens, pairs)
-
-
 @dataclass(frozen=True)
 class Work:
     """What an update computes, for counts of its FLOPs and its padding."""
@@ -199,7 +183,8 @@ class Work:
         """FLOPs of all models in an update; a teacher's are not counted."""
         flops = self.training_flops(batch)
         if self.reference:
-            flops += forward_flops(self.decoder, batch)
+            tokens, pairs = _tokens_and_pairs(batch)
+            flops += 2 * matmul_weights(self.decoder) * tokens + mixing_flops(self.decoder, tokens, pairs)
         if self.critic:
             flops += training_flops(self.decoder, batch, self.adapter, head=False)
         return flops

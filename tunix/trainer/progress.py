@@ -99,7 +99,10 @@ class Display:
         if self._live is not None:
             return
         if self._notebook:
-            self._show_cell(now)
+            self._cell = self._cell or _Cell()
+            if now - self._printed > NOTEBOOK_EVERY or self._step == self._total:
+                self._printed = now
+                self._cell.show(self._state(NOTEBOOK_WIDTH))
         elif step == self._total or now - self._printed > LINES_EVERY:
             self._printed = now
             curve = sparkline(self._rising) if self._unicode else ""
@@ -148,9 +151,12 @@ class Display:
         A warning about code of the user's is shown as always.
         """
         handler, shown = _Collector(self), warnings.showwarning
+        # Of installed libraries, Python's own and tunix, and not of the user.
+        roots = (Path(__file__).parents[1], Path(sysconfig.get_paths()["stdlib"]))
 
         def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: object) -> None:
-            if _is_library(filename):
+            path = Path(filename)
+            if "site-packages" in path.parts or any(path.is_relative_to(root) for root in roots):
                 with suppress(UserError):
                     self.detail(f"{category.__name__}: {message} ({filename}:{lineno})")
             else:
@@ -212,13 +218,6 @@ class Display:
         fixed = [count] if over else [count, f"{duration(left)} left"]
         return live_line(width, self._title, fixed, self._numbers, rising, share)
 
-    def _show_cell(self, now: float) -> None:
-        """The live line of a notebook, at most every `NOTEBOOK_EVERY` seconds."""
-        self._cell = self._cell or _Cell()
-        if now - self._printed > NOTEBOOK_EVERY or self._step == self._total:
-            self._printed = now
-            self._cell.show(self._state(NOTEBOOK_WIDTH))
-
 
 class _Cell:
     """The output of a notebook's cell that is the live line."""
@@ -247,20 +246,10 @@ class _Collector(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Whoever logs must not fail because the log cannot be written: the run's other files tell that."""
         with suppress(UserError):
-            self._show(record)
-
-    def _show(self, record: logging.LogRecord) -> None:
-        if record.name.partition(".")[0] == "tunix":
-            self._display.say(record.getMessage())
-        else:
-            self._display.detail(f"{record.name}: {record.getMessage()}")
-
-
-def _is_library(file: str) -> bool:
-    """Whether a file is of an installed library, of Python's own or of tunix, and not of the user's."""
-    path = Path(file)
-    roots = (Path(__file__).parents[1], Path(sysconfig.get_paths()["stdlib"]))
-    return "site-packages" in path.parts or any(path.is_relative_to(root) for root in roots)
+            if record.name.partition(".")[0] == "tunix":
+                self._display.say(record.getMessage())
+            else:
+                self._display.detail(f"{record.name}: {record.getMessage()}")
 
 
 def live_line(

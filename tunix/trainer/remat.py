@@ -19,7 +19,7 @@ from tunix.models.quantization.formats import stored_bytes
 from tunix.models.scan import KEEPS, Remat
 from tunix.models.vocab_chunks import CHUNK_LOGITS_ELSEWHERE
 from tunix.trainer.learner import abstract_moments
-from tunix.trainer.spec import TrainerSpec
+from tunix.trainer.microbatches import TrainerSpec
 
 CANDIDATES: tuple[Remat, ...] = ("none", "attention", "mlp", "block")
 """From the least to the most that is recomputed."""

@@ -1,23 +1,35 @@
-"""The mesh on which a policy samples: the devices of its training, with copies of the weights on few of them each.
+"""Where a policy samples: the mesh, its memory for keys and values, and how weights get there from training.
 
 Training splits weights over `fsdp` and gathers a matrix before it is multiplied, which costs little for thousands of
 tokens. A sampler multiplies by every matrix for one token of each slot: gathering them would cost many times as much.
+So the devices hold copies of the weights, on few of them each. Keys and values exist while completions are sampled,
+and so alongside the state of training, but not alongside its activations.
+
+A sampler on other devices gets one parameter at a time, each byte once to each copy. A parameter is what the layers
+hold of one kind, such as all queries. Where it is, it is cast to the dtype of the computation, unless it has to be
+rounded to a grid before; it is moved to how the sampler splits it, and compared: a checksum of every bit is computed
+on both sides.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.distributed import processes
-from tunix.distributed.global_arrays import own_part
+from tunix.distributed.global_arrays import Own, own_part
 from tunix.errors import UserError
-from tunix.mesh import AXES, groups_of, row_shards
+from tunix.mesh import AXES, groups_of, partition, row_shards
 from tunix.models.model import Model
+from tunix.models.quantization.formats import in_compute
 from tunix.rollout.config import RolloutMeshConfig
+from tunix.trainer.digest import checksum
 from tunix.trainer.mesh_choice import WORDS, Demand, near_divisors
+from tunix.trainer.microbatches import TrainerSpec
+from tunix.trainer.remat import held_by
+from tunix.util.exact import jit
 from tunix.util.sizes import bytes_of
 
 SHARE = 0.25
@@ -42,7 +54,18 @@ def sampler_mesh(
     # Requests end at any time: programs over the devices of several processes would have to wait for each other.
     several, mesh = processes.number() > 1, own_part(mesh)
     sizes = Demand(model.config).split_by("tensor")
-    tensor = _fewest(mesh, sizes, model, memory) if config is None else _checked(mesh, sizes, config.tensor)
+    if config is None:
+        near = mesh.size // len(groups_of(mesh.devices.flatten().tolist()))
+        common = math.gcd(near, *sizes.values())
+        fitting = [tensor for tensor in range(1, common + 1) if common % tensor == 0]
+        copy = copy_bytes(model, model.shapes)
+        room = [tensor for tensor in fitting if memory is None or copy / tensor <= SHARE * memory]
+        tensor = room[0] if room else fitting[-1]  # as many as can be where none have room
+    else:
+        tensor, named = config.tensor, {"devices": mesh.size, **sizes}
+        if whole := [f"{size} {WORDS.get(name, name)}" for name, size in named.items() if size % tensor]:
+            nearest = near_divisors("tensor", tensor, named)
+            raise UserError(f"rollout.mesh: tensor {tensor} does not divide {', '.join(whole)}; {nearest}")
     shape = (mesh.size // tensor, 1, 1, 1, tensor)
     if mesh.size == 1 or mesh.devices.shape == shape:
         return mesh, None
@@ -74,19 +97,111 @@ def copy_bytes(model: Model, names: Iterable[str]) -> int:
     return bytes_of([jax.ShapeDtypeStruct(model.shapes[name], dtype) for name, dtype in dtypes.items()])
 
 
-def _fewest(mesh: Mesh, sizes: dict[str, int], model: Model, memory: float | None) -> int:
-    """The fewest devices to a copy that have room for it; as many as can be where none have."""
-    near = mesh.size // len(groups_of(mesh.devices.flatten().tolist()))
-    common = math.gcd(near, *sizes.values())
-    fitting = [tensor for tensor in range(1, common + 1) if common % tensor == 0]
-    copy = copy_bytes(model, model.shapes)
-    room = [tensor for tensor in fitting if memory is None or copy / tensor <= SHARE * memory]
-    return room[0] if room else fitting[-1]
+Shapes = Mapping[str, jax.ShapeDtypeStruct]
 
 
-def _checked(mesh: Mesh, sizes: dict[str, int], tensor: int) -> int:
-    named = {"devices": mesh.size, **sizes}
-    if whole := [f"{size} {WORDS.get(name, name)}" for name, size in named.items() if size % tensor]:
-        near = near_divisors("tensor", tensor, named)
-        raise UserError(f"rollout.mesh: tensor {tensor} does not divide {', '.join(whole)}; {near}")
-    return tensor
+def room_of(
+    share: float,
+    memory: float | None,
+    mesh: Mesh,
+    model: Model,
+    trained: Sequence[tuple[TrainerSpec, Shapes, Shapes]],
+    *,
+    references: int,
+    newer: Collection[str] = (),
+) -> float | None:
+    """Bytes for keys and values on each device; None where its memory is not known, as on a CPU.
+
+    Args:
+        share: of the memory that everything may take together, e.g. 0.85; the rest is for the sampler's activations.
+        memory: bytes of a device.
+        mesh: the sampler's.
+        model: what is sampled from.
+        trained: spec, trainable and frozen weights of the policy and of a critic that is a model of its own, as far as
+            these devices hold them; the policy is the first.
+        references: copies of the policy's weights that are kept, 0 or 1.
+        newer: names of the weights that arrive while those before them are sampled from.
+    """
+    if memory is None:
+        return None
+    held = sum(
+        held_by(spec, params, {} if i else frozen, copies=0 if i else references).weights
+        for i, (spec, params, frozen) in enumerate(trained)
+    )
+    copies = copy_bytes(model, model.shapes) + copy_bytes(model, newer)
+    return share * memory - held - copies / mesh.shape["tensor"]
+
+
+def shares(share: float, memory: float, room: float, need: float) -> str:
+    """The arithmetic behind a refused share of the memory, and the smallest share that is enough.
+
+    Args:
+        share: the one that was refused.
+        memory: bytes of a device.
+        room: bytes that it leaves for keys and values, less than 0 where not even the rest has room.
+        need: bytes for them that are enough.
+    """
+    rest = share * memory - room
+    least = math.ceil(1000 * (rest + need) / memory) / 1000
+    verdict = f"the smallest that works is {least:g}" if least <= 1 else "no share of this device is enough"
+    return (
+        f"{share:g} of {memory / 1e9:.3g} GB is {share * memory / 1e9:.3g} GB, and the weights and the state of "
+        f"training take {rest / 1e9:.3g} GB: {verdict}"
+    )
+
+
+Bring = Callable[[str, jax.Array], jax.Array]
+"""(name, array on the trainer's devices) -> the array on the sampler's."""
+
+
+class Resharding:
+    """Brings parameters from the devices that train to those that sample."""
+
+    def __init__(self, model: Model, trainer: Mesh, sampler: Mesh):
+        """Brings nothing yet.
+
+        Args:
+            model: says how parameters are split, and the dtype of the computation.
+            trainer: the mesh of training, over all processes.
+            sampler: the mesh that samples, of this process's devices.
+        """
+        self._model, self._sampler, self._trainer = model, sampler, own_part(trainer)
+        self._together = Own(trainer, self._trainer, _axes(model, self._trainer))
+        self._on_grid = {f"layers/{name}/w" for name, _ in model.simulated}
+
+    def __call__(self, name: str, x: jax.Array) -> jax.Array:
+        """The parameter of a name on the sampler's devices, once it is there; to be called by all processes.
+
+        Raises:
+            RuntimeError: it is not what was sent.
+        """
+        if processes.number() > 1:
+            x = self._together(name, x)
+        with jax.set_mesh(self._trainer):
+            sent = x if name in self._on_grid else _cast(name, x, self._model.dtype)
+            before = checksum(sent)
+        with jax.set_mesh(self._sampler):
+            where = NamedSharding(self._sampler, partition(self._model.axes[name], x.shape, self._sampler))
+            there = jax.device_put(sent, where)
+            after = checksum(there)
+        # Reading both also waits, so that no more than one parameter is on its way.
+        if int(after) != int(before):
+            raise RuntimeError(f"{name} has other bits on the sampler's devices than on the trainer's")
+        return there
+
+
+def bring_of(model: Model, trainer: Mesh, sampler: Mesh) -> Bring | None:
+    """How parameters are brought to a sampler's mesh; None where it reads them on the trainer's devices."""
+    if processes.number() == 1 and set(trainer.devices.flat) == set(sampler.devices.flat):
+        return None
+    if processes.number() > 1 and set(own_part(trainer).devices.flat) == set(sampler.devices.flat):
+        return Own(trainer, sampler, _axes(model, sampler))
+    return Resharding(model, trainer, sampler)
+
+
+def _axes(model: Model, mesh: Mesh) -> Callable[[str, jax.Array], PartitionSpec]:
+    """(name, parameter) -> how it is split over a mesh."""
+    return lambda name, x: partition(model.axes[name], x.shape, mesh)
+
+
+_cast = jit(in_compute, static_argnums=(0, 2))

@@ -51,7 +51,7 @@ def load_state(path: Path, like: TrainState) -> TrainState:
         Unreadable: the folder holds another model's state, or is damaged.
         UserError: a narrower type would lose precision.
     """
-    target = jax.tree.map(shape_and_sharding, flatten(like))
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), flatten(like))
     with ocp.StandardCheckpointer() as reader:
         try:
             arrays = reader.restore(path_of(path), target)
@@ -70,10 +70,10 @@ def load_params(path: Path, target: Mapping[str, jax.ShapeDtypeStruct]) -> Param
         Unreadable: the folder holds another model's parameters, or is damaged.
     """
     tree = {"params": dict(target)}
-    how = ocp.checkpoint_utils.construct_restore_args(tree)
+    restore_args = ocp.checkpoint_utils.construct_restore_args(tree)
     with ocp.PyTreeCheckpointer() as reader:
         try:
-            wanted = ocp.args.PyTreeRestore(item=tree, restore_args=how, partial_restore=True)
+            wanted = ocp.args.PyTreeRestore(item=tree, restore_args=restore_args, partial_restore=True)
             return reader.restore(path_of(path), wanted)["params"]
         except Exception as error:  # tensorstore raises a bare Exception for a damaged file
             raise Unreadable(f"{path} cannot be read: {first_line(error)}") from error
@@ -100,11 +100,6 @@ def first_line(error: Exception) -> str:
     """The first line of an error's text, shortened in the middle; the name of its class where it has no text."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
     return text if len(text) < 300 else f"{text[:120]} ... {text[-160:]}"  # the cause is at the end
-
-
-def shape_and_sharding(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of an array, without its values."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def flatten(state: TrainState) -> dict[str, dict[str, jax.Array]]:

@@ -26,11 +26,69 @@ from tunix.models.blocks import Auxiliary
 from tunix.models.divergence import Side, compared
 from tunix.models.layers import TokenKeys
 from tunix.models.model import Model, Params
-from tunix.models.moe import ROWS
-from tunix.trainer.expert_load import load_metrics, load_sums
+from tunix.models.moe import EXPECTED, ROWS
 from tunix.trainer.optimizer import learning_rate
 from tunix.types import Batch, Compared, Loss, LossInputs, LossOutputs, Pictures, Term
 from tunix.util.loops import loop
+
+COUNTS, MEANS = f"moe/{ROWS}", f"moe/{EXPECTED}"
+"""Where the sums of a step hold the rows of each expert `[L E]`, and the expected ones, until `load_metrics` replaces
+them."""
+
+
+def load_balance(rows: Float[Array, "L E"], expected: Float[Array, "L E"]) -> Float[Array, ""]:
+    """E times the sum over experts of the share of choices and the mean probability, in the mean of the layers.
+
+    1 where all experts are used alike, E where one is used alone (Fedus et al. 2021, https://arxiv.org/abs/2101.03961,
+    equation 4). The choices have no gradient; the probabilities have. With the rows of a whole batch, the expected ones
+    of its micro-batches have values, and gradients, that add up to those of the batch.
+    """
+    all_rows = jnp.maximum(jnp.sum(rows, axis=-1), 1.0)
+    return rows.shape[-1] * jnp.mean(jnp.sum(rows * expected, axis=-1) / all_rows**2)
+
+
+def load_sums(auxiliary: Auxiliary, rows: Float[Array, "L E"] | None, coefficient: float) -> dict[str, jax.Array]:
+    """One micro-batch's part of the metrics, and of the loss as `loss/router_aux` where it counts.
+
+    Empty without experts. The loss is `coefficient` times `load_balance` of the whole batch; other trainers take the
+    shares of each micro-batch.
+
+    Args:
+        auxiliary: the layers' terms, stacked over layers.
+        rows: of each expert in the whole batch; None where the micro-batch is the whole.
+        coefficient: of the loss; 0 for none.
+    """
+    if ROWS not in auxiliary:
+        return {}
+    sums = {COUNTS: auxiliary[ROWS], MEANS: auxiliary[EXPECTED]}
+    if coefficient:
+        balance = load_balance(auxiliary[ROWS] if rows is None else rows, auxiliary[EXPECTED])
+        sums["loss/router_aux"] = coefficient * balance
+    return sums
+
+
+def load_metrics(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The sums with the rows of each expert replaced by metrics; as they are without experts.
+
+    `moe/load_balance` is what its function says.
+
+    `moe/largest_share` is E times the share of a layer's rows that its most used expert has, 1 where all are used alike
+    and E where one has all, in the mean of the layers; `moe/largest_share_max` is that of the most uneven layer.
+    `moe/unused` is the share of experts without a row.
+    """
+    scalars = dict(sums)
+    if COUNTS in scalars:
+        rows = scalars.pop(COUNTS)
+        shares = rows / jnp.maximum(jnp.sum(rows, axis=-1, keepdims=True), 1.0)
+        largest = rows.shape[-1] * jnp.max(shares, axis=-1)
+        scalars |= {
+            "moe/load_balance": load_balance(rows, scalars.pop(MEANS)),
+            "moe/largest_share": jnp.mean(largest),
+            "moe/largest_share_max": jnp.max(largest),
+            "moe/unused": jnp.mean((rows == 0).astype(jnp.float32)),
+        }
+    return scalars
+
 
 DROPOUT = 0xD0
 """Folded into a step's key for dropout, so that the noise of the embeddings shares nothing with it."""
@@ -49,11 +107,6 @@ class Peak:
     """Float scalar, e.g. 3.5; typed Any, since `jax.eval_shape` puts a shape here."""
     place: Any
     """Integer scalar: index in the batch's flattened `[M R T]`, e.g. 17."""
-
-    def or_larger(self, other: Peak) -> Peak:
-        """The larger of two peaks, the earlier one where they are equal."""
-        larger = other.value > self.value
-        return Peak(*(jnp.where(larger, b, a) for a, b in ((self.value, other.value), (self.place, other.place))))
 
 
 @jax.tree_util.register_dataclass
@@ -222,7 +275,12 @@ class Compute:
         values = self.model.values_of(params, hidden, jnp.asarray(batch.positions)) if loss.values else None
         inputs = LossInputs(batch, logprobs, entropy if loss.entropy else None, values)
         if loss.reference:
-            inputs = replace(inputs, reference_logprobs=self._reference_logprobs(frozen, batch, loss))
+            assert frozen.reference is not None, "the loss reads a reference: hold one"
+            model = replace(self.model, adapt=None, has_scalar_head=False)
+            reference = {**frozen.base, **frozen.reference}
+            states = hidden_of(model, reference, batch)
+            of_reference, _ = _logprobs(model, reference, states, batch, replace(loss, entropy=False))
+            inputs = replace(inputs, reference_logprobs=jax.lax.stop_gradient(of_reference))
         if loss.divergence:
             assert frozen.teacher is not None, "the loss reads a divergence: hold a teacher"
             inputs = replace(inputs, compared=_compared(self.model, params, hidden, frozen.teacher, batch, index, loss))
@@ -230,10 +288,9 @@ class Compute:
         if key is None:  # an evaluation adds up what it finds in its batches, which shares do not bear
             return sums
         load = load_sums(auxiliary, rows, self.model.router_aux_loss_coef)
-        sums = {**sums, **load}
         if "loss/router_aux" in load:
             sums["train/loss"] = cast(jax.Array, sums["train/loss"]) + load["loss/router_aux"]
-        return sums
+        return {**sums, **load}
 
     def _forward(
         self, params: Params, frozen: FrozenInputs, batch: Batch, loss: Loss, key: PRNGKeyArray | None
@@ -245,13 +302,6 @@ class Compute:
         if key is not None and self.drops:
             dropout_keys = token_keys(batch, jax.random.fold_in(key, DROPOUT))
         return forward_of(self.model, {**frozen.base, **params}, batch, noise, dropout_keys)
-
-    def _reference_logprobs(self, frozen: FrozenInputs, batch: Batch, loss: Loss) -> Float[Array, "B T"]:
-        assert frozen.reference is not None, "the loss reads a reference: hold one"
-        model = replace(self.model, adapt=None, has_scalar_head=False)
-        params = {**frozen.base, **frozen.reference}
-        hidden = hidden_of(model, params, batch)
-        return jax.lax.stop_gradient(_logprobs(model, params, hidden, batch, replace(loss, entropy=False))[0])
 
 
 def hidden_of(model: Model, params: Params, batch: Batch) -> Float[Array, "B T D"]:
@@ -268,17 +318,28 @@ def forward_of(
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
     """The final hidden states for a batch's rows, and the layers' auxiliary terms."""
     tokens, positions, segments = map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids))
-    how = {"parents": batch.parents, "experts": batch.experts, "pictures": batch.pictures}
-    how = jax.tree.map(jnp.asarray, how) | {"noise": noise, "dropout_keys": dropout_keys}
-    return model.forward(params, tokens, positions, segments, **how)
+    parents, experts, pictures = jax.tree.map(jnp.asarray, (batch.parents, batch.experts, batch.pictures))
+    return model.forward(
+        params,
+        tokens,
+        positions,
+        segments,
+        parents=parents,
+        experts=experts,
+        pictures=pictures,
+        noise=noise,
+        dropout_keys=dropout_keys,
+    )
 
 
 def _logprobs(
     model: Model, params: Params, hidden: Float[Array, "B T D"], batch: Batch, loss: Loss
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """The log-probs of the trained tokens, and their entropies where the loss reads them."""
-    read = map(jnp.asarray, (batch.tokens, batch.positions, batch.loss_mask))
-    return model.logprobs_of(params, hidden, *read, entropy=loss.entropy, temperature=loss.temperature)
+    tokens, positions, mask = map(jnp.asarray, (batch.tokens, batch.positions, batch.loss_mask))
+    return model.logprobs_of(
+        params, hidden, tokens, positions, mask, entropy=loss.entropy, temperature=loss.temperature
+    )
 
 
 def _compared(
@@ -341,8 +402,8 @@ def reduce(term: Term, batch: Batch) -> Float[Array, ""]:
     if values.ndim == 1:
         assert over in ("sequences", "pairs"), f"one value for each of {over}?"
         # A sequence is counted in the micro-batch that holds its trained tokens.
-        here = jnp.zeros(batch.weights.shape, bool).at[batch.sequence_ids].max(batch.loss_mask)
-        share, count = jnp.where(here, batch.weights, 0.0)[:: 2 if over == "pairs" else 1], batch.counts[over]
+        present = jnp.zeros(batch.weights.shape, bool).at[batch.sequence_ids].max(batch.loss_mask)
+        share, count = jnp.where(present, batch.weights, 0.0)[:: 2 if over == "pairs" else 1], batch.counts[over]
     else:
         share = jnp.where(batch.loss_mask, batch.weights[batch.sequence_ids], 0.0)
         if LOSS_WEIGHTS in batch.per_token:
@@ -358,14 +419,14 @@ def reduce(term: Term, batch: Batch) -> Float[Array, ""]:
     return jnp.sum(jnp.where(share > 0, values * share, 0.0)) / jnp.where(count > 0, count, 1.0)
 
 
-def accumulate(one: Callable, microbatches: Microbatches) -> Any:
-    """Sums `one(index)` over the filled micro-batches, in float32 or wider; of peaks it keeps the largest.
+def accumulate(compute: Callable, microbatches: Microbatches) -> Any:
+    """Sums `compute(index)` over the filled micro-batches, in float32 or wider; of peaks it keeps the largest.
 
     A single micro-batch is computed without a loop.
     """
     if microbatches.number == 1:
-        return one(0)
-    shapes = jax.eval_shape(one, 0)
+        return compute(0)
+    shapes = jax.eval_shape(compute, 0)
     size = microbatches.rows["tokens"][0].size
 
     def nothing(x: Any) -> Any:
@@ -376,9 +437,12 @@ def accumulate(one: Callable, microbatches: Microbatches) -> Any:
 
     def body(i: jax.Array, sums: Any) -> Any:
         def joined(a: Any, b: Any) -> Any:
-            return a.or_larger(replace(b, place=b.place + i * size)) if isinstance(a, Peak) else a + b
+            if not isinstance(a, Peak):
+                return a + b
+            larger = b.value > a.value  # of equal ones the earlier stays
+            return Peak(jnp.where(larger, b.value, a.value), jnp.where(larger, b.place + i * size, a.place))
 
-        return jax.tree.map(joined, sums, one(i), is_leaf=_is_peak)
+        return jax.tree.map(joined, sums, compute(i), is_leaf=_is_peak)
 
     start = jax.tree.map(nothing, shapes, is_leaf=_is_peak)
     sums = loop(microbatches.filled, body, start, usual=microbatches.number)

@@ -18,8 +18,8 @@ from tunix.models.model import Params
 from tunix.protocols import Metered, Sampler, Saving
 from tunix.trainer.digest import digest_of_weights
 from tunix.trainer.export import Exporter
+from tunix.trainer.frozen_model import unreplayed
 from tunix.trainer.learner import Learner, required
-from tunix.trainer.replay import unreplayed
 from tunix.trainer.state_files import load_state, save_state
 from tunix.trainer.step import TrainState
 from tunix.types import (
@@ -120,13 +120,13 @@ class Trainer:
             return required("teacher", self.learner.teacher).logprobs(sequences, temperature, size)
         if of == "reference":
             return required("reference", self.learner.reference).logprobs(sequences, temperature, size)
-        return self.learner.logprobs(sequences, temperature, size)
+        return self.learner.scores("logprobs", sequences, size, temperature)
 
     def entropies(
         self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
     ) -> List[np.ndarray]:
         """The `[T]` entropies in nats of the distributions of each sequence's tokens, 0 for the first."""
-        return self.learner.entropies(sequences, temperature, size)
+        return self.learner.scores("entropies", sequences, size, temperature)
 
     def values(self, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
         """The `[T]` values of each sequence's states: at t, of the state before token t is sampled; 0 for the first.
@@ -135,8 +135,8 @@ class Trainer:
             ValueError: there is no critic and no value head.
         """
         if self.critic is not None:
-            return self.critic.values(unreplayed(sequences), size)
-        return self.learner.values(sequences, size)
+            return self.critic.scores("values", unreplayed(sequences), size)
+        return self.learner.scores("values", sequences, size)
 
     def sample(
         self,

@@ -25,9 +25,9 @@ from tunix.mesh import build_mesh
 from tunix.models.config import DecoderConfig
 from tunix.models.model import Model, Params
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
+from tunix.trainer.frozen_model import Teacher
 from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.perf import Compilations
-from tunix.trainer.teacher import Teacher
 from tunix.trainer.trainer import Trainer
 from tunix.types import Batch, Sampling
 

@@ -13,9 +13,8 @@ from tunix.algorithms.dpo.config import DPOConfig
 from tunix.data.packing import pack
 from tunix.trainer.build import local_client
 from tunix.trainer.config import OptimizerConfig
-from tunix.trainer.microbatches import Microbatcher
+from tunix.trainer.microbatches import Microbatcher, TrainerSpec
 from tunix.trainer.optimizer import build_optimizer, build_schedule
-from tunix.trainer.spec import TrainerSpec
 from tunix.types import Sequence
 
 BETA = 0.3

@@ -13,15 +13,14 @@ import pytest
 import tunix
 from tests.policy_batches import PROMPT, Taken, batch_of, gradients, inputs_of, reduced, rows
 from tunix.algorithms.config import PolicyConfig
-from tunix.algorithms.grpo.config import GRPOConfig
+from tunix.algorithms.grpo.config import PRESETS, GRPOConfig
 from tunix.algorithms.grpo.loss import grpo_loss
-from tunix.algorithms.grpo.presets import PRESETS
-from tunix.algorithms.masks import outside_trust_region
 from tunix.algorithms.ops import (
     cispo_surrogate,
     clipped_surrogate,
     importance_weight,
     kl_estimate,
+    outside_trust_region,
     soft_surrogate,
 )
 from tunix.errors import UserError

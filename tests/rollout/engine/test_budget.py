@@ -10,7 +10,7 @@ from tunix.models.config import LayerKind
 from tunix.rollout.engine import budget
 from tunix.rollout.engine.budget import MOST_SLOTS, NoRoom, page_bytes, within
 from tunix.rollout.engine.shapes import Sizes
-from tunix.trainer.sampler_room import shares
+from tunix.trainer.sampler_mesh import shares
 
 WIDE = replace(PLAIN, num_layers=4, num_kv_heads=2, head_dim=8)
 BARE = Sizes(1, 1000, 256, 16, 32, 0, 0, (None,), (), 1, "bfloat16")

@@ -10,10 +10,8 @@ import numpy as np
 
 from tunix.algorithms.distill.config import DistillConfig
 from tunix.algorithms.distill.loss import TEACHER, distill_loss, sampled_loss
-from tunix.algorithms.episodes import Groups, as_sequence, flat, measured, with_tokens
-from tunix.algorithms.loss import compared_with_sampler
+from tunix.algorithms.episodes import Groups, as_sequence, flat, measured, row, sampling_report, with_tokens
 from tunix.algorithms.on_policy import Experience, OnPolicy, Prepared
-from tunix.algorithms.rollout_metrics import row, sampling_report
 from tunix.config import RowKind
 from tunix.protocols import Client
 from tunix.types import Divergence, Loss, LossInputs, LossOutputs, Sequence
@@ -74,11 +72,6 @@ class Distill(OnPolicy):
     def held_out_loss(self, inputs: LossInputs) -> LossOutputs:
         """The divergence without the SFT term."""
         return distill_loss(inputs, self.config.reduction, self.temperature, sft_weight=0.0)
-
-    def gated_loss(self, inputs: LossInputs) -> LossOutputs:
-        """The loss with metrics of the mismatch of trainer and sampler."""
-        sampler = inputs.batch.per_token["old_logprobs"]
-        return compared_with_sampler(self.loss(inputs), inputs.batch, inputs.logprobs, sampler)
 
     def prepare(self, client: Client, experience: Experience) -> Prepared:
         """One batch of all completions; where no divergence is computed, with the teacher's log-probs of their

@@ -3,22 +3,26 @@
 Pairs are given, or sampled (`online`): the policy completes each prompt several times, and the completions with the
 highest and the lowest reward are the prompt's pair.
 
-Axes: P prompts, G group.
+Baselines of rewards are known before an update: BCO's running mean, and for AOT the values of equal rank. Both are
+per-sequence values of the whole batch, so that no micro-batch and no row depends on another one.
+
+Axes: P prompts, G group, B rows, T time, S sequences, Pa pairs (2 i is chosen, 2 i + 1 rejected).
 """
 
 from collections.abc import Sequence as List
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
-from tunix.algorithms.dpo.baseline import Running, in_rows, paired, unpaired
 from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.dpo.loss import BASELINE, dpo_loss
-from tunix.algorithms.episodes import Groups, as_sequence, require_scores, total_rewards
-from tunix.algorithms.loss import REFERENCE, compared_with_sampler
+from tunix.algorithms.episodes import Groups, as_sequence, notes, report, require_scores, row, total_rewards
+from tunix.algorithms.loss import REFERENCE
 from tunix.algorithms.on_policy import Experience, OnPolicy, Prepared
-from tunix.algorithms.rollout_metrics import notes, report, row
 from tunix.protocols import Client
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence
 
@@ -42,12 +46,6 @@ class DPO(OnPolicy):
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """See `dpo_loss`."""
         return dpo_loss(inputs, self.config)
-
-    def gated_loss(self, inputs: LossInputs) -> LossOutputs:
-        """The loss with metrics of the mismatch of trainer and sampler."""
-        return compared_with_sampler(
-            self.loss(inputs), inputs.batch, inputs.logprobs, inputs.batch.per_token["old_logprobs"]
-        )
 
     @property
     def needs_reference(self) -> bool:
@@ -98,8 +96,11 @@ class DPO(OnPolicy):
         return self._sorted(client, batch, sequences) if self.config.sorts else batch
 
     def _sorted(self, client: Client, batch: Batch, sequences: List[Sequence]) -> Batch:
-        """The batch with the values of equal rank as baselines, by the current policy, and the reference's
-        log-probs."""
+        """The batch with the values of equal rank as baselines, by the current policy, and the reference's log-probs.
+
+        AOT, Melnyk et al. 2024, https://arxiv.org/abs/2406.05882, paired or not. Pairs of weight 0 are not sorted, and
+        have 0.
+        """
         size = len(batch.weights)
         # Where the last batch has fewer sequences, some are scored twice, so that nothing is compiled again.
         scored = [sequences[i % len(sequences)] for i in range(size)]
@@ -109,11 +110,17 @@ class DPO(OnPolicy):
         else:
             reference = client.logprobs(scored, "reference", self._temperature)
         p, q = (self._scores(logprobs, scored) for logprobs in (policy, reference))
-        here = np.asarray(batch.weights)[::2] > 0
+        counted = np.asarray(batch.weights)[::2] > 0
+        baseline = np.zeros(size, np.float32)
         if self.config.loss == "aot":
-            baseline = paired(p[::2] - p[1::2], q[::2] - q[1::2], here)
-        else:
-            baseline = unpaired((p - q)[::2], (p - q)[1::2], here)
+            # With n(i) the margin of pair i under the reference, and k the rank of the policy's, `n_k - n(i)`: the
+            # difference of the pair's rewards becomes `m_k - n_k`, of the k-th smallest margins.
+            policy_Pa, reference_Pa = (p[::2] - p[1::2])[counted], (q[::2] - q[1::2])[counted]
+            baseline[::2][counted] = of_same_rank(policy_Pa, reference_Pa) - reference_Pa
+        else:  # the reward of equal rank on the other side; see `loss.aot_unpaired`
+            chosen, rejected = (p - q)[::2][counted], (p - q)[1::2][counted]
+            baseline[::2][counted] = of_same_rank(chosen, rejected)
+            baseline[1::2][counted] = of_same_rank(rejected, chosen)
         return replace(
             batch,
             per_token={**batch.per_token, REFERENCE: in_rows(reference, batch)},
@@ -172,12 +179,12 @@ def ranked(scores_PG: np.ndarray) -> Ranks:
         scores_PG: NaN where a reward failed; such completions are left out.
     """
 
-    def one(scores: np.ndarray) -> tuple[int, int] | None:
-        if np.isnan(scores).all() or np.nanmax(scores) == np.nanmin(scores):
-            return None
-        return int(np.nanargmax(scores)), int(np.nanargmin(scores))
-
-    return [one(scores) for scores in scores_PG]
+    return [
+        None
+        if np.isnan(scores).all() or np.nanmax(scores) == np.nanmin(scores)
+        else (int(np.nanargmax(scores)), int(np.nanargmin(scores)))
+        for scores in scores_PG
+    ]
 
 
 def rows(groups: Groups, ranks: Ranks, number: int) -> tuple[dict[str, Any], ...]:
@@ -187,3 +194,48 @@ def rows(groups: Groups, ranks: Ranks, number: int) -> tuple[dict[str, Any], ...
         for place, (group, rank) in enumerate(zip(groups[:number], ranks, strict=False))
         for i, episode in enumerate(group)
     )
+
+
+Pairs = Float[np.ndarray, "Pa"]
+
+
+class Running:
+    """Running mean reward of all pairs trained on: half the sum of the two sides' means, weighted by pairs.
+
+    It stays on the device, so that no step waits for the numbers of the one before.
+    """
+
+    def __init__(self) -> None:
+        """Starts at 0, which all rewards are where the policy is the reference."""
+        self.mean: jax.Array | float = 0.0
+        self.pairs = 0.0
+
+    def add(self, metrics: Metrics, pairs: float) -> None:
+        """Adds an update's `rewards/chosen` and `rewards/rejected` to the mean.
+
+        Args:
+            metrics: the update's metrics.
+            pairs: sum of the weights of the update's pairs.
+        """
+        self.pairs += pairs
+        reward = 0.5 * (metrics["rewards/chosen"] + metrics["rewards/rejected"])
+        self.mean = self.mean + (reward - self.mean) * (pairs / self.pairs)
+
+    def baseline(self, size: int) -> jax.Array:
+        """`[S]` the mean, for every sequence."""
+        return jnp.broadcast_to(jnp.asarray(self.mean, jnp.float32), (size,))
+
+
+def in_rows(values: List[np.ndarray], batch: Batch) -> Float[np.ndarray, "B T"]:
+    """Per-token values of sequences at the places of their tokens in the batch's rows; 0 in the padding."""
+    starts = np.cumsum([0, *map(len, values)])
+    places = starts[np.asarray(batch.sequence_ids)] + np.asarray(batch.positions)
+    at_places = np.concatenate(values)[places]
+    return np.where(np.asarray(batch.segment_ids) > 0, at_places, 0).astype(np.float32)
+
+
+def of_same_rank(values: Pairs, others: Pairs) -> Pairs:
+    """For each value the other one that has its rank; equal ones rank in the order of the batch."""
+    out = np.empty_like(others)
+    out[np.argsort(values, kind="stable")] = np.sort(others)
+    return out

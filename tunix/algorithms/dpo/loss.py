@@ -20,7 +20,7 @@ from tunix.types import Batch, LossInputs, LossOutputs, Term
 MARGIN = "margin"
 """The per-sequence value that times the offset is the margin by which a chosen completion should be better."""
 BASELINE = "baseline"
-"""The per-sequence value that some forms subtract from a reward, in its units (`baseline.py`)."""
+"""The per-sequence value that some forms subtract from a reward, in its units (`algorithm.py`)."""
 EXPONENT_LIMIT = 80.0
 """Bound of exponents: exp(89) overflows float32, and the difference of two infinities has no gradient."""
 SURE = -1e-6
@@ -243,7 +243,7 @@ def bco(chosen: Pairs, rejected: Pairs) -> Pairs:
     as the logit.
 
     BCO, Jung et al. 2024, https://arxiv.org/abs/2404.04656. Its delta, the mean of both sides' expected rewards, is
-    subtracted before (`Running` in `baseline.py`).
+    subtracted before (`Running` in `algorithm.py`).
     """
     return -jax.nn.log_sigmoid(chosen) - jax.nn.log_sigmoid(-rejected)
 

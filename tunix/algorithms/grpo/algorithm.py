@@ -83,13 +83,13 @@ class GRPO(PolicyGradient):
             rewards = total_rewards(groups, data.weights) + penalties
             return with_tokens(sequences, "advantages", grouped(self._token_returns(sequences, rewards), sequences))
         if self.config.kl_in == "reward" and self.config.kl:
-            penalties = penalties + self._kl_penalties(sequences)
+            penalties = penalties + np.array([[float(self.kl_rewards(x).sum()) for x in group] for group in sequences])
         if self.config.normalize_rewards == "each":
             # The penalty counts as one more reward; where it is constant it is normalised away.
             penalty = "overlong penalty"
-            settings = (self.config.advantage, self.config.std_eps, self.config.std)
-            named = {**rewards_of(groups), penalty: penalties}
-            advantages = gdpo(named, {**data.weights, penalty: 1.0}, *settings, are_scored(groups))
+            named, weights = {**rewards_of(groups), penalty: penalties}, {**data.weights, penalty: 1.0}
+            kind, eps, std = self.config.advantage, self.config.std_eps, self.config.std
+            advantages = gdpo(named, weights, kind, eps, std, are_scored(groups))
         else:
             advantages = self.advantages(total_rewards(groups, data.weights) + penalties)
         pairs = zip(sequences, advantages, strict=True)
@@ -113,7 +113,3 @@ class GRPO(PolicyGradient):
         ]
         counted = [x.loss_mask & (x.weight > 0) for x in listed]
         return whitened(returns, counted, self.config.std_eps, self.config.std)
-
-    def _kl_penalties(self, sequences: Credited) -> np.ndarray:
-        """`[P G]` the KL penalty of each completion: the sum over its tokens."""
-        return np.array([[float(self.kl_rewards(x).sum()) for x in group] for group in sequences])

@@ -8,7 +8,6 @@ from jaxtyping import Array, Float
 
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.loss import old_log_ratio, old_logprobs, policy_outputs, sampler_logprobs
-from tunix.algorithms.masks import off_policy, outside_trust_region, without
 from tunix.algorithms.ops import (
     Surrogate,
     cispo_surrogate,
@@ -16,18 +15,21 @@ from tunix.algorithms.ops import (
     completion_ratio,
     log_ratio,
     log_surrogate,
+    off_policy,
+    outside_trust_region,
     plain_surrogate,
     sequence_ratio,
     soft_surrogate,
     token_ratio,
+    without,
 )
-from tunix.types import Batch, LossInputs, LossOutputs, Over
+from tunix.types import LossInputs, LossOutputs, Over
 
 
 def grpo_loss(inputs: LossInputs, config: GRPOConfig, over: Over | float) -> LossOutputs:
     """`E[surrogate(r, A) + drift/2 log^2 r] + kl KL - entropy_bonus H`, r the ratio of the policy to the old one.
 
-    GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300, eq. 3; `presets.py` names the relatives, and the README
+    GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300, eq. 3; `config.py` names the relatives, and the README
     has the formula of each setting. The advantage is that of the whole completion, at each of its tokens.
 
     Args:
@@ -36,7 +38,10 @@ def grpo_loss(inputs: LossInputs, config: GRPOConfig, over: Over | float) -> Los
         over: `config.over(completion_length)`.
     """
     log_ratios = old_log_ratio(inputs)
-    ratio = _ratio(log_ratios, inputs.batch, config)
+    if config.ratio == "sequence":
+        ratio = sequence_ratio(log_ratios, inputs.batch)
+    else:
+        ratio = completion_ratio(log_ratios, inputs.batch) if config.ratio == "completion" else token_ratio(log_ratios)
     surrogate = _trusted(_surrogate(inputs, ratio, config), inputs, config)
     if config.ratio == "completion" and config.reduction == "constant":
         # So that the sum over tokens counts a completion, which is one action, once.
@@ -45,13 +50,6 @@ def grpo_loss(inputs: LossInputs, config: GRPOConfig, over: Over | float) -> Los
         )
     outputs = policy_outputs(inputs, config, over, surrogate, ratio, config.kl)
     return outputs.add("drift", 0.5 * config.drift * log_ratios**2, over) if config.drift else outputs
-
-
-def _ratio(log_ratios: Float[Array, "B T"], batch: Batch, config: GRPOConfig) -> Float[Array, "B T"]:
-    """The ratio of the policy to the old one, for a token or the completion as `config.ratio` says."""
-    if config.ratio == "sequence":
-        return sequence_ratio(log_ratios, batch)
-    return completion_ratio(log_ratios, batch) if config.ratio == "completion" else token_ratio(log_ratios)
 
 
 def _surrogate(inputs: LossInputs, ratio: Float[Array, "B T"], config: GRPOConfig) -> Surrogate:
@@ -79,8 +77,9 @@ def _trusted(surrogate: Surrogate, inputs: LossInputs, config: GRPOConfig) -> Su
     if config.trust_region != "none":
         assert config.trust_low is not None
         assert config.trust_high is not None
-        bounds = (config.trust_region, config.trust_low, config.trust_high)
-        outside = outside_trust_region(inputs.logprobs, old_logprobs(inputs), advantages, *bounds)
+        low, high = config.trust_low, config.trust_high
+        others = old_logprobs(inputs)
+        outside = outside_trust_region(inputs.logprobs, others, advantages, config.trust_region, low, high)
         surrogate = without(surrogate, outside)
     if config.off_policy_limit is not None:
         current = log_ratio(inputs.logprobs, sampler_logprobs(inputs), batch)

@@ -89,13 +89,13 @@ class KTO(Algorithm):
 def mismatched(sequences: List[Sequence], length: int) -> list[Sequence]:
     """Each completion after the prompt of the next row, the last one after the first row's; cut off at `length`."""
 
-    def one(own: Sequence, other: Sequence) -> Sequence:
-        start, end = int(np.argmax(own.loss_mask)), int(np.argmax(other.loss_mask))
-        tokens = np.concatenate([other.tokens[:end], own.tokens[start:]])
-        mask = np.concatenate([np.zeros(end, bool), own.loss_mask[start:]])
+    def mixed(sequence: Sequence, other: Sequence) -> Sequence:
+        start, end = int(np.argmax(sequence.loss_mask)), int(np.argmax(other.loss_mask))
+        tokens = np.concatenate([other.tokens[:end], sequence.tokens[start:]])
+        mask = np.concatenate([np.zeros(end, bool), sequence.loss_mask[start:]])
         return Sequence(tokens[:length].astype(np.int32), mask[:length])
 
-    return [one(own, other) for own, other in zip(sequences, [*sequences[1:], sequences[0]], strict=True)]
+    return [mixed(sequence, other) for sequence, other in zip(sequences, [*sequences[1:], sequences[0]], strict=True)]
 
 
 def without_absent(metrics: dict, *batches: Batch) -> dict:

@@ -38,12 +38,12 @@ def kto_loss(inputs: LossInputs, config: KTOConfig) -> LossOutputs:
     gain = jnp.where(desirable, rewards - baseline, baseline - rewards)
     weight = jnp.where(desirable, config.desirable_weight, config.undesirable_weight)
     metrics = {"rewards/accuracy": jnp.heaviside(gain, 0.5)}
-    for side, mine, count in (
+    for side, on_side, count in (
         ("chosen", desirable, batch.counts["desirable"]),
         ("rejected", ~desirable, batch.counts["sequences"] - batch.counts["desirable"]),
     ):
         # A mean over one side alone: the framework divides by all sequences.
-        share = jnp.where(mine, batch.counts["sequences"] / jnp.maximum(count, 1e-6), 0.0)
+        share = jnp.where(on_side, batch.counts["sequences"] / jnp.maximum(count, 1e-6), 0.0)
         metrics |= {f"rewards/{side}": share * rewards, f"logprobs/{side}": share * sums}
     metrics["rewards/margin"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
     return LossOutputs(

@@ -153,8 +153,11 @@ class PPO(PolicyGradient):
         self, listed: list[Sequence], returns: list[np.ndarray], values: list[np.ndarray], counted: list[np.ndarray]
     ) -> None:
         """Remembers metrics of this step: how well the critic explains the returns, and the KL of completions."""
-        joined = [np.concatenate([x[mask] for x, mask in zip(xs, counted, strict=True)]) for xs in (returns, values)]
-        self._measured = {"value/explained_variance": explained_variance(*joined)} if joined[0].size else {}
+        returns_n = np.concatenate([x[mask] for x, mask in zip(returns, counted, strict=True)])
+        values_n = np.concatenate([x[mask] for x, mask in zip(values, counted, strict=True)])
+        self._measured = {}
+        if returns_n.size:
+            self._measured["value/explained_variance"] = explained_variance(returns_n, values_n)
         if self.config.kl:
             drift = [
                 float((old_policy_logprobs(x) - x.per_token["reference_logprobs"])[x.loss_mask].sum()) for x in listed
@@ -174,18 +177,13 @@ def longer(sequence: Sequence) -> Sequence:
 
 def values_of(episodes: list[Scored]) -> tuple[list[np.ndarray], list[float]]:
     """The critic's values `[T]` of each sequence, and of the state after it where it was cut short, else 0."""
+    # Cut short is where rewards were still to come, as in a game that the token limit cut off. A completion that reward
+    # functions score has its whole reward, cut off or not. If the critic's value were added, not to stop would pay more
+    # than to answer: a policy that learned to sort then had a third of its answers cut off.
+    cut_short = [episode.truncated and list(episode.rewards) == [ENVIRONMENT] for episode in episodes]
     values = [episode.measured["values"] for episode in episodes]
-    after = [float(v[-1]) if cut_short(episode) else 0.0 for v, episode in zip(values, episodes, strict=True)]
+    after = [float(v[-1]) if cut else 0.0 for v, cut in zip(values, cut_short, strict=True)]
     return [v[:-1] for v in values], after
-
-
-def cut_short(episode: Scored) -> bool:
-    """Whether rewards were still to come, as in a game that the token limit cut off.
-
-    A completion that reward functions score has its whole reward, cut off or not. If the critic's value were added, not
-    to stop would pay more than to answer: a policy that learned to sort then had a third of its answers cut off.
-    """
-    return episode.truncated and list(episode.rewards) == [ENVIRONMENT]
 
 
 def token_rewards(episode: Scored, weights: dict[str, float], penalty: float) -> np.ndarray:
