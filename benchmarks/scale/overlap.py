@@ -22,10 +22,8 @@ from tunix.data.config import DataConfig
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.protocols import Client, SamplingClient
-from tunix.rollout.ahead import Ahead
+from tunix.rollout.ahead import Ahead, Holding, Journal
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
-from tunix.rollout.feeder import Holding
-from tunix.rollout.journal import Journal
 from tunix.rollout.types import Scored
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling
 

@@ -16,7 +16,7 @@ from tunix.data.types import Prompt
 from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
-from tunix.rollout.divided import dealt, shared
+from tunix.rollout.collect import dealt, shared
 from tunix.rollout.types import Clock, Scored
 from tunix.run.loop import Loop
 from tunix.trainer.config import CheckpointConfig

@@ -74,8 +74,7 @@ def compile_sampler_for(topology: str, kinds: str, layers: str, *names: str) -> 
     from tunix.models.model import Model
     from tunix.plan import programs
     from tunix.plan import topology as topologies
-    from tunix.rollout.engine.engine import Engine
-    from tunix.rollout.engine.warmup import Warmth
+    from tunix.rollout.engine.engine import Engine, Warmth
     from tunix.util.sizes import bytes_of
 
     topologies.prepare()

@@ -25,11 +25,9 @@ from tunix.data.sources import open_rows
 from tunix.distributed import processes
 from tunix.errors import Doubtful
 from tunix.protocols import Client
-from tunix.rollout.ahead import Ahead
+from tunix.rollout.ahead import Ahead, Holding, Journal
 from tunix.rollout.backlog import Pending, Race
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
-from tunix.rollout.feeder import Holding
-from tunix.rollout.journal import Journal
 from tunix.rollout.types import Scored
 from tunix.types import Begun, Completion, Sampling
 from tunix.util.json_lines import read_rows

@@ -24,9 +24,9 @@ from tests.tiny_rl import write_policy
 from tests.tiny_runs import train, write_recipe, write_rows
 from tunix.cli import main
 from tunix.rollout.engine.experts import of_sequence
-from tunix.rollout.servers import turns
+from tunix.rollout.servers import sampler
 from tunix.rollout.servers.handover import Handover
-from tunix.rollout.servers.routing import read
+from tunix.rollout.servers.protocol import read
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PYTHON is None, reason=WHY)]
 
@@ -218,7 +218,7 @@ def test_the_experts_that_vllm_chose_are_replayed(
             train("r.yaml")
             alike()
             # With others in their place the trainer computes something else, so these are what it uses.
-            first.setattr(turns, "of_sequence", lambda *given: (of_sequence(*given) + 1) % 8)
+            first.setattr(sampler, "of_sequence", lambda *given: (of_sequence(*given) + 1) % 8)
             on(url, model, optimizer__learning_rate=1e-12, rollout__mismatch_tolerance=9.0)
             train("r.yaml", "--fresh")
             assert all(row["mismatch/max"] > 0.1 for row in steps("run"))

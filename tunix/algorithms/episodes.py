@@ -14,8 +14,7 @@ from tunix.algorithms.advantages import weighted_sum
 from tunix.algorithms.loss import CURRENT
 from tunix.algorithms.masks import mismatch
 from tunix.errors import UserError
-from tunix.rollout.parts import sequence_of
-from tunix.rollout.types import Scored
+from tunix.rollout.types import Scored, sequence_of
 from tunix.types import Sequence
 
 Groups = list[list[Scored]]

@@ -2,16 +2,23 @@
 
 A step's sampling begins when weights are published that are at most `staleness` steps old by the time it is learned
 from. Its calls of the sampler take the newest weights; where they `go on` under new ones, a publication pauses the
-call, and the next one continues its completions. Which weights a call took is recorded, and replayed after a restart.
+call, and the next one continues its completions.
+
+Which weights answered which call, and where a call was paused, is recorded (`Journal`): a line of `replay.jsonl` is
+written when a call begins, and one when it is paused or has ended. A run that is started again replays what is
+recorded, whatever its clock says, and so ends where the first one would have.
 
 The first step of a run is sampled by the caller: there is nothing to learn from meanwhile.
 """
 
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence as List
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,13 +26,225 @@ from tunix.data.accounting import Accounting
 from tunix.data.types import Prompt
 from tunix.distributed import processes
 from tunix.errors import Doubtful, UserError
-from tunix.protocols import Client, SamplingClient
+from tunix.protocols import Client, Metered, SamplingClient
+from tunix.rollout.backlog import episode_of, saved_episode
 from tunix.rollout.collect import RolloutStep, RolloutStream
-from tunix.rollout.encoded import episode_of, saved_episode
-from tunix.rollout.feeder import Feeder, Holding, Pause
-from tunix.rollout.journal import Journal
-from tunix.rollout.types import Scored
-from tunix.types import Completion
+from tunix.rollout.types import Scored, requests_of
+from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage
+from tunix.util.atomic_io import write_lines_atomic
+from tunix.util.json_lines import append_rows, read_rows
+
+FILE = "replay.jsonl"
+"""In the run folder."""
+
+
+@dataclass
+class Call:
+    """One call of the sampler."""
+
+    weights: int
+    """Steps that had been learned when its weights were published, e.g. 7."""
+    paused: int | None = None
+    """Dispatches after which it was paused; None where it was not, as far as is known."""
+    ended: bool = False
+    """Whether it is known that it was not paused."""
+    replayed: bool = False
+    """Whether it has begun again."""
+
+
+class Journal:
+    """The calls of a run by (step, number within the step), in a file."""
+
+    def __init__(self, path: Path, about: str):
+        """Reads what an earlier start of the same run has recorded.
+
+        Args:
+            path: the file.
+            about: a digest of the recipe; what another one has recorded is dropped.
+        """
+        self._path, self._calls, head = path, dict[tuple[int, int], Call](), {"recipe": about}
+        first, *rows = read_rows(path) or [head]
+        rows = rows if first == head else []
+        # Written anew, without a last line that a kill cut short.
+        write_lines_atomic(path, (json.dumps(row) + "\n" for row in (head, *rows)))
+        for row in rows:
+            key = row["step"], row["call"]
+            if "weights" in row:
+                self._calls[key] = Call(row["weights"])
+            else:
+                self._calls[key].paused, self._calls[key].ended = row["paused"], row["paused"] is None
+
+    def recorded(self, step: int, call: int) -> Call | None:
+        """A call that is to be replayed; None where it is not recorded."""
+        return self._calls.get((step, call))
+
+    def keep(self, steps: range) -> None:
+        """Leaves out the calls of other steps: their completions are known, or are not wanted."""
+        self._calls = {key: call for key, call in self._calls.items() if key[0] in steps}
+
+    def forget_before(self, learned: int) -> None:
+        """Deletes the records of those steps that have taken weights of fewer learned ones. Nobody has these any more:
+        such a step was given up, and is sampled anew."""
+        gone = {step for (step, _), call in self._calls.items() if call.weights < learned}
+        if gone:
+            self._calls = {key: call for key, call in self._calls.items() if key[0] not in gone}
+            rows = [row for row in read_rows(self._path) if row.get("step") not in gone]
+            write_lines_atomic(self._path, (json.dumps(row) + "\n" for row in rows))
+
+    def needs_before(self, learned: int) -> bool:
+        """Whether a call that is still to be replayed wants weights of fewer steps."""
+        return any(call.weights < learned and not call.replayed for call in self._calls.values())
+
+    def begun(self, step: int, call: int, weights: int) -> None:
+        """Records that a call begins with some weights."""
+        if (known := self.recorded(step, call)) is not None:
+            assert known.weights == weights, (known, weights)
+            known.replayed = True
+            return
+        self._calls[step, call] = Call(weights, replayed=True)
+        append_rows(self._path, [{"step": step, "call": call, "weights": weights}])
+
+    def paused(self, step: int, call: int, dispatches: int) -> None:
+        """Records that a call is paused after so many dispatches."""
+        if self._calls[step, call].paused is None:
+            self._calls[step, call].paused = dispatches
+            append_rows(self._path, [{"step": step, "call": call, "paused": dispatches}])
+
+    def ended(self, step: int, call: int) -> None:
+        """Records that a call was not paused, if so: one that was killed may have been, had it gone on."""
+        known = self._calls[step, call]
+        if known.paused is None and not known.ended:
+            known.ended = True
+            append_rows(self._path, [{"step": step, "call": call, "paused": None}])
+
+
+Pause = Callable[[int], bool]
+"""(dispatches so far) -> whether the call is paused instead of the next one."""
+
+
+@runtime_checkable
+class Holding(Protocol):
+    """A sampler that goes on with weights which it holds while newer ones are published, and that can be paused."""
+
+    def hold(self) -> Any:
+        """The weights that were published last."""
+        ...
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether a publication waits until nobody holds the weights before."""
+        ...
+
+    def sample(
+        self,
+        prompts: List[np.ndarray],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        reply: Reply | None = None,
+        on_done: OnDone | None = None,
+        begun: List[Begun] | None = None,
+        pause: Callable[[int], bool] | None = None,
+        held: Any = None,
+    ) -> list[list[Completion]]:
+        """As `SamplingClient.sample`, with held weights; `pause` is asked before each dispatch."""
+        ...
+
+
+@runtime_checkable
+class Calls(Protocol):
+    """Decides which weights each call takes, and records it."""
+
+    def begin(self, step: int, call: int) -> tuple[Any, Pause]:
+        """The weights of the sampler's next call, and what pauses it."""
+        ...
+
+    def end(self, step: int, call: int) -> None:
+        """Records that a call has ended.
+
+        Raises:
+            processes.Stopped: the run is to end, and the call was given up.
+        """
+        ...
+
+
+class Feeder:
+    """The sampler as one step of an asynchronous run sees it, a `SamplingClient`: its calls take weights that are
+    recorded, go on where they were paused, and end in all processes together."""
+
+    def __init__(self, calls: Calls, sampler: Holding, step: int):
+        """Calls nothing yet.
+
+        Args:
+            calls: decides about each call.
+            sampler: is called.
+            step: the number of the step.
+        """
+        self._calls, self._sampler, self._step, self._called = calls, sampler, step, 0
+        self.usage: Usage | None = None
+        """What the last call of `sample` took; None where there was none."""
+
+    def sample(
+        self,
+        prompts: List[np.ndarray],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        reply: Reply | None = None,
+        on_done: OnDone | None = None,
+        begun: List[Begun] | None = None,
+    ) -> list[list[Completion]]:
+        """See `protocols.SamplingClient.sample`."""
+        requests = requests_of(prompts, n, seed, begun)
+        done: dict[int, Completion] = {}
+        self.usage, enough = None, False
+        if not requests:  # other processes have some, and a call is one of all processes
+            return self._called_once([], sampling, seed, reply, None, [])
+        while (left := [i for i in range(len(requests)) if i not in done]) and not enough:
+
+            def hear(number: int, completion: Completion, left: list[int] = left) -> bool:
+                nonlocal enough
+                enough |= on_done is not None and on_done(left[number], completion)
+                return enough
+
+            asked, own = zip(*(requests[i] for i in left), strict=True)
+            found = self._called_once(asked, sampling, seed, reply, hear, own)
+            for i, (completion,) in zip(left, found, strict=True):
+                if completion.finish == "paused" and not enough:
+                    prompt, one = requests[i]
+                    requests[i] = prompt, replace(one, so_far=completion)
+                else:
+                    done[i] = completion
+        return [[done[i * n + j] for j in range(n)] for i in range(len(prompts))]
+
+    def _called_once(
+        self,
+        prompts: List[np.ndarray],
+        sampling: Sampling,
+        seed: int,
+        reply: Reply | None,
+        hear: OnDone | None,
+        begun: List[Begun],
+    ) -> list[list[Completion]]:
+        """One call of the sampler, which has ended when it has in all processes."""
+        call, self._called = self._called, self._called + 1
+        held, pause = self._calls.begin(self._step, call)
+        found: list[list[Completion]] = []
+
+        def act() -> bytes:
+            found.extend(self._sampler.sample(prompts, 1, sampling, seed, reply, hear, begun, pause, held))
+            return b""
+
+        processes.all_done("call", act)
+        self._count()
+        self._calls.end(self._step, call)
+        return found
+
+    def _count(self) -> None:
+        if isinstance(self._sampler, Metered) and (new := self._sampler.usage) is not None:
+            old = self.usage or Usage(0, 0, 0.0)
+            self.usage = Usage(old.tokens + new.tokens, old.slot_steps + new.slot_steps, old.bytes + new.bytes)
+
 
 Gather = Callable[[SamplingClient, RolloutStep], list[list[Scored]]]
 """Samples and scores the groups of a step."""

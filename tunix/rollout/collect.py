@@ -1,5 +1,8 @@
 """From prompts to scored episodes: the input of each step of an on-policy algorithm.
 
+Completions are decoded, scored and measured as they end, while others are still sampled (`Arrivals`). The prompts of a
+step are divided among the processes of a run: each samples and scores its own, and all receive all (`shared`).
+
 `RolloutStep` is one step: its prompts, further ones to replace groups with, and `collect`, in which the client samples
 completions (over several turns where an environment answers) and the rewards score them as they end. Every random
 number follows from the run's seed and the position in the data, so a resumed run samples what an uninterrupted one
@@ -9,32 +12,340 @@ Axes: P prompts, G group, T time.
 """
 
 import itertools
+import json
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from tunix.data.accounting import Accounting
 from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
+from tunix.data.rendered import prompt_messages
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Prompt
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.protocols import SamplingClient
-from tunix.rollout.arrivals import Arrivals
-from tunix.rollout.backlog import Backlog, Pending, Race
-from tunix.rollout.divided import dealt, scored_as_a_whole, shared, shared_race
+from tunix.rollout.backlog import Backlog, Pending, Race, decoded, encoded, episode_of, saved_episode
 from tunix.rollout.environments.base import Episodes
-from tunix.rollout.environments.player import Player
-from tunix.rollout.parts import Judge, Measure, Measuring
-from tunix.rollout.rewards.base import parted
+from tunix.rollout.environments.remote import Player
+from tunix.rollout.rewards.base import ADDED, Score, parted
 from tunix.rollout.rewards.scorer import Scorer
-from tunix.rollout.types import ENVIRONMENT, Clock, Scored
+from tunix.rollout.types import ENVIRONMENT, Clock, Judge, Measure, Scored, sequence_of
 from tunix.types import Batch, Begun, Completion, Sampling, Sequence
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """Log-probs and values of completions, computed while others are sampled."""
+
+    measure: Measure
+    together: int
+    """Completions of a part, e.g. 32."""
+
+
+class Parts(Generic[Found]):
+    """The places 0, 1, ... of completions, divided in their order; work on a part begins when all of its have ended.
+
+    A part has the same completions whatever ended when, so that a run that is killed and resumed computes the same
+    bits, and parts have one size, so that one program is compiled.
+    """
+
+    def __init__(self, total: int, size: int, begin: Callable[[range], Found]):
+        """Nothing has ended.
+
+        Args:
+            total: number of places.
+            size: places of a part; the last one may have fewer.
+            begin: begins the work on the completions of these places.
+        """
+        self._places = [range(start, min(start + size, total)) for start in range(0, total, size)]
+        self._waiting, self._size, self._begin = [len(places) for places in self._places], size, begin
+        self.found: dict[range, Found] = {}
+        """The places of each part that was begun -> what `begin` returned."""
+
+    def add(self, place: int) -> None:
+        """The completion of a place has ended."""
+        part = place // self._size
+        self._waiting[part] -= 1
+        if not self._waiting[part]:
+            self.found[self._places[part]] = self._begin(self._places[part])
+
+
+def columns_of(owners: List[Prompt]) -> list[str]:
+    """The columns that rewards of these prompts' completions may read."""
+    return list(dict.fromkeys([*(name for owner in owners for name in owner.row), *ADDED]))
+
+
+def columns(owner: Prompt, completion: Completion) -> dict[str, Any]:
+    """The columns that rewards of a completion may read."""
+    added = {"completion_ids": completion.tokens.tolist(), "completion_tokens": int(completion.drawn.sum())}
+    return {**owner.row, **added}
+
+
+class Arrivals:
+    """The completions of some prompts that have ended so far, by their numbers."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        scorer: Scorer | None,
+        owners: List[Prompt],
+        total: int | None = None,
+        judge: Judge | None = None,
+        measuring: Measuring | None = None,
+    ):
+        """Nothing has ended.
+
+        Args:
+            tokenizer: decodes the texts; None where there are none.
+            scorer: the reward functions; None where there are none.
+            owners: the prompt of each number.
+            total: how many completions are waited for; None for one of each number.
+            judge: a reward model; None where there is none.
+            measuring: what is computed for the loss; None for nothing.
+        """
+        self._tokenizer, self._owners = tokenizer, owners
+        self._scoring = None if scorer is None else scorer.open(columns_of(owners))
+        self._ended: dict[int, tuple[Completion, str]] = {}
+        self._places: dict[int, int] = {}
+        """Place of a completion among those that are waited for -> its number."""
+        self._sampled = math.inf
+        self._judge, self._measuring, self._overlapped = judge, measuring, 0.0
+        number = len(owners) if total is None else total
+        self._judged = judge and Parts(number, judge.together, self._begin_judging)
+        self._measured = measuring and Parts(number, measuring.together, self._begin_measuring)
+
+    def add(self, number: int, completion: Completion, place: int | None = None) -> None:
+        """Begins the rewards of a completion, unless they have been.
+
+        Args:
+            number: of its request.
+            completion: to its end.
+            place: its place among those that are waited for; None where it is the number.
+        """
+        if number in self._ended:
+            return
+        text = self._tokenizer.decode(completion.tokens, skip_special=True) if self._tokenizer else ""
+        self._ended[number] = completion, text
+        if self._scoring is not None:
+            owner = self._owners[number]
+            self._scoring.add(number, owner.text, text, columns(owner, completion), prompt_messages(owner.row))
+        self._places[number if place is None else place] = number
+        for parts in filter(None, (self._judged, self._measured)):
+            parts.add(number if place is None else place)
+
+    def close(self) -> None:
+        """Sampling is over: from now on rewards have a time of their own."""
+        self._sampled = time.monotonic()
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers that have ended, in order."""
+        return sorted(self._ended)
+
+    @property
+    def completions(self) -> list[Completion]:
+        """The completions, in the order of their numbers."""
+        return [self._ended[number][0] for number in self.numbers]
+
+    @property
+    def texts(self) -> list[str]:
+        """What rewards read of each completion."""
+        return [self._ended[number][1] for number in self.numbers]
+
+    def scores(self, clock: Clock) -> dict[str, list[Score]]:
+        """Waits for the scores by reward, in the order of the numbers; their time while others were sampled has cost
+        nothing."""
+        scores: dict[str, list[Score]] = {}
+        if self._scoring is not None:
+            scores |= self._scoring.result()
+            clock.logged |= self._scoring.metrics
+            overlapped, total = self._scoring.seconds(self._sampled)
+            clock.count(overlapped=overlapped, rewards=total)
+        if self._judge is not None and self._judged is not None:
+            began = time.monotonic()
+            found = self._by_number({places: ended() for places, ended in self._judged.found.items()})
+            waited = time.monotonic() - began
+            clock.count(overlapped=self._overlapped, rewards=self._overlapped + waited)
+            scores[self._judge.name] = found
+        return scores
+
+    @property
+    def logged(self) -> list[dict[str, Any]]:
+        """What rewards logged of each completion, in the order of the numbers; nothing before `scores`."""
+        logged = {} if self._scoring is None else self._scoring.logged
+        return [logged.get(number, {}) for number in self.numbers]
+
+    def measured(self, clock: Clock) -> list[dict[str, np.ndarray]]:
+        """Waits for what was computed of each completion for the loss, in the order of the numbers."""
+        if self._measured is None:
+            return [{} for _ in self._ended]
+        with clock.part("logprobs"):
+            rows = {
+                places: [{name: arrays[i] for name, arrays in found.items()} for i in range(len(places))]
+                for places, found in self._measured.found.items()
+            }
+        return self._by_number(rows)
+
+    def _by_number(self, found: Mapping[range, List[Any]]) -> list[Any]:
+        """What was found for each part, in the order of the numbers."""
+        by_number = {
+            self._places[place]: x for places, all in found.items() for place, x in zip(places, all, strict=True)
+        }
+        return [by_number[number] for number in self.numbers]
+
+    def _begin_judging(self, places: range) -> Callable[[], list[Score]]:
+        assert self._judge is not None
+        began, ended = time.monotonic(), [self._ended[self._places[place]] for place in places]
+        owners = [self._owners[self._places[place]] for place in places]
+        later = self._judge.begin(owners, [completion for completion, _ in ended], [text for _, text in ended])
+        if self._sampled == math.inf:
+            self._overlapped += time.monotonic() - began
+        return later
+
+    def _begin_measuring(self, places: range) -> Mapping[str, List[np.ndarray]]:
+        assert self._measuring is not None
+        numbers = [self._places[place] for place in places]
+        sequences = [sequence_of(self._owners[number], self._ended[number][0]) for number in numbers]
+        return self._measuring.measure(sequences, self._measuring.together)
+
+
+Item = TypeVar("Item")
+
+
+def dealt(items: List[Item]) -> list[Item]:
+    """What is dealt to this process: every `processes.number()`th."""
+    return list(items[processes.index() :: processes.number()])
+
+
+def shared(
+    sample: Callable[[], list[list[Scored]]], prompts: List[Prompt], sampling: Sampling, clock: Clock
+) -> list[list[Scored]]:
+    """Hands this process's groups to all, and returns those of all, in the order of the prompts.
+
+    Args:
+        sample: the groups of the prompts that were `dealt` to this process.
+        prompts: of all processes.
+        sampling: the settings of the completions.
+        clock: its counts become those of all.
+
+    Raises:
+        UserError: that of the first process that has none, in all of them.
+    """
+    if processes.number() == 1:
+        return sample()
+    parts = _of_all(lambda: [[saved_episode(x) for x in group] for group in sample()], clock)
+    rows = [parts[i % len(parts)][i // len(parts)] for i in range(len(prompts))]
+    return [[episode_of(x, prompt, sampling) for x in row] for prompt, row in zip(prompts, rows, strict=True)]
+
+
+def shared_race(
+    race: Callable[[List[Pending], int], tuple[list[list[Scored]], list[Pending]]],
+    prompts: List[Pending],
+    wanted: int,
+    sampling: Sampling,
+    clock: Clock,
+) -> tuple[list[list[Scored]], list[Pending]]:
+    """The groups that are complete first, and the other prompts with what has been sampled for them; both in the order
+    of the prompts.
+
+    Each process races its own prompts for its own share of the groups. So no clock decides which come first, only how
+    many processes there are.
+
+    Args:
+        race: (prompts, groups to take, at least one) -> the groups and the other prompts of this process.
+        prompts: of all processes.
+        wanted: groups to take, in all processes together.
+        sampling: the settings of the completions.
+        clock: its counts become those of all.
+
+    Raises:
+        UserError: see `shared`.
+    """
+    if processes.number() == 1:
+        return race(prompts, wanted)
+
+    def give() -> dict[str, Any]:
+        own, share = dealt(prompts), len(dealt(range(wanted)))
+        groups, left = race(own, share) if share else ([], own)
+        begun = {one.place: [x and encoded(x) for x in one.so_far] for one in left}
+        return {"groups": [[saved_episode(x) for x in group] for group in groups], "left": begun}
+
+    taken: dict[int, list[Scored]] = {}
+    left: dict[int, Pending] = {}
+    for process, one in enumerate(_of_all(give, clock)):
+        groups = iter(one["groups"])
+        for prompt in prompts[process :: processes.number()]:
+            begun = one["left"].get(str(prompt.place))
+            if begun is None:
+                taken[prompt.place] = [episode_of(x, prompt, sampling) for x in next(groups)]
+            else:
+                so_far = tuple(x and decoded(x, sampling) for x in begun)
+                left[prompt.place] = replace(prompt, so_far=so_far)
+    order = [prompt.place for prompt in prompts]
+    return [taken[place] for place in order if place in taken], [left[place] for place in order if place in left]
+
+
+def _of_all(give: Callable[[], Any], clock: Clock) -> list[Any]:
+    """What each process gives, as JSON values; the clock's counts become those of all.
+
+    Raises:
+        UserError: see `shared`.
+    """
+    own = processes.all_done("groups", lambda: json.dumps({"given": give(), "counted": clock.counted}).encode())
+    found = [json.loads(one) for one in own]
+    names = dict.fromkeys(name for one in found for name in one["counted"])
+    clock.counted = {name: sum(one["counted"].get(name, 0) for one in found) for name in names}
+    return [one["given"] for one in found]
+
+
+def scored_as_a_whole(groups: list[list[Scored]], scorer: Scorer | None, clock: Clock) -> list[list[Scored]]:
+    """Adds the rewards of functions that read the whole batch: the lead calls them, and tells the others.
+
+    Args:
+        groups: of all processes.
+        scorer: these functions; None without any.
+        clock: receives what they log.
+    """
+    if scorer is None:
+        return groups
+    found, metrics = processes.told("rewards", lambda: _scores(scorer, [one for group in groups for one in group]))
+    clock.logged |= metrics
+    scores = iter(found)
+    return [[_with(one, *next(scores)) for one in group] for group in groups]
+
+
+def _scores(
+    scorer: Scorer, episodes: List[Scored]
+) -> tuple[list[tuple[dict[str, float], dict[str, str], dict[str, Any]]], dict[str, list[float]]]:
+    """The rewards of each episode, why some failed and what was logged of it; and the values that were logged."""
+    scoring = scorer.open(columns_of([one.prompt for one in episodes]))
+    for number, one in enumerate(episodes):
+        row = columns(one.prompt, one.completion)
+        scoring.add(number, one.prompt.text, one.text, row, prompt_messages(one.prompt.row))
+    found = scoring.result()
+    scores = [parted(dict(zip(found, row, strict=True))) for row in zip(*found.values(), strict=True)]
+    return [(*parts, scoring.logged.get(number, {})) for number, parts in enumerate(scores)], scoring.metrics
+
+
+def _with(
+    episode: Scored, rewards: Mapping[str, float], failures: Mapping[str, str], logged: Mapping[str, Any]
+) -> Scored:
+    return replace(
+        episode,
+        rewards={**episode.rewards, **rewards},
+        failures={**episode.failures, **failures},
+        logged={**episode.logged, **logged},
+    )
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,9 @@ from tunix.errors import UserError
 from tunix.protocols import Client
 from tunix.recipe.notes import total_steps
 from tunix.recipe.recipe import Recipe
-from tunix.rollout.ahead import Ahead
+from tunix.rollout.ahead import FILE, Ahead, Holding, Journal
 from tunix.rollout.backlog import Backlog
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
-from tunix.rollout.feeder import Holding
-from tunix.rollout.journal import FILE, Journal
 from tunix.rollout.rewards.base import ADDED
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.run.evaluation import Evaluation

@@ -14,8 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
 
 from tunix.rollout.engine.request import Request
-from tunix.rollout.servers.protocol import ID
-from tunix.rollout.servers.routing import FIELD, written
+from tunix.rollout.servers.protocol import FIELD, ID, written
 from tunix.types import Completion, Sampling
 
 HALF = 32

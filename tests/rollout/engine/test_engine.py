@@ -22,11 +22,10 @@ from tunix.models.model import Model
 from tunix.protocols import Sampler
 from tunix.rollout.engine import batch as batch_file
 from tunix.rollout.engine import engine as engine_file
-from tunix.rollout.engine.budget import page_bytes
-from tunix.rollout.engine.engine import Engine
+from tunix.rollout.engine.engine import Engine, Warmth
 from tunix.rollout.engine.request import Request
+from tunix.rollout.engine.shapes import page_bytes
 from tunix.rollout.engine.slots import Slots
-from tunix.rollout.engine.warmup import Warmth
 from tunix.trainer.perf import Compilations
 from tunix.types import Begun, Completion, Sampling, Workload
 

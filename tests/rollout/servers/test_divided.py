@@ -18,7 +18,7 @@ from tests.rollout.servers.conftest import PROMPTS, WARM, Policy, flat, sampler_
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.hf import safetensors_io
-from tunix.rollout.divided import dealt
+from tunix.rollout.collect import dealt
 from tunix.rollout.servers.sampler import ServerSampler
 from tunix.types import Begun, Completion
 

@@ -25,13 +25,11 @@ from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
 from tunix.hf.source import loaded, pretrained
 from tunix.mesh import build_mesh
-from tunix.rollout.servers import divided
+from tunix.rollout.servers import sampler
 from tunix.rollout.servers.probe import TEXT
-from tunix.rollout.servers.routing import FIELD, experts_of, read, written
-from tunix.rollout.servers.sampler import ServerSampler
+from tunix.rollout.servers.protocol import FIELD, Answer, Ask, Expected, Routing, Unfit, experts_of, read, written
+from tunix.rollout.servers.sampler import ServerSampler, Turns
 from tunix.rollout.servers.server import Server
-from tunix.rollout.servers.turns import Turns
-from tunix.rollout.servers.types import Answer, Ask, Expected, Routing, Unfit
 from tunix.types import Begun, Completion, Sampling
 
 ROUTING = Routing(2, 3, 7)
@@ -209,7 +207,7 @@ def test_experts_of_another_model_are_refused_with_a_remedy(given: Any, says: st
 def test_processes_tell_each_other_what_the_probe_came_to():
     answer = Answer(np.array([3, 4], np.int32), np.array([-1, -2], np.float32), False, experts=RIGHT)
     for one in (answer, replace(answer, experts=None)):
-        back = divided._answer(divided._saved(Server("http://127.0.0.1:9", 1.0), one))
+        back = sampler._answer(sampler._saved(Server("http://127.0.0.1:9", 1.0), one))
         assert isinstance(back, Answer)
         np.testing.assert_equal(back.experts, one.experts)
         assert back.tokens.tolist() == [3, 4]

@@ -9,11 +9,12 @@ slot and is computed again later.
 Requests with one prompt, under one adapter, share its pages. All pages live as long as the batch: none outlasts the
 weights that filled it.
 
-Axes: St decode steps, Sl slots, s shards of the rows.
+Axes: St decode steps, Sl slots, T time, s shards of the rows, Pt tokens of a page.
 """
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,14 +26,133 @@ from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
 from tunix.rollout.engine.experts import Recorded
 from tunix.rollout.engine.holdings import Copy, Holdings
-from tunix.rollout.engine.meter import Meter
 from tunix.rollout.engine.pieces import Job, Piece
 from tunix.rollout.engine.programs import State, Steps, blank, copy_pages, decode, prefill, score
-from tunix.rollout.engine.replies import Replies
 from tunix.rollout.engine.request import Decode, Episode, Request, StopText, prompt_key
-from tunix.rollout.engine.shapes import Sizes
+from tunix.rollout.engine.shapes import Sizes, page_bytes, state_bytes
 from tunix.rollout.engine.slots import Slots
-from tunix.types import Completion, OnDone, Reply
+from tunix.types import Completion, OnDone, Reply, Usage
+
+
+class Meter:
+    """Counts what a batch takes of the devices: slots that had something to sample, and bytes that had to be read."""
+
+    def __init__(self, model: Model, weights: Weights, sizes: Sizes, requests: int):
+        """Nothing has been counted.
+
+        Args:
+            model: what is sampled from.
+            weights: its weights; each device reads its part of them in every step.
+            sizes: the shapes of the batch.
+            requests: how many there are: slots beyond them are never counted as idle.
+        """
+        read = (x for x in jax.tree.leaves(weights) if x is not weights.top["embed/w"] or model.config.tied)
+        self._weights = sum(x.addressable_shards[0].data.nbytes for x in read)
+        mesh = jax.sharding.get_mesh()
+        self._token = [size / sizes.page for size in page_bytes(model.config, mesh, sizes)]
+        self._states = state_bytes(model.config, mesh)
+        self._sizes, self._slots = sizes, min(sizes.slots, requests)
+        self._tokens = self._steps = 0
+        self._bytes = 0.0
+
+    def add(self, held: np.ndarray, counts: np.ndarray) -> None:
+        """Counts a dispatch.
+
+        Args:
+            held: `[Sl]` tokens in the cache of each slot before it.
+            counts: `[Sl]` tokens that it sampled in each.
+        """
+        steps = int(counts.max(initial=0))
+        self._tokens, self._steps = self._tokens + int(counts.sum()), self._steps + steps
+        self._bytes += steps * self._weights + self._states * int(counts.sum()) / self._sizes.shards
+        for window, each in zip(self._sizes.windows, self._token, strict=True):
+            # A slot that samples c tokens from h on reads h + 1, ..., h + c of them: c h + c (c + 1) / 2.
+            seen = counts * (held + (counts + 1) / 2)
+            if window is not None:
+                seen = np.minimum(seen, counts * window)
+            self._bytes += each * float(seen.sum()) / self._sizes.shards
+
+    @property
+    def usage(self) -> Usage:
+        """All that was counted."""
+        return Usage(self._tokens, self._steps * self._slots, self._bytes)
+
+
+THREADS = 32
+"""Environments that are asked at the same time, at most."""
+PATIENCE = 0.25
+"""Seconds that answers are waited for while others could be sampled; where one took longer, no further one is."""
+
+
+class Replies:
+    """The answers of environments that are waited for: they answer in threads, while other slots are sampled.
+
+    An answer belongs to a slot whose turn has ended, and which waits for it; the threads wait for the processes in
+    which environments live (`rollout/environments/remote.py`). Each environment is called by one thread at a time: its
+    next turn is sampled after the answer to the last.
+
+    Which tokens are computed together decides the last bits of their log-probs. So an answer is taken in the second
+    round after its turn has ended, and is waited for a little: what is quick comes at the same place whatever the clock
+    says.
+    """
+
+    def __init__(self, reply: Reply | None):
+        """Nothing is waited for.
+
+        Args:
+            reply: asks the environment; None where there is none.
+        """
+        self._reply = reply
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment") if reply else None
+        self._futures: dict[int, Future[np.ndarray | None]] = {}
+        self._asked: dict[int, int] = {}
+        """The round in which each was asked."""
+        self._round, self._patient = 0, True
+
+    @property
+    def are_asked_for(self) -> bool:
+        """Whether there is an environment."""
+        return self._reply is not None
+
+    def __bool__(self) -> bool:
+        """Whether an answer is waited for."""
+        return bool(self._futures)
+
+    def __contains__(self, slot: int) -> bool:
+        """Whether this slot waits for an answer."""
+        return slot in self._futures
+
+    def ask(self, slot: int, number: int, completion: Completion) -> bool:
+        """Asks about the turn of a slot that has stopped; returns whether there is an environment to ask.
+
+        Args:
+            slot: waits for the answer.
+            number: index of the request.
+            completion: so far.
+        """
+        if self._reply is None or self._threads is None or completion.finish != "stop":
+            return False
+        self._futures[slot] = self._threads.submit(self._reply, number, completion)
+        self._asked[slot] = self._round
+        return True
+
+    def arrived(self) -> list[tuple[int, np.ndarray | None]]:
+        """The answers of a further round, by slot: tokens `[T]`, or None at the end of an episode."""
+        self._round += 1
+        due = [slot for slot in sorted(self._futures) if self._asked[slot] < self._round - 1]
+        if due and self._patient:
+            self._patient = not wait([self._futures[slot] for slot in due], timeout=PATIENCE).not_done
+        return [(slot, self._futures.pop(slot).result()) for slot in due if self._futures[slot].done()]
+
+    def wait(self) -> None:
+        """Waits until one more answer has come."""
+        wait(self._futures.values(), return_when=FIRST_COMPLETED)
+
+    def close(self) -> None:
+        """Ends the threads; answers that nobody waits for any more are given up."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
 
 Pause = Callable[[int], bool]
 """(dispatches that were sent) -> whether the requests are paused here, to be continued by another call."""

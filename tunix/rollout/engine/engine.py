@@ -4,10 +4,14 @@ It keeps a copy of the weights that were published last, and of their adapters; 
 Numbers of slots, pages and tokens of a piece come from a small closed set (`shapes.py`), so that compiling ends.
 """
 
+import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,7 +20,7 @@ from jax.sharding import Mesh
 from tunix.config import CacheType
 from tunix.errors import UserError
 from tunix.lora.multi_lora import LoadedAdapter, Mixture
-from tunix.mesh import row_shards, sharding
+from tunix.mesh import compile_on, row_shards, sharding
 from tunix.models.attention.decode_gate import reader_here
 from tunix.models.attention.decoding import unsaved
 from tunix.models.deltanet import PIECE_CHUNK
@@ -25,14 +29,74 @@ from tunix.models.model import Model, Params
 from tunix.models.param_names import is_adapter
 from tunix.models.vision_config import VisionConfig
 from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Pause, Published
-from tunix.rollout.engine.budget import within
+from tunix.rollout.engine.holdings import Holdings
+from tunix.rollout.engine.pieces import Piece, copies_of
+from tunix.rollout.engine.programs import Compiled, State, blank, copy_pages, decode, prefill
 from tunix.rollout.engine.request import Decode, Request, check_pictures, check_prompt
 from tunix.rollout.engine.sampling import check
-from tunix.rollout.engine.shapes import PAGE, Sizes, usual_ahead
-from tunix.rollout.engine.warmup import Warmth
-from tunix.rollout.requests import requests_of
+from tunix.rollout.engine.shapes import PAGE, Sizes, usual_ahead, within
+from tunix.rollout.engine.slots import Slots
+from tunix.rollout.types import requests_of
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
 from tunix.util.exact import jit
+
+
+class Call(NamedTuple):
+    """A call of a program; the state of the slots is among its arguments, and returned first."""
+
+    program: Compiled[tuple[State, Any]]
+    before: tuple[Any, ...]
+    """The arguments before the state."""
+    after: tuple[Any, ...]
+    """Those after it."""
+
+    def lowered(self, state: State) -> jax.stages.Lowered:
+        """The program, traced."""
+        return self.program.lower(*self.before, state, *self.after)
+
+    def __call__(self, state: State) -> State:
+        """Runs the program."""
+        return self.program(*self.before, state, *self.after)[0]
+
+
+@dataclass(frozen=True)
+class Warmth:
+    """Compiles every program that a run's sampling may need, before its first step.
+
+    The programs are traced one after the other, and compiled at the same time: a compiler works outside of the
+    interpreter's lock, and takes minutes for a large model. Then each is called once with nothing to do, which loads
+    it: a dispatch in which no slot is running returns at once.
+    """
+
+    model: Model
+    weights: Weights
+    sizes: Sizes
+
+    def __call__(self) -> None:
+        """Compiles every program in every shape, as many at a time as this machine has cores."""
+        state, calls = blank(self.model, self.sizes), list(self.calls())
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            compiling = partial(compile_on, jax.sharding.get_mesh())
+            for waiting in [pool.submit(compiling, call.lowered(state)) for call in calls]:
+                waiting.result()
+        for call in calls:
+            state = call(state)
+
+    def calls(self) -> Iterator[Call]:
+        """Calls of all programs, in all shapes, that leave the state as it is."""
+        sizes, nothing = self.sizes, np.int32(0)
+        slots = Slots(sizes.slots, sizes.length, sizes.guesses, turns=sizes.turns)
+        holdings = Holdings(sizes)
+        for width in sizes.widths:
+            own = sizes.slots_of_shard
+            chosen = np.flatnonzero(np.arange(sizes.slots) % own < width // sizes.shards)
+            flow = slots.flow(chosen)
+            for numbers in sizes.gathered(width):
+                reads = holdings.reads(chosen, numbers)
+                yield Call(decode, (self.model, sizes.steps, self.weights), (flow, reads, nothing, nothing))
+        for length in sizes.pieces:
+            yield Call(prefill, (self.model, self.weights), (Piece(holdings, length).inputs,))
+        yield Call(copy_pages, (self.model,), (tuple(copies_of([[]] * sizes.shards) for _ in sizes.windows),))
 
 
 class Engine:

@@ -4,7 +4,8 @@
 piece's log-probs where they are wanted, and `decode` samples tokens in some slots until they have ended.
 
 A slot's last hidden state is in `State.hidden`: a step samples a token from it, then runs the model on that token, so
-that prompts, observations and sampled tokens all leave a slot in the same condition.
+that prompts, observations and sampled tokens all leave a slot in the same condition. A dispatch takes what it reads out
+of the layers' caches: pages in their places, or gathered so that each slot has its own; states of its slots.
 
 Axes: Sl slots, C tokens at a time, D model width, V vocabulary, St decode steps, s shards of the rows, L layers,
 k chosen experts of a token.
@@ -23,13 +24,23 @@ from tunix.mesh import as_trainers_round, constrain, platform, shards
 from tunix.models.attention.attend import at_each_device
 from tunix.models.attention.decoding import BY_NAME
 from tunix.models.attention.layouts import Pages
-from tunix.models.attention.pages import Copies, PieceView, Writes, copied
+from tunix.models.attention.pages import (
+    NOWHERE,
+    Copies,
+    Gathered,
+    PieceView,
+    SlotsView,
+    Table,
+    Writes,
+    brought_back,
+    copied,
+    gathered,
+)
 from tunix.models.blocks import Cache
-from tunix.models.deltanet import PieceStates, StepView
+from tunix.models.deltanet import PieceStates, SlotStates, StepView
 from tunix.models.kv_cache import Weights, empty, extend
 from tunix.models.model import Model, Params
 from tunix.models.vision import seen_ahead
-from tunix.rollout.engine.caches import put_back, taken_out, view, written_to
 from tunix.rollout.engine.holdings import Reads
 from tunix.rollout.engine.lookup import GRAM, NONE, Books, guesses
 from tunix.rollout.engine.pieces import Inputs
@@ -37,6 +48,57 @@ from tunix.rollout.engine.sampling import Draw, Transform, draw, logprobs
 from tunix.rollout.engine.shapes import Sizes
 from tunix.types import Pictures
 from tunix.util.exact import jit
+
+
+def view(reads: Any, positions: Int[Array, "Sl C"], live: jax.Array, size: int, window: int | None) -> SlotsView:
+    """Where new tokens of each slot go, and what they see; slots that are not at work write nothing.
+
+    Guesses behind the last token that may be sampled have no page, and are not written either.
+    """
+    column = positions // size - reads.first[:, None]
+    inside = (column >= 0) & (column < reads.places.shape[1])
+    place = jnp.take_along_axis(reads.places, jnp.where(inside, column, 0), axis=1)
+    place = jnp.where(live[:, None] & inside & (place >= 0), place, NOWHERE)
+    own = None if reads.sources is None else Gathered(reads.sources, reads.owners, reads.starts)
+    return SlotsView(Writes(place, positions % size), positions, Table(reads.places, reads.first), own, window)
+
+
+def written_to(reads: Any, held: Int[Array, "Sl"], steps: int, size: int) -> Int[Array, "Sl c"]:
+    """The places of all pages that a dispatch may write to."""
+    columns = (held // size - reads.first)[:, None] + jnp.arange((steps + size - 2) // size + 1)
+    places = jnp.take_along_axis(reads.places, jnp.clip(columns, 0, reads.places.shape[1] - 1), axis=1)
+    return jnp.where(columns < reads.places.shape[1], places, -1)
+
+
+def taken_out(cache: Any, reads: Any, slots: Any) -> Any:
+    """What a layer keeps, as the steps of a dispatch read and write it: states of its slots, and pages gathered, or all
+    of them in their places; None of a layer that keeps nothing."""
+    if isinstance(cache, SlotStates):
+        return SlotStates(*(x[slots] for x in cache)).placed()
+    return cache if cache is None or reads.sources is None else at_each_device(gathered, cache, reads.sources)
+
+
+def put_back(cache: Any, taken: Any, slots: Any, paged: Any) -> Any:
+    """What a layer keeps, with what a dispatch has written to.
+
+    Args:
+        cache: of all slots.
+        taken: what the dispatch has taken out.
+        slots: `[Sl]`, those of the dispatch.
+        paged: what its slots read, and the places of all pages that may have been written to; None of other layers.
+    """
+    if cache is None:
+        return None
+    if isinstance(cache, SlotStates):
+        both = zip(cache, taken, strict=True)
+        return SlotStates(*(all.at[slots].set(mine, unique_indices=True) for all, mine in both)).placed()
+    reads, places = paged
+
+    def part(both: tuple[Pages, Pages], places: jax.Array, sources: jax.Array) -> Pages:
+        return brought_back(*both, places, sources)
+
+    return taken if reads.sources is None else at_each_device(part, (cache, taken), places, reads.sources)
+
 
 Host = jax.Array | np.ndarray
 Found = TypeVar("Found")

@@ -4,30 +4,158 @@ A call that exceeds its deadline has its worker killed, and one that ends the pr
 fails. The others that lived there are replayed in a new process when they are next called: reset with the same row and
 generator, and the same actions again. Answers have to be those of before.
 
+First the worker's side (`serve`, `Host`), which holds the episodes that began in it, and calls the one a request names:
+
+    {"episode": 3, "start": {"row": {...}, "rng": {...}}}   -> {"observation": {"text": "1-31\\n"}}
+    {"episode": 3, "action": "16\\n", "tokens": {...}}       -> {"observation": ..., "reward": 0.5, "done": false}
+    {"describe": true}                                      -> {"scores": true, "stop_strings": ["\\n"]}
+
+An answer with a `failure` ends the episode. Nothing is pickled: rows are JSON, a generator is its seed and its state.
+
 Axes: T time.
 """
 
 import itertools
+import json
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
+from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.rollout.environments.base import Environment, EpisodeError, Observation, Row, Step
-from tunix.rollout.environments.shipped import EnvironmentMaker
-from tunix.rollout.environments.worker import Host, read, saved_generator
-from tunix.rollout.workers.messages import encode
-from tunix.rollout.workers.process import Lost, WorkerProcess
-from tunix.rollout.workers.thread import WorkerThread
-from tunix.util.coded import coded
+from tunix.rollout.environments.base import (
+    Environment,
+    Episode,
+    EpisodeError,
+    Episodes,
+    Observation,
+    Row,
+    Step,
+    checked_observation,
+    checked_step,
+    token_ids,
+)
+from tunix.rollout.environments.config import EnvironmentConfig
+from tunix.rollout.environments.shipped import EnvironmentMaker, read_environment
+from tunix.rollout.rewards.calls import raised
+from tunix.rollout.workers.messages import encode, serve_requests
+from tunix.rollout.workers.process import Lost, WorkerProcess, WorkerThread
+from tunix.util.coded import array_of, coded
+from tunix.util.plugins import load_object
+
+
+def serve(descriptor: int) -> None:
+    """Answers requests on the inherited socket until its other end closes."""
+    serve_requests(descriptor, _prepare)
+
+
+def _prepare(first: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """Loads the class; returns what answers requests."""
+    kind, options = load_object(first["source"]), first["options"]
+    return Host(lambda: kind(**options)).answer
+
+
+class Host:
+    """The environments of the episodes that live here, by their numbers."""
+
+    def __init__(self, make: Callable[[], Environment]) -> None:
+        """Holds none yet.
+
+        Args:
+            make: a new environment.
+        """
+        self._make = make
+        self._living: dict[int, Environment] = {}
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Calls an environment; returns its answer, or its failure.
+
+        Args:
+            request: see above; episodes in `forget` are over.
+        """
+        for number in request.get("forget", ()):
+            self._living.pop(number, None)
+        try:
+            return self._call(request)
+        except EpisodeError as error:
+            return {"failure": str(error)}
+        except UserError as error:
+            return {"failure": raised(error), "advice": str(error)}
+        except BaseException as error:  # sys.exit in an environment ends its episode, not the worker
+            return {"failure": raised(error)}
+
+    def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if "describe" in request:
+            first = self._make()
+            return {"scores": bool(first.scores), "stop_strings": [str(text) for text in first.stop_strings]}
+        number = request["episode"]
+        if "start" in request:
+            environment, begin = self._make(), request["start"]
+            start = checked_observation(environment.reset(begin["row"], generator_of(begin["rng"])))
+            self._living[number] = environment
+            return {"observation": written(start)}
+        environment = self._living[number]
+        step = checked_step(environment.step(request["action"], array_of(request["tokens"])))
+        if step.done:
+            del self._living[number]
+        observation = None if step.observation is None else written(step.observation)
+        return {"observation": observation, "reward": step.reward, "done": step.done}
+
+
+def written(observation: Observation) -> dict[str, Any]:
+    """An observation as JSON values.
+
+    Raises:
+        EpisodeError: its messages hold something that JSON does not have.
+        UserError: an array that is no vector of token ids.
+    """
+    if isinstance(observation, str):
+        return {"text": str(observation)}
+    if isinstance(observation, np.ndarray):
+        return {"ids": coded(token_ids(observation))}
+    messages = [dict(message) for message in observation]
+    try:
+        json.dumps(messages)
+    except (TypeError, ValueError) as error:
+        raise EpisodeError(
+            f"answered with messages that are no JSON ({error}): only text, numbers, true, false, null and lists or "
+            "mappings of these leave a worker"
+        ) from error
+    return {"messages": messages}
+
+
+def read(observation: Mapping[str, Any]) -> Observation:
+    """The inverse of `written`."""
+    if "ids" in observation:
+        return array_of(observation["ids"])
+    return observation["text"] if "text" in observation else observation["messages"]
+
+
+def saved_generator(rng: np.random.Generator) -> dict[str, Any]:
+    """A generator of `np.random.default_rng` as JSON values."""
+    bits = rng.bit_generator
+    assert isinstance(bits, np.random.PCG64), "episodes have generators of np.random.default_rng"
+    seed = bits.seed_seq
+    assert isinstance(seed, np.random.SeedSequence)
+    spawned = {"spawn_key": list(seed.spawn_key), "n_children_spawned": seed.n_children_spawned}
+    return {"seed": {"entropy": seed.entropy, **spawned}, "state": bits.state}
+
+
+def generator_of(saved: Mapping[str, Any]) -> np.random.Generator:
+    """The inverse of `saved_generator`; it also spawns the same ones."""
+    bits = np.random.PCG64(np.random.SeedSequence(**saved["seed"]))
+    bits.state = saved["state"]
+    return np.random.Generator(bits)
+
 
 Answer = dict[str, Any]
-"""What a worker answers; see `worker.py`."""
+"""What a worker answers; see the top of this file."""
 
 
 class HostProcess:
@@ -36,7 +164,7 @@ class HostProcess:
     def __init__(self, make: EnvironmentMaker) -> None:
         """Starts no process yet."""
         first = {"source": make.source, "options": dict(make.options)}
-        self._process = WorkerProcess("tunix.rollout.environments.worker", first, "an environment")
+        self._process = WorkerProcess("tunix.rollout.environments.remote", first, "an environment")
         self.ensure, self.kill, self.close = self._process.ensure, self._process.kill, self._process.close
 
     @property
@@ -266,3 +394,42 @@ def _unless_failed(answer: Answer) -> Answer:
     if "failure" in answer:
         raise EpisodeError(answer["failure"])
     return answer
+
+
+class Player:
+    """Starts the episodes of an environment."""
+
+    def __init__(
+        self, config: EnvironmentConfig, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any] | None = None
+    ):
+        """Loads the environment's class, and makes one in a worker.
+
+        Raises:
+            UserError: see `read_environment` and `EnvironmentPool`.
+        """
+        self._pool = EnvironmentPool(read_environment(config), config.deadline, config.workers)
+        self._turns, self._tokenizer, self._template_kwargs = config.turns, tokenizer, template_kwargs or {}
+        self.scores: bool = self._pool.kind.scores
+        """Whether the environment gives rewards."""
+        self.stop_strings: tuple[str, ...] = self._pool.kind.stop_strings
+        """Texts that end a turn."""
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]], seed: int, numbers: Sequence[int] | None = None) -> Episodes:
+        """Starts an episode for each row; random numbers follow from the seed and these numbers, or the places.
+
+        Raises:
+            UserError: an environment does not start.
+        """
+        given = list(zip(range(len(rows)) if numbers is None else numbers, rows, strict=True))
+        made = [self._pool.make() for _ in given]
+
+        def start(environment: Any, of: tuple[int, Mapping[str, Any]]) -> Episode:
+            rng = np.random.default_rng([seed, of[0]])
+            return Episode(environment, of[1], rng, self._tokenizer, self._turns, self._template_kwargs)
+
+        with ThreadPoolExecutor(len(self._pool), thread_name_prefix="environment") as threads:
+            return Episodes(list(threads.map(start, made, given)), len(self._pool))
+
+    def close(self) -> None:
+        """Ends the workers; episodes that have not ended are lost."""
+        self._pool.close()

@@ -1,17 +1,19 @@
-"""One call of a reward function, in this process or in a worker.
+"""One call of a reward function, in this process or in a worker; `serve` is the process that reward functions run in.
 
 An outcome is a number, or a text that says what went wrong and ends a sentence that begins with the reward's name; of
 functions in TRL's style also None, by which they leave a sample out. Nothing heavy is imported here.
 """
 
 import asyncio
+import functools
+import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsFloat
 
-from tunix.rollout.workers.messages import too_slow
-from tunix.util.plugins import user_line
+from tunix.rollout.workers.messages import serve_requests, too_slow
+from tunix.util.plugins import load_object, user_line
 
 Outcome = float | str | None
 
@@ -134,3 +136,26 @@ async def _together(function: Callable[..., Any], rows: Sequence[Mapping[str, An
             return too_slow(deadline) if limit.expired() else raised(error)
 
     return await asyncio.gather(*(outcome(row) for row in rows))
+
+
+def serve(descriptor: int) -> None:
+    """Answers requests on the inherited socket until its other end closes."""
+    serve_requests(descriptor, _prepare)
+
+
+def _prepare(rewards: Sequence[dict[str, Any]]) -> Callable[[Any], Any]:
+    """Loads the functions; returns what performs a call of one."""
+    functions = [_load(reward) for reward in rewards]
+
+    def answer(request: Any) -> Any:
+        i, arguments, count, deadline = request
+        return perform(functions[i], rewards[i]["batched"], arguments, count, deadline, rewards[i]["logs"])
+
+    return answer
+
+
+def _load(reward: dict[str, Any]) -> Callable[..., Any]:
+    """Loads a function and its heavy modules, and binds its options."""
+    for module in reward["modules"]:
+        importlib.import_module(module)
+    return functools.partial(load_object(reward["source"]), **reward["options"])

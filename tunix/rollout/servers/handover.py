@@ -15,8 +15,8 @@ from typing import Any
 
 from tunix.distributed import processes
 from tunix.lora.config import AdapterConfig
+from tunix.rollout.servers.protocol import Failed, Refused, Unfit, WeightsFolder
 from tunix.rollout.servers.server import Server
-from tunix.rollout.servers.types import Failed, Refused, Unfit, WeightsFolder
 
 Write = Callable[[Path, Mapping[str, Any], bool], Any]
 """(new folder, all weights by name, whether the adapter alone is written) -> anything; writes the folder."""

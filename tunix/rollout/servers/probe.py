@@ -21,9 +21,8 @@ from tunix.mesh import compiler_options, row_shards
 from tunix.models.model import Model, Params
 from tunix.rollout.engine.experts import UNKNOWN
 from tunix.rollout.servers.handover import cards
-from tunix.rollout.servers.protocol import settings
+from tunix.rollout.servers.protocol import Answer, Ask, Expected, Refused, Unfit, settings
 from tunix.rollout.servers.server import Server
-from tunix.rollout.servers.types import Answer, Ask, Expected, Refused, Unfit
 from tunix.types import Sampling
 from tunix.util.exact import jit
 

@@ -4,38 +4,231 @@
 hands completions on as they end. The HTTP calls run in a thread of their own (`EventLoop`), environments in further
 ones, callbacks in the caller's.
 
-Axes: T time.
+All processes of a run ask all servers, each for its own prompts. The lead alone has servers load weights, between two
+exchanges (`renewed`): before, no process has a request on the way; after, all know which servers have the weights.
+
+Axes: T time, A alternatives, L layers, k chosen experts of a token.
 """
 
 import asyncio
 import itertools
+import json
 import logging
 import queue
 import secrets
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from tunix.distributed import processes
 from tunix.errors import UserError
-from tunix.rollout.engine.batch import Pause
-from tunix.rollout.engine.replies import THREADS
-from tunix.rollout.engine.request import Decode, check_prompt
-from tunix.rollout.requests import requests_of
-from tunix.rollout.servers.divided import renewed
+from tunix.rollout.engine.batch import THREADS, Pause
+from tunix.rollout.engine.experts import UNKNOWN, Known, Recorded, of_sequence
+from tunix.rollout.engine.request import Decode, StopText, check_prompt
 from tunix.rollout.servers.handover import Handover
-from tunix.rollout.servers.pool import Pool
 from tunix.rollout.servers.probe import Probe, inspect
-from tunix.rollout.servers.protocol import refuse
-from tunix.rollout.servers.routing import FLAG
-from tunix.rollout.servers.server import Server
-from tunix.rollout.servers.turns import Turns
-from tunix.rollout.servers.types import Answer, Expected, Failed, Gone, Refused, Unfit, WeightsFolder
+from tunix.rollout.servers.protocol import (
+    FIELD,
+    FLAG,
+    Answer,
+    Ask,
+    Expected,
+    Failed,
+    Gone,
+    Refused,
+    Unfit,
+    WeightsFolder,
+    read,
+    refuse,
+    seed_of,
+    settings,
+    written,
+)
+from tunix.rollout.servers.server import Pool, Server
+from tunix.rollout.types import requests_of
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
+from tunix.util.coded import array_of, coded
+
+
+class Turns:
+    """One completion as it grows: what is asked next, and what was sampled and observed so far."""
+
+    def __init__(self, prompt: np.ndarray, sampling: Sampling, begun: Begun, length: int, decode: Decode | None):
+        """A request at its beginning, or where an earlier call has paused it.
+
+        Args:
+            prompt: `[T]` token ids.
+            sampling: how its tokens are sampled.
+            begun: its seed and number, and what it has.
+            length: tokens of prompt and completion at most.
+            decode: token ids -> text, in which stop strings are found.
+        """
+        self._prompt, self._sampling, self._begun, self._length = prompt, sampling, begun, length
+        n, before = sampling.top_logprobs, begun.so_far
+        self._stop_text = StopText(sampling.stop_strings, decode) if sampling.stop_strings and decode else None
+        self._tokens, self._logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        self._versions = np.zeros(0, np.int32)
+        self._top = [(np.zeros((0, n), np.int32), np.zeros((0, n), np.float32))]
+        self._turns: list[tuple[int, int]] = [(0, 0)]
+        self._experts: list[Known] = []
+        """What is known of the experts of prompt and tokens, from which a token keeps what was recorded first."""
+        self.finish: Literal["stop", "length", "paused"] = "paused"
+        if before is not None and len(before.tokens):
+            self._tokens, self._logprobs, self._versions = before.tokens, before.logprobs, before.versions
+            self._turns = list(before.turns)
+            self._top += [] if before.top is None else [before.top]
+            self._record(before.experts)
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be sampled."""
+        room = self._length - len(self._prompt) - len(self._tokens)
+        return min(self._sampling.max_tokens - self._drawn, room)
+
+    def ask(self, identity: str, expected: Expected) -> Ask:
+        """The request for the rest of the turn.
+
+        Args:
+            identity: of the call and the completion.
+            expected: of the servers.
+        """
+        seed = seed_of(self._begun.seed, self._begun.index, len(self._tokens))
+        prompt = (*self._prompt.tolist(), *self._tokens.tolist())
+        what = settings(self._sampling, self.left, seed)
+        return Ask(f"{identity}-{len(self._tokens)}", prompt, what, expected.vocab_size, expected.routing)
+
+    def take(self, answer: Answer, version: int) -> None:
+        """Appends what a server sampled, up to the first token that completes a stop string.
+
+        Args:
+            answer: of the server.
+            version: of its weights.
+        """
+        start, stopped = self._turns[-1][0], answer.stopped
+        turn = np.concatenate([self._tokens[start:], answer.tokens])
+        kept = len(answer.tokens)
+        if self._stop_text is not None and (end := self._stop_text.find(turn, kept)) is not None:
+            kept, stopped = kept - (len(turn) - end), True
+        self._append(answer.tokens[:kept], answer.logprobs[:kept], version)
+        self._record(answer.experts)
+        if answer.top is not None:
+            self._top.append((answer.top[0][:kept], answer.top[1][:kept]))
+        self._turns[-1] = (start, len(self._tokens))
+        self.finish = "stop" if stopped else "length"
+
+    def observe(self, observation: Sequence[int] | np.ndarray, version: int) -> bool:
+        """Appends what an environment wrote and opens the next turn; False, and nothing, where nothing could follow.
+
+        Args:
+            observation: `[T]` token ids.
+            version: of the weights at the time.
+        """
+        new = np.asarray(observation, np.int32)
+        room = self._length - len(self._prompt) - len(self._tokens) - len(new)
+        if min(self._sampling.max_tokens - self._drawn, room) <= 0:
+            self.finish = "length"
+            return False
+        n = self._sampling.top_logprobs
+        self._append(new, np.zeros(len(new), np.float32), version)
+        self._top.append((np.zeros((len(new), n), np.int32), np.zeros((len(new), n), np.float32)))
+        self._turns.append((len(self._tokens), len(self._tokens)))
+        if self._stop_text is not None:
+            self._stop_text.restart()
+        return True
+
+    def completion(self) -> Completion:
+        """What there is so far."""
+        ids, likely = (np.concatenate(part) for part in zip(*self._top, strict=True))
+        return Completion(
+            tokens=self._tokens,
+            logprobs=self._logprobs,
+            finish=self.finish,
+            versions=self._versions,
+            sampling=self._sampling,
+            turns=tuple(self._turns),
+            top=(ids, likely) if self._sampling.top_logprobs else None,
+            experts=self._recorded(),
+        )
+
+    @property
+    def _drawn(self) -> int:
+        return sum(end - start for start, end in self._turns)
+
+    def _record(self, experts: np.ndarray | None) -> None:
+        """Notes the experts `[T L k]` of prompt and tokens, as far as there are such tokens."""
+        if experts is not None:
+            number = min(len(experts), len(self._prompt) + len(self._tokens))
+            self._experts.append(Known(Recorded(experts[None]), 0, 0, number, 0))
+
+    def _recorded(self) -> np.ndarray | None:
+        """`[T L k]` the experts of prompt and tokens; None where nothing was recorded."""
+        if not self._experts:
+            return None
+        shape = len(self._tokens), *self._experts[0].experts().shape[1:]
+        return of_sequence(len(self._prompt), np.full(shape, UNKNOWN, np.int16), self._experts)
+
+    def _append(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        self._tokens = np.concatenate([self._tokens, tokens])
+        self._logprobs = np.concatenate([self._logprobs, logprobs])
+        self._versions = np.concatenate([self._versions, np.full(len(tokens), version, np.int32)])
+
+
+def renewed(pool: Pool, renew: Callable[[], Sequence[Answer | Exception]]) -> list[Answer | Failed]:
+    """Each server's answer to the probe when it has loaded the weights, or why there is none.
+
+    All processes call it together, and it returns the same in all.
+
+    Args:
+        pool: the servers; one that any process asks no more is so in all, and is looked at again.
+        renew: has the servers load the weights, and returns what the probes came to; called in the lead alone.
+    """
+    _drained_by_any(pool)
+    found = processes.told("servers", lambda: [_saved(*one) for one in zip(pool.servers, renew(), strict=True)])
+    if not processes.lead():
+        for server, saved in zip(pool.servers, found, strict=True):
+            _take_over(pool, server, saved)
+    return [_answer(saved) for saved in found]
+
+
+def _drained_by_any(pool: Pool) -> None:
+    """Drains the servers that another process asks no more, such as those that it alone does not reach."""
+    own = json.dumps([server.reason for server in pool.servers]).encode()
+    for each in map(json.loads, processes.exchanged("drained", own)):
+        for server, reason in zip(pool.servers, each, strict=True):
+            if reason is not None and server.reason is None:
+                pool.drain(server, reason)
+
+
+def _saved(server: Server, answer: Answer | Exception) -> dict[str, Any]:
+    """A server after a hand-over, as JSON values."""
+    state = {"base": server.base, "model": server.model, "reason": server.reason}
+    if isinstance(answer, Exception):
+        return {**state, "error": str(answer)}
+    # The probe asks for no alternatives.
+    said = {"tokens": coded(answer.tokens), "logprobs": coded(answer.logprobs), "stopped": answer.stopped}
+    return {**state, **said, FIELD: None if answer.experts is None else written(answer.experts)}
+
+
+def _answer(saved: Mapping[str, Any]) -> Answer | Failed:
+    if "error" in saved:
+        return Failed(saved["error"])
+    experts = None if saved[FIELD] is None else read(saved[FIELD]).astype(np.int16)
+    return Answer(array_of(saved["tokens"]), array_of(saved["logprobs"]), saved["stopped"], experts=experts)
+
+
+def _take_over(pool: Pool, server: Server, saved: Mapping[str, Any]) -> None:
+    """Makes of a server what it is in the lead."""
+    server.base, server.model = saved["base"], saved["model"]
+    if server.reason is not None and saved["reason"] is None:
+        pool.readmit(server)
+    elif saved["reason"] is not None:
+        server.readmit()
+        server.drain(saved["reason"])
+
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

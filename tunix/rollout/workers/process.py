@@ -1,14 +1,21 @@
-"""A worker process that can be killed at any moment, and is started again after it hung or died."""
+"""Workers that answer requests within a deadline, and are replaced after they hung or died.
+
+A process can be killed at any moment. A thread is for code that no other process can import, such as that of a
+notebook's cell.
+"""
 
 import contextlib
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from tunix.errors import UserError
 from tunix.rollout.workers.messages import encode, receive, too_slow
@@ -34,7 +41,7 @@ class WorkerProcess:
         """Starts no process yet.
 
         Args:
-            module: has `serve(descriptor)`, which calls `serving.serve_requests`.
+            module: has `serve(descriptor)`, which calls `messages.serve_requests`.
             first: the first message to each process; JSON.
             what: whose process it is in messages, e.g. `a reward`.
         """
@@ -146,3 +153,54 @@ class WorkerProcess:
         code = self._process.wait()
         self.close()
         return f"ended its process (signal {-code})" if code < 0 else f"ended its process (exit code {code})"
+
+
+T = TypeVar("T")
+
+
+class WorkerThread:
+    """A thread that answers one request at a time; one that hung is replaced before the next.
+
+    A call that hangs counts as failed at its deadline like any other, but a thread cannot be killed: it is abandoned
+    and goes on by itself. Code that ends the process ends the run.
+    """
+
+    def __init__(self) -> None:
+        """Starts no thread yet."""
+        self._requests: queue.SimpleQueue[Callable[[], None] | None] | None = None
+
+    def ask(self, call: Callable[[], T], deadline: float, grace: float = 0.0) -> T:
+        """Calls a function, which raises nothing, in the thread; returns what it returns.
+
+        Args:
+            call: without arguments.
+            deadline: seconds that it may take.
+            grace: seconds beyond the deadline until it is abandoned.
+
+        Raises:
+            Lost: it hangs.
+        """
+        if self._requests is None:
+            self._requests = queue.SimpleQueue()
+            threading.Thread(target=_work, args=(self._requests,), daemon=True).start()
+        answers: queue.SimpleQueue[T] = queue.SimpleQueue()
+        self._requests.put(lambda: answers.put(call()))
+        try:
+            return answers.get(timeout=deadline + grace)
+        except queue.Empty:
+            self.close()
+            raise Lost(too_slow(deadline)) from None
+
+    def kill(self) -> None:
+        """Does nothing: a thread cannot be killed."""
+
+    def close(self) -> None:
+        """Ends the thread after its present call."""
+        if self._requests is not None:
+            self._requests.put(None)
+        self._requests = None
+
+
+def _work(requests: "queue.SimpleQueue[Any]") -> None:
+    while (request := requests.get()) is not None:
+        request()
