@@ -72,7 +72,7 @@ def milliseconds(slots: int, steps: int, strings: tuple[str, ...]) -> dict[str, 
     took = {"admission": timed(admitted)}
     # All slots want a page at once, every fourth dispatch: the mean counts, not the median.
     both = [
-        (timed(answered._dispatch), timed(lambda: answered._land(answered.flights.popleft())))
+        (timed(answered._dispatch), timed(lambda: answered._retire(answered.flights.popleft())))
         for _ in range(DISPATCHES)
     ]
     sent, read = np.mean(both, axis=0).tolist()

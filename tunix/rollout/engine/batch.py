@@ -12,6 +12,7 @@ weights that filled it.
 Axes: St decode steps, Sl slots, T time, s shards of the rows, Pt tokens of a page.
 """
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -25,7 +26,7 @@ import numpy as np
 from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
 from tunix.rollout.engine.experts import Recorded
-from tunix.rollout.engine.holdings import Copy, Holdings
+from tunix.rollout.engine.holdings import Holdings
 from tunix.rollout.engine.pieces import Job, Piece
 from tunix.rollout.engine.programs import State, Steps, blank, copy_pages, decode, prefill, score
 from tunix.rollout.engine.request import Decode, Episode, Request, StopText, prompt_key
@@ -181,8 +182,8 @@ class Flight(NamedTuple):
 
     slots: np.ndarray
     """`[Sl]`."""
-    turns: np.ndarray
-    """`[Sl]` their turns when it was sent."""
+    generations: np.ndarray
+    """`[Sl]` their generations when it was sent."""
     most: int
     """Tokens that it samples in a slot at most."""
     sampled: Steps
@@ -223,12 +224,13 @@ class Batch:
         self.model, self.weights = published.model, published.weights
         self.replies, self.on_tokens, self.on_done = Replies(reply), on_tokens, on_done
         numbers = [published.adapters[x.adapter] if x.adapter is not None else 0 for x in requests]
-        given = enumerate(zip(requests, numbers, strict=True))
-        episodes = [
-            Episode.of(x, number, _stop_text(x, decode), adapter, self.sizes.length) for number, (x, adapter) in given
-        ]
+        episodes = []
+        for number, (request, adapter) in enumerate(zip(requests, numbers, strict=True)):
+            strings = request.sampling.stop_strings
+            stop_text = StopText(strings, decode) if strings and decode is not None else None
+            episodes.append(Episode.of(request, number, stop_text, adapter, self.sizes.length))
         self.waiting = deque(episodes)
-        self.expected = Counter(prompt_key(x.request) for x in episodes if x.parked is None)
+        self.expected = Counter(prompt_key(x.request) for x in episodes if x.suspended is None)
         self.leaders: dict[tuple, Job] = {}
         """Jobs that compute a prompt, which others may follow."""
         self.jobs: list[deque[Job]] = [deque() for _ in range(self.sizes.shards)]
@@ -253,21 +255,21 @@ class Batch:
         finally:
             self.replies.close()
         while self.flights:  # what they sample is kept for the call that continues it
-            self._land(self.flights.popleft())
-        for episode in [*self.waiting, *(self.slots.park(slot) for slot in self.slots.taken.tolist())]:
+            self._retire(self.flights.popleft())
+        for episode in [*self.waiting, *(self.slots.suspend(slot) for slot in self.slots.taken.tolist())]:
             self.done[episode.number] = episode.paused(self.version)
         assert all(self.done)
         return [completion for completion in self.done if completion is not None]
 
     def _proceed(self) -> None:
         """Sends what can be sent, and reads what has to be read."""
-        self._hear()
+        self._poll()
         with self._lock:
             self._admit()
             self._compute()
             sent = self._dispatch()
         if len(self.flights) > (self.sizes.ahead if sent else 0):
-            self._land(self.flights.popleft())
+            self._retire(self.flights.popleft())
         elif not sent and self.replies:
             self.replies.wait()
 
@@ -294,16 +296,16 @@ class Batch:
             idle: whether each slot of a shard is idle.
             taken: how many are not, in each shard.
         """
-        home = self._home(prompt_key(episode.request)) if episode.parked is None else None
-        for shard in sorted(range(self.sizes.shards), key=lambda shard: (shard != home, taken[shard])):
-            tokens = len(episode.request.prompt) + (0 if episode.parked is None else len(episode.parked.tokens))
+        owner = self._owner_shard(prompt_key(episode.request)) if episode.suspended is None else None
+        for shard in sorted(range(self.sizes.shards), key=lambda shard: (shard != owner, taken[shard])):
+            tokens = len(episode.request.prompt) + (0 if episode.suspended is None else len(episode.suspended.tokens))
             # Every slot at work may want one more page soon.
             free = taken[shard] < self.sizes.slots_of_shard
-            if free and self.holdings.fits(shard, tokens + 1, taken[shard], shared=shard == home):
+            if free and self.holdings.fits(shard, tokens + 1, taken[shard], shared=shard == owner):
                 return shard * self.sizes.slots_of_shard + int(idle[shard].argmax())
         return None
 
-    def _home(self, key: tuple) -> int | None:
+    def _owner_shard(self, key: tuple) -> int | None:
         """The shard that has a prompt, or will have computed it."""
         if key in self.holdings.prefixes:
             return self.holdings.prefixes[key].shard
@@ -311,14 +313,14 @@ class Batch:
 
     def _enter(self, slot: int, episode: Episode) -> None:
         """Puts an episode into a slot, and queues what has to be computed for it."""
-        request, again = episode.request, episode.parked is not None
+        request, again = episode.request, episode.suspended is not None
         key, shard = prompt_key(request), self.holdings.shard(slot)
-        home, tokens = None if again else self._home(key), self.slots.admit(slot, episode)
+        owner, tokens = None if again else self._owner_shard(key), self.slots.admit(slot, episode)
         scored = request.sampling if request.sampling.prompt_logprobs and episode.prompt_logprobs is None else None
         job = Job(slot, tokens, 0, episode.adapter, scored, pictures=episode.pictures(len(tokens)))
         if not again:
             self.expected[key] -= 1
-        if home != shard:
+        if owner != shard:
             self.holdings.cover(slot, 0, len(tokens), windows=False)
             self.jobs[shard].append(job)
             if not again:
@@ -352,35 +354,32 @@ class Batch:
             for row, jobs in enumerate(self.jobs):
                 piece.fill(row, jobs)
             for job in piece.done:
-                piece.finish(job, self._follow(job))
+                held = self.holdings.held(job.slot)
+                # Followers get their pages of layers with a window.
+                copies = [self.holdings.adopt(slot, held, job.start, windows=True) for slot in job.followers]
+                piece.finish(job, list(itertools.chain.from_iterable(copies)))
             piece.leave()
-            self.state, found = prefill(self.model, self.weights, self.state, piece.inputs)
+            self.state, output = prefill(self.model, self.weights, self.state, piece.inputs)
             for copies in piece.copies():
                 self.state, _ = copy_pages(self.model, self.state, copies)
-            self._score(piece, found.hidden)
-            self.recorded += piece.record(found.experts)
+            self._score(piece, output.hidden)
+            self.recorded += piece.record(output.experts)
             for job in piece.done:
                 self._start(job)
             computed += piece.length
             if computed >= self.sizes.piece and 2 * len(self.slots.running) > self.sizes.slots:
                 break
 
-    def _follow(self, job: Job) -> list[Copy]:
-        """Gives the followers of a job their pages of layers with a window; returns the pages to copy."""
-        tokens, held = job.start, self.holdings.held(job.slot)
-        found = [self.holdings.adopt(slot, held, tokens, windows=True) for slot in job.followers]
-        return [copy for copies in found for copy in copies]
-
     def _score(self, piece: Piece, hidden: jax.Array) -> None:
         """Notes the log-probs of a piece's tokens, where they are wanted."""
         if not any(part.job.scored for part in piece.parts):
             return
         targets, settings = piece.targets()
-        found = np.asarray(score(self.model, self.weights.top, hidden, targets, settings))
+        logprobs = np.asarray(score(self.model, self.weights.top, hidden, targets, settings))
         for job, row, begin, tokens, _ in piece.parts:
             if job.scored is not None:
                 known = len(tokens) if len(job.tokens) else len(tokens) - 1  # what follows the last token is sampled
-                job.logprobs.append(found[row, begin : begin + known])
+                job.logprobs.append(logprobs[row, begin : begin + known])
 
     def _start(self, job: Job) -> None:
         """Starts the slots whose tokens a job has computed, and keeps its pages for requests that come later."""
@@ -409,22 +408,31 @@ class Batch:
         if not np.any(self.slots.left[running] > ahead):
             return False
         slots = self.sizes.dispatched(running)
-        flow, reads, turns = self.slots.flow(slots), self.holdings.reads(slots), self.slots.turns[slots]
-        counts = np.int32(most), np.int32(self._enough(len(running)))
-        self.state, sampled = decode(self.model, self.sizes.steps, self.weights, self.state, flow, reads, *counts)
-        self.flights.append(Flight(slots, turns, most, sampled, tuple(self.recorded)))
+        flow, reads, generations = self.slots.flow(slots), self.holdings.reads(slots), self.slots.generations[slots]
+        # The number of running slots at which the dispatch ends.
+        if self.waiting or self.replies.are_asked_for or any(self.jobs):
+            enough = len(running) - max(1, len(running) // REFILL)
+        else:
+            enough = max((width for width in self.sizes.widths if width < len(running)), default=0)
+        self.state, sampled = decode(
+            self.model, self.sizes.steps, self.weights, self.state, flow, reads, np.int32(most), np.int32(enough)
+        )
+        self.flights.append(Flight(slots, generations, most, sampled, tuple(self.recorded)))
         self.recorded.clear()
         self._sent += 1
         return True
 
-    def _land(self, flight: Flight) -> None:
+    def _retire(self, flight: Flight) -> None:
         """Reads what a dispatch sampled; ends the requests whose turn is over, or asks their environment."""
         draws, counts, experts = jax.device_get(flight.sampled)
         for piece in flight.recorded:  # which the devices have computed before, and need not keep any longer
             piece.read()
         self.meter.add(self.slots.held[flight.slots], counts)
-        ended = self.slots.take(flight.slots, flight.turns, draws, counts, experts)
-        self._show(flight.slots)
+        ended = self.slots.take(flight.slots, flight.generations, draws, counts, experts)
+        for slot in flight.slots.tolist() if self.on_tokens is not None else ():
+            new, episode = self.slots.new(slot), self.slots.episodes[slot]
+            if len(new) and self.on_tokens is not None and episode is not None:
+                self.on_tokens(episode.number, new)
         for slot in ended:
             episode = self.slots.episodes[slot]
             assert episode is not None
@@ -457,12 +465,12 @@ class Batch:
                 return None
         last = [x for x in self.slots.taken.tolist() if self.holdings.shard(x) == shard and x not in self.replies][-1]
         self._unqueue(last)
-        self._wait_again(last)
+        self._preempt(last)
         return last
 
-    def _wait_again(self, slot: int) -> None:
+    def _preempt(self, slot: int) -> None:
         """Takes an episode out of its slot; it is the next to enter one, where all of its tokens are computed."""
-        self.waiting.appendleft(self.slots.park(slot))
+        self.waiting.appendleft(self.slots.suspend(slot))
         self.holdings.release(slot)
 
     def _unqueue(self, slot: int) -> None:
@@ -471,28 +479,15 @@ class Batch:
             for job in list(jobs):
                 if slot in job.followers:
                     job.followers.remove(slot)
-                    mine = [set(held.values()) for held in self.holdings.held(slot)]
-                    job.copies = [copy for copy in job.copies if copy.target not in mine[copy.kind]]
+                    pages = [set(held.values()) for held in self.holdings.held(slot)]
+                    job.copies = [copy for copy in job.copies if copy.target not in pages[copy.kind]]
                 elif job.slot == slot:
                     jobs.remove(job)
                     self.leaders = {key: one for key, one in self.leaders.items() if one is not job}
                     if job.reads is not None:
                         self.holdings.drop(self.holdings.shard(slot), job.reads)
 
-    def _show(self, slots: np.ndarray) -> None:
-        """Hands the new tokens to whoever reads along."""
-        for slot in slots.tolist() if self.on_tokens is not None else ():
-            new, episode = self.slots.new(slot), self.slots.episodes[slot]
-            if len(new) and self.on_tokens is not None and episode is not None:
-                self.on_tokens(episode.number, new)
-
-    def _enough(self, running: int) -> int:
-        """The number of running slots at which a dispatch ends."""
-        if self.waiting or self.replies.are_asked_for or any(self.jobs):
-            return running - max(1, running // REFILL)
-        return max((width for width in self.sizes.widths if width < running), default=0)
-
-    def _hear(self) -> None:
+    def _poll(self) -> None:
         """Continues the requests whose environment has answered: the tokens of an answer are computed next."""
         for slot, observation in self.replies.arrived():
             episode = self.slots.episodes[slot]
@@ -508,8 +503,8 @@ class Batch:
         held, shard = int(self.slots.held[slot]), self.holdings.shard(slot)
         if self.sizes.chunk is not None:
             # States hold the last token already. They cannot go back to it, nor to the one before.
-            if self.slots.went_beyond(slot) or len(new) == 1:
-                self._wait_again(slot)
+            if self.slots.beyond[slot] or len(new) == 1:
+                self._preempt(slot)
                 return
             new = new[1:]
         while self.holdings.free(shard) < self.holdings.needs(slot, held):
@@ -524,9 +519,3 @@ class Batch:
         self.slots.release(slot)
         self.holdings.release(slot)
         self.enough |= self.on_done is not None and self.on_done(episode.number, completion)
-
-
-def _stop_text(request: Request, decode: Decode | None) -> StopText | None:
-    """What looks for a request's stop strings."""
-    strings = request.sampling.stop_strings
-    return StopText(strings, decode) if strings and decode is not None else None

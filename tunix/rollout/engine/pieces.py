@@ -21,7 +21,6 @@ from tunix.models.attention.pages import NOWHERE, Copies, Visits, block_of
 from tunix.rollout.engine.experts import Known, Recorded
 from tunix.rollout.engine.holdings import Copy, Held, Holdings
 from tunix.rollout.engine.sampling import Transform
-from tunix.rollout.engine.shapes import Sizes
 from tunix.types import Pictures, Sampling
 
 FIRST, CONTINUES = -1, -2
@@ -151,7 +150,12 @@ class Piece:
         if sizes.chunk is not None:
             sources = np.full((sizes.shards, length // sizes.chunk), CONTINUES, np.int32)
             states = States(sources, np.full(sizes.slots, -1, np.int32))
-        seen = _nothing_seen(sizes, length)
+        seen = None
+        if sizes.vision is not None:  # room for as many of the largest pictures as a piece has at most
+            number = length // sizes.vision.tokens
+            pixels = np.zeros((sizes.shards, number, *sizes.vision.shape), np.uint8)
+            rope = np.zeros((*shape, 3), np.int32) if sizes.vision.turns else None
+            seen = Seen(pixels, np.zeros((sizes.shards, number, 2), np.int32), np.zeros(shape, np.int32), rope)
         self.inputs = Inputs(tokens, positions, ids, begins, visits, writes, last, adapters, states, seen)
         self._copies: list[list[list[Copy]]] = [[[] for _ in range(sizes.shards)] for _ in kinds]
 
@@ -212,30 +216,30 @@ class Piece:
 
     def targets(self) -> tuple[np.ndarray, Transform]:
         """`[s C]` the token after each one that is scored, and the settings of each."""
-        found = np.zeros_like(self.inputs.tokens)
+        targets = np.zeros_like(self.inputs.tokens)
         plain = Sampling()
         settings = [[plain] * self.length for _ in range(self.sizes.shards)]
         for job, row, begin, tokens, _ in self.parts:
             if job.scored is not None:
                 after = np.append(tokens[1:], job.tokens[:1])
-                found[row, begin : begin + len(after)] = after
+                targets[row, begin : begin + len(after)] = after
                 settings[row][begin : begin + len(tokens)] = [job.scored] * len(tokens)
         rows = [Transform.of(row) for row in settings]
-        return found, Transform(*(np.stack(each) for each in zip(*rows, strict=True)))
+        return targets, jax.tree.map(lambda *each: np.stack(each), *rows)
 
     def _add(self, row: int, begin: int, number: int, job: Job) -> None:
         """Writes the next tokens of a job into the row."""
-        here, positions = np.s_[row, begin : begin + number], np.arange(job.start, job.start + number)
+        at, positions = np.s_[row, begin : begin + number], np.arange(job.start, job.start + number)
         inputs, end = self.inputs, job.start + number
-        inputs.tokens[here], inputs.positions[here] = job.tokens[:number], positions
-        inputs.ids[here], inputs.begins[here] = len(self.parts) + 1, job.start
+        inputs.tokens[at], inputs.positions[at] = job.tokens[:number], positions
+        inputs.ids[at], inputs.begins[at] = len(self.parts) + 1, job.start
         inputs.adapters[row] = job.adapter
         if job.reads is None:
             for kind, window in enumerate(self.sizes.windows):
                 self._write(row, begin, kind, job, job.start if window is None else max(job.start, end - window), end)
         if inputs.states is not None and self.sizes.chunk is not None:
-            own = job.slot % self.sizes.slots_of_shard
-            inputs.states.sources[row, begin // self.sizes.chunk] = own if job.start else FIRST
+            slot = job.slot % self.sizes.slots_of_shard
+            inputs.states.sources[row, begin // self.sizes.chunk] = slot if job.start else FIRST
             inputs.states.ends[job.slot] = begin + number - 1
         self._see(row, begin, number, job)
         self.parts.append(Part(job, row, begin, job.tokens[:number], job.start))
@@ -249,19 +253,19 @@ class Piece:
 
     def _see(self, row: int, begin: int, number: int, job: Job) -> None:
         """Adds the pictures among the next tokens of a job, and where rope turns the tokens to."""
-        seen, here = self.inputs.seen, np.s_[row, begin : begin + number]
+        seen, at = self.inputs.seen, np.s_[row, begin : begin + number]
         if seen is None:
             return
         if seen.rope is not None:
-            seen.rope[here] = np.arange(job.start, job.start + number)[:, None]
+            seen.rope[at] = np.arange(job.start, job.start + number)[:, None]
         if job.pictures is None:
             return
-        own, used = within(job.pictures, job.start, job.start + number), seen.pixels.shape[1] - self._room(row)
-        mine = np.s_[row, used : used + own.number]
-        seen.places[here] = np.where(own.places > 0, own.places + np.max(seen.places[row]), 0)
-        seen.pixels[mine], seen.grids[mine] = own.pixels, own.grids
+        pictures, used = within(job.pictures, job.start, job.start + number), seen.pixels.shape[1] - self._room(row)
+        free = np.s_[row, used : used + pictures.number]
+        seen.places[at] = np.where(pictures.places > 0, pictures.places + np.max(seen.places[row]), 0)
+        seen.pixels[free], seen.grids[free] = pictures.pixels, pictures.grids
         if seen.rope is not None:
-            seen.rope[here] = own.rope
+            seen.rope[at] = pictures.rope
 
     def _write(self, row: int, begin: int, kind: int, job: Job, first: int, end: int) -> None:
         """Notes where the tokens of positions `first` to `end` are written; those before are not seen again."""
@@ -270,8 +274,8 @@ class Piece:
             self.holdings.cover(job.slot, first, end, windows=True)
         held, lowest = self.holdings.held(job.slot)[kind], first // size
         pages = np.array([held[index] for index in range(lowest, -(-end // size))], np.int32)
-        here = np.s_[row, begin + first - job.start : begin + end - job.start]
-        self.inputs.writes[kind][here] = pages[np.arange(first, end) // size - lowest]
+        at = np.s_[row, begin + first - job.start : begin + end - job.start]
+        self.inputs.writes[kind][at] = pages[np.arange(first, end) // size - lowest]
 
     def _visit(self, row: int, begin: int, number: int, job: Job) -> bool:
         """Notes what the next tokens of a job see of earlier ones; whether there was room for it."""
@@ -289,19 +293,11 @@ class Piece:
         for held, seen, visits in zip(reads, new, self.inputs.visits, strict=True):
             pages = np.tile(np.array([held[index] for index in seen], np.int32), len(blocks))
             starts = np.tile(np.array(seen, np.int32) * self.sizes.page, len(blocks))
-            _append(visits, row, np.repeat(blocks, len(seen)), pages, starts, np.full(len(pages), len(self.parts) + 1))
+            at = np.s_[row, visits.number[row] : visits.number[row] + len(pages)]
+            visits.blocks[at], visits.pages[at], visits.starts[at] = np.repeat(blocks, len(seen)), pages, starts
+            visits.owners[at] = len(self.parts) + 1
+            visits.number[row] += len(pages)
         return True
-
-
-def _nothing_seen(sizes: Sizes, length: int) -> Seen | None:
-    """Room for as many of the largest pictures as a piece of so many tokens has at most; None where the model sees
-    none."""
-    if sizes.vision is None:
-        return None
-    rows, number = (sizes.shards, length), length // sizes.vision.tokens
-    pixels = np.zeros((sizes.shards, number, *sizes.vision.shape), np.uint8)
-    rope = np.zeros((*rows, 3), np.int32) if sizes.vision.turns else None
-    return Seen(pixels, np.zeros((sizes.shards, number, 2), np.int32), np.zeros(rows, np.int32), rope)
 
 
 def copies_of(rows: Sequence[Sequence[Copy]]) -> Copies:
@@ -311,12 +307,3 @@ def copies_of(rows: Sequence[Sequence[Copy]]) -> Copies:
         copies.sources[row, : len(new)] = [copy.source for copy in new]
         copies.targets[row, : len(new)] = [copy.target for copy in new]
     return copies
-
-
-def _append(to: Visits, row: int, *values: np.ndarray) -> None:
-    """Appends to the arrays `[s Vi]` of a row, and counts."""
-    *arrays, number = to
-    start, end = number[row], number[row] + np.size(values[0])
-    for array, new in zip(arrays, values, strict=True):
-        array[row, start:end] = new
-    number[row] = end

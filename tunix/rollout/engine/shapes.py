@@ -50,14 +50,9 @@ PAGE = 128
 """Pt unless an engine is told another."""
 
 AHEAD = {"cpu": 0}
-"""Dispatches that are sent before the last one is read, by platform: a CPU computes on the cores that would wait."""
+"""Dispatches in flight before one is read, by platform: a CPU computes on the cores that would wait."""
 AHEAD_ELSEWHERE = 1
 """The same on any other platform."""
-
-
-def usual_ahead(platform: str) -> int:
-    """Dispatches that this platform is sent before the last one is read, e.g. 0 for `cpu`."""
-    return AHEAD.get(platform, AHEAD_ELSEWHERE)
 
 
 def usual_slots(platform: str) -> int:
@@ -100,10 +95,10 @@ class Sizes:
 
     def of_requests(self, tokens: Sequence[int]) -> "Sizes":
         """The shapes for requests that take so many tokens each: fewer slots and pages where they need no more."""
-        mine = self.width(min(-(-len(tokens) // self.shards), self.slots_of_shard)) // self.shards
-        longest = sorted((min(number, self.length) for number in tokens), reverse=True)[:mine]
+        slots = self.width(min(-(-len(tokens) // self.shards), self.slots_of_shard)) // self.shards
+        longest = sorted((min(number, self.length) for number in tokens), reverse=True)[:slots]
         # One more for each: a slot may want the next page early, and prompts are kept for requests that come later.
-        need, most = sum(-(-number // self.page) + 1 for number in longest), self.most_pages(mine)
+        need, most = sum(-(-number // self.page) + 1 for number in longest), self.most_pages(slots)
 
         def of(pages: int, most: int, window: int | None) -> int:
             part = most = min(pages, most)
@@ -111,12 +106,12 @@ class Sizes:
                 part //= FEWER
             return part
 
-        return replace(self, slots=mine * self.shards, pages=tuple(map(of, self.pages, most, self.windows)))
+        return replace(self, slots=slots * self.shards, pages=tuple(map(of, self.pages, most, self.windows)))
 
     def covers(self, other: "Sizes") -> bool:
         """Whether there are as many slots and pages as in these shapes of the same engine."""
         return self.slots >= other.slots and all(
-            mine >= least for mine, least in zip(self.pages, other.pages, strict=True)
+            pages >= least for pages, least in zip(self.pages, other.pages, strict=True)
         )
 
     def most_pages(self, slots: int) -> tuple[int, ...]:
@@ -160,11 +155,11 @@ class Sizes:
         of_shard = [np.sort(running[shards == shard]) for shard in range(self.shards)]
         width = self.width(max(map(len, of_shard))) // self.shards
 
-        def filled(shard: int, mine: np.ndarray) -> np.ndarray:
+        def filled(shard: int, at_work: np.ndarray) -> np.ndarray:
             every = np.arange(shard * self.slots_of_shard, (shard + 1) * self.slots_of_shard)
-            return np.sort(np.append(mine, np.setdiff1d(every, mine)[: width - len(mine)]))
+            return np.sort(np.append(at_work, np.setdiff1d(every, at_work)[: width - len(at_work)]))
 
-        return np.concatenate([filled(shard, mine) for shard, mine in enumerate(of_shard)]).astype(np.int32)
+        return np.concatenate([filled(shard, at_work) for shard, at_work in enumerate(of_shard)]).astype(np.int32)
 
     def gathered(self, width: int) -> list[tuple[int, ...]]:
         """Numbers of pages, of each kind of layer, that a dispatch of so many slots reads in a shard; falling.
