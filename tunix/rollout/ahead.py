@@ -29,7 +29,7 @@ from tunix.errors import Doubtful, UserError
 from tunix.protocols import Client, Metered, SamplingClient
 from tunix.rollout.backlog import episode_of, saved_episode
 from tunix.rollout.collect import RolloutStep, RolloutStream
-from tunix.rollout.types import Scored, requests_of
+from tunix.rollout.types import Pause, Scored, requests_of
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage
 from tunix.util.atomic_io import write_lines_atomic
 from tunix.util.json_lines import append_rows, read_rows
@@ -118,10 +118,6 @@ class Journal:
             append_rows(self._path, [{"step": step, "call": call, "paused": None}])
 
 
-Pause = Callable[[int], bool]
-"""(dispatches so far) -> whether the call is paused instead of the next one."""
-
-
 @runtime_checkable
 class Holding(Protocol):
     """A sampler that goes on with weights which it holds while newer ones are published, and that can be paused."""
@@ -144,27 +140,10 @@ class Holding(Protocol):
         reply: Reply | None = None,
         on_done: OnDone | None = None,
         begun: List[Begun] | None = None,
-        pause: Callable[[int], bool] | None = None,
+        pause: Pause | None = None,
         held: Any = None,
     ) -> list[list[Completion]]:
         """As `SamplingClient.sample`, with held weights; `pause` is asked before each dispatch."""
-        ...
-
-
-@runtime_checkable
-class Calls(Protocol):
-    """Decides which weights each call takes, and records it."""
-
-    def begin(self, step: int, call: int) -> tuple[Any, Pause]:
-        """The weights of the sampler's next call, and what pauses it."""
-        ...
-
-    def end(self, step: int, call: int) -> None:
-        """Records that a call has ended.
-
-        Raises:
-            processes.Stopped: the run is to end, and the call was given up.
-        """
         ...
 
 
@@ -172,7 +151,7 @@ class Feeder:
     """The sampler as one step of an asynchronous run sees it, a `SamplingClient`: its calls take weights that are
     recorded, go on where they were paused, and end in all processes together."""
 
-    def __init__(self, calls: Calls, sampler: Holding, step: int):
+    def __init__(self, calls: "Ahead", sampler: Holding, step: int):
         """Calls nothing yet.
 
         Args:
@@ -207,12 +186,12 @@ class Feeder:
                 enough |= on_done is not None and on_done(left[number], completion)
                 return enough
 
-            asked, own = zip(*(requests[i] for i in left), strict=True)
-            found = self._called_once(asked, sampling, seed, reply, hear, own)
-            for i, (completion,) in zip(left, found, strict=True):
+            asked, asked_begun = [requests[i][0] for i in left], [requests[i][1] for i in left]
+            answers = self._called_once(asked, sampling, seed, reply, hear, asked_begun)
+            for i, (completion,) in zip(left, answers, strict=True):
                 if completion.finish == "paused" and not enough:
-                    prompt, one = requests[i]
-                    requests[i] = prompt, replace(one, so_far=completion)
+                    prompt, so_far = requests[i]
+                    requests[i] = prompt, replace(so_far, so_far=completion)
                 else:
                     done[i] = completion
         return [[done[i * n + j] for j in range(n)] for i in range(len(prompts))]
@@ -229,21 +208,18 @@ class Feeder:
         """One call of the sampler, which has ended when it has in all processes."""
         call, self._called = self._called, self._called + 1
         held, pause = self._calls.begin(self._step, call)
-        found: list[list[Completion]] = []
+        answers: list[list[Completion]] = []
 
         def act() -> bytes:
-            found.extend(self._sampler.sample(prompts, 1, sampling, seed, reply, hear, begun, pause, held))
+            answers.extend(self._sampler.sample(prompts, 1, sampling, seed, reply, hear, begun, pause, held))
             return b""
 
         processes.all_done("call", act)
-        self._count()
-        self._calls.end(self._step, call)
-        return found
-
-    def _count(self) -> None:
         if isinstance(self._sampler, Metered) and (new := self._sampler.usage) is not None:
             old = self.usage or Usage(0, 0, 0.0)
             self.usage = Usage(old.tokens + new.tokens, old.slot_steps + new.slot_steps, old.bytes + new.bytes)
+        self._calls.end(self._step, call)
+        return answers
 
 
 Gather = Callable[[SamplingClient, RolloutStep], list[list[Scored]]]
@@ -252,7 +228,7 @@ LOOK = 0.1
 """Seconds after which a wait looks whether the run is to end: a signal's handler can wake nobody."""
 ENDING = 10.0
 """Seconds in which what is being sampled ends where it is given up; then what is being scored is ended, too."""
-NONE = 1 << 30
+NEVER = 1 << 30
 """Later than all steps."""
 
 
@@ -309,7 +285,7 @@ class Ahead:
         """Version of weights -> steps that were learned when they were published."""
         self._place: dict[str, Any] | None = None
         """The position before the step that is being sampled; None where none is."""
-        self._oldest = self._wanted = NONE
+        self._oldest = self._wanted = NEVER
         """The oldest weights that the step being sampled has taken; and the weights that its next call waits for."""
         self._held: Any = None
         """The weights of the call that was begun last."""
@@ -336,7 +312,7 @@ class Ahead:
     def mark(self) -> Callable[[], dict[str, Any]]:
         """What returns the position of now, whenever it is called."""
         number = self._asked
-        for old in [one for one in self._steps if one < number]:
+        for old in [step for step in self._steps if step < number]:
             del self._steps[old]
         if number == 0:  # the caller is about to move the position itself
             first = self._state(0)
@@ -366,7 +342,7 @@ class Ahead:
             self._thread.join()
 
     def begin(self, step: int, call: int) -> tuple[Any, Pause]:
-        """See `feeder.Calls`. The lead decides which weights a call takes, since a clock does."""
+        """The weights of the sampler's next call, and what pauses it. The lead decides which, since a clock does."""
         weights = processes.told("weights", lambda: self._take(step, call))
         if not processes.lead():
             self._take(step, call, weights)
@@ -392,7 +368,11 @@ class Ahead:
         return self._held, pause
 
     def end(self, step: int, call: int) -> None:
-        """See `feeder.Calls`."""
+        """Records that a call has ended.
+
+        Raises:
+            processes.Stopped: the run is to end, and the call was given up.
+        """
         with self._changed:
             self._calling = False
             self._changed.notify_all()
@@ -509,7 +489,7 @@ class Ahead:
             self._until(lambda: number - self._published <= self._before)
             if self._stop.is_set():
                 return False
-            self._place, self._oldest = self._inner.get_state(), NONE
+            self._place, self._oldest = self._inner.get_state(), NEVER
         waited = time.monotonic() - began
         step = next(self._inner, None)
         if step is not None:
@@ -518,7 +498,7 @@ class Ahead:
             share = waited / max(time.monotonic() - began, 1e-9)
             step = replace(step, sampled=groups, read=step.accounting, ahead={"rollout/sampler_waits": share})
         with self._changed:
-            self._place, self._oldest, self._exhausted = None, NONE, step is None
+            self._place, self._oldest, self._exhausted = None, NEVER, step is None
             if step is not None:
                 self._steps[number], self._sampled = step, number + 1
             self._changed.notify_all()
@@ -534,7 +514,7 @@ class Ahead:
             self._until(lambda: self._published >= self._wanted and (free or not self._publishing))
             if self._stop.is_set():
                 raise processes.Stopped
-            self._calling, self._wanted = True, NONE
+            self._calling, self._wanted = True, NEVER
             if processes.number() == 1:
                 self._held = self._sampler.hold()
             self._oldest = min(self._oldest, self._published)
@@ -550,9 +530,9 @@ class Ahead:
         with the position. It is waited for where it has taken older ones, but not where the run is to end.
         """
         with self._changed:
-            self._until(lambda: self._oldest >= number or NONE > self._wanted > self._published)
+            self._until(lambda: self._oldest >= number or NEVER > self._wanted > self._published)
             place = self._inner.get_state() if self._place is None else self._place
-            steps = {str(one): _saved(step) for one, step in self._steps.items()}
+            steps = {str(sampled): _saved(step) for sampled, step in self._steps.items()}
             ages = {str(version): learned for version, learned in self._ages.items()}
         return {"stream": place, "ahead": {"step": number, "steps": steps, "ages": ages}}
 

@@ -49,9 +49,9 @@ def decoded(saved: Mapping[str, Any], sampling: Sampling) -> Completion:
 
 def saved_episode(episode: Scored) -> dict[str, Any]:
     """An episode as JSON values; with what its environment made of the prompt."""
-    own = {name: getattr(episode, name) for name in ("text", "rewards", "failures", "turn_rewards", "logged")}
+    saved = {name: getattr(episode, name) for name in ("text", "rewards", "failures", "turn_rewards", "logged")}
     start = {"tokens": coded(episode.prompt.tokens), "text": episode.prompt.text}
-    return {**own, "completion": encoded(episode.completion), "prompt": start}
+    return {**saved, "completion": encoded(episode.completion), "prompt": start}
 
 
 def episode_of(saved: Mapping[str, Any], prompt: Prompt, sampling: Sampling) -> Scored:
@@ -63,8 +63,15 @@ def episode_of(saved: Mapping[str, Any], prompt: Prompt, sampling: Sampling) -> 
         sampling: the settings of the completion, which are not saved.
     """
     start = replace(prompt, tokens=array_of(saved["prompt"]["tokens"]), text=saved["prompt"]["text"])
-    rest = {"failures": saved["failures"], "turn_rewards": tuple(saved["turn_rewards"]), "logged": saved["logged"]}
-    return Scored(start, decoded(saved["completion"], sampling), saved["text"], saved["rewards"], **rest)
+    return Scored(
+        start,
+        decoded(saved["completion"], sampling),
+        saved["text"],
+        saved["rewards"],
+        failures=saved["failures"],
+        turn_rewards=tuple(saved["turn_rewards"]),
+        logged=saved["logged"],
+    )
 
 
 BEGUN = "begun"
@@ -82,9 +89,9 @@ class Pending(Prompt):
 
     def requests(self, n: int, seed: int) -> list[Begun]:
         """Its `n` requests; the random numbers of each follow from the run's seed, its place and its number."""
-        own = int(np.random.SeedSequence([seed, self.place]).generate_state(1)[0])
+        seed = int(np.random.SeedSequence([seed, self.place]).generate_state(1)[0])
         begun = enumerate(self.so_far or (None,) * n)
-        return [Begun(own, index, completion, self.pictures) for index, completion in begun]
+        return [Begun(seed, index, completion, self.pictures) for index, completion in begun]
 
 
 class Backlog:
@@ -103,35 +110,34 @@ class Backlog:
     def take(self, number: int) -> list[Pending]:
         """The next `number` prompts, those that came back first; fewer where the data is exhausted."""
         taken, self._queue = self._queue[:number], self._queue[number:]
-        while len(taken) < number and (one := self._read()):
-            taken.append(one)
+        while len(taken) < number:
+            place = self._stream.get_state()["next_index"]
+            prompts = self._stream.take(1)
+            if not prompts:
+                break
+            taken += [_pending(prompt, place) for prompt in prompts]
         return taken
 
     def put_back(self, prompts: List[Pending]) -> None:
         """Returns prompts to the queue, which stays in the order of the data."""
-        self._queue = sorted([*self._queue, *prompts], key=lambda one: one.place)
+        self._queue = sorted([*self._queue, *prompts], key=lambda prompt: prompt.place)
 
     def get_state(self) -> dict[str, Any]:
         """The position, as values that JSON can store."""
-        begun = [{"place": one.place, "so_far": [x and encoded(x) for x in one.so_far]} for one in self._queue]
+        begun = [{"place": x.place, "so_far": [y and encoded(y) for y in x.so_far]} for x in self._queue]
         return {**self._stream.get_state(), BEGUN: begun}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues from a position that `get_state` returned; the rows of the prompts in it are read again."""
         position = {name: value for name, value in state.items() if name != BEGUN}
-        self._queue = [self._again(position, saved) for saved in state[BEGUN]]
+        self._queue = []
+        for saved in state[BEGUN]:
+            self._stream.set_state({**position, "next_index": saved["place"]})
+            (prompt,) = self._stream.take(1)
+            so_far = tuple(x and decoded(x, self._sampling) for x in saved["so_far"])
+            self._queue.append(_pending(prompt, saved["place"], so_far))
         self._stream.set_state(position)
         self._stream.accounting = Accounting.from_dict(position["accounting"])
-
-    def _read(self) -> Pending | None:
-        place = self._stream.get_state()["next_index"]
-        return next((_pending(prompt, place) for prompt in self._stream.take(1)), None)
-
-    def _again(self, position: Mapping[str, Any], saved: Mapping[str, Any]) -> Pending:
-        self._stream.set_state({**position, "next_index": saved["place"]})
-        (prompt,) = self._stream.take(1)
-        so_far = tuple(x and decoded(x, self._sampling) for x in saved["so_far"])
-        return _pending(prompt, saved["place"], so_far)
 
 
 class Race:
@@ -194,5 +200,4 @@ def _ended(completion: Completion | None) -> bool:
 
 
 def _pending(prompt: Prompt, place: int, so_far: tuple[Completion | None, ...] = ()) -> Pending:
-    own = {field.name: getattr(prompt, field.name) for field in fields(Prompt)}
-    return Pending(**own, place=place, so_far=so_far)
+    return Pending(**{field.name: getattr(prompt, field.name) for field in fields(Prompt)}, place=place, so_far=so_far)

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -173,10 +172,9 @@ class Arrivals:
             clock.count(overlapped=overlapped, rewards=total)
         if self._judge is not None and self._judged is not None:
             began = time.monotonic()
-            found = self._by_number({places: ended() for places, ended in self._judged.found.items()})
+            scores[self._judge.name] = self._by_number({places: wait() for places, wait in self._judged.found.items()})
             waited = time.monotonic() - began
             clock.count(overlapped=self._overlapped, rewards=self._overlapped + waited)
-            scores[self._judge.name] = found
         return scores
 
     @property
@@ -191,15 +189,15 @@ class Arrivals:
             return [{} for _ in self._ended]
         with clock.part("logprobs"):
             rows = {
-                places: [{name: arrays[i] for name, arrays in found.items()} for i in range(len(places))]
-                for places, found in self._measured.found.items()
+                places: [{name: arrays[i] for name, arrays in by_name.items()} for i in range(len(places))]
+                for places, by_name in self._measured.found.items()
             }
         return self._by_number(rows)
 
-    def _by_number(self, found: Mapping[range, List[Any]]) -> list[Any]:
-        """What was found for each part, in the order of the numbers."""
+    def _by_number(self, parts: Mapping[range, List[Any]]) -> list[Any]:
+        """What there is of each part, in the order of the numbers."""
         by_number = {
-            self._places[place]: x for places, all in found.items() for place, x in zip(places, all, strict=True)
+            self._places[place]: x for places, all in parts.items() for place, x in zip(places, all, strict=True)
         }
         return [by_number[number] for number in self.numbers]
 
@@ -275,17 +273,17 @@ def shared_race(
         return race(prompts, wanted)
 
     def give() -> dict[str, Any]:
-        own, share = dealt(prompts), len(dealt(range(wanted)))
-        groups, left = race(own, share) if share else ([], own)
-        begun = {one.place: [x and encoded(x) for x in one.so_far] for one in left}
+        dealt_here, share = dealt(prompts), len(dealt(range(wanted)))
+        groups, left = race(dealt_here, share) if share else ([], dealt_here)
+        begun = {pending.place: [x and encoded(x) for x in pending.so_far] for pending in left}
         return {"groups": [[saved_episode(x) for x in group] for group in groups], "left": begun}
 
     taken: dict[int, list[Scored]] = {}
     left: dict[int, Pending] = {}
-    for process, one in enumerate(_of_all(give, clock)):
-        groups = iter(one["groups"])
+    for process, part in enumerate(_of_all(give, clock)):
+        groups = iter(part["groups"])
         for prompt in prompts[process :: processes.number()]:
-            begun = one["left"].get(str(prompt.place))
+            begun = part["left"].get(str(prompt.place))
             if begun is None:
                 taken[prompt.place] = [episode_of(x, prompt, sampling) for x in next(groups)]
             else:
@@ -301,51 +299,11 @@ def _of_all(give: Callable[[], Any], clock: Clock) -> list[Any]:
     Raises:
         UserError: see `shared`.
     """
-    own = processes.all_done("groups", lambda: json.dumps({"given": give(), "counted": clock.counted}).encode())
-    found = [json.loads(one) for one in own]
-    names = dict.fromkeys(name for one in found for name in one["counted"])
-    clock.counted = {name: sum(one["counted"].get(name, 0) for one in found) for name in names}
-    return [one["given"] for one in found]
-
-
-def scored_as_a_whole(groups: list[list[Scored]], scorer: Scorer | None, clock: Clock) -> list[list[Scored]]:
-    """Adds the rewards of functions that read the whole batch: the lead calls them, and tells the others.
-
-    Args:
-        groups: of all processes.
-        scorer: these functions; None without any.
-        clock: receives what they log.
-    """
-    if scorer is None:
-        return groups
-    found, metrics = processes.told("rewards", lambda: _scores(scorer, [one for group in groups for one in group]))
-    clock.logged |= metrics
-    scores = iter(found)
-    return [[_with(one, *next(scores)) for one in group] for group in groups]
-
-
-def _scores(
-    scorer: Scorer, episodes: List[Scored]
-) -> tuple[list[tuple[dict[str, float], dict[str, str], dict[str, Any]]], dict[str, list[float]]]:
-    """The rewards of each episode, why some failed and what was logged of it; and the values that were logged."""
-    scoring = scorer.open(columns_of([one.prompt for one in episodes]))
-    for number, one in enumerate(episodes):
-        row = columns(one.prompt, one.completion)
-        scoring.add(number, one.prompt.text, one.text, row, prompt_messages(one.prompt.row))
-    found = scoring.result()
-    scores = [parted(dict(zip(found, row, strict=True))) for row in zip(*found.values(), strict=True)]
-    return [(*parts, scoring.logged.get(number, {})) for number, parts in enumerate(scores)], scoring.metrics
-
-
-def _with(
-    episode: Scored, rewards: Mapping[str, float], failures: Mapping[str, str], logged: Mapping[str, Any]
-) -> Scored:
-    return replace(
-        episode,
-        rewards={**episode.rewards, **rewards},
-        failures={**episode.failures, **failures},
-        logged={**episode.logged, **logged},
-    )
+    texts = processes.all_done("groups", lambda: json.dumps({"given": give(), "counted": clock.counted}).encode())
+    parts = [json.loads(text) for text in texts]
+    names = dict.fromkeys(name for part in parts for name in part["counted"])
+    clock.counted = {name: sum(part["counted"].get(name, 0) for part in parts) for name in names}
+    return [part["given"] for part in parts]
 
 
 @dataclass(frozen=True)
@@ -401,21 +359,52 @@ class Collector:
             measuring: what is computed of each for the loss; None for nothing.
         """
         clock = Clock() if clock is None else clock
-        mine = dealt(range(len(prompts)))
-        own = sampler, [prompts[i] for i in mine], n, mine, seed, clock, measuring
-        groups = shared(lambda: self._of_these(*own) if mine else self._of_none(sampler), prompts, self.sampling, clock)
-        return self.whole(groups, clock)
+        places = dealt(range(len(prompts)))
+
+        def sample() -> list[list[Scored]]:
+            if places:
+                return self._of_these(sampler, [prompts[i] for i in places], n, places, seed, clock, measuring)
+            # As often as the processes that have prompts: the sampler's calls may be counted in all of them.
+            nothing = sampler.sample([], 1, self.sampling, 0)
+            assert not nothing
+            return []
+
+        return self.whole(shared(sample, prompts, self.sampling, clock), clock)
 
     def whole(self, groups: list[list[Scored]], clock: Clock) -> list[list[Scored]]:
-        """The groups of all processes with the rewards that read the whole batch."""
-        with clock.part("reward"):
-            return scored_as_a_whole(groups, self._scorers[1], clock)
+        """The groups of all processes with the rewards that read the whole batch: the lead calls them, and broadcasts
+        what they return and log."""
+        scorer = self._scorers[1]
 
-    def _of_none(self, sampler: SamplingClient) -> list[list[Scored]]:
-        """Calls the sampler as often as the processes that have prompts: its calls may be counted in all of them."""
-        found = sampler.sample([], 1, self.sampling, 0)
-        assert not found
-        return []
+        def score() -> tuple[list[tuple[dict[str, float], dict[str, str], dict[str, Any]]], dict[str, list[float]]]:
+            """The rewards of each episode, why some failed and what was logged of it; and the values logged."""
+            assert scorer is not None
+            episodes = [episode for group in groups for episode in group]
+            scoring = scorer.open(columns_of([episode.prompt for episode in episodes]))
+            for number, episode in enumerate(episodes):
+                prompt, row = episode.prompt, columns(episode.prompt, episode.completion)
+                scoring.add(number, prompt.text, episode.text, row, prompt_messages(prompt.row))
+            by_name = scoring.result()
+            scores = [parted(dict(zip(by_name, row, strict=True))) for row in zip(*by_name.values(), strict=True)]
+            logged = [scoring.logged.get(number, {}) for number in range(len(scores))]
+            return [(*parts, log) for parts, log in zip(scores, logged, strict=True)], scoring.metrics
+
+        def joined(episode: Scored) -> Scored:
+            rewards, failures, logged = next(scores)
+            return replace(
+                episode,
+                rewards={**episode.rewards, **rewards},
+                failures={**episode.failures, **failures},
+                logged={**episode.logged, **logged},
+            )
+
+        with clock.part("reward"):
+            if scorer is None:
+                return groups
+            scored, metrics = processes.told("rewards", score)
+            clock.logged |= metrics
+            scores = iter(scored)
+            return [[joined(episode) for episode in group] for group in groups]
 
     def _of_these(
         self,
@@ -442,8 +431,9 @@ class Collector:
                 arrivals.add(number, completion)
                 return False
 
-            own = zip(numbers, owners, strict=True)
-            begun = [Begun(seed, number, pictures=owner.pictures) for number, owner in own]
+            begun = [
+                Begun(seed, number, pictures=owner.pictures) for number, owner in zip(numbers, owners, strict=True)
+            ]
             groups = sampler.sample(starts, each, self.sampling, seed, reply, arrive, begun)
             arrivals.close()
             for number, completion in enumerate(itertools.chain.from_iterable(groups)):
@@ -487,18 +477,20 @@ class Collector:
             asked, places = race.missing, itertools.count()
 
             def arrive(number: int, completion: Completion) -> bool:
-                for own in race.add(asked[number], completion):
-                    arrivals.add(*own, place=next(places))
+                for member, ended in race.add(asked[number], completion):
+                    arrivals.add(member, ended, place=next(places))
                 return race.over
 
-            for own in race.start():
-                arrivals.add(*own, place=next(places))
-            given = [owners[i].tokens for i in asked], 1, self.sampling, seed, None, arrive, [begun[i] for i in asked]
-            found = [] if race.over else sampler.sample(*given)
+            for member, ended in race.start():
+                arrivals.add(member, ended, place=next(places))
+            sampled: list[list[Completion]] = []
+            if not race.over:
+                starts, requests = [owners[i].tokens for i in asked], [begun[i] for i in asked]
+                sampled = sampler.sample(starts, 1, self.sampling, seed, None, arrive, requests)
             arrivals.close()
-            for number, (completion,) in enumerate(found):
+            for number, (completion,) in enumerate(sampled):
                 arrive(number, completion)
-        if found:
+        if sampled:
             clock.meter(sampler)
         episodes = self._scored([owners[i] for i in arrivals.numbers], arrivals, clock)
         left = [replace(x, so_far=tuple(race.groups[i])) for i, x in enumerate(prompts) if i not in race.taken]
@@ -611,14 +603,19 @@ class RolloutStep:
         alone = processes.number() == 1
         measuring = Measuring(measure, min(self.measured_together, self.size * n)) if measure and alone else None
         if self.backlog is None:
-            groups = self.collector.collect(client, prompts, n, self.next_seed(), self.clock, measuring)
+            # From the run's seed, the position in the data and how many calls this step has made, e.g. 2968811710.
+            position = [self.seed, self.stream.get_state()["next_index"], next(self._calls)]
+            seed = int(np.random.SeedSequence(position).generate_state(1)[0])
+            groups = self.collector.collect(client, prompts, n, seed, self.clock, measuring)
             return self._with_version(groups) if self.mixed else groups
-        given = [prompt for prompt in prompts if isinstance(prompt, Pending)]
-        assert len(given) == len(prompts), "a step that oversamples takes prompts of its own, and of `more`"
-        asked = [*given, *self.backlog.take(self.spare)]
-        how = {"n": n, "seed": self.seed, "clock": self.clock, "measuring": measuring, "due": self.due}
-        race = partial(self.collector.first, client, **how)
-        groups, left = shared_race(race, asked, len(given), self.collector.sampling, self.clock)
+        pending = [prompt for prompt in prompts if isinstance(prompt, Pending)]
+        assert len(pending) == len(prompts), "a step that oversamples takes prompts of its own, and of `more`"
+
+        def race(prompts: List[Pending], wanted: int) -> tuple[list[list[Scored]], list[Pending]]:
+            return self.collector.first(client, prompts, wanted, n, self.seed, self.clock, measuring, self.due)
+
+        asked = [*pending, *self.backlog.take(self.spare)]
+        groups, left = shared_race(race, asked, len(pending), self.collector.sampling, self.clock)
         self.backlog.put_back(left)
         return self._with_version(self.collector.whole(groups, self.clock))
 
@@ -626,16 +623,18 @@ class RolloutStep:
         """The groups with the version of the weights that are this step's."""
         return [[replace(episode, version=self.version) for episode in group] for group in groups]
 
-    def next_seed(self) -> int:
-        """A seed for the next call of the sampler, e.g. 2968811710: it follows from the run's seed, the position in the
-        data and how many calls this step has made."""
-        place = self.stream.get_state()["next_index"]
-        return int(np.random.SeedSequence([self.seed, place, next(self._calls)]).generate_state(1)[0])
-
     def packed(self, sequences: List[Sequence], size: int) -> Batch:
         """Packs up to `size` sequences into rows of this run's length."""
-        shared = (self.sequences_per_example, self.together)
-        return pack(sequences, size, self.length, self.packing, *shared, self.multiple, self.pictures)
+        return pack(
+            sequences,
+            size,
+            self.length,
+            self.packing,
+            self.sequences_per_example,
+            self.together,
+            self.multiple,
+            self.pictures,
+        )
 
 
 class RolloutStream:

@@ -105,11 +105,11 @@ class RolloutConfig(Config):
     def _of_engine(self) -> "RolloutConfig":
         """Refuses settings that the chosen engine does not read."""
         fields = type(self).model_fields
-        own = ("slots", "memory", "cache_dtype", "speculate", "mesh", "oversample")
-        foreign = ("servers", "weights_folder", "timeout")
+        of_tunix = ("slots", "memory", "cache_dtype", "speculate", "mesh", "oversample")
+        of_vllm = ("servers", "weights_folder", "timeout")
         ignored = [
             key
-            for key in (own if self.engine == "vllm" else foreign)
+            for key in (of_tunix if self.engine == "vllm" else of_vllm)
             if getattr(self, key) != fields[key].get_default()
         ]
         if ignored and self.engine == "vllm":

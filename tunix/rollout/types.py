@@ -24,6 +24,9 @@ from tunix.types import Batch, Begun, Completion, Sequence
 ENVIRONMENT = "environment"
 """The name of the reward that an environment gives."""
 
+Pause = Callable[[int], bool]
+"""(dispatches that were sent) -> whether a call is paused instead of the next one, to be continued by another."""
+
 SPANS = "spans.jsonl"
 """File of a run folder with the spans of each step."""
 

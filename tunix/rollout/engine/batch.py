@@ -32,6 +32,7 @@ from tunix.rollout.engine.programs import State, Steps, blank, copy_pages, decod
 from tunix.rollout.engine.request import Decode, Episode, Request, StopText, prompt_key
 from tunix.rollout.engine.shapes import Sizes, page_bytes, state_bytes
 from tunix.rollout.engine.slots import Slots
+from tunix.rollout.types import Pause
 from tunix.types import Completion, OnDone, Reply, Usage
 
 
@@ -155,8 +156,6 @@ class Replies:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-Pause = Callable[[int], bool]
-"""(dispatches that were sent) -> whether the requests are paused here, to be continued by another call."""
 OnTokens = Callable[[int, np.ndarray], None]
 """Callback that receives (index of the request, its new tokens) after each dispatch."""
 SHORT = 8

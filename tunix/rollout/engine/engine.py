@@ -25,7 +25,7 @@ from tunix.models.deltanet import PIECE_CHUNK
 from tunix.models.kv_cache import Weights, decode_specs, gains, is_top, magnified, unstack
 from tunix.models.model import Model, Params
 from tunix.models.param_names import is_adapter
-from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Pause, Published
+from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Published
 from tunix.rollout.engine.holdings import Holdings
 from tunix.rollout.engine.pieces import Piece, copies_of
 from tunix.rollout.engine.programs import Compiled, State, blank, copy_pages, decode, prefill
@@ -33,7 +33,7 @@ from tunix.rollout.engine.request import Decode, Request, check_pictures, check_
 from tunix.rollout.engine.sampling import check
 from tunix.rollout.engine.shapes import PAGE, Sizes, within
 from tunix.rollout.engine.slots import Slots
-from tunix.rollout.types import requests_of
+from tunix.rollout.types import Pause, requests_of
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
 from tunix.util.exact import jit
 

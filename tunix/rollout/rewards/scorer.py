@@ -185,8 +185,8 @@ class Scorer:
             if len(values) != len(prompts):
                 raise ValueError(f"{name} has {len(values)} values for {len(prompts)} prompts")
         scoring = self.open(list(columns))
-        for number, texts in enumerate(zip(prompts, completions, strict=True)):
-            scoring.add(number, *texts, {name: values[number] for name, values in columns.items()})
+        for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            scoring.add(number, prompt, completion, {name: values[number] for name, values in columns.items()})
         scoring.seal()
         return scoring
 
@@ -285,10 +285,11 @@ class Scoring:
         """Waits for all scores; returns them by reward name, in the order of the samples' numbers."""
         self.seal()
         self.metrics, self.logged = {}, {}
-        found = {
-            name: dict(pair for call in calls for pair in self._scores(*call)) for name, calls in self._calls.items()
+        by_name = {
+            name: dict(pair for call, future in calls for pair in self._scores(call, future))
+            for name, calls in self._calls.items()
         }
-        return {name: [scores[number] for number in sorted(scores)] for name, scores in found.items()}
+        return {name: [scores[number] for number in sorted(scores)] for name, scores in by_name.items()}
 
     def seconds(self, until: float) -> tuple[float, float]:
         """Seconds of all calls that have ended, before a moment of `time.monotonic` and in total."""
@@ -308,7 +309,7 @@ class Scoring:
         if isinstance(outcomes, str) and len(call.samples) > 1:
             singles = [_Call(call.reward, [sample]) for sample in call.samples]
             again = [(single, self._scorer._submit(single, self._spans)) for single in singles]
-            return [pair for single in again for pair in self._scores(*single)]
+            return [pair for single, answer in again for pair in self._scores(single, answer)]
         listed, reward = [outcomes] if isinstance(outcomes, str) else outcomes, call.reward
         scores = [
             Failure(f"{reward.name} {x}") if isinstance(x, str) else None if x is None else reward.clipped(x)

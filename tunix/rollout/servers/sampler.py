@@ -26,7 +26,7 @@ import numpy as np
 
 from tunix.distributed import processes
 from tunix.errors import UserError
-from tunix.rollout.engine.batch import THREADS, Pause
+from tunix.rollout.engine.batch import THREADS
 from tunix.rollout.engine.experts import UNKNOWN, Known, Recorded, of_sequence
 from tunix.rollout.engine.request import Decode, StopText, check_prompt
 from tunix.rollout.servers.handover import Handover
@@ -49,7 +49,7 @@ from tunix.rollout.servers.protocol import (
     written,
 )
 from tunix.rollout.servers.server import Pool, Server
-from tunix.rollout.types import requests_of
+from tunix.rollout.types import Pause, requests_of
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
 from tunix.util.coded import array_of, coded
 
