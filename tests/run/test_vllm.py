@@ -26,7 +26,7 @@ from tunix.cli import main
 from tunix.rollout.engine.experts import of_sequence
 from tunix.rollout.servers import sampler
 from tunix.rollout.servers.handover import Handover
-from tunix.rollout.servers.protocol import read
+from tunix.rollout.servers.protocol import read_experts
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PYTHON is None, reason=WHY)]
 
@@ -210,7 +210,7 @@ def test_the_experts_that_vllm_chose_are_replayed(
             whole = np.array([*prompt, *choice["token_ids"]], np.int32)
             logits = reference(torch.from_numpy(whole)[None].long(), output_router_logits=True).router_logits
             expected = np.stack([one.topk(2).indices.numpy() for one in logits], axis=1)
-            np.testing.assert_array_equal(read(choice["routed_experts"]), expected[:-1])
+            np.testing.assert_array_equal(read_experts(choice["routed_experts"]), expected[:-1])
         with monkeypatch.context() as first:
             first.setattr(Handover, "load", nothing)
             first.setattr(Handover, "holds", nothing)

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
 
 from tunix.rollout.engine.request import Request
-from tunix.rollout.servers.protocol import FIELD, ID, written
+from tunix.rollout.servers.protocol import FIELD, ID, written_experts
 from tunix.types import Completion, Sampling
 
 HALF = 32
@@ -98,7 +98,7 @@ class CompletionBody(BaseModel):
         if self.return_token_ids:
             choice |= {"token_ids": found.tokens.tolist(), "prompt_token_ids": prompt.tolist()}
             if found.experts is not None:
-                choice[FIELD] = written(found.experts[:-1])
+                choice[FIELD] = written_experts(found.experts[:-1])
         asked, sampled = len(prompt), len(found.tokens)
         usage = {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
         identity = f"cmpl-{self.request_id}"

@@ -14,8 +14,8 @@ Axes: T time, A alternatives, L layers, k chosen experts of a token.
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ FLAG = "--enable-return-routed-experts"
 """The option with which vLLM 0.32 returns them."""
 
 
-def written(experts: np.ndarray) -> str:
+def written_experts(experts: np.ndarray) -> str:
     """`[T L k]` experts as text, in few bytes: a token of a large mixture has hundreds of them."""
     narrow = np.uint8 if int(experts.min(initial=0)) >= 0 and int(experts.max(initial=0)) < 256 else np.int16
     file = io.BytesIO()
@@ -140,8 +140,8 @@ def written(experts: np.ndarray) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def read(text: Any) -> np.ndarray:
-    """The inverse of `written`, in the type that was sent.
+def read_experts(text: Any) -> np.ndarray:
+    """The inverse of `written_experts`, in the type that was sent.
 
     Raises:
         ValueError: it is no such text.
@@ -168,24 +168,24 @@ def experts_of(choice: dict[str, Any], ask: Ask, sampled: int) -> np.ndarray | N
         return None
     remedy = f"take a server with this run's model, of vLLM 0.32 or newer, or start it without {FLAG}"
     try:
-        found = read(text)
+        experts = read_experts(text)
     except ValueError as error:
         raise Unfit(f"its {FIELD} cannot be read: {error}; {remedy}") from None
     shape = (len(ask.prompt) + sampled - 1, routing.layers, routing.active)
-    if found.shape != shape or found.dtype.kind not in "iu":
+    if experts.shape != shape or experts.dtype.kind not in "iu":
         raise Unfit(
-            f"its {FIELD} are {found.dtype} of shape {found.shape}, and integers of shape {shape} were expected "
+            f"its {FIELD} are {experts.dtype} of shape {experts.shape}, and integers of shape {shape} were expected "
             f"(tokens but the last, layers, experts of a token): {remedy}"
         )
-    if len(found) and not (int(found.min()) >= UNKNOWN and int(found.max()) < routing.number):
+    if len(experts) and not (int(experts.min()) >= UNKNOWN and int(experts.max()) < routing.number):
         raise Unfit(
-            f"its {FIELD} have numbers from {found.min()} to {found.max()}, and a layer has experts 0 to "
+            f"its {FIELD} have numbers from {experts.min()} to {experts.max()}, and a layer has experts 0 to "
             f"{routing.number - 1}: {remedy}"
         )
     # What a server leaves at 0 because it did not record it would be trained as if it had been used.
-    if ((found[..., 1:] == found[..., :-1]) & (found[..., 1:] != UNKNOWN)).any():
+    if ((experts[..., 1:] == experts[..., :-1]) & (experts[..., 1:] != UNKNOWN)).any():
         raise Unfit(f"its {FIELD} name an expert twice for one token: it does not record those of all layers; {remedy}")
-    return found.astype(np.int16)
+    return experts.astype(np.int16)
 
 
 COLDEST = 0.01
@@ -219,8 +219,9 @@ def refuse(sampling: Sampling, vocab_size: int, decodes: bool) -> None:
     )
     for name, holds, why in rules:
         if not holds:
-            given = f"{name} is {getattr(s, name)!r}"
-            raise UserError(f"sampling: {given}, which rollout.engine: vllm cannot honour: {why}")
+            raise UserError(
+                f"sampling: {name} is {getattr(s, name)!r}, which rollout.engine: vllm cannot honour: {why}"
+            )
 
 
 def settings(sampling: Sampling, max_tokens: int, seed: int) -> dict[str, Any]:
@@ -278,17 +279,10 @@ def answered(body: Any, ask: Ask) -> Answer:
         raise Stray("it answered another prompt")
     if reason not in ("stop", "length"):
         raise Failed(f"it ended a completion with {reason!r}")
-    found = Answer(np.array(tokens, np.int32), np.array(logprobs, np.float32), reason == "stop")
-    _check(found, ask)
-    listed = _top(choice["logprobs"], top) if top else None
-    return replace(found, top=listed, experts=experts_of(choice, ask, len(found.tokens)))
-
-
-def _check(answer: Answer, ask: Ask) -> None:
-    """Refuses tokens and log-probs that no model of this run can have."""
-    tokens, logprobs, most = answer.tokens, answer.logprobs, ask.settings["max_tokens"]
+    # What follows are tokens and log-probs that no model of this run can have.
     if len(tokens) != len(logprobs):
         raise Unfit(f"it returns {len(tokens)} token ids with {len(logprobs)} log-probs")
+    tokens, logprobs, most = np.array(tokens, np.int32), np.array(logprobs, np.float32), ask.settings["max_tokens"]
     if not 0 < len(tokens) <= most:
         raise Unfit(f"it returns {len(tokens)} tokens where 1 to {most} were asked for")
     if int(tokens.min()) < 0 or int(tokens.max()) >= ask.vocab_size:
@@ -297,17 +291,15 @@ def _check(answer: Answer, ask: Ask) -> None:
         )
     if not np.isfinite(logprobs).all() or float(logprobs.max()) > 1e-3:
         raise Unfit(f"it reports {float(logprobs[np.argmax(logprobs)]):g} as the log-prob of a token")
-
-
-def _top(logprobs: Mapping[str, Any], number: int) -> tuple[np.ndarray, np.ndarray]:
-    """`[T A]` ids and log-probs of the most likely tokens, of which a server lists the sampled one too."""
-    rows = [_ranked(one, number) for one in logprobs["top_logprobs"]]
-    ids, values = ([row[i] for row in rows] for i in (0, 1))
-    return np.array(ids, np.int32), np.array(values, np.float32)
-
-
-def _ranked(listed: Mapping[str, float], number: int) -> tuple[Sequence[int], Sequence[float]]:
-    ranked = sorted(((value, int(token.removeprefix(ID))) for token, value in listed.items()), reverse=True)[:number]
-    if len(ranked) < number:
-        raise Unfit(f"it lists {len(ranked)} alternatives where {number} were asked for: see its --max-logprobs")
-    return [token for _, token in ranked], [value for value, _ in ranked]
+    listed = None
+    if top:  # the most likely tokens, of which a server lists the sampled one too
+        rows: list[list[tuple[float, int]]] = []
+        for by_token in choice["logprobs"]["top_logprobs"]:
+            ranked = sorted(((x, int(token.removeprefix(ID))) for token, x in by_token.items()), reverse=True)[:top]
+            if len(ranked) < top:
+                raise Unfit(f"it lists {len(ranked)} alternatives where {top} were asked for: see its --max-logprobs")
+            rows.append(ranked)
+        ids, likely = [[token for _, token in row] for row in rows], [[x for x, _ in row] for row in rows]
+        listed = np.array(ids, np.int32), np.array(likely, np.float32)
+    experts = experts_of(choice, ask, len(tokens))
+    return Answer(tokens, logprobs, reason == "stop", top=listed, experts=experts)

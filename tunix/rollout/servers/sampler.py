@@ -5,21 +5,21 @@ hands completions on as they end. The HTTP calls run in a thread of their own (`
 ones, callbacks in the caller's.
 
 All processes of a run ask all servers, each for its own prompts. The lead alone has servers load weights, between two
-exchanges (`renewed`): before, no process has a request on the way; after, all know which servers have the weights.
+exchanges (`publish`): before, no process has a request on the way; after, all know which servers have the weights.
 
 Axes: T time, A alternatives, L layers, k chosen experts of a token.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -42,16 +42,23 @@ from tunix.rollout.servers.protocol import (
     Refused,
     Unfit,
     WeightsFolder,
-    read,
+    read_experts,
     refuse,
     seed_of,
     settings,
-    written,
+    written_experts,
 )
 from tunix.rollout.servers.server import Pool, Server
 from tunix.rollout.types import Pause, requests_of
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
 from tunix.util.coded import array_of, coded
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+ENDING = 5.0
+"""Seconds in which a call that is given up ends."""
+LOOK = 1.0
+"""Seconds after which a call looks whether it is to be given up, where nothing has ended meanwhile."""
 
 
 class Turns:
@@ -142,7 +149,12 @@ class Turns:
 
     def completion(self) -> Completion:
         """What there is so far."""
-        ids, likely = (np.concatenate(part) for part in zip(*self._top, strict=True))
+        top = experts = None
+        if self._sampling.top_logprobs:
+            top = np.concatenate([ids for ids, _ in self._top]), np.concatenate([likely for _, likely in self._top])
+        if self._experts:
+            shape = len(self._tokens), *self._experts[0].experts().shape[1:]
+            experts = of_sequence(len(self._prompt), np.full(shape, UNKNOWN, np.int16), self._experts)
         return Completion(
             tokens=self._tokens,
             logprobs=self._logprobs,
@@ -150,8 +162,8 @@ class Turns:
             versions=self._versions,
             sampling=self._sampling,
             turns=tuple(self._turns),
-            top=(ids, likely) if self._sampling.top_logprobs else None,
-            experts=self._recorded(),
+            top=top,
+            experts=experts,
         )
 
     @property
@@ -164,78 +176,10 @@ class Turns:
             number = min(len(experts), len(self._prompt) + len(self._tokens))
             self._experts.append(Known(Recorded(experts[None]), 0, 0, number, 0))
 
-    def _recorded(self) -> np.ndarray | None:
-        """`[T L k]` the experts of prompt and tokens; None where nothing was recorded."""
-        if not self._experts:
-            return None
-        shape = len(self._tokens), *self._experts[0].experts().shape[1:]
-        return of_sequence(len(self._prompt), np.full(shape, UNKNOWN, np.int16), self._experts)
-
     def _append(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
         self._tokens = np.concatenate([self._tokens, tokens])
         self._logprobs = np.concatenate([self._logprobs, logprobs])
         self._versions = np.concatenate([self._versions, np.full(len(tokens), version, np.int32)])
-
-
-def renewed(pool: Pool, renew: Callable[[], Sequence[Answer | Exception]]) -> list[Answer | Failed]:
-    """Each server's answer to the probe when it has loaded the weights, or why there is none.
-
-    All processes call it together, and it returns the same in all.
-
-    Args:
-        pool: the servers; one that any process asks no more is so in all, and is looked at again.
-        renew: has the servers load the weights, and returns what the probes came to; called in the lead alone.
-    """
-    _drained_by_any(pool)
-    found = processes.told("servers", lambda: [_saved(*one) for one in zip(pool.servers, renew(), strict=True)])
-    if not processes.lead():
-        for server, saved in zip(pool.servers, found, strict=True):
-            _take_over(pool, server, saved)
-    return [_answer(saved) for saved in found]
-
-
-def _drained_by_any(pool: Pool) -> None:
-    """Drains the servers that another process asks no more, such as those that it alone does not reach."""
-    own = json.dumps([server.reason for server in pool.servers]).encode()
-    for each in map(json.loads, processes.exchanged("drained", own)):
-        for server, reason in zip(pool.servers, each, strict=True):
-            if reason is not None and server.reason is None:
-                pool.drain(server, reason)
-
-
-def _saved(server: Server, answer: Answer | Exception) -> dict[str, Any]:
-    """A server after a hand-over, as JSON values."""
-    state = {"base": server.base, "model": server.model, "reason": server.reason}
-    if isinstance(answer, Exception):
-        return {**state, "error": str(answer)}
-    # The probe asks for no alternatives.
-    said = {"tokens": coded(answer.tokens), "logprobs": coded(answer.logprobs), "stopped": answer.stopped}
-    return {**state, **said, FIELD: None if answer.experts is None else written(answer.experts)}
-
-
-def _answer(saved: Mapping[str, Any]) -> Answer | Failed:
-    if "error" in saved:
-        return Failed(saved["error"])
-    experts = None if saved[FIELD] is None else read(saved[FIELD]).astype(np.int16)
-    return Answer(array_of(saved["tokens"]), array_of(saved["logprobs"]), saved["stopped"], experts=experts)
-
-
-def _take_over(pool: Pool, server: Server, saved: Mapping[str, Any]) -> None:
-    """Makes of a server what it is in the lead."""
-    server.base, server.model = saved["base"], saved["model"]
-    if server.reason is not None and saved["reason"] is None:
-        pool.readmit(server)
-    elif saved["reason"] is not None:
-        server.readmit()
-        server.drain(saved["reason"])
-
-
-_log = logging.getLogger(__name__)
-T = TypeVar("T")
-ENDING = 5.0
-"""Seconds in which a call that is given up ends."""
-LOOK = 1.0
-"""Seconds after which a call looks whether it is to be given up, where nothing has ended meanwhile."""
 
 
 class EventLoop:
@@ -317,7 +261,28 @@ class ServerSampler:
         with self._free:
             self._free.wait_for(lambda: not self._holds)
             held = self._handover.written(params, version)
-            answers = renewed(self._pool, lambda: self._loop.run(self._renewed(held)))
+            # A server that any process asks no more, such as one that it alone does not reach, is so in all, and is
+            # looked at again.
+            own_reasons = json.dumps([server.reason for server in self.servers]).encode()
+            for reasons in map(json.loads, processes.exchanged("drained", own_reasons)):
+                for server, reason in zip(self.servers, reasons, strict=True):
+                    if reason is not None and server.reason is None:
+                        self._pool.drain(server, reason)
+
+            def load() -> list[dict[str, Any]]:
+                loaded = self._loop.run(self._renewed(held))
+                return [_saved(server, answer) for server, answer in zip(self.servers, loaded, strict=True)]
+
+            states = processes.told("servers", load)
+            if not processes.lead():
+                for server, state in zip(self.servers, states, strict=True):  # each becomes what it is in the lead
+                    server.base, server.model = state["base"], state["model"]
+                    if server.reason is not None and state["reason"] is None:
+                        self._pool.readmit(server)
+                    elif state["reason"] is not None:
+                        server.readmit()
+                        server.drain(state["reason"])
+            answers = [_answer(state) for state in states]
             for server, answer in zip(self.servers, answers, strict=True):
                 try:
                     if isinstance(answer, Failed):
@@ -336,7 +301,7 @@ class ServerSampler:
     def _tell_of_experts(self, answers: Sequence[Answer | Failed]) -> None:
         """Tells the user once which servers of a mixture do not say what experts they used."""
         pairs = zip(self.servers, answers, strict=True)
-        silent = [server.url for server, one in pairs if isinstance(one, Answer) and one.experts is None]
+        silent = [server.url for server, answer in pairs if isinstance(answer, Answer) and answer.experts is None]
         if self._expected.routing is None or not silent or self._told:
             return
         self._told = True
@@ -392,29 +357,24 @@ class ServerSampler:
         if n < 1:
             raise UserError(f"n is {n}: ask for at least one completion of each prompt")
         refuse(sampling, self._expected.vocab_size, self._decode is not None)
-        expected, asked = self._expected, requests_of(prompts, n, seed, begun)
+        expected, requests = self._expected, requests_of(prompts, n, seed, begun)
         for number, prompt in enumerate(prompts):
             check_prompt(number, prompt, expected.length, expected.vocab_size)
-        turns = [Turns(prompt, sampling, one, expected.length, self._decode) for prompt, one in asked]
-        with self._holding(held), self._lock:
-            self._run(turns, reply, on_done, pause)
-        found = [one.completion() for one in turns]
-        drawn = [sum(end - start for start, end in one.turns) for one in found]
-        before = [0 if one.so_far is None else int(one.so_far.drawn.sum()) for _, one in asked]
-        self.usage = Usage(sum(drawn) - sum(before), 0, 0.0)
-        return [found[i : i + n] for i in range(0, len(found), n)]
-
-    @contextmanager
-    def _holding(self, held: WeightsFolder | None) -> Iterator[None]:
-        """Lets go of the weights of a call when it ends."""
-        mine = held or self.hold()
-        assert mine is self._held, "weights are published only when nobody holds earlier ones"
+        turns = [Turns(prompt, sampling, x, expected.length, self._decode) for prompt, x in requests]
+        weights = held or self.hold()
+        assert weights is self._held, "weights are published only when nobody holds earlier ones"
         try:
-            yield
+            with self._lock:
+                self._run(turns, reply, on_done, pause)
         finally:
             with self._free:
                 self._holds -= 1
                 self._free.notify_all()
+        completions = [x.completion() for x in turns]
+        drawn = [sum(end - start for start, end in completion.turns) for completion in completions]
+        before = [0 if x.so_far is None else int(x.so_far.drawn.sum()) for _, x in requests]
+        self.usage = Usage(sum(drawn) - sum(before), 0, 0.0)
+        return [completions[i : i + n] for i in range(0, len(completions), n)]
 
     def _run(
         self, turns: Sequence[Turns], reply: Reply | None, on_done: OnDone | None, pause: Pause | None = None
@@ -424,7 +384,13 @@ class ServerSampler:
         future = self._loop.start(self._all(turns, reply, done))
         number: int | None = -1
         try:
-            while (number := _got(done)) is not None:
+            while True:
+                try:
+                    number = done.get(timeout=LOOK)
+                except queue.Empty:
+                    number = -1
+                if number is None:
+                    break
                 if number >= 0 and on_done is not None and on_done(number, turns[number].completion()):
                     return
                 if pause is not None and pause(0):
@@ -434,7 +400,9 @@ class ServerSampler:
             if number is not None:
                 # A call that is given up may still be writing down an answer; `turns` are read when it has ended.
                 future.cancel()
-                _wait_for_end(done)
+                with contextlib.suppress(queue.Empty):  # it was given up before it had begun
+                    while done.get(timeout=ENDING) is not None:
+                        pass
 
     async def _all(self, turns: Sequence[Turns], reply: Reply | None, done: "queue.SimpleQueue[int | None]") -> None:
         """Completes all; puts the number of each that has ended, and None at the end."""
@@ -444,8 +412,9 @@ class ServerSampler:
             async with self._pool.watched():
                 await self._confirm()
                 async with asyncio.TaskGroup() as group:
-                    for number, one in enumerate(turns):
-                        group.create_task(self._one(f"{name}-{number}", number, one, reply, threads, done))
+                    for number, of_request in enumerate(turns):
+                        task = self._complete(f"{name}-{number}", number, of_request, reply, threads, done)
+                        group.create_task(task)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -453,7 +422,7 @@ class ServerSampler:
             if threads is not None:
                 threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _one(
+    async def _complete(
         self,
         name: str,
         number: int,
@@ -488,7 +457,9 @@ class ServerSampler:
             if drained is not None:
                 server.readmit()
             if drained is not None or not server.base:
-                await self._handover.wake(server)
+                # One that a run which was killed while it handed weights over has left paused goes on.
+                with contextlib.suppress(Failed, Refused):  # it says so itself where it answers nothing
+                    await server.post("/resume")
                 await inspect(server, self._expected)
                 await self._handover.tidy(server)
             await self._handover.load(server, held)
@@ -515,18 +486,18 @@ class ServerSampler:
         await asyncio.gather(*map(confirm, self._pool.living))
 
 
-def _got(done: "queue.SimpleQueue[int | None]") -> int | None:
-    """The next number; -1 where none comes for a while."""
-    try:
-        return done.get(timeout=LOOK)
-    except queue.Empty:
-        return -1
+def _saved(server: Server, answer: Answer | Exception) -> dict[str, Any]:
+    """A server after a hand-over, as JSON values."""
+    state = {"base": server.base, "model": server.model, "reason": server.reason}
+    if isinstance(answer, Exception):
+        return {**state, "error": str(answer)}
+    # The probe asks for no alternatives.
+    said = {"tokens": coded(answer.tokens), "logprobs": coded(answer.logprobs), "stopped": answer.stopped}
+    return {**state, **said, FIELD: None if answer.experts is None else written_experts(answer.experts)}
 
 
-def _wait_for_end(done: "queue.SimpleQueue[int | None]") -> None:
-    """Waits for the end of a call that was given up."""
-    try:
-        while done.get(timeout=ENDING) is not None:
-            pass
-    except queue.Empty:
-        return  # it was given up before it had begun
+def _answer(saved: Mapping[str, Any]) -> Answer | Failed:
+    if "error" in saved:
+        return Failed(saved["error"])
+    experts = None if saved[FIELD] is None else read_experts(saved[FIELD]).astype(np.int16)
+    return Answer(array_of(saved["tokens"]), array_of(saved["logprobs"]), saved["stopped"], experts=experts)

@@ -8,7 +8,7 @@ request is dropped (`protocol.answered`).
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -73,14 +73,20 @@ class Server:
             Unfit: its answer lacks what a trainer has to know.
         """
         body = {**ask.settings, "model": self.model, "prompt": list(ask.prompt), "request_id": ask.identity}
-        sent = self._call("/v1/completions", body, self.timeout, ask.identity)
-        body = await self._while_it_lives(sent)
+        call = asyncio.ensure_future(self._call("/v1/completions", body, self.timeout, ask.identity))
+        gone = asyncio.ensure_future(self._gone.wait())
         try:
-            return answered(body, ask)
+            await asyncio.wait({call, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise Gone(self.reason)
+            return answered(call.result(), ask)
         except Stray:
             # What else comes on that connection is not known to be an answer to what was asked there.
             self._clients.append(_client(self.url, MOST))
             raise
+        finally:
+            call.cancel()
+            gone.cancel()
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """What it answers to a POST that is not for a completion, read as JSON where it is that."""
@@ -108,18 +114,6 @@ class Server:
                 self.drain(now)
             before = now
 
-    async def _while_it_lives(self, call: Coroutine[Any, Any, T]) -> T:
-        """The result of a call, unless the server is drained before."""
-        task, gone = asyncio.ensure_future(call), asyncio.ensure_future(self._gone.wait())
-        try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise Gone(self.reason)
-            return task.result()
-        finally:
-            task.cancel()
-            gone.cancel()
-
     async def _call(
         self, path: str, body: Mapping[str, Any] | None, deadline: float, identity: str | None = None
     ) -> Any:
@@ -135,7 +129,17 @@ class Server:
             raise Late(f"it did not answer {path} in {deadline:g} s") from None
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise Failed(f"{path}: {type(error).__name__} {error}".strip()) from error
-        return _read(response, path)
+        status, text = response.status_code, response.text
+        if status >= 500 or status in (408, 425, 429):
+            raise Failed(f"it answered {path} with {status}: {_said(response)}")
+        if status >= 300:
+            raise Refused(f"it refuses {path} with {status}: {_said(response)}")
+        if not text or "json" not in response.headers.get("content-type", ""):
+            return text
+        try:
+            return response.json()
+        except ValueError:
+            raise Failed(f"it answered {path} with no JSON: {text[:80]!r}") from None
 
 
 def _client(url: str, kept: int) -> "httpx.AsyncClient":
@@ -144,21 +148,6 @@ def _client(url: str, kept: int) -> "httpx.AsyncClient":
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=kept)
     return httpx.AsyncClient(base_url=url, limits=limits, timeout=None, follow_redirects=False, trust_env=False)
-
-
-def _read(response: "httpx.Response", path: str) -> Any:
-    """The content of a response that is good."""
-    status, text = response.status_code, response.text
-    if status >= 500 or status in (408, 425, 429):
-        raise Failed(f"it answered {path} with {status}: {_said(response)}")
-    if status >= 300:
-        raise Refused(f"it refuses {path} with {status}: {_said(response)}")
-    if not text or "json" not in response.headers.get("content-type", ""):
-        return text
-    try:
-        return response.json()
-    except ValueError:
-        raise Failed(f"it answered {path} with no JSON: {text[:80]!r}") from None
 
 
 def _said(response: "httpx.Response") -> str:
@@ -213,14 +202,33 @@ class Pool:
         """
         failures = 0
         while True:
-            server = self._next()
+            for other in self.servers:
+                if other.reason is not None:
+                    self.drain(other, other.reason)  # by its own watch, of which the user has not been told
+            if not self.living:
+                raise self.none_left()
+            server = min(self.living, key=lambda server: server.load)
             try:
-                return await self._of(server, ask)
+                server.load += 1
+                try:
+                    async with server.room:
+                        if server.reason is not None:
+                            raise Gone(server.reason)
+                        return await server.complete(ask)
+                finally:
+                    server.load -= 1
             except Gone:
                 failures = 0
             except Failed as error:
                 failures += 1
-                await self._failed(server, error, failures)
+                if isinstance(error, Late):
+                    self.drain(server, str(error))
+                elif (unwell := await server.well()) is not None:
+                    self.drain(server, f"{error}; {unwell}")
+                elif failures >= TRIES:
+                    self.drain(server, f"{error}, {failures} times in a row")
+                else:
+                    await asyncio.sleep(PAUSE * 2 ** (failures - 1))
             except Refused as error:
                 if server.model != server.base and server.model in str(error):
                     # It was started anew, and has lost the adapter.
@@ -253,32 +261,3 @@ class Pool:
             f"rollout.servers: no server is left ({reasons}). What was trained before is saved: start them again, and "
             "run the same command"
         )
-
-    def _next(self) -> Server:
-        for server in self.servers:
-            if server.reason is not None:
-                self.drain(server, server.reason)  # by its own watch, of which the user has not been told
-        if not self.living:
-            raise self.none_left()
-        return min(self.living, key=lambda server: server.load)
-
-    async def _of(self, server: Server, ask: Ask) -> Answer:
-        server.load += 1
-        try:
-            async with server.room:
-                if server.reason is not None:
-                    raise Gone(server.reason)
-                return await server.complete(ask)
-        finally:
-            server.load -= 1
-
-    async def _failed(self, server: Server, error: Failed, failures: int) -> None:
-        """Drains a server that is late, not well, or has failed too often; else waits a little."""
-        if isinstance(error, Late):
-            self.drain(server, str(error))
-        elif (unwell := await server.well()) is not None:
-            self.drain(server, f"{error}; {unwell}")
-        elif failures >= TRIES:
-            self.drain(server, f"{error}, {failures} times in a row")
-        else:
-            await asyncio.sleep(PAUSE * 2 ** (failures - 1))
