@@ -52,7 +52,7 @@ def server_of(service: Service) -> uvicorn.Server:
 
 async def _answered(service: Service, request: Request, answer: Answer) -> Response:
     try:
-        found = await answer(service, request, _read(await request.body()))
+        content = await answer(service, request, _read(await request.body()))
     except Refusal as refusal:
         return _error(refusal.status, str(refusal))
     except ValidationError as error:
@@ -61,7 +61,7 @@ async def _answered(service: Service, request: Request, answer: Answer) -> Respo
     except Exception as error:  # a defect, or a full device: whoever asked is told, and the next requests are answered
         _log.exception("a request failed")
         return _error(500, f"{type(error).__name__} {error}")
-    return PlainTextResponse(found) if isinstance(found, str) else JSONResponse(found)
+    return PlainTextResponse(content) if isinstance(content, str) else JSONResponse(content)
 
 
 def _read(content: bytes) -> dict[str, Any]:

@@ -1,5 +1,9 @@
 """What is served: a model whose weights and adapters change when it is told to, as a run does that it samples for.
 
+Requests arrive at any time, and are answered together by an engine that answers a list of them at a time: a thread
+hands all that wait to the engine. Where more arrive while slots are empty, it pauses the call after a dispatch and goes
+on with all of them. A token's random numbers follow from its request alone, so the company changes nothing.
+
 Axes: T time.
 """
 
@@ -23,7 +27,8 @@ from tunix.models.model import Params
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import Request, check_prompt
 from tunix.rollout.engine.sampling import check
-from tunix.serving.body import CompletionBody, as_id
+from tunix.rollout.servers.protocol import ID
+from tunix.serving.body import CompletionBody
 from tunix.types import Completion, Workload
 
 GATHER = 0.005
@@ -56,11 +61,11 @@ class Batcher:
 
     def submit(self, request: Request) -> Future[Completion]:
         """The completion of a request, to come."""
-        one = _Waiting(request, Future())
+        waiting = _Waiting(request, Future())
         with self._changed:
-            self._waiting.append(one)
+            self._waiting.append(waiting)
             self._changed.notify_all()
-        return one.future
+        return waiting.future
 
     def pause(self) -> None:
         """Begins no request any more, and waits for those that have begun."""
@@ -116,14 +121,14 @@ class Batcher:
             time.sleep(GATHER)
         with self._changed:
             if self._closed:
-                for one in self._waiting:
-                    one.future.cancel()
-                for one in carried:
-                    one.future.set_exception(RuntimeError("the server ends"))
+                for waiting in self._waiting:
+                    waiting.future.cancel()
+                for begun in carried:
+                    begun.future.set_exception(RuntimeError("the server ends"))
                 return None
             taken, self._waiting = (self._waiting, []) if self._begins else ([], self._waiting)
             # Whoever has gone meanwhile is not answered.
-            fresh = [one for one in taken if one.future.set_running_or_notify_cancel()]
+            fresh = [waiting for waiting in taken if waiting.future.set_running_or_notify_cancel()]
             self._running = len(carried) + len(fresh)
             return [*carried, *fresh]
 
@@ -143,13 +148,13 @@ class Batcher:
 
         try:
             self._ready()
-            found = self._engine.run([one.request for one in batch], on_done=done, pause=pause)
+            completions = self._engine.run([waiting.request for waiting in batch], on_done=done, pause=pause)
         except Exception as error:  # whoever asked is told, and the next requests are answered
-            for one in batch:
-                if not one.future.done():
-                    one.future.set_exception(error)
+            for waiting in batch:
+                if not waiting.future.done():
+                    waiting.future.set_exception(error)
             return []
-        left = zip(batch, found, strict=True)
+        left = zip(batch, completions, strict=True)
         return [replace(x, request=replace(x.request, so_far=y)) for x, y in left if not x.future.done()]
 
 
@@ -220,13 +225,14 @@ class Service:
             raise Refusal(400, str(error)) from None
         return prompt, self.batches.submit(request)
 
-    def answer(self, body: CompletionBody, prompt: np.ndarray, found: Completion) -> dict[str, Any]:
+    def answer(self, body: CompletionBody, prompt: np.ndarray, completion: Completion) -> dict[str, Any]:
         """The answer to a request, from the tokens `[T]` of its prompt and its completion."""
         tokenizer = self._inference.tokenizer
-        text = self._inference.text(found, skip_special=body.skip_special_tokens)
+        text = self._inference.text(completion, skip_special=body.skip_special_tokens)
         if tokenizer is None or body.return_tokens_as_token_ids:
-            return body.answer(prompt, found, text, as_id)
-        return body.answer(prompt, found, text, lambda token: tokenizer.decode([token]))
+            # Written so that no text can be taken for it.
+            return body.answer(prompt, completion, text, lambda token: f"{ID}{token}")
+        return body.answer(prompt, completion, text, lambda token: tokenizer.decode([token]))
 
     def tokens(self, text: str, *, special: bool = True) -> list[int]:
         """The token ids of a text, by default after the BOS token where the tokenizer's own encoding begins with it.
@@ -300,8 +306,8 @@ class Service:
         with self.batches.idle():
             if name not in self._adapters:
                 raise Refusal(404, f"there is no adapter {name}")
-            self._adapters = {key: one for key, one in self._adapters.items() if key != name}
-            self._folders = {key: one for key, one in self._folders.items() if key != name}
+            self._adapters = {key: adapter for key, adapter in self._adapters.items() if key != name}
+            self._folders = {key: folder for key, folder in self._folders.items() if key != name}
             self._stale = True
 
     def _publish(self) -> None:

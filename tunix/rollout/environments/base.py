@@ -37,16 +37,6 @@ Observation = str | Sequence[Message] | np.ndarray
 renders, or token ids."""
 
 
-def check_observation(observation: Any) -> str | None:
-    """What is wrong with an observation that is none of the three forms, e.g. `a float`; None for nothing."""
-    if isinstance(observation, str | np.ndarray):
-        return None
-    if not isinstance(observation, Sequence) or isinstance(observation, bytes):
-        return "None" if observation is None else f"a {type(observation).__name__}"
-    foreign = next((one for one in observation if not isinstance(one, Mapping)), None)
-    return None if foreign is None else f"a {type(observation).__name__} that holds a {type(foreign).__name__}"
-
-
 def render_start(start: Observation, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any]) -> np.ndarray:
     """`[T]` int32 ids of a prompt; a text begins with BOS where the tokenizer's own encoding does.
 
@@ -180,9 +170,15 @@ def checked_observation(observation: Any) -> Observation:
     Raises:
         EpisodeError: it is something else.
     """
-    if wrong := check_observation(observation):
-        raise EpisodeError(f"answered with {wrong}: an observation is a text, a list of messages or an array of ids")
-    return observation
+    if isinstance(observation, str | np.ndarray):
+        return observation
+    wrong = "None" if observation is None else f"a {type(observation).__name__}"
+    if isinstance(observation, Sequence) and not isinstance(observation, bytes):
+        foreign = [type(message).__name__ for message in observation if not isinstance(message, Mapping)]
+        if not foreign:
+            return observation
+        wrong += f" that holds a {foreign[0]}"
+    raise EpisodeError(f"answered with {wrong}: an observation is a text, a list of messages or an array of ids")
 
 
 class Episode:
@@ -250,7 +246,8 @@ class Episode:
         assert not self.done, "the episode is over"
         assert self.failure is None, "the episode is over"
         try:
-            step = checked_step(self._environment.step(self._text(tokens), np.asarray(tokens)))
+            text = "" if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special=True)
+            step = checked_step(self._environment.step(text, np.asarray(tokens)))
             self.rewards.append(None if step.reward is None else float(step.reward))
             self.done = step.done
             if cut or step.observation is None:
@@ -268,9 +265,6 @@ class Episode:
 
     def _fail(self, reason: str) -> None:
         self.failure = Failure(f"the environment {self.name} {reason}")
-
-    def _text(self, tokens: np.ndarray) -> str:
-        return "" if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special=True)
 
 
 class Episodes:
@@ -295,16 +289,16 @@ class Episodes:
     def finish(self, completions: Sequence["Completion"]) -> None:
         """Passes last turns that the token limit cut off to their environments, so that they are scored too."""
         assert len(completions) == len(self.episodes)
+
+        def finish(episode: Episode, completion: "Completion") -> None:
+            for start, end in completion.turns[len(episode.rewards) :]:
+                if not episode.done and episode.failure is None and end > start:
+                    episode.turn(completion.tokens[start:end], cut=True)
+
         with ThreadPoolExecutor(self._together, thread_name_prefix="environment") as threads:
-            list(threads.map(_finish, self.episodes, completions))
+            list(threads.map(finish, self.episodes, completions))
 
     @property
     def scores(self) -> list[Score | None]:
         """Score of each episode: a sum of rewards, a failure, or None."""
         return [episode.score for episode in self.episodes]
-
-
-def _finish(episode: Episode, completion: "Completion") -> None:
-    for start, end in completion.turns[len(episode.rewards) :]:
-        if not episode.done and episode.failure is None and end > start:
-            episode.turn(completion.tokens[start:end], cut=True)

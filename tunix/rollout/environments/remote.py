@@ -420,15 +420,15 @@ class Player:
         Raises:
             UserError: an environment does not start.
         """
-        given = list(zip(range(len(rows)) if numbers is None else numbers, rows, strict=True))
-        made = [self._pool.make() for _ in given]
+        numbered = list(zip(range(len(rows)) if numbers is None else numbers, rows, strict=True))
+        made = [self._pool.make() for _ in numbered]
 
         def start(environment: Any, of: tuple[int, Mapping[str, Any]]) -> Episode:
             rng = np.random.default_rng([seed, of[0]])
             return Episode(environment, of[1], rng, self._tokenizer, self._turns, self._template_kwargs)
 
         with ThreadPoolExecutor(len(self._pool), thread_name_prefix="environment") as threads:
-            return Episodes(list(threads.map(start, made, given)), len(self._pool))
+            return Episodes(list(threads.map(start, made, numbered)), len(self._pool))
 
     def close(self) -> None:
         """Ends the workers; episodes that have not ended are lost."""

@@ -125,8 +125,7 @@ class Reward:
                 continue
             if parameter.kind is parameter.VAR_KEYWORD:
                 reserved = self.reserved | {*self.columns.values()}
-                argument_of = {name: argument for argument, name in reversed(self.columns.items())}
-                arguments |= {argument_of.get(name, name): name for name in present if name not in reserved}
+                arguments |= {name: name for name in present if name not in reserved}
                 arguments |= {argument: name for argument, name in self.columns.items() if name in present}
             elif column in present:
                 arguments[parameter.name] = column

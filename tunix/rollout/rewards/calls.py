@@ -49,8 +49,19 @@ def perform(
     """
     try:
         if batched:
-            metrics, columns = {}, {}
-            loggers = _loggers(metrics, columns, count)
+            metrics: dict[str, list[float]] = {}
+            columns: dict[str, list[Any]] = {}
+
+            def log_metric(name: str, value: Any) -> None:
+                metrics.setdefault(name, []).append(float(value))
+
+            def log_extra(column: str, values: Any) -> None:
+                listed = [value if isinstance(value, str | int | float | None) else str(value) for value in values]
+                if len(listed) != count:
+                    raise ValueError(f"log_extra got {len(listed)} values of {column} for {count} completions")
+                columns[column] = listed
+
+            loggers = {"log_metric": log_metric, "log_extra": log_extra}
             lists = {name: list(column) for name, column in arguments.items()}
             scores = _settled(function(**lists, **{name: loggers[name] for name in logs or ()}))
             return Answer(_outcomes(scores, count, skips=logs is not None), metrics, columns)
@@ -80,23 +91,6 @@ def raised(error: BaseException) -> str:
     """An exception as one line, e.g. `raised ValueError: no digits (judge.py, line 12)`."""
     text, line = " ".join(str(error).split()), user_line(error)
     return f"raised {type(error).__name__}" + (f": {text:.300}" if text else "") + (f" ({line})" if line else "")
-
-
-def _loggers(
-    metrics: dict[str, list[float]], columns: dict[str, list[Any]], count: int
-) -> dict[str, Callable[[str, Any], None]]:
-    """TRL's functions for logging, which add to these."""
-
-    def log_metric(name: str, value: Any) -> None:
-        metrics.setdefault(name, []).append(float(value))
-
-    def log_extra(column: str, values: Any) -> None:
-        listed = [value if isinstance(value, str | int | float | None) else str(value) for value in values]
-        if len(listed) != count:
-            raise ValueError(f"log_extra got {len(listed)} values of {column} for {count} completions")
-        columns[column] = listed
-
-    return {"log_metric": log_metric, "log_extra": log_extra}
 
 
 def _outcomes(values: Any, count: int, skips: bool) -> list[Outcome] | str:

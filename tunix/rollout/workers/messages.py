@@ -67,7 +67,9 @@ def serve_requests(descriptor: int, prepare: Callable[[Any], Callable[[Any], Any
     """
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
-    _volunteer_when_memory_ends()
+    # Linux kills this process rather than the trainer where the user's code uses up the memory.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # other systems have no such file
+        file.write("1000")
     first = receive(connection)
     try:
         answer = prepare(first)
@@ -88,9 +90,3 @@ def _read(connection: socket.socket, requests: "queue.SimpleQueue[Any]") -> None
             requests.put(receive(connection))
     except (EOFError, OSError):
         os.killpg(0, signal.SIGKILL)
-
-
-def _volunteer_when_memory_ends() -> None:
-    """Makes Linux kill this process rather than the trainer where the user's code uses up the memory."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # other systems have no such file
-        file.write("1000")
