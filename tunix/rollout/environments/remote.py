@@ -158,44 +158,6 @@ Answer = dict[str, Any]
 """What a worker answers; see the top of this file."""
 
 
-class HostProcess:
-    """Environments in a process that can be killed at any moment."""
-
-    def __init__(self, make: EnvironmentMaker) -> None:
-        """Starts no process yet."""
-        first = {"source": make.source, "options": dict(make.options)}
-        self._process = WorkerProcess("tunix.rollout.environments.remote", first, "an environment")
-        self.ensure, self.kill, self.close = self._process.ensure, self._process.kill, self._process.close
-
-    @property
-    def starts(self) -> int:
-        """Processes that were started so far."""
-        return self._process.starts
-
-    def ask(self, request: Mapping[str, Any], deadline: float) -> Answer:
-        """The answer to a request; see `WorkerProcess.ask`."""
-        return self._process.ask(encode(request), deadline)
-
-
-class HostThread:
-    """Environments in a thread of this process, for a class that no other process can import; see `WorkerThread`."""
-
-    starts = 1
-    """Episodes outlive a thread that hangs."""
-
-    def __init__(self, make: EnvironmentMaker) -> None:
-        """Starts no thread yet."""
-        self._host, self._thread = Host(make), WorkerThread()
-        self.kill, self.close = self._thread.kill, self._thread.close
-
-    def ensure(self) -> None:
-        """Does nothing: this process is there."""
-
-    def ask(self, request: Mapping[str, Any], deadline: float) -> Answer:
-        """The answer to a request; see `WorkerThread.ask`."""
-        return self._thread.ask(lambda: self._host.answer(request), deadline)
-
-
 class EnvironmentWorker:
     """A worker whose lock is held from one call to its answer."""
 
@@ -209,7 +171,11 @@ class EnvironmentWorker:
         self.lock = threading.Lock()
         self.lost = "ended its process"
         """What happened when a process was last lost, e.g. `took longer than 10 s`."""
-        self._host = HostThread(make) if make.source is None else HostProcess(make)
+        if make.source is None:
+            self._host: WorkerProcess | WorkerThread = WorkerThread(Host(make).answer)
+        else:
+            first = {"source": make.source, "options": dict(make.options)}
+            self._host = WorkerProcess("tunix.rollout.environments.remote", first, "an environment")
         self._deadline, self._closed = deadline, False
         self._over: deque[int] = deque()
 

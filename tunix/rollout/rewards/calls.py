@@ -138,18 +138,22 @@ def serve(descriptor: int) -> None:
 
 
 def _prepare(rewards: Sequence[dict[str, Any]]) -> Callable[[Any], Any]:
-    """Loads the functions; returns what performs a call of one."""
-    functions = [_load(reward) for reward in rewards]
+    """Loads the functions and their heavy modules, and binds their options; returns what answers requests."""
+    for module in dict.fromkeys(module for reward in rewards for module in reward["modules"]):
+        importlib.import_module(module)
+    return answering([functools.partial(load_object(x["source"]), **x["options"]) for x in rewards], rewards)
 
-    def answer(request: Any) -> Any:
+
+def answering(functions: Sequence[Callable[..., Any]], rewards: Sequence[Mapping[str, Any]]) -> Callable[[Any], Answer]:
+    """What performs a call `(number of the reward, arguments, count, deadline)`; see `perform`.
+
+    Args:
+        functions: with their options bound.
+        rewards: of each whether it is `batched`, and which `logs` it takes.
+    """
+
+    def answer(request: Any) -> Answer:
         i, arguments, count, deadline = request
         return perform(functions[i], rewards[i]["batched"], arguments, count, deadline, rewards[i]["logs"])
 
     return answer
-
-
-def _load(reward: dict[str, Any]) -> Callable[..., Any]:
-    """Loads a function and its heavy modules, and binds its options."""
-    for module in reward["modules"]:
-        importlib.import_module(module)
-    return functools.partial(load_object(reward["source"]), **reward["options"])

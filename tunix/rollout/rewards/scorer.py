@@ -4,9 +4,9 @@ Samples may come one after the other, as a sampler completes them: a call starts
 A call that fails as a whole (it raised, hung or died) is repeated sample by sample, so that only the sample that caused
 it is lost. All workers do the same, so neither their number nor the order of arrival changes a result.
 
-Workers are processes that can be killed at any moment, or, for a notebook's functions, a thread. Both have one method,
-`call`: the outcomes of some samples, or one text for all of them, at the deadline at the latest. A worker that hung or
-died is replaced before its next call.
+Workers are processes that can be killed at any moment, or, for a notebook's functions, a thread. A call comes back with
+the outcomes of some samples, or one text for all of them, at the deadline at the latest. A worker that hung or died is
+replaced before its next call.
 """
 
 import copy
@@ -22,7 +22,7 @@ from typing import Any
 
 from tunix.errors import UserError
 from tunix.rollout.rewards.base import MANY, ONE, Failure, Reward, Score, read_reward
-from tunix.rollout.rewards.calls import Answer, perform
+from tunix.rollout.rewards.calls import Answer, answering
 from tunix.rollout.rewards.config import RewardFunction
 from tunix.rollout.workers.messages import encode
 from tunix.rollout.workers.process import Lost, WorkerProcess, WorkerThread
@@ -31,23 +31,25 @@ GRACE = 1.0
 """Seconds beyond the deadline for samples awaited together: those in time are not lost with others that hang."""
 
 
-class ProcessWorker:
-    """A worker process: the first call starts it, and the next call starts it again after it hung or died."""
+class RewardWorker:
+    """A worker that calls rewards; the next call starts it again after it hung or died."""
 
-    def __init__(self, rewards: Sequence[Reward]) -> None:
-        """A worker for rewards that a process can import (`Reward.source`)."""
+    def __init__(self, rewards: Sequence[Reward], *, thread: bool) -> None:
+        """Starts nothing yet.
+
+        Args:
+            rewards: of a process those that it can import (`Reward.source`).
+            thread: whether it is a thread of this process.
+        """
         self._rewards = rewards
-        loaded = [
-            {
-                "source": r.source,
-                "options": dict(r.options),
-                "batched": r.batched,
-                "modules": r.modules,
-                "logs": r.logs,
-            }
-            for r in rewards
-        ]
-        self._process = WorkerProcess("tunix.rollout.rewards.calls", loaded, "a reward")
+        calls = [{"batched": x.batched, "logs": x.logs} for x in rewards]
+        if thread:
+            functions = [partial(x.function, **x.options) for x in rewards]
+            self.worker: WorkerProcess | WorkerThread = WorkerThread(answering(functions, calls))
+        else:
+            sources = [{"source": x.source, "options": dict(x.options), "modules": x.modules} for x in rewards]
+            loaded = [{**source, **call} for source, call in zip(sources, calls, strict=True)]
+            self.worker = WorkerProcess("tunix.rollout.rewards.calls", loaded, "a reward")
 
     def call(self, reward: int, arguments: Mapping[str, Sequence[Any]], count: int, deadline: float) -> Answer:
         """Calls reward number `reward` for `count` samples; their outcomes, or one text where the call failed.
@@ -55,50 +57,13 @@ class ProcessWorker:
         Raises:
             UserError: the process cannot import the rewards.
         """
-        request = encode((reward, arguments, count, deadline))
-        self._process.ensure()
+        together = self._rewards[reward].asynchronous and not self._rewards[reward].batched
+        self.worker.ensure()
         try:
-            return Answer(*self._process.ask(request, deadline, _grace(self._rewards[reward])))
+            request = (reward, arguments, count, deadline)
+            return Answer(*self.worker.ask(request, deadline, GRACE if together else 0.0))
         except Lost as lost:
             return Answer(str(lost), {}, {})
-
-    def kill(self) -> None:
-        """Kills the process and all that it has started; any thread may call this."""
-        self._process.kill()
-
-    def close(self) -> None:
-        """Kills the process and closes its socket."""
-        self._process.close()
-
-
-class ThreadWorker:
-    """A worker thread of this process, for functions that no other process can import; see `WorkerThread`."""
-
-    def __init__(self, rewards: Sequence[Reward]) -> None:
-        """A worker for any rewards."""
-        self._rewards = rewards
-        self._functions = [partial(reward.function, **reward.options) for reward in rewards]
-        self._thread = WorkerThread()
-
-    def call(self, reward: int, arguments: Mapping[str, Sequence[Any]], count: int, deadline: float) -> Answer:
-        """Calls a reward for some samples; see `ProcessWorker.call`."""
-        batched, logs = self._rewards[reward].batched, self._rewards[reward].logs
-        call = partial(perform, self._functions[reward], batched, arguments, count, deadline, logs)
-        try:
-            return self._thread.ask(call, deadline, _grace(self._rewards[reward]))
-        except Lost as lost:
-            return Answer(str(lost), {}, {})
-
-    def kill(self) -> None:
-        """Does nothing: a thread cannot be killed."""
-
-    def close(self) -> None:
-        """Ends the thread after its present call."""
-        self._thread.close()
-
-
-def _grace(reward: Reward) -> float:
-    return GRACE if reward.asynchronous and not reward.batched else 0.0
 
 
 TOGETHER = 32
@@ -140,8 +105,8 @@ class Scorer:
         self._remote = [reward for reward in self.rewards if reward.source is not None]
         self._local = [reward for reward in self.rewards if reward.source is None]
         count = workers or min(8, os.cpu_count() or 1)
-        self._processes = _Pool([ProcessWorker(self._remote) for _ in range(count)])
-        self._threads = _Pool([ThreadWorker(self._local)])
+        self._processes = _Pool([RewardWorker(self._remote, thread=False) for _ in range(count)])
+        self._threads = _Pool([RewardWorker(self._local, thread=True)])
 
     @property
     def weights(self) -> dict[str, float]:
@@ -351,9 +316,9 @@ _Span = tuple[float, float]
 class _Pool:
     """A pool of workers, with a thread for each that waits for its answers."""
 
-    def __init__(self, workers: Sequence[ProcessWorker | ThreadWorker]) -> None:
+    def __init__(self, workers: Sequence[RewardWorker]) -> None:
         self._workers = workers
-        self._idle: queue.LifoQueue[ProcessWorker | ThreadWorker] = queue.LifoQueue()
+        self._idle: queue.LifoQueue[RewardWorker] = queue.LifoQueue()
         for worker in reversed(workers):
             self._idle.put(worker)
         self._executor = ThreadPoolExecutor(len(workers), thread_name_prefix="reward")
@@ -374,10 +339,10 @@ class _Pool:
     def close(self) -> None:
         self._closed.set()
         for worker in self._workers:
-            worker.kill()  # a thread that waits for it notices its end
+            worker.worker.kill()  # a thread that waits for it notices its end
         self._executor.shutdown(cancel_futures=True)
         for worker in self._workers:
-            worker.close()
+            worker.worker.close()
 
 
 def _check_sendable(reward: Reward, column: str, value: Any) -> None:

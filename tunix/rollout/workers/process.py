@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from tunix.errors import UserError
 from tunix.rollout.workers.messages import encode, receive, too_slow
@@ -60,8 +60,8 @@ class WorkerProcess:
         if self._process is None or self._process.poll() is not None:
             self._start()
 
-    def ask(self, request: bytes, deadline: float, grace: float = 0.0) -> Any:
-        """Sends an encoded request; returns the answer.
+    def ask(self, request: Any, deadline: float, grace: float = 0.0) -> Any:
+        """Sends a request; returns the answer.
 
         Args:
             request: see `messages.encode`.
@@ -72,10 +72,11 @@ class WorkerProcess:
             Lost: the process hung or died; it is no more.
         """
         assert self._connection is not None, "call ensure() first"
+        message = encode(request)
         limit = time.monotonic() + deadline + grace
         try:
             self._connection.settimeout(deadline)
-            self._connection.sendall(request)
+            self._connection.sendall(message)
             return self._answer(limit)
         except TimeoutError:
             self.close()
@@ -155,9 +156,6 @@ class WorkerProcess:
         return f"ended its process (signal {-code})" if code < 0 else f"ended its process (exit code {code})"
 
 
-T = TypeVar("T")
-
-
 class WorkerThread:
     """A thread that answers one request at a time; one that hung is replaced before the next.
 
@@ -165,16 +163,27 @@ class WorkerThread:
     and goes on by itself. Code that ends the process ends the run.
     """
 
-    def __init__(self) -> None:
-        """Starts no thread yet."""
-        self._requests: queue.SimpleQueue[Callable[[], None] | None] | None = None
+    starts = 1
+    """As of `WorkerProcess`: what code remembers outlives a thread that hangs."""
 
-    def ask(self, call: Callable[[], T], deadline: float, grace: float = 0.0) -> T:
-        """Calls a function, which raises nothing, in the thread; returns what it returns.
+    def __init__(self, answer: Callable[[Any], Any]) -> None:
+        """Starts no thread yet.
 
         Args:
-            call: without arguments.
-            deadline: seconds that it may take.
+            answer: answers a request, and raises nothing.
+        """
+        self._answer = answer
+        self._requests: queue.SimpleQueue[Callable[[], None] | None] | None = None
+
+    def ensure(self) -> None:
+        """Does nothing: this process is there."""
+
+    def ask(self, request: Any, deadline: float, grace: float = 0.0) -> Any:
+        """The answer to a request, in the thread.
+
+        Args:
+            request: is handed over as it is.
+            deadline: seconds that the answer may take.
             grace: seconds beyond the deadline until it is abandoned.
 
         Raises:
@@ -183,8 +192,8 @@ class WorkerThread:
         if self._requests is None:
             self._requests = queue.SimpleQueue()
             threading.Thread(target=_work, args=(self._requests,), daemon=True).start()
-        answers: queue.SimpleQueue[T] = queue.SimpleQueue()
-        self._requests.put(lambda: answers.put(call()))
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._requests.put(lambda: answers.put(self._answer(request)))
         try:
             return answers.get(timeout=deadline + grace)
         except queue.Empty:
