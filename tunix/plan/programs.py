@@ -22,7 +22,7 @@ from tunix.models.model import Model, Params
 from tunix.models.vision_config import VisionConfig
 from tunix.rollout.engine.holdings import Holdings
 from tunix.rollout.engine.pieces import Piece
-from tunix.rollout.engine.programs import State, blank, decode, prefill
+from tunix.rollout.engine.programs import State, decode, initial_state, prefill
 from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
 from tunix.trainer.frozen_model import beside
@@ -220,7 +220,7 @@ def _alike(one: jax.ShapeDtypeStruct, other: jax.ShapeDtypeStruct) -> bool:
 def state_of(model: Model, mesh: Mesh, sizes: Sizes) -> State:
     """The shapes of the engine's slots and pages."""
     with jax.set_mesh(mesh):
-        state = blank.eval_shape(model, sizes)
+        state = initial_state.eval_shape(model, sizes)
         caches = tuple(_placed_cache(mesh, one) for one in state.caches)
     hidden = _placed(mesh, state.hidden.shape, model.dtype, ("rows", None))
     progress = jax.tree.map(lambda x: _placed(mesh, x.shape, x.dtype, ("rows",)), state.progress)

@@ -1,7 +1,7 @@
 """From prompts to scored episodes: the input of each step of an on-policy algorithm.
 
 Completions are decoded, scored and measured as they end, while others are still sampled (`Arrivals`). The prompts of a
-step are divided among the processes of a run: each samples and scores its own, and all receive all (`shared`).
+step are divided among the processes of a run: each samples and scores its own, and all receive all (`allgathered`).
 
 `RolloutStep` is one step: its prompts, further ones to replace groups with, and `collect`, in which the client samples
 completions (over several turns where an environment answers) and the rewards score them as they end. Every random
@@ -43,7 +43,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
-class Measuring:
+class LogprobPass:
     """Log-probs and values of completions, computed while others are sampled."""
 
     measure: Measure
@@ -100,7 +100,7 @@ class Arrivals:
         owners: List[Prompt],
         total: int | None = None,
         judge: Judge | None = None,
-        measuring: Measuring | None = None,
+        measuring: LogprobPass | None = None,
     ):
         """Nothing has ended.
 
@@ -220,18 +220,18 @@ class Arrivals:
 Item = TypeVar("Item")
 
 
-def dealt(items: List[Item]) -> list[Item]:
-    """What is dealt to this process: every `processes.number()`th."""
+def shard(items: List[Item]) -> list[Item]:
+    """The shard of this process: every `processes.number()`th."""
     return list(items[processes.index() :: processes.number()])
 
 
-def shared(
+def allgathered(
     sample: Callable[[], list[list[Scored]]], prompts: List[Prompt], sampling: Sampling, clock: Clock
 ) -> list[list[Scored]]:
     """Hands this process's groups to all, and returns those of all, in the order of the prompts.
 
     Args:
-        sample: the groups of the prompts that were `dealt` to this process.
+        sample: the groups of the prompts that were `shard` to this process.
         prompts: of all processes.
         sampling: the settings of the completions.
         clock: its counts become those of all.
@@ -246,7 +246,7 @@ def shared(
     return [[episode_of(x, prompt, sampling) for x in row] for prompt, row in zip(prompts, rows, strict=True)]
 
 
-def shared_race(
+def allgathered_race(
     race: Callable[[List[Pending], int], tuple[list[list[Scored]], list[Pending]]],
     prompts: List[Pending],
     wanted: int,
@@ -267,14 +267,14 @@ def shared_race(
         clock: its counts become those of all.
 
     Raises:
-        UserError: see `shared`.
+        UserError: see `allgathered`.
     """
     if processes.number() == 1:
         return race(prompts, wanted)
 
     def give() -> dict[str, Any]:
-        dealt_here, share = dealt(prompts), len(dealt(range(wanted)))
-        groups, left = race(dealt_here, share) if share else ([], dealt_here)
+        of_process, share = shard(prompts), len(shard(range(wanted)))
+        groups, left = race(of_process, share) if share else ([], of_process)
         begun = {pending.place: [x and encoded(x) for x in pending.so_far] for pending in left}
         return {"groups": [[saved_episode(x) for x in group] for group in groups], "left": begun}
 
@@ -297,7 +297,7 @@ def _of_all(give: Callable[[], Any], clock: Clock) -> list[Any]:
     """What each process gives, as JSON values; the clock's counts become those of all.
 
     Raises:
-        UserError: see `shared`.
+        UserError: see `allgathered`.
     """
     texts = processes.all_done("groups", lambda: json.dumps({"given": give(), "counted": clock.counted}).encode())
     parts = [json.loads(text) for text in texts]
@@ -349,7 +349,7 @@ class Collector:
         n: int,
         seed: int,
         clock: Clock | None = None,
-        measuring: Measuring | None = None,
+        measuring: LogprobPass | None = None,
     ) -> list[list[Scored]]:
         """Samples and scores `n` episodes of each prompt.
 
@@ -359,7 +359,7 @@ class Collector:
             measuring: what is computed of each for the loss; None for nothing.
         """
         clock = Clock() if clock is None else clock
-        places = dealt(range(len(prompts)))
+        places = shard(range(len(prompts)))
 
         def sample() -> list[list[Scored]]:
             if places:
@@ -369,7 +369,7 @@ class Collector:
             assert not nothing
             return []
 
-        return self.whole(shared(sample, prompts, self.sampling, clock), clock)
+        return self.whole(allgathered(sample, prompts, self.sampling, clock), clock)
 
     def whole(self, groups: list[list[Scored]], clock: Clock) -> list[list[Scored]]:
         """The groups of all processes with the rewards that read the whole batch: the lead calls them, and broadcasts
@@ -414,7 +414,7 @@ class Collector:
         places: List[int],
         seed: int,
         clock: Clock,
-        measuring: Measuring | None,
+        measuring: LogprobPass | None,
     ) -> list[list[Scored]]:
         """As `collect`, for some prompts, of which these are the places among all."""
         owners = [prompt for prompt in prompts for _ in range(n)]
@@ -450,7 +450,7 @@ class Collector:
         n: int,
         seed: int,
         clock: Clock,
-        measuring: Measuring | None = None,
+        measuring: LogprobPass | None = None,
         due: Callable[[Completion], bool] | None = None,
     ) -> tuple[list[list[Scored]], list[Pending]]:
         """Samples until `wanted` groups are complete, and scores these but for rewards of several processes' batch.
@@ -601,7 +601,7 @@ class RolloutStep:
         """`n` scored episodes of each prompt, or of those that are complete first; see `Collector`."""
         # Programs over all processes' devices have to come in one order, and completions end in many.
         alone = processes.number() == 1
-        measuring = Measuring(measure, min(self.measured_together, self.size * n)) if measure and alone else None
+        measuring = LogprobPass(measure, min(self.measured_together, self.size * n)) if measure and alone else None
         if self.backlog is None:
             # From the run's seed, the position in the data and how many calls this step has made, e.g. 2968811710.
             position = [self.seed, self.stream.get_state()["next_index"], next(self._calls)]
@@ -615,7 +615,7 @@ class RolloutStep:
             return self.collector.first(client, prompts, wanted, n, self.seed, self.clock, measuring, self.due)
 
         asked = [*pending, *self.backlog.take(self.spare)]
-        groups, left = shared_race(race, asked, len(pending), self.collector.sampling, self.clock)
+        groups, left = allgathered_race(race, asked, len(pending), self.collector.sampling, self.clock)
         self.backlog.put_back(left)
         return self._with_version(self.collector.whole(groups, self.clock))
 

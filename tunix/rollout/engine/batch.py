@@ -28,7 +28,7 @@ from tunix.models.model import Model
 from tunix.rollout.engine.experts import Recorded
 from tunix.rollout.engine.holdings import Holdings
 from tunix.rollout.engine.pieces import Job, Piece
-from tunix.rollout.engine.programs import State, Steps, blank, copy_pages, decode, prefill, score
+from tunix.rollout.engine.programs import State, Steps, copy_pages, decode, initial_state, prefill, score
 from tunix.rollout.engine.request import Decode, Episode, Request, StopText, prompt_key
 from tunix.rollout.engine.shapes import Sizes, page_bytes, state_bytes
 from tunix.rollout.engine.slots import Slots
@@ -176,7 +176,7 @@ class Published:
     """Number of each adapter, from 1, by name."""
 
 
-class Flight(NamedTuple):
+class InFlight(NamedTuple):
     """A dispatch that has been sent and not been read."""
 
     slots: np.ndarray
@@ -235,8 +235,8 @@ class Batch:
         self.jobs: list[deque[Job]] = [deque() for _ in range(self.sizes.shards)]
         self.slots = Slots(sizes.slots, sizes.length, sizes.guesses, self.model.config.routed, sizes.turns)
         self.holdings = Holdings(self.sizes)
-        self.state: State = blank(self.model, self.sizes)
-        self.flights: deque[Flight] = deque()
+        self.state: State = initial_state(self.model, self.sizes)
+        self.in_flight: deque[InFlight] = deque()
         self.recorded: list[Recorded] = []
         """Experts of pieces that were sent after the last dispatch."""
         self.done: list[Completion | None] = [None] * len(episodes)
@@ -253,8 +253,8 @@ class Batch:
                 self._proceed()
         finally:
             self.replies.close()
-        while self.flights:  # what they sample is kept for the call that continues it
-            self._retire(self.flights.popleft())
+        while self.in_flight:  # what they sample is kept for the call that continues it
+            self._retire(self.in_flight.popleft())
         for episode in [*self.waiting, *(self.slots.suspend(slot) for slot in self.slots.taken.tolist())]:
             self.done[episode.number] = episode.paused(self.version)
         assert all(self.done)
@@ -267,8 +267,8 @@ class Batch:
             self._admit()
             self._compute()
             sent = self._dispatch()
-        if len(self.flights) > (self.sizes.ahead if sent else 0):
-            self._retire(self.flights.popleft())
+        if len(self.in_flight) > (self.sizes.ahead if sent else 0):
+            self._retire(self.in_flight.popleft())
         elif not sent and self.replies:
             self.replies.wait()
 
@@ -401,7 +401,7 @@ class Batch:
         """Sends a dispatch that samples some tokens in every slot; whether there is anything to sample."""
         watched = self.on_tokens is not None and len(self.done) == 1  # nobody reads many answers word by word
         most = min(SHORT if watched or self.slots.cut_by_text else self.sizes.steps, self.sizes.steps)
-        ahead = sum(flight.most for flight in self.flights)
+        ahead = sum(flight.most for flight in self.in_flight)
         self._reserve(ahead + most)
         running = self.slots.running
         if not np.any(self.slots.left[running] > ahead):
@@ -416,12 +416,12 @@ class Batch:
         self.state, sampled = decode(
             self.model, self.sizes.steps, self.weights, self.state, flow, reads, np.int32(most), np.int32(enough)
         )
-        self.flights.append(Flight(slots, generations, most, sampled, tuple(self.recorded)))
+        self.in_flight.append(InFlight(slots, generations, most, sampled, tuple(self.recorded)))
         self.recorded.clear()
         self._sent += 1
         return True
 
-    def _retire(self, flight: Flight) -> None:
+    def _retire(self, flight: InFlight) -> None:
         """Reads what a dispatch sampled; ends the requests whose turn is over, or asks their environment."""
         draws, counts, experts = jax.device_get(flight.sampled)
         for piece in flight.recorded:  # which the devices have computed before, and need not keep any longer

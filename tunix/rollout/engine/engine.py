@@ -28,7 +28,7 @@ from tunix.models.param_names import is_adapter
 from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Published
 from tunix.rollout.engine.holdings import Holdings
 from tunix.rollout.engine.pieces import Piece, copies_of
-from tunix.rollout.engine.programs import Compiled, State, blank, copy_pages, decode, prefill
+from tunix.rollout.engine.programs import Compiled, State, copy_pages, decode, initial_state, prefill
 from tunix.rollout.engine.request import Decode, Request, check_pictures, check_prompt
 from tunix.rollout.engine.sampling import check
 from tunix.rollout.engine.shapes import PAGE, Sizes, within
@@ -239,7 +239,7 @@ class Engine:
         """
         self._warm = self.sizes.of_requests([work.length] * work.requests)
         with jax.set_mesh(self.mesh):
-            state = blank(self.sampled_model, self._warm)
+            state = initial_state(self.sampled_model, self._warm)
             calls = list(warmup_calls(self.sampled_model, self._loaded, self._warm))
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 mesh = jax.sharding.get_mesh()

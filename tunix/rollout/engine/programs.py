@@ -161,7 +161,7 @@ class Computed(NamedTuple):
 
 
 @partial(jit, static_argnames=("model", "sizes"))
-def blank(model: Model, sizes: Sizes) -> State:
+def initial_state(model: Model, sizes: Sizes) -> State:
     """Slots without anything, and empty pages."""
     hidden = constrain(jnp.zeros((sizes.slots, model.config.d_model), model.dtype), "rows", None)
     numbers = [number * sizes.shards for number in sizes.pages]

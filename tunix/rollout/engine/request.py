@@ -227,16 +227,9 @@ class Episode:
         """The completion so far of an episode that is in no slot, to be continued by another call."""
         suspended = self.suspended or Suspended.start(self.request, len(self.request.prompt))
         self.turns[-1] = (self.turns[-1][0], len(suspended.tokens))
-        return self._completion(suspended.tokens, suspended.logprobs, version, "paused", suspended.experts)
+        return self.completion(suspended.tokens, suspended.logprobs, version, "paused", suspended.experts)
 
     def completion(
-        self, tokens: np.ndarray, logprobs: np.ndarray, version: int, experts: np.ndarray | None = None
-    ) -> Completion:
-        """The completion so far, whose current turn has ended."""
-        assert self.ended is not None
-        return self._completion(tokens, logprobs, version, self.ended, experts)
-
-    def _completion(
         self,
         tokens: np.ndarray,
         logprobs: np.ndarray,
@@ -244,6 +237,15 @@ class Episode:
         finish: Literal["stop", "length", "paused"],
         experts: np.ndarray | None,
     ) -> Completion:
+        """The completion so far.
+
+        Args:
+            tokens: `[T]` after the prompt.
+            logprobs: `[T]`.
+            version: of the weights that sampled what no other call has sampled.
+            finish: why its current turn has ended, or that it is paused.
+            experts: `[T L k]` that the tokens used; None for a model without.
+        """
         top = None
         if n := self.request.sampling.top_logprobs:
             pieces = [(np.zeros((0, n), np.int32), np.zeros((0, n), np.float32)), *self.top]

@@ -242,8 +242,9 @@ class Slots:
         """The completion so far, whose current turn has ended."""
         episode, number = self.episodes[slot], int(self._written[slot])
         assert episode is not None
+        assert episode.ended is not None
         tokens, logprobs = self._tokens[slot, :number].copy(), self._logprobs[slot, :number].copy()
-        return episode.completion(tokens, logprobs, version, self._experts_of(slot))
+        return episode.completion(tokens, logprobs, version, episode.ended, self._experts_of(slot))
 
     def _experts_of(self, slot: int) -> np.ndarray | None:
         """`[T L k]` the experts of a slot's tokens after the prompt; None for a model without."""

@@ -151,7 +151,7 @@ class Feeder:
     """The sampler as one step of an asynchronous run sees it, a `SamplingClient`: its calls take weights that are
     recorded, go on where they were paused, and end in all processes together."""
 
-    def __init__(self, calls: "Ahead", sampler: Holding, step: int):
+    def __init__(self, calls: "AsyncRollouts", sampler: Holding, step: int):
         """Calls nothing yet.
 
         Args:
@@ -232,7 +232,7 @@ NEVER = 1 << 30
 """Later than all steps."""
 
 
-class Ahead:
+class AsyncRollouts:
     """The steps of an asynchronous run, with a position that can be saved; a `run.loop.Stream`."""
 
     def __init__(
@@ -294,10 +294,11 @@ class Ahead:
         self._handed_at = time.monotonic()
 
     def __next__(self) -> RolloutStep:
-        """The next step, sampled.
+        """The next step, sampled, with how old its completions are.
 
         Raises:
             processes.Stopped: the run is to end.
+            Doubtful: a token is older than the bound.
         """
         number = self._asked
         if number == 0:
@@ -305,9 +306,28 @@ class Ahead:
             return next(self._inner)
         began = time.monotonic()
         self._publish(number)
-        step = self._arrived(number)
+        with self._changed:
+            self._until(lambda: number in self._steps or self._exhausted)
+        self._go_on_together()
+        with self._changed:
+            if number not in self._steps:
+                raise StopIteration if self._error is None else self._error
+            step = self._steps[number]
         self._asked += 1
-        return self._checked(number, step, time.monotonic() - began)
+        waited = time.monotonic() - began
+        assert step.sampled is not None
+        ages = np.array([self._age(x.completion, number) for group in step.sampled for x in group])
+        if ages.size and ages.max() > self._staleness:
+            raise Doubtful(
+                f"rollout.max_staleness: step {number} would learn from tokens whose weights are more than "
+                f"{self._staleness} step(s) old"
+            )
+        now = time.monotonic()
+        metrics = {"rollout/trainer_waits": waited / max(now - self._handed_at, 1e-9)}
+        self._handed_at = now
+        if ages.size:
+            metrics |= {"rollout/staleness": float(ages.mean()), "rollout/staleness/max": float(ages.max())}
+        return replace(step, ahead={**step.ahead, **metrics})
 
     def mark(self) -> Callable[[], dict[str, Any]]:
         """What returns the position of now, whenever it is called."""
@@ -429,37 +449,6 @@ class Ahead:
             raise self._error from None
         if stopped:
             raise processes.Stopped
-
-    def _arrived(self, number: int) -> RolloutStep:
-        """Waits for a step."""
-        with self._changed:
-            self._until(lambda: number in self._steps or self._exhausted)
-        self._go_on_together()
-        with self._changed:
-            if number in self._steps:
-                return self._steps[number]
-            if self._error is not None:
-                raise self._error
-            raise StopIteration
-
-    def _checked(self, number: int, step: RolloutStep, waited: float) -> RolloutStep:
-        """A step with how old its completions are, as it leaves the buffer.
-
-        Raises:
-            Doubtful: older than the bound.
-        """
-        assert step.sampled is not None
-        ages = np.array([self._age(x.completion, number) for group in step.sampled for x in group])
-        if ages.size and ages.max() > self._staleness:
-            raise Doubtful(
-                f"rollout.max_staleness: step {number} would learn from tokens whose weights are more than "
-                f"{self._staleness} step(s) old"
-            )
-        now = time.monotonic()
-        waits = {"rollout/trainer_waits": waited / max(now - self._handed_at, 1e-9)}
-        self._handed_at = now
-        age = {"rollout/staleness": float(ages.mean()), "rollout/staleness/max": float(ages.max())} if ages.size else {}
-        return replace(step, ahead={**step.ahead, **age, **waits})
 
     def _age(self, completion: Completion, number: int) -> int:
         """How many steps old the oldest token of a completion is where step `number` learns from it; 0 without any."""
