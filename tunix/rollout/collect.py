@@ -231,7 +231,7 @@ def allgathered(
     """Hands this process's groups to all, and returns those of all, in the order of the prompts.
 
     Args:
-        sample: the groups of the prompts that were `shard` to this process.
+        sample: the groups of the prompts in this process's `shard`.
         prompts: of all processes.
         sampling: the settings of the completions.
         clock: its counts become those of all.
