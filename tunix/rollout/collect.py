@@ -40,6 +40,7 @@ from tunix.rollout.types import ENVIRONMENT, Clock, Judge, Measure, Scored, sequ
 from tunix.types import Batch, Begun, Completion, Sampling, Sequence
 
 Found = TypeVar("Found")
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -215,9 +216,6 @@ class Arrivals:
         numbers = [self._places[place] for place in places]
         sequences = [sequence_of(self._owners[number], self._ended[number][0]) for number in numbers]
         return self._measuring.measure(sequences, self._measuring.together)
-
-
-Item = TypeVar("Item")
 
 
 def shard(items: List[Item]) -> list[Item]:

@@ -23,7 +23,7 @@ from tunix.models.attention.inputs import HIDDEN
 from tunix.models.attention.layouts import Columns, Interleaved, Rows, rounded
 from tunix.models.attention.pages import NOWHERE, Gathered, PieceView, SlotsView, Table, Visits, Writes
 from tunix.models.kv_cache import decode_specs
-from tunix.rollout.engine.holdings import Reads
+from tunix.rollout.engine.page_tables import Reads
 
 HELD = np.array([1, 40, 100, 64, 0])
 """Tokens of each slot; the last one is idle."""

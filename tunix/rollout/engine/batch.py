@@ -26,7 +26,7 @@ import numpy as np
 from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
 from tunix.rollout.engine.experts import Recorded
-from tunix.rollout.engine.holdings import Holdings
+from tunix.rollout.engine.page_tables import PageTables
 from tunix.rollout.engine.pieces import Job, Piece
 from tunix.rollout.engine.programs import State, Steps, copy_pages, decode, initial_state, prefill, score
 from tunix.rollout.engine.request import Decode, Episode, Request, StopText, prompt_key
@@ -234,7 +234,7 @@ class Batch:
         """Jobs that compute a prompt, which others may follow."""
         self.jobs: list[deque[Job]] = [deque() for _ in range(self.sizes.shards)]
         self.slots = Slots(sizes.slots, sizes.length, sizes.guesses, self.model.config.routed, sizes.turns)
-        self.holdings = Holdings(self.sizes)
+        self.page_tables = PageTables(self.sizes)
         self.state: State = initial_state(self.model, self.sizes)
         self.in_flight: deque[InFlight] = deque()
         self.recorded: list[Recorded] = []
@@ -281,11 +281,11 @@ class Batch:
             if slot is not None:
                 self._enter(slot, self.waiting.popleft())
                 idle.flat[slot] = False
-                taken[self.holdings.shard(slot)] += 1
+                taken[self.page_tables.shard(slot)] += 1
             elif len(self.slots.taken):
                 return
             else:  # only prompts that are kept can be in the way
-                self.holdings.forget(next(iter(self.holdings.prefixes)))
+                self.page_tables.forget(next(iter(self.page_tables.prefixes)))
 
     def _place(self, episode: Episode, idle: np.ndarray, taken: Sequence[int]) -> int | None:
         """A free slot with room for an episode: beside the pages of its prompt, or where most slots are free.
@@ -300,48 +300,48 @@ class Batch:
             tokens = len(episode.request.prompt) + (0 if episode.suspended is None else len(episode.suspended.tokens))
             # Every slot at work may want one more page soon.
             free = taken[shard] < self.sizes.slots_of_shard
-            if free and self.holdings.fits(shard, tokens + 1, taken[shard], shared=shard == owner):
+            if free and self.page_tables.fits(shard, tokens + 1, taken[shard], shared=shard == owner):
                 return shard * self.sizes.slots_of_shard + int(idle[shard].argmax())
         return None
 
     def _owner_shard(self, key: tuple) -> int | None:
         """The shard that has a prompt, or will have computed it."""
-        if key in self.holdings.prefixes:
-            return self.holdings.prefixes[key].shard
-        return self.holdings.shard(self.leaders[key].slot) if key in self.leaders else None
+        if key in self.page_tables.prefixes:
+            return self.page_tables.prefixes[key].shard
+        return self.page_tables.shard(self.leaders[key].slot) if key in self.leaders else None
 
     def _enter(self, slot: int, episode: Episode) -> None:
         """Puts an episode into a slot, and queues what has to be computed for it."""
         request, again = episode.request, episode.suspended is not None
-        key, shard = prompt_key(request), self.holdings.shard(slot)
+        key, shard = prompt_key(request), self.page_tables.shard(slot)
         owner, tokens = None if again else self._owner_shard(key), self.slots.admit(slot, episode)
         scored = request.sampling if request.sampling.prompt_logprobs and episode.prompt_logprobs is None else None
         job = Job(slot, tokens, 0, episode.adapter, scored, pictures=episode.pictures(len(tokens)))
         if not again:
             self.expected[key] -= 1
         if owner != shard:
-            self.holdings.cover(slot, 0, len(tokens), windows=False)
+            self.page_tables.cover(slot, 0, len(tokens), windows=False)
             self.jobs[shard].append(job)
             if not again:
                 self.leaders[key] = job
-        elif key in self.holdings.prefixes:
+        elif key in self.page_tables.prefixes:
             self.jobs[shard].append(self._last_token(job, key))
         else:
             leader = self.leaders[key]
-            held = self.holdings.held(leader.slot)
-            leader.copies += self.holdings.adopt(slot, held, len(tokens), windows=False)
+            held = self.page_tables.held(leader.slot)
+            leader.copies += self.page_tables.adopt(slot, held, len(tokens), windows=False)
             leader.followers.append(slot)
 
     def _last_token(self, job: Job, key: tuple) -> Job:
         """What is left of a job whose prompt is kept: the state of its last token."""
-        prefix, episode = self.holdings.prefixes[key], self.slots.episodes[job.slot]
+        prefix, episode = self.page_tables.prefixes[key], self.slots.episodes[job.slot]
         assert episode is not None
         episode.prompt_logprobs = prefix.logprobs
         episode.experts += prefix.experts
-        copies = self.holdings.adopt(job.slot, prefix.held, len(job.tokens))
-        reads = self.holdings.share(prefix.shard, prefix.held)
+        copies = self.page_tables.adopt(job.slot, prefix.held, len(job.tokens))
+        reads = self.page_tables.share(prefix.shard, prefix.held)
         if not self.expected[key]:
-            self.holdings.forget(key)
+            self.page_tables.forget(key)
         return replace(job, tokens=job.tokens[-1:], start=len(job.tokens) - 1, scored=None, copies=copies, reads=reads)
 
     def _compute(self) -> None:
@@ -349,13 +349,13 @@ class Batch:
         computed = 0
         while any(self.jobs):
             longest = max(sum(len(job.tokens) for job in jobs) for jobs in self.jobs)
-            piece = Piece(self.holdings, self.sizes.piece_of(longest))
+            piece = Piece(self.page_tables, self.sizes.piece_of(longest))
             for row, jobs in enumerate(self.jobs):
                 piece.fill(row, jobs)
             for job in piece.done:
-                held = self.holdings.held(job.slot)
+                held = self.page_tables.held(job.slot)
                 # Followers get their pages of layers with a window.
-                copies = [self.holdings.adopt(slot, held, job.start, windows=True) for slot in job.followers]
+                copies = [self.page_tables.adopt(slot, held, job.start, windows=True) for slot in job.followers]
                 piece.finish(job, list(itertools.chain.from_iterable(copies)))
             piece.leave()
             self.state, output = prefill(self.model, self.weights, self.state, piece.inputs)
@@ -391,11 +391,11 @@ class Batch:
             if logprobs is not None:
                 episode.prompt_logprobs = logprobs[: len(episode.request.prompt)]
         if job.reads is not None:
-            self.holdings.drop(self.holdings.shard(job.slot), job.reads)
+            self.page_tables.drop(self.page_tables.shard(job.slot), job.reads)
         for key in [key for key, leader in self.leaders.items() if leader is job]:
             del self.leaders[key]
             if self.expected[key] and self.sizes.chunk is None:  # states of a prompt's end would have to be kept too
-                self.holdings.keep(key, job.slot, job.start, logprobs, job.experts)
+                self.page_tables.keep(key, job.slot, job.start, logprobs, job.experts)
 
     def _dispatch(self) -> bool:
         """Sends a dispatch that samples some tokens in every slot; whether there is anything to sample."""
@@ -407,7 +407,7 @@ class Batch:
         if not np.any(self.slots.left[running] > ahead):
             return False
         slots = self.sizes.dispatched(running)
-        flow, reads, generations = self.slots.flow(slots), self.holdings.reads(slots), self.slots.generations[slots]
+        flow, reads, generations = self.slots.flow(slots), self.page_tables.reads(slots), self.slots.generations[slots]
         # The number of running slots at which the dispatch ends.
         if self.waiting or self.replies.are_asked_for or any(self.jobs):
             enough = len(running) - max(1, len(running) // REFILL)
@@ -445,24 +445,25 @@ class Batch:
         goal = self.slots.held[running] + np.minimum(most, self.slots.left[running])
         goals = dict(zip(running.tolist(), goal.tolist(), strict=True))
         held = self.slots.held.tolist()
-        for slot in self.holdings.short(running, goal).tolist():
+        for slot in self.page_tables.short(running, goal).tolist():
             if self.slots.episodes[slot] is None:
                 continue  # it has made room for another
-            shard = self.holdings.shard(slot)
-            self.holdings.leave(slot, held[slot])
-            while self.holdings.free(shard) < self.holdings.needs(slot, goals[slot]):
+            shard = self.page_tables.shard(slot)
+            self.page_tables.leave(slot, held[slot])
+            while self.page_tables.free(shard) < self.page_tables.needs(slot, goals[slot]):
                 if self._make_room(shard) == slot:
                     break
             else:
-                self.holdings.cover(slot, held[slot], goals[slot])
+                self.page_tables.cover(slot, held[slot], goals[slot])
 
     def _make_room(self, shard: int) -> int | None:
         """Lets the pages of a prompt go that is wanted later; or takes the slot of the last to come, and returns it."""
-        for key, prefix in self.holdings.prefixes.items():
+        for key, prefix in self.page_tables.prefixes.items():
             if prefix.shard == shard:
-                self.holdings.forget(key)
+                self.page_tables.forget(key)
                 return None
-        last = [x for x in self.slots.taken.tolist() if self.holdings.shard(x) == shard and x not in self.replies][-1]
+        taken = [slot for slot in self.slots.taken.tolist() if self.page_tables.shard(slot) == shard]
+        last = [slot for slot in taken if slot not in self.replies][-1]
         self._unqueue(last)
         self._preempt(last)
         return last
@@ -470,7 +471,7 @@ class Batch:
     def _preempt(self, slot: int) -> None:
         """Takes an episode out of its slot; it is the next to enter one, where all of its tokens are computed."""
         self.waiting.appendleft(self.slots.suspend(slot))
-        self.holdings.release(slot)
+        self.page_tables.release(slot)
 
     def _unqueue(self, slot: int) -> None:
         """Forgets what is queued for a slot; those that follow another came later, and have left before it."""
@@ -478,13 +479,13 @@ class Batch:
             for job in list(jobs):
                 if slot in job.followers:
                     job.followers.remove(slot)
-                    pages = [set(held.values()) for held in self.holdings.held(slot)]
+                    pages = [set(held.values()) for held in self.page_tables.held(slot)]
                     job.copies = [copy for copy in job.copies if copy.target not in pages[copy.kind]]
                 elif job.slot == slot:
                     jobs.remove(job)
                     self.leaders = {key: one for key, one in self.leaders.items() if one is not job}
                     if job.reads is not None:
-                        self.holdings.drop(self.holdings.shard(slot), job.reads)
+                        self.page_tables.drop(self.page_tables.shard(slot), job.reads)
 
     def _poll(self) -> None:
         """Continues the requests whose environment has answered: the tokens of an answer are computed next."""
@@ -499,22 +500,22 @@ class Batch:
 
     def _observed(self, slot: int, episode: Episode, new: np.ndarray) -> None:
         """Queues the tokens `[T]` of an observation, unless the slot has to make room for others."""
-        held, shard = int(self.slots.held[slot]), self.holdings.shard(slot)
+        held, shard = int(self.slots.held[slot]), self.page_tables.shard(slot)
         if self.sizes.chunk is not None:
             # States hold the last token already. They cannot go back to it, nor to the one before.
             if self.slots.beyond[slot] or len(new) == 1:
                 self._preempt(slot)
                 return
             new = new[1:]
-        while self.holdings.free(shard) < self.holdings.needs(slot, held):
+        while self.page_tables.free(shard) < self.page_tables.needs(slot, held):
             if self._make_room(shard) == slot:
                 return
-        self.holdings.cover(slot, held - len(new), held, windows=False)
+        self.page_tables.cover(slot, held - len(new), held, windows=False)
         self.jobs[shard].append(Job(slot, new, held - len(new), episode.adapter, pictures=episode.pictures(held)))
 
     def _complete(self, slot: int, episode: Episode) -> None:
         """Ends a request."""
         self.done[episode.number] = completion = self.slots.completion(slot, self.version)
         self.slots.release(slot)
-        self.holdings.release(slot)
+        self.page_tables.release(slot)
         self.enough |= self.on_done is not None and self.on_done(episode.number, completion)

@@ -26,7 +26,7 @@ from tunix.models.kv_cache import Weights, decode_specs, gains, is_top, magnifie
 from tunix.models.model import Model, Params
 from tunix.models.param_names import is_adapter
 from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Published
-from tunix.rollout.engine.holdings import Holdings
+from tunix.rollout.engine.page_tables import PageTables
 from tunix.rollout.engine.pieces import Piece, copies_of
 from tunix.rollout.engine.programs import Compiled, State, copy_pages, decode, initial_state, prefill
 from tunix.rollout.engine.request import Decode, Request, check_pictures, check_prompt
@@ -58,16 +58,16 @@ class Call(NamedTuple):
 
 def warmup_calls(model: Model, weights: Weights, sizes: Sizes) -> Iterator[Call]:
     """Calls of all programs, in all shapes, that leave the state as it is."""
-    nothing, holdings = np.int32(0), Holdings(sizes)
+    nothing, page_tables = np.int32(0), PageTables(sizes)
     slots = Slots(sizes.slots, sizes.length, sizes.guesses, turns=sizes.turns)
     for width in sizes.widths:
         chosen = np.flatnonzero(np.arange(sizes.slots) % sizes.slots_of_shard < width // sizes.shards)
         flow = slots.flow(chosen)
         for numbers in sizes.gathered(width):
-            reads = holdings.reads(chosen, numbers)
+            reads = page_tables.reads(chosen, numbers)
             yield Call(decode, (model, sizes.steps, weights), (flow, reads, nothing, nothing))
     for length in sizes.pieces:
-        yield Call(prefill, (model, weights), (Piece(holdings, length).inputs,))
+        yield Call(prefill, (model, weights), (Piece(page_tables, length).inputs,))
     yield Call(copy_pages, (model,), (tuple(copies_of([[]] * sizes.shards) for _ in sizes.windows),))
 
 

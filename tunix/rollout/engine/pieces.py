@@ -19,7 +19,7 @@ import numpy as np
 from tunix.data.seen import within
 from tunix.models.attention.pages import NOWHERE, Copies, Visits, block_of
 from tunix.rollout.engine.experts import Known, Recorded
-from tunix.rollout.engine.holdings import Copy, Held, Holdings
+from tunix.rollout.engine.page_tables import Copy, Held, PageTables
 from tunix.rollout.engine.sampling import Transform
 from tunix.types import Pictures, Sampling
 
@@ -129,9 +129,9 @@ class Part(NamedTuple):
 class Piece:
     """A piece that is being packed."""
 
-    def __init__(self, holdings: Holdings, length: int):
+    def __init__(self, page_tables: PageTables, length: int):
         """An empty one with so many tokens a shard (C)."""
-        self.holdings, sizes = holdings, holdings.sizes
+        self.page_tables, sizes = page_tables, page_tables.sizes
         self.sizes, self.length, shape, kinds = sizes, length, (sizes.shards, length), range(len(sizes.windows))
         self.parts: list[Part] = []
         self.done: list[Job] = []
@@ -171,7 +171,7 @@ class Piece:
                 break
             # A job that is alone always has room: before it is queued no slot holds more than a window.
             last, copied = job.start + number, copied + len(job.followers)
-            if begin and not self.holdings.covers(job.slot, max(job.start, last - self._longest), last, copied):
+            if begin and not self.page_tables.covers(job.slot, max(job.start, last - self._longest), last, copied):
                 break
             if not self._visit(row, begin, number, job):
                 break
@@ -181,7 +181,7 @@ class Piece:
 
     def finish(self, job: Job, copies: Sequence[Copy]) -> None:
         """The slots that sample from the last token of a job that ends here, and the pages copied for them."""
-        row, inputs = self.holdings.shard(job.slot), self.inputs
+        row, inputs = self.page_tables.shard(job.slot), self.inputs
         (part,) = [part for part in self.parts if part.job is job]
         slots, end = [job.slot, *job.followers], part.begin + len(part.tokens) - 1
         inputs.last[slots] = end
@@ -203,7 +203,7 @@ class Piece:
         stays: requests that come later compute it again.
         """
         for job in [part.job for part in self.parts]:
-            self.holdings.leave(job.slot, job.start - 1)
+            self.page_tables.leave(job.slot, job.start - 1)
 
     def record(self, experts: jax.Array | None) -> list[Recorded]:
         """Notes for each job where the experts `[s C L k]` of its tokens are; returns what is still to be read."""
@@ -271,8 +271,8 @@ class Piece:
         """Notes where the tokens of positions `first` to `end` are written; those before are not seen again."""
         size = self.sizes.page
         if self.sizes.windows[kind] is not None:
-            self.holdings.cover(job.slot, first, end, windows=True)
-        held, lowest = self.holdings.held(job.slot)[kind], first // size
+            self.page_tables.cover(job.slot, first, end, windows=True)
+        held, lowest = self.page_tables.held(job.slot)[kind], first // size
         pages = np.array([held[index] for index in range(lowest, -(-end // size))], np.int32)
         at = np.s_[row, begin + first - job.start : begin + end - job.start]
         self.inputs.writes[kind][at] = pages[np.arange(first, end) // size - lowest]
@@ -283,7 +283,7 @@ class Piece:
             return True
         size, new = block_of(self.length), []
         blocks = np.arange(begin // size, (begin + number - 1) // size + 1, dtype=np.int32)
-        reads = self.holdings.held(job.slot) if job.reads is None else job.reads
+        reads = self.page_tables.held(job.slot) if job.reads is None else job.reads
         for held, window, visits in zip(reads, self.sizes.windows, self.inputs.visits, strict=True):
             first = 0 if window is None else max(0, job.start - window + 1) // self.sizes.page
             seen = [index for index in held if first <= index and index * self.sizes.page < job.start]

@@ -41,8 +41,8 @@ from tunix.models.deltanet import PieceStates, SlotStates, StepView
 from tunix.models.kv_cache import Weights, empty, extend
 from tunix.models.model import Model, Params
 from tunix.models.vision import seen_ahead
-from tunix.rollout.engine.holdings import Reads
 from tunix.rollout.engine.lookup import GRAM, NO_TOKEN, DraftTables, draft_tokens
+from tunix.rollout.engine.page_tables import Reads
 from tunix.rollout.engine.pieces import Inputs
 from tunix.rollout.engine.sampling import Draw, Transform, draw, logprobs
 from tunix.rollout.engine.shapes import Sizes

@@ -243,7 +243,15 @@ class RemoteEnvironment(Environment):
             EpisodeError: it failed, and how.
             UserError: the environment raised one; or a worker does not start, or the row cannot be sent to it.
         """
-        request = {"start": self._sent(row, rng)}
+        for name, value in row.items():
+            try:
+                encode([value])
+            except (TypeError, ValueError) as error:
+                raise UserError(
+                    f"the environment {type(self).__name__} reads rows whose column {name!r} cannot be sent to a "
+                    f"worker ({error}): turn it into text, numbers or lists of these in the data, or leave it out"
+                ) from error
+        request = {"start": {"row": dict(row), "rng": saved_generator(rng)}}
         try:
             answer = self._answer(request)
         except EpisodeError:  # a reset that is lost ends the run: it may have been what others left in the process
@@ -268,36 +276,21 @@ class RemoteEnvironment(Environment):
         try:
             with self._worker.lock:
                 process = self._worker.ready()
-                if self._history and process != self._process:
-                    self._replay()
+                why = self._worker.lost
+                for turn, (earlier, before) in enumerate(self._history if process != self._process else ()):
+                    if self._worker.ask(earlier) != before:
+                        what = f"the answer to turn {turn}" if turn else "the prompt"
+                        raise EpisodeError(
+                            f"is not deterministic given row and rng, so that it cannot be replayed: another episode "
+                            f"of its worker {why}, and when its actions were repeated in a new one {what} was not "
+                            "that of before"
+                        )
                 self._process = process
                 answer = self._worker.ask(request)
         except Lost as lost:
             raise EpisodeError(str(lost)) from None
         self._history.append((request, answer))
         return answer
-
-    def _replay(self) -> None:
-        """Plays all turns so far again, and compares the answers."""
-        why = self._worker.lost
-        for turn, (request, before) in enumerate(self._history):
-            if self._worker.ask(request) != before:
-                what = f"the answer to turn {turn}" if turn else "the prompt"
-                raise EpisodeError(
-                    f"is not deterministic given row and rng, so that it cannot be replayed: another episode of its "
-                    f"worker {why}, and when its actions were repeated in a new one {what} was not that of before"
-                )
-
-    def _sent(self, row: Row, rng: np.random.Generator) -> dict[str, Any]:
-        for name, value in row.items():
-            try:
-                encode([value])
-            except (TypeError, ValueError) as error:
-                raise UserError(
-                    f"the environment {type(self).__name__} reads rows whose column {name!r} cannot be sent to a "
-                    f"worker ({error}): turn it into text, numbers or lists of these in the data, or leave it out"
-                ) from error
-        return {"row": dict(row), "rng": saved_generator(rng)}
 
 
 class EnvironmentPool:
@@ -319,13 +312,21 @@ class EnvironmentPool:
         self._numbers = itertools.count()
         self.close = weakref.finalize(self, _close, self._workers)
         """Ends all workers; so does the end of this object."""
+        name, first = make.kind.__name__, self._workers[0]
         try:
-            answer = _described(make.kind.__name__, self._workers[0])
+            try:
+                with first.lock:
+                    first.ready()
+                    answer = first.ask({"describe": True})
+            except Lost as lost:
+                answer = {"failure": str(lost)}
+            if "failure" in answer:
+                raise UserError(answer.get("advice", f"the environment {name} cannot be made: it {answer['failure']}"))
         except BaseException:
             self.close()
             raise
         facts = {"scores": answer["scores"], "stop_strings": tuple(answer["stop_strings"])}
-        self.kind: type[RemoteEnvironment] = type(make.kind.__name__, (RemoteEnvironment,), facts)
+        self.kind: type[RemoteEnvironment] = type(name, (RemoteEnvironment,), facts)
         """Stands for the environment's class: has its name and its class variables."""
 
     def __len__(self) -> int:
@@ -341,19 +342,6 @@ class EnvironmentPool:
 def _close(workers: Sequence[EnvironmentWorker]) -> None:
     for worker in workers:
         worker.close()
-
-
-def _described(name: str, worker: EnvironmentWorker) -> Answer:
-    """What a first environment says about itself."""
-    try:
-        with worker.lock:
-            worker.ready()
-            answer = worker.ask({"describe": True})
-    except Lost as lost:
-        answer = {"failure": str(lost)}
-    if "failure" in answer:
-        raise UserError(answer.get("advice", f"the environment {name} cannot be made: it {answer['failure']}"))
-    return answer
 
 
 def _unless_failed(answer: Answer) -> Answer:

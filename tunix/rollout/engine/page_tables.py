@@ -94,7 +94,7 @@ class Pool:
             self.free.append(page)
 
 
-class Holdings:
+class PageTables:
     """The pages of all slots."""
 
     def __init__(self, sizes: Sizes):
