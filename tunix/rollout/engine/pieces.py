@@ -234,14 +234,29 @@ class Piece:
         inputs.tokens[at], inputs.positions[at] = job.tokens[:number], positions
         inputs.ids[at], inputs.begins[at] = len(self.parts) + 1, job.start
         inputs.adapters[row] = job.adapter
-        if job.reads is None:
-            for kind, window in enumerate(self.sizes.windows):
-                self._write(row, begin, kind, job, job.start if window is None else max(job.start, end - window), end)
+        for kind, window in enumerate(self.sizes.windows if job.reads is None else ()):
+            # Tokens before the first one are not seen again.
+            first = job.start if window is None else max(job.start, end - window)
+            if window is not None:
+                self.page_tables.cover(job.slot, first, end, windows=True)
+            held, lowest = self.page_tables.held(job.slot)[kind], first // self.sizes.page
+            pages = np.array([held[index] for index in range(lowest, -(-end // self.sizes.page))], np.int32)
+            written = np.s_[row, begin + first - job.start : begin + end - job.start]
+            inputs.writes[kind][written] = pages[np.arange(first, end) // self.sizes.page - lowest]
         if inputs.states is not None and self.sizes.chunk is not None:
             slot = job.slot % self.sizes.slots_of_shard
             inputs.states.sources[row, begin // self.sizes.chunk] = slot if job.start else FIRST
             inputs.states.ends[job.slot] = begin + number - 1
-        self._see(row, begin, number, job)
+        seen = inputs.seen
+        if seen is not None and seen.rope is not None:
+            seen.rope[at] = positions[:, None]
+        if seen is not None and job.pictures is not None:
+            pictures, used = within(job.pictures, job.start, end), seen.pixels.shape[1] - self._room(row)
+            free = np.s_[row, used : used + pictures.number]
+            seen.places[at] = np.where(pictures.places > 0, pictures.places + np.max(seen.places[row]), 0)
+            seen.pixels[free], seen.grids[free] = pictures.pixels, pictures.grids
+            if seen.rope is not None:
+                seen.rope[at] = pictures.rope
         self.parts.append(Part(job, row, begin, job.tokens[:number], job.start))
         job.tokens, job.start = job.tokens[number:], end
         chunk = self.sizes.chunk or 1
@@ -250,32 +265,6 @@ class Piece:
     def _room(self, row: int) -> int:
         """How many more pictures a row can have."""
         return 0 if self.inputs.seen is None else int(np.sum(self.inputs.seen.grids[row, :, 0] == 0))
-
-    def _see(self, row: int, begin: int, number: int, job: Job) -> None:
-        """Adds the pictures among the next tokens of a job, and where rope turns the tokens to."""
-        seen, at = self.inputs.seen, np.s_[row, begin : begin + number]
-        if seen is None:
-            return
-        if seen.rope is not None:
-            seen.rope[at] = np.arange(job.start, job.start + number)[:, None]
-        if job.pictures is None:
-            return
-        pictures, used = within(job.pictures, job.start, job.start + number), seen.pixels.shape[1] - self._room(row)
-        free = np.s_[row, used : used + pictures.number]
-        seen.places[at] = np.where(pictures.places > 0, pictures.places + np.max(seen.places[row]), 0)
-        seen.pixels[free], seen.grids[free] = pictures.pixels, pictures.grids
-        if seen.rope is not None:
-            seen.rope[at] = pictures.rope
-
-    def _write(self, row: int, begin: int, kind: int, job: Job, first: int, end: int) -> None:
-        """Notes where the tokens of positions `first` to `end` are written; those before are not seen again."""
-        size = self.sizes.page
-        if self.sizes.windows[kind] is not None:
-            self.page_tables.cover(job.slot, first, end, windows=True)
-        held, lowest = self.page_tables.held(job.slot)[kind], first // size
-        pages = np.array([held[index] for index in range(lowest, -(-end // size))], np.int32)
-        at = np.s_[row, begin + first - job.start : begin + end - job.start]
-        self.inputs.writes[kind][at] = pages[np.arange(first, end) // size - lowest]
 
     def _visit(self, row: int, begin: int, number: int, job: Job) -> bool:
         """Notes what the next tokens of a job see of earlier ones; whether there was room for it."""
