@@ -124,7 +124,8 @@ class RolloutConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _asynchronous(self) -> "RolloutConfig":
+    def _of_several_steps(self) -> "RolloutConfig":
+        """Refuses settings of asynchronous sampling and of oversampling that do not go together."""
         if self.in_flight is not None and not self.max_staleness:
             raise ValueError(f"in_flight: {self.in_flight} changes nothing without max_staleness; leave it out")
         if self.in_flight == "continue" and self.environment is not None:
@@ -143,10 +144,6 @@ class RolloutConfig(Config):
                     f"oversample: {self.oversample:g} may carry over more groups than a step takes, whose age "
                     "max_staleness bounds: set it to 2 or less"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _whole_episodes(self) -> "RolloutConfig":
         if self.oversample > 1 and self.environment is not None:
             raise ValueError(
                 f"oversample: {self.oversample:g} pauses what is not complete, and an environment's episode cannot be "

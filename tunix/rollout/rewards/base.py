@@ -161,8 +161,9 @@ def read_reward(spec: RewardFunction | Reward | Callable[..., Any], deadline: fl
         reward = spec
     elif isinstance(spec, RewardFunction):
         reward = _named(spec, deadline)
-    else:
-        reward = Reward(_name(spec), spec, source=_source(spec))
+    else:  # a callable object has its class's name
+        name = spec.__name__ if hasattr(spec, "__name__") else type(spec).__name__
+        reward = Reward(name, spec, source=_source(spec))
     _check_signature(reward)
     return reward
 
@@ -235,11 +236,6 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def _texts(batched: bool) -> tuple[str, str]:
     return MANY if batched else ONE
-
-
-def _name(function: Callable[..., Any]) -> str:
-    """The name of a function; a callable object has its class's name."""
-    return function.__name__ if hasattr(function, "__name__") else type(function).__name__
 
 
 def _source(function: Callable[..., Any]) -> str | None:
