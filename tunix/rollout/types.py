@@ -17,6 +17,7 @@ import numpy as np
 
 from tunix.data.seen import followed
 from tunix.data.types import Prompt
+from tunix.errors import UserError
 from tunix.protocols import Metered, SamplingClient
 from tunix.rollout.rewards.base import Score
 from tunix.types import Batch, Begun, Completion, Sequence
@@ -125,7 +126,12 @@ def requests_of(
         n: completions of a prompt; request i is sample i % n of prompt i // n.
         seed: of those that none has begun.
         begun: of each request what another call has begun; None where it is the first.
+
+    Raises:
+        UserError: no completion is asked for.
     """
+    if n < 1:
+        raise UserError(f"n is {n}: ask for at least one completion of each prompt")
     repeated = [prompt for prompt in prompts for _ in range(n)]
     begun = [Begun(seed, index) for index in range(len(repeated))] if begun is None else begun
     return list(zip(repeated, begun, strict=True))

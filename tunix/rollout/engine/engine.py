@@ -265,8 +265,6 @@ class Engine:
         Raises:
             UserError: a sampling setting or a prompt is invalid.
         """
-        if n < 1:
-            raise UserError(f"n is {n}: ask for at least one completion of each prompt")
         requests = [
             Request(prompt, sampling, x.seed, x.index, so_far=x.so_far, pictures=x.pictures)
             for prompt, x in requests_of(prompts, n, seed, begun)

@@ -29,6 +29,8 @@ from tunix.rollout.workers.process import Lost, WorkerProcess, WorkerThread
 
 GRACE = 1.0
 """Seconds beyond the deadline for samples awaited together: those in time are not lost with others that hang."""
+TOGETHER = 32
+"""Samples of an async function that one worker awaits at a time."""
 
 
 class RewardWorker:
@@ -64,10 +66,6 @@ class RewardWorker:
             return Answer(*self.worker.ask(request, deadline, GRACE if together else 0.0))
         except Lost as lost:
             return Answer(str(lost), {}, {})
-
-
-TOGETHER = 32
-"""Samples of an async function that one worker awaits at a time."""
 
 
 class Scorer:

@@ -354,10 +354,8 @@ class ServerSampler:
             UserError: a setting or a prompt is invalid, or no server is left.
             ValueError: no weights were published.
         """
-        if n < 1:
-            raise UserError(f"n is {n}: ask for at least one completion of each prompt")
-        refuse(sampling, self._expected.vocab_size, self._decode is not None)
         expected, requests = self._expected, requests_of(prompts, n, seed, begun)
+        refuse(sampling, expected.vocab_size, self._decode is not None)
         for number, prompt in enumerate(prompts):
             check_prompt(number, prompt, expected.length, expected.vocab_size)
         turns = [Turns(prompt, sampling, x, expected.length, self._decode) for prompt, x in requests]
