@@ -31,7 +31,7 @@ from tunix.rollout.engine.pieces import Piece, copies_of
 from tunix.rollout.engine.programs import Compiled, State, copy_pages, decode, initial_state, prefill
 from tunix.rollout.engine.request import Decode, Request, check_pictures, check_prompt
 from tunix.rollout.engine.sampling import check
-from tunix.rollout.engine.shapes import PAGE, Sizes, within
+from tunix.rollout.engine.shapes import AHEAD, AHEAD_ELSEWHERE, PAGE, Sizes, within
 from tunix.rollout.engine.slots import Slots
 from tunix.rollout.types import Pause, requests_of
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
