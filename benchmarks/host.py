@@ -72,7 +72,7 @@ def milliseconds(slots: int, steps: int, strings: tuple[str, ...]) -> dict[str, 
     took = {"admission": timed(admitted)}
     # All slots want a page at once, every fourth dispatch: the mean counts, not the median.
     both = [
-        (timed(answered._dispatch), timed(lambda: answered._land(answered.flights.popleft())))
+        (timed(answered._dispatch), timed(lambda: answered._retire(answered.in_flight.popleft())))
         for _ in range(DISPATCHES)
     ]
     sent, read = np.mean(both, axis=0).tolist()
@@ -86,7 +86,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     table = Table("milliseconds", "admission of all", "sending a dispatch", "reading it")
     idle: Any = {"prefill": _prefill, "decode": _decode, "copy_pages": lambda model, state, copies: (state, None)}
-    with mock.patch.multiple(batch, **idle, blank=lambda model, sizes: None, Meter=mock.MagicMock()):
+    with mock.patch.multiple(batch, **idle, initial_state=lambda model, sizes: None, Meter=mock.MagicMock()):
         for name, case in CASES.items():
             took = [milliseconds(*case) for _ in range(rounds)]
             table.add_row(name, *(f"{min(x[part] for x in took):.2f}" for part in took[0]))

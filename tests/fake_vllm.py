@@ -20,7 +20,7 @@ import numpy as np
 
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.rollout.engine.request import Request
-from tunix.rollout.servers.routing import FIELD
+from tunix.rollout.servers.protocol import FIELD
 from tunix.serving.body import CompletionBody
 from tunix.serving.service import Refusal, Service
 from tunix.types import Sampling

@@ -8,7 +8,7 @@ suffixes such as `rewards_PG`. Two letters stand where the initial is taken; tho
 
     A   alternatives: the most likely ids that are reported with a sampled token
     B   rows: of a batch, or of requests that are computed together
-    Bk  books: what is known of the tokens of one prompt's requests
+    Bk  draft caches: what is known of the tokens of one prompt's requests
     C   tokens at a time: the part of T that is computed at once, such as a chunk of a prompt
     Co  columns of a page table: the pages that a slot holds
     Cp  copies
@@ -20,7 +20,7 @@ suffixes such as `rewards_PG`. Two letters stand where the initial is taken; tho
     Dt  width of a tower: of the model that sees pictures
     Dv  width of a value
     E   experts
-    En  entries of a book
+    En  entries of a draft cache
     F   ffn width
     Fe  ffn width of an expert: where the layer has a dense ffn too
     Fm  ffn width of a merger: of what makes soft tokens of patches
@@ -29,7 +29,7 @@ suffixes such as `rewards_PG`. Two letters stand where the initial is taken; tho
     Ft  ffn width of a tower
     Fw  wider ffn width: where some layers have a wider one
     G   group: the completions of one prompt
-    Gs  guesses
+    Gs  draft tokens
     H   head dim
     Hg  head dim and its gate's
     Hk  key heads

@@ -1,8 +1,9 @@
 """The real buffer of asynchronous rollouts between a sampler and a learner that sleep: steps a second, for each bound.
 
 Two cores cannot compute two things at once that each want both, so nothing is computed: what is measured is how much of
-the waiting `tunix.rollout.ahead.Ahead` takes away. Durations are the same for all contenders; the synchronous one
-sleeps in one thread. What `simulation.py` predicts of the same durations, with one slot, stands beside it.
+the waiting `tunix.rollout.asynchronous.AsyncRollouts` takes away. Durations are the same for all contenders; the
+synchronous one sleeps in one thread. What `simulation.py` predicts of the same durations, with one slot, stands beside
+it.
 """
 
 import tempfile
@@ -22,10 +23,8 @@ from tunix.data.config import DataConfig
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.protocols import Client, SamplingClient
-from tunix.rollout.ahead import Ahead
+from tunix.rollout.asynchronous import AsyncRollouts, Holding, Journal
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
-from tunix.rollout.feeder import Holding
-from tunix.rollout.journal import Journal
 from tunix.rollout.types import Scored
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling
 
@@ -90,7 +89,7 @@ class SleepingSampler(Holding):
 
 
 class SleepingLearner:
-    """Publishes the number of its updates as its weights; `Ahead` asks its client for nothing else."""
+    """Publishes the number of its updates as its weights; `AsyncRollouts` asks its client for nothing else."""
 
     def __init__(self, sampler: SleepingSampler):
         self.sampler, self.learned = sampler, 0
@@ -120,13 +119,13 @@ def in_turns(each: Durations) -> float:
 
 
 def beside(each: Durations, staleness: int, steps: int, folder: Path) -> float:
-    """Steps a second of `Ahead`; the first step is sampled by the caller, as in a run."""
+    """Steps a second of `AsyncRollouts`; the first step is sampled by the caller, as in a run."""
     rows = open_rows([{"prompt_ids": [number]} for number in range(len(each.sampling))])
     data = DataConfig(train="rows", max_length=32, completion_length=16, shuffle=False)
     common: dict[str, Any] = {"size": 1, "seed": 0, "first": True, "length": 32, "packing": True, "tolerance": 1e-3}
     stream = RolloutStream(RolloutStep([], Collector(None, SAMPLING, None), Prompts(rows, None, data, 0, 1), **common))
     sampler, began = SleepingSampler(each.sampling), 0.0
-    ahead = Ahead(
+    ahead = AsyncRollouts(
         stream,
         cast(Client, SleepingLearner(sampler)),
         sampler,

@@ -2,7 +2,7 @@
 
 An answer takes a slot for its length, in units of the mean; a step has as many answers as there are slots. Step m is
 begun when m - staleness steps have been learned, and finishes under those weights (`in_flight: finish`). Steps are
-sampled one by one, as `tunix.rollout.ahead` has them, or free slots are refilled with answers of the next steps.
+sampled one by one, as `tunix.rollout.asynchronous` has them, or free slots are refilled with answers of the next steps.
 """
 
 import heapq
@@ -70,7 +70,7 @@ def simulate(lengths: np.ndarray, learning: np.ndarray, slots: int, staleness: i
         while free and begun < steps * answers:
             step = begun // answers
             own = step == 0 or begun % answers > 0 or refill or left[step - 1] == 0
-            # As `Ahead` does, nothing is sampled beside the first step's learning, which its caller had sampled.
+            # As of `AsyncRollouts`, nothing is sampled beside the first step's learning, which its caller had sampled.
             if step - learned > staleness or (step and not learned) or not own:
                 break
             heapq.heappush(events, (now + lengths[step, begun % answers], step, False))

@@ -22,7 +22,7 @@ from tunix.algorithms.episodes import (
 from tunix.algorithms.ppo.algorithm import token_rewards
 from tunix.data.types import Prompt
 from tunix.errors import UserError
-from tunix.rollout.encoded import episode_of, saved_episode
+from tunix.rollout.backlog import episode_of, saved_episode
 from tunix.rollout.types import Scored
 from tunix.types import Completion, Sampling
 

@@ -30,7 +30,7 @@ from tunix.errors import Doubtful, UserError
 from tunix.protocols import Client
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.environments.config import EnvironmentConfig
-from tunix.rollout.environments.player import Player
+from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import Clock
 from tunix.types import Batch, Begun, Completion, Loss, Metrics, OnDone, Reply, Sampling, Sequence

@@ -18,7 +18,7 @@ from tunix.data.examples import to_example
 from tunix.data.shapes import rendering
 from tunix.data.tokenizer import Tokenizer, bytes_tokenizer
 from tunix.errors import UserError
-from tunix.rollout.environments.render import render_observation, render_start
+from tunix.rollout.environments.base import render_observation, render_start
 
 KINDS = ("prepend", "always", "first", "unigram", "byte level")
 """Ways of putting a space before a text: Llama 2's tokenizer.json, Mixtral's two, T5's, and GPT-2's option."""

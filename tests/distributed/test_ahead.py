@@ -21,10 +21,8 @@ from tunix.data.sources import open_rows
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.protocols import Client
-from tunix.rollout.ahead import Ahead
+from tunix.rollout.asynchronous import AsyncRollouts, Holding, Journal
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
-from tunix.rollout.feeder import Holding
-from tunix.rollout.journal import Journal
 from tunix.rollout.types import Scored
 from tunix.util.json_lines import read_rows
 
@@ -76,7 +74,7 @@ class Learner(Client):
         return 10 * (self.learned - 1)
 
 
-def opened(path: Path, size: int, staleness: int, sampler: Sampler, state: dict[str, Any] | None) -> Ahead:
+def opened(path: Path, size: int, staleness: int, sampler: Sampler, state: dict[str, Any] | None) -> AsyncRollouts:
     """The stream of one process; the record is the lead's."""
     rows = open_rows([{"prompt_ids": [number]} for number in range(STEPS * size)])
     prompts = Prompts(rows, None, DataConfig(train="rows", max_length=32, completion_length=16, shuffle=False), 0, 1)
@@ -89,13 +87,13 @@ def opened(path: Path, size: int, staleness: int, sampler: Sampler, state: dict[
         return step.collect(client, step.prompts, GROUP)
 
     learner = Learner(sampler.server, state["ahead"]["step"] if state else 0)
-    ahead = Ahead(stream, learner, sampler, gather, journal, **how)
+    ahead = AsyncRollouts(stream, learner, sampler, gather, journal, **how)
     if state is not None:
         ahead.set_state(json.loads(json.dumps(state)))
     return ahead
 
 
-def taken(ahead: Ahead, wait: Callable[[], Any], until: int | None = None) -> tuple[Steps, dict[str, Any]]:
+def taken(ahead: AsyncRollouts, wait: Callable[[], Any], until: int | None = None) -> tuple[Steps, dict[str, Any]]:
     """The steps that a process learns from until it is stopped, which may happen after one of them; and its position.
 
     As in a run, all processes stop where one does.

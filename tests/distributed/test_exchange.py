@@ -16,7 +16,7 @@ from tunix.data.types import Prompt
 from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
-from tunix.rollout.divided import dealt, shared
+from tunix.rollout.collect import allgathered, shard
 from tunix.rollout.types import Clock, Scored
 from tunix.run.loop import Loop
 from tunix.trainer.config import CheckpointConfig
@@ -74,7 +74,7 @@ def test_a_process_that_cannot_sample_ends_the_sampling_of_all(monkeypatch: pyte
             return [[]]
 
         with pytest.raises(UserError) as caught:
-            shared(sample, prompts, Sampling(max_tokens=4), Clock())
+            allgathered(sample, prompts, Sampling(max_tokens=4), Clock())
         return str(caught.value)
 
     assert pretended(monkeypatch, 2, act)[0] == ["no server is left"] * 2
@@ -114,9 +114,9 @@ def test_groups_come_back_in_the_order_of_the_prompts_and_counts_are_sums(monkey
         return Scored(prompt, made, str(prompt.row["place"]), {"a": prompt.row["place"] / 3}, {"b": "why"}, (0.5,))
 
     def act(index: int) -> tuple[list[list[Scored]], dict[str, float]]:
-        clock, own = Clock(), dealt(prompts)
+        clock, own = Clock(), shard(prompts)
         clock.count(tokens=len(own), **({"rewards": 0.5} if index else {}))
-        return shared(lambda: [[episode(prompt)] for prompt in own], prompts, sampling, clock), clock.counted
+        return allgathered(lambda: [[episode(prompt)] for prompt in own], prompts, sampling, clock), clock.counted
 
     for groups, counted in pretended(monkeypatch, 2, act)[0]:
         assert counted == {"tokens": 3, "rewards": 0.5}

@@ -20,7 +20,7 @@ from tests.tiny_runs import metrics
 from tunix.algorithms.episodes import flat
 from tunix.distributed import processes
 from tunix.distributed.meeting import LOST
-from tunix.rollout.encoded import saved_episode
+from tunix.rollout.backlog import saved_episode
 
 Steps = list[tuple[list[dict[str, Any]], str]]
 """Of each step its episodes, and the position after it."""

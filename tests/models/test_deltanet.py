@@ -20,8 +20,7 @@ from tunix.mesh import build_mesh
 from tunix.models.config import DeltaNet
 from tunix.models.model import Model
 from tunix.models.scan import Others, over_layers
-from tunix.rollout.engine.budget import page_bytes, state_bytes, within
-from tunix.rollout.engine.shapes import Sizes
+from tunix.rollout.engine.shapes import Sizes, page_bytes, state_bytes, within
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.optimizer import build_optimizer, decays
 from tunix.trainer.perf import adapter_weights, matmul_weights, training_flops

@@ -76,8 +76,7 @@ def compile_sampler_for(topology: str, kinds: str, layers: str, *names: str) -> 
     from tunix.models.model import Model
     from tunix.plan import programs
     from tunix.plan import topology as topologies
-    from tunix.rollout.engine.engine import Engine
-    from tunix.rollout.engine.warmup import Warmth
+    from tunix.rollout.engine.engine import Engine, warmup_calls
     from tunix.util.sizes import bytes_of
 
     topologies.prepare()
@@ -94,7 +93,7 @@ def compile_sampler_for(topology: str, kinds: str, layers: str, *names: str) -> 
     weights = programs.views(model, mesh, model.abstract(dict.fromkeys(model.shapes, model.dtype), mesh))
     state, answer = programs.state_of(model, mesh, sizes), []
     with jax.set_mesh(mesh):
-        for call in Warmth(model, weights, sizes).calls():
+        for call in warmup_calls(model, weights, sizes):
             name = call.program.__name__
             if not names or name in names:
                 compiled = call.lowered(state).compile()

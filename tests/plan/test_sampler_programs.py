@@ -1,7 +1,7 @@
 """Every shipped recipe's sampler, with the recipe's own model, workload and sizes, compiles a dozen programs at most,
 and one that only copies pages.
 
-The programs are those that warm-up calls (`rollout/engine/warmup.py`), made from shapes: nothing is compiled.
+The programs are those that warm-up calls (`rollout/engine/engine.py`), made from shapes: nothing is compiled.
 """
 
 import json
@@ -17,7 +17,7 @@ from tests.plan.test_kernels_compiled import installed
 from tunix.plan import topology
 from tunix.plan.subject import Sampled, Subject, subject_of
 from tunix.recipe.recipe import Recipe
-from tunix.rollout.engine.warmup import Warmth
+from tunix.rollout.engine.engine import warmup_calls
 
 MOST = 12 + 1
 BESIDES = 2
@@ -40,8 +40,8 @@ def gpus_of(name: str) -> str:
 
 def number(subject: Subject, sampled: Sampled) -> int:
     """Programs of a sampler: one that scores prompts for each length of a piece is counted, asked for or not."""
-    warmth = Warmth(subject.policy.spec.model, sampled.weights, sampled.sizes)
-    return len(list(warmth.calls())) + len(sampled.sizes.pieces) + BESIDES
+    calls = warmup_calls(subject.policy.spec.model, sampled.weights, sampled.sizes)
+    return len(list(calls)) + len(sampled.sizes.pieces) + BESIDES
 
 
 def counted(name: str, devices: list, memory: float) -> list[int]:

@@ -25,11 +25,9 @@ from tunix.data.sources import open_rows
 from tunix.distributed import processes
 from tunix.errors import Doubtful
 from tunix.protocols import Client
-from tunix.rollout.ahead import Ahead
+from tunix.rollout.asynchronous import AsyncRollouts, Holding, Journal
 from tunix.rollout.backlog import Pending, Race
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
-from tunix.rollout.feeder import Holding
-from tunix.rollout.journal import Journal
 from tunix.rollout.types import Scored
 from tunix.types import Begun, Completion, Sampling
 from tunix.util.json_lines import read_rows
@@ -94,7 +92,7 @@ def run(
     goes_on: bool = False,
     collect=gather,
     state: dict[str, Any] | None = None,
-) -> Iterator[Ahead]:
+) -> Iterator[AsyncRollouts]:
     """Steps of one prompt each, which is its step's number. The first is sampled by the caller: not here."""
     rows = open_rows([{"prompt_ids": [number]} for number in range(STEPS)])
     prompts = Prompts(rows, None, DataConfig(train="rows", max_length=32, completion_length=16, shuffle=False), 0, 1)
@@ -102,7 +100,7 @@ def run(
     stream = RolloutStream(RolloutStep([], Collector(None, SAMPLING, None), prompts, **common))
     how = {"staleness": staleness, "total": STEPS, "goes_on": goes_on, "stop": threading.Event()}
     learner = Learner(sampler)
-    ahead = Ahead(stream, learner, sampler, collect, Journal(path, "mine"), **how)
+    ahead = AsyncRollouts(stream, learner, sampler, collect, Journal(path, "mine"), **how)
     if state is not None:
         ahead.set_state(json.loads(json.dumps(state)))
         learner.learned = state["ahead"]["step"]
@@ -447,7 +445,7 @@ def raced(path: Path, staleness: int, seed: int, stops: bool = False) -> list[li
     return found
 
 
-def opened(path: Path, staleness: int, sampler: Tailed, total: int, state: dict[str, Any] | None) -> Ahead:
+def opened(path: Path, staleness: int, sampler: Tailed, total: int, state: dict[str, Any] | None) -> AsyncRollouts:
     how = {"staleness": staleness, "total": total, "goes_on": False, "stop": threading.Event()}
 
     def collect(client, step: RolloutStep) -> list[list[Scored]]:
@@ -455,7 +453,7 @@ def opened(path: Path, staleness: int, sampler: Tailed, total: int, state: dict[
 
     stream, learner = oversampled.stream(rows=3 * total), Learner(sampler)
     stream.like = replace(stream.like, mixed=True)
-    ahead = Ahead(stream, learner, sampler, collect, Journal(path, "mine"), **how)
+    ahead = AsyncRollouts(stream, learner, sampler, collect, Journal(path, "mine"), **how)
     if state is not None:
         ahead.set_state(json.loads(json.dumps(state)))
         learner.learned = state["ahead"]["step"]
@@ -475,7 +473,7 @@ class First(Client):
 @pytest.mark.parametrize("stops", [False, True])
 @pytest.mark.parametrize("staleness", [*slow([2]), 4])
 def test_long_completions_go_on_in_the_next_step_within_the_bound(tmp_path: Path, staleness: int, stops: bool):
-    """Whatever the clocks say nothing is older than the bound, which `Ahead` checks, and all prompts are trained on."""
+    """Whatever the clocks say nothing is older than the bound, which is checked, and all prompts are trained on."""
     for seed in range(3):
         steps = raced(tmp_path / f"{seed}.jsonl", staleness, seed, stops)
         groups = [group for step in steps for group in step]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tunix.rollout.journal import Journal
+from tunix.rollout.asynchronous import Journal
 from tunix.util.json_lines import read_rows
 
 

@@ -16,10 +16,10 @@ from tunix.data.config import DataConfig
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.rollout.backlog import Backlog
-from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
-from tunix.rollout.parts import Judge, Parts
+from tunix.rollout.collect import Collector, Parts, RolloutStep, RolloutStream
 from tunix.rollout.rewards.base import Reward
 from tunix.rollout.rewards.scorer import Scorer
+from tunix.rollout.types import Judge
 from tunix.trainer.trainer import Trainer
 from tunix.types import Batch, Completion, Sampling, Sequence
 

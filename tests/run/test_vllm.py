@@ -24,9 +24,9 @@ from tests.tiny_rl import write_policy
 from tests.tiny_runs import train, write_recipe, write_rows
 from tunix.cli import main
 from tunix.rollout.engine.experts import of_sequence
-from tunix.rollout.servers import turns
+from tunix.rollout.servers import sampler
 from tunix.rollout.servers.handover import Handover
-from tunix.rollout.servers.routing import read
+from tunix.rollout.servers.protocol import read_experts
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PYTHON is None, reason=WHY)]
 
@@ -210,7 +210,7 @@ def test_the_experts_that_vllm_chose_are_replayed(
             whole = np.array([*prompt, *choice["token_ids"]], np.int32)
             logits = reference(torch.from_numpy(whole)[None].long(), output_router_logits=True).router_logits
             expected = np.stack([one.topk(2).indices.numpy() for one in logits], axis=1)
-            np.testing.assert_array_equal(read(choice["routed_experts"]), expected[:-1])
+            np.testing.assert_array_equal(read_experts(choice["routed_experts"]), expected[:-1])
         with monkeypatch.context() as first:
             first.setattr(Handover, "load", nothing)
             first.setattr(Handover, "holds", nothing)
@@ -218,7 +218,7 @@ def test_the_experts_that_vllm_chose_are_replayed(
             train("r.yaml")
             alike()
             # With others in their place the trainer computes something else, so these are what it uses.
-            first.setattr(turns, "of_sequence", lambda *given: (of_sequence(*given) + 1) % 8)
+            first.setattr(sampler, "of_sequence", lambda *given: (of_sequence(*given) + 1) % 8)
             on(url, model, optimizer__learning_rate=1e-12, rollout__mismatch_tolerance=9.0)
             train("r.yaml", "--fresh")
             assert all(row["mismatch/max"] > 0.1 for row in steps("run"))

@@ -9,7 +9,7 @@ import pytest
 
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import Request
-from tunix.serving.batching import Batcher
+from tunix.serving.service import Batcher
 from tunix.types import Completion, Sampling
 
 SLOTS = 2

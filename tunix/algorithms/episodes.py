@@ -17,9 +17,8 @@ from tunix.algorithms.advantages import weighted_sum
 from tunix.algorithms.loss import CURRENT
 from tunix.algorithms.ops import mismatch
 from tunix.errors import UserError
-from tunix.rollout.parts import sequence_of
-from tunix.rollout.types import Scored
-from tunix.types import Metrics, Sequence
+from tunix.rollout.types import Scored, sequence_of
+from tunix.types import Sequence
 
 Groups = list[list[Scored]]
 """`[P][G]` scored completions."""

@@ -42,8 +42,7 @@ from tunix.algorithms.ops import most_uncertain
 from tunix.config import RowKind
 from tunix.errors import Doubtful
 from tunix.protocols import Client, SamplingClient
-from tunix.rollout.parts import Measure, sequence_of
-from tunix.rollout.types import Rollouts
+from tunix.rollout.types import Measure, Rollouts, sequence_of
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sequence
 
 

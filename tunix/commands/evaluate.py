@@ -25,7 +25,7 @@ from tunix.hf.source import require_lm_head
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
-from tunix.rollout.environments.player import Player
+from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.types import Sampling
 from tunix.util.atomic_io import refuse_out, write_text_atomic

@@ -24,7 +24,7 @@ from tunix.hf.source import Source, pretrained
 from tunix.inference.model import InferenceModel
 from tunix.mesh import build_mesh
 from tunix.rollout.collect import Collector
-from tunix.rollout.environments.player import Player
+from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
 from tunix.rollout.rewards.scorer import Scorer

@@ -19,9 +19,9 @@ from tunix.models.config import VisionConfig
 from tunix.models.deltanet import STATE_AXES, SlotStates
 from tunix.models.kv_cache import LAYERS, Weights, gains, is_top, magnified, unstack, view_axes
 from tunix.models.model import Model, Params
-from tunix.rollout.engine.holdings import Holdings
+from tunix.rollout.engine.page_tables import PageTables
 from tunix.rollout.engine.pieces import Piece
-from tunix.rollout.engine.programs import State, blank, decode, prefill
+from tunix.rollout.engine.programs import State, decode, initial_state, prefill
 from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
 from tunix.trainer.frozen_model import compute_states, not_shared
@@ -216,7 +216,7 @@ def shared(weights: Weights, base: Shapes) -> dict[str, Any]:
 def state_of(model: Model, mesh: Mesh, sizes: Sizes) -> State:
     """The shapes of the engine's slots and pages."""
     with jax.set_mesh(mesh):
-        state = blank.eval_shape(model, sizes)
+        state = initial_state.eval_shape(model, sizes)
         caches: list[Any] = []
         for cache in state.caches:
             if isinstance(cache, SlotStates):
@@ -236,7 +236,7 @@ def decoding(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: Si
     """A dispatch of the engine: up to `sizes.steps` tokens in each slot, with all the pages that there may be."""
     every, nothing = np.arange(sizes.slots), np.int32(0)
     slots = Slots(sizes.slots, sizes.length, sizes.guesses, turns=sizes.turns)
-    reads = Holdings(sizes).reads(every, sizes.gathered(sizes.slots)[0])
+    reads = PageTables(sizes).reads(every, sizes.gathered(sizes.slots)[0])
     with jax.set_mesh(mesh):
         return decode.lower(model, sizes.steps, weights, state, slots.flow(every), reads, nothing, nothing)
 
@@ -244,7 +244,7 @@ def decoding(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: Si
 def prefilling(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: Sizes) -> jax.stages.Lowered:
     """The computation of a long piece of prompts in each shard."""
     with jax.set_mesh(mesh):
-        return prefill.lower(model, weights, state, Piece(Holdings(sizes), sizes.piece).inputs)
+        return prefill.lower(model, weights, state, Piece(PageTables(sizes), sizes.piece).inputs)
 
 
 def _placed(mesh: Mesh, shape: tuple[int, ...], dtype: object, axes: Axes) -> jax.ShapeDtypeStruct:

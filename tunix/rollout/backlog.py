@@ -2,14 +2,14 @@
 
 A step that oversamples begins more groups than it trains on, and ends when it has enough of them. The others come back
 here with all that was sampled, and are the first prompts of the next step. All of it is part of the position that a
-run saves.
+run saves: completions and episodes are JSON values there, bit for bit, and also between the processes of a run.
 
 Axes: G group, T time.
 """
 
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,62 @@ import numpy as np
 from tunix.data.accounting import Accounting
 from tunix.data.pipeline import Prompts
 from tunix.data.types import Prompt
-from tunix.rollout.encoded import decoded, encoded
+from tunix.rollout.types import Scored
 from tunix.types import Begun, Completion, Sampling
+from tunix.util.coded import array_of, coded
+
+ARRAYS = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32}
+"""What is saved of a completion, by the name of its attribute."""
+
+
+def encoded(completion: Completion) -> dict[str, Any]:
+    """A completion as JSON values."""
+    arrays = {name: coded(np.asarray(getattr(completion, name), dtype)) for name, dtype in ARRAYS.items()}
+    saved = {**arrays, "finish": completion.finish, "turns": completion.turns}
+    if (experts := completion.experts) is not None:
+        saved |= {"experts": coded(experts.astype(np.int16)), "routed": experts.shape[1:]}
+    return saved
+
+
+def decoded(saved: Mapping[str, Any], sampling: Sampling) -> Completion:
+    """The inverse of `encoded`.
+
+    Args:
+        saved: what it returned.
+        sampling: the settings of the completion, which are not saved.
+    """
+    tokens, logprobs, versions = (array_of(saved[name]) for name in ARRAYS)
+    turns = tuple((start, end) for start, end in saved["turns"])
+    experts = array_of(saved["experts"]).reshape(-1, *saved["routed"]) if "experts" in saved else None
+    return Completion(tokens, logprobs, saved["finish"], versions, sampling, turns, experts=experts)
+
+
+def saved_episode(episode: Scored) -> dict[str, Any]:
+    """An episode as JSON values; with what its environment made of the prompt."""
+    saved = {name: getattr(episode, name) for name in ("text", "rewards", "failures", "turn_rewards", "logged")}
+    start = {"tokens": coded(episode.prompt.tokens), "text": episode.prompt.text}
+    return {**saved, "completion": encoded(episode.completion), "prompt": start}
+
+
+def episode_of(saved: Mapping[str, Any], prompt: Prompt, sampling: Sampling) -> Scored:
+    """The inverse of `saved_episode`.
+
+    Args:
+        saved: what it returned.
+        prompt: has the row's columns, which are not saved.
+        sampling: the settings of the completion, which are not saved.
+    """
+    start = replace(prompt, tokens=array_of(saved["prompt"]["tokens"]), text=saved["prompt"]["text"])
+    return Scored(
+        start,
+        decoded(saved["completion"], sampling),
+        saved["text"],
+        saved["rewards"],
+        failures=saved["failures"],
+        turn_rewards=tuple(saved["turn_rewards"]),
+        logged=saved["logged"],
+    )
+
 
 BEGUN = "begun"
 """The key of a position under which the prompts that were begun are."""
@@ -35,9 +89,9 @@ class Pending(Prompt):
 
     def requests(self, n: int, seed: int) -> list[Begun]:
         """Its `n` requests; the random numbers of each follow from the run's seed, its place and its number."""
-        own = int(np.random.SeedSequence([seed, self.place]).generate_state(1)[0])
+        seed = int(np.random.SeedSequence([seed, self.place]).generate_state(1)[0])
         begun = enumerate(self.so_far or (None,) * n)
-        return [Begun(own, index, completion, self.pictures) for index, completion in begun]
+        return [Begun(seed, index, completion, self.pictures) for index, completion in begun]
 
 
 class Backlog:
@@ -56,35 +110,34 @@ class Backlog:
     def take(self, number: int) -> list[Pending]:
         """The next `number` prompts, those that came back first; fewer where the data is exhausted."""
         taken, self._queue = self._queue[:number], self._queue[number:]
-        while len(taken) < number and (one := self._read()):
-            taken.append(one)
+        while len(taken) < number:
+            place = self._stream.get_state()["next_index"]
+            prompts = self._stream.take(1)
+            if not prompts:
+                break
+            taken += [_pending(prompt, place) for prompt in prompts]
         return taken
 
     def put_back(self, prompts: List[Pending]) -> None:
         """Returns prompts to the queue, which stays in the order of the data."""
-        self._queue = sorted([*self._queue, *prompts], key=lambda one: one.place)
+        self._queue = sorted([*self._queue, *prompts], key=lambda prompt: prompt.place)
 
     def get_state(self) -> dict[str, Any]:
         """The position, as values that JSON can store."""
-        begun = [{"place": one.place, "so_far": [x and encoded(x) for x in one.so_far]} for one in self._queue]
+        begun = [{"place": x.place, "so_far": [y and encoded(y) for y in x.so_far]} for x in self._queue]
         return {**self._stream.get_state(), BEGUN: begun}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues from a position that `get_state` returned; the rows of the prompts in it are read again."""
         position = {name: value for name, value in state.items() if name != BEGUN}
-        self._queue = [self._again(position, saved) for saved in state[BEGUN]]
+        self._queue = []
+        for saved in state[BEGUN]:
+            self._stream.set_state({**position, "next_index": saved["place"]})
+            (prompt,) = self._stream.take(1)
+            so_far = tuple(x and decoded(x, self._sampling) for x in saved["so_far"])
+            self._queue.append(_pending(prompt, saved["place"], so_far))
         self._stream.set_state(position)
         self._stream.accounting = Accounting.from_dict(position["accounting"])
-
-    def _read(self) -> Pending | None:
-        place = self._stream.get_state()["next_index"]
-        return next((_pending(prompt, place) for prompt in self._stream.take(1)), None)
-
-    def _again(self, position: Mapping[str, Any], saved: Mapping[str, Any]) -> Pending:
-        self._stream.set_state({**position, "next_index": saved["place"]})
-        (prompt,) = self._stream.take(1)
-        so_far = tuple(x and decoded(x, self._sampling) for x in saved["so_far"])
-        return _pending(prompt, saved["place"], so_far)
 
 
 class Race:
@@ -147,5 +200,4 @@ def _ended(completion: Completion | None) -> bool:
 
 
 def _pending(prompt: Prompt, place: int, so_far: tuple[Completion | None, ...] = ()) -> Pending:
-    own = {field.name: getattr(prompt, field.name) for field in fields(Prompt)}
-    return Pending(**own, place=place, so_far=so_far)
+    return Pending(**{field.name: getattr(prompt, field.name) for field in fields(Prompt)}, place=place, so_far=so_far)

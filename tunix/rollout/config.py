@@ -105,11 +105,11 @@ class RolloutConfig(Config):
     def _of_engine(self) -> "RolloutConfig":
         """Refuses settings that the chosen engine does not read."""
         fields = type(self).model_fields
-        own = ("slots", "memory", "cache_dtype", "speculate", "mesh", "oversample")
-        foreign = ("servers", "weights_folder", "timeout")
+        of_tunix = ("slots", "memory", "cache_dtype", "speculate", "mesh", "oversample")
+        of_vllm = ("servers", "weights_folder", "timeout")
         ignored = [
             key
-            for key in (own if self.engine == "vllm" else foreign)
+            for key in (of_tunix if self.engine == "vllm" else of_vllm)
             if getattr(self, key) != fields[key].get_default()
         ]
         if ignored and self.engine == "vllm":
@@ -124,7 +124,8 @@ class RolloutConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _asynchronous(self) -> "RolloutConfig":
+    def _of_several_steps(self) -> "RolloutConfig":
+        """Refuses settings of asynchronous sampling and of oversampling that do not go together."""
         if self.in_flight is not None and not self.max_staleness:
             raise ValueError(f"in_flight: {self.in_flight} changes nothing without max_staleness; leave it out")
         if self.in_flight == "continue" and self.environment is not None:
@@ -143,10 +144,6 @@ class RolloutConfig(Config):
                     f"oversample: {self.oversample:g} may carry over more groups than a step takes, whose age "
                     "max_staleness bounds: set it to 2 or less"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _whole_episodes(self) -> "RolloutConfig":
         if self.oversample > 1 and self.environment is not None:
             raise ValueError(
                 f"oversample: {self.oversample:g} pauses what is not complete, and an environment's episode cannot be "

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,16 +15,26 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from tunix.data.seen import followed
 from tunix.data.types import Prompt
+from tunix.errors import UserError
 from tunix.protocols import Metered, SamplingClient
-from tunix.rollout.parts import Measure
-from tunix.types import Batch, Completion, Sequence
+from tunix.rollout.rewards.base import Score
+from tunix.types import Batch, Begun, Completion, Sequence
 
 ENVIRONMENT = "environment"
 """The name of the reward that an environment gives."""
 
+Pause = Callable[[int], bool]
+"""(dispatches that were sent) -> whether a call is paused instead of the next one, to be continued by another."""
+
 SPANS = "spans.jsonl"
 """File of a run folder with the spans of each step."""
+
+
+Measure = Callable[[List[Sequence], int], Mapping[str, List[np.ndarray]]]
+"""What a loss reads of single sequences, such as log-probs: (sequences, number that the work is shaped for) -> by name
+an array for each sequence, on their way from the devices."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,52 @@ class Scored:
     def truncated(self) -> bool:
         """Whether the token limit cut the completion off."""
         return self.completion.finish == "length"
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A reward that reads tokens and runs in this process, such as a reward model."""
+
+    name: str
+    """Name in metrics and messages, e.g. `model`."""
+    weight: float
+    """Factor of its scores in the weighted sum."""
+    together: int
+    """Completions of a part, e.g. 64."""
+    begin: Callable[[List[Prompt], List[Completion], List[str]], Callable[[], list[Score]]]
+    """(prompts, completions, their texts) -> what waits for the score of each completion, or the reason why it has
+    none; begins to compute them."""
+
+
+def sequence_of(prompt: Prompt, completion: Completion) -> Sequence:
+    """A prompt and its completion, of which the sampled tokens are trained, with the experts that they used."""
+    return Sequence(
+        tokens=np.concatenate([prompt.tokens, completion.tokens]).astype(np.int32),
+        loss_mask=np.concatenate([np.zeros(len(prompt.tokens), bool), completion.drawn]),
+        pictures=followed(prompt.pictures, len(completion.tokens)),
+        experts=completion.experts,
+    )
+
+
+def requests_of(
+    prompts: List[np.ndarray], n: int, seed: int, begun: List[Begun] | None
+) -> list[tuple[np.ndarray, Begun]]:
+    """The requests for `n` completions of each prompt, with their random numbers.
+
+    Args:
+        prompts: `[T]` token ids each.
+        n: completions of a prompt; request i is sample i % n of prompt i // n.
+        seed: of those that none has begun.
+        begun: of each request what another call has begun; None where it is the first.
+
+    Raises:
+        UserError: no completion is asked for.
+    """
+    if n < 1:
+        raise UserError(f"n is {n}: ask for at least one completion of each prompt")
+    repeated = [prompt for prompt in prompts for _ in range(n)]
+    begun = [Begun(seed, index) for index in range(len(repeated))] if begun is None else begun
+    return list(zip(repeated, begun, strict=True))
 
 
 class Clock(dict[str, float]):

@@ -23,7 +23,7 @@ from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.notes import update_notes
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector
-from tunix.rollout.environments.player import Player
+from tunix.rollout.environments.remote import Player
 from tunix.rollout.servers.probe import TEXT
 from tunix.run.attention import attention_of
 from tunix.run.describe import device_notes, overview, products_line, remat_line, sampling_line, stage_line

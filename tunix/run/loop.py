@@ -35,7 +35,7 @@ NOT_AWAITED = object()
 
 @runtime_checkable
 class Stream(Protocol):
-    """The iterator over the inputs of steps, with a position that can be saved: `Batches`, `RolloutStream`, `Ahead`."""
+    """The iterator over the inputs of steps, with a position that can be saved: `Batches` or `RolloutStream`, say."""
 
     def __next__(self) -> Any:
         """The input of the next step's `update`.

@@ -27,8 +27,8 @@ from tunix.models.config import DecoderConfig
 from tunix.protocols import Saving
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector, RolloutStream
-from tunix.rollout.parts import Judge
 from tunix.rollout.rewards.base import Score
+from tunix.rollout.types import Judge
 from tunix.run.inputs import Inputs
 from tunix.run.loop import Stream
 from tunix.run.streams import open_stream

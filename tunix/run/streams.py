@@ -15,11 +15,9 @@ from tunix.errors import UserError
 from tunix.protocols import Client
 from tunix.recipe.notes import total_steps
 from tunix.recipe.recipe import Recipe
-from tunix.rollout.ahead import Ahead
+from tunix.rollout.asynchronous import FILE, AsyncRollouts, Holding, Journal
 from tunix.rollout.backlog import Backlog
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
-from tunix.rollout.feeder import Holding
-from tunix.rollout.journal import FILE, Journal
 from tunix.rollout.rewards.base import ADDED
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.run.evaluation import Evaluation
@@ -152,7 +150,7 @@ def ahead_of(
     stream.like = replace(stream.like, mixed=True)
     journal = Journal(folder / FILE, recipe.identity)
     how = {"staleness": staleness, "total": total, "goes_on": recipe.rollout.in_flight == "continue"}
-    return Ahead(stream, client, client.sampler, algorithm.gather, journal, **how, stop=stop)
+    return AsyncRollouts(stream, client, client.sampler, algorithm.gather, journal, **how, stop=stop)
 
 
 def steps_of(recipe: Recipe, inputs: Inputs, algorithm: Algorithm) -> int:

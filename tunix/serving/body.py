@@ -14,8 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
 
 from tunix.rollout.engine.request import Request
-from tunix.rollout.servers.protocol import ID
-from tunix.rollout.servers.routing import FIELD, written
+from tunix.rollout.servers.protocol import FIELD, written_experts
 from tunix.types import Completion, Sampling
 
 HALF = 32
@@ -83,39 +82,34 @@ class CompletionBody(BaseModel):
         return Request(prompt, sampling, seed % (1 << HALF), seed >> HALF, adapter=adapter)
 
     def answer(
-        self, prompt: np.ndarray, found: Completion, text: str | None, spell: Callable[[int], str]
+        self, prompt: np.ndarray, completion: Completion, text: str | None, spell: Callable[[int], str]
     ) -> dict[str, Any]:
         """The answer.
 
         Args:
             prompt: `[T]` its token ids.
-            found: what the engine sampled.
+            completion: what the engine sampled.
             text: of the completion; None without a tokenizer.
             spell: how a token is written among the log-probs.
         """
-        choice: dict[str, Any] = {"index": 0, "text": text or "", "finish_reason": found.finish, "logprobs": None}
+        choice: dict[str, Any] = {"index": 0, "text": text or "", "finish_reason": completion.finish, "logprobs": None}
         if self.logprobs is not None:
-            choice["logprobs"] = _logprobs(found, spell)
+            choice["logprobs"] = _logprobs(completion, spell)
         if self.return_token_ids:
-            choice |= {"token_ids": found.tokens.tolist(), "prompt_token_ids": prompt.tolist()}
-            if found.experts is not None:
-                choice[FIELD] = written(found.experts[:-1])
-        asked, sampled = len(prompt), len(found.tokens)
+            choice |= {"token_ids": completion.tokens.tolist(), "prompt_token_ids": prompt.tolist()}
+            if completion.experts is not None:
+                choice[FIELD] = written_experts(completion.experts[:-1])
+        asked, sampled = len(prompt), len(completion.tokens)
         usage = {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
         identity = f"cmpl-{self.request_id}"
         return {"id": identity, "object": "text_completion", "model": self.model, "choices": [choice], "usage": usage}
 
 
-def as_id(token: int) -> str:
-    """How a token is written where its text would not tell it from others."""
-    return f"{ID}{token}"
-
-
-def _logprobs(found: Completion, spell: Callable[[int], str]) -> dict[str, Any]:
+def _logprobs(completion: Completion, spell: Callable[[int], str]) -> dict[str, Any]:
     """The log-probs of the tokens, and of the most likely ones at each."""
-    names, values = [spell(int(token)) for token in found.tokens], found.logprobs.tolist()
+    names, values = [spell(int(token)) for token in completion.tokens], completion.logprobs.tolist()
     top = [{name: value} for name, value in zip(names, values, strict=True)]
-    if found.top is not None:
-        for listed, ids, likely in zip(top, *found.top, strict=True):
+    if completion.top is not None:
+        for listed, ids, likely in zip(top, *completion.top, strict=True):
             listed |= {spell(int(i)): float(x) for i, x in zip(ids, likely, strict=True)}
     return {"token_logprobs": values, "tokens": names, "top_logprobs": top}

@@ -1,11 +1,19 @@
 """What is served: a model whose weights and adapters change when it is told to, as a run does that it samples for.
 
+Requests arrive at any time, and are answered together by an engine that answers a list of them at a time: a thread
+hands all that wait to the engine. Where more arrive while slots are empty, it pauses the call after a dispatch and goes
+on with all of them. A token's random numbers follow from its request alone, so the company changes nothing.
+
 Axes: T time.
 """
 
+import threading
+import time
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from concurrent.futures import Future
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +25,138 @@ from tunix.inference.model import InferenceModel
 from tunix.lora.multi_lora import LoadedAdapter
 from tunix.models.model import Params
 from tunix.rollout.engine.engine import Engine
-from tunix.rollout.engine.request import check_prompt
+from tunix.rollout.engine.request import Request, check_prompt
 from tunix.rollout.engine.sampling import check
-from tunix.serving.batching import Batcher
-from tunix.serving.body import CompletionBody, as_id
+from tunix.rollout.servers.protocol import ID
+from tunix.serving.body import CompletionBody
 from tunix.types import Completion, Workload
+
+GATHER = 0.005
+"""Seconds in which requests that arrive together are waited for."""
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    request: Request
+    future: Future[Completion]
+
+
+class Batcher:
+    """Answers the requests of all callers in one thread."""
+
+    def __init__(self, engine: Engine, ready: Callable[[], None]):
+        """Starts the thread.
+
+        Args:
+            engine: answers.
+            ready: is called in the thread before each call of the engine, e.g. to publish weights.
+        """
+        self._engine, self._ready = engine, ready
+        self._changed, self._alone = threading.Condition(), threading.Lock()
+        self._waiting: list[_Waiting] = []
+        self._running = 0
+        self._paused = self._idle = self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="batches", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> Future[Completion]:
+        """The completion of a request, to come."""
+        waiting = _Waiting(request, Future())
+        with self._changed:
+            self._waiting.append(waiting)
+            self._changed.notify_all()
+        return waiting.future
+
+    def pause(self) -> None:
+        """Begins no request any more, and waits for those that have begun."""
+        with self._changed:
+            self._paused = True
+            self._changed.wait_for(lambda: not self._running)
+
+    def resume(self) -> None:
+        """Begins requests again."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Between two calls of the engine, whether paused or not; for one caller at a time."""
+        with self._alone:
+            with self._changed:
+                self._idle = True
+                self._changed.wait_for(lambda: not self._running)
+            try:
+                yield
+            finally:
+                with self._changed:
+                    self._idle = False
+                    self._changed.notify_all()
+
+    @property
+    def _begins(self) -> bool:
+        """Whether a request that waits may begin."""
+        return bool(self._waiting) and not self._paused and not self._idle
+
+    def close(self) -> None:
+        """Ends the thread; what has not been answered is not answered any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        carried: list[_Waiting] = []
+        while (batch := self._next(carried)) is not None:
+            carried = self._answered(batch)
+
+    def _next(self, carried: list[_Waiting]) -> list[_Waiting] | None:
+        """What the engine is called with next: what was paused, and what waits; None at the end."""
+        with self._changed:
+            if not carried:
+                self._running = 0
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._closed or self._begins)
+        if not carried:
+            time.sleep(GATHER)
+        with self._changed:
+            if self._closed:
+                for waiting in self._waiting:
+                    waiting.future.cancel()
+                for begun in carried:
+                    begun.future.set_exception(RuntimeError("the server ends"))
+                return None
+            taken, self._waiting = (self._waiting, []) if self._begins else ([], self._waiting)
+            # Whoever has gone meanwhile is not answered.
+            fresh = [waiting for waiting in taken if waiting.future.set_running_or_notify_cancel()]
+            self._running = len(carried) + len(fresh)
+            return [*carried, *fresh]
+
+    def _answered(self, batch: list[_Waiting]) -> list[_Waiting]:
+        """Calls the engine; the requests that were paused, to be continued."""
+
+        def done(number: int, completion: Completion) -> bool:
+            batch[number].future.set_result(completion)
+            with self._changed:
+                self._running -= 1
+            return False
+
+        def pause(dispatches: int) -> bool:
+            with self._changed:
+                room = self._running < self._engine.slots
+                return self._closed or (dispatches > 0 and room and self._begins)
+
+        try:
+            self._ready()
+            completions = self._engine.run([waiting.request for waiting in batch], on_done=done, pause=pause)
+        except Exception as error:  # whoever asked is told, and the next requests are answered
+            for waiting in batch:
+                if not waiting.future.done():
+                    waiting.future.set_exception(error)
+            return []
+        left = zip(batch, completions, strict=True)
+        return [replace(x, request=replace(x.request, so_far=y)) for x, y in left if not x.future.done()]
+
 
 FIRST = "default"
 """The version of the weights that a server is started with, as vLLM calls it."""
@@ -90,13 +225,14 @@ class Service:
             raise Refusal(400, str(error)) from None
         return prompt, self.batches.submit(request)
 
-    def answer(self, body: CompletionBody, prompt: np.ndarray, found: Completion) -> dict[str, Any]:
+    def answer(self, body: CompletionBody, prompt: np.ndarray, completion: Completion) -> dict[str, Any]:
         """The answer to a request, from the tokens `[T]` of its prompt and its completion."""
         tokenizer = self._inference.tokenizer
-        text = self._inference.text(found, skip_special=body.skip_special_tokens)
+        text = self._inference.text(completion, skip_special=body.skip_special_tokens)
         if tokenizer is None or body.return_tokens_as_token_ids:
-            return body.answer(prompt, found, text, as_id)
-        return body.answer(prompt, found, text, lambda token: tokenizer.decode([token]))
+            # Written so that no text can be taken for it.
+            return body.answer(prompt, completion, text, lambda token: f"{ID}{token}")
+        return body.answer(prompt, completion, text, lambda token: tokenizer.decode([token]))
 
     def tokens(self, text: str, *, special: bool = True) -> list[int]:
         """The token ids of a text, by default after the BOS token where the tokenizer's own encoding begins with it.
@@ -170,8 +306,8 @@ class Service:
         with self.batches.idle():
             if name not in self._adapters:
                 raise Refusal(404, f"there is no adapter {name}")
-            self._adapters = {key: one for key, one in self._adapters.items() if key != name}
-            self._folders = {key: one for key, one in self._folders.items() if key != name}
+            self._adapters = {key: adapter for key, adapter in self._adapters.items() if key != name}
+            self._folders = {key: folder for key, folder in self._folders.items() if key != name}
             self._stale = True
 
     def _publish(self) -> None:

@@ -24,13 +24,13 @@ from tunix.models.quantization.fake_quant import check_unrounded
 from tunix.models.quantization.rules import Rules
 from tunix.protocols import Sampler
 from tunix.rollout.config import RolloutMeshConfig
-from tunix.rollout.engine.budget import NoRoom
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import Decode
+from tunix.rollout.engine.shapes import NoRoom
 from tunix.rollout.servers.handover import Handover, moves_alone
 from tunix.rollout.servers.probe import Probe
+from tunix.rollout.servers.protocol import Expected, Routing
 from tunix.rollout.servers.sampler import ServerSampler
-from tunix.rollout.servers.types import Expected, Routing
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.export import Exporter, StoredPolicy
 from tunix.trainer.frozen_model import reference_of, snapshot

@@ -19,9 +19,9 @@ from tunix.models.attention.inputs import AttentionSpec, ByKind, Segments
 from tunix.models.config import DecoderConfig, LayerKind
 from tunix.models.kv_cache import unstack
 from tunix.models.model import Model
-from tunix.rollout.engine.holdings import Holdings
+from tunix.rollout.engine.page_tables import PageTables
 from tunix.rollout.engine.pieces import Piece
-from tunix.rollout.engine.programs import blank, prefill
+from tunix.rollout.engine.programs import initial_state, prefill
 from tunix.rollout.engine.shapes import Sizes
 
 ROWS = (jnp.arange(3, 11)[None], jnp.arange(8)[None], jnp.ones((1, 8), jnp.int32))
@@ -49,8 +49,8 @@ def test_training_and_prompts_make_one_call(monkeypatch):
 
     asked["einsum"].clear()
     weights = jax.eval_shape(partial(unstack, model), params)
-    state = blank.eval_shape(model, sizes)
-    prefill.lower(model, weights, state, Piece(Holdings(sizes), 4).inputs)
+    state = initial_state.eval_shape(model, sizes)
+    prefill.lower(model, weights, state, Piece(PageTables(sizes), 4).inputs)
     assert not asked["einsum"]
     assert {(spec.queries, spec.keys, spec.window) for spec in asked["kernel"]} == {(4, 4, 5), (4, 4, None)}
     (spec,) = (spec for spec in asked["kernel"] if spec.window)

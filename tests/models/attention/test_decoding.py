@@ -33,7 +33,7 @@ from tunix.models.attention.pages import (
     rounded,
 )
 from tunix.models.kv_cache import decode_specs
-from tunix.rollout.engine.holdings import Reads
+from tunix.rollout.engine.page_tables import Reads
 
 HELD = np.array([1, 40, 100, 64, 0])
 """Tokens of each slot; the last one is idle."""

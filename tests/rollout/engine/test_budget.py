@@ -7,9 +7,8 @@ import pytest
 from tests.tiny_models import one_device
 from tests.trainers import PLAIN
 from tunix.models.config import LayerKind
-from tunix.rollout.engine import budget
-from tunix.rollout.engine.budget import MOST_SLOTS, NoRoom, page_bytes, within
-from tunix.rollout.engine.shapes import Sizes
+from tunix.rollout.engine import shapes
+from tunix.rollout.engine.shapes import MOST_SLOTS, NoRoom, Sizes, page_bytes, within
 from tunix.trainer.sampler_mesh import shares
 
 WIDE = replace(PLAIN, num_layers=4, num_kv_heads=2, head_dim=8)
@@ -79,6 +78,6 @@ def test_slots_give_way_where_a_kernel_cannot_count_the_pages_of_their_windows(m
     """21 pages of 16 tokens, 2 kv heads of 8 numbers: three windows of 7, so two slots and one to spare."""
     kinds = replace(WIDE, local_layers=(True, True, True, False), window=64)
     numbers = 21 * kinds.num_kv_heads * 16 * kinds.head_dim
-    monkeypatch.setattr(budget, "MOST_NUMBERS", numbers)
+    monkeypatch.setattr(shapes, "MOST_NUMBERS", numbers)
     found = within(replace(BARE, windows=(64, None), reader="triton"), kinds, one_device(), 8, None)
     assert (found.slots, found.pages) == (2, (21, 21))

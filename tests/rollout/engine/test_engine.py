@@ -22,11 +22,10 @@ from tunix.models.model import Model
 from tunix.protocols import Sampler
 from tunix.rollout.engine import batch as batch_file
 from tunix.rollout.engine import engine as engine_file
-from tunix.rollout.engine.budget import page_bytes
-from tunix.rollout.engine.engine import Engine
+from tunix.rollout.engine.engine import Engine, warmup_calls
 from tunix.rollout.engine.request import Request
+from tunix.rollout.engine.shapes import page_bytes
 from tunix.rollout.engine.slots import Slots
-from tunix.rollout.engine.warmup import Warmth
 from tunix.trainer.perf import Compilations
 from tunix.types import Begun, Completion, Sampling, Workload
 
@@ -119,9 +118,9 @@ def test_requests_that_make_room_for_others_are_continued_as_they_were(model, mo
 
     ample = small_engine(model, params, slots=6)
     plenty = ample.run(asked, reply)
-    parked = []
-    leave = Slots.park
-    monkeypatch.setattr(Slots, "park", lambda self, slot: parked.append(slot) or leave(self, slot))
+    suspended = []
+    leave = Slots.suspend
+    monkeypatch.setattr(Slots, "suspend", lambda self, slot: suspended.append(slot) or leave(self, slot))
     # Eight pages for the longest and four more, each twice, beside all that windows need.
     each = page_bytes(model.config, ample.mesh, ample.sizes)
     pages = [
@@ -134,7 +133,7 @@ def test_requests_that_make_room_for_others_are_continued_as_they_were(model, mo
         same(one, expected)
         if expected.prompt_logprobs is not None:
             np.testing.assert_allclose(one.prompt_logprobs, expected.prompt_logprobs, atol=1e-5)
-    assert len(parked) > 2
+    assert len(suspended) > 2
     assert any(len(one.turns) > 1 for one in plenty)
 
 
@@ -225,9 +224,9 @@ def test_warming_up_compiles_each_program_once(params):
     compilations.settled()
     engine.warm(Workload(requests=6, prompts=6, prompt_length=20, length=88, replies=False))
     with jax.set_mesh(engine.mesh):
-        warmth = Warmth(MODEL, engine.weights, engine.sizes.of_requests([88] * 6))
+        calls = list(warmup_calls(MODEL, engine.weights, engine.sizes.of_requests([88] * 6)))
     # Beside them the empty slots.
-    assert compilations.since_warmup == len(list(warmth.calls())) + 1
+    assert compilations.since_warmup == len(calls) + 1
 
 
 def test_nothing_compiles_after_warm_up(params):
@@ -442,8 +441,8 @@ def test_a_turn_that_ended_takes_no_step_of_the_dispatch_that_was_sent_ahead(par
 def test_a_slot_that_waits_for_an_environment_makes_room_for_nobody(params, monkeypatch):
     """It would be sampled on without the answer. The other one leaves, and only then the answer comes."""
     left = threading.Event()
-    park = Slots.park
-    monkeypatch.setattr(Slots, "park", lambda self, slot: left.set() or park(self, slot))
+    suspend = Slots.suspend
+    monkeypatch.setattr(Slots, "suspend", lambda self, slot: left.set() or suspend(self, slot))
 
     def reply(number: int, so_far: Completion) -> np.ndarray | None:
         if len(so_far.turns) > 1:

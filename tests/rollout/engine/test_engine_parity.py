@@ -24,8 +24,8 @@ from tunix.models.attention.decoding import BY_NAME
 from tunix.models.model import Model
 from tunix.models.param_names import is_adapter
 from tunix.rollout.engine import engine as engine_file
-from tunix.rollout.engine.budget import page_bytes
 from tunix.rollout.engine.engine import Engine
+from tunix.rollout.engine.shapes import page_bytes
 from tunix.types import Completion, Sampling
 
 LENGTHS = (3, 17, 37, 9)

@@ -11,7 +11,7 @@ from tests.rollout.engine.test_engine_parity import prompts, small_engine
 from tests.tiny_models import CASES, Case, load, reference_folder
 from tests.trainers import PLAIN
 from tunix.models.model import Model
-from tunix.rollout.encoded import decoded, encoded
+from tunix.rollout.backlog import decoded, encoded
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.experts import Known, Recorded, of_sequence
 from tunix.types import Begun, Completion, Sampling

@@ -11,51 +11,51 @@ from tests.rollout.engine.test_engine import MIXED, MODEL, text_of
 from tests.rollout.engine.test_engine_parity import prompts, random_params, small_engine
 from tests.trainers import RICH
 from tunix.models.model import Model
-from tunix.rollout.engine.lookup import GRAM, NONE, Library, guesses
+from tunix.rollout.engine.lookup import GRAM, NO_TOKEN, DraftCaches, draft_tokens
 from tunix.rollout.engine.request import Request
 from tunix.rollout.engine.slots import Slots
 from tunix.types import Completion, Sampling
 
 
-def looked_up(library: Library, slot: int, tokens: list[int]) -> list[int]:
+def looked_up(caches: DraftCaches, slot: int, tokens: list[int]) -> list[int]:
     """What may follow these tokens, the last GRAM of a slot's."""
-    books = library.books(np.array([slot]))
-    found = guesses(books, jnp.array([tokens[:-1]], jnp.int32), jnp.array(tokens[-1:], jnp.int32))
+    tables = caches.tables(np.array([slot]))
+    found = draft_tokens(tables, jnp.array([tokens[:-1]], jnp.int32), jnp.array(tokens[-1:], jnp.int32))
     return found[0].tolist()
 
 
 def test_what_followed_the_same_tokens_is_guessed():
-    library = Library(slots=3, length=64, guesses=3)
-    library.open(0, ("prompt",), np.array([5, 6, 7, 8, 9]))
-    assert looked_up(library, 0, [5, 6]) == [7, 8, 9]
-    assert looked_up(library, 0, [6, 7]) == [8, 9, NONE]
-    assert looked_up(library, 0, [8, 9]) == [NONE] * 3
-    assert library.books(np.array([0])).recent.tolist() == [[9]]
+    caches = DraftCaches(slots=3, length=64, guesses=3)
+    caches.open(0, ("prompt",), np.array([5, 6, 7, 8, 9]))
+    assert looked_up(caches, 0, [5, 6]) == [7, 8, 9]
+    assert looked_up(caches, 0, [6, 7]) == [8, 9, NO_TOKEN]
+    assert looked_up(caches, 0, [8, 9]) == [NO_TOKEN] * 3
+    assert caches.tables(np.array([0])).recent.tolist() == [[9]]
     # Tokens come in any pieces, and complete what was begun; the last time counts.
-    library.write(np.array([0]), np.array([[4, 3, 0]]), np.array([2]))
-    assert looked_up(library, 0, [6, 7]) == [8, 9, 4]
-    assert looked_up(library, 0, [8, 9]) == [4, 3, NONE]
-    library.write(np.array([0]), np.array([[5, 6, 1]]), np.array([3]))
-    assert looked_up(library, 0, [5, 6]) == [1, NONE, NONE]
-    assert looked_up(library, 0, [9, 4]) == [3, 5, 6]
+    caches.write(np.array([0]), np.array([[4, 3, 0]]), np.array([2]))
+    assert looked_up(caches, 0, [6, 7]) == [8, 9, 4]
+    assert looked_up(caches, 0, [8, 9]) == [4, 3, NO_TOKEN]
+    caches.write(np.array([0]), np.array([[5, 6, 1]]), np.array([3]))
+    assert looked_up(caches, 0, [5, 6]) == [1, NO_TOKEN, NO_TOKEN]
+    assert looked_up(caches, 0, [9, 4]) == [3, 5, 6]
 
 
 def test_a_prompts_requests_share_a_book_and_others_have_their_own():
-    library = Library(slots=3, length=64, guesses=2)
-    library.open(0, ("a",), np.array([1, 2, 3]))
-    library.open(1, ("b",), np.array([1, 2, 4]))
-    library.open(2, ("a",), np.array([1, 2, 3]))
-    library.write(np.array([0, 1]), np.array([[7, 8, 9], [6, 0, 0]]), np.array([3, 1]))
-    assert looked_up(library, 2, [7, 8]) == [9, NONE]
-    assert looked_up(library, 2, [1, 2]) == [3, 7]
-    assert looked_up(library, 1, [1, 2]) == [4, 6]
-    assert library.books(np.array([2, 0])).recent.tolist() == [[3], [9]]
+    caches = DraftCaches(slots=3, length=64, guesses=2)
+    caches.open(0, ("a",), np.array([1, 2, 3]))
+    caches.open(1, ("b",), np.array([1, 2, 4]))
+    caches.open(2, ("a",), np.array([1, 2, 3]))
+    caches.write(np.array([0, 1]), np.array([[7, 8, 9], [6, 0, 0]]), np.array([3, 1]))
+    assert looked_up(caches, 2, [7, 8]) == [9, NO_TOKEN]
+    assert looked_up(caches, 2, [1, 2]) == [3, 7]
+    assert looked_up(caches, 1, [1, 2]) == [4, 6]
+    assert caches.tables(np.array([2, 0])).recent.tolist() == [[3], [9]]
     # A book is kept as long as somebody reads it, and is empty when it is given away.
-    library.close(0)
-    assert looked_up(library, 2, [7, 8]) == [9, NONE]
-    library.close(2)
-    library.open(0, ("c",), np.array([0] * GRAM))
-    assert looked_up(library, 0, [1, 2]) == [NONE, NONE]
+    caches.close(0)
+    assert looked_up(caches, 2, [7, 8]) == [9, NO_TOKEN]
+    caches.close(2)
+    caches.open(0, ("c",), np.array([0] * GRAM))
+    assert looked_up(caches, 0, [1, 2]) == [NO_TOKEN, NO_TOKEN]
 
 
 @pytest.fixture(scope="module")

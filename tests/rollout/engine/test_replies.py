@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 
-from tunix.rollout.engine.replies import Replies
+from tunix.rollout.engine.batch import Replies
 from tunix.types import Completion, Sampling
 
 STOPPED = Completion(

@@ -22,9 +22,8 @@ from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
 from tunix.rollout.environments.base import Environment, Episode, Episodes, Step
 from tunix.rollout.environments.config import EnvironmentConfig
-from tunix.rollout.environments.player import Player
+from tunix.rollout.environments.remote import Player, generator_of, saved_generator
 from tunix.rollout.environments.shipped import read_environment
-from tunix.rollout.environments.worker import generator_of, saved_generator
 from tunix.rollout.rewards.base import Failure
 
 TOKENIZER = bytes_tokenizer("chatml")
@@ -351,7 +350,7 @@ def test_workers_end_with_a_trainer_that_is_killed(tmp_path: Path):
     script = (
         "from tunix.data.tokenizer import bytes_tokenizer\n"
         "from tunix.rollout.environments.config import EnvironmentConfig\n"
-        "from tunix.rollout.environments.player import Player\n"
+        "from tunix.rollout.environments.remote import Player\n"
         "player = Player(EnvironmentConfig(name='mine.py:Starts', deadline=3600), bytes_tokenizer())\n"
         "player([{}], 0).episodes[0].turn(__import__('numpy').zeros(1, int))"
     )

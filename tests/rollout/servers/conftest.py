@@ -18,11 +18,11 @@ from tunix.hf.source import loaded, pretrained
 from tunix.mesh import build_mesh
 from tunix.models.model import Model, Params
 from tunix.rollout.engine.engine import Engine
-from tunix.rollout.servers import pool, server
+from tunix.rollout.servers import server
 from tunix.rollout.servers.handover import Handover
 from tunix.rollout.servers.probe import TEXT, Probe
+from tunix.rollout.servers.protocol import Expected
 from tunix.rollout.servers.sampler import ServerSampler
-from tunix.rollout.servers.types import Expected
 from tunix.types import Completion, Sampling
 
 PROMPTS = [np.arange(5, 5 + n, dtype=np.int32) for n in (3, 7, 4)]
@@ -60,7 +60,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "PAUSE", 0.01)
+    monkeypatch.setattr(server, "PAUSE", 0.01)
     monkeypatch.setattr(server, "HEALTH_EVERY", 0.1)
     monkeypatch.setattr(server, "HEALTH_DEADLINE", 2.0)
 

@@ -18,7 +18,7 @@ from tests.rollout.servers.conftest import PROMPTS, WARM, Policy, flat, sampler_
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.hf import safetensors_io
-from tunix.rollout.divided import dealt
+from tunix.rollout.collect import shard
 from tunix.rollout.servers.sampler import ServerSampler
 from tunix.types import Begun, Completion
 
@@ -47,7 +47,7 @@ def servers(policy: Policy, tmp_path: Path) -> Iterator[Servers]:
 
 def sampled(sampler: ServerSampler) -> list[Completion]:
     """What this process samples of its share of the prompts, two completions each."""
-    places = dealt(range(len(PROMPTS)))
+    places = shard(range(len(PROMPTS)))
     begun = [Begun(7, 2 * place + i) for place in places for i in range(2)]
     return flat(sampler.sample([PROMPTS[place] for place in places], 2, WARM, 7, begun=begun)) if places else []
 

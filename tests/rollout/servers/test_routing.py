@@ -25,13 +25,21 @@ from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
 from tunix.hf.source import loaded, pretrained
 from tunix.mesh import build_mesh
-from tunix.rollout.servers import divided
+from tunix.rollout.servers import sampler
 from tunix.rollout.servers.probe import TEXT
-from tunix.rollout.servers.routing import FIELD, experts_of, read, written
-from tunix.rollout.servers.sampler import ServerSampler
+from tunix.rollout.servers.protocol import (
+    FIELD,
+    Answer,
+    Ask,
+    Expected,
+    Routing,
+    Unfit,
+    experts_of,
+    read_experts,
+    written_experts,
+)
+from tunix.rollout.servers.sampler import ServerSampler, Turns
 from tunix.rollout.servers.server import Server
-from tunix.rollout.servers.turns import Turns
-from tunix.rollout.servers.types import Answer, Ask, Expected, Routing, Unfit
 from tunix.types import Begun, Completion, Sampling
 
 ROUTING = Routing(2, 3, 7)
@@ -136,9 +144,9 @@ def test_the_probe_is_computed_with_the_experts_that_the_server_says_it_used(
 ):
     """Other experts give other log-probs; so does one that is named twice, which would be trained unseen."""
     with pytest.raises(UserError, match=f"{server[1]}: its log-probs of a probe differ from the trainer's"):
-        connect(lambda text: written((read(text) + 1) % 7)).publish(policy.params, 0)
+        connect(lambda text: written_experts((read_experts(text) + 1) % 7)).publish(policy.params, 0)
     with pytest.raises(UserError, match=f"{server[1]}: its routed_experts name an expert twice"):
-        connect(lambda text: written(0 * read(text))).publish(policy.params, 0)
+        connect(lambda text: written_experts(0 * read_experts(text))).publish(policy.params, 0)
 
 
 # --- What is read of an answer ----------------------------------------------------------------------------------------
@@ -176,10 +184,10 @@ def test_any_integers_are_read(dtype: Any):
 def test_what_we_write_is_vllms_form(most: int):
     unknown = np.array([[[-1, -1], [most, 0]]], np.int16)
     for given in (unknown, unknown[:, 1:]):
-        text = written(given)
+        text = written_experts(given)
         again = np.load(io.BytesIO(base64.b64decode(text)))
         np.testing.assert_array_equal(again, given)
-        np.testing.assert_array_equal(read(text), given)
+        np.testing.assert_array_equal(read_experts(text), given)
     assert np.load(io.BytesIO(base64.b64decode(text))).dtype == (np.uint8 if most < 256 else np.int16)
 
 
@@ -209,7 +217,7 @@ def test_experts_of_another_model_are_refused_with_a_remedy(given: Any, says: st
 def test_processes_tell_each_other_what_the_probe_came_to():
     answer = Answer(np.array([3, 4], np.int32), np.array([-1, -2], np.float32), False, experts=RIGHT)
     for one in (answer, replace(answer, experts=None)):
-        back = divided._answer(divided._saved(Server("http://127.0.0.1:9", 1.0), one))
+        back = sampler._answer(sampler._saved(Server("http://127.0.0.1:9", 1.0), one))
         assert isinstance(back, Answer)
         np.testing.assert_equal(back.experts, one.experts)
         assert back.tokens.tolist() == [3, 4]

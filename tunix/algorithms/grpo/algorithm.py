@@ -27,8 +27,7 @@ from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.grpo.loss import grpo_loss
 from tunix.algorithms.on_policy import PolicyGradient
 from tunix.protocols import Client, SamplingClient
-from tunix.rollout.parts import Measure
-from tunix.rollout.types import Rollouts
+from tunix.rollout.types import Measure, Rollouts
 from tunix.types import LossInputs, LossOutputs
 
 

@@ -4,10 +4,12 @@ It keeps a copy of the weights that were published last, and of their adapters; 
 Numbers of slots, pages and tokens of a piece come from a small closed set (`shapes.py`), so that compiling ends.
 """
 
+import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,23 +18,57 @@ from jax.sharding import Mesh
 from tunix.config import CacheType
 from tunix.errors import UserError
 from tunix.lora.multi_lora import LoadedAdapter, Mixture
-from tunix.mesh import row_shards, sharding
+from tunix.mesh import compile_on, row_shards, sharding
 from tunix.models.attention.decoding import unsaved
 from tunix.models.attention.gate import reader_here
-from tunix.models.config import VisionConfig
 from tunix.models.deltanet import PIECE_CHUNK
 from tunix.models.kv_cache import Weights, decode_specs, gains, is_top, magnified, unstack
 from tunix.models.model import Model, Params
 from tunix.models.param_names import is_adapter
-from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Pause, Published
-from tunix.rollout.engine.budget import within
+from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Published
+from tunix.rollout.engine.page_tables import PageTables
+from tunix.rollout.engine.pieces import Piece, copies_of
+from tunix.rollout.engine.programs import Compiled, State, copy_pages, decode, initial_state, prefill
 from tunix.rollout.engine.request import Decode, Request, check_pictures, check_prompt
 from tunix.rollout.engine.sampling import check
-from tunix.rollout.engine.shapes import PAGE, Sizes, usual_ahead
-from tunix.rollout.engine.warmup import Warmth
-from tunix.rollout.requests import requests_of
+from tunix.rollout.engine.shapes import AHEAD, AHEAD_ELSEWHERE, PAGE, Sizes, within
+from tunix.rollout.engine.slots import Slots
+from tunix.rollout.types import Pause, requests_of
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
 from tunix.util.exact import jit
+
+
+class Call(NamedTuple):
+    """A call of a program; the state of the slots is among its arguments, and returned first."""
+
+    program: Compiled[tuple[State, Any]]
+    before: tuple[Any, ...]
+    """The arguments before the state."""
+    after: tuple[Any, ...]
+    """Those after it."""
+
+    def lowered(self, state: State) -> jax.stages.Lowered:
+        """The program, traced."""
+        return self.program.lower(*self.before, state, *self.after)
+
+    def __call__(self, state: State) -> State:
+        """Runs the program."""
+        return self.program(*self.before, state, *self.after)[0]
+
+
+def warmup_calls(model: Model, weights: Weights, sizes: Sizes) -> Iterator[Call]:
+    """Calls of all programs, in all shapes, that leave the state as it is."""
+    nothing, page_tables = np.int32(0), PageTables(sizes)
+    slots = Slots(sizes.slots, sizes.length, sizes.guesses, turns=sizes.turns)
+    for width in sizes.widths:
+        chosen = np.flatnonzero(np.arange(sizes.slots) % sizes.slots_of_shard < width // sizes.shards)
+        flow = slots.flow(chosen)
+        for numbers in sizes.gathered(width):
+            reads = page_tables.reads(chosen, numbers)
+            yield Call(decode, (model, sizes.steps, weights), (flow, reads, nothing, nothing))
+    for length in sizes.pieces:
+        yield Call(prefill, (model, weights), (Piece(page_tables, length).inputs,))
+    yield Call(copy_pages, (model,), (tuple(copies_of([[]] * sizes.shards) for _ in sizes.windows),))
 
 
 class Engine:
@@ -80,7 +116,7 @@ class Engine:
             UserError: there is no room for one request, these devices have no use for such a cache, or the model has
                 states and cannot take guesses.
             ValueError: a size is not positive, a piece or page is no power of two, guesses are too many, or a piece is
-                shorter than a convolution.
+                shorter than a convolution or a picture.
         """
         if (
             min(1 if slots is None else slots, length, piece, page, steps) < 1
@@ -88,16 +124,15 @@ class Engine:
             or page & (page - 1)
             or not 0 <= guesses < min(SHORT, steps)
         ):
-            given = f"slots={slots} length={length} piece={piece} page={page} steps={steps} guesses={guesses}"
             raise ValueError(
                 f"sizes must be positive, piece and page powers of two, and guesses fewer than {SHORT} and steps, "
-                f"not {given}"
+                f"not slots={slots} length={length} piece={piece} page={page} steps={steps} guesses={guesses}"
             )
         self.model, self.mesh, self.decode, self.moving = model, mesh, decode, moving
         self._bring = bring
         windows = tuple(kind.window for kind in model.config.paged_kinds)
         if ahead is None:
-            ahead = usual_ahead(mesh.devices.flat[0].platform)
+            ahead = AHEAD.get(mesh.devices.flat[0].platform, AHEAD_ELSEWHERE)
         cache = cache or model.dtype
         specs = decode_specs(model.config, mesh, model.dtype, cache, page)
         if reason := unsaved(specs):
@@ -106,7 +141,20 @@ class Engine:
                 f"rollout.cache_dtype: {cache} saves nothing on these devices ({where}): {reason}. Leave it out"
             )
         read_by = reader_here(specs, mesh).name
-        chunk, vision = chunk_of(model, piece, guesses), vision_of(model, piece)
+        chunk, delta, vision = None, model.config.delta, model.config.vision
+        if delta is not None:
+            if piece < delta.taps:
+                raise ValueError(
+                    f"a piece of {piece} tokens is shorter than the convolutions of {delta.taps} of the model"
+                )
+            if guesses:
+                raise UserError(
+                    f"rollout.speculate: guesses={guesses}: {model.config.family} has states, which cannot go back "
+                    "behind a wrong one; leave it out"
+                )
+            chunk = min(PIECE_CHUNK, piece)
+        if vision is not None and piece < vision.tokens:
+            raise ValueError(f"a piece of {piece} tokens is shorter than a picture of {vision.tokens}")
         bare = Sizes(
             0, length, piece, page, steps, ahead, guesses, windows, (), row_shards(mesh), cache, read_by, chunk, vision
         )
@@ -152,40 +200,53 @@ class Engine:
         Raises:
             ValueError: an adapter does not fit a model that is adapted already, or holds more than an adapter.
         """
-        with self._lock:
-            self._publish(params, version, adapters or {})
-
-    def _publish(self, params: Mapping[str, Any], version: int, adapters: Mapping[str, LoadedAdapter]) -> None:
+        adapters = adapters or {}
         adapter = {name: x for name, x in params.items() if is_adapter(name) or name in self.moving}
         base = {name: x for name, x in params.items() if name not in adapter}
-        copied, frozen = self._base, bool(adapter or adapters)
-        with jax.set_mesh(self.mesh):
-            if copied is None or not frozen or not self._holds(base):
+        frozen = bool(adapter or adapters)
+        with self._lock, jax.set_mesh(self.mesh):
+            copied = self._base
+            same = all(name in self._base_of and self._base_of[name]() is x for name, x in base.items())
+            if copied is None or not frozen or not same:
                 # The old copy goes first: there is never room for two.
                 self.weights = self._base = copied = None
                 copied = self._base = self._copy(base, frozen=frozen)
                 self._base_of = {name: weakref.ref(x) for name, x in base.items()}
             views = self._copy(adapter, frozen=False)
-            layers = tuple({**mine, **more} for mine, more in zip(copied.layers, views.layers, strict=True))
+            layers = tuple({**layer, **more} for layer, more in zip(copied.layers, views.layers, strict=True))
             weights = Weights({**copied.top, **views.top}, layers)
             if magnified(self.model):
-                settled = zip(layers, _gains(self.model, weights), strict=True)
-                weights = weights._replace(layers=tuple({**mine, **more} for mine, more in settled))
-            self._mixture = self._mixed(adapters)
+                pairs = zip(layers, _gains(self.model, weights), strict=True)
+                weights = weights._replace(layers=tuple({**layer, **more} for layer, more in pairs))
+            settings = tuple(loaded.settings for loaded in adapters.values())
+            # A mixture with the same settings stays, so that its programs are used again.
+            if self._mixture is None or self._mixture.settings != settings:
+                self._mixture = Mixture(self.model, settings) if adapters else None
             if self._mixture is not None:
-                weights = self._mixture.with_adapters(weights, [one.params for one in adapters.values()])
-        self.weights, self.version = weights, version
-        self.adapters = {name: number for number, name in enumerate(adapters, start=1)}
+                weights = self._mixture.with_adapters(weights, [loaded.params for loaded in adapters.values()])
+            self.weights, self.version = weights, version
+            self.adapters = {name: number for number, name in enumerate(adapters, start=1)}
 
     def warm(self, work: Workload) -> None:
         """Compiles all that this workload needs, so that nothing compiles while it is sampled.
+
+        The programs are traced one after the other, and compiled at the same time, as many as this machine has cores: a
+        compiler works outside of the interpreter's lock, and takes minutes for a large model. Then each is called once
+        with nothing to do, which loads it: a dispatch in which no slot is running returns at once.
 
         Raises:
             ValueError: no weights were loaded.
         """
         self._warm = self.sizes.of_requests([work.length] * work.requests)
         with jax.set_mesh(self.mesh):
-            Warmth(self.sampled_model, self._loaded, self._warm)()
+            state = initial_state(self.sampled_model, self._warm)
+            calls = list(warmup_calls(self.sampled_model, self._loaded, self._warm))
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                mesh = jax.sharding.get_mesh()
+                for waiting in [pool.submit(compile_on, mesh, call.lowered(state)) for call in calls]:
+                    waiting.result()
+            for call in calls:
+                state = call(state)
 
     def sample(
         self,
@@ -204,8 +265,6 @@ class Engine:
         Raises:
             UserError: a sampling setting or a prompt is invalid.
         """
-        if n < 1:
-            raise UserError(f"n is {n}: ask for at least one completion of each prompt")
         requests = [
             Request(prompt, sampling, x.seed, x.index, so_far=x.so_far, pictures=x.pictures)
             for prompt, x in requests_of(prompts, n, seed, begun)
@@ -240,9 +299,13 @@ class Engine:
         published = held or self.hold()
         if not requests:
             return []
-        how = self._sizes_of(requests, reply), self.decode
+        # An environment's answers may take all that is left.
+        most = [self.length if reply else len(x.prompt) + x.sampling.max_tokens for x in requests]
+        sizes = self.sizes.of_requests(most)
+        if self._warm is not None and self._warm.covers(sizes):  # compiled in advance, however few the requests
+            sizes = self._warm
         with self._one_at_a_time, jax.set_mesh(self.mesh):
-            batch = Batch(published, *how, requests, reply, on_tokens, on_done, pause, self._lock)
+            batch = Batch(published, sizes, self.decode, requests, reply, on_tokens, on_done, pause, self._lock)
             completions = batch.finish()
         self.usage = batch.meter.usage
         return completions
@@ -266,24 +329,6 @@ class Engine:
         """The model that is sampled from, with the adapters that are loaded with it."""
         return self.model if self._mixture is None else self._mixture.model
 
-    def _mixed(self, adapters: Mapping[str, LoadedAdapter]) -> Mixture | None:
-        """The adapters' mixture: the present one where it has their settings, so that its programs are used again."""
-        settings = tuple(one.settings for one in adapters.values())
-        if self._mixture is not None and self._mixture.settings == settings:
-            return self._mixture
-        return Mixture(self.model, settings) if adapters else None
-
-    def _holds(self, base: Params) -> bool:
-        """Whether the present copy of the base was made from these arrays."""
-        return all(name in self._base_of and self._base_of[name]() is x for name, x in base.items())
-
-    def _sizes_of(self, requests: Sequence[Request], reply: Reply | None) -> Sizes:
-        """The shapes for these requests: those compiled in advance if they are enough, however few the requests."""
-        # An environment's answers may take all that is left.
-        most = [self.length if reply else len(x.prompt) + x.sampling.max_tokens for x in requests]
-        least = self.sizes.of_requests(most)
-        return self._warm if self._warm is not None and self._warm.covers(least) else least
-
     @property
     def _loaded(self) -> Weights:
         if self.weights is None:
@@ -295,15 +340,14 @@ class Engine:
         if self._bring is not None:
             # One after the other, so that few are here both as they came and as they are read.
             parts = [_unstack(self.model, {name: self._bring(name, x)}) for name, x in base.items()]
-            return _joined(self.model, parts)
-        right = {name: x for name, x in base.items() if is_top(name) and x.dtype == self.model.dtype}
-        shared = {name: x for name, x in right.items() if frozen and self._placed(name, x)}
+            top = {name: x for part in parts for name, x in part.top.items()}
+            layers = range(self.model.config.num_layers)
+            return Weights(top, tuple({k: x for part in parts for k, x in part.layers[i].items()} for i in layers))
+        right = {name: x for name, x in base.items() if frozen and is_top(name) and x.dtype == self.model.dtype}
+        read_at = {name: sharding(self.model.axes[name], x.shape, self.mesh) for name, x in right.items()}
+        shared = {name: x for name, x in right.items() if x.sharding.is_equivalent_to(read_at[name], x.ndim)}
         views = _unstack(self.model, {name: x for name, x in base.items() if name not in shared})
         return views._replace(top={**views.top, **shared})
-
-    def _placed(self, name: str, x: jax.Array) -> bool:
-        """Whether a table is where the sampler reads it."""
-        return x.sharding.is_equivalent_to(sharding(self.model.axes[name], x.shape, self.mesh), x.ndim)
 
     def _check(self, number: int, request: Request) -> None:
         """Refuses a request that cannot be answered."""
@@ -319,45 +363,6 @@ class Engine:
             )
         check_prompt(number, request.prompt, self.length, vocab)
         check_pictures(number, request.prompt, request.pictures, self.model.config.vision)
-
-
-def chunk_of(model: Model, piece: int, guesses: int) -> int | None:
-    """Tokens at whose multiples a sequence begins in a piece; None where it may begin anywhere.
-
-    Raises:
-        UserError: the model has layers with states, and there are guesses.
-        ValueError: it has, and the piece is too short for them.
-    """
-    delta = model.config.delta
-    if delta is None:
-        return None
-    if piece < delta.taps:
-        raise ValueError(f"a piece of {piece} tokens is shorter than the convolutions of {delta.taps} of the model")
-    if guesses:
-        raise UserError(
-            f"rollout.speculate: guesses={guesses}: {model.config.family} has states, which cannot go back behind a "
-            "wrong one; leave it out"
-        )
-    return min(PIECE_CHUNK, piece)
-
-
-def vision_of(model: Model, piece: int) -> VisionConfig | None:
-    """The tower that sees pictures; None where there is none.
-
-    Raises:
-        ValueError: a piece is too short for one.
-    """
-    vision = model.config.vision
-    if vision is not None and piece < vision.tokens:
-        raise ValueError(f"a piece of {piece} tokens is shorter than a picture of {vision.tokens}")
-    return vision
-
-
-def _joined(model: Model, parts: Sequence[Weights]) -> Weights:
-    """The weights of several parameters together."""
-    top = {name: x for part in parts for name, x in part.top.items()}
-    layers = [{name: x for part in parts for name, x in part.layers[i].items()} for i in range(model.config.num_layers)]
-    return Weights(top, tuple(layers))
 
 
 _unstack = jit(unstack, static_argnames="model")

@@ -66,9 +66,9 @@ def of_sequence(prompt: int, after: np.ndarray | None, known: Sequence[Known]) -
     """
     if after is None:
         return None
-    found = np.concatenate([np.full((prompt, *after.shape[1:]), UNKNOWN, np.int16), after])
-    for one in known:
-        here = found[one.position : one.position + one.number]
-        missing = here[:, 0, 0] == UNKNOWN
-        here[missing] = one.experts()[: len(here)][missing]
-    return found
+    experts = np.concatenate([np.full((prompt, *after.shape[1:]), UNKNOWN, np.int16), after])
+    for part in known:
+        tokens = experts[part.position : part.position + part.number]
+        missing = tokens[:, 0, 0] == UNKNOWN
+        tokens[missing] = part.experts()[: len(tokens)][missing]
+    return experts

@@ -19,9 +19,8 @@ import numpy as np
 from tunix.data.seen import within
 from tunix.models.attention.pages import NOWHERE, Copies, Visits, block_of
 from tunix.rollout.engine.experts import Known, Recorded
-from tunix.rollout.engine.holdings import Copy, Held, Holdings
+from tunix.rollout.engine.page_tables import Copy, Held, PageTables
 from tunix.rollout.engine.sampling import Transform
-from tunix.rollout.engine.shapes import Sizes
 from tunix.types import Pictures, Sampling
 
 FIRST, CONTINUES = -1, -2
@@ -130,9 +129,9 @@ class Part(NamedTuple):
 class Piece:
     """A piece that is being packed."""
 
-    def __init__(self, holdings: Holdings, length: int):
+    def __init__(self, page_tables: PageTables, length: int):
         """An empty one with so many tokens a shard (C)."""
-        self.holdings, sizes = holdings, holdings.sizes
+        self.page_tables, sizes = page_tables, page_tables.sizes
         self.sizes, self.length, shape, kinds = sizes, length, (sizes.shards, length), range(len(sizes.windows))
         self.parts: list[Part] = []
         self.done: list[Job] = []
@@ -151,7 +150,12 @@ class Piece:
         if sizes.chunk is not None:
             sources = np.full((sizes.shards, length // sizes.chunk), CONTINUES, np.int32)
             states = States(sources, np.full(sizes.slots, -1, np.int32))
-        seen = _nothing_seen(sizes, length)
+        seen = None
+        if sizes.vision is not None:  # room for as many of the largest pictures as a piece has at most
+            number = length // sizes.vision.tokens
+            pixels = np.zeros((sizes.shards, number, *sizes.vision.shape), np.uint8)
+            rope = np.zeros((*shape, 3), np.int32) if sizes.vision.turns else None
+            seen = Seen(pixels, np.zeros((sizes.shards, number, 2), np.int32), np.zeros(shape, np.int32), rope)
         self.inputs = Inputs(tokens, positions, ids, begins, visits, writes, last, adapters, states, seen)
         self._copies: list[list[list[Copy]]] = [[[] for _ in range(sizes.shards)] for _ in kinds]
 
@@ -167,7 +171,7 @@ class Piece:
                 break
             # A job that is alone always has room: before it is queued no slot holds more than a window.
             last, copied = job.start + number, copied + len(job.followers)
-            if begin and not self.holdings.covers(job.slot, max(job.start, last - self._longest), last, copied):
+            if begin and not self.page_tables.covers(job.slot, max(job.start, last - self._longest), last, copied):
                 break
             if not self._visit(row, begin, number, job):
                 break
@@ -177,7 +181,7 @@ class Piece:
 
     def finish(self, job: Job, copies: Sequence[Copy]) -> None:
         """The slots that sample from the last token of a job that ends here, and the pages copied for them."""
-        row, inputs = self.holdings.shard(job.slot), self.inputs
+        row, inputs = self.page_tables.shard(job.slot), self.inputs
         (part,) = [part for part in self.parts if part.job is job]
         slots, end = [job.slot, *job.followers], part.begin + len(part.tokens) - 1
         inputs.last[slots] = end
@@ -199,7 +203,7 @@ class Piece:
         stays: requests that come later compute it again.
         """
         for job in [part.job for part in self.parts]:
-            self.holdings.leave(job.slot, job.start - 1)
+            self.page_tables.leave(job.slot, job.start - 1)
 
     def record(self, experts: jax.Array | None) -> list[Recorded]:
         """Notes for each job where the experts `[s C L k]` of its tokens are; returns what is still to be read."""
@@ -212,32 +216,47 @@ class Piece:
 
     def targets(self) -> tuple[np.ndarray, Transform]:
         """`[s C]` the token after each one that is scored, and the settings of each."""
-        found = np.zeros_like(self.inputs.tokens)
+        targets = np.zeros_like(self.inputs.tokens)
         plain = Sampling()
         settings = [[plain] * self.length for _ in range(self.sizes.shards)]
         for job, row, begin, tokens, _ in self.parts:
             if job.scored is not None:
                 after = np.append(tokens[1:], job.tokens[:1])
-                found[row, begin : begin + len(after)] = after
+                targets[row, begin : begin + len(after)] = after
                 settings[row][begin : begin + len(tokens)] = [job.scored] * len(tokens)
         rows = [Transform.of(row) for row in settings]
-        return found, Transform(*(np.stack(each) for each in zip(*rows, strict=True)))
+        return targets, jax.tree.map(lambda *each: np.stack(each), *rows)
 
     def _add(self, row: int, begin: int, number: int, job: Job) -> None:
         """Writes the next tokens of a job into the row."""
-        here, positions = np.s_[row, begin : begin + number], np.arange(job.start, job.start + number)
+        at, positions = np.s_[row, begin : begin + number], np.arange(job.start, job.start + number)
         inputs, end = self.inputs, job.start + number
-        inputs.tokens[here], inputs.positions[here] = job.tokens[:number], positions
-        inputs.ids[here], inputs.begins[here] = len(self.parts) + 1, job.start
+        inputs.tokens[at], inputs.positions[at] = job.tokens[:number], positions
+        inputs.ids[at], inputs.begins[at] = len(self.parts) + 1, job.start
         inputs.adapters[row] = job.adapter
-        if job.reads is None:
-            for kind, window in enumerate(self.sizes.windows):
-                self._write(row, begin, kind, job, job.start if window is None else max(job.start, end - window), end)
+        for kind, window in enumerate(self.sizes.windows if job.reads is None else ()):
+            # Tokens before the first one are not seen again.
+            first = job.start if window is None else max(job.start, end - window)
+            if window is not None:
+                self.page_tables.cover(job.slot, first, end, windows=True)
+            held, lowest = self.page_tables.held(job.slot)[kind], first // self.sizes.page
+            pages = np.array([held[index] for index in range(lowest, -(-end // self.sizes.page))], np.int32)
+            written = np.s_[row, begin + first - job.start : begin + end - job.start]
+            inputs.writes[kind][written] = pages[np.arange(first, end) // self.sizes.page - lowest]
         if inputs.states is not None and self.sizes.chunk is not None:
-            own = job.slot % self.sizes.slots_of_shard
-            inputs.states.sources[row, begin // self.sizes.chunk] = own if job.start else FIRST
+            slot = job.slot % self.sizes.slots_of_shard
+            inputs.states.sources[row, begin // self.sizes.chunk] = slot if job.start else FIRST
             inputs.states.ends[job.slot] = begin + number - 1
-        self._see(row, begin, number, job)
+        seen = inputs.seen
+        if seen is not None and seen.rope is not None:
+            seen.rope[at] = positions[:, None]
+        if seen is not None and job.pictures is not None:
+            pictures, used = within(job.pictures, job.start, end), seen.pixels.shape[1] - self._room(row)
+            free = np.s_[row, used : used + pictures.number]
+            seen.places[at] = np.where(pictures.places > 0, pictures.places + np.max(seen.places[row]), 0)
+            seen.pixels[free], seen.grids[free] = pictures.pixels, pictures.grids
+            if seen.rope is not None:
+                seen.rope[at] = pictures.rope
         self.parts.append(Part(job, row, begin, job.tokens[:number], job.start))
         job.tokens, job.start = job.tokens[number:], end
         chunk = self.sizes.chunk or 1
@@ -247,39 +266,13 @@ class Piece:
         """How many more pictures a row can have."""
         return 0 if self.inputs.seen is None else int(np.sum(self.inputs.seen.grids[row, :, 0] == 0))
 
-    def _see(self, row: int, begin: int, number: int, job: Job) -> None:
-        """Adds the pictures among the next tokens of a job, and where rope turns the tokens to."""
-        seen, here = self.inputs.seen, np.s_[row, begin : begin + number]
-        if seen is None:
-            return
-        if seen.rope is not None:
-            seen.rope[here] = np.arange(job.start, job.start + number)[:, None]
-        if job.pictures is None:
-            return
-        own, used = within(job.pictures, job.start, job.start + number), seen.pixels.shape[1] - self._room(row)
-        mine = np.s_[row, used : used + own.number]
-        seen.places[here] = np.where(own.places > 0, own.places + np.max(seen.places[row]), 0)
-        seen.pixels[mine], seen.grids[mine] = own.pixels, own.grids
-        if seen.rope is not None:
-            seen.rope[here] = own.rope
-
-    def _write(self, row: int, begin: int, kind: int, job: Job, first: int, end: int) -> None:
-        """Notes where the tokens of positions `first` to `end` are written; those before are not seen again."""
-        size = self.sizes.page
-        if self.sizes.windows[kind] is not None:
-            self.holdings.cover(job.slot, first, end, windows=True)
-        held, lowest = self.holdings.held(job.slot)[kind], first // size
-        pages = np.array([held[index] for index in range(lowest, -(-end // size))], np.int32)
-        here = np.s_[row, begin + first - job.start : begin + end - job.start]
-        self.inputs.writes[kind][here] = pages[np.arange(first, end) // size - lowest]
-
     def _visit(self, row: int, begin: int, number: int, job: Job) -> bool:
         """Notes what the next tokens of a job see of earlier ones; whether there was room for it."""
         if not job.start:
             return True
         size, new = block_of(self.length), []
         blocks = np.arange(begin // size, (begin + number - 1) // size + 1, dtype=np.int32)
-        reads = self.holdings.held(job.slot) if job.reads is None else job.reads
+        reads = self.page_tables.held(job.slot) if job.reads is None else job.reads
         for held, window, visits in zip(reads, self.sizes.windows, self.inputs.visits, strict=True):
             first = 0 if window is None else max(0, job.start - window + 1) // self.sizes.page
             seen = [index for index in held if first <= index and index * self.sizes.page < job.start]
@@ -289,19 +282,11 @@ class Piece:
         for held, seen, visits in zip(reads, new, self.inputs.visits, strict=True):
             pages = np.tile(np.array([held[index] for index in seen], np.int32), len(blocks))
             starts = np.tile(np.array(seen, np.int32) * self.sizes.page, len(blocks))
-            _append(visits, row, np.repeat(blocks, len(seen)), pages, starts, np.full(len(pages), len(self.parts) + 1))
+            at = np.s_[row, visits.number[row] : visits.number[row] + len(pages)]
+            visits.blocks[at], visits.pages[at], visits.starts[at] = np.repeat(blocks, len(seen)), pages, starts
+            visits.owners[at] = len(self.parts) + 1
+            visits.number[row] += len(pages)
         return True
-
-
-def _nothing_seen(sizes: Sizes, length: int) -> Seen | None:
-    """Room for as many of the largest pictures as a piece of so many tokens has at most; None where the model sees
-    none."""
-    if sizes.vision is None:
-        return None
-    rows, number = (sizes.shards, length), length // sizes.vision.tokens
-    pixels = np.zeros((sizes.shards, number, *sizes.vision.shape), np.uint8)
-    rope = np.zeros((*rows, 3), np.int32) if sizes.vision.turns else None
-    return Seen(pixels, np.zeros((sizes.shards, number, 2), np.int32), np.zeros(rows, np.int32), rope)
 
 
 def copies_of(rows: Sequence[Sequence[Copy]]) -> Copies:
@@ -311,12 +296,3 @@ def copies_of(rows: Sequence[Sequence[Copy]]) -> Copies:
         copies.sources[row, : len(new)] = [copy.source for copy in new]
         copies.targets[row, : len(new)] = [copy.target for copy in new]
     return copies
-
-
-def _append(to: Visits, row: int, *values: np.ndarray) -> None:
-    """Appends to the arrays `[s Vi]` of a row, and counts."""
-    *arrays, number = to
-    start, end = number[row], number[row] + np.size(values[0])
-    for array, new in zip(arrays, values, strict=True):
-        array[row, start:end] = new
-    number[row] = end

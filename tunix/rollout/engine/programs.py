@@ -4,7 +4,8 @@
 piece's log-probs where they are wanted, and `decode` samples tokens in some slots until they have ended.
 
 A slot's last hidden state is in `State.hidden`: a step samples a token from it, then runs the model on that token, so
-that prompts, observations and sampled tokens all leave a slot in the same condition.
+that prompts, observations and sampled tokens all leave a slot in the same condition. A dispatch takes what it reads out
+of the layers' caches: pages in their places, or gathered so that each slot has its own; states of its slots.
 
 Axes: Sl slots, C tokens at a time, D model width, V vocabulary, St decode steps, s shards of the rows, L layers,
 k chosen experts of a token.
@@ -22,15 +23,26 @@ from jaxtyping import Array, Float, Int, Key
 from tunix.mesh import as_trainers_round, constrain, platform, shards
 from tunix.models.attention.attend import at_each_device
 from tunix.models.attention.decoding import BY_NAME
-from tunix.models.attention.pages import Copies, Pages, PieceView, Writes, copied
+from tunix.models.attention.pages import (
+    NOWHERE,
+    Copies,
+    Gathered,
+    Pages,
+    PieceView,
+    SlotsView,
+    Table,
+    Writes,
+    brought_back,
+    copied,
+    gathered,
+)
 from tunix.models.blocks import Cache
-from tunix.models.deltanet import PieceStates, StepView
+from tunix.models.deltanet import PieceStates, SlotStates, StepView
 from tunix.models.kv_cache import Weights, empty, extend
 from tunix.models.model import Model, Params
 from tunix.models.vision import seen_ahead
-from tunix.rollout.engine.caches import put_back, taken_out, view, written_to
-from tunix.rollout.engine.holdings import Reads
-from tunix.rollout.engine.lookup import GRAM, NONE, Books, guesses
+from tunix.rollout.engine.lookup import GRAM, NO_TOKEN, DraftTables, draft_tokens
+from tunix.rollout.engine.page_tables import Reads
 from tunix.rollout.engine.pieces import Inputs
 from tunix.rollout.engine.sampling import Draw, Transform, draw, logprobs
 from tunix.rollout.engine.shapes import Sizes
@@ -69,10 +81,9 @@ class Compiled(Generic[Found]):
     def _program(self, model: Model) -> Any:
         in_turn = IN_TURN if model.quantized and platform() == "cpu" else {}
         options = {**in_turn, **as_trainers_round(model.dtype)}
-        found = self._programs.get(key := tuple(options.items()))
-        if found is None:
-            found = self._programs[key] = self._jit(options=options)
-        return found
+        if (key := tuple(options.items())) not in self._programs:
+            self._programs[key] = self._jit(options=options)
+        return self._programs[key]
 
 
 def compiled(**arguments: Any) -> Callable[[Callable[..., Found]], Compiled[Found]]:
@@ -90,7 +101,7 @@ class State(NamedTuple):
     progress: "Progress"
     """How far each slot is."""
     recent: Int[Array, "Sl n"]
-    """The last tokens of each slot, from which those that follow are guessed."""
+    """The last tokens of each slot, from which draft tokens are looked up."""
 
 
 class Progress(NamedTuple):
@@ -126,8 +137,8 @@ class Flow(NamedTuple):
     turned: Host | None = None
     """`[Sl]` int32: what is added to the place of a token for rope, after pictures; None where rope turns tokens to
     their places."""
-    books: Books | None = None
-    """Where the next tokens are guessed from; None where none are guessed."""
+    drafts: DraftTables | None = None
+    """Where draft tokens are looked up; None where there are none."""
 
 
 class Steps(NamedTuple):
@@ -150,15 +161,14 @@ class Computed(NamedTuple):
 
 
 @partial(jit, static_argnames=("model", "sizes"))
-def blank(model: Model, sizes: Sizes) -> State:
+def initial_state(model: Model, sizes: Sizes) -> State:
     """Slots without anything, and empty pages."""
     hidden = constrain(jnp.zeros((sizes.slots, model.config.d_model), model.dtype), "rows", None)
     numbers = [number * sizes.shards for number in sizes.pages]
     nothing = Progress(*(constrain(jnp.zeros(sizes.slots, jnp.int32), "rows") for _ in Progress._fields))
     layout = BY_NAME[sizes.reader].layout
-    recent = constrain(jnp.full((sizes.slots, GRAM - 1), NONE), "rows", None)
-    of_states = {"slots": sizes.slots, "dtype": model.dtype}
-    caches = empty(model.config, numbers, sizes.page, sizes.cache, layout, **of_states)
+    recent = constrain(jnp.full((sizes.slots, GRAM - 1), NO_TOKEN), "rows", None)
+    caches = empty(model.config, numbers, sizes.page, sizes.cache, layout, slots=sizes.slots, dtype=model.dtype)
     return State(caches, hidden, nothing, recent)
 
 
@@ -175,12 +185,13 @@ def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tupl
     ]
     states = None if new.states is None else PieceStates(new.ids, *new.states)
     turned = new.positions if new.seen is None or new.seen.rope is None else new.seen.rope
-    own = new.tokens, turned, views, states, new.adapters, pictures
-    hidden, caches, experts = extend(model, weights, state.caches, *own)
-    last = _by_shard(new.last, len(new.adapters))
-    found = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[..., None], axis=1).reshape(state.hidden.shape)
-    states = jnp.where(new.last[:, None] >= 0, found, state.hidden)
-    return state._replace(caches=caches, hidden=constrain(states, "rows", None)), Computed(hidden, experts)
+    hidden, caches, experts = extend(
+        model, weights, state.caches, new.tokens, turned, views, states, new.adapters, pictures
+    )
+    last = new.last.reshape(len(new.adapters), -1)  # by shard
+    ends = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[..., None], axis=1).reshape(state.hidden.shape)
+    of_slots = jnp.where(new.last[:, None] >= 0, ends, state.hidden)
+    return state._replace(caches=caches, hidden=constrain(of_slots, "rows", None)), Computed(hidden, experts)
 
 
 @compiled(static_argnames="model", donate_argnames="state")
@@ -209,23 +220,31 @@ def score(
 
     def column(inputs: tuple) -> jax.Array:
         states, targets, settings = inputs
-        rows = jax.tree.map(lambda x: x.reshape(-1), (targets, settings))
+        settings = jax.tree.map(lambda x: x.reshape(-1), settings)
         logits = model.logits(top, states)
-        return logprobs(logits.reshape(-1, logits.shape[-1]), *rows).reshape(targets.shape)
+        return logprobs(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), settings).reshape(targets.shape)
 
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0], -1, together, *x.shape[2:]).swapaxes(0, 1)
 
     # Few columns at a time: logits of a whole piece would be [s C V].
-    found = jax.lax.map(
+    scored = jax.lax.map(
         column, jax.tree.map(split, (hidden, jnp.asarray(targets), jax.tree.map(jnp.asarray, settings)))
     )
-    return found.swapaxes(0, 1).reshape(targets.shape)
+    return scored.swapaxes(0, 1).reshape(targets.shape)
 
 
-def _by_shard(x: jax.Array, shards: int) -> jax.Array:
-    """An array over slots `[Sl ...]`, by their shards `[s Sl/s ...]`."""
-    return x.reshape(shards, -1, *x.shape[1:])
+def view(reads: Any, positions: Int[Array, "Sl C"], live: jax.Array, size: int, window: int | None) -> SlotsView:
+    """Where new tokens of each slot go, and what they see; slots that are not at work write nothing.
+
+    Draft tokens behind the last token that may be sampled have no page, and are not written either.
+    """
+    column = positions // size - reads.first[:, None]
+    inside = (column >= 0) & (column < reads.places.shape[1])
+    place = jnp.take_along_axis(reads.places, jnp.where(inside, column, 0), axis=1)
+    place = jnp.where(live[:, None] & inside & (place >= 0), place, NOWHERE)
+    pages = None if reads.sources is None else Gathered(reads.sources, reads.owners, reads.starts)
+    return SlotsView(Writes(place, positions % size), positions, Table(reads.places, reads.first), pages, window)
 
 
 @compiled(static_argnames=("model", "steps"), donate_argnames="state")
@@ -252,72 +271,106 @@ def decode(
         enough: the dispatch ends as soon as no more slots than these are running.
     """
     flow, reads = jax.tree.map(jnp.asarray, (flow, reads))
-    held, left, drawn = _current(state.progress, flow)
-    keys, adapters = _request_keys(flow), jnp.asarray(flow.adapter)
+    held, left, drawn = jax.tree.map(
+        lambda known, all: jnp.where(flow.fresh, known, all[flow.slots]), flow.progress, state.progress
+    )
+    # Random keys of the requests, from their seed and index alone.
+    keys = jax.random.wrap_key_data(jnp.asarray(flow.seeds), impl="threefry2x32")
+    keys, adapters = jax.vmap(jax.random.fold_in)(keys, flow.request), jnp.asarray(flow.adapter)
     size = _page_size(state)
-    hidden, recent = state.hidden[flow.slots], _last_tokens(state.recent, flow)
+    hidden, recent = state.hidden[flow.slots], state.recent[flow.slots]
+    if flow.drafts is not None:
+        recent = jnp.where(flow.fresh[:, None], flow.drafts.recent, recent)
     blank_draw = jax.eval_shape(lambda: _draw(model, weights, hidden, flow.transform, keys, drawn, left > 0))
     routed = model.config.routed
     of_token = None if routed is None else jax.ShapeDtypeStruct((len(hidden), *routed), jnp.int16)
     notes = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), (blank_draw, of_token))
     paged = model.config.paged_kinds
     layers = [paged.index(kind) if kind.paged else None for kind in model.config.kinds]
-    of_layer = [None if kind is None else reads[kind] for kind in layers]
-    taken = tuple(taken_out(cache, own, flow.slots) for cache, own in zip(state.caches, of_layer, strict=True))
-    start = (jnp.int32(0), taken, hidden, left > 0, jnp.zeros_like(left), recent, notes)
-    ahead = 0 if flow.books is None else flow.books.entries.shape[-1]
+    # What each layer keeps, as the steps read and write it: states of the dispatch's slots, and pages gathered, or all
+    # of them in their places; None of a layer that keeps nothing.
+    taken = list(state.caches)
+    for layer, (cache, kind) in enumerate(zip(state.caches, layers, strict=True)):
+        if isinstance(cache, SlotStates):
+            taken[layer] = SlotStates(*(x[flow.slots] for x in cache)).placed()
+        elif cache is not None and kind is not None and reads[kind].sources is not None:
+            taken[layer] = at_each_device(gathered, cache, reads[kind].sources)
+    start = (jnp.int32(0), tuple(taken), hidden, left > 0, jnp.zeros_like(left), recent, notes)
+    ahead = 0 if flow.drafts is None else flow.drafts.entries.shape[-1]
 
     def running(carry: tuple) -> jax.Array:
         step, _, _, live, _, _, _ = carry
         return (step + ahead < most) & (jnp.sum(live) > enough)
 
-    def one(carry: tuple) -> tuple:
+    def stops(tokens: jax.Array) -> jax.Array:
+        """`[Sl C]` whether these tokens end their turns."""
+        return jnp.any(tokens[..., None] == flow.stops[:, None], axis=-1)
+
+    def sample(carry: tuple) -> tuple:
         step, caches, hidden, live, count, recent, notes = carry
         new = _draw(model, weights, hidden, flow.transform, keys, drawn + count, live)
         tokens = new.tokens[:, None]
-        if flow.books is not None:
-            tokens = jnp.concatenate([tokens, guesses(flow.books, recent, new.tokens)], axis=1)
+        if flow.drafts is not None:
+            tokens = jnp.concatenate([tokens, draft_tokens(flow.drafts, recent, new.tokens)], axis=1)
         positions = (held + count)[:, None] + jnp.arange(1 + ahead)
-        views = [view(own, positions, live, size, kind.window) for own, kind in zip(reads, paged, strict=True)]
-        tokens_in, step_view = jnp.maximum(tokens, 0), StepView(live)
+        views = [view(pages, positions, live, size, kind.window) for pages, kind in zip(reads, paged, strict=True)]
         turned = positions if flow.turned is None else positions + flow.turned[:, None]
-        inputs = tokens_in, turned, views, step_view, adapters
-        states, caches, experts = extend(model, weights, caches, *inputs)
-        if flow.books is None:
+        states, caches, experts = extend(
+            model, weights, caches, jnp.maximum(tokens, 0), turned, views, StepView(live), adapters
+        )
+        if flow.drafts is None:
             number, last, hidden = live.astype(count.dtype), tokens, states[:, 0]
             every = new, None if experts is None else experts[:, 0]
             notes = jax.tree.map(lambda all, x: jax.lax.dynamic_update_index_in_dim(all, x, step, 0), notes, every)
         else:
-            own = _draws_after(model, weights, states[:, :-1], flow, keys, drawn + count + 1, live)
-            number = _standing(tokens, own.tokens, flow, live, left - count)
-            every = jax.tree.map(lambda one, more: jnp.concatenate([one[:, None], more], axis=1), new, own)
-            notes = _noted(notes, (every, experts), count, number)
+            after = _draws_after(model, weights, states[:, :-1], flow, keys, drawn + count + 1, live)
+            # Accepted are the sampled token, and the draft tokens after it that are what is sampled there anyway, so
+            # that drafts change nothing.
+            right = (after.tokens == tokens[:, 1:]) & ~stops(tokens[:, :-1])
+            right &= jnp.arange(1, tokens.shape[1]) < (left - count)[:, None]
+            number = live * (1 + jnp.sum(jnp.cumprod(right, axis=1), axis=1, dtype=jnp.int32))
+            every = jax.tree.map(lambda first, more: jnp.concatenate([first[:, None], more], axis=1), new, after)
+            # The accepted ones are noted behind what each slot has.
+            index = jnp.arange(every.tokens.shape[1])
+            places = jnp.where(index < number[:, None], count[:, None] + index, steps)
+            rows = jnp.arange(len(count))[:, None]
+            notes = jax.tree.map(lambda all, x: all.at[places, rows].set(x, mode="drop"), notes, (every, experts))
             at = jnp.maximum(number - 1, 0)[:, None]
             last, hidden = _at(tokens, at), _at(states, at[..., None])[:, 0]
             recent = _at(jnp.concatenate([recent, tokens], axis=1), number[:, None] + RECENT)
         count += number
-        live &= (count < left) & ~_stops(flow, last)[:, 0]
+        live &= (count < left) & ~stops(last)[:, 0]
         return step + 1 + ahead, caches, constrain(hidden, "rows", None), live, count, recent, notes
 
-    _, taken, hidden, live, count, recent, (draws, experts) = jax.lax.while_loop(running, one, start)
+    _, taken, hidden, live, count, recent, (draws, experts) = jax.lax.while_loop(running, sample, start)
     # A turn that ended with a stop id has nothing left, whatever the host knows yet.
-    after = Progress(held + count, jnp.where(live, left - count, 0), drawn + count)
-    places = [written_to(own, held, steps, size) for own in reads]
-    caches = tuple(
-        put_back(cache, mine, flow.slots, None if kind is None else (reads[kind], places[kind]))
-        for cache, mine, kind in zip(state.caches, taken, layers, strict=True)
+    progress = Progress(held + count, jnp.where(live, left - count, 0), drawn + count)
+    written = []  # of each kind of layer, the places of all pages that the dispatch may have written to
+    for pages in reads:
+        columns = (held // size - pages.first)[:, None] + jnp.arange((steps + size - 2) // size + 1)
+        places = jnp.take_along_axis(pages.places, jnp.clip(columns, 0, pages.places.shape[1] - 1), axis=1)
+        written.append(jnp.where(columns < pages.places.shape[1], places, -1))
+
+    def put_back(both: tuple[Pages, Pages], places: jax.Array, sources: jax.Array) -> Pages:
+        all, part = both
+        return brought_back(all, part, places, sources)
+
+    caches = list(taken)
+    for layer, (cache, part, kind) in enumerate(zip(state.caches, taken, layers, strict=True)):
+        if isinstance(cache, SlotStates):
+            both = zip(cache, part, strict=True)
+            of_slots = (all.at[flow.slots].set(new, unique_indices=True) for all, new in both)
+            caches[layer] = SlotStates(*of_slots).placed()
+        elif cache is not None and kind is not None and reads[kind].sources is not None:
+            caches[layer] = at_each_device(put_back, (cache, part), written[kind], reads[kind].sources)
+
+    def put(all: jax.Array, new: jax.Array) -> jax.Array:
+        return constrain(all.at[flow.slots].set(new, unique_indices=True), "rows", *(None,) * (all.ndim - 1))
+
+    hidden, progress, recent = jax.tree.map(
+        put, (state.hidden, state.progress, state.recent), (hidden, progress, recent)
     )
-    return _with_slots(state._replace(caches=caches), flow, hidden, after, recent), Steps(draws, count, experts)
-
-
-def _with_slots(state: State, flow: Any, hidden: jax.Array, progress: Progress, recent: jax.Array) -> State:
-    """The state of all slots with that of a dispatch's."""
-
-    def put(all: jax.Array, own: jax.Array) -> jax.Array:
-        return constrain(all.at[flow.slots].set(own, unique_indices=True), "rows", *(None,) * (all.ndim - 1))
-
-    every = jax.tree.map(put, (state.hidden, state.progress, state.recent), (hidden, progress, recent))
-    return State(state.caches, *every)
+    return State(tuple(caches), hidden, progress, recent), Steps(draws, count, experts)
 
 
 def _draws_after(
@@ -329,59 +382,17 @@ def _draws_after(
     number: Int[Array, "Sl"],
     live: jax.Array,
 ) -> Draw:
-    """Tokens `[Sl Gs]` sampled after guesses, the first of each slot with this index among those of its request."""
+    """Tokens `[Sl Gs]` sampled after draft tokens; the first of each slot has this index among those of its request."""
     slots, ahead, width = states.shape
-    rows = jax.tree.map(lambda x: jnp.repeat(x, ahead, axis=0), (flow.transform, keys, live))
-    transform, keys, live = rows
+    transform, keys, live = jax.tree.map(lambda x: jnp.repeat(x, ahead, axis=0), (flow.transform, keys, live))
     places = (number[:, None] + jnp.arange(ahead)).reshape(-1)
-    found = _draw(model, weights, states.reshape(-1, width), transform, keys, places, live)
-    return jax.tree.map(lambda x: x.reshape(slots, ahead, *x.shape[1:]), found)
-
-
-def _standing(
-    tokens: Int[Array, "Sl C"], own: Int[Array, "Sl Gs"], flow: Any, live: jax.Array, left: Int[Array, "Sl"]
-) -> Int[Array, "Sl"]:
-    """How many of a step's tokens stand: the sampled one, and the guesses after it that are what is sampled there
-    anyway, so that guesses change nothing."""
-    right = (own == tokens[:, 1:]) & ~_stops(flow, tokens[:, :-1])
-    right &= jnp.arange(1, tokens.shape[1]) < left[:, None]
-    return live * (1 + jnp.sum(jnp.cumprod(right, axis=1), axis=1, dtype=jnp.int32))
-
-
-def _noted(notes: Any, every: Any, count: Int[Array, "Sl"], number: Int[Array, "Sl"]) -> Any:
-    """What is noted `[St Sl ...]` in a dispatch, with the first `number` of a step's `[Sl C ...]` after each slot's."""
-    index = jnp.arange(every[0].tokens.shape[1])
-    places = jnp.where(index < number[:, None], count[:, None] + index, len(notes[0].tokens))
-    slots = jnp.arange(len(count))[:, None]
-    return jax.tree.map(lambda all, x: all.at[places, slots].set(x, mode="drop"), notes, every)
+    draws = _draw(model, weights, states.reshape(-1, width), transform, keys, places, live)
+    return jax.tree.map(lambda x: x.reshape(slots, ahead, *x.shape[1:]), draws)
 
 
 def _at(x: jax.Array, places: jax.Array) -> jax.Array:
     """What each slot `[Sl C ...]` has at some of its places."""
     return jnp.take_along_axis(x, places, axis=1)
-
-
-def _stops(flow: Any, tokens: Int[Array, "Sl C"]) -> jax.Array:
-    """`[Sl C]` whether these tokens end their turns."""
-    return jnp.any(tokens[..., None] == flow.stops[:, None], axis=-1)
-
-
-def _last_tokens(recent: jax.Array, flow: Any) -> jax.Array:
-    """`[Sl n]` the last tokens of a dispatch's slots."""
-    mine = recent[flow.slots]
-    return mine if flow.books is None else jnp.where(flow.fresh[:, None], flow.books.recent, mine)
-
-
-def _current(progress: Progress, flow: Flow) -> Progress:
-    """The progress `[Sl]` of a dispatch's slots."""
-    own = jax.tree.map(lambda known, all: jnp.where(flow.fresh, known, all[flow.slots]), flow.progress, progress)
-    return Progress(*own)
-
-
-def _request_keys(flow: Flow) -> Key[Array, "Sl"]:
-    """`[Sl]` random keys of the requests, from their seed and index alone."""
-    keys = jax.random.wrap_key_data(jnp.asarray(flow.seeds), impl="threefry2x32")
-    return jax.vmap(jax.random.fold_in)(keys, flow.request)
 
 
 def _draw(

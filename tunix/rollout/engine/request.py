@@ -133,7 +133,10 @@ class StopText:
             new: how many of them were not looked at before, at the end.
         """
         if not self._within(turn[self._start :]):
-            self._advance(turn)
+            # The tail gets shorter, while its text can still hold all but the last character of a stop string.
+            start = len(turn) - self._reach
+            if start >= self._start + 3 * self._reach and len(self._decode(turn[start:].tolist())) >= self._longest:
+                self._start = start
             return None
         return next(end for end in range(len(turn) - new + 1, len(turn) + 1) if self._within(turn[self._start : end]))
 
@@ -141,14 +144,8 @@ class StopText:
         text = self._decode(tokens.tolist())
         return any(string in text for string in self._strings)
 
-    def _advance(self, turn: np.ndarray) -> None:
-        """Shortens the tail, while its text can still hold all but the last character of a stop string."""
-        start = len(turn) - self._reach
-        if start >= self._start + 3 * self._reach and len(self._decode(turn[start:].tolist())) >= self._longest:
-            self._start = start
 
-
-class Parked(NamedTuple):
+class Suspended(NamedTuple):
     """What a request has before it enters a slot: nothing yet, or all that it sampled before it had to leave one."""
 
     tokens: np.ndarray
@@ -163,13 +160,13 @@ class Parked(NamedTuple):
     """`[T L k]` that each of them used; None where nothing is known."""
 
     @classmethod
-    def start(cls, request: Request, length: int) -> "Parked":
+    def start(cls, request: Request, length: int) -> "Suspended":
         """A request that has nothing yet, with so many tokens for its prompt and completion."""
         left = min(request.sampling.max_tokens, length - len(request.prompt))
         return cls(np.zeros(0, np.int32), np.zeros(0, np.float32), 0, left)
 
     @classmethod
-    def again(cls, request: Request, so_far: Completion, length: int) -> "Parked":
+    def again(cls, request: Request, so_far: Completion, length: int) -> "Suspended":
         """A request that another call has paused."""
         drawn = int(so_far.drawn.sum())
         left = min(request.sampling.max_tokens - drawn, length - len(request.prompt) - len(so_far.tokens))
@@ -194,7 +191,7 @@ class Episode:
     """Start and end of each turn among the tokens after the prompt; the end of the last one is 0 while it goes on."""
     prompt_logprobs: np.ndarray | None = None
     """`[T]` log-probs of the prompt's tokens; None where the request does not want them."""
-    parked: Parked | None = None
+    suspended: Suspended | None = None
     """What it had when it left a slot to others; None where it never had to, or is in a slot again."""
     ended: Literal["stop", "length"] | None = None
     """Why the current turn has ended; None while it goes on."""
@@ -205,10 +202,10 @@ class Episode:
 
     @classmethod
     def of(cls, request: Request, number: int, stop_text: StopText | None, adapter: int, length: int) -> "Episode":
-        """A request's episode at its beginning, or where another call has paused it; for `length` see `Parked`."""
+        """A request's episode at its beginning, or where another call has paused it; for `length` see `Suspended`."""
         episode, before = cls(request, number, stop_text, adapter), request.so_far
         if before is not None and len(before.tokens):
-            episode.parked, episode.versions = Parked.again(request, before, length), before.versions
+            episode.suspended, episode.versions = Suspended.again(request, before, length), before.versions
             episode.turns = [*before.turns[:-1], (before.turns[-1][0], 0)]
             episode.prompt_logprobs = before.prompt_logprobs
             episode.top = [] if before.top is None else [before.top]
@@ -226,33 +223,13 @@ class Episode:
         if n := self.request.sampling.top_logprobs:
             self.top.append((ids[:, :n].copy(), logprobs[:, :n].copy()))
 
-    def end_turn(self, why: Literal["stop", "length"], end: int) -> None:
-        """Ends the current turn after so many tokens."""
-        self.ended, self.turns[-1] = why, (self.turns[-1][0], end)
-
-    def open_turn(self, start: int, end: int) -> None:
-        """Opens a turn after an observation, which stands at `start` to `end`."""
-        n = self.request.sampling.top_logprobs
-        self.keep_top(np.zeros((end - start, n), np.int32), np.zeros((end - start, n), np.float32))
-        self.turns.append((end, 0))
-        self.ended = None
-        if self.stop_text is not None:
-            self.stop_text.restart()
-
     def paused(self, version: int) -> Completion:
         """The completion so far of an episode that is in no slot, to be continued by another call."""
-        parked = self.parked or Parked.start(self.request, len(self.request.prompt))
-        self.turns[-1] = (self.turns[-1][0], len(parked.tokens))
-        return self._completion(parked.tokens, parked.logprobs, version, "paused", parked.experts)
+        suspended = self.suspended or Suspended.start(self.request, len(self.request.prompt))
+        self.turns[-1] = (self.turns[-1][0], len(suspended.tokens))
+        return self.completion(suspended.tokens, suspended.logprobs, version, "paused", suspended.experts)
 
     def completion(
-        self, tokens: np.ndarray, logprobs: np.ndarray, version: int, experts: np.ndarray | None = None
-    ) -> Completion:
-        """The completion so far, whose current turn has ended."""
-        assert self.ended is not None
-        return self._completion(tokens, logprobs, version, self.ended, experts)
-
-    def _completion(
         self,
         tokens: np.ndarray,
         logprobs: np.ndarray,
@@ -260,11 +237,20 @@ class Episode:
         finish: Literal["stop", "length", "paused"],
         experts: np.ndarray | None,
     ) -> Completion:
+        """The completion so far.
+
+        Args:
+            tokens: `[T]` after the prompt.
+            logprobs: `[T]`.
+            version: of the weights that sampled what no other call has sampled.
+            finish: why its current turn has ended, or that it is paused.
+            experts: `[T L k]` that the tokens used; None for a model without.
+        """
         top = None
         if n := self.request.sampling.top_logprobs:
             pieces = [(np.zeros((0, n), np.int32), np.zeros((0, n), np.float32)), *self.top]
-            ids, likely = (np.concatenate(part) for part in zip(*pieces, strict=True))
-            top = ids.astype(np.int32), likely.astype(np.float32)
+            ids = np.concatenate([ids for ids, _ in pieces]).astype(np.int32)
+            top = ids, np.concatenate([logprobs for _, logprobs in pieces]).astype(np.float32)
         return Completion(
             tokens=tokens,
             logprobs=logprobs,

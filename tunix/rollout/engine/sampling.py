@@ -156,7 +156,7 @@ def _whole(scores: Float[Array, "B V"], *_: jax.Array) -> tuple[Float[Array, "B 
 def _most_likely(scores: Float[Array, "B V"], asked: Bool[Array, ""]) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
     number = min(MOST_TOP, scores.shape[1])
 
-    def found(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def ranked(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
         values, ids = jax.lax.top_k(scores, number)
         return ids, values
 
@@ -164,7 +164,7 @@ def _most_likely(scores: Float[Array, "B V"], asked: Bool[Array, ""]) -> tuple[I
         shape = (scores.shape[0], number)
         return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
-    return jax.lax.cond(asked, found, nothing, scores)
+    return jax.lax.cond(asked, ranked, nothing, scores)
 
 
 def check(sampling: Sampling, vocab: int) -> None:

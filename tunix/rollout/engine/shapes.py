@@ -2,8 +2,11 @@
 
 Slots are decoded all together, or NARROW and NARROW^2 times fewer where only the last requests are left. Prompts are
 computed in long or short pieces. What a sequence holds is counted in pages; a layer with a window keeps those of
-its window. `warmup.py` compiles all of these shapes: nine programs at most, and two
+its window. `Engine.warm` compiles all of these shapes: nine programs at most, and two
 more where prompts are scored.
+
+`within` has as many slots and pages as there are bytes for. Where a dispatch gathers the pages of its slots, each page
+counts twice; where a kernel reads them in place, once.
 
 Axes: Pt tokens of a page, Co columns of a page table, Vi visits, St decode steps.
 """
@@ -11,12 +14,17 @@ Axes: Pt tokens of a page, Co columns of a page table, Vi visits, St decode step
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from tunix.config import CacheType
+from tunix.errors import UserError
 from tunix.models.attention.decoding import BY_NAME
-from tunix.models.attention.pages import block_of
-from tunix.models.config import VisionConfig
+from tunix.models.attention.pages import SCALE_BYTES, STORED, block_of
+from tunix.models.config import DELTANET, DecoderConfig, LayerKind, VisionConfig
+from tunix.models.deltanet import SlotStates
 
 NARROW = 8
 """Factor between one number of slots that is decoded at a time and the next smaller one."""
@@ -40,14 +48,9 @@ PAGE = 128
 """Pt unless an engine is told another."""
 
 AHEAD = {"cpu": 0}
-"""Dispatches that are sent before the last one is read, by platform: a CPU computes on the cores that would wait."""
+"""Dispatches in flight before one is read, by platform: a CPU computes on the cores that would wait."""
 AHEAD_ELSEWHERE = 1
 """The same on any other platform."""
-
-
-def usual_ahead(platform: str) -> int:
-    """Dispatches that this platform is sent before the last one is read, e.g. 0 for `cpu`."""
-    return AHEAD.get(platform, AHEAD_ELSEWHERE)
 
 
 def usual_slots(platform: str) -> int:
@@ -90,10 +93,10 @@ class Sizes:
 
     def of_requests(self, tokens: Sequence[int]) -> "Sizes":
         """The shapes for requests that take so many tokens each: fewer slots and pages where they need no more."""
-        mine = self.width(min(-(-len(tokens) // self.shards), self.slots_of_shard)) // self.shards
-        longest = sorted((min(number, self.length) for number in tokens), reverse=True)[:mine]
+        slots = self.width(min(-(-len(tokens) // self.shards), self.slots_of_shard)) // self.shards
+        longest = sorted((min(number, self.length) for number in tokens), reverse=True)[:slots]
         # One more for each: a slot may want the next page early, and prompts are kept for requests that come later.
-        need, most = sum(-(-number // self.page) + 1 for number in longest), self.most_pages(mine)
+        need, most = sum(-(-number // self.page) + 1 for number in longest), self.most_pages(slots)
 
         def of(pages: int, most: int, window: int | None) -> int:
             part = most = min(pages, most)
@@ -101,12 +104,12 @@ class Sizes:
                 part //= FEWER
             return part
 
-        return replace(self, slots=mine * self.shards, pages=tuple(map(of, self.pages, most, self.windows)))
+        return replace(self, slots=slots * self.shards, pages=tuple(map(of, self.pages, most, self.windows)))
 
     def covers(self, other: "Sizes") -> bool:
         """Whether there are as many slots and pages as in these shapes of the same engine."""
         return self.slots >= other.slots and all(
-            mine >= least for mine, least in zip(self.pages, other.pages, strict=True)
+            pages >= least for pages, least in zip(self.pages, other.pages, strict=True)
         )
 
     def most_pages(self, slots: int) -> tuple[int, ...]:
@@ -150,11 +153,11 @@ class Sizes:
         of_shard = [np.sort(running[shards == shard]) for shard in range(self.shards)]
         width = self.width(max(map(len, of_shard))) // self.shards
 
-        def filled(shard: int, mine: np.ndarray) -> np.ndarray:
+        def filled(shard: int, at_work: np.ndarray) -> np.ndarray:
             every = np.arange(shard * self.slots_of_shard, (shard + 1) * self.slots_of_shard)
-            return np.sort(np.append(mine, np.setdiff1d(every, mine)[: width - len(mine)]))
+            return np.sort(np.append(at_work, np.setdiff1d(every, at_work)[: width - len(at_work)]))
 
-        return np.concatenate([filled(shard, mine) for shard, mine in enumerate(of_shard)]).astype(np.int32)
+        return np.concatenate([filled(shard, at_work) for shard, at_work in enumerate(of_shard)]).astype(np.int32)
 
     def gathered(self, width: int) -> list[tuple[int, ...]]:
         """Numbers of pages, of each kind of layer, that a dispatch of so many slots reads in a shard; falling.
@@ -200,3 +203,93 @@ class Sizes:
     def visits(self, piece: int, kind: int) -> int:
         """Vi for a piece: each of its blocks may see all pages of one sequence."""
         return piece // block_of(piece) * min(-(-self.length // self.page), self.columns(kind) + 1)
+
+
+MOST_SLOTS = 1024
+"""Slots of a shard at most: with so many, reading the weights is a small part of a token's time."""
+MOST_NUMBERS = 2**31
+"""Numbers of the keys of a layer's pages on a device: kernels count them in 32 bits."""
+
+
+class NoRoom(UserError):
+    """There is no room for one request."""
+
+    def __init__(self, message: str, need: float):
+        """`need` bytes for keys and values on each device would be enough."""
+        super().__init__(message)
+        self.need = need
+
+
+def page_bytes(config: DecoderConfig, mesh: Mesh, sizes: Sizes) -> tuple[int, ...]:
+    """Bytes of a page (Pt) in all layers of each kind with pages, on each device."""
+    number, scale = jnp.dtype(STORED[sizes.cache]).itemsize, SCALE_BYTES if sizes.cache == "int8" else 0
+
+    def layer(kind: LayerKind) -> int:
+        return 2 * _heads(kind, mesh) * sizes.page * (kind.head_dim * number + scale)
+
+    return tuple(layer(kind) * config.kinds.count(kind) for kind in config.paged_kinds)
+
+
+def state_bytes(config: DecoderConfig, mesh: Mesh) -> int:
+    """Bytes of the states of a slot in all layers that have some, on each device, at most; 0 where none has."""
+    delta, tensor = config.delta, mesh.shape["tensor"]
+    if delta is None:
+        return 0
+    held = jax.eval_shape(lambda: SlotStates.empty(delta, 1, "float32"))
+    each = sum(x.size * x.dtype.itemsize for x in held)
+    split = tensor if delta.key_heads % tensor == 0 else 1
+    return each // split * len(config.layers_with(DELTANET))
+
+
+def _heads(kind: LayerKind, mesh: Mesh) -> int:
+    """Kv heads of which a device has the keys and values."""
+    tensor = mesh.shape["tensor"]
+    return kind.kv_heads // (tensor if kind.kv_heads % tensor == 0 else 1)
+
+
+def within(sizes: Sizes, config: DecoderConfig, mesh: Mesh, slots: int | None, room: float | None) -> Sizes:
+    """The shapes with as many slots and pages as there is room for.
+
+    Args:
+        sizes: the other shapes.
+        config: of the decoder that is sampled from.
+        mesh: the sampler's.
+        slots: as the user wants them; None for as many as have half of the longest sequence each, beside the whole
+            window of layers with one, and no more than this kind of device can use.
+        room: bytes for keys and values on each device; None where that is not known, and all that slots can need
+            is taken.
+
+    Raises:
+        NoRoom: there is no room for one request.
+    """
+    kinds, times = range(len(sizes.windows)), 1 if sizes.in_place else 2
+    states = 2 * state_bytes(config, mesh)  # a dispatch takes those of its slots out
+    each = [times * number for number in page_bytes(config, mesh, sizes)]
+    local = sum(sizes.columns(kind) * each[kind] for kind in kinds if sizes.windows[kind] is not None)
+    longest = sum(sizes.columns(kind) * each[kind] for kind in kinds if sizes.windows[kind] is None)
+    if slots is None and room is not None:
+        # Windows are never short, and a slot more has one (`Sizes.most_pages`).
+        slots = sizes.shards * max(1, min(int((room - local) / (local + states + longest / 2)), MOST_SLOTS))
+    slots = -(-(slots or usual_slots(mesh.devices.flat[0].platform)) // sizes.shards) * sizes.shards
+    counted = MOST_NUMBERS // max(_heads(kind, mesh) * sizes.page * kind.head_dim for kind in config.paged_kinds)
+    # Layers with a window are never short of pages: slots give way (`Sizes.most_pages`).
+    widest = max((sizes.columns(kind) for kind in kinds if sizes.windows[kind] is not None), default=1)
+    slots = min(slots, sizes.shards * max(1, counted // widest - 1))
+    most = tuple(min(number, counted) for number in sizes.most_pages(slots // sizes.shards))
+    if room is None:
+        return replace(sizes, slots=slots, pages=most)
+    taken = sum(most[kind] * each[kind] for kind in kinds if sizes.windows[kind] is not None)
+    taken += slots // sizes.shards * states
+    whole = [kind for kind in kinds if sizes.windows[kind] is None]
+    pages = int((room - taken) / max(sum(each[kind] for kind in whole), 1))
+    if room < taken or any(pages < sizes.columns(kind) for kind in whole):
+        need = taken + longest
+        raise NoRoom(
+            f"rollout.memory: {max(room, 0) / 1e9:.3g} GB are left for keys and values on each device, and one request "
+            f"of {sizes.length} tokens beside {slots} slot(s) takes {need / 1e9:.3g} GB; allow more memory, fewer "
+            "rollout.slots, a larger rollout.mesh.tensor or a shorter data.max_length",
+            float(need),
+        )
+    return replace(
+        sizes, slots=slots, pages=tuple(min(most[kind], pages) if kind in whole else most[kind] for kind in kinds)
+    )

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from tunix.rollout.engine.experts import UNKNOWN
-from tunix.rollout.engine.lookup import Library
+from tunix.rollout.engine.lookup import DraftCaches
 from tunix.rollout.engine.programs import Flow, Progress
-from tunix.rollout.engine.request import Episode, Parked
+from tunix.rollout.engine.request import Episode, Suspended
 from tunix.rollout.engine.sampling import MOST_STOPS, Draw, Transform
 from tunix.types import Completion, Sampling
 
@@ -32,7 +32,7 @@ class Slots:
             routed: layers with experts and experts of a token (L, k); None where no layer has several.
             turns: whether rope turns tokens after a picture to other places than theirs.
         """
-        self._library = Library(number, length, guesses) if guesses else None
+        self._drafts = DraftCaches(number, length, guesses) if guesses else None
         self.episodes: list[Episode | None] = [None] * number
         self._length = length
         held, left, drawn, request, adapter = np.zeros((5, number), np.int32)
@@ -46,8 +46,9 @@ class Slots:
         self._logprobs = np.empty((number, length), np.float32)
         self._experts = None if routed is None else np.empty((number, length, *routed), np.int16)
         self._written, self._before = np.zeros((2, number), np.int32)
-        self._looked_at, self._waits, self._taken, self._beyond = np.zeros((4, number), bool)
-        self._order, self._turns = np.zeros((2, number), np.int64)
+        self._looked_at, self._waits, self._taken, self.beyond = np.zeros((4, number), bool)
+        """`beyond`: the devices have gone on behind the end of a turn, as they could not know of a stop string."""
+        self._order, self._generations = np.zeros((2, number), np.int64)
         self._entered = 0
         self._settings: tuple[Sampling | None, list[np.generic]] = (None, [])
         """Those of the request that was admitted last, and their row in the flow's transform."""
@@ -83,9 +84,9 @@ class Slots:
         return np.asarray(self._flow.progress.left)
 
     @property
-    def turns(self) -> np.ndarray:
-        """`[Sl]` a number of each slot's turn: what was sampled in an earlier one is dropped. A copy."""
-        return self._turns.copy()
+    def generations(self) -> np.ndarray:
+        """`[Sl]` a number of each slot's generation, a copy: what was sampled in an earlier one is dropped."""
+        return self._generations.copy()
 
     @property
     def cut_by_text(self) -> bool:
@@ -98,23 +99,23 @@ class Slots:
         still = self._waits[slots] | ~self._taken[slots]
         self._flow.fresh[slots[~still]] = False
         progress = flow.progress._replace(left=np.where(still, 0, flow.progress.left))
-        books = None if self._library is None else self._library.books(slots)
-        return flow._replace(progress=progress, fresh=flow.fresh | still, books=books)
+        drafts = None if self._drafts is None else self._drafts.tables(slots)
+        return flow._replace(progress=progress, fresh=flow.fresh | still, drafts=drafts)
 
     def admit(self, slot: int, episode: Episode) -> np.ndarray:
         """Puts an episode into an idle slot, which waits for its tokens to be computed; returns these tokens."""
         request, flow, progress = episode.request, self._flow, self._flow.progress
-        sampling, parked = request.sampling, episode.parked or Parked.start(request, self._length)
-        prompt, number = np.asarray(request.prompt, np.int32), len(parked.tokens)
-        self.episodes[slot], episode.parked = episode, None
+        sampling, suspended = request.sampling, episode.suspended or Suspended.start(request, self._length)
+        prompt, number = np.asarray(request.prompt, np.int32), len(suspended.tokens)
+        self.episodes[slot], episode.suspended = episode, None
         self._written[slot] = self._before[slot] = number
-        self._tokens[slot, :number], self._logprobs[slot, :number] = parked.tokens, parked.logprobs
+        self._tokens[slot, :number], self._logprobs[slot, :number] = suspended.tokens, suspended.logprobs
         if self._experts is not None:
-            self._experts[slot, :number] = UNKNOWN if parked.experts is None else parked.experts
+            self._experts[slot, :number] = UNKNOWN if suspended.experts is None else suspended.experts
         self._looked_at[slot] = episode.stop_text is not None or sampling.top_logprobs > 0
-        self._beyond[slot] = False
-        progress.held[slot], progress.drawn[slot] = len(prompt) + number, parked.drawn
-        progress.left[slot] = parked.left
+        self.beyond[slot] = False
+        progress.held[slot], progress.drawn[slot] = len(prompt) + number, suspended.drawn
+        progress.left[slot] = suspended.left
         flow.seeds[slot] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
         flow.request[slot], flow.adapter[slot] = request.index, episode.adapter
         if flow.turned is not None:
@@ -129,20 +130,20 @@ class Slots:
         self._order[slot], self._taken[slot] = self._entered, True
         self._entered += 1
         self._begin(slot)
-        tokens = np.concatenate([prompt, parked.tokens])
-        if self._library is not None:
-            self._library.open(slot, (prompt.tobytes(), episode.adapter), tokens)
+        tokens = np.concatenate([prompt, suspended.tokens])
+        if self._drafts is not None:
+            self._drafts.open(slot, (prompt.tobytes(), episode.adapter), tokens)
         return tokens
 
     def start(self, slot: int) -> None:
         """A slot's tokens have been computed, or will have been before it is decoded."""
         self._waits[slot] = False
 
-    def park(self, slot: int) -> Episode:
+    def suspend(self, slot: int) -> Episode:
         """Takes an episode out of its slot, to be continued in another."""
         episode, number, progress = self.episodes[slot], self._written[slot], self._flow.progress
         assert episode is not None
-        episode.parked = Parked(
+        episode.suspended = Suspended(
             self._tokens[slot, :number].copy(),
             self._logprobs[slot, :number].copy(),
             int(progress.drawn[slot]),
@@ -157,23 +158,28 @@ class Slots:
         self.episodes[slot] = None
         self._looked_at[slot] = self._waits[slot] = self._taken[slot] = False
         self._flow.progress.held[slot] = self._flow.progress.left[slot] = 0
-        self._turns[slot] += 1
-        if self._library is not None:
-            self._library.close(slot)
+        self._generations[slot] += 1
+        if self._drafts is not None:
+            self._drafts.close(slot)
 
     def take(
-        self, slots: np.ndarray, turns: np.ndarray, draws: Draw, counts: np.ndarray, experts: np.ndarray | None = None
+        self,
+        slots: np.ndarray,
+        generations: np.ndarray,
+        draws: Draw,
+        counts: np.ndarray,
+        experts: np.ndarray | None = None,
     ) -> list[int]:
         """Writes down what a dispatch sampled; returns the slots whose turn has ended, and which wait now.
 
         Args:
             slots: `[Sl]`, those of the dispatch.
-            turns: `[Sl]` their turns when it was sent; what it sampled for a turn that has ended since is dropped.
+            generations: `[Sl]` theirs when it was sent; what it sampled for a turn that has ended since is dropped.
             draws: `[St Sl ...]`, on the host.
             counts: `[Sl]`: in slot s the first `counts[s]` were sampled.
             experts: `[St Sl L k]` that these tokens used; None for a model without.
         """
-        counts = np.where(turns == self._turns[slots], counts, 0)
+        counts = np.where(generations == self._generations[slots], counts, 0)
         step, row = np.nonzero(np.arange(len(draws.tokens))[:, None] < counts)
         slot = slots[row]
         at = self._written[slot] + step
@@ -182,8 +188,8 @@ class Slots:
             self._experts[slot, at] = experts[step, row]
         self._before = self._written.copy()
         self._count(slots, counts)
-        if self._library is not None:
-            self._library.write(slots, np.asarray(draws.tokens).T, counts)
+        if self._drafts is not None:
+            self._drafts.write(slots, np.asarray(draws.tokens).T, counts)
         last = draws.tokens[counts - 1, np.arange(len(counts))]
         stopped = (counts > 0) & np.any(last[:, None] == self._flow.stops[slots], axis=1)
         for row in map(int, np.flatnonzero(self._looked_at[slots] & (counts > 0))):
@@ -193,7 +199,8 @@ class Slots:
             slot = int(slots[row])
             episode = self.episodes[slot]
             assert episode is not None
-            episode.end_turn("stop" if stopped[row] else "length", int(self._written[slot]))
+            episode.ended = "stop" if stopped[row] else "length"
+            episode.turns[-1] = (episode.turns[-1][0], int(self._written[slot]))
             self._begin(slot)
             ended.append(slot)
         return ended
@@ -221,21 +228,23 @@ class Slots:
             self._experts[slot, start:end] = UNKNOWN
         self._written[slot], progress.left[slot] = end, min(more, room)
         progress.held[slot] += len(observation)
-        episode.open_turn(start, end)
-        if self._library is not None:
-            self._library.write(np.array([slot]), observation[None], np.array([len(observation)]))
+        n = episode.request.sampling.top_logprobs
+        episode.keep_top(np.zeros((end - start, n), np.int32), np.zeros((end - start, n), np.float32))
+        episode.turns.append((end, 0))
+        episode.ended = None
+        if episode.stop_text is not None:
+            episode.stop_text.restart()
+        if self._drafts is not None:
+            self._drafts.write(np.array([slot]), observation[None], np.array([len(observation)]))
         return self._tokens[slot, start - 1 : end].copy()
-
-    def went_beyond(self, slot: int) -> bool:
-        """Whether the devices have gone on behind the end of a turn, which they could not know: with a stop string."""
-        return bool(self._beyond[slot])
 
     def completion(self, slot: int, version: int) -> Completion:
         """The completion so far, whose current turn has ended."""
         episode, number = self.episodes[slot], int(self._written[slot])
         assert episode is not None
-        sampled = self._tokens[slot, :number].copy(), self._logprobs[slot, :number].copy()
-        return episode.completion(*sampled, version, self._experts_of(slot))
+        assert episode.ended is not None
+        tokens, logprobs = self._tokens[slot, :number].copy(), self._logprobs[slot, :number].copy()
+        return episode.completion(tokens, logprobs, version, episode.ended, self._experts_of(slot))
 
     def _experts_of(self, slot: int) -> np.ndarray | None:
         """`[T L k]` the experts of a slot's tokens after the prompt; None for a model without."""
@@ -251,20 +260,19 @@ class Slots:
         """
         episode, before, end = self.episodes[slot], int(self._before[slot]), int(self._written[slot])
         assert episode is not None
-        start, found = episode.turns[-1][0], None
+        start, end_of_stop = episode.turns[-1][0], None
         if episode.stop_text is not None:
-            found = episode.stop_text.find(self._tokens[slot, start:end], end - before)
-        if found is not None:
-            self._count(slot, start + found - end)
-            self._beyond[slot] = True
+            end_of_stop = episode.stop_text.find(self._tokens[slot, start:end], end - before)
+        if end_of_stop is not None:
+            self._count(slot, start + end_of_stop - end)
+            self.beyond[slot] = True
         kept = int(self._written[slot]) - before
-        top = (np.asarray(of_step[:kept, row]) for of_step in (draws.top_ids, draws.top_logprobs))
-        episode.keep_top(*top)
-        return found is not None
+        episode.keep_top(np.asarray(draws.top_ids[:kept, row]), np.asarray(draws.top_logprobs[:kept, row]))
+        return end_of_stop is not None
 
     def _begin(self, slot: int) -> None:
         """A turn begins, or is over until the next one: what is on its way is not the slot's any more."""
-        self._turns[slot] += 1
+        self._generations[slot] += 1
         self._waits[slot] = self._flow.fresh[slot] = True
 
     def _count(self, slots: np.ndarray | int, tokens: np.ndarray | int) -> None:

@@ -6,8 +6,9 @@
 
 The sampled tokens are what counts; `action` is their text. An observation is encoded alone and appended to them, so
 that a trajectory is extended and never tokenized again. `Episode` is one completion's state, `Episodes` a whole
-batch's, whose `reply` is called by `protocols.SamplingClient.sample` between the turns. In a run the environment of an
-episode lives in a worker (`remote.py`), and only what is said between it and the model passes here. Loads without jax.
+batch's, whose `reply` is called by `protocols.SamplingClient.sample` between the turns. Prompts and observations are
+rendered from any of three forms: texts, messages, token ids. In a run the environment of an episode lives in a worker
+(`remote.py`), and only what is said between it and the model passes here. Loads without jax.
 
 Axes: T time.
 """
@@ -20,15 +21,81 @@ from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat
 
 import numpy as np
 
+from tunix.data.chat import Message, render_continuation, render_prompt
 from tunix.data.shapes import TEMPLATE_KWARGS, as_template_kwargs
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.rollout.environments.render import Observation, check_observation, render_observation, render_start
 from tunix.rollout.rewards.base import Failure, Score
 from tunix.rollout.rewards.calls import as_outcome, raised
 
 if TYPE_CHECKING:
     from tunix.types import Completion
+
+Observation = str | Sequence[Message] | np.ndarray
+"""A text that is encoded as it is (an answer to a turn as its continuation), messages that the tokenizer's template
+renders, or token ids."""
+
+
+def render_start(start: Observation, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any]) -> np.ndarray:
+    """`[T]` int32 ids of a prompt; a text begins with BOS where the tokenizer's own encoding does.
+
+    Raises:
+        UserError: it cannot be rendered.
+    """
+    if isinstance(start, np.ndarray):
+        return token_ids(start)
+    known = _needed(tokenizer)
+    if isinstance(start, str):
+        return np.asarray(known.encode(start, bos=known.adds_bos), np.int32)
+    return render_prompt(start, known, **template_kwargs).tokens
+
+
+def render_observation(
+    start: Observation,
+    observation: Observation,
+    action: np.ndarray,
+    tokenizer: Tokenizer | None,
+    template_kwargs: Mapping[str, Any],
+) -> np.ndarray:
+    """`[T]` int32 ids of the observation that follows a turn of the model.
+
+    Args:
+        start: the episode's prompt; an observation of messages continues its conversation.
+        observation: what the environment answers.
+        action: `[T]` ids of the turn.
+        tokenizer: None where all observations are token ids.
+        template_kwargs: variables of the chat template.
+
+    Raises:
+        UserError: it cannot be rendered.
+    """
+    if isinstance(observation, np.ndarray):
+        return token_ids(observation)
+    known = _needed(tokenizer)
+    if isinstance(observation, str):
+        return np.asarray(known.encode_after(action.tolist(), observation), np.int32)
+    if isinstance(start, str | np.ndarray):
+        raise UserError("an observation of messages wants a prompt of messages: a text or tokens are no conversation")
+    stopped = len(action) > 0 and int(action[-1]) in known.stop_ids
+    return render_continuation(start, observation, known, stopped, **template_kwargs)
+
+
+def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise UserError("the model's folder has no tokenizer: the environment has to speak in token ids")
+    return tokenizer
+
+
+def token_ids(ids: np.ndarray) -> np.ndarray:
+    """`[T]` int32 ids that an environment gave as such.
+
+    Raises:
+        UserError: they are no vector of whole numbers.
+    """
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise UserError(f"token ids are a vector of whole numbers, not {ids.dtype} of shape {ids.shape}")
+    return ids.astype(np.int32)
+
 
 Row = Mapping[str, Any]
 
@@ -102,9 +169,15 @@ def checked_observation(observation: Any) -> Observation:
     Raises:
         EpisodeError: it is something else.
     """
-    if wrong := check_observation(observation):
-        raise EpisodeError(f"answered with {wrong}: an observation is a text, a list of messages or an array of ids")
-    return observation
+    if isinstance(observation, str | np.ndarray):
+        return observation
+    wrong = "None" if observation is None else f"a {type(observation).__name__}"
+    if isinstance(observation, Sequence) and not isinstance(observation, bytes):
+        foreign = [type(message).__name__ for message in observation if not isinstance(message, Mapping)]
+        if not foreign:
+            return observation
+        wrong += f" that holds a {foreign[0]}"
+    raise EpisodeError(f"answered with {wrong}: an observation is a text, a list of messages or an array of ids")
 
 
 class Episode:
@@ -172,7 +245,8 @@ class Episode:
         assert not self.done, "the episode is over"
         assert self.failure is None, "the episode is over"
         try:
-            step = checked_step(self._environment.step(self._text(tokens), np.asarray(tokens)))
+            text = "" if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special=True)
+            step = checked_step(self._environment.step(text, np.asarray(tokens)))
             self.rewards.append(None if step.reward is None else float(step.reward))
             self.done = step.done
             if cut or step.observation is None:
@@ -190,9 +264,6 @@ class Episode:
 
     def _fail(self, reason: str) -> None:
         self.failure = Failure(f"the environment {self.name} {reason}")
-
-    def _text(self, tokens: np.ndarray) -> str:
-        return "" if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special=True)
 
 
 class Episodes:
@@ -217,16 +288,16 @@ class Episodes:
     def finish(self, completions: Sequence["Completion"]) -> None:
         """Passes last turns that the token limit cut off to their environments, so that they are scored too."""
         assert len(completions) == len(self.episodes)
+
+        def finish(episode: Episode, completion: "Completion") -> None:
+            for start, end in completion.turns[len(episode.rewards) :]:
+                if not episode.done and episode.failure is None and end > start:
+                    episode.turn(completion.tokens[start:end], cut=True)
+
         with ThreadPoolExecutor(self._together, thread_name_prefix="environment") as threads:
-            list(threads.map(_finish, self.episodes, completions))
+            list(threads.map(finish, self.episodes, completions))
 
     @property
     def scores(self) -> list[Score | None]:
         """Score of each episode: a sum of rewards, a failure, or None."""
         return [episode.score for episode in self.episodes]
-
-
-def _finish(episode: Episode, completion: "Completion") -> None:
-    for start, end in completion.turns[len(episode.rewards) :]:
-        if not episode.done and episode.failure is None and end > start:
-            episode.turn(completion.tokens[start:end], cut=True)

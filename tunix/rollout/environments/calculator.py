@@ -95,20 +95,15 @@ def _value(node: ast.expr) -> Fraction:
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp):
         left, right = _value(node.left), _value(node.right)
-        if isinstance(node.op, ast.Pow):
-            return _power(left, right)
+        if isinstance(node.op, ast.Pow):  # a whole power, whose size is checked before it is computed
+            if right.denominator != 1:
+                raise ValueError("a fractional power")
+            if abs(right) > 4 * DIGITS and abs(left) not in (0, 1):
+                raise OverflowError
+            return _bounded(left ** int(right))
         if type(node.op) in OPERATIONS:
             return _bounded(OPERATIONS[type(node.op)](left, right))
     raise ValueError(ast.dump(node))
-
-
-def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    """A whole power, whose size is checked before it is computed."""
-    if exponent.denominator != 1:
-        raise ValueError("a fractional power")
-    if abs(exponent) > 4 * DIGITS and abs(base) not in (0, 1):
-        raise OverflowError
-    return _bounded(base ** int(exponent))
 
 
 def _bounded(value: Fraction) -> Fraction:

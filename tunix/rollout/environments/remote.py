@@ -4,68 +4,158 @@ A call that exceeds its deadline has its worker killed, and one that ends the pr
 fails. The others that lived there are replayed in a new process when they are next called: reset with the same row and
 generator, and the same actions again. Answers have to be those of before.
 
+First the worker's side (`serve`, `Host`), which holds the episodes that began in it, and calls the one a request names:
+
+    {"episode": 3, "start": {"row": {...}, "rng": {...}}}   -> {"observation": {"text": "1-31\\n"}}
+    {"episode": 3, "action": "16\\n", "tokens": {...}}       -> {"observation": ..., "reward": 0.5, "done": false}
+    {"describe": true}                                      -> {"scores": true, "stop_strings": ["\\n"]}
+
+An answer with a `failure` ends the episode. Nothing is pickled: rows are JSON, a generator is its seed and its state.
+
 Axes: T time.
 """
 
 import itertools
+import json
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
+from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.rollout.environments.base import Environment, EpisodeError, Observation, Row, Step
-from tunix.rollout.environments.shipped import EnvironmentMaker
-from tunix.rollout.environments.worker import Host, read, saved_generator
-from tunix.rollout.workers.messages import encode
-from tunix.rollout.workers.process import Lost, WorkerProcess
-from tunix.rollout.workers.thread import WorkerThread
-from tunix.util.coded import coded
+from tunix.rollout.environments.base import (
+    Environment,
+    Episode,
+    EpisodeError,
+    Episodes,
+    Observation,
+    Row,
+    Step,
+    checked_observation,
+    checked_step,
+    token_ids,
+)
+from tunix.rollout.environments.config import EnvironmentConfig
+from tunix.rollout.environments.shipped import EnvironmentMaker, read_environment
+from tunix.rollout.rewards.calls import raised
+from tunix.rollout.workers.messages import encode, serve_requests
+from tunix.rollout.workers.process import Lost, WorkerProcess, WorkerThread
+from tunix.util.coded import array_of, coded
+from tunix.util.plugins import load_object
+
+
+def serve(descriptor: int) -> None:
+    """Answers requests on the inherited socket until its other end closes."""
+    serve_requests(descriptor, _prepare)
+
+
+def _prepare(first: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """Loads the class; returns what answers requests."""
+    kind, options = load_object(first["source"]), first["options"]
+    return Host(lambda: kind(**options)).answer
+
+
+class Host:
+    """The environments of the episodes that live here, by their numbers."""
+
+    def __init__(self, make: Callable[[], Environment]) -> None:
+        """Holds none yet.
+
+        Args:
+            make: a new environment.
+        """
+        self._make = make
+        self._living: dict[int, Environment] = {}
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Calls an environment; returns its answer, or its failure.
+
+        Args:
+            request: see above; episodes in `forget` are over.
+        """
+        for number in request.get("forget", ()):
+            self._living.pop(number, None)
+        try:
+            return self._call(request)
+        except EpisodeError as error:
+            return {"failure": str(error)}
+        except UserError as error:
+            return {"failure": raised(error), "advice": str(error)}
+        except BaseException as error:  # sys.exit in an environment ends its episode, not the worker
+            return {"failure": raised(error)}
+
+    def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if "describe" in request:
+            first = self._make()
+            return {"scores": bool(first.scores), "stop_strings": [str(text) for text in first.stop_strings]}
+        number = request["episode"]
+        if "start" in request:
+            environment, begin = self._make(), request["start"]
+            start = checked_observation(environment.reset(begin["row"], generator_of(begin["rng"])))
+            self._living[number] = environment
+            return {"observation": written(start)}
+        environment = self._living[number]
+        step = checked_step(environment.step(request["action"], array_of(request["tokens"])))
+        if step.done:
+            del self._living[number]
+        observation = None if step.observation is None else written(step.observation)
+        return {"observation": observation, "reward": step.reward, "done": step.done}
+
+
+def written(observation: Observation) -> dict[str, Any]:
+    """An observation as JSON values.
+
+    Raises:
+        EpisodeError: its messages hold something that JSON does not have.
+        UserError: an array that is no vector of token ids.
+    """
+    if isinstance(observation, str):
+        return {"text": str(observation)}
+    if isinstance(observation, np.ndarray):
+        return {"ids": coded(token_ids(observation))}
+    messages = [dict(message) for message in observation]
+    try:
+        json.dumps(messages)
+    except (TypeError, ValueError) as error:
+        raise EpisodeError(
+            f"answered with messages that are no JSON ({error}): only text, numbers, true, false, null and lists or "
+            "mappings of these leave a worker"
+        ) from error
+    return {"messages": messages}
+
+
+def read(observation: Mapping[str, Any]) -> Observation:
+    """The inverse of `written`."""
+    if "ids" in observation:
+        return array_of(observation["ids"])
+    return observation["text"] if "text" in observation else observation["messages"]
+
+
+def saved_generator(rng: np.random.Generator) -> dict[str, Any]:
+    """A generator of `np.random.default_rng` as JSON values."""
+    bits = rng.bit_generator
+    assert isinstance(bits, np.random.PCG64), "episodes have generators of np.random.default_rng"
+    seed = bits.seed_seq
+    assert isinstance(seed, np.random.SeedSequence)
+    spawned = {"spawn_key": list(seed.spawn_key), "n_children_spawned": seed.n_children_spawned}
+    return {"seed": {"entropy": seed.entropy, **spawned}, "state": bits.state}
+
+
+def generator_of(saved: Mapping[str, Any]) -> np.random.Generator:
+    """The inverse of `saved_generator`; it also spawns the same ones."""
+    bits = np.random.PCG64(np.random.SeedSequence(**saved["seed"]))
+    bits.state = saved["state"]
+    return np.random.Generator(bits)
+
 
 Answer = dict[str, Any]
-"""What a worker answers; see `worker.py`."""
-
-
-class HostProcess:
-    """Environments in a process that can be killed at any moment."""
-
-    def __init__(self, make: EnvironmentMaker) -> None:
-        """Starts no process yet."""
-        first = {"source": make.source, "options": dict(make.options)}
-        self._process = WorkerProcess("tunix.rollout.environments.worker", first, "an environment")
-        self.ensure, self.kill, self.close = self._process.ensure, self._process.kill, self._process.close
-
-    @property
-    def starts(self) -> int:
-        """Processes that were started so far."""
-        return self._process.starts
-
-    def ask(self, request: Mapping[str, Any], deadline: float) -> Answer:
-        """The answer to a request; see `WorkerProcess.ask`."""
-        return self._process.ask(encode(request), deadline)
-
-
-class HostThread:
-    """Environments in a thread of this process, for a class that no other process can import; see `WorkerThread`."""
-
-    starts = 1
-    """Episodes outlive a thread that hangs."""
-
-    def __init__(self, make: EnvironmentMaker) -> None:
-        """Starts no thread yet."""
-        self._host, self._thread = Host(make), WorkerThread()
-        self.kill, self.close = self._thread.kill, self._thread.close
-
-    def ensure(self) -> None:
-        """Does nothing: this process is there."""
-
-    def ask(self, request: Mapping[str, Any], deadline: float) -> Answer:
-        """The answer to a request; see `WorkerThread.ask`."""
-        return self._thread.ask(lambda: self._host.answer(request), deadline)
+"""What a worker answers; see the top of this file."""
 
 
 class EnvironmentWorker:
@@ -81,7 +171,11 @@ class EnvironmentWorker:
         self.lock = threading.Lock()
         self.lost = "ended its process"
         """What happened when a process was last lost, e.g. `took longer than 10 s`."""
-        self._host = HostThread(make) if make.source is None else HostProcess(make)
+        if make.source is None:
+            self._host: WorkerProcess | WorkerThread = WorkerThread(Host(make).answer)
+        else:
+            first = {"source": make.source, "options": dict(make.options)}
+            self._host = WorkerProcess("tunix.rollout.environments.remote", first, "an environment")
         self._deadline, self._closed = deadline, False
         self._over: deque[int] = deque()
 
@@ -149,7 +243,15 @@ class RemoteEnvironment(Environment):
             EpisodeError: it failed, and how.
             UserError: the environment raised one; or a worker does not start, or the row cannot be sent to it.
         """
-        request = {"start": self._sent(row, rng)}
+        for name, value in row.items():
+            try:
+                encode([value])
+            except (TypeError, ValueError) as error:
+                raise UserError(
+                    f"the environment {type(self).__name__} reads rows whose column {name!r} cannot be sent to a "
+                    f"worker ({error}): turn it into text, numbers or lists of these in the data, or leave it out"
+                ) from error
+        request = {"start": {"row": dict(row), "rng": saved_generator(rng)}}
         try:
             answer = self._answer(request)
         except EpisodeError:  # a reset that is lost ends the run: it may have been what others left in the process
@@ -174,36 +276,21 @@ class RemoteEnvironment(Environment):
         try:
             with self._worker.lock:
                 process = self._worker.ready()
-                if self._history and process != self._process:
-                    self._replay()
+                why = self._worker.lost
+                for turn, (earlier, before) in enumerate(self._history if process != self._process else ()):
+                    if self._worker.ask(earlier) != before:
+                        what = f"the answer to turn {turn}" if turn else "the prompt"
+                        raise EpisodeError(
+                            f"is not deterministic given row and rng, so that it cannot be replayed: another episode "
+                            f"of its worker {why}, and when its actions were repeated in a new one {what} was not "
+                            "that of before"
+                        )
                 self._process = process
                 answer = self._worker.ask(request)
         except Lost as lost:
             raise EpisodeError(str(lost)) from None
         self._history.append((request, answer))
         return answer
-
-    def _replay(self) -> None:
-        """Plays all turns so far again, and compares the answers."""
-        why = self._worker.lost
-        for turn, (request, before) in enumerate(self._history):
-            if self._worker.ask(request) != before:
-                what = f"the answer to turn {turn}" if turn else "the prompt"
-                raise EpisodeError(
-                    f"is not deterministic given row and rng, so that it cannot be replayed: another episode of its "
-                    f"worker {why}, and when its actions were repeated in a new one {what} was not that of before"
-                )
-
-    def _sent(self, row: Row, rng: np.random.Generator) -> dict[str, Any]:
-        for name, value in row.items():
-            try:
-                encode([value])
-            except (TypeError, ValueError) as error:
-                raise UserError(
-                    f"the environment {type(self).__name__} reads rows whose column {name!r} cannot be sent to a "
-                    f"worker ({error}): turn it into text, numbers or lists of these in the data, or leave it out"
-                ) from error
-        return {"row": dict(row), "rng": saved_generator(rng)}
 
 
 class EnvironmentPool:
@@ -225,13 +312,21 @@ class EnvironmentPool:
         self._numbers = itertools.count()
         self.close = weakref.finalize(self, _close, self._workers)
         """Ends all workers; so does the end of this object."""
+        name, first = make.kind.__name__, self._workers[0]
         try:
-            answer = _described(make.kind.__name__, self._workers[0])
+            try:
+                with first.lock:
+                    first.ready()
+                    answer = first.ask({"describe": True})
+            except Lost as lost:
+                answer = {"failure": str(lost)}
+            if "failure" in answer:
+                raise UserError(answer.get("advice", f"the environment {name} cannot be made: it {answer['failure']}"))
         except BaseException:
             self.close()
             raise
         facts = {"scores": answer["scores"], "stop_strings": tuple(answer["stop_strings"])}
-        self.kind: type[RemoteEnvironment] = type(make.kind.__name__, (RemoteEnvironment,), facts)
+        self.kind: type[RemoteEnvironment] = type(name, (RemoteEnvironment,), facts)
         """Stands for the environment's class: has its name and its class variables."""
 
     def __len__(self) -> int:
@@ -249,20 +344,46 @@ def _close(workers: Sequence[EnvironmentWorker]) -> None:
         worker.close()
 
 
-def _described(name: str, worker: EnvironmentWorker) -> Answer:
-    """What a first environment says about itself."""
-    try:
-        with worker.lock:
-            worker.ready()
-            answer = worker.ask({"describe": True})
-    except Lost as lost:
-        answer = {"failure": str(lost)}
-    if "failure" in answer:
-        raise UserError(answer.get("advice", f"the environment {name} cannot be made: it {answer['failure']}"))
-    return answer
-
-
 def _unless_failed(answer: Answer) -> Answer:
     if "failure" in answer:
         raise EpisodeError(answer["failure"])
     return answer
+
+
+class Player:
+    """Starts the episodes of an environment."""
+
+    def __init__(
+        self, config: EnvironmentConfig, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any] | None = None
+    ):
+        """Loads the environment's class, and makes one in a worker.
+
+        Raises:
+            UserError: see `read_environment` and `EnvironmentPool`.
+        """
+        self._pool = EnvironmentPool(read_environment(config), config.deadline, config.workers)
+        self._turns, self._tokenizer, self._template_kwargs = config.turns, tokenizer, template_kwargs or {}
+        self.scores: bool = self._pool.kind.scores
+        """Whether the environment gives rewards."""
+        self.stop_strings: tuple[str, ...] = self._pool.kind.stop_strings
+        """Texts that end a turn."""
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]], seed: int, numbers: Sequence[int] | None = None) -> Episodes:
+        """Starts an episode for each row; random numbers follow from the seed and these numbers, or the places.
+
+        Raises:
+            UserError: an environment does not start.
+        """
+        numbered = list(zip(range(len(rows)) if numbers is None else numbers, rows, strict=True))
+        made = [self._pool.make() for _ in numbered]
+
+        def start(environment: Any, of: tuple[int, Mapping[str, Any]]) -> Episode:
+            rng = np.random.default_rng([seed, of[0]])
+            return Episode(environment, of[1], rng, self._tokenizer, self._turns, self._template_kwargs)
+
+        with ThreadPoolExecutor(len(self._pool), thread_name_prefix="environment") as threads:
+            return Episodes(list(threads.map(start, made, numbered)), len(self._pool))
+
+    def close(self) -> None:
+        """Ends the workers; episodes that have not ended are lost."""
+        self._pool.close()

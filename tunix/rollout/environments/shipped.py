@@ -38,10 +38,23 @@ def read_environment(config: EnvironmentConfig) -> EnvironmentMaker:
     Raises:
         UserError: no such environment, or an option that it does not have or that has the wrong type.
     """
-    kind = _kind(config.name)
-    what = f"the environment {config.name}"
-    if config.name in SHIPPED:
+    name, what = config.name, f"the environment {config.name}"
+    if name in SHIPPED:
+        kind = SHIPPED[name]
         check_options(what, kind, config.options)
+        source = f"{kind.__module__}:{kind.__name__}"
+    elif not is_reference(name):
+        raise UserError(
+            f"environment.name is {name!r}, which is not shipped ({', '.join(SHIPPED)}) and is no `module:Class` or "
+            f"`file.py:Class`.{nearest(name, SHIPPED)}"
+        )
+    else:
+        kind = load_object(name)
+        if not (isinstance(kind, type) and issubclass(kind, Environment)):
+            raise UserError(
+                f"{name} is {kind!r:.80}, not a class that extends tunix.rollout.environments.base.Environment"
+            )
+        source = None if name.startswith("__main__:") else absolute(name)
     parameters = inspect.signature(kind).parameters
     for option in config.options:
         if option not in parameters:
@@ -49,25 +62,4 @@ def read_environment(config: EnvironmentConfig) -> EnvironmentMaker:
                 f"{what} has no option {option!r}; it has {', '.join(parameters) or 'none'}."
                 f"{nearest(option, parameters)}"
             )
-    return EnvironmentMaker(kind, config.options, _source(config.name, kind))
-
-
-def _source(name: str, kind: type[Environment]) -> str | None:
-    """Where a worker process can import a class."""
-    if name in SHIPPED:
-        return f"{kind.__module__}:{kind.__name__}"
-    return None if name.startswith("__main__:") else absolute(name)
-
-
-def _kind(name: str) -> type[Environment]:
-    if name in SHIPPED:
-        return SHIPPED[name]
-    if not is_reference(name):
-        raise UserError(
-            f"environment.name is {name!r}, which is not shipped ({', '.join(SHIPPED)}) and is no `module:Class` or "
-            f"`file.py:Class`.{nearest(name, SHIPPED)}"
-        )
-    kind = load_object(name)
-    if not (isinstance(kind, type) and issubclass(kind, Environment)):
-        raise UserError(f"{name} is {kind!r:.80}, not a class that extends tunix.rollout.environments.base.Environment")
-    return kind
+    return EnvironmentMaker(kind, config.options, source)

@@ -122,17 +122,17 @@ def math(completion: str, answer: Any) -> float:
     Raises:
         ValueError: the answer is empty, null, a list or a truth value.
     """
-    given = last_box(completion)
+    box = last_box(completion)
     text = answer_text(answer)
     gold = last_box(text) or text.rpartition("####")[2].strip().strip("$ ")
     if not gold:
         raise ValueError("the answer is empty")
-    if given is None:
+    if box is None:
         return 0.0
-    if "".join(given.split()) == "".join(gold.split()):
+    if "".join(box.split()) == "".join(gold.split()):
         return 1.0
-    written, wanted = whole_number(given.strip("$ ")), whole_number(gold)
-    return float(_equal(gold, given) if written is None or wanted is None else written.equals(wanted))
+    written, wanted = whole_number(box.strip("$ ")), whole_number(gold)
+    return float(_equal(gold, box) if written is None or wanted is None else written.equals(wanted))
 
 
 def answer_text(answer: Any) -> str:
@@ -246,7 +246,7 @@ def _value(match: re.Match[str]) -> Number:
     return Number(-value if "-" in match["sign"] else value, match["percent"] is not None)
 
 
-def _equal(gold: str, given: str) -> bool:
+def _equal(gold: str, box: str) -> bool:
     """Symbolic equality of two LaTeX expressions."""
     import logging
 
@@ -254,8 +254,8 @@ def _equal(gold: str, given: str) -> bool:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit: our deadline is one
     latex = [LatexExtractionConfig()]  # its reader of plain expressions would evaluate them as Python
-    wanted, found = (
+    wanted, written = (
         parse(f"${text}$", latex, parsing_timeout=None)  # pyright: ignore[reportArgumentType]: it takes None
-        for text in (gold, given)
+        for text in (gold, box)
     )
-    return bool(verify(wanted, found, timeout_seconds=None))
+    return bool(verify(wanted, written, timeout_seconds=None))

@@ -125,16 +125,13 @@ class Reward:
                 continue
             if parameter.kind is parameter.VAR_KEYWORD:
                 reserved = self.reserved | {*self.columns.values()}
-                arguments |= {self._argument(name): name for name in present if name not in reserved}
+                arguments |= {name: name for name in present if name not in reserved}
                 arguments |= {argument: name for argument, name in self.columns.items() if name in present}
             elif column in present:
                 arguments[parameter.name] = column
             elif parameter.default is parameter.empty:
                 raise UserError(self._missing(parameter.name, column, present))
         return arguments
-
-    def _argument(self, column: str) -> str:
-        return next((argument for argument, name in self.columns.items() if name == column), column)
 
     def _missing(self, argument: str, column: str, present: Sequence[str]) -> str:
         """The message for a missing column."""
@@ -164,8 +161,9 @@ def read_reward(spec: RewardFunction | Reward | Callable[..., Any], deadline: fl
         reward = spec
     elif isinstance(spec, RewardFunction):
         reward = _named(spec, deadline)
-    else:
-        reward = Reward(_name(spec), spec, source=_source(spec))
+    else:  # a callable object has its class's name
+        name = spec.__name__ if hasattr(spec, "__name__") else type(spec).__name__
+        reward = Reward(name, spec, source=_source(spec))
     _check_signature(reward)
     return reward
 
@@ -178,8 +176,9 @@ def _named(spec: RewardFunction, deadline: float) -> Reward:
         source = f"{shipped.function.__module__}:{shipped.function.__name__}"
         if spec.style != "tunix":
             raise UserError(f"the reward {spec.title} is tunix's own: leave `style: {spec.style}` out")
-        settings = (spec.options, spec.columns, source, shipped.modules, spec.clip)
-        return Reward(spec.title, shipped.function, spec.weight, *settings)
+        return Reward(
+            spec.title, shipped.function, spec.weight, spec.options, spec.columns, source, shipped.modules, spec.clip
+        )
     if not is_reference(spec.name):
         raise UserError(
             f"reward.functions has {spec.name!r}, which is not shipped ({', '.join(SHIPPED)}) and is no "
@@ -188,8 +187,16 @@ def _named(spec: RewardFunction, deadline: float) -> Reward:
     function = load_object(spec.name)
     if not callable(function):
         raise UserError(f"reward.functions has {spec.name!r}, which is a {type(function).__name__}, not a function")
-    settings = (spec.options, spec.columns, absolute(spec.name))
-    return Reward(spec.title, function, spec.weight, *settings, clip=spec.clip, style=spec.style)
+    return Reward(
+        spec.title,
+        function,
+        spec.weight,
+        spec.options,
+        spec.columns,
+        absolute(spec.name),
+        clip=spec.clip,
+        style=spec.style,
+    )
 
 
 def _check_signature(reward: Reward) -> None:
@@ -213,8 +220,8 @@ def _check_signature(reward: Reward) -> None:
             raise UserError(f"the reward {reward.name} is called by keywords; {parameter} cannot be one")
     names = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
     open_ended = len(names) < len(parameters)
-    for key, given in (("options", reward.options), ("columns", reward.columns)):
-        for name in given:
+    for key, named in (("options", reward.options), ("columns", reward.columns)):
+        for name in named:
             if name in reward.reserved - {*reward.options} or not (name in names or open_ended):
                 known = [other for other in names if other not in reward.reserved - {*reward.options}]
                 raise UserError(
@@ -229,11 +236,6 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def _texts(batched: bool) -> tuple[str, str]:
     return MANY if batched else ONE
-
-
-def _name(function: Callable[..., Any]) -> str:
-    """The name of a function; a callable object has its class's name."""
-    return function.__name__ if hasattr(function, "__name__") else type(function).__name__
 
 
 def _source(function: Callable[..., Any]) -> str | None:

@@ -1,17 +1,19 @@
-"""One call of a reward function, in this process or in a worker.
+"""One call of a reward function, in this process or in a worker; `serve` is the process that reward functions run in.
 
 An outcome is a number, or a text that says what went wrong and ends a sentence that begins with the reward's name; of
 functions in TRL's style also None, by which they leave a sample out. Nothing heavy is imported here.
 """
 
 import asyncio
+import functools
+import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsFloat
 
-from tunix.rollout.workers.messages import too_slow
-from tunix.util.plugins import user_line
+from tunix.rollout.workers.messages import serve_requests, too_slow
+from tunix.util.plugins import load_object, user_line
 
 Outcome = float | str | None
 
@@ -47,8 +49,19 @@ def perform(
     """
     try:
         if batched:
-            metrics, columns = {}, {}
-            loggers = _loggers(metrics, columns, count)
+            metrics: dict[str, list[float]] = {}
+            columns: dict[str, list[Any]] = {}
+
+            def log_metric(name: str, value: Any) -> None:
+                metrics.setdefault(name, []).append(float(value))
+
+            def log_extra(column: str, values: Any) -> None:
+                listed = [value if isinstance(value, str | int | float | None) else str(value) for value in values]
+                if len(listed) != count:
+                    raise ValueError(f"log_extra got {len(listed)} values of {column} for {count} completions")
+                columns[column] = listed
+
+            loggers = {"log_metric": log_metric, "log_extra": log_extra}
             lists = {name: list(column) for name, column in arguments.items()}
             scores = _settled(function(**lists, **{name: loggers[name] for name in logs or ()}))
             return Answer(_outcomes(scores, count, skips=logs is not None), metrics, columns)
@@ -78,23 +91,6 @@ def raised(error: BaseException) -> str:
     """An exception as one line, e.g. `raised ValueError: no digits (judge.py, line 12)`."""
     text, line = " ".join(str(error).split()), user_line(error)
     return f"raised {type(error).__name__}" + (f": {text:.300}" if text else "") + (f" ({line})" if line else "")
-
-
-def _loggers(
-    metrics: dict[str, list[float]], columns: dict[str, list[Any]], count: int
-) -> dict[str, Callable[[str, Any], None]]:
-    """TRL's functions for logging, which add to these."""
-
-    def log_metric(name: str, value: Any) -> None:
-        metrics.setdefault(name, []).append(float(value))
-
-    def log_extra(column: str, values: Any) -> None:
-        listed = [value if isinstance(value, str | int | float | None) else str(value) for value in values]
-        if len(listed) != count:
-            raise ValueError(f"log_extra got {len(listed)} values of {column} for {count} completions")
-        columns[column] = listed
-
-    return {"log_metric": log_metric, "log_extra": log_extra}
 
 
 def _outcomes(values: Any, count: int, skips: bool) -> list[Outcome] | str:
@@ -134,3 +130,30 @@ async def _together(function: Callable[..., Any], rows: Sequence[Mapping[str, An
             return too_slow(deadline) if limit.expired() else raised(error)
 
     return await asyncio.gather(*(outcome(row) for row in rows))
+
+
+def serve(descriptor: int) -> None:
+    """Answers requests on the inherited socket until its other end closes."""
+    serve_requests(descriptor, _prepare)
+
+
+def _prepare(rewards: Sequence[dict[str, Any]]) -> Callable[[Any], Any]:
+    """Loads the functions and their heavy modules, and binds their options; returns what answers requests."""
+    for module in dict.fromkeys(module for reward in rewards for module in reward["modules"]):
+        importlib.import_module(module)
+    return answering([functools.partial(load_object(x["source"]), **x["options"]) for x in rewards], rewards)
+
+
+def answering(functions: Sequence[Callable[..., Any]], rewards: Sequence[Mapping[str, Any]]) -> Callable[[Any], Answer]:
+    """What performs a call `(number of the reward, arguments, count, deadline)`; see `perform`.
+
+    Args:
+        functions: with their options bound.
+        rewards: of each whether it is `batched`, and which `logs` it takes.
+    """
+
+    def answer(request: Any) -> Answer:
+        i, arguments, count, deadline = request
+        return perform(functions[i], rewards[i]["batched"], arguments, count, deadline, rewards[i]["logs"])
+
+    return answer

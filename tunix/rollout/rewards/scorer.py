@@ -3,6 +3,10 @@
 Samples may come one after the other, as a sampler completes them: a call starts as soon as it has all of its samples.
 A call that fails as a whole (it raised, hung or died) is repeated sample by sample, so that only the sample that caused
 it is lost. All workers do the same, so neither their number nor the order of arrival changes a result.
+
+Workers are processes that can be killed at any moment, or, for a notebook's functions, a thread. A call comes back with
+the outcomes of some samples, or one text for all of them, at the deadline at the latest. A worker that hung or died is
+replaced before its next call.
 """
 
 import copy
@@ -13,17 +17,55 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tunix.errors import UserError
 from tunix.rollout.rewards.base import MANY, ONE, Failure, Reward, Score, read_reward
-from tunix.rollout.rewards.calls import Answer
+from tunix.rollout.rewards.calls import Answer, answering
 from tunix.rollout.rewards.config import RewardFunction
-from tunix.rollout.rewards.workers import ProcessWorker, ThreadWorker
 from tunix.rollout.workers.messages import encode
+from tunix.rollout.workers.process import Lost, WorkerProcess, WorkerThread
 
+GRACE = 1.0
+"""Seconds beyond the deadline for samples awaited together: those in time are not lost with others that hang."""
 TOGETHER = 32
 """Samples of an async function that one worker awaits at a time."""
+
+
+class RewardWorker:
+    """A worker that calls rewards; the next call starts it again after it hung or died."""
+
+    def __init__(self, rewards: Sequence[Reward], *, thread: bool) -> None:
+        """Starts nothing yet.
+
+        Args:
+            rewards: of a process those that it can import (`Reward.source`).
+            thread: whether it is a thread of this process.
+        """
+        self._rewards = rewards
+        calls = [{"batched": x.batched, "logs": x.logs} for x in rewards]
+        if thread:
+            functions = [partial(x.function, **x.options) for x in rewards]
+            self.worker: WorkerProcess | WorkerThread = WorkerThread(answering(functions, calls))
+        else:
+            sources = [{"source": x.source, "options": dict(x.options), "modules": x.modules} for x in rewards]
+            loaded = [{**source, **call} for source, call in zip(sources, calls, strict=True)]
+            self.worker = WorkerProcess("tunix.rollout.rewards.calls", loaded, "a reward")
+
+    def call(self, reward: int, arguments: Mapping[str, Sequence[Any]], count: int, deadline: float) -> Answer:
+        """Calls reward number `reward` for `count` samples; their outcomes, or one text where the call failed.
+
+        Raises:
+            UserError: the process cannot import the rewards.
+        """
+        together = self._rewards[reward].asynchronous and not self._rewards[reward].batched
+        self.worker.ensure()
+        try:
+            request = (reward, arguments, count, deadline)
+            return Answer(*self.worker.ask(request, deadline, GRACE if together else 0.0))
+        except Lost as lost:
+            return Answer(str(lost), {}, {})
 
 
 class Scorer:
@@ -61,8 +103,8 @@ class Scorer:
         self._remote = [reward for reward in self.rewards if reward.source is not None]
         self._local = [reward for reward in self.rewards if reward.source is None]
         count = workers or min(8, os.cpu_count() or 1)
-        self._processes = _Pool([ProcessWorker(self._remote) for _ in range(count)])
-        self._threads = _Pool([ThreadWorker(self._local)])
+        self._processes = _Pool([RewardWorker(self._remote, thread=False) for _ in range(count)])
+        self._threads = _Pool([RewardWorker(self._local, thread=True)])
 
     @property
     def weights(self) -> dict[str, float]:
@@ -106,8 +148,8 @@ class Scorer:
             if len(values) != len(prompts):
                 raise ValueError(f"{name} has {len(values)} values for {len(prompts)} prompts")
         scoring = self.open(list(columns))
-        for number, texts in enumerate(zip(prompts, completions, strict=True)):
-            scoring.add(number, *texts, {name: values[number] for name, values in columns.items()})
+        for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            scoring.add(number, prompt, completion, {name: values[number] for name, values in columns.items()})
         scoring.seal()
         return scoring
 
@@ -206,10 +248,11 @@ class Scoring:
         """Waits for all scores; returns them by reward name, in the order of the samples' numbers."""
         self.seal()
         self.metrics, self.logged = {}, {}
-        found = {
-            name: dict(pair for call in calls for pair in self._scores(*call)) for name, calls in self._calls.items()
+        by_name = {
+            name: dict(pair for call, future in calls for pair in self._scores(call, future))
+            for name, calls in self._calls.items()
         }
-        return {name: [scores[number] for number in sorted(scores)] for name, scores in found.items()}
+        return {name: [scores[number] for number in sorted(scores)] for name, scores in by_name.items()}
 
     def seconds(self, until: float) -> tuple[float, float]:
         """Seconds of all calls that have ended, before a moment of `time.monotonic` and in total."""
@@ -229,7 +272,7 @@ class Scoring:
         if isinstance(outcomes, str) and len(call.samples) > 1:
             singles = [_Call(call.reward, [sample]) for sample in call.samples]
             again = [(single, self._scorer._submit(single, self._spans)) for single in singles]
-            return [pair for single in again for pair in self._scores(*single)]
+            return [pair for single, answer in again for pair in self._scores(single, answer)]
         listed, reward = [outcomes] if isinstance(outcomes, str) else outcomes, call.reward
         scores = [
             Failure(f"{reward.name} {x}") if isinstance(x, str) else None if x is None else reward.clipped(x)
@@ -271,9 +314,9 @@ _Span = tuple[float, float]
 class _Pool:
     """A pool of workers, with a thread for each that waits for its answers."""
 
-    def __init__(self, workers: Sequence[ProcessWorker | ThreadWorker]) -> None:
+    def __init__(self, workers: Sequence[RewardWorker]) -> None:
         self._workers = workers
-        self._idle: queue.LifoQueue[ProcessWorker | ThreadWorker] = queue.LifoQueue()
+        self._idle: queue.LifoQueue[RewardWorker] = queue.LifoQueue()
         for worker in reversed(workers):
             self._idle.put(worker)
         self._executor = ThreadPoolExecutor(len(workers), thread_name_prefix="reward")
@@ -294,10 +337,10 @@ class _Pool:
     def close(self) -> None:
         self._closed.set()
         for worker in self._workers:
-            worker.kill()  # a thread that waits for it notices its end
+            worker.worker.kill()  # a thread that waits for it notices its end
         self._executor.shutdown(cancel_futures=True)
         for worker in self._workers:
-            worker.close()
+            worker.worker.close()
 
 
 def _check_sendable(reward: Reward, column: str, value: Any) -> None:

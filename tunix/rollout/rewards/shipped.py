@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import cos, pi
 from typing import Any
 
@@ -148,6 +148,8 @@ class Shipped:
     """The reward function."""
     modules: tuple[str, ...] = ()
     """Heavy packages that the function imports when it is called; a worker imports them when it starts."""
+    positive: Mapping[str, str] = field(default_factory=dict)
+    """Options that are above 0 -> what they are, e.g. `{"limit": "a positive number of tokens"}`."""
     rules: Callable[[str, Mapping[str, Any], float], None] | None = None
     """(name, options, deadline): raises a UserError where the options' values are invalid; None where any are valid."""
 
@@ -158,6 +160,9 @@ class Shipped:
             UserError: names the reward, the option and the remedy.
         """
         check_options(f"the reward {name}", self.function, options, hidden=("prompt", "completion"))
+        for option, what in self.positive.items():
+            if options.get(option, 1) <= 0:
+                raise UserError(f"the reward {name} has {option}: {options[option]}; it is {what}")
         if self.rules is not None:
             self.rules(name, options, deadline)
 
@@ -172,23 +177,7 @@ def _pattern_rules(name: str, options: Mapping[str, Any], deadline: float) -> No
         ) from error
 
 
-def _length_rules(name: str, options: Mapping[str, Any], deadline: float) -> None:
-    del deadline
-    for option in ("target", "width"):
-        if options[option] <= 0:
-            raise UserError(f"the reward {name} has {option}: {options[option]}; it is a positive number of tokens")
-
-
-def _repetition_rules(name: str, options: Mapping[str, Any], deadline: float) -> None:
-    del deadline
-    for option in ("n", "penalty"):
-        if options.get(option, 1) <= 0:
-            raise UserError(f"the reward {name} has {option}: {options[option]}; it is a positive number")
-
-
 def _cosine_rules(name: str, options: Mapping[str, Any], deadline: float) -> None:
-    if options["limit"] <= 0:
-        raise UserError(f"the reward {name} has limit: {options['limit']}; it is a positive number of tokens")
     grader = options.get("grader", "exact_match")
     if grader not in GRADERS:
         raise UserError(f"the reward {name} has the grader {grader!r}, which is none of {', '.join(GRADERS)}")
@@ -232,10 +221,10 @@ SHIPPED: dict[str, Shipped] = {
     "number": Shipped(number),
     "math": Shipped(math, ("math_verify",)),
     "gsm8k": Shipped(gsm8k),
-    "format": Shipped(format_match, (), _pattern_rules),
-    "length": Shipped(length, (), _length_rules),
-    "repetition": Shipped(repetition, (), _repetition_rules),
-    "cosine": Shipped(cosine, (), _cosine_rules),
-    "json_schema": Shipped(json_schema, ("jsonschema",), _schema_rules),
-    "unit_tests": Shipped(unit_tests, (), _test_rules),
+    "format": Shipped(format_match, rules=_pattern_rules),
+    "length": Shipped(length, positive=dict.fromkeys(("target", "width"), "a positive number of tokens")),
+    "repetition": Shipped(repetition, positive=dict.fromkeys(("n", "penalty"), "a positive number")),
+    "cosine": Shipped(cosine, positive={"limit": "a positive number of tokens"}, rules=_cosine_rules),
+    "json_schema": Shipped(json_schema, ("jsonschema",), rules=_schema_rules),
+    "unit_tests": Shipped(unit_tests, rules=_test_rules),
 }

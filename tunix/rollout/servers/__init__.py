@@ -1,3 +1,3 @@
 """A sampler whose completions come from vLLM servers: prompts go out as token ids, completions come back as token ids
-with log-probs (`sampler` -> `turns` -> `pool` -> `server` -> `protocol`). Weights go out as folders (`handover`), and
-each server has to show that it holds them (`probe`)."""
+with log-probs (`sampler` -> `server` -> `protocol`). Weights go out as folders (`handover`), and each server has to
+show that it holds them (`probe`)."""

@@ -6,7 +6,6 @@ before, which is unloaded afterwards. Folders are deleted when no server reads t
 """
 
 import asyncio
-import contextlib
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
@@ -15,8 +14,8 @@ from typing import Any
 
 from tunix.distributed import processes
 from tunix.lora.config import AdapterConfig
+from tunix.rollout.servers.protocol import Failed, Refused, Unfit, WeightsFolder
 from tunix.rollout.servers.server import Server
-from tunix.rollout.servers.types import Failed, Refused, Unfit, WeightsFolder
 
 Write = Callable[[Path, Mapping[str, Any], bool], Any]
 """(new folder, all weights by name, whether the adapter alone is written) -> anything; writes the folder."""
@@ -53,19 +52,18 @@ class Handover:
         Raises:
             UserError: the disk refuses.
         """
-        folder, tag = processes.told("weights", lambda: self._place(version))
+
+        def place() -> tuple[str, str]:
+            tag = f"{NAME}{self._run}-{version}"
+            shutil.rmtree(self._folder / tag, ignore_errors=True)
+            return str(self._folder / tag), tag
+
+        folder, tag = processes.told("weights", place)
         held = WeightsFolder(Path(folder), tag)
         self._write(held.folder, params, self.adapter)
         if processes.lead():
             self._before.append(held.folder)
         return held
-
-    def _place(self, version: int) -> tuple[str, str]:
-        """Where the weights of a version are written, and their name."""
-        tag = f"{NAME}{self._run}-{version}"
-        folder = self._folder / tag
-        shutil.rmtree(folder, ignore_errors=True)
-        return str(folder), tag
 
     def forget(self) -> None:
         """Deletes all folders but the last, which servers that come back may still have to read; the lead has them."""
@@ -79,7 +77,51 @@ class Handover:
             Failed: it did not load them.
             Unfit: it was not started so that it can load any.
         """
-        await (self._load_adapter(server, held) if self.adapter else self._load_all(server, held))
+        if self.adapter:
+            before = server.model
+            try:
+                await server.post("/v1/load_lora_adapter", {"lora_name": held.tag, "lora_path": str(held.folder)})
+            except Refused as error:
+                hint = "start it with --enable-lora --max-lora-rank RANK and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                raise Unfit(f"it loads no adapter ({error}): {hint}; it has to see {held.folder}") from None
+            except Failed as error:
+                raise Failed(f"it loads no adapter from {held.folder} ({error}): does it see that folder?") from None
+            server.model = held.tag
+            if before.startswith(NAME) and before != held.tag:
+                await _unload(server, before)
+            return
+        try:
+            await server.post("/pause?mode=wait")
+        except Refused as error:
+            raise Unfit(
+                f"it loads no weights ({error}): start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1"
+            ) from None
+        try:
+            try:
+                reload = {"method": "reload_weights", "kwargs": {"weights_path": str(held.folder)}}
+                await server.post("/collective_rpc", reload)
+            except (Failed, Refused) as error:
+                raise Failed(
+                    f"it could not load the weights in {held.folder} ({error}): it has to see that folder under this "
+                    "path, and to have been started with a model of the same structure"
+                ) from None
+            for attempt in range(RESETS):
+                if (await server.post("/reset_prefix_cache")).get("success"):
+                    break
+                await asyncio.sleep(0.2 * 2**attempt)
+            else:
+                raise Failed("its prefix cache still holds keys and values of earlier weights")
+            await server.post("/update_weight_version", {"new_version": held.tag})
+        finally:
+            await server.post("/resume")
+        if not await self.holds(server, held):
+            raise Failed(f"it does not report the version {held.tag} that it was told to load")
+
+    async def tidy(self, server: Server) -> None:
+        """Unloads adapters of this folder that a run which was killed has left behind."""
+        for card in await cards(server) if self.adapter else []:
+            if card["id"].startswith(NAME) and Path(str(card.get("root"))).parent == self._folder:
+                await _unload(server, card["id"])
 
     async def holds(self, server: Server, held: WeightsFolder) -> bool:
         """Whether a server still has weights that it has loaded; it loses them where it is started anew.
@@ -90,61 +132,6 @@ class Handover:
         if self.adapter:
             return any(card["id"] == held.tag for card in await cards(server))
         return (await server.get("/weight_info")).get("weight_version") == held.tag
-
-    async def wake(self, server: Server) -> None:
-        """Has a server go on that a run which was killed while it handed weights over has left paused."""
-        with contextlib.suppress(Failed, Refused):  # it says so itself where it answers nothing
-            await server.post("/resume")
-
-    async def tidy(self, server: Server) -> None:
-        """Unloads adapters of this folder that a run which was killed has left behind."""
-        for card in await cards(server) if self.adapter else []:
-            if card["id"].startswith(NAME) and Path(str(card.get("root"))).parent == self._folder:
-                await _unload(server, card["id"])
-
-    async def _load_adapter(self, server: Server, held: WeightsFolder) -> None:
-        before = server.model
-        try:
-            await server.post("/v1/load_lora_adapter", {"lora_name": held.tag, "lora_path": str(held.folder)})
-        except Refused as error:
-            hint = "start it with --enable-lora --max-lora-rank RANK and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-            raise Unfit(f"it loads no adapter ({error}): {hint}; it has to see {held.folder}") from None
-        except Failed as error:
-            raise Failed(f"it loads no adapter from {held.folder} ({error}): does it see that folder?") from None
-        server.model = held.tag
-        if before.startswith(NAME) and before != held.tag:
-            await _unload(server, before)
-
-    async def _load_all(self, server: Server, held: WeightsFolder) -> None:
-        try:
-            await server.post("/pause?mode=wait")
-        except Refused as error:
-            raise Unfit(
-                f"it loads no weights ({error}): start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1"
-            ) from None
-        try:
-            await self._reload(server, held)
-        finally:
-            await server.post("/resume")
-        if not await self.holds(server, held):
-            raise Failed(f"it does not report the version {held.tag} that it was told to load")
-
-    async def _reload(self, server: Server, held: WeightsFolder) -> None:
-        try:
-            told = {"method": "reload_weights", "kwargs": {"weights_path": str(held.folder)}}
-            await server.post("/collective_rpc", told)
-        except (Failed, Refused) as error:
-            raise Failed(
-                f"it could not load the weights in {held.folder} ({error}): it has to see that folder under this path, "
-                "and to have been started with a model of the same structure"
-            ) from None
-        for attempt in range(RESETS):
-            if (await server.post("/reset_prefix_cache")).get("success"):
-                break
-            await asyncio.sleep(0.2 * 2**attempt)
-        else:
-            raise Failed("its prefix cache still holds keys and values of earlier weights")
-        await server.post("/update_weight_version", {"new_version": held.tag})
 
 
 async def cards(server: Server) -> list[dict[str, Any]]:

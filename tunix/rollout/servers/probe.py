@@ -21,9 +21,8 @@ from tunix.mesh import compiler_options, row_shards
 from tunix.models.model import Model, Params
 from tunix.rollout.engine.experts import UNKNOWN
 from tunix.rollout.servers.handover import cards
-from tunix.rollout.servers.protocol import settings
+from tunix.rollout.servers.protocol import Answer, Ask, Expected, Refused, Unfit, settings
 from tunix.rollout.servers.server import Server
-from tunix.rollout.servers.types import Answer, Ask, Expected, Refused, Unfit
 from tunix.types import Sampling
 from tunix.util.exact import jit
 
@@ -67,27 +66,23 @@ async def inspect(server: Server, expected: Expected) -> None:
     last = Ask("tunix-vocabulary", (expected.vocab_size - 1,), settings(Sampling(1), 1, 0), expected.vocab_size)
     try:
         await server.complete(last)
-        theirs = None if expected.ids is None else await _ids(server, expected.text)
     except Refused as error:
         raise Unfit(
             f"it has another vocabulary: it does not take id {expected.vocab_size - 1}, the last one here ({error})"
         ) from None
-    if theirs is not None and theirs != expected.ids:
-        assert expected.ids is not None
+    if expected.ids is None:
+        return
+    try:
+        text = {"model": server.base, "prompt": expected.text, "add_special_tokens": False}
+        theirs = tuple((await server.post("/tokenize", text))["tokens"])
+    except Refused:  # it has no tokenizer to ask
+        return
+    if theirs != expected.ids:
         at = next((i for i, pair in enumerate(zip(theirs, expected.ids, strict=False)) if pair[0] != pair[1]), 0)
         raise Unfit(
             f"it has another tokenizer: {expected.text!r} has the ids {list(theirs)} there and {list(expected.ids)} "
             f"here, which differ from place {at} on. It has to be started with the model and tokenizer of this run"
         )
-
-
-async def _ids(server: Server, text: str) -> tuple[int, ...] | None:
-    """The ids of a text; None where the server has no tokenizer to ask."""
-    try:
-        said = await server.post("/tokenize", {"model": server.base, "prompt": text, "add_special_tokens": False})
-    except Refused:
-        return None
-    return tuple(said["tokens"])
 
 
 class Probe:
@@ -125,10 +120,15 @@ class Probe:
             Unfit: it samples from other weights, or reports something else than the log-probs it samples by.
         """
         expected, before = self._expected, self._seen.get(url)
-        own = self._logprobs(params, answer, expected.temperature)
-        self._seen[url] = answer, own
-        off = np.abs(answer.logprobs - own)
-        if before is not None and _same(before[0], answer) and not np.array_equal(before[1], own):
+        of_trainer = self._logprobs(params, answer, expected.temperature)
+        self._seen[url] = answer, of_trainer
+        off = np.abs(answer.logprobs - of_trainer)
+        same = (
+            before is not None
+            and np.array_equal(before[0].tokens, answer.tokens)
+            and np.array_equal(before[0].logprobs, answer.logprobs)
+        )
+        if before is not None and same and not np.array_equal(before[1], of_trainer):
             raise Unfit("it answers as it did before it was told to load new weights: it still has the earlier ones")
         if expected.temperature != 1:
             plain = np.abs(answer.logprobs - self._logprobs(params, answer, 1.0))
@@ -140,9 +140,11 @@ class Probe:
         mean = float(off.mean())
         first = max(self._first.setdefault(url, mean), LEAST)
         if mean > GROWN * first:
+            known = ((self._model.config.tied, TIED), (expected.routing, MIXED))
             raise Unfit(
                 f"its log-probs of a probe differ from the trainer's by {mean:.4g} in the mean, {mean / first:.0f} "
-                "times as much as with its first weights: it has not loaded all of the new ones" + self._hint
+                "times as much as with its first weights: it has not loaded all of the new ones"
+                + "".join(f". {hint}" for applies, hint in known if applies)
             )
         if not float(off.max()) <= expected.tolerance:
             raise Unfit(
@@ -152,24 +154,18 @@ class Probe:
                 + (f". {MIXED}" if self._expected.routing else "")
             )
 
-    @property
-    def _hint(self) -> str:
-        """What is known of servers that do not load all of new weights."""
-        known = ((self._model.config.tied, TIED), (self._expected.routing, MIXED))
-        return "".join(f". {hint}" for applies, hint in known if applies)
-
     def _logprobs(self, params: Mapping[str, Any], answer: Answer, temperature: float) -> np.ndarray:
         """`[T]` the trainer's log-probs of the tokens of an answer."""
         start, end = len(self.ask.prompt), len(self.ask.prompt) + len(answer.tokens)
         row = np.zeros(max(self._length, end), np.int32)
         row[:end] = [*self.ask.prompt, *answer.tokens.tolist()]
         experts = None
-        if (given := answer.experts) is not None:
-            unknown = np.full((len(row) - len(given), *given.shape[1:]), UNKNOWN, np.int16)
-            experts = self._rows(np.concatenate([given, unknown]))
+        if answer.experts is not None:
+            unknown = np.full((len(row) - len(answer.experts), *answer.experts.shape[1:]), UNKNOWN, np.int16)
+            experts = self._rows(np.concatenate([answer.experts, unknown]))
         with jax.set_mesh(self._mesh):
-            found = self._compiled(dict(params), self._rows(row), experts, temperature=temperature)
-            return np.asarray(everywhere(found))[0, start:end]
+            logprobs = self._compiled(dict(params), self._rows(row), experts, temperature=temperature)
+            return np.asarray(everywhere(logprobs))[0, start:end]
 
     def _rows(self, row: np.ndarray) -> jax.Array:
         """The same row `[T ...]` for each shard of the rows."""
@@ -193,10 +189,4 @@ def _scored(
     """The log-probs of rows that are one sequence each: the pure function that is compiled."""
     positions = jax.numpy.broadcast_to(jax.numpy.arange(tokens.shape[1]), tokens.shape)
     ones = jax.numpy.ones_like(tokens)
-    how = {"temperature": temperature, "experts": experts}
-    return model.logprobs(params, tokens, positions, ones, ones > 0, **how)[0]
-
-
-def _same(one: Answer, other: Answer) -> bool:
-    """Whether two answers are equal to the last bit."""
-    return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.logprobs, other.logprobs)
+    return model.logprobs(params, tokens, positions, ones, ones > 0, temperature=temperature, experts=experts)[0]

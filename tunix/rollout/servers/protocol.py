@@ -1,22 +1,192 @@
-"""The words of vLLM's completions protocol: the body of a request, and the check of an answer.
+"""The words of vLLM's completions protocol: the body of a request, the check of an answer, and what passes between the
+parts of the sampler on servers.
 
 `Sampling` -> `settings` -> POST /v1/completions with the prompt's token ids -> `answered` -> `Answer`. Nothing is left
 to a server's defaults, which may come from the model's generation_config.json.
 
-Axes: T time, A alternatives.
+The experts that a mixture's tokens used come with a completion, and the trainer replays them
+(`rollout/engine/experts.py` says why). Their form is vLLM's: the base64 of a .npy file with `[T L k]` integers, for the
+prompt and all that follows it but for the last token, which was sampled and has not passed through the layers.
+`tunix serve` returns the same.
+
+Axes: T time, A alternatives, L layers, k chosen experts of a token.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import base64
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tunix.errors import UserError
+from tunix.rollout.engine.experts import UNKNOWN
 from tunix.rollout.engine.sampling import check
-from tunix.rollout.servers.routing import experts_of
-from tunix.rollout.servers.types import Answer, Ask, Failed, Stray, Unfit
 from tunix.types import Sampling
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How many experts there are in a mixture."""
+
+    layers: int
+    """L: layers with experts, e.g. 48."""
+    active: int
+    """k: experts of a token in each, e.g. 8."""
+    number: int
+    """Experts of a layer, e.g. 128."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request to a server: the rest of a turn of one completion."""
+
+    identity: str
+    """The same whenever the request is repeated, and of no other request, e.g. `"tunix-1f03-2-17-0"`."""
+    prompt: tuple[int, ...]
+    """Token ids that are continued: the prompt, and all that was sampled and observed after it."""
+    settings: Mapping[str, Any]
+    """What the body of the request has besides prompt and model, e.g. `{"temperature": 0.7, "seed": 5}`."""
+    vocab_size: int
+    """V: an answer with other ids is of another model, e.g. 151936."""
+    routing: Routing | None = None
+    """The experts that the answer may tell of, e.g. `Routing(48, 8, 128)`; None where they are not read."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server sampled for a request."""
+
+    tokens: np.ndarray
+    """`[T]` int32, the stop token included where there is one, e.g. `[603, 651, 1]`."""
+    logprobs: np.ndarray
+    """`[T]` float32 log-probs in nats, as the server reports them, e.g. `[-0.3, -1.1, -0.01]`."""
+    stopped: bool
+    """Whether a stop id or string ended it; else the limit of tokens did."""
+    top: tuple[np.ndarray, np.ndarray] | None = None
+    """`[T A]` int32 ids and `[T A]` float32 log-probs of the most likely tokens, where they were asked for."""
+    experts: np.ndarray | None = None
+    """`[T L k]` int16 experts of the prompt and of all sampled tokens but the last, e.g. `[[[5, 0]]]`, -1 where not
+    known; None where the server returns none."""
+
+
+class Refused(UserError):
+    """A server refuses a request for what it asks: no other server would answer it."""
+
+
+class Unfit(UserError):
+    """A server cannot sample for this run: it has another model, or lacks what the run needs."""
+
+
+class Failed(Exception):
+    """A request came to nothing for a reason that may pass; the message is a clause, e.g. `"it answered 503"`."""
+
+
+class Late(Failed):
+    """A server had a request for longer than it may."""
+
+
+class Stray(Failed):
+    """The answer to another request came on the connection of this one."""
+
+
+class Gone(Exception):
+    """The server of a request is asked no more; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a server has to have, to sample for a run."""
+
+    vocab_size: int
+    """V, e.g. 151936."""
+    length: int
+    """Tokens of a prompt and its completion at most, e.g. 1024."""
+    text: str
+    """A text whose ids are compared."""
+    ids: tuple[int, ...] | None
+    """The ids of the text, e.g. `(2, 651)`; None where the run has no tokenizer."""
+    temperature: float
+    """The temperature of the completions that are trained on, e.g. 1.0."""
+    tolerance: float
+    """Largest difference of its log-probs to the trainer's, e.g. 0.05."""
+    routing: Routing | None = None
+    """The experts of the run's mixture, e.g. `Routing(48, 8, 128)`; None for another model."""
+
+
+@dataclass(frozen=True)
+class WeightsFolder:
+    """Weights that servers are to load."""
+
+    folder: Path
+    """Where they are, e.g. `runs/grpo/weights/tunix-1f03-3`."""
+    tag: str
+    """Their name, of no other weights: the adapter's, or the version that a server reports; e.g. `"tunix-1f03-3"`."""
+
+
+FIELD = "routed_experts"
+"""Their name in an answer."""
+FLAG = "--enable-return-routed-experts"
+"""The option with which vLLM 0.32 returns them."""
+
+
+def written_experts(experts: np.ndarray) -> str:
+    """`[T L k]` experts as text, in few bytes: a token of a large mixture has hundreds of them."""
+    narrow = np.uint8 if int(experts.min(initial=0)) >= 0 and int(experts.max(initial=0)) < 256 else np.int16
+    file = io.BytesIO()
+    np.save(file, experts.astype(narrow), allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def read_experts(text: Any) -> np.ndarray:
+    """The inverse of `written_experts`, in the type that was sent.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    try:
+        return np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    except (ValueError, EOFError, OSError, TypeError) as error:
+        raise ValueError(f"{text!s:.40} is not the base64 of a .npy file") from error
+
+
+def experts_of(choice: dict[str, Any], ask: Ask, sampled: int) -> np.ndarray | None:
+    """`[T L k]` int16 experts in an answer, -1 where the server knows none; None where it returns none.
+
+    Args:
+        choice: of the answer.
+        ask: what was asked; where it is not asked of a mixture there is nothing to read.
+        sampled: tokens of the answer.
+
+    Raises:
+        Unfit: they are not those of the run's model.
+    """
+    text, routing = choice.get(FIELD), ask.routing
+    if text is None or routing is None:
+        return None
+    remedy = f"take a server with this run's model, of vLLM 0.32 or newer, or start it without {FLAG}"
+    try:
+        experts = read_experts(text)
+    except ValueError as error:
+        raise Unfit(f"its {FIELD} cannot be read: {error}; {remedy}") from None
+    shape = (len(ask.prompt) + sampled - 1, routing.layers, routing.active)
+    if experts.shape != shape or experts.dtype.kind not in "iu":
+        raise Unfit(
+            f"its {FIELD} are {experts.dtype} of shape {experts.shape}, and integers of shape {shape} were expected "
+            f"(tokens but the last, layers, experts of a token): {remedy}"
+        )
+    if len(experts) and not (int(experts.min()) >= UNKNOWN and int(experts.max()) < routing.number):
+        raise Unfit(
+            f"its {FIELD} have numbers from {experts.min()} to {experts.max()}, and a layer has experts 0 to "
+            f"{routing.number - 1}: {remedy}"
+        )
+    # What a server leaves at 0 because it did not record it would be trained as if it had been used.
+    if ((experts[..., 1:] == experts[..., :-1]) & (experts[..., 1:] != UNKNOWN)).any():
+        raise Unfit(f"its {FIELD} name an expert twice for one token: it does not record those of all layers; {remedy}")
+    return experts.astype(np.int16)
+
 
 COLDEST = 0.01
 """vLLM raises lower temperatures to this, but for 0."""
@@ -49,8 +219,9 @@ def refuse(sampling: Sampling, vocab_size: int, decodes: bool) -> None:
     )
     for name, holds, why in rules:
         if not holds:
-            given = f"{name} is {getattr(s, name)!r}"
-            raise UserError(f"sampling: {given}, which rollout.engine: vllm cannot honour: {why}")
+            raise UserError(
+                f"sampling: {name} is {getattr(s, name)!r}, which rollout.engine: vllm cannot honour: {why}"
+            )
 
 
 def settings(sampling: Sampling, max_tokens: int, seed: int) -> dict[str, Any]:
@@ -108,17 +279,10 @@ def answered(body: Any, ask: Ask) -> Answer:
         raise Stray("it answered another prompt")
     if reason not in ("stop", "length"):
         raise Failed(f"it ended a completion with {reason!r}")
-    found = Answer(np.array(tokens, np.int32), np.array(logprobs, np.float32), reason == "stop")
-    _check(found, ask)
-    listed = _top(choice["logprobs"], top) if top else None
-    return replace(found, top=listed, experts=experts_of(choice, ask, len(found.tokens)))
-
-
-def _check(answer: Answer, ask: Ask) -> None:
-    """Refuses tokens and log-probs that no model of this run can have."""
-    tokens, logprobs, most = answer.tokens, answer.logprobs, ask.settings["max_tokens"]
+    # What follows are tokens and log-probs that no model of this run can have.
     if len(tokens) != len(logprobs):
         raise Unfit(f"it returns {len(tokens)} token ids with {len(logprobs)} log-probs")
+    tokens, logprobs, most = np.array(tokens, np.int32), np.array(logprobs, np.float32), ask.settings["max_tokens"]
     if not 0 < len(tokens) <= most:
         raise Unfit(f"it returns {len(tokens)} tokens where 1 to {most} were asked for")
     if int(tokens.min()) < 0 or int(tokens.max()) >= ask.vocab_size:
@@ -127,17 +291,15 @@ def _check(answer: Answer, ask: Ask) -> None:
         )
     if not np.isfinite(logprobs).all() or float(logprobs.max()) > 1e-3:
         raise Unfit(f"it reports {float(logprobs[np.argmax(logprobs)]):g} as the log-prob of a token")
-
-
-def _top(logprobs: Mapping[str, Any], number: int) -> tuple[np.ndarray, np.ndarray]:
-    """`[T A]` ids and log-probs of the most likely tokens, of which a server lists the sampled one too."""
-    rows = [_ranked(one, number) for one in logprobs["top_logprobs"]]
-    ids, values = ([row[i] for row in rows] for i in (0, 1))
-    return np.array(ids, np.int32), np.array(values, np.float32)
-
-
-def _ranked(listed: Mapping[str, float], number: int) -> tuple[Sequence[int], Sequence[float]]:
-    ranked = sorted(((value, int(token.removeprefix(ID))) for token, value in listed.items()), reverse=True)[:number]
-    if len(ranked) < number:
-        raise Unfit(f"it lists {len(ranked)} alternatives where {number} were asked for: see its --max-logprobs")
-    return [token for _, token in ranked], [value for value, _ in ranked]
+    listed = None
+    if top:  # the most likely tokens, of which a server lists the sampled one too
+        rows: list[list[tuple[float, int]]] = []
+        for by_token in choice["logprobs"]["top_logprobs"]:
+            ranked = sorted(((x, int(token.removeprefix(ID))) for token, x in by_token.items()), reverse=True)[:top]
+            if len(ranked) < top:
+                raise Unfit(f"it lists {len(ranked)} alternatives where {top} were asked for: see its --max-logprobs")
+            rows.append(ranked)
+        ids, likely = [[token for _, token in row] for row in rows], [[x for x, _ in row] for row in rows]
+        listed = np.array(ids, np.int32), np.array(likely, np.float32)
+    experts = experts_of(choice, ask, len(tokens))
+    return Answer(tokens, logprobs, reason == "stop", top=listed, experts=experts)

@@ -4,38 +4,54 @@
 hands completions on as they end. The HTTP calls run in a thread of their own (`EventLoop`), environments in further
 ones, callbacks in the caller's.
 
-Axes: T time.
+All processes of a run ask all servers, each for its own prompts. The lead alone has servers load weights, between two
+exchanges (`publish`): before, no process has a request on the way; after, all know which servers have the weights.
+
+Axes: T time, A alternatives, L layers, k chosen experts of a token.
 """
 
 import asyncio
+import contextlib
 import itertools
+import json
 import logging
 import queue
 import secrets
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from tunix.distributed import processes
 from tunix.errors import UserError
-from tunix.rollout.engine.batch import Pause
-from tunix.rollout.engine.replies import THREADS
-from tunix.rollout.engine.request import Decode, check_prompt
-from tunix.rollout.requests import requests_of
-from tunix.rollout.servers.divided import renewed
+from tunix.rollout.engine.batch import THREADS
+from tunix.rollout.engine.experts import UNKNOWN, Known, Recorded, of_sequence
+from tunix.rollout.engine.request import Decode, StopText, check_prompt
 from tunix.rollout.servers.handover import Handover
-from tunix.rollout.servers.pool import Pool
 from tunix.rollout.servers.probe import Probe, inspect
-from tunix.rollout.servers.protocol import refuse
-from tunix.rollout.servers.routing import FLAG
-from tunix.rollout.servers.server import Server
-from tunix.rollout.servers.turns import Turns
-from tunix.rollout.servers.types import Answer, Expected, Failed, Gone, Refused, Unfit, WeightsFolder
+from tunix.rollout.servers.protocol import (
+    FIELD,
+    FLAG,
+    Answer,
+    Ask,
+    Expected,
+    Failed,
+    Gone,
+    Refused,
+    Unfit,
+    WeightsFolder,
+    read_experts,
+    refuse,
+    seed_of,
+    settings,
+    written_experts,
+)
+from tunix.rollout.servers.server import Pool, Server
+from tunix.rollout.types import Pause, requests_of
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
+from tunix.util.coded import array_of, coded
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -43,6 +59,127 @@ ENDING = 5.0
 """Seconds in which a call that is given up ends."""
 LOOK = 1.0
 """Seconds after which a call looks whether it is to be given up, where nothing has ended meanwhile."""
+
+
+class Turns:
+    """One completion as it grows: what is asked next, and what was sampled and observed so far."""
+
+    def __init__(self, prompt: np.ndarray, sampling: Sampling, begun: Begun, length: int, decode: Decode | None):
+        """A request at its beginning, or where an earlier call has paused it.
+
+        Args:
+            prompt: `[T]` token ids.
+            sampling: how its tokens are sampled.
+            begun: its seed and number, and what it has.
+            length: tokens of prompt and completion at most.
+            decode: token ids -> text, in which stop strings are found.
+        """
+        self._prompt, self._sampling, self._begun, self._length = prompt, sampling, begun, length
+        n, before = sampling.top_logprobs, begun.so_far
+        self._stop_text = StopText(sampling.stop_strings, decode) if sampling.stop_strings and decode else None
+        self._tokens, self._logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        self._versions = np.zeros(0, np.int32)
+        self._top = [(np.zeros((0, n), np.int32), np.zeros((0, n), np.float32))]
+        self._turns: list[tuple[int, int]] = [(0, 0)]
+        self._experts: list[Known] = []
+        """What is known of the experts of prompt and tokens, from which a token keeps what was recorded first."""
+        self.finish: Literal["stop", "length", "paused"] = "paused"
+        if before is not None and len(before.tokens):
+            self._tokens, self._logprobs, self._versions = before.tokens, before.logprobs, before.versions
+            self._turns = list(before.turns)
+            self._top += [] if before.top is None else [before.top]
+            self._record(before.experts)
+
+    @property
+    def left(self) -> int:
+        """Tokens that may still be sampled."""
+        room = self._length - len(self._prompt) - len(self._tokens)
+        return min(self._sampling.max_tokens - self._drawn, room)
+
+    def ask(self, identity: str, expected: Expected) -> Ask:
+        """The request for the rest of the turn.
+
+        Args:
+            identity: of the call and the completion.
+            expected: of the servers.
+        """
+        seed = seed_of(self._begun.seed, self._begun.index, len(self._tokens))
+        prompt = (*self._prompt.tolist(), *self._tokens.tolist())
+        what = settings(self._sampling, self.left, seed)
+        return Ask(f"{identity}-{len(self._tokens)}", prompt, what, expected.vocab_size, expected.routing)
+
+    def take(self, answer: Answer, version: int) -> None:
+        """Appends what a server sampled, up to the first token that completes a stop string.
+
+        Args:
+            answer: of the server.
+            version: of its weights.
+        """
+        start, stopped = self._turns[-1][0], answer.stopped
+        turn = np.concatenate([self._tokens[start:], answer.tokens])
+        kept = len(answer.tokens)
+        if self._stop_text is not None and (end := self._stop_text.find(turn, kept)) is not None:
+            kept, stopped = kept - (len(turn) - end), True
+        self._append(answer.tokens[:kept], answer.logprobs[:kept], version)
+        self._record(answer.experts)
+        if answer.top is not None:
+            self._top.append((answer.top[0][:kept], answer.top[1][:kept]))
+        self._turns[-1] = (start, len(self._tokens))
+        self.finish = "stop" if stopped else "length"
+
+    def observe(self, observation: Sequence[int] | np.ndarray, version: int) -> bool:
+        """Appends what an environment wrote and opens the next turn; False, and nothing, where nothing could follow.
+
+        Args:
+            observation: `[T]` token ids.
+            version: of the weights at the time.
+        """
+        new = np.asarray(observation, np.int32)
+        room = self._length - len(self._prompt) - len(self._tokens) - len(new)
+        if min(self._sampling.max_tokens - self._drawn, room) <= 0:
+            self.finish = "length"
+            return False
+        n = self._sampling.top_logprobs
+        self._append(new, np.zeros(len(new), np.float32), version)
+        self._top.append((np.zeros((len(new), n), np.int32), np.zeros((len(new), n), np.float32)))
+        self._turns.append((len(self._tokens), len(self._tokens)))
+        if self._stop_text is not None:
+            self._stop_text.restart()
+        return True
+
+    def completion(self) -> Completion:
+        """What there is so far."""
+        top = experts = None
+        if self._sampling.top_logprobs:
+            top = np.concatenate([ids for ids, _ in self._top]), np.concatenate([likely for _, likely in self._top])
+        if self._experts:
+            shape = len(self._tokens), *self._experts[0].experts().shape[1:]
+            experts = of_sequence(len(self._prompt), np.full(shape, UNKNOWN, np.int16), self._experts)
+        return Completion(
+            tokens=self._tokens,
+            logprobs=self._logprobs,
+            finish=self.finish,
+            versions=self._versions,
+            sampling=self._sampling,
+            turns=tuple(self._turns),
+            top=top,
+            experts=experts,
+        )
+
+    @property
+    def _drawn(self) -> int:
+        return sum(end - start for start, end in self._turns)
+
+    def _record(self, experts: np.ndarray | None) -> None:
+        """Notes the experts `[T L k]` of prompt and tokens, as far as there are such tokens."""
+        if experts is not None:
+            number = min(len(experts), len(self._prompt) + len(self._tokens))
+            self._experts.append(Known(Recorded(experts[None]), 0, 0, number, 0))
+
+    def _append(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        self._tokens = np.concatenate([self._tokens, tokens])
+        self._logprobs = np.concatenate([self._logprobs, logprobs])
+        self._versions = np.concatenate([self._versions, np.full(len(tokens), version, np.int32)])
 
 
 class EventLoop:
@@ -124,7 +261,28 @@ class ServerSampler:
         with self._free:
             self._free.wait_for(lambda: not self._holds)
             held = self._handover.written(params, version)
-            answers = renewed(self._pool, lambda: self._loop.run(self._renewed(held)))
+            # A server that any process asks no more, such as one that it alone does not reach, is so in all, and is
+            # looked at again.
+            own_reasons = json.dumps([server.reason for server in self.servers]).encode()
+            for reasons in map(json.loads, processes.exchanged("drained", own_reasons)):
+                for server, reason in zip(self.servers, reasons, strict=True):
+                    if reason is not None and server.reason is None:
+                        self._pool.drain(server, reason)
+
+            def load() -> list[dict[str, Any]]:
+                loaded = self._loop.run(self._renewed(held))
+                return [_saved(server, answer) for server, answer in zip(self.servers, loaded, strict=True)]
+
+            states = processes.told("servers", load)
+            if not processes.lead():
+                for server, state in zip(self.servers, states, strict=True):  # each becomes what it is in the lead
+                    server.base, server.model = state["base"], state["model"]
+                    if server.reason is not None and state["reason"] is None:
+                        self._pool.readmit(server)
+                    elif state["reason"] is not None:
+                        server.readmit()
+                        server.drain(state["reason"])
+            answers = [_answer(state) for state in states]
             for server, answer in zip(self.servers, answers, strict=True):
                 try:
                     if isinstance(answer, Failed):
@@ -143,7 +301,7 @@ class ServerSampler:
     def _tell_of_experts(self, answers: Sequence[Answer | Failed]) -> None:
         """Tells the user once which servers of a mixture do not say what experts they used."""
         pairs = zip(self.servers, answers, strict=True)
-        silent = [server.url for server, one in pairs if isinstance(one, Answer) and one.experts is None]
+        silent = [server.url for server, answer in pairs if isinstance(answer, Answer) and answer.experts is None]
         if self._expected.routing is None or not silent or self._told:
             return
         self._told = True
@@ -196,32 +354,25 @@ class ServerSampler:
             UserError: a setting or a prompt is invalid, or no server is left.
             ValueError: no weights were published.
         """
-        if n < 1:
-            raise UserError(f"n is {n}: ask for at least one completion of each prompt")
-        refuse(sampling, self._expected.vocab_size, self._decode is not None)
-        expected, asked = self._expected, requests_of(prompts, n, seed, begun)
+        expected, requests = self._expected, requests_of(prompts, n, seed, begun)
+        refuse(sampling, expected.vocab_size, self._decode is not None)
         for number, prompt in enumerate(prompts):
             check_prompt(number, prompt, expected.length, expected.vocab_size)
-        turns = [Turns(prompt, sampling, one, expected.length, self._decode) for prompt, one in asked]
-        with self._holding(held), self._lock:
-            self._run(turns, reply, on_done, pause)
-        found = [one.completion() for one in turns]
-        drawn = [sum(end - start for start, end in one.turns) for one in found]
-        before = [0 if one.so_far is None else int(one.so_far.drawn.sum()) for _, one in asked]
-        self.usage = Usage(sum(drawn) - sum(before), 0, 0.0)
-        return [found[i : i + n] for i in range(0, len(found), n)]
-
-    @contextmanager
-    def _holding(self, held: WeightsFolder | None) -> Iterator[None]:
-        """Lets go of the weights of a call when it ends."""
-        mine = held or self.hold()
-        assert mine is self._held, "weights are published only when nobody holds earlier ones"
+        turns = [Turns(prompt, sampling, x, expected.length, self._decode) for prompt, x in requests]
+        weights = held or self.hold()
+        assert weights is self._held, "weights are published only when nobody holds earlier ones"
         try:
-            yield
+            with self._lock:
+                self._run(turns, reply, on_done, pause)
         finally:
             with self._free:
                 self._holds -= 1
                 self._free.notify_all()
+        completions = [x.completion() for x in turns]
+        drawn = [sum(end - start for start, end in completion.turns) for completion in completions]
+        before = [0 if x.so_far is None else int(x.so_far.drawn.sum()) for _, x in requests]
+        self.usage = Usage(sum(drawn) - sum(before), 0, 0.0)
+        return [completions[i : i + n] for i in range(0, len(completions), n)]
 
     def _run(
         self, turns: Sequence[Turns], reply: Reply | None, on_done: OnDone | None, pause: Pause | None = None
@@ -231,7 +382,13 @@ class ServerSampler:
         future = self._loop.start(self._all(turns, reply, done))
         number: int | None = -1
         try:
-            while (number := _got(done)) is not None:
+            while True:
+                try:
+                    number = done.get(timeout=LOOK)
+                except queue.Empty:
+                    number = -1
+                if number is None:
+                    break
                 if number >= 0 and on_done is not None and on_done(number, turns[number].completion()):
                     return
                 if pause is not None and pause(0):
@@ -241,7 +398,9 @@ class ServerSampler:
             if number is not None:
                 # A call that is given up may still be writing down an answer; `turns` are read when it has ended.
                 future.cancel()
-                _wait_for_end(done)
+                with contextlib.suppress(queue.Empty):  # it was given up before it had begun
+                    while done.get(timeout=ENDING) is not None:
+                        pass
 
     async def _all(self, turns: Sequence[Turns], reply: Reply | None, done: "queue.SimpleQueue[int | None]") -> None:
         """Completes all; puts the number of each that has ended, and None at the end."""
@@ -251,8 +410,9 @@ class ServerSampler:
             async with self._pool.watched():
                 await self._confirm()
                 async with asyncio.TaskGroup() as group:
-                    for number, one in enumerate(turns):
-                        group.create_task(self._one(f"{name}-{number}", number, one, reply, threads, done))
+                    for number, of_request in enumerate(turns):
+                        task = self._complete(f"{name}-{number}", number, of_request, reply, threads, done)
+                        group.create_task(task)
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -260,7 +420,7 @@ class ServerSampler:
             if threads is not None:
                 threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _one(
+    async def _complete(
         self,
         name: str,
         number: int,
@@ -295,7 +455,9 @@ class ServerSampler:
             if drained is not None:
                 server.readmit()
             if drained is not None or not server.base:
-                await self._handover.wake(server)
+                # One that a run which was killed while it handed weights over has left paused goes on.
+                with contextlib.suppress(Failed, Refused):  # it says so itself where it answers nothing
+                    await server.post("/resume")
                 await inspect(server, self._expected)
                 await self._handover.tidy(server)
             await self._handover.load(server, held)
@@ -322,18 +484,18 @@ class ServerSampler:
         await asyncio.gather(*map(confirm, self._pool.living))
 
 
-def _got(done: "queue.SimpleQueue[int | None]") -> int | None:
-    """The next number; -1 where none comes for a while."""
-    try:
-        return done.get(timeout=LOOK)
-    except queue.Empty:
-        return -1
+def _saved(server: Server, answer: Answer | Exception) -> dict[str, Any]:
+    """A server after a hand-over, as JSON values."""
+    state = {"base": server.base, "model": server.model, "reason": server.reason}
+    if isinstance(answer, Exception):
+        return {**state, "error": str(answer)}
+    # The probe asks for no alternatives.
+    said = {"tokens": coded(answer.tokens), "logprobs": coded(answer.logprobs), "stopped": answer.stopped}
+    return {**state, **said, FIELD: None if answer.experts is None else written_experts(answer.experts)}
 
 
-def _wait_for_end(done: "queue.SimpleQueue[int | None]") -> None:
-    """Waits for the end of a call that was given up."""
-    try:
-        while done.get(timeout=ENDING) is not None:
-            pass
-    except queue.Empty:
-        return  # it was given up before it had begun
+def _answer(saved: Mapping[str, Any]) -> Answer | Failed:
+    if "error" in saved:
+        return Failed(saved["error"])
+    experts = None if saved[FIELD] is None else read_experts(saved[FIELD]).astype(np.int16)
+    return Answer(array_of(saved["tokens"]), array_of(saved["logprobs"]), saved["stopped"], experts=experts)

@@ -1,14 +1,19 @@
-"""One server: its HTTP calls, and whether it is still asked.
+"""One server: its HTTP calls, and whether it is still asked; and the servers of a run, over which requests are spread.
 
-Every call has a deadline. A call that comes to nothing raises `Failed`; one that the server refuses, `Refused`.
+Every call has a deadline. A call that comes to nothing raises `Failed`; one that the server refuses, `Refused`. Each
+request goes to the server that has the fewest, and elsewhere where that one fails. It is answered once: it is asked
+again only after the server that had it is known to have failed, its connection closed, and an answer that names another
+request is dropped (`protocol.answered`).
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tunix.rollout.servers.protocol import answered
-from tunix.rollout.servers.types import Answer, Ask, Failed, Gone, Late, Refused, Stray
+from tunix.errors import UserError
+from tunix.rollout.servers.protocol import Answer, Ask, Failed, Gone, Late, Refused, Stray, Unfit, answered
 
 if TYPE_CHECKING:
     import httpx  # where it is used: runs that sample here need no HTTP
@@ -68,14 +73,20 @@ class Server:
             Unfit: its answer lacks what a trainer has to know.
         """
         body = {**ask.settings, "model": self.model, "prompt": list(ask.prompt), "request_id": ask.identity}
-        sent = self._call("/v1/completions", body, self.timeout, ask.identity)
-        body = await self._while_it_lives(sent)
+        call = asyncio.ensure_future(self._call("/v1/completions", body, self.timeout, ask.identity))
+        gone = asyncio.ensure_future(self._gone.wait())
         try:
-            return answered(body, ask)
+            await asyncio.wait({call, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise Gone(self.reason)
+            return answered(call.result(), ask)
         except Stray:
             # What else comes on that connection is not known to be an answer to what was asked there.
             self._clients.append(_client(self.url, MOST))
             raise
+        finally:
+            call.cancel()
+            gone.cancel()
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """What it answers to a POST that is not for a completion, read as JSON where it is that."""
@@ -103,18 +114,6 @@ class Server:
                 self.drain(now)
             before = now
 
-    async def _while_it_lives(self, call: Coroutine[Any, Any, T]) -> T:
-        """The result of a call, unless the server is drained before."""
-        task, gone = asyncio.ensure_future(call), asyncio.ensure_future(self._gone.wait())
-        try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise Gone(self.reason)
-            return task.result()
-        finally:
-            task.cancel()
-            gone.cancel()
-
     async def _call(
         self, path: str, body: Mapping[str, Any] | None, deadline: float, identity: str | None = None
     ) -> Any:
@@ -130,7 +129,17 @@ class Server:
             raise Late(f"it did not answer {path} in {deadline:g} s") from None
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise Failed(f"{path}: {type(error).__name__} {error}".strip()) from error
-        return _read(response, path)
+        status, text = response.status_code, response.text
+        if status >= 500 or status in (408, 425, 429):
+            raise Failed(f"it answered {path} with {status}: {_said(response)}")
+        if status >= 300:
+            raise Refused(f"it refuses {path} with {status}: {_said(response)}")
+        if not text or "json" not in response.headers.get("content-type", ""):
+            return text
+        try:
+            return response.json()
+        except ValueError:
+            raise Failed(f"it answered {path} with no JSON: {text[:80]!r}") from None
 
 
 def _client(url: str, kept: int) -> "httpx.AsyncClient":
@@ -139,21 +148,6 @@ def _client(url: str, kept: int) -> "httpx.AsyncClient":
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=kept)
     return httpx.AsyncClient(base_url=url, limits=limits, timeout=None, follow_redirects=False, trust_env=False)
-
-
-def _read(response: "httpx.Response", path: str) -> Any:
-    """The content of a response that is good."""
-    status, text = response.status_code, response.text
-    if status >= 500 or status in (408, 425, 429):
-        raise Failed(f"it answered {path} with {status}: {_said(response)}")
-    if status >= 300:
-        raise Refused(f"it refuses {path} with {status}: {_said(response)}")
-    if not text or "json" not in response.headers.get("content-type", ""):
-        return text
-    try:
-        return response.json()
-    except ValueError:
-        raise Failed(f"it answered {path} with no JSON: {text[:80]!r}") from None
 
 
 def _said(response: "httpx.Response") -> str:
@@ -165,3 +159,105 @@ def _said(response: "httpx.Response") -> str:
     error = body.get("error", body.get("detail", body)) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
     return " ".join(str(message).split())[:300]
+
+
+TRIES = 4
+"""Failures of one request in a row after which the server that had it last is drained."""
+PAUSE = 0.25
+"""Seconds before a failed request is asked again; doubled each time."""
+
+_log = logging.getLogger(__name__)
+
+
+class Pool:
+    """The servers of a run."""
+
+    def __init__(self, servers: Sequence[Server]):
+        """All of them are asked, of which there is at least one."""
+        self.servers = servers
+        self.again = 0
+        """Requests that were asked again so far."""
+        self._told: set[str] = set()
+
+    @property
+    def living(self) -> list[Server]:
+        """The servers that are asked."""
+        return [server for server in self.servers if server.reason is None]
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Looks after the servers' health meanwhile."""
+        tasks = [asyncio.ensure_future(server.watch()) for server in self.living]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def ask(self, ask: Ask) -> Answer:
+        """The answer to a request, of whichever server gives it.
+
+        Raises:
+            UserError: no server is left, or one refuses the request.
+        """
+        failures = 0
+        while True:
+            for other in self.servers:
+                if other.reason is not None:
+                    self.drain(other, other.reason)  # by its own watch, of which the user has not been told
+            if not self.living:
+                raise self.none_left()
+            server = min(self.living, key=lambda server: server.load)
+            try:
+                server.load += 1
+                try:
+                    async with server.room:
+                        if server.reason is not None:
+                            raise Gone(server.reason)
+                        return await server.complete(ask)
+                finally:
+                    server.load -= 1
+            except Gone:
+                failures = 0
+            except Failed as error:
+                failures += 1
+                if isinstance(error, Late):
+                    self.drain(server, str(error))
+                elif (unwell := await server.well()) is not None:
+                    self.drain(server, f"{error}; {unwell}")
+                elif failures >= TRIES:
+                    self.drain(server, f"{error}, {failures} times in a row")
+                else:
+                    await asyncio.sleep(PAUSE * 2 ** (failures - 1))
+            except Refused as error:
+                if server.model != server.base and server.model in str(error):
+                    # It was started anew, and has lost the adapter.
+                    self.drain(server, str(error))
+                else:
+                    raise UserError(f"rollout.servers: {server.url}: {error}") from None
+            except Unfit as error:
+                raise UserError(f"rollout.servers: {server.url}: {error}") from None
+            self.again += 1
+
+    def drain(self, server: Server, reason: str) -> None:
+        """Asks a server no more, and tells the user."""
+        server.drain(reason)
+        if server.url not in self._told:
+            self._told.add(server.url)
+            left = f"{len(self.living)} of {len(self.servers)} are left" if self.living else "none is left"
+            _log.warning(f"{server.url} is asked no more: {server.reason}; {left}")
+
+    def readmit(self, server: Server) -> None:
+        """Asks a server again."""
+        server.readmit()
+        if server.url in self._told:
+            self._told.remove(server.url)
+            _log.warning(f"{server.url} is asked again")
+
+    def none_left(self) -> UserError:
+        """The error where there is no server to ask."""
+        reasons = "; ".join(f"{server.url}: {server.reason}" for server in self.servers)
+        return UserError(
+            f"rollout.servers: no server is left ({reasons}). What was trained before is saved: start them again, and "
+            "run the same command"
+        )

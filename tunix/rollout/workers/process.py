@@ -1,13 +1,20 @@
-"""A worker process that can be killed at any moment, and is started again after it hung or died."""
+"""Workers that answer requests within a deadline, and are replaced after they hung or died.
+
+A process can be killed at any moment. A thread is for code that no other process can import, such as that of a
+notebook's cell.
+"""
 
 import contextlib
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tunix.errors import UserError
@@ -34,7 +41,7 @@ class WorkerProcess:
         """Starts no process yet.
 
         Args:
-            module: has `serve(descriptor)`, which calls `serving.serve_requests`.
+            module: has `serve(descriptor)`, which calls `messages.serve_requests`.
             first: the first message to each process; JSON.
             what: whose process it is in messages, e.g. `a reward`.
         """
@@ -53,8 +60,8 @@ class WorkerProcess:
         if self._process is None or self._process.poll() is not None:
             self._start()
 
-    def ask(self, request: bytes, deadline: float, grace: float = 0.0) -> Any:
-        """Sends an encoded request; returns the answer.
+    def ask(self, request: Any, deadline: float, grace: float = 0.0) -> Any:
+        """Sends a request; returns the answer.
 
         Args:
             request: see `messages.encode`.
@@ -65,10 +72,11 @@ class WorkerProcess:
             Lost: the process hung or died; it is no more.
         """
         assert self._connection is not None, "call ensure() first"
+        message = encode(request)
         limit = time.monotonic() + deadline + grace
         try:
             self._connection.settimeout(deadline)
-            self._connection.sendall(request)
+            self._connection.sendall(message)
             return self._answer(limit)
         except TimeoutError:
             self.close()
@@ -146,3 +154,62 @@ class WorkerProcess:
         code = self._process.wait()
         self.close()
         return f"ended its process (signal {-code})" if code < 0 else f"ended its process (exit code {code})"
+
+
+class WorkerThread:
+    """A thread that answers one request at a time; one that hung is replaced before the next.
+
+    A call that hangs counts as failed at its deadline like any other, but a thread cannot be killed: it is abandoned
+    and goes on by itself. Code that ends the process ends the run.
+    """
+
+    starts = 1
+    """As of `WorkerProcess`: what code remembers outlives a thread that hangs."""
+
+    def __init__(self, answer: Callable[[Any], Any]) -> None:
+        """Starts no thread yet.
+
+        Args:
+            answer: answers a request, and raises nothing.
+        """
+        self._answer = answer
+        self._requests: queue.SimpleQueue[Callable[[], None] | None] | None = None
+
+    def ensure(self) -> None:
+        """Does nothing: this process is there."""
+
+    def ask(self, request: Any, deadline: float, grace: float = 0.0) -> Any:
+        """The answer to a request, in the thread.
+
+        Args:
+            request: is handed over as it is.
+            deadline: seconds that the answer may take.
+            grace: seconds beyond the deadline until it is abandoned.
+
+        Raises:
+            Lost: it hangs.
+        """
+        if self._requests is None:
+            self._requests = queue.SimpleQueue()
+            threading.Thread(target=_work, args=(self._requests,), daemon=True).start()
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._requests.put(lambda: answers.put(self._answer(request)))
+        try:
+            return answers.get(timeout=deadline + grace)
+        except queue.Empty:
+            self.close()
+            raise Lost(too_slow(deadline)) from None
+
+    def kill(self) -> None:
+        """Does nothing: a thread cannot be killed."""
+
+    def close(self) -> None:
+        """Ends the thread after its present call."""
+        if self._requests is not None:
+            self._requests.put(None)
+        self._requests = None
+
+
+def _work(requests: "queue.SimpleQueue[Any]") -> None:
+    while (request := requests.get()) is not None:
+        request()

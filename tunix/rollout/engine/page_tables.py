@@ -94,7 +94,7 @@ class Pool:
             self.free.append(page)
 
 
-class Holdings:
+class PageTables:
     """The pages of all slots."""
 
     def __init__(self, sizes: Sizes):
@@ -103,10 +103,11 @@ class Holdings:
         kinds = range(len(sizes.windows))
         self._pools = [[Pool(number) for _ in range(sizes.shards)] for number in sizes.pages]
         every = list(zip(kinds, self._pools, sizes.windows, strict=True))
-        self._by_windows = {
+        self._kinds: dict[bool | None, list[tuple[int, list[Pool], int | None]]] = {
             windows: [of for of in every if windows is None or windows == (of[2] is not None)]
             for windows in (None, True, False)
         }
+        """Number, pools and window of all kinds of layers, of those with a window, and of those without."""
         self._held: list[list[Held]] = [[{} for _ in range(sizes.slots)] for _ in kinds]
         self._tables = [np.full((sizes.slots, sizes.columns(kind)), -1, np.int32) for kind in kinds]
         self._firsts = [np.zeros(sizes.slots, np.int32) for _ in kinds]
@@ -124,7 +125,7 @@ class Holdings:
 
         Where a dispatch gathers the pages of its slots, all slots hold no more than there are, shared ones included.
         """
-        pools = [(len(pools[shard].free), self._left(kind, shard)) for kind, pools, _ in self._kinds(windows=False)]
+        pools = [(len(pools[shard].free), self._left(kind, shard)) for kind, pools, _ in self._kinds[False]]
         return min((min(both) for both in pools), default=self.sizes.slots * self.sizes.length)
 
     def fits(self, shard: int, tokens: int, spare: int, *, shared: bool) -> bool:
@@ -134,15 +135,15 @@ class Holdings:
             shared: whether all but its last page are there already.
         """
         pages = -(-tokens // self.sizes.page)
-        kinds = [(pools[shard], self._left(kind, shard)) for kind, pools, _ in self._kinds(windows=False)]
+        kinds = [(pools[shard], self._left(kind, shard)) for kind, pools, _ in self._kinds[False]]
         return all(left >= pages + spare and len(pool.free) >= (1 if shared else pages) + spare for pool, left in kinds)
 
     def _left(self, kind: int, shard: int) -> int:
         """Pages that slots of a shard may hold beside those that they hold."""
         if self.sizes.in_place:
             return len(self._pools[kind][shard].free)
-        mine = slice(shard * self.sizes.slots_of_shard, (shard + 1) * self.sizes.slots_of_shard)
-        return self.sizes.pages[kind] - sum(map(len, self._held[kind][mine]))
+        slots = slice(shard * self.sizes.slots_of_shard, (shard + 1) * self.sizes.slots_of_shard)
+        return self.sizes.pages[kind] - sum(map(len, self._held[kind][slots]))
 
     def held(self, slot: int) -> tuple[Held, ...]:
         """The pages of a slot, for each kind of layer."""
@@ -150,7 +151,7 @@ class Holdings:
 
     def needs(self, slot: int, tokens: int) -> int:
         """Pages that a slot lacks for a sequence of so many tokens, of each kind without a window."""
-        held = [len(self._held[kind][slot]) for kind, _, _ in self._kinds(windows=False)]
+        held = [len(self._held[kind][slot]) for kind, _, _ in self._kinds[False]]
         return max(-(-tokens // self.sizes.page) - min(held), 0) if held else 0
 
     def short(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -167,7 +168,7 @@ class Holdings:
             stop: one after the last position.
             windows: whether only layers with a window are meant, or only those without; None for all.
         """
-        for kind, _, _ in self._kinds(windows):
+        for kind, _, _ in self._kinds[windows]:
             held = self._held[kind][slot]
             for index in range(start // self.sizes.page, -(-stop // self.sizes.page)):
                 if index not in held:
@@ -177,14 +178,12 @@ class Holdings:
     def covers(self, slot: int, start: int, stop: int, spare: int) -> bool:
         """Whether layers with a window have free pages for these positions of a slot, and so many to spare."""
         indices = set(range(start // self.sizes.page, -(-stop // self.sizes.page)))
-        missing = [
-            (len(indices - self._held[kind][slot].keys()), pools) for kind, pools, _ in self._kinds(windows=True)
-        ]
+        missing = [(len(indices - self._held[kind][slot].keys()), pools) for kind, pools, _ in self._kinds[True]]
         return all(number + spare <= len(pools[self.shard(slot)].free) for number, pools in missing)
 
     def leave(self, slot: int, position: int) -> None:
         """Lets the pages go that no token from this position on sees."""
-        for kind, pools, window in self._kinds(windows=True):
+        for kind, pools, window in self._kinds[True]:
             assert window is not None
             held, first = self._held[kind][slot], max(0, position - window + 1) // self.sizes.page
             left = [index for index in held if index < first]
@@ -242,14 +241,14 @@ class Holdings:
             windows: as for `cover`.
         """
         full, shard, copies = tokens // self.sizes.page, self.shard(slot), []
-        for kind, pools, _ in self._kinds(windows):
-            mine = self._held[kind][slot]
+        for kind, pools, _ in self._kinds[windows]:
+            adopted = self._held[kind][slot]
             for index, page in source[kind].items():
                 if index < full:
-                    mine[index] = pools[shard].share(page)
+                    adopted[index] = pools[shard].share(page)
                 elif index == full and tokens % self.sizes.page:
-                    mine[index] = self._take(kind, shard)
-                    copies.append(Copy(kind, page, mine[index]))
+                    adopted[index] = self._take(kind, shard)
+                    copies.append(Copy(kind, page, adopted[index]))
         self._note(slot)
         return copies
 
@@ -264,13 +263,16 @@ class Holdings:
         self._changed.difference_update(slots.tolist())
         tables = [(table[slots], first[slots]) for table, first in zip(self._tables, self._firsts, strict=True)]
         if self.sizes.in_place:
-            return tuple(Reads(None, None, None, *one) for one in tables)
+            return tuple(Reads(None, None, None, table, first) for table, first in tables)
         shards = self.sizes.shards
         number = [(table.reshape(shards, -1) >= 0).sum(axis=1).max() for table, _ in tables]
         sizes = self.sizes.gathered(len(slots))
         if numbers is None:
             numbers = next(size for size in reversed(sizes) if np.all(np.greater_equal(size, number)))
-        return tuple(Reads.of(*one, shards, size, self.sizes.page) for one, size in zip(tables, numbers, strict=True))
+        return tuple(
+            Reads.of(table, first, shards, size, self.sizes.page)
+            for (table, first), size in zip(tables, numbers, strict=True)
+        )
 
     def _take(self, kind: int, shard: int) -> int:
         """A free page; where there is none, pages that are only kept go."""
@@ -290,14 +292,10 @@ class Holdings:
         for held, table, firsts in zip(self._held, self._tables, self._firsts, strict=True):
             rows, columns, pages = [], [], []
             for slot in slots:
-                mine = held[slot]
-                first = firsts[slot] = min(mine, default=0)
-                rows += [slot] * len(mine)
-                columns += [index - first for index in mine]
-                pages += mine.values()
+                pages_of_slot = held[slot]
+                first = firsts[slot] = min(pages_of_slot, default=0)
+                rows += [slot] * len(pages_of_slot)
+                columns += [index - first for index in pages_of_slot]
+                pages += pages_of_slot.values()
             table[slots] = -1
             table[rows, columns] = pages
-
-    def _kinds(self, windows: bool | None) -> list[tuple[int, list[Pool], int | None]]:
-        """Number, pools and window of the kinds of layers with a window, without, or of all."""
-        return self._by_windows[windows]

@@ -2,16 +2,23 @@
 
 A step's sampling begins when weights are published that are at most `staleness` steps old by the time it is learned
 from. Its calls of the sampler take the newest weights; where they `go on` under new ones, a publication pauses the
-call, and the next one continues its completions. Which weights a call took is recorded, and replayed after a restart.
+call, and the next one continues its completions.
+
+Which weights answered which call, and where a call was paused, is recorded (`Journal`): a line of `replay.jsonl` is
+written when a call begins, and one when it is paused or has ended. A run that is started again replays what is
+recorded, whatever its clock says, and so ends where the first one would have.
 
 The first step of a run is sampled by the caller: there is nothing to learn from meanwhile.
 """
 
+import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence as List
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,13 +26,201 @@ from tunix.data.accounting import Accounting
 from tunix.data.types import Prompt
 from tunix.distributed import processes
 from tunix.errors import Doubtful, UserError
-from tunix.protocols import Client, SamplingClient
+from tunix.protocols import Client, Metered, SamplingClient
+from tunix.rollout.backlog import episode_of, saved_episode
 from tunix.rollout.collect import RolloutStep, RolloutStream
-from tunix.rollout.encoded import episode_of, saved_episode
-from tunix.rollout.feeder import Feeder, Holding, Pause
-from tunix.rollout.journal import Journal
-from tunix.rollout.types import Scored
-from tunix.types import Completion
+from tunix.rollout.types import Pause, Scored, requests_of
+from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage
+from tunix.util.atomic_io import write_lines_atomic
+from tunix.util.json_lines import append_rows, read_rows
+
+FILE = "replay.jsonl"
+"""In the run folder."""
+
+
+@dataclass
+class Call:
+    """One call of the sampler."""
+
+    weights: int
+    """Steps that had been learned when its weights were published, e.g. 7."""
+    paused: int | None = None
+    """Dispatches after which it was paused; None where it was not, as far as is known."""
+    ended: bool = False
+    """Whether it is known that it was not paused."""
+    replayed: bool = False
+    """Whether it has begun again."""
+
+
+class Journal:
+    """The calls of a run by (step, number within the step), in a file."""
+
+    def __init__(self, path: Path, about: str):
+        """Reads what an earlier start of the same run has recorded.
+
+        Args:
+            path: the file.
+            about: a digest of the recipe; what another one has recorded is dropped.
+        """
+        self._path, self._calls, head = path, dict[tuple[int, int], Call](), {"recipe": about}
+        first, *rows = read_rows(path) or [head]
+        rows = rows if first == head else []
+        # Written anew, without a last line that a kill cut short.
+        write_lines_atomic(path, (json.dumps(row) + "\n" for row in (head, *rows)))
+        for row in rows:
+            key = row["step"], row["call"]
+            if "weights" in row:
+                self._calls[key] = Call(row["weights"])
+            else:
+                self._calls[key].paused, self._calls[key].ended = row["paused"], row["paused"] is None
+
+    def recorded(self, step: int, call: int) -> Call | None:
+        """A call that is to be replayed; None where it is not recorded."""
+        return self._calls.get((step, call))
+
+    def keep(self, steps: range) -> None:
+        """Leaves out the calls of other steps: their completions are known, or are not wanted."""
+        self._calls = {key: call for key, call in self._calls.items() if key[0] in steps}
+
+    def forget_before(self, learned: int) -> None:
+        """Deletes the records of those steps that have taken weights of fewer learned ones. Nobody has these any more:
+        such a step was given up, and is sampled anew."""
+        gone = {step for (step, _), call in self._calls.items() if call.weights < learned}
+        if gone:
+            self._calls = {key: call for key, call in self._calls.items() if key[0] not in gone}
+            rows = [row for row in read_rows(self._path) if row.get("step") not in gone]
+            write_lines_atomic(self._path, (json.dumps(row) + "\n" for row in rows))
+
+    def needs_before(self, learned: int) -> bool:
+        """Whether a call that is still to be replayed wants weights of fewer steps."""
+        return any(call.weights < learned and not call.replayed for call in self._calls.values())
+
+    def begun(self, step: int, call: int, weights: int) -> None:
+        """Records that a call begins with some weights."""
+        if (known := self.recorded(step, call)) is not None:
+            assert known.weights == weights, (known, weights)
+            known.replayed = True
+            return
+        self._calls[step, call] = Call(weights, replayed=True)
+        append_rows(self._path, [{"step": step, "call": call, "weights": weights}])
+
+    def paused(self, step: int, call: int, dispatches: int) -> None:
+        """Records that a call is paused after so many dispatches."""
+        if self._calls[step, call].paused is None:
+            self._calls[step, call].paused = dispatches
+            append_rows(self._path, [{"step": step, "call": call, "paused": dispatches}])
+
+    def ended(self, step: int, call: int) -> None:
+        """Records that a call was not paused, if so: one that was killed may have been, had it gone on."""
+        known = self._calls[step, call]
+        if known.paused is None and not known.ended:
+            known.ended = True
+            append_rows(self._path, [{"step": step, "call": call, "paused": None}])
+
+
+@runtime_checkable
+class Holding(Protocol):
+    """A sampler that goes on with weights which it holds while newer ones are published, and that can be paused."""
+
+    def hold(self) -> Any:
+        """The weights that were published last."""
+        ...
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether a publication waits until nobody holds the weights before."""
+        ...
+
+    def sample(
+        self,
+        prompts: List[np.ndarray],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        reply: Reply | None = None,
+        on_done: OnDone | None = None,
+        begun: List[Begun] | None = None,
+        pause: Pause | None = None,
+        held: Any = None,
+    ) -> list[list[Completion]]:
+        """As `SamplingClient.sample`, with held weights; `pause` is asked before each dispatch."""
+        ...
+
+
+class Feeder:
+    """The sampler as one step of an asynchronous run sees it, a `SamplingClient`: its calls take weights that are
+    recorded, go on where they were paused, and end in all processes together."""
+
+    def __init__(self, calls: "AsyncRollouts", sampler: Holding, step: int):
+        """Calls nothing yet.
+
+        Args:
+            calls: decides about each call.
+            sampler: is called.
+            step: the number of the step.
+        """
+        self._calls, self._sampler, self._step, self._called = calls, sampler, step, 0
+        self.usage: Usage | None = None
+        """What the last call of `sample` took; None where there was none."""
+
+    def sample(
+        self,
+        prompts: List[np.ndarray],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        reply: Reply | None = None,
+        on_done: OnDone | None = None,
+        begun: List[Begun] | None = None,
+    ) -> list[list[Completion]]:
+        """See `protocols.SamplingClient.sample`."""
+        requests = requests_of(prompts, n, seed, begun)
+        done: dict[int, Completion] = {}
+        self.usage, enough = None, False
+        if not requests:  # other processes have some, and a call is one of all processes
+            return self._called_once([], sampling, seed, reply, None, [])
+        while (left := [i for i in range(len(requests)) if i not in done]) and not enough:
+
+            def hear(number: int, completion: Completion, left: list[int] = left) -> bool:
+                nonlocal enough
+                enough |= on_done is not None and on_done(left[number], completion)
+                return enough
+
+            asked, asked_begun = [requests[i][0] for i in left], [requests[i][1] for i in left]
+            answers = self._called_once(asked, sampling, seed, reply, hear, asked_begun)
+            for i, (completion,) in zip(left, answers, strict=True):
+                if completion.finish == "paused" and not enough:
+                    prompt, so_far = requests[i]
+                    requests[i] = prompt, replace(so_far, so_far=completion)
+                else:
+                    done[i] = completion
+        return [[done[i * n + j] for j in range(n)] for i in range(len(prompts))]
+
+    def _called_once(
+        self,
+        prompts: List[np.ndarray],
+        sampling: Sampling,
+        seed: int,
+        reply: Reply | None,
+        hear: OnDone | None,
+        begun: List[Begun],
+    ) -> list[list[Completion]]:
+        """One call of the sampler, which has ended when it has in all processes."""
+        call, self._called = self._called, self._called + 1
+        held, pause = self._calls.begin(self._step, call)
+        answers: list[list[Completion]] = []
+
+        def act() -> bytes:
+            answers.extend(self._sampler.sample(prompts, 1, sampling, seed, reply, hear, begun, pause, held))
+            return b""
+
+        processes.all_done("call", act)
+        if isinstance(self._sampler, Metered) and (new := self._sampler.usage) is not None:
+            old = self.usage or Usage(0, 0, 0.0)
+            self.usage = Usage(old.tokens + new.tokens, old.slot_steps + new.slot_steps, old.bytes + new.bytes)
+        self._calls.end(self._step, call)
+        return answers
+
 
 Gather = Callable[[SamplingClient, RolloutStep], list[list[Scored]]]
 """Samples and scores the groups of a step."""
@@ -33,11 +228,11 @@ LOOK = 0.1
 """Seconds after which a wait looks whether the run is to end: a signal's handler can wake nobody."""
 ENDING = 10.0
 """Seconds in which what is being sampled ends where it is given up; then what is being scored is ended, too."""
-NONE = 1 << 30
+NEVER = 1 << 30
 """Later than all steps."""
 
 
-class Ahead:
+class AsyncRollouts:
     """The steps of an asynchronous run, with a position that can be saved; a `run.loop.Stream`."""
 
     def __init__(
@@ -90,7 +285,7 @@ class Ahead:
         """Version of weights -> steps that were learned when they were published."""
         self._place: dict[str, Any] | None = None
         """The position before the step that is being sampled; None where none is."""
-        self._oldest = self._wanted = NONE
+        self._oldest = self._wanted = NEVER
         """The oldest weights that the step being sampled has taken; and the weights that its next call waits for."""
         self._held: Any = None
         """The weights of the call that was begun last."""
@@ -99,10 +294,11 @@ class Ahead:
         self._handed_at = time.monotonic()
 
     def __next__(self) -> RolloutStep:
-        """The next step, sampled.
+        """The next step, sampled, with how old its completions are.
 
         Raises:
             processes.Stopped: the run is to end.
+            Doubtful: a token is older than the bound.
         """
         number = self._asked
         if number == 0:
@@ -110,14 +306,33 @@ class Ahead:
             return next(self._inner)
         began = time.monotonic()
         self._publish(number)
-        step = self._arrived(number)
+        with self._changed:
+            self._until(lambda: number in self._steps or self._exhausted)
+        self._go_on_together()
+        with self._changed:
+            if number not in self._steps:
+                raise StopIteration if self._error is None else self._error
+            step = self._steps[number]
         self._asked += 1
-        return self._checked(number, step, time.monotonic() - began)
+        waited = time.monotonic() - began
+        assert step.sampled is not None
+        ages = np.array([self._age(x.completion, number) for group in step.sampled for x in group])
+        if ages.size and ages.max() > self._staleness:
+            raise Doubtful(
+                f"rollout.max_staleness: step {number} would learn from tokens whose weights are more than "
+                f"{self._staleness} step(s) old"
+            )
+        now = time.monotonic()
+        metrics = {"rollout/trainer_waits": waited / max(now - self._handed_at, 1e-9)}
+        self._handed_at = now
+        if ages.size:
+            metrics |= {"rollout/staleness": float(ages.mean()), "rollout/staleness/max": float(ages.max())}
+        return replace(step, ahead={**step.ahead, **metrics})
 
     def mark(self) -> Callable[[], dict[str, Any]]:
         """What returns the position of now, whenever it is called."""
         number = self._asked
-        for old in [one for one in self._steps if one < number]:
+        for old in [step for step in self._steps if step < number]:
             del self._steps[old]
         if number == 0:  # the caller is about to move the position itself
             first = self._state(0)
@@ -147,7 +362,7 @@ class Ahead:
             self._thread.join()
 
     def begin(self, step: int, call: int) -> tuple[Any, Pause]:
-        """See `feeder.Calls`. The lead decides which weights a call takes, since a clock does."""
+        """The weights of the sampler's next call, and what pauses it. The lead decides which, since a clock does."""
         weights = processes.told("weights", lambda: self._take(step, call))
         if not processes.lead():
             self._take(step, call, weights)
@@ -173,7 +388,11 @@ class Ahead:
         return self._held, pause
 
     def end(self, step: int, call: int) -> None:
-        """See `feeder.Calls`."""
+        """Records that a call has ended.
+
+        Raises:
+            processes.Stopped: the run is to end, and the call was given up.
+        """
         with self._changed:
             self._calling = False
             self._changed.notify_all()
@@ -231,37 +450,6 @@ class Ahead:
         if stopped:
             raise processes.Stopped
 
-    def _arrived(self, number: int) -> RolloutStep:
-        """Waits for a step."""
-        with self._changed:
-            self._until(lambda: number in self._steps or self._exhausted)
-        self._go_on_together()
-        with self._changed:
-            if number in self._steps:
-                return self._steps[number]
-            if self._error is not None:
-                raise self._error
-            raise StopIteration
-
-    def _checked(self, number: int, step: RolloutStep, waited: float) -> RolloutStep:
-        """A step with how old its completions are, as it leaves the buffer.
-
-        Raises:
-            Doubtful: older than the bound.
-        """
-        assert step.sampled is not None
-        ages = np.array([self._age(x.completion, number) for group in step.sampled for x in group])
-        if ages.size and ages.max() > self._staleness:
-            raise Doubtful(
-                f"rollout.max_staleness: step {number} would learn from tokens whose weights are more than "
-                f"{self._staleness} step(s) old"
-            )
-        now = time.monotonic()
-        waits = {"rollout/trainer_waits": waited / max(now - self._handed_at, 1e-9)}
-        self._handed_at = now
-        age = {"rollout/staleness": float(ages.mean()), "rollout/staleness/max": float(ages.max())} if ages.size else {}
-        return replace(step, ahead={**step.ahead, **age, **waits})
-
     def _age(self, completion: Completion, number: int) -> int:
         """How many steps old the oldest token of a completion is where step `number` learns from it; 0 without any."""
         versions = completion.versions[completion.drawn]
@@ -290,7 +478,7 @@ class Ahead:
             self._until(lambda: number - self._published <= self._before)
             if self._stop.is_set():
                 return False
-            self._place, self._oldest = self._inner.get_state(), NONE
+            self._place, self._oldest = self._inner.get_state(), NEVER
         waited = time.monotonic() - began
         step = next(self._inner, None)
         if step is not None:
@@ -299,7 +487,7 @@ class Ahead:
             share = waited / max(time.monotonic() - began, 1e-9)
             step = replace(step, sampled=groups, read=step.accounting, ahead={"rollout/sampler_waits": share})
         with self._changed:
-            self._place, self._oldest, self._exhausted = None, NONE, step is None
+            self._place, self._oldest, self._exhausted = None, NEVER, step is None
             if step is not None:
                 self._steps[number], self._sampled = step, number + 1
             self._changed.notify_all()
@@ -315,7 +503,7 @@ class Ahead:
             self._until(lambda: self._published >= self._wanted and (free or not self._publishing))
             if self._stop.is_set():
                 raise processes.Stopped
-            self._calling, self._wanted = True, NONE
+            self._calling, self._wanted = True, NEVER
             if processes.number() == 1:
                 self._held = self._sampler.hold()
             self._oldest = min(self._oldest, self._published)
@@ -331,9 +519,9 @@ class Ahead:
         with the position. It is waited for where it has taken older ones, but not where the run is to end.
         """
         with self._changed:
-            self._until(lambda: self._oldest >= number or NONE > self._wanted > self._published)
+            self._until(lambda: self._oldest >= number or NEVER > self._wanted > self._published)
             place = self._inner.get_state() if self._place is None else self._place
-            steps = {str(one): _saved(step) for one, step in self._steps.items()}
+            steps = {str(sampled): _saved(step) for sampled, step in self._steps.items()}
             ages = {str(version): learned for version, learned in self._ages.items()}
         return {"stream": place, "ahead": {"step": number, "steps": steps, "ages": ages}}
 
