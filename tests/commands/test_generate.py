@@ -23,8 +23,7 @@ import tunix.commands.progress
 from tests.tiny_runs import files, lines, model_folder, write_rows
 from tunix.cli import main
 from tunix.data.tokenizer import bytes_tokenizer
-from tunix.inference.model import InferenceModel, InferenceOptions
-from tunix.inference.text_stream import TextStream
+from tunix.inference.model import InferenceModel, InferenceOptions, TextStream
 from tunix.types import Sampling
 
 TOKENS = 8

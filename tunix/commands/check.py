@@ -25,8 +25,7 @@ from tunix.recipe.stages import resolved_stages
 from tunix.recipe.tiny import is_download, local_folder
 from tunix.rollout.environments.shipped import read_environment
 from tunix.rollout.rewards.base import ADDED, read_reward
-from tunix.run.checkpoint_owner import refuse_foreign_checkpoints
-from tunix.run.output_owner import refuse_no_run, refuse_other_run
+from tunix.run.owners import refuse_foreign_checkpoints, refuse_no_run, refuse_other_run
 from tunix.util.object_store import url_of
 from tunix.util.yaml_io import write_yaml
 

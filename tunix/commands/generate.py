@@ -30,8 +30,7 @@ from tunix.data.rendered import prompt_text
 from tunix.data.sources import Rows, open_rows
 from tunix.data.types import Prompt
 from tunix.errors import Interrupted, UserError
-from tunix.inference.model import InferenceModel, InferenceOptions, prompt_column
-from tunix.inference.text_stream import TextStream
+from tunix.inference.model import InferenceModel, InferenceOptions, TextStream, prompt_column
 from tunix.rollout.collect import Collector
 from tunix.rollout.engine.request import Request
 from tunix.rollout.rewards.config import RewardConfig

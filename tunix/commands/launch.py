@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tunix.commands.plan import refuse_misfit
 from tunix.errors import UserError
-from tunix.launch import kubernetes, pathways, slurm
+from tunix.launch import kubernetes, slurm
 from tunix.launch.job import Job, Options, job_of
 from tunix.recipe.recipe import Recipe
 from tunix.util.atomic_io import write_text_atomic
@@ -17,7 +17,7 @@ WRITERS = {
     "slurm": slurm.script,
     "gke-tpu": kubernetes.manifest,
     "gke-gpu": kubernetes.manifest,
-    "pathways": pathways.manifest,
+    "pathways": kubernetes.pathways_manifest,
 }
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tunix.commands.eval_tasks import EvalResult, loss
-from tunix.commands.evaluate import EvalOptions, Setting, has_held_out_rows, prepare
+from tunix.commands.evaluate import EvalOptions, EvalResult, Setting, has_held_out_rows, loss, prepare
 from tunix.errors import UserError
 from tunix.hf.model_folder import save_folder
 from tunix.inference.model import InferenceModel, InferenceOptions

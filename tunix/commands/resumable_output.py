@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tunix.errors import UserError
-from tunix.util.atomic_io import write_lines_atomic
-from tunix.util.full_disk import ROOM
+from tunix.util.atomic_io import ROOM, write_lines_atomic
 from tunix.util.yaml_io import shown
 
 DIGEST = "sha256:"

@@ -5,6 +5,10 @@ MEGASCALE_*), which JAX reads. GPU pods have none: their JobSet names the coordi
 
 A pod that ends with an error ends its Job, and the JobSet starts all pods again, up to a number of times; a user error
 (exit code 2) ends the JobSet.
+
+Through Pathways one process on a CPU node drives the TPUs of all slices. Its PathwaysJob adds Pathways' own servers to
+the pod and sets JAX_PLATFORMS=proxy in its container, by which tunix knows (`util/startup.py`). It has a number of
+restarts and no rule for exit codes, so that a user error is restarted as well.
 """
 
 import re
@@ -12,6 +16,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from tunix import __version__
+from tunix.errors import UserError
 from tunix.launch.job import USER_ERROR, Job
 from tunix.plan.chips import CHIPS
 from tunix.util.yaml_io import write_yaml
@@ -199,3 +204,55 @@ def _keys(job: Job) -> dict[str, str]:
         f"{i}-{re.sub(r'[^-.A-Za-z0-9_]', '_', PurePosixPath(path).name)}": path for i, path in enumerate(job.files)
     }
     return {"recipe.yaml": RECIPE, **keys}
+
+
+MACHINES = {
+    ("v5e", 4): "ct5lp-hightpu-4t",
+    ("v5e", 8): "ct5lp-hightpu-8t",
+    ("v5p", 4): "ct5p-hightpu-4t",
+    ("v6e", 4): "ct6e-standard-4t",
+    ("v6e", 8): "ct6e-standard-8t",
+}
+"""Chip and number of them in a host -> the machine, of those that a PathwaysJob takes."""
+
+
+def pathways_manifest(job: Job) -> str:
+    """The manifest of a job through Pathways.
+
+    Raises:
+        UserError: Pathways has no such machines.
+    """
+    return written(job, pathways_job(job))
+
+
+def pathways_job(job: Job) -> Tree:
+    """The PathwaysJob: its workers are the slices, its controller runs the recipe.
+
+    Raises:
+        UserError: Pathways has no such machines.
+    """
+    place = job.placement
+    machine = MACHINES.get((place.chip, place.per_host))
+    if machine is None:
+        known = ", ".join(f"{number} x {chip}" for chip, number in MACHINES)
+        raise UserError(f"--topology {place.topology}: Pathways has hosts of {known}, and not of {place.per_host}")
+    workers = {
+        "type": machine,
+        "topology": place.shape,
+        "numSlices": place.slices,
+    }
+    return {
+        "apiVersion": "pathways-job.pathways.domain/v1",
+        "kind": "PathwaysJob",
+        "metadata": metadata(job),
+        "spec": {
+            "maxRestarts": job.options.restarts,
+            "pathwaysDir": job.options.pathways_dir,
+            "workers": [workers],
+            "controller": {
+                "deploymentMode": "default",
+                "mainContainerName": CONTAINER,
+                "template": {"spec": pod(job, container(job, {}))},
+            },
+        },
+    }

@@ -26,17 +26,23 @@ from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector
 from tunix.rollout.environments.player import Player
 from tunix.rollout.servers.probe import TEXT
-from tunix.run.attention import attention_of
 from tunix.run.describe import device_notes, overview, products_line, remat_line, sampling_line, stage_line
 from tunix.run.devices import apart, mesh_of
-from tunix.run.experts import check_exchange, check_products, experts_line
-from tunix.run.inputs import Inputs, compare_views, held_out_line, open_inputs, row_kind_of, sampling_of
+from tunix.run.frozen_models import build_teacher, divided, reference_source, reference_weights, teacher_source
+from tunix.run.inputs import (
+    Inputs,
+    compare_views,
+    held_out_line,
+    microbatcher_of,
+    open_inputs,
+    row_kind_of,
+    sampling_of,
+)
+from tunix.run.kernels import attention_of, check_exchange, check_products, experts_line
 from tunix.run.loop import Job
 from tunix.run.reference_cache import ReferenceLogprobs, precompute
-from tunix.run.reference_model import reference_source, reference_weights
 from tunix.run.rehearsal import compiled_ahead
 from tunix.run.reward_model import judge
-from tunix.run.row_layout import microbatcher_of
 from tunix.run.streams import (
     ahead_of,
     check_ahead,
@@ -48,7 +54,6 @@ from tunix.run.streams import (
     tolerance_of,
     workload_of,
 )
-from tunix.run.teacher import build_teacher, divided, teacher_source
 from tunix.trainer.build import ClientSettings, ServerSettings, build_client
 from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.perf import Work

@@ -11,11 +11,16 @@ from tunix.errors import UserError
 from tunix.hf.source import TOKENIZER
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.types import SPANS
-from tunix.run.checkpoint_owner import own_checkpoints, refuse_foreign_checkpoints
-from tunix.run.output_owner import checkpoint_steps, refuse_no_run, refuse_other_run, trained
+from tunix.run.owners import (
+    checkpoint_steps,
+    own_checkpoints,
+    refuse_foreign_checkpoints,
+    refuse_no_run,
+    refuse_other_run,
+    trained,
+)
 from tunix.trainer.progress import Display
-from tunix.util.atomic_io import write_text_atomic
-from tunix.util.full_disk import ROOM, is_full
+from tunix.util.atomic_io import ROOM, is_full, write_text_atomic
 from tunix.util.json_lines import forget_after
 
 

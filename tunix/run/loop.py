@@ -20,9 +20,8 @@ from tunix.errors import Doubtful, Interrupted, UserError
 from tunix.protocols import Client
 from tunix.rollout.collect import Collector
 from tunix.rollout.types import SPANS
-from tunix.run.evaluation import Evaluation
+from tunix.run.evaluation import Evaluation, Samples
 from tunix.run.recorder import Recorder
-from tunix.run.samples import Samples
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.config import CheckpointConfig
 from tunix.trainer.perf import Work

@@ -22,11 +22,9 @@ from tunix.rollout.feeder import Holding
 from tunix.rollout.journal import FILE, Journal
 from tunix.rollout.rewards.base import ADDED
 from tunix.rollout.rewards.scorer import Scorer
-from tunix.run.evaluation import Evaluation
-from tunix.run.inputs import Inputs, row_kind_of
+from tunix.run.evaluation import Evaluation, Samples, prompts_of, readable_tokens
+from tunix.run.inputs import Inputs, answers_together, layout, microbatcher_of, row_kind_of, sampled_row_length
 from tunix.run.loop import Stream
-from tunix.run.row_layout import answers_together, layout, microbatcher_of, sampled_row_length
-from tunix.run.samples import Samples, prompts_of, readable_tokens
 from tunix.trainer.progress import Display
 from tunix.trainer.trainer import Trainer
 from tunix.types import Sampling, Workload

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix.errors import UserError
-from tunix.util.atomic_io import write_text_atomic
-from tunix.util.full_disk import ROOM
+from tunix.util.atomic_io import ROOM, write_text_atomic
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
