@@ -388,10 +388,18 @@ def _launch(parsed: Parsed) -> None:
     from tunix.launch.job import Options, mount_of
     from tunix.recipe.recipe import Recipe
 
-    given = vars(parsed)
-    same = ("target", "topology", "slices", "per_host", "name", "image", "namespace", "service_account", "pathways_dir")
     options = Options(
-        **{key: given[key] for key in (*same, "restarts", "grace")},
+        target=parsed.target,
+        topology=parsed.topology,
+        slices=parsed.slices,
+        per_host=parsed.per_host,
+        name=parsed.name,
+        image=parsed.image,
+        namespace=parsed.namespace,
+        service_account=parsed.service_account,
+        pathways_dir=parsed.pathways_dir,
+        restarts=parsed.restarts,
+        grace=parsed.grace,
         mounts=tuple(map(mount_of, parsed.mount)),
         secrets=tuple(secret.partition("=")[::2] for secret in parsed.secret),
         setup=tuple(parsed.setup),
@@ -485,15 +493,32 @@ def _generate(parsed: Parsed) -> None:
     from tunix.commands.generate import generate
 
     adapters, selection, sampling = parsed.adapter, _selection(parsed), _sampling(parsed)
-    settings = {"rows": parsed.input, "out": parsed.out, "sampling": sampling, "n": parsed.n, "seed": parsed.seed}
+    parsed.adapter = adapters[0] if len(adapters) == 1 else None
+    options = _inference_options(parsed, parsed.slots)
     if len(adapters) < 2:
-        parsed.adapter = adapters[0] if adapters else None
-        generate(_inference_options(parsed, parsed.slots), parsed.prompt, selection=selection, **settings)
+        generate(
+            options,
+            parsed.prompt,
+            rows=parsed.input,
+            out=parsed.out,
+            sampling=sampling,
+            n=parsed.n,
+            seed=parsed.seed,
+            selection=selection,
+        )
         return
     if selection is not None:
         raise UserError("--reward scores the completions of one model: give one --adapter at a time")
-    parsed.adapter = None
-    compare(_inference_options(parsed, parsed.slots), adapters, parsed.prompt, **settings)
+    compare(
+        options,
+        adapters,
+        parsed.prompt,
+        rows=parsed.input,
+        out=parsed.out,
+        sampling=sampling,
+        n=parsed.n,
+        seed=parsed.seed,
+    )
 
 
 def _selection(parsed: Parsed) -> "Selection | None":

@@ -420,9 +420,13 @@ def prepare(options: InferenceOptions, eval_options: EvalOptions) -> Setting:
     rewards = eval_options.rewards or (recipe.reward if recipe else None)
     environment = recipe.rollout.environment if recipe else None
     read = algorithm_class(recipe.algorithm.name)(recipe.algorithm).train_on if recipe else None
-    tasks = (
-        (eval_options.task,) if eval_options.task else _tasks(read, eval_options, bool(rewards or environment), rows)
-    )
+    tasks: tuple[Task, ...] = ("loss", "reward") if rewards or environment else ("loss",)
+    if eval_options.task:
+        tasks = (eval_options.task,)
+    elif eval_options.rewards is not None or read == RowKind.PROMPT:
+        tasks = ("reward",)
+    elif read == RowKind.PAIRS or (read is None and {"chosen", "chosen_ids"} & {*rows[0]}):
+        tasks = ("pairs",)
     n = eval_options.n or (max(eval_options.ks, default=SAMPLES) if "pass" in tasks else 1)
     inference, config, sampling = _reading(options, recipe, eval_options, tasks, rows.name)
     if tasks != ("pairs",):
@@ -465,20 +469,6 @@ def _rows(model: str, recipe: Recipe | None, eval_options: EvalOptions) -> Rows:
     if rows is None:
         raise UserError(f"{model} has no held-out rows (data.eval): name some, `tunix eval {model} FILE`")
     return rows
-
-
-def _tasks(read: RowKind | None, eval_options: EvalOptions, scored: bool, rows: Rows) -> tuple[Task, ...]:
-    """The default tasks, where none is given.
-
-    Args:
-        read: the part of a row that the run's algorithm reads; None for a model that is no run.
-        scored: whether answers can be scored.
-    """
-    if eval_options.rewards is not None or read == RowKind.PROMPT:
-        return ("reward",)
-    if read == RowKind.PAIRS or (read is None and {"chosen", "chosen_ids"} & {*rows[0]}):
-        return ("pairs",)
-    return ("loss", "reward") if scored else ("loss",)
 
 
 def _reading(
@@ -556,13 +546,13 @@ def _shown(setting: Setting, results: Mapping[Task, EvalResult]) -> str:
     rows = setting.table.rows
     split = "" if rows.split is None else f", split {rows.split}"
     lines = [f"{setting.inference.options.model} on {rows.name}{split}{_strings(setting)}"]
-    width = max(len(name) for one in results.values() for name in one.metrics)
-    for task, one in results.items():
-        for name, number in one.metrics.items():
+    width = max(len(name) for result in results.values() for name in result.metrics)
+    for task, result in results.items():
+        for name, number in result.metrics.items():
             error = "" if number.error is None else f" ± {number.error:.4f}"
             lines.append(f"  {name:<{width}}  {number.value:10.4f}{error:<10}  {number.count} rows")
         mode = f"temperature {setting.sampling.temperature:g}" if setting.sampling.temperature else "greedy"
-        notes = [f"{mode}, {one.notes[0]}" if task in SAMPLING_TASKS else one.notes[0], *one.notes[1:]]
+        notes = [f"{mode}, {result.notes[0]}" if task in SAMPLING_TASKS else result.notes[0], *result.notes[1:]]
         lines += [f"  ({note})" for note in notes]
     return "\n".join(lines)
 

@@ -113,12 +113,11 @@ def open_questions(
     table = Rows("the prompt", [{"prompt": prompt}]) if rows is None else open_rows(rows)
     inference = InferenceModel(options)
     sampling = inference.with_stop_ids(sampling)
-    return inference, sampling, [_question(inference, table, i, rows is not None) for i in range(len(table))]
-
-
-def _question(inference: InferenceModel, table: Rows, index: int, listed: bool) -> Question:
-    row = table[index]
-    return Question(row, inference.prompt(row, f"row {index + 1} of {table.name}" if listed else table.name))
+    questions = []
+    for index in range(len(table)):
+        where = table.name if rows is None else f"row {index + 1} of {table.name}"
+        questions.append(Question(table[index], inference.prompt(table[index], where)))
+    return inference, sampling, questions
 
 
 def _show(inference: InferenceModel, requests: List[Request]) -> None:
@@ -165,7 +164,13 @@ class _Writing:
                 try:
                     self._sample(output, rows)
                 except KeyboardInterrupt as stopped:
-                    raise Interrupted(_interrupted(out, output, self.n, prompts)) from stopped
+                    kept = "interrupted before anything was kept"
+                    if output.done:
+                        kept = (
+                            f"interrupted: {output.done // self.n} of {prompts} rows are kept next to {out}; the same "
+                            "call goes on after them"
+                        )
+                    raise Interrupted(kept) from stopped
             summary = self._finish(output)
         print(f"{summary}, written to {out}")
 
@@ -238,7 +243,11 @@ class _Writing:
                 "are kept: the same call with a lower --threshold selects again without sampling"
             )
         output.finish(json.dumps(row) + "\n" for row in chosen.rows)
-        return _summary(chosen, len(self.questions))
+        text = f"{len(chosen.rows)} rows to train on, from {chosen.prompts} of {len(self.questions)} prompts"
+        text += f"{_left_out(chosen, len(self.questions))}; the longest has {chosen.longest} tokens"
+        if chosen.respelled:
+            text += f"; as ids, since the text of {chosen.respelled} would not be trained as it was sampled"
+        return text
 
 
 def line(
@@ -285,23 +294,9 @@ def _rewards(scored: Scored, total: float) -> dict[str, Any]:
     return {"reward": reward, "rewards": dict(zip(scored.rewards, each, strict=True)), **failures}
 
 
-def _summary(chosen: Chosen, prompts: int) -> str:
-    text = f"{len(chosen.rows)} rows to train on, from {chosen.prompts} of {prompts} prompts"
-    text += f"{_left_out(chosen, prompts)}; the longest has {chosen.longest} tokens"
-    if chosen.respelled:
-        text += f"; as ids, since the text of {chosen.respelled} would not be trained as it was sampled"
-    return text
-
-
 def _left_out(chosen: Chosen, prompts: int) -> str:
     """Text about prompts without a row, and the reason; empty without any."""
     below = prompts - chosen.prompts - chosen.failed
     parts = [f"{below} had nothing above the threshold"] if below else []
     parts += [f"{chosen.failed} had no score"] if chosen.failed else []
     return f" ({', '.join(parts)})" if parts else ""
-
-
-def _interrupted(out: Path, output: ResumableOutput, n: int, rows: int) -> str:
-    if not output.done:
-        return "interrupted before anything was kept"
-    return f"interrupted: {output.done // n} of {rows} rows are kept next to {out}; the same call goes on after them"

@@ -75,10 +75,10 @@ class ProgressSampler:
     ) -> list[list[Completion]]:
         """Implements `protocols.Sampler.sample`; the first request has the number `done`."""
         first = self.done
-        own = begun or [Begun(seed, first + i) for i in range(n * len(prompts))]
+        begun_at = begun or [Begun(seed, first + i) for i in range(n * len(prompts))]
         requests = [
             Request(prompts[i // n], sampling, x.seed, x.index, so_far=x.so_far, pictures=x.pictures)
-            for i, x in enumerate(own)
+            for i, x in enumerate(begun_at)
         ]
         sampled = self.engine.run(requests, reply, self._on_tokens, on_done)
         self.done = first + len(sampled)

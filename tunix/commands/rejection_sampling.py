@@ -84,40 +84,35 @@ def choose(
         taken += [(question, group[place]) for place in places]
         prompts += bool(places)
         failed += all(one["reward"] is None for one in group)
-    texts = [_as_text(inference, *one) for one in taken]
+    texts = [_as_text(inference, question, completion) for question, completion in taken]
     respelled = sum(text is None for text in texts)
-    shapes = [_as_ids(*one) for one in taken] if respelled else [text for text in texts if text is not None]
-    copied = ("reward", "row", "sample")
-    rows = [{**shape, **{name: one[name] for name in copied}} for shape, (_, one) in zip(shapes, taken, strict=True)]
-    longest = max((len(question.tokens) + len(one["tokens"]) for question, one in taken), default=0)
+    rows, longest = [], 0
+    for text, (question, completion) in zip(texts, taken, strict=True):
+        prompt, tokens = question.tokens.tolist(), completion["tokens"]
+        ids = {"input_ids": [*prompt, *tokens], "labels": [UNTRAINED] * len(prompt) + list(tokens)}
+        shape = ids if respelled or text is None else text
+        rows.append({**shape, **{name: completion[name] for name in ("reward", "row", "sample")}})
+        longest = max(longest, len(ids["input_ids"]))
     return Chosen(rows, prompts, failed, longest, respelled)
 
 
-def _as_ids(question: Question, one: Mapping[str, Any]) -> dict[str, Any]:
-    prompt = question.tokens.tolist()
-    return {"input_ids": [*prompt, *one["tokens"]], "labels": [UNTRAINED] * len(prompt) + list(one["tokens"])}
-
-
-def _as_text(inference: InferenceModel, question: Question, one: Mapping[str, Any]) -> dict[str, Any] | None:
+def _as_text(inference: InferenceModel, question: Question, completion: Mapping[str, Any]) -> dict[str, Any] | None:
     """The row as text; None where rendering it would not give the sampled tokens."""
     if inference.tokenizer is None or (prompt := inference.training_prompt(question.row)) is None:
         return None
-    text = one["text"]
-    row = {"prompt": prompt, "completion": text if isinstance(prompt, str) else [_assistant(text)]}
+    text = completion["text"]
+    turn = {"role": "assistant", "content": text}
+    row = {"prompt": prompt, "completion": text if isinstance(prompt, str) else [turn]}
     row |= {name: question.row[name] for name in ("tools", TEMPLATE_KWARGS) if question.row.get(name) is not None}
     rendering = Rendering("prompt_completion", max_length=sys.maxsize, vocab_size=inference.source.decoder.vocab_size)
     try:
         example = to_example(row, inference.tokenizer, rendering)
     except UserError:  # the template refuses this answer, which can still be trained as ids
         return None
-    start, sampled = len(question.tokens), [*question.tokens.tolist(), *one["tokens"]]
+    start, sampled = len(question.tokens), [*question.tokens.tolist(), *completion["tokens"]]
     if not isinstance(example, Kept):
         return None
     sequence = example.sequences[0]
     # A template may close a turn with a token that is neither sampled nor trained.
     same = sequence.tokens[: len(sampled)].tolist() == sampled
     return row if same and np.flatnonzero(sequence.loss_mask).tolist() == [*range(start, len(sampled))] else None
-
-
-def _assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}

@@ -110,12 +110,10 @@ def _entry(spec: str) -> Any:
         raise UserError(f"{where}: {error}") from error
     if not name:
         raise UserError(f"{where}: it names no reward; say for instance --reward exact_match")
-    return {"name": name, "options": dict(_option(option, where) for option in options)}
-
-
-def _option(text: str, where: str) -> tuple[str, Any]:
-    """Parses an option such as `target=40`, whose value is written as in a recipe."""
-    key, equals, value = text.partition("=")
-    if not (key and equals and value):
-        raise UserError(f"{where}: {text!r} is no option; write key=value, as in target=40")
-    return key, parse_yaml(value, f"{where}, option {key}")
+    values = {}
+    for option in options:  # such as `target=40`, whose value is written as in a recipe
+        key, equals, value = option.partition("=")
+        if not (key and equals and value):
+            raise UserError(f"{where}: {option!r} is no option; write key=value, as in target=40")
+        values[key] = parse_yaml(value, f"{where}, option {key}")
+    return {"name": name, "options": values}

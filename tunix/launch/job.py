@@ -163,6 +163,11 @@ class Placement:
         return f"{self.chip}:{self.shape}"
 
     @property
+    def described(self) -> str:
+        """Its hosts in words, e.g. `2 host(s) with 8 x h100 each`."""
+        return f"{self.processes} host(s) with {self.per_host} x {self.chip} each"
+
+    @property
     def processes(self) -> int:
         """Number of processes, one for each host."""
         return self.slices * self.hosts
@@ -196,7 +201,8 @@ def placement(recipe: Recipe, platform: str, topology: str | None, slices: int, 
         per_host: devices of a host; None for 8 GPUs, or 4 TPUs.
 
     Raises:
-        UserError: the number of devices stays open, or differs from that of the mesh.
+        UserError: the number of devices stays open, differs from that of the mesh, or does not fill its hosts; or there
+            are no such devices.
     """
     if topology is None:
         fixed = [f"{mesh.where} is for {mesh.size + mesh.apart}" for mesh in _meshes(recipe) if not mesh.is_open]
@@ -209,23 +215,30 @@ def placement(recipe: Recipe, platform: str, topology: str | None, slices: int, 
         raise UserError(f"--slices {slices}: only TPUs come in slices; GPUs are counted, e.g. --topology h100:16")
     chip, _, shape = topology.partition(":")
     shape = shape or _shape(recipe, chip, slices)
-    _check_shape(chip, shape)
-    found = _hosts(chip, shape, slices, per_host)
-    _check_mesh(recipe, found)
-    return found
+    if CHIPS[chip].platform == "tpu" and shape not in SHAPES[chip]:
+        raise UserError(f"--topology {chip}:{shape}: shapes of {chip} are {', '.join(SHAPES[chip])}")
+    if CHIPS[chip].platform == "gpu" and not re.fullmatch(r"[1-9]\d*", shape):
+        raise UserError(f"--topology {chip}:{shape}: after {chip}: comes the number of GPUs, e.g. {chip}:8")
+    number = number_of(f"{chip}:{shape}")
+    each = min(number, per_host or (GPUS_OF_A_HOST if CHIPS[chip].platform == "gpu" else CHIPS_OF_A_HOST))
+    if number % each:
+        raise UserError(f"--topology {chip}:{shape}: {number} devices do not fill hosts of {each}; see --per-host")
+    place = Placement(chip, shape, slices, number // each, each)
+    _check_mesh(recipe, place)
+    return place
 
 
 def _meshes(recipe: Recipe) -> list[Wanted]:
     """The meshes of a recipe; `auto` leaves everything open."""
-    found = []
+    meshes = []
     for index, stage in enumerate(recipe.stages or (recipe,)):
         sizes = [size for _, size in stage.mesh] if isinstance(stage.mesh, MeshConfig) else [-1]
         where = f"stages.{index}.mesh" if recipe.stages else "mesh"
         teaching = stage.teacher.mesh.size if stage.teacher and stage.teacher.mesh else 0
         sampling = stage.rollout.devices.devices or 0 if stage.rollout.devices else 0
         size = math.prod(size for size in sizes if size != -1)
-        found.append(Wanted(where, size, teaching + sampling, -1 in sizes))
-    return found
+        meshes.append(Wanted(where, size, teaching + sampling, -1 in sizes))
+    return meshes
 
 
 def _shape(recipe: Recipe, chip: str, slices: int) -> str:
@@ -247,46 +260,20 @@ def _shape(recipe: Recipe, chip: str, slices: int) -> str:
     return shapes[0]
 
 
-def _check_shape(chip: str, shape: str) -> None:
-    """Checks that there are such devices.
-
-    Raises:
-        UserError: there are none.
-    """
-    if CHIPS[chip].platform == "tpu" and shape not in SHAPES[chip]:
-        raise UserError(f"--topology {chip}:{shape}: shapes of {chip} are {', '.join(SHAPES[chip])}")
-    if CHIPS[chip].platform == "gpu" and not re.fullmatch(r"[1-9]\d*", shape):
-        raise UserError(f"--topology {chip}:{shape}: after {chip}: comes the number of GPUs, e.g. {chip}:8")
-
-
-def _hosts(chip: str, shape: str, slices: int, per_host: int | None) -> Placement:
-    """Divides the devices of a slice over its hosts.
-
-    Raises:
-        UserError: they do not fill their hosts.
-    """
-    number = number_of(f"{chip}:{shape}")
-    usual = GPUS_OF_A_HOST if CHIPS[chip].platform == "gpu" else CHIPS_OF_A_HOST
-    each = min(number, per_host or usual)
-    if number % each:
-        raise UserError(f"--topology {chip}:{shape}: {number} devices do not fill hosts of {each}; see --per-host")
-    return Placement(chip, shape, slices, number // each, each)
-
-
-def _check_mesh(recipe: Recipe, found: Placement) -> None:
+def _check_mesh(recipe: Recipe, place: Placement) -> None:
     """Checks that the recipe's meshes take all devices.
 
     Raises:
         UserError: one does not.
     """
     for mesh in _meshes(recipe):
-        left = found.devices - mesh.apart
+        left = place.devices - mesh.apart
         if left < mesh.size or left % mesh.size or (left > mesh.size and not mesh.is_open):
-            times = f" x {found.slices} slices" if found.slices > 1 else ""
+            times = f" x {place.slices} slices" if place.slices > 1 else ""
             wants = f"needs a multiple of {mesh.size}" if mesh.is_open else f"is for {mesh.size}"
             apart = f" beside the {mesh.apart} that only teach or sample" if mesh.apart else ""
             raise UserError(
-                f"{mesh.where} {wants} devices{apart}, and --topology {found.topology}{times} has {found.devices}: "
+                f"{mesh.where} {wants} devices{apart}, and --topology {place.topology}{times} has {place.devices}: "
                 f"change one of them, e.g. {mesh.where}=auto"
             )
 
@@ -405,7 +392,7 @@ def _check(options: Options) -> None:
         "--pathways-dir": target != "pathways" and options.pathways_dir,
         "--slices": PLATFORMS[target] == "gpu" and options.slices > 1,
     }
-    if wrong := [flag for flag, given in foreign.items() if given]:
+    if wrong := [flag for flag, value in foreign.items() if value]:
         raise UserError(f"{', '.join(wrong)}: it means nothing with --target {target}; leave it out")
     if not slurm and options.image is None:
         extra = {"gke-gpu": "gpu", "gke-tpu": "tpu"}.get(target, "pathways,gcs")

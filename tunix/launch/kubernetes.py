@@ -50,22 +50,17 @@ def manifest(job: Job) -> str:
 
 def written(job: Job, workload: Tree) -> str:
     """A manifest of the recipe's ConfigMap and a workload, as YAML."""
-    place = job.placement
-    hosts = f"{place.processes} host(s) with {place.per_host} x {place.chip} each"
-    title = f"# {job.name}: {hosts}, written by `tunix launch` {__version__}."
-    return "\n".join((title, write_yaml(config_map(job)) + "---", write_yaml(workload)))
+    title = f"# {job.name}: {job.placement.described}, written by `tunix launch` {__version__}."
+    data = {key: job.files.get(path, job.recipe) for key, path in _keys(job).items()}
+    about = metadata(job, f"{job.name}-recipe")
+    config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data}
+    return "\n".join((title, write_yaml(config_map) + "---", write_yaml(workload)))
 
 
 def metadata(job: Job, name: str | None = None) -> Tree:
     """Name, namespace and label of an object; by default those of the workload."""
     where = {} if job.options.namespace is None else {"namespace": job.options.namespace}
     return {"name": name or job.name, **where, "labels": {"app.kubernetes.io/name": "tunix"}}
-
-
-def config_map(job: Job) -> Tree:
-    """The recipe and the files that go along."""
-    data = {key: job.files.get(path, job.recipe) for key, path in _keys(job).items()}
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(job, f"{job.name}-recipe"), "data": data}
 
 
 def job_set(job: Job) -> Tree:
@@ -149,7 +144,10 @@ def container(job: Job, variables: Tree) -> Tree:
     """
     kept = job.options.mounts[0].path if job.options.mounts else SCRATCH
     caches = {"HF_HOME": f"{kept}/.cache/huggingface", "JAX_COMPILATION_CACHE_DIR": f"{kept}/.cache/jax"}
-    known = {"HOME": SCRATCH, "PYTHONUNBUFFERED": "1", **caches, **variables, **_secrets(job)}
+    known: Tree = {"HOME": SCRATCH, "PYTHONUNBUFFERED": "1", **caches, **variables}
+    for variable, place in job.options.secrets:  # the key of one is the variable's name unless another is given
+        name, _, key = place.partition("/")
+        known[variable] = {"secretKeyRef": {"name": name, "key": key or variable}}
     volumes = [{"name": "files", "mountPath": FILES, "readOnly": True}, {"name": "scratch", "mountPath": SCRATCH}]
     volumes += [{"name": f"mount-{i}", "mountPath": mount.path} for i, mount in enumerate(job.options.mounts)]
     return {
@@ -157,7 +155,9 @@ def container(job: Job, variables: Tree) -> Tree:
         "image": job.options.image,
         "command": ["tunix", "run", f"{FILES}/{RECIPE}", "--no-plan"],
         "workingDir": FILES,
-        "env": [_variable(name, value) for name, value in known.items()],
+        "env": [
+            {"name": name, "value" if isinstance(value, str) else "valueFrom": value} for name, value in known.items()
+        ],
         "securityContext": {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True},
         "volumeMounts": volumes,
     }
@@ -183,19 +183,6 @@ def _files(job: Job) -> Tree:
     """The volume with the recipe and the files that go along, each at its path."""
     items = [{"key": key, "path": path} for key, path in _keys(job).items()]
     return {"name": "files", "configMap": {"name": f"{job.name}-recipe", "items": items}}
-
-
-def _secrets(job: Job) -> Tree:
-    """Variables whose values are in Secrets; the key of one is the variable's name unless another is given."""
-    found = {}
-    for variable, place in job.options.secrets:
-        name, _, key = place.partition("/")
-        found[variable] = {"secretKeyRef": {"name": name, "key": key or variable}}
-    return found
-
-
-def _variable(name: str, value: str | Tree) -> Tree:
-    return {"name": name, "value": value} if isinstance(value, str) else {"name": name, "valueFrom": value}
 
 
 def _keys(job: Job) -> dict[str, str]:
