@@ -265,8 +265,13 @@ class InferenceModel:
         if self.trained_on is not None:
             return self.trained_on
         chat = self.plain_reason is None
-        rendered = {"chat": chat, "system": self.system if chat else None, "template_kwargs": self.template_kwargs}
-        return DataConfig(train=train, max_length=length, **rendered)
+        return DataConfig(
+            train=train,
+            max_length=length,
+            chat=chat,
+            system=self.system if chat else None,
+            template_kwargs=self.template_kwargs,
+        )
 
     def text(self, completion: Completion, *, skip_special: bool = True) -> str | None:
         """The text of a completion, without the stop string and, by default, special tokens; None without a

@@ -8,7 +8,6 @@ import difflib
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any, get_args
 
@@ -77,7 +76,11 @@ class Recipe(Sections):
         checked = [_checked(part, staged) for part in parts]
         recipes = tuple(part for part in checked if isinstance(part, Recipe))
         if len(recipes) < len(checked):
-            raise UserError("\n".join(f"{where}: {line}" for line in _gathered(checked)))
+            faults = [fault if isinstance(fault, list) else [] for fault in checked]
+            # Those of keys that all stages share are reported once.
+            wrong = [line for line in faults[0] if all(line in fault for fault in faults)]
+            wrong += [f"stages.{i}.{line}" for i, fault in enumerate(faults) for line in fault if line not in wrong]
+            raise UserError("\n".join(f"{where}: {line}" for line in wrong))
         if early := [index for index, stage in enumerate(recipes[:-1]) if stage.quantization is not None]:
             raise UserError(
                 f"{where}: stages.{early[0]}.quantization: a later stage would train on from rounded weights; quantize "
@@ -200,14 +203,6 @@ def _checked(sections: Mapping[str, Any], staged: bool) -> "Recipe | list[str]":
         return Recipe.model_validate(sections, context={"staged": staged, "families": tuple(FAMILIES)})
     except ValidationError as error:
         return problems(error, _keys(sections.get("algorithm")))
-
-
-def _gathered(checked: List["Recipe | list[str]"]) -> list[str]:
-    """The problems of all stages; those of keys that all stages share are reported once."""
-    faults = [fault if isinstance(fault, list) else [] for fault in checked]
-    common = [line for line in faults[0] if all(line in fault for fault in faults)]
-    single = [f"stages.{index}.{line}" for index, fault in enumerate(faults) for line in fault if line not in common]
-    return common + single
 
 
 def _keys(algorithm: Any) -> dict[str, list[str]]:

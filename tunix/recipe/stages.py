@@ -57,12 +57,12 @@ def _inherited(shared: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str,
 
 def _checkpoint(stage: Mapping[str, Any], merged: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The `checkpoint` section of a stage if it inherits a folder: its own checkpoints are in a folder in there."""
-    section, own = merged.get("checkpoint"), stage.get("checkpoint")
+    section, written = merged.get("checkpoint"), stage.get("checkpoint")
     folder = section.get("folder") if isinstance(section, Mapping) else None
     if (
         not isinstance(section, Mapping)
         or not isinstance(folder, str)
-        or (isinstance(own, Mapping) and "folder" in own)
+        or (isinstance(written, Mapping) and "folder" in written)
     ):
         return {}
     return {"checkpoint": {**section, "folder": f"{folder.rstrip('/')}/{name}"}}

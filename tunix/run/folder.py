@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from tunix.errors import UserError
 from tunix.hf.source import TOKENIZER
@@ -125,7 +124,11 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         UserError: another process uses the folder, or it cannot be written.
     """
-    with _lock_file(folder) as file:
+    try:
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -133,10 +136,3 @@ def locked(folder: Path) -> Iterator[None]:
                 f"{folder}: another tunix process is running there; wait for it, or set another output"
             ) from error
         yield
-
-
-def _lock_file(folder: Path) -> IO[str]:
-    try:
-        return (folder / ".lock").open("w")
-    except OSError as error:
-        raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error

@@ -81,7 +81,11 @@ def build_teacher(recipe: Recipe, source: Source, student: Source, learner: Lear
     assert config is not None
     mesh = students if config.mesh is None else build_mesh(config.mesh, divided(config)[1])
     if config.mesh is None and _same_base(source, config.dtype, student, learner):
-        model, params = _on_base(source, learner)
+        # The student's frozen weights, with the teacher's unmerged adapter if it has one.
+        model, params = replace(learner.spec.model, adapt=None, has_scalar_head=False), learner.frozen
+        if source.merged is not None:
+            settings, adapter_params = beside(model, params, learner.spec.mesh, source.merged)
+            model, params = replace(model, adapt=adapt(settings, model.config)), {**params, **adapter_params}
     else:
         model, params = loaded(source, config.dtype, mesh)
     size, packing = recipe.sequences_per_update, bool(recipe.data.packing)
@@ -102,16 +106,6 @@ def _same_base(teacher: Source, dtype: DType, student: Source, learner: Learner)
         and bool(frozen)
         and all(x.dtype == dtype for name, x in frozen.items() if name not in model.kinds)
     )
-
-
-def _on_base(teacher: Source, learner: Learner) -> tuple[Model, Params]:
-    """The teacher as the student's frozen weights, with its unmerged adapter if it has one."""
-    spec = learner.spec
-    model = replace(spec.model, adapt=None, has_scalar_head=False)
-    if teacher.merged is None:
-        return model, learner.frozen
-    settings, adapter_params = beside(model, learner.frozen, spec.mesh, teacher.merged)
-    return replace(model, adapt=adapt(settings, model.config)), {**learner.frozen, **adapter_params}
 
 
 def _check_vocabulary(name: str, teacher: Source, student: Source) -> None:

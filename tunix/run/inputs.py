@@ -64,7 +64,15 @@ def compare_views(inputs: Inputs) -> None:
     """
     if processes.number() == 1:
         return
-    about = {"data.train": _view(inputs.train), "model": _view_of_model(inputs.source)}
+    source = inputs.source
+    folders = [folder for folder in (source.folder, source.merged) if folder is not None]
+    files = (
+        f"{file.name} {file.stat().st_size}" for folder in folders for file in sorted(folder.glob("*.safetensors"))
+    )
+    tokens = sorted(source.tokenizer.hf.get_vocab().items()) if source.tokenizer is not None else ()
+    # The model's structure, its files and the tokens of its vocabulary.
+    model = digest([str(source.decoder), *files, *map(str, tokens)])[:12]
+    about = {"data.train": _view(inputs.train), "model": f"{source.decoder.family} (digest {model})"}
     if inputs.held_out is not None:
         about["data.eval"] = _view(inputs.held_out)
     processes.agree(about)
@@ -83,16 +91,6 @@ def held_out_line(inputs: Inputs) -> str | None:
 def _view(rows: Rows) -> str:
     """The number of rows, and their digest."""
     return f"{len(rows)} rows (digest {rows.digest[:12]})"
-
-
-def _view_of_model(source: Source) -> str:
-    """The model's structure, its files and the tokens of its vocabulary."""
-    folders = [folder for folder in (source.folder, source.merged) if folder is not None]
-    files = (
-        f"{file.name} {file.stat().st_size}" for folder in folders for file in sorted(folder.glob("*.safetensors"))
-    )
-    tokens = sorted(source.tokenizer.hf.get_vocab().items()) if source.tokenizer is not None else ()
-    return f"{source.decoder.family} (digest {digest([str(source.decoder), *files, *map(str, tokens)])[:12]})"
 
 
 def row_kind_of(recipe: Recipe, algorithm: Algorithm) -> RowKind:
@@ -129,8 +127,8 @@ def answers_together(recipe: Recipe, mesh: Mesh, decoder: DecoderConfig, algorit
     if recipe.rollout.environment is not None or not recipe.data.packing:
         return 1
     data, number = recipe.data, recipe.sequences_per_update
-    limits = (data.max_length, data.longest_completion, recipe.micro_batch_size)
-    return answers_per_row(mesh, decoder, algorithm.group, number, *limits)
+    longest, completion, micro = data.max_length, data.longest_completion, recipe.micro_batch_size
+    return answers_per_row(mesh, decoder, algorithm.group, number, longest, completion, micro)
 
 
 def sampled_row_length(recipe: Recipe, number: int) -> int:

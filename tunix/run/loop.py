@@ -182,12 +182,11 @@ class Loop:
     def _save_is_due(self) -> bool:
         """Whether a checkpoint is due, by steps or by time."""
         saving = self.job.saving
-        by_steps = saving.every is not None and self.step % saving.every == 0
-        return by_steps or (saving.every_minutes is not None and processes.told("save", self._is_time_to_save))
-
-    def _is_time_to_save(self) -> bool:
-        assert self.job.saving.every_minutes is not None
-        return time.monotonic() - self._saved_at >= 60 * self.job.saving.every_minutes
+        if saving.every is not None and self.step % saving.every == 0:
+            return True
+        if (minutes := saving.every_minutes) is None:
+            return False
+        return processes.told("save", lambda: time.monotonic() - self._saved_at >= 60 * minutes)
 
     def _fetch(self) -> Any:
         """Fetches the input of the next step, None after the last. The saved position stays before it."""

@@ -151,7 +151,9 @@ def run(recipe: Recipe, *, fresh: bool, verbose: bool) -> RunResult:
     """As `train`, of a recipe about which the first line has been said."""
     prepare_jax()
     with terminable(), together(_say), explaining_full_disk(recipe.output):
-        processes.agree(_about(recipe))
+        # What all processes of a run have in common.
+        values = {f"recipe, {name}": str(value) for name, value in flattened(recipe.sections())}
+        processes.agree({"version of tunix": __version__, "version of jax": jax.__version__, **values})
         with _claimed(recipe, fresh) as folder:
             if not recipe.stages:
                 return _run(recipe, folder, folder, verbose=verbose)
@@ -160,12 +162,6 @@ def run(recipe: Recipe, *, fresh: bool, verbose: bool) -> RunResult:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _about(recipe: Recipe) -> dict[str, str]:
-    """What all processes of a run have in common."""
-    values = {f"recipe, {name}": str(value) for name, value in flattened(recipe.sections())}
-    return {"version of tunix": __version__, "version of jax": jax.__version__, **values}
 
 
 @contextmanager

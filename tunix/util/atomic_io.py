@@ -1,6 +1,6 @@
 """Atomic writes: a temporary sibling is written first and then renamed, so that a reader sees all of it or nothing.
 
-`atomic_folder` is for exports, `write_text_atomic`, `write_lines_atomic` and `write_bytes_atomic` are for single files.
+`atomic_folder` is for exports, `write_text_atomic`, `write_lines_atomic` and `replacing` are for single files.
 A folder never replaces anything; on a failure the temporary is removed and the target is unchanged. `refuse_foreign`
 guards reading: a folder from elsewhere cannot name files outside of it.
 """
@@ -94,16 +94,6 @@ def write_lines_atomic(path: Path, lines: Iterable[str]) -> None:
     """
     with replacing(path) as file:
         file.writelines(line.encode("utf-8") for line in lines)
-
-
-def write_bytes_atomic(path: Path, content: bytes) -> None:
-    """Replaces the file at `path` by one with these bytes.
-
-    Raises:
-        UserError: the disk refuses; the old file is still there.
-    """
-    with replacing(path) as file:
-        file.write(content)
 
 
 @contextmanager

@@ -6,10 +6,10 @@ from typing import Any
 
 def tree_of(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
     """The tree that has these leaves at these paths."""
-    found: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for (*path, last), value in leaves.items():
-        node = found
+        node = tree
         for part in path:
             node = node.setdefault(part, {})
         node[last] = value
-    return found
+    return tree
