@@ -131,8 +131,13 @@ def _show(planned: Plan, recipe: Recipe, console: Console) -> None:
             console.print(f"  {line}", markup=False)
         _show_memory(verdict, console)
         _show_programs(verdict, console)
-        if verdict["prediction"] is not None:
-            console.print(predicted(verdict["prediction"]))
+        if (prediction := verdict["prediction"]) is not None:
+            seconds, share = prediction["step_seconds"], prediction["mfu"]
+            console.print(
+                f"predicted, not measured: a step of {seconds:{'.3g' if seconds < 1000 else ',.0f'}} s at the least, "
+                f"{prediction['tokens_per_second']:,.0f} trained tokens/s, MFU {share:{'.0%' if share > 0.1 else '.1%'}}, "
+                "if rows are full and every device reaches its peaks"
+            )
         if number in planned.changes:
             console.print(suggestion(planned, number))
     if planned.late:
@@ -182,24 +187,13 @@ def suggestion(planned: Plan, stage: int) -> str:
     return f"none of these fits: {'; '.join(planned.tried)}" if planned.tried else "no change is known that could fit"
 
 
-def predicted(prediction: dict[str, float]) -> str:
-    """The prediction in a sentence."""
-    seconds, share = prediction["step_seconds"], prediction["mfu"]
-    return (
-        f"predicted, not measured: a step of {seconds:{'.3g' if seconds < 1000 else ',.0f'}} s at the least, "
-        f"{prediction['tokens_per_second']:,.0f} trained tokens/s, MFU {share:{'.0%' if share > 0.1 else '.1%'}}, if "
-        "rows are full and "
-        "every device reaches its peaks"
-    )
-
-
 def _show_memory(verdict: dict[str, Any], console: Console) -> None:
     """The kinds of memory during the program of each place that needs most, and its largest arrays."""
     for name, most in first_of_each(verdict).items():
         number = verdict["places"][name]["number"]
         devices = "each device" if len(verdict["places"]) == 1 else f"each of {number} {name} device(s)"
         table = Table(f"of {devices}, during {most['name']}", Column("GiB", justify="right"), box=SIMPLE)
-        for kind, size in sorted(most["kinds"].items(), key=lambda one: -one[1]):
+        for kind, size in sorted(most["kinds"].items(), key=lambda item: -one[1]):
             table.add_row(kind, f"{size / GIB:.2f}")
         console.print(table)
         for buffer in most["buffers"]:

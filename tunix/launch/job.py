@@ -78,21 +78,6 @@ def require_lasting(recipe: Recipe, mounts: tuple[Mount, ...]) -> list[str]:
     ]
 
 
-def require_shared(recipe: Recipe) -> None:
-    """Checks that a run's folders are not on a disk which each node has for itself.
-
-    Raises:
-        UserError: one of them is.
-    """
-    for stage in recipe.stages or (recipe,):
-        for key, place in (("output", recipe.output), ("checkpoint.folder", stage.checkpoint.folder)):
-            if place is not None and _below(place, OWN_DISKS):
-                raise UserError(
-                    f"{key}: {place} is on each node's own disk: a job that is started again may get other nodes. Take "
-                    "a folder that all nodes share, such as one in your home folder"
-                )
-
-
 def sent_along(recipe: Recipe, mounts: tuple[Mount, ...]) -> dict[str, str]:
     """Small files that the recipe names: code (`judge.py:short`) and chat templates.
 
@@ -351,7 +336,13 @@ def job_of(recipe: Recipe, options: Options) -> Job:
     place = placement(recipe, PLATFORMS[options.target], options.topology, options.slices, options.per_host)
     name = _name(recipe, options)
     if options.target == "slurm":
-        require_shared(recipe)
+        for stage in recipe.stages or (recipe,):
+            for key, folder in (("output", recipe.output), ("checkpoint.folder", stage.checkpoint.folder)):
+                if folder is not None and _below(folder, OWN_DISKS):
+                    raise UserError(
+                        f"{key}: {folder} is on each node's own disk: a job that is started again may get other nodes. "
+                        "Take a folder that all nodes share, such as one in your home folder"
+                    )
         return Job(name, recipe.to_yaml(), {}, place, options)
     lost = require_lasting(recipe, options.mounts)
     files = sent_along(recipe, options.mounts)

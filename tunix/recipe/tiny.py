@@ -138,8 +138,7 @@ def shrunk(
         "optimizer": {**optimizer, "warmup": warmup},
         "mesh": "auto",  # a laptop does not have the recipe's devices
         "batch_size": batch_size,
-        "micro_batch_size": micro
-        and min(micro, type(config).model_validate(algorithm).sequences_per_update(batch_size)),
+        "micro_batch_size": micro and min(micro, sequences),
         "checkpoint": {**sections["checkpoint"], "folder": None},  # a laptop needs no store
         "steps": None if "epochs" in said and "steps" not in said else steps,
         "epochs": None,

@@ -25,6 +25,8 @@ from tunix.recipe.notes import update_notes
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector
 from tunix.rollout.environments.player import Player
+from tunix.rollout.rewards.base import ADDED
+from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.servers.probe import TEXT
 from tunix.run.describe import device_notes, overview, products_line, remat_line, sampling_line, stage_line
 from tunix.run.devices import apart, mesh_of
@@ -48,7 +50,6 @@ from tunix.run.streams import (
     check_ahead,
     evaluation_of,
     open_stream,
-    reward_functions,
     samples_of,
     steps_of,
     tolerance_of,
@@ -103,7 +104,10 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     # read.
     first, size = Rows(inputs.train.name, [inputs.train[0]], inputs.train.folder), inputs.source.decoder.vocab_size
     account(first, inputs.tokenizer, recipe.data, row_kind_of(recipe, algorithm), size)
-    scorer = reward_functions(recipe, inputs)
+    scorer = None
+    if recipe.reward is not None and recipe.reward.functions:
+        scorer = Scorer(recipe.reward.functions, recipe.reward.deadline, recipe.reward.workers)
+        scorer.check([*inputs.train[0], *recipe.data.columns, *ADDED])
     sampled_on = own_part(sampling_mesh or mesh)
     rewards = recipe.reward and judge(recipe.reward, inputs.tokenizer, recipe.data, recipe.model.dtype, sampled_on)
     collector = Collector(inputs.tokenizer, algorithm.sampling, scorer, play, recipe.data.max_length, rewards)

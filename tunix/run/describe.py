@@ -28,7 +28,7 @@ from tunix.util import startup
 
 
 def overview(learner: Learner, rules: Rules | None, inputs: Inputs, mesh: Mesh, total: int) -> str:
-    """One line about the weights, the rows, the steps and the devices of a run, with the memory that JAX has of each."""
+    """One line about the weights, the rows, the steps and the devices of a run, with the memory of each."""
     trained = sum(x.size for x in learner.state.params.values())
     frozen = sum(x.size for name, x in learner.frozen.items() if not is_scale(name))
     weights = f"{readable(trained)} weights train" + (f", {readable(frozen)} are frozen" if frozen else "")

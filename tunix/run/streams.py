@@ -20,8 +20,6 @@ from tunix.rollout.backlog import Backlog
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.feeder import Holding
 from tunix.rollout.journal import FILE, Journal
-from tunix.rollout.rewards.base import ADDED
-from tunix.rollout.rewards.scorer import Scorer
 from tunix.run.evaluation import Evaluation, Samples, prompts_of, readable_tokens
 from tunix.run.inputs import Inputs, answers_together, layout, microbatcher_of, row_kind_of, sampled_row_length
 from tunix.run.loop import Stream
@@ -211,15 +209,6 @@ def workload_of(recipe: Recipe, algorithm: Algorithm, evaluation: Evaluation) ->
         length=recipe.data.max_length,
         replies=replies,
     )
-
-
-def reward_functions(recipe: Recipe, inputs: Inputs) -> Scorer | None:
-    """Starts the reward functions of a recipe and checks them against the columns of the rows; None without any."""
-    if recipe.reward is None or not recipe.reward.functions:
-        return None
-    scorer = Scorer(recipe.reward.functions, recipe.reward.deadline, recipe.reward.workers)
-    scorer.check([*inputs.train[0], *recipe.data.columns, *ADDED])
-    return scorer
 
 
 def evaluation_of(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collector: Collector, mesh: Mesh) -> Evaluation:
