@@ -135,8 +135,8 @@ def _show(planned: Plan, recipe: Recipe, console: Console) -> None:
             seconds, share = prediction["step_seconds"], prediction["mfu"]
             console.print(
                 f"predicted, not measured: a step of {seconds:{'.3g' if seconds < 1000 else ',.0f'}} s at the least, "
-                f"{prediction['tokens_per_second']:,.0f} trained tokens/s, MFU {share:{'.0%' if share > 0.1 else '.1%'}}, "
-                "if rows are full and every device reaches its peaks"
+                f"{prediction['tokens_per_second']:,.0f} trained tokens/s, MFU "
+                f"{share:{'.0%' if share > 0.1 else '.1%'}}, if rows are full and every device reaches its peaks"
             )
         if number in planned.changes:
             console.print(suggestion(planned, number))
