@@ -524,7 +524,7 @@ def _generate(parsed: Parsed) -> None:
 def _selection(parsed: Parsed) -> "Selection | None":
     """How completions are scored and selected; None without rewards."""
     from tunix.commands.generate import Selection
-    from tunix.commands.reward_flags import reward_config
+    from tunix.commands.sampling import reward_config
 
     rewards = reward_config(parsed.reward, parsed.reward_model, parsed.deadline)
     if rewards is not None:
@@ -569,7 +569,7 @@ def eval_arguments(parser: Parser) -> None:
 
 def _eval(parsed: Parsed) -> None:
     from tunix.commands.evaluate import EvalOptions, evaluate
-    from tunix.commands.reward_flags import reward_config
+    from tunix.commands.sampling import reward_config
 
     columns = dict(column.partition("=")[::2] for column in parsed.column)
     if wrong := next((ours for ours, theirs in columns.items() if not (ours and theirs)), None):

@@ -26,7 +26,7 @@ from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.feeder import Holding
 from tunix.rollout.journal import Journal
 from tunix.rollout.types import Scored
-from tunix.util.json_lines import read_rows
+from tunix.util.atomic_io import read_rows
 
 STEPS, GROUP = 7, 2
 Steps = dict[int, list[tuple[int, list[int]]]]

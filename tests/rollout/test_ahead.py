@@ -32,7 +32,7 @@ from tunix.rollout.feeder import Holding
 from tunix.rollout.journal import Journal
 from tunix.rollout.types import Scored
 from tunix.types import Begun, Completion, Sampling
-from tunix.util.json_lines import read_rows
+from tunix.util.atomic_io import read_rows
 
 SAMPLING, LENGTH, STEPS = Sampling(max_tokens=6), 6, 7
 

@@ -20,8 +20,7 @@ from tunix.errors import UserError
 from tunix.models.config import DecoderConfig
 from tunix.models.families.table import preset, read_config, small, with_sizes
 from tunix.recipe.notes import hardware_note, total_steps, update_notes
-from tunix.recipe.recipe import Recipe, recipe_file, written_sections
-from tunix.recipe.stages import resolved_stages
+from tunix.recipe.recipe import Recipe, recipe_file, resolved_stages, written_sections
 from tunix.recipe.tiny import is_download, local_folder
 from tunix.rollout.environments.shipped import read_environment
 from tunix.rollout.rewards.base import ADDED, read_reward

@@ -23,8 +23,7 @@ import numpy as np
 from jaxtyping import Float, Int, Num
 
 from tunix.algorithms.episodes import rewards_of, total_rewards
-from tunix.commands.progress import Bar, ProgressSampler
-from tunix.commands.reward_flags import open_collector
+from tunix.commands.sampling import Bar, ProgressSampler, open_collector
 from tunix.config import RowKind
 from tunix.data.accounting import Accounting, Kept
 from tunix.data.config import DataConfig

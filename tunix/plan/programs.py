@@ -34,7 +34,7 @@ from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TeacherState
 from tunix.trainer.teacher import compute_states
 from tunix.types import Batch, Loss, Pictures
 from tunix.util.exact import jit
-from tunix.util.sizes import bytes_of
+from tunix.util.trees import bytes_of
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 """Parameters by name: shape, dtype and sharding."""

@@ -34,7 +34,7 @@ from tunix.trainer.build import ClientSettings, critic_spec_of, sampler_of, spec
 from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
 from tunix.trainer.spec import TrainerSpec
 from tunix.types import Sampling, Workload
-from tunix.util.sizes import bytes_of
+from tunix.util.trees import bytes_of
 
 Place = Literal["training", "sampling", "teaching"]
 """Devices of a run: those that train, and do all that has none of its own; those that only sample; a teacher's own."""

@@ -8,8 +8,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tunix.util.atomic_io import write_lines_atomic
-from tunix.util.json_lines import append_rows, read_rows
+from tunix.util.atomic_io import append_rows, read_rows, write_lines_atomic
 
 FILE = "replay.jsonl"
 """In the run folder."""

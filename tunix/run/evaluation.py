@@ -23,7 +23,7 @@ from tunix.protocols import Client
 from tunix.rollout.collect import Collector
 from tunix.trainer.progress import Display
 from tunix.types import Batch, Begun, Pictures, Sampling, Sequence
-from tunix.util.json_lines import append_rows
+from tunix.util.atomic_io import append_rows
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from tunix.run.owners import (
     trained,
 )
 from tunix.trainer.progress import Display
-from tunix.util.atomic_io import ROOM, is_full, write_text_atomic
-from tunix.util.json_lines import forget_after
+from tunix.util.atomic_io import ROOM, forget_after, is_full, write_text_atomic
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.config import CheckpointConfig
 from tunix.trainer.perf import Work
 from tunix.types import Workload
-from tunix.util.json_lines import append_rows
+from tunix.util.atomic_io import append_rows
 
 NOT_AWAITED = object()
 """Stands for an input that is not there when the run is to stop."""

@@ -36,8 +36,7 @@ from tunix.run.recorder import Recorder
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.metrics import open_sinks, perplexity
 from tunix.trainer.progress import Display, announce, readable
-from tunix.util.atomic_io import write_text_atomic
-from tunix.util.json_lines import read_rows
+from tunix.util.atomic_io import read_rows, write_text_atomic
 from tunix.util.startup import prepare_jax
 
 

@@ -18,7 +18,7 @@ from tunix.mesh import AXES, groups_of, row_shards
 from tunix.models.model import Model
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.trainer.mesh_choice import WORDS, Demand, near_divisors
-from tunix.util.sizes import bytes_of
+from tunix.util.trees import bytes_of
 
 SHARE = 0.25
 """Share of a device's memory that a copy of the weights may take: beside it are the state of training, of which `auto`

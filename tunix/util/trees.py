@@ -1,7 +1,10 @@
-"""Trees of dicts, and their leaves by paths."""
+"""Trees of dicts: their leaves by paths, and how much memory those take."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
+
+import jax
 
 
 def tree_of(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
@@ -13,3 +16,15 @@ def tree_of(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
             node = node.setdefault(part, {})
         node[last] = value
     return tree
+
+
+def bytes_of(tree: object) -> int:
+    """Bytes that a tree of shapes takes on each device; 4-bit numbers are two to a byte."""
+    return sum(_bytes(x) for x in jax.tree.leaves(tree))
+
+
+def _bytes(x: jax.ShapeDtypeStruct) -> int:
+    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+    name = str(x.dtype)
+    bits = 4 if name.endswith("int4") else 2 if name.endswith("int2") else 8 * x.dtype.itemsize
+    return -(-math.prod(shape) * bits // 8)
