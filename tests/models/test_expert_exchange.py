@@ -119,10 +119,10 @@ def test_devices_that_send_what_they_should_pass():
 
 def test_devices_that_mix_up_rows_or_results_are_refused(monkeypatch: pytest.MonkeyPatch):
     asked = []
-    monkeypatch.setattr(experts, "exchange_difference", lambda mesh: asked.append(mesh) or exchange_difference(mesh))
+    monkeypatch.setattr(kernels, "exchange_difference", lambda mesh: asked.append(mesh) or exchange_difference(mesh))
     mixture, mesh = small("qwen3_moe"), build_mesh(SPLIT)
     kernels.check_exchange(mixture, mesh)
-    monkeypatch.setattr(experts, "_platform", lambda mesh: "tpu")
+    monkeypatch.setattr(kernels, "_platform", lambda mesh: "tpu")
     kernels.check_exchange(replace(mixture, experts=None), mesh)
     kernels.check_exchange(mixture, build_mesh(MeshConfig()))
     assert not asked, "a CPU sends whole blocks, and elsewhere there is nothing to send"

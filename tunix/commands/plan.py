@@ -193,7 +193,7 @@ def _show_memory(verdict: dict[str, Any], console: Console) -> None:
         number = verdict["places"][name]["number"]
         devices = "each device" if len(verdict["places"]) == 1 else f"each of {number} {name} device(s)"
         table = Table(f"of {devices}, during {most['name']}", Column("GiB", justify="right"), box=SIMPLE)
-        for kind, size in sorted(most["kinds"].items(), key=lambda item: -one[1]):
+        for kind, size in sorted(most["kinds"].items(), key=lambda item: -item[1]):
             table.add_row(kind, f"{size / GIB:.2f}")
         console.print(table)
         for buffer in most["buffers"]:

@@ -270,7 +270,7 @@ class InferenceModel:
             max_length=length,
             chat=chat,
             system=self.system if chat else None,
-            template_kwargs=self.template_kwargs,
+            template_kwargs=dict(self.template_kwargs),
         )
 
     def text(self, completion: Completion, *, skip_special: bool = True) -> str | None:

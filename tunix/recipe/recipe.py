@@ -1,8 +1,8 @@
 """`Recipe`: all settings of a run, read from YAML and checked before any device is initialized. Loads without jax.
 
 A file and its overrides -> plain sections -> resolved stages -> `Recipe`, a frozen value. Each stage takes the sections
-above the list as defaults, writes to a separate folder, and starts from the weights of the stage before. `tiny()` is the
-same recipe with a small random model and generated data. All mistakes are reported together, each by its key.
+above the list as defaults, writes to a separate folder, and starts from the weights of the stage before. `tiny()` is
+the same recipe with a small random model and generated data. All mistakes are reported together, each by its key.
 """
 
 import difflib

@@ -25,7 +25,7 @@ CHUNK = 1 << 24
 def url_of(path: str | Path) -> str | None:
     """The address in an object store that a path stands for, e.g. `gs://bucket/folder`; None for a local one."""
     match = re.fullmatch(r"(gs|s3):/{1,2}([^/].*)", str(path))
-    return None if found is None else f"{match[1]}://{match[2].rstrip('/')}"
+    return None if match is None else f"{match[1]}://{match[2].rstrip('/')}"
 
 
 def files_of(url: str) -> dict[str, int]:

@@ -150,8 +150,9 @@ def overridden(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
         place = result
         for depth, part in enumerate(parts[:-1], start=1):
             place = _entered(place, part, ".".join(parts[:depth]), override)
+        inner: Any = place
         last, value = parts[-1], parse_yaml(text, f"override {override!r}")
-        place[_index(place, last, override) if isinstance(place, list) else last] = value
+        inner[_index(inner, last, override) if isinstance(inner, list) else last] = value
     return result
 
 
