@@ -45,10 +45,10 @@ def test_wrong_ones_are_noticed(name, broken, tmp_path, monkeypatch):
 
 def test_a_run_on_such_a_device_is_refused(monkeypatch):
     asked = []
-    monkeypatch.setattr(experts, "grouped_difference", lambda *x: asked.append(x) or 0.3)
+    monkeypatch.setattr(kernels_of_run, "grouped_difference", lambda *x: asked.append(x) or 0.3)
     mixture = small("qwen3_moe")
     kernels_of_run.check_products(mixture, "bfloat16", one_device())
-    monkeypatch.setattr(experts, "_platform", lambda mesh: "gpu")
+    monkeypatch.setattr(kernels_of_run, "_platform", lambda mesh: "gpu")
     kernels_of_run.check_products(replace(mixture, experts=None), "bfloat16", one_device())
     assert not asked, "a CPU has no kernels, and a dense model no experts"
     with pytest.raises(UserError, match=r"off plain products by 0\.3 of their size"):

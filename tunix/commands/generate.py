@@ -9,9 +9,9 @@ on (seed, i n + j, token index) alone, so the same command writes the same file.
 
 `choose` selects from the scored completions of each prompt (best-of-n, rejection sampling), as rows for SFT. The
 trained tokens must be the sampled ones. Rows of `prompt` and `completion` (strings, or messages where the prompt was
-sent as a chat) are written if each of them, rendered as by `tunix run`, gives exactly the sampled tokens. If one does not (it was
-cut off, its text has other tokens, or its prompt was given as ids), all rows are `input_ids` with `labels`, which need
-no rendering.
+sent as a chat) are written if each of them, rendered as by `tunix run`, gives exactly the sampled tokens. If one does
+not (it was cut off, its text has other tokens, or its prompt was given as ids), all rows are `input_ids` with `labels`,
+which need no rendering.
 """
 
 import json
