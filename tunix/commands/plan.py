@@ -131,13 +131,8 @@ def _show(planned: Plan, recipe: Recipe, console: Console) -> None:
             console.print(f"  {line}", markup=False)
         _show_memory(verdict, console)
         _show_programs(verdict, console)
-        if (prediction := verdict["prediction"]) is not None:
-            seconds, share = prediction["step_seconds"], prediction["mfu"]
-            console.print(
-                f"predicted, not measured: a step of {seconds:{'.3g' if seconds < 1000 else ',.0f'}} s at the least, "
-                f"{prediction['tokens_per_second']:,.0f} trained tokens/s, MFU "
-                f"{share:{'.0%' if share > 0.1 else '.1%'}}, if rows are full and every device reaches its peaks"
-            )
+        if verdict["prediction"] is not None:
+            console.print(predicted(verdict["prediction"]))
         if number in planned.changes:
             console.print(suggestion(planned, number))
     if planned.late:
@@ -185,6 +180,16 @@ def suggestion(planned: Plan, stage: int) -> str:
     if change is not None:
         return f"it fits with: {change}"
     return f"none of these fits: {'; '.join(planned.tried)}" if planned.tried else "no change is known that could fit"
+
+
+def predicted(prediction: dict[str, float]) -> str:
+    """The prediction in a sentence."""
+    seconds, share = prediction["step_seconds"], prediction["mfu"]
+    return (
+        f"predicted, not measured: a step of {seconds:{'.3g' if seconds < 1000 else ',.0f'}} s at the least, "
+        f"{prediction['tokens_per_second']:,.0f} trained tokens/s, MFU {share:{'.0%' if share > 0.1 else '.1%'}}, if "
+        "rows are full and every device reaches its peaks"
+    )
 
 
 def _show_memory(verdict: dict[str, Any], console: Console) -> None:
