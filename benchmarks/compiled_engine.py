@@ -17,7 +17,7 @@ from tunix.plan.account import account
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.rollout.engine.engine import Engine
 from tunix.trainer.sampler_mesh import sampler_mesh
-from tunix.util.sizes import bytes_of
+from tunix.util.trees import bytes_of
 
 GIGA = 2**30
 LARGE = 2**20

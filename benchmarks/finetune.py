@@ -12,8 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tunix.run.result import RunResult
-from tunix.run.train import train
+from tunix.run.train import RunResult, train
 
 RECIPE = Path(__file__).parents[1] / "recipes/sft_pydoc.yaml"
 KINDS = {

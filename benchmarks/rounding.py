@@ -18,7 +18,7 @@ from benchmarks.finetune import trained
 from tunix.commands.evaluate import EvalOptions
 from tunix.commands.quantize import quantize, read_words
 from tunix.inference.model import InferenceOptions
-from tunix.run.result import RunResult
+from tunix.run.train import RunResult
 
 RATE = 1e-3
 """The better one of full training in `benchmarks.finetune`."""

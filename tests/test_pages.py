@@ -22,8 +22,7 @@ from pydantic import TypeAdapter
 import tunix
 from tests.marks import slow
 from tests.package_text import package_text
-from tunix.cli import COMMANDS
-from tunix.commands.arguments import Parser
+from tunix.cli import COMMANDS, Parser
 from tunix.models.families.table import FAMILIES
 from tunix.recipe.algorithms import algorithm_config
 from tunix.recipe.recipe import Recipe

@@ -18,7 +18,7 @@ import numpy as np
 import yaml
 
 from benchmarks.device.rows import Row, Setting, check
-from tunix.util.json_lines import read_rows
+from tunix.util.atomic_io import read_rows
 
 STEPS, EVERY, KILLED = 60, 5, 12
 """Steps of the run, those from one checkpoint to the next, and the step after which it is killed."""

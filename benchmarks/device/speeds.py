@@ -37,7 +37,7 @@ from tunix.plan import arithmetic
 from tunix.plan.chips import CHIPS
 from tunix.rollout.engine.request import Request
 from tunix.trainer.perf import matmul_weights, peak_flops, peak_memory
-from tunix.util.sizes import bytes_of
+from tunix.util.trees import bytes_of
 
 TURNS, LONGEST = 5, 25.0
 """Turns of a measurement at most, and the seconds after which no other one is begun."""

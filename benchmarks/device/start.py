@@ -18,7 +18,7 @@ import yaml
 
 from benchmarks.device.resume import ROOT, ended
 from benchmarks.device.rows import Row, Setting
-from tunix.util.json_lines import read_rows
+from tunix.util.atomic_io import read_rows
 
 SMALL = {"family": "qwen3", "sizes": {"vocab_size": 512, "d_model": 64, "num_layers": 2, "num_heads": 4, "ffn": 128}}
 REWARD = '''

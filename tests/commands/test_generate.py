@@ -19,12 +19,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import tunix.commands.chat
-import tunix.commands.progress
+import tunix.commands.sampling
 from tests.tiny_runs import files, lines, model_folder, write_rows
 from tunix.cli import main
 from tunix.data.tokenizer import bytes_tokenizer
-from tunix.inference.model import InferenceModel, InferenceOptions
-from tunix.inference.text_stream import TextStream
+from tunix.inference.model import InferenceModel, InferenceOptions, TextStream
 from tunix.types import Sampling
 
 TOKENS = 8
@@ -274,7 +273,7 @@ def test_what_takes_long_is_seen_to_go_on(
     rows = [{"input_ids": ids} for ids in IDS]
     generated(base, rows, *GREEDY)
     assert "step" not in capsys.readouterr().err
-    monkeypatch.setattr(tunix.commands.progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(tunix.commands.sampling, "PATIENCE", 0.0)
     generated(base, rows, *GREEDY)
     out, err = capsys.readouterr()
     assert "tokens/s" in err

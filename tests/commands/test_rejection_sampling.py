@@ -19,7 +19,7 @@ import tunix.commands.generate
 from tests.marks import slow
 from tests.tiny_runs import files, lines, model_folder, train, write_recipe, write_rows
 from tunix.cli import main
-from tunix.commands.rejection_sampling import Question, choose, ranked
+from tunix.commands.generate import Question, choose, ranked
 from tunix.data.pipeline import Batches
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.inference.model import InferenceModel, InferenceOptions

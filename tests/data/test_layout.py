@@ -11,7 +11,7 @@ from tunix.data.config import DataConfig
 from tunix.data.pipeline import Batches, Layout, account, eval_batches
 from tunix.data.sources import open_rows
 from tunix.errors import UserError
-from tunix.run.samples import prompts_of
+from tunix.run.evaluation import prompts_of
 from tunix.types import Sequence
 
 CONFIG = DataConfig(train="given", max_length=6, shuffle=False)

@@ -24,7 +24,7 @@ from tunix.protocols import Client
 from tunix.rollout.asynchronous import AsyncRollouts, Holding, Journal
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.types import Scored
-from tunix.util.json_lines import read_rows
+from tunix.util.atomic_io import read_rows
 
 STEPS, GROUP = 7, 2
 Steps = dict[int, list[tuple[int, list[int]]]]

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from tunix.launch.job import Job, Options, job_of
-from tunix.launch.storage import Mount
+from tunix.launch.job import Job, Mount, Options, job_of
 from tunix.recipe.recipe import Recipe
 
 KUBERNETES: dict[str, Any] = {"image": "images/tunix:1", "mounts": (Mount("runs", "/runs"),)}

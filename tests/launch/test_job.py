@@ -8,9 +8,7 @@ import pytest
 
 from tests.launch.recipes import EXTRAS, job, recipe
 from tunix.errors import UserError
-from tunix.launch.job import Options, job_of
-from tunix.launch.placement import placement
-from tunix.launch.storage import Mount, mount_of
+from tunix.launch.job import Mount, Options, job_of, mount_of, placement
 from tunix.recipe.recipe import Recipe
 
 TEACHER = {"init": "random", "family": "llama", "mesh": {"fsdp": 4}}

@@ -11,9 +11,8 @@ from referencing import Registry, Resource
 
 from tests.launch.recipes import job, recipe
 from tunix.errors import UserError
-from tunix.launch import kubernetes, pathways
-from tunix.launch.job import Job
-from tunix.launch.storage import Mount
+from tunix.launch import kubernetes
+from tunix.launch.job import Job, Mount
 from tunix.recipe.recipe import Recipe
 
 SCHEMAS = Path(__file__).parent / "schemas"
@@ -35,7 +34,7 @@ def validator(kind: str) -> Draft7Validator:
 
 
 def documents(of: Job) -> list[dict[str, Any]]:
-    write = pathways.manifest if of.options.target == "pathways" else kubernetes.manifest
+    write = kubernetes.pathways_manifest if of.options.target == "pathways" else kubernetes.manifest
     return list(yaml.safe_load_all(write(of)))
 
 
@@ -161,7 +160,7 @@ def test_pathways_has_one_process_and_its_own_restarts():
     # Pathways' controller adds JAX_PLATFORMS=proxy to the container by its name.
     assert [one["name"] for one in spec["containers"]] == ["tunix"]
     with pytest.raises(UserError, match=r"--topology v5e:1x1: Pathways has hosts of 4 x v5e, .*, and not of 1"):
-        pathways.manifest(job("pathways", topology="v5e:1x1"))
+        kubernetes.pathways_manifest(job("pathways", topology="v5e:1x1"))
 
 
 def test_secrets_are_named_and_not_written():

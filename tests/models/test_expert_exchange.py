@@ -15,7 +15,7 @@ from tunix.models import expert_exchange
 from tunix.models.expert_exchange import AXIS, combine, destinations, dispatch
 from tunix.models.expert_gates import exchange_difference
 from tunix.models.families.table import small
-from tunix.run import experts
+from tunix.run import kernels
 
 DEVICES, OWN, TOKENS, WIDTH = 4, 2, 5, 3
 ROWS = jax.P(AXIS)
@@ -119,16 +119,16 @@ def test_devices_that_send_what_they_should_pass():
 
 def test_devices_that_mix_up_rows_or_results_are_refused(monkeypatch: pytest.MonkeyPatch):
     asked = []
-    monkeypatch.setattr(experts, "exchange_difference", lambda mesh: asked.append(mesh) or exchange_difference(mesh))
+    monkeypatch.setattr(kernels, "exchange_difference", lambda mesh: asked.append(mesh) or exchange_difference(mesh))
     mixture, mesh = small("qwen3_moe"), build_mesh(SPLIT)
-    experts.check_exchange(mixture, mesh)
-    monkeypatch.setattr(experts, "_platform", lambda mesh: "tpu")
-    experts.check_exchange(replace(mixture, experts=None), mesh)
-    experts.check_exchange(mixture, build_mesh(MeshConfig()))
+    kernels.check_exchange(mixture, mesh)
+    monkeypatch.setattr(kernels, "_platform", lambda mesh: "tpu")
+    kernels.check_exchange(replace(mixture, experts=None), mesh)
+    kernels.check_exchange(mixture, build_mesh(MeshConfig()))
     assert not asked, "a CPU sends whole blocks, and elsewhere there is nothing to send"
-    experts.check_exchange(mixture, mesh)
+    kernels.check_exchange(mixture, mesh)
     assert asked == [mesh]
     exchanged = expert_exchange._exchanged
     monkeypatch.setattr(expert_exchange, "_exchanged", lambda *x: jnp.roll(exchanged(*x), 1, axis=0))
     with pytest.raises(UserError, match="mesh: expert 4: what these devices send each other comes back off by"):
-        experts.check_exchange(mixture, mesh)
+        kernels.check_exchange(mixture, mesh)

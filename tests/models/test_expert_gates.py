@@ -15,7 +15,8 @@ from tunix.models import grouped_products as kernels
 from tunix.models.expert_gates import grouped_difference
 from tunix.models.families.table import small
 from tunix.models.grouped_products import grouped_gradients, grouped_products
-from tunix.run import describe, experts
+from tunix.run import describe
+from tunix.run import kernels as kernels_of_run
 
 
 def test_right_products_pass_and_are_remembered(tmp_path, monkeypatch):
@@ -39,19 +40,19 @@ def broken_gradients(rows, d, matrices, sizes):
 @pytest.mark.parametrize(("name", "broken"), [("products", broken_products), ("gradients", broken_gradients)])
 def test_wrong_ones_are_noticed(name, broken, tmp_path, monkeypatch):
     monkeypatch.setattr(expert_gates, f"grouped_{name}", broken)
-    assert grouped_difference(16, 8, "float32", tmp_path / "found.json") > experts.LIMIT
+    assert grouped_difference(16, 8, "float32", tmp_path / "found.json") > kernels_of_run.LIMIT
 
 
 def test_a_run_on_such_a_device_is_refused(monkeypatch):
     asked = []
-    monkeypatch.setattr(experts, "grouped_difference", lambda *x: asked.append(x) or 0.3)
+    monkeypatch.setattr(kernels_of_run, "grouped_difference", lambda *x: asked.append(x) or 0.3)
     mixture = small("qwen3_moe")
-    experts.check_products(mixture, "bfloat16", one_device())
-    monkeypatch.setattr(experts, "_platform", lambda mesh: "gpu")
-    experts.check_products(replace(mixture, experts=None), "bfloat16", one_device())
+    kernels_of_run.check_products(mixture, "bfloat16", one_device())
+    monkeypatch.setattr(kernels_of_run, "_platform", lambda mesh: "gpu")
+    kernels_of_run.check_products(replace(mixture, experts=None), "bfloat16", one_device())
     assert not asked, "a CPU has no kernels, and a dense model no experts"
     with pytest.raises(UserError, match=r"off plain products by 0\.3 of their size"):
-        experts.check_products(mixture, "bfloat16", one_device())
+        kernels_of_run.check_products(mixture, "bfloat16", one_device())
     assert asked == [(mixture.d_model, mixture.ffn, "bfloat16")]
 
 
@@ -72,13 +73,16 @@ def mesh_of(capability: str) -> Mesh:
 
 def test_a_run_says_which_kernels_multiply_its_experts(monkeypatch):
     mixture = replace(small("gpt_oss"), d_model=2880, ffn=2880)
-    assert experts.experts_line(mixture, "bfloat16", mesh_of("9.0")) == (
+    assert kernels_of_run.experts_line(mixture, "bfloat16", mesh_of("9.0")) == (
         "experts: triton (mosaic: widths of 2880 and 2880 are no multiples of 128)"
     )
     monkeypatch.setattr(kernels, "missing", lambda name: None)
-    assert experts.experts_line(replace(mixture, d_model=256, ffn=128), "bfloat16", mesh_of("9.0")) == "experts: mosaic"
-    assert experts.experts_line(mixture, "bfloat16", one_device()) is None
-    assert experts.experts_line(replace(mixture, experts=None), "bfloat16", mesh_of("9.0")) is None
+    assert (
+        kernels_of_run.experts_line(replace(mixture, d_model=256, ffn=128), "bfloat16", mesh_of("9.0"))
+        == "experts: mosaic"
+    )
+    assert kernels_of_run.experts_line(mixture, "bfloat16", one_device()) is None
+    assert kernels_of_run.experts_line(replace(mixture, experts=None), "bfloat16", mesh_of("9.0")) is None
 
 
 def test_a_gpu_without_kernels_is_named_before_weights_are_read(monkeypatch):

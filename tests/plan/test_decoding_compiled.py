@@ -77,7 +77,7 @@ def compile_sampler_for(topology: str, kinds: str, layers: str, *names: str) -> 
     from tunix.plan import programs
     from tunix.plan import topology as topologies
     from tunix.rollout.engine.engine import Engine, warmup_calls
-    from tunix.util.sizes import bytes_of
+    from tunix.util.trees import bytes_of
 
     topologies.prepare()
     mesh = build_mesh(MeshConfig(), topologies.devices_of(topology))

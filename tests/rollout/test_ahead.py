@@ -30,7 +30,7 @@ from tunix.rollout.backlog import Pending, Race
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.types import Scored
 from tunix.types import Begun, Completion, Sampling
-from tunix.util.json_lines import read_rows
+from tunix.util.atomic_io import read_rows
 
 SAMPLING, LENGTH, STEPS = Sampling(max_tokens=6), 6, 7
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tunix.rollout.asynchronous import Journal
-from tunix.util.json_lines import read_rows
+from tunix.util.atomic_io import read_rows
 
 
 def written(path: Path) -> Journal:

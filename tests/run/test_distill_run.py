@@ -20,7 +20,7 @@ from tunix.hf.source import of_recipe
 from tunix.mesh import build_mesh
 from tunix.recipe.recipe import Recipe
 from tunix.run.build import client_of
-from tunix.run.teacher import teacher_source
+from tunix.run.frozen_models import teacher_source
 from tunix.trainer.trainer import Trainer
 
 TEACHER = {"path": "teacher", "dtype": "float32"}

@@ -21,10 +21,9 @@ from tunix.protocols import Client
 from tunix.recipe.algorithms import ALGORITHMS, algorithm_class
 from tunix.rollout.rewards.base import Reward
 from tunix.run import loop as loop_file
-from tunix.run.evaluation import Evaluation
+from tunix.run.evaluation import Evaluation, Samples
 from tunix.run.loop import Job, Loop
 from tunix.run.recorder import Recorder
-from tunix.run.samples import Samples
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.config import CheckpointConfig, LoggingConfig
 from tunix.trainer.perf import Work

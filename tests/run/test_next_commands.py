@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from tunix.cli import COMMANDS
-from tunix.commands.arguments import Parser
+from tunix.cli import COMMANDS, Parser
 from tunix.recipe.recipe import Recipe
-from tunix.run.result import next_commands
+from tunix.run.train import next_commands
 
 REQUIRED = {"model": {"path": "a/b"}, "data": {"train": "rows.jsonl"}, "steps": 3, "output": "x"}
 

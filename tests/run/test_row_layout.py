@@ -13,7 +13,7 @@ from tunix.config import MeshConfig
 from tunix.data.packing import pack, row_length
 from tunix.mesh import build_mesh
 from tunix.recipe.recipe import Recipe
-from tunix.run.row_layout import answers_together, microbatcher_of, sampled_row_length
+from tunix.run.inputs import answers_together, microbatcher_of, sampled_row_length
 from tunix.trainer.microbatches import Microbatcher, answers_per_row, rows_per_microbatch
 from tunix.types import Sequence
 

@@ -8,7 +8,7 @@ import tunix
 from tunix.errors import UserError
 from tunix.recipe.recipe import Recipe
 from tunix.run import train as module
-from tunix.run.result import RunResult
+from tunix.run.train import RunResult
 
 SECTIONS = {"model": {"init": "random", "family": "llama", "tokenizer": "bytes"}, "data": {"train": "rows.jsonl"}}
 

@@ -17,9 +17,7 @@ from tunix.cli import main
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
 from tunix.run.folder import explaining_full_disk
-from tunix.util.atomic_io import atomic_folder, replacing, write_text_atomic
-from tunix.util.full_disk import is_full
-from tunix.util.json_lines import append_rows
+from tunix.util.atomic_io import append_rows, atomic_folder, is_full, replacing, write_text_atomic
 
 ROOT = Path(__file__).parents[2]
 

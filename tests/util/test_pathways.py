@@ -9,7 +9,7 @@ import pytest
 
 from tunix.cli import main
 from tunix.errors import UserError
-from tunix.util import pathways
+from tunix.util.startup import begin_pathways
 
 
 @pytest.fixture
@@ -33,12 +33,12 @@ def proxy() -> Iterator[None]:
 
 @pytest.mark.usefixtures("proxy")
 def test_pathways_is_prepared_where_it_is_asked_for(calls: list[str]):
-    assert pathways.begin()
+    assert begin_pathways()
     assert calls == ["initialize"]
 
 
 def test_nothing_is_asked_of_it_elsewhere(calls: list[str]):
-    assert not pathways.begin()
+    assert not begin_pathways()
     assert calls == []
 
 
@@ -46,7 +46,7 @@ def test_nothing_is_asked_of_it_elsewhere(calls: list[str]):
 def test_its_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pathwaysutils", None)
     with pytest.raises(UserError, match=r"JAX_PLATFORMS=proxy,cpu asks for Pathways, .*'\.\[pathways\]'"):
-        pathways.begin()
+        begin_pathways()
 
 
 @pytest.mark.usefixtures("proxy")

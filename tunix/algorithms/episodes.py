@@ -18,7 +18,7 @@ from tunix.algorithms.loss import CURRENT
 from tunix.algorithms.ops import mismatch
 from tunix.errors import UserError
 from tunix.rollout.types import Scored, sequence_of
-from tunix.types import Sequence
+from tunix.types import Metrics, Sequence
 
 Groups = list[list[Scored]]
 """`[P][G]` scored completions."""

@@ -15,8 +15,7 @@ import numpy as np
 from tunix.data.chat import Message, render_prompt
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError, nearest
-from tunix.inference.model import InferenceModel, InferenceOptions
-from tunix.inference.text_stream import TextStream
+from tunix.inference.model import InferenceModel, InferenceOptions, TextStream
 from tunix.rollout.engine.request import Request
 from tunix.types import Sampling
 

@@ -19,13 +19,11 @@ from tunix.errors import UserError
 from tunix.models.config import DecoderConfig
 from tunix.models.families.table import preset, read_config, small, with_sizes
 from tunix.recipe.notes import hardware_note, total_steps, update_notes
-from tunix.recipe.recipe import Recipe, recipe_file, written_sections
-from tunix.recipe.stages import resolved_stages
+from tunix.recipe.recipe import Recipe, recipe_file, resolved_stages, written_sections
 from tunix.recipe.tiny import is_download, local_folder
 from tunix.rollout.environments.shipped import read_environment
 from tunix.rollout.rewards.base import ADDED, read_reward
-from tunix.run.checkpoint_owner import refuse_foreign_checkpoints
-from tunix.run.output_owner import refuse_no_run, refuse_other_run
+from tunix.run.owners import refuse_foreign_checkpoints, refuse_no_run, refuse_other_run
 from tunix.util.object_store import url_of
 from tunix.util.yaml_io import write_yaml
 
@@ -99,7 +97,7 @@ def _said(path: Path, overrides: Collection[str], asked: Recipe, tiny: Recipe | 
     if not tiny.stages:
         return _changed(written, before, after)
     stages = zip(resolved_stages(written, str(path)), before["stages"], after["stages"], strict=True)
-    return {"output": tiny.output, "stages": [_changed(*sections) for sections in stages]}
+    return {"output": tiny.output, "stages": [_changed(stage, was, now) for stage, was, now in stages]}
 
 
 def _changed(written: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +129,11 @@ def _examine(recipe: Recipe, model: Any) -> _Report:
     held_out = data.eval or (data.train if data.eval_split else None)
     if held_out is not None:
         _check_rows(recipe, "data.eval", held_out, data.eval_split, kind, report)
-    _check_steps(recipe, train, report)
+    if train is not None and recipe.epochs is not None and not data.cuts:
+        total = total_steps(len(train), recipe.batch_size, recipe.epochs)
+        epochs = f"{recipe.epochs} epochs" if recipe.epochs > 1 else "1 epoch"
+        report.facts.append(f"steps: {total:,} ({epochs} of {len(train):,} rows, {recipe.batch_size} at a time)")
+        report.notes += update_notes(recipe, len(train), total)
     if data.chat_template is not None:
         report.attempt(lambda: template_text(str(data.chat_template)), "data.chat_template")
     if data.pictures:
@@ -173,16 +175,6 @@ def _read(recipe: Recipe, rows: Rows, kind: RowKind, key: str) -> int:
             except UserError as error:
                 raise UserError(f"{key}: row {index + 1} of {rows.name}: {error}") from error
     return count
-
-
-def _check_steps(recipe: Recipe, train: Rows | None, report: _Report) -> None:
-    """Says how many steps the rows make."""
-    if train is None or recipe.epochs is None or recipe.data.cuts:
-        return
-    total = total_steps(len(train), recipe.batch_size, recipe.epochs)
-    epochs = f"{recipe.epochs} epochs" if recipe.epochs > 1 else "1 epoch"
-    report.facts.append(f"steps: {total:,} ({epochs} of {len(train):,} rows, {recipe.batch_size} at a time)")
-    report.notes += update_notes(recipe, len(train), total)
 
 
 def _check_rewards(recipe: Recipe, train: Rows | None, report: _Report) -> None:

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tunix.commands.generate import line, open_questions
-from tunix.commands.progress import Bar
-from tunix.commands.rejection_sampling import Question
+from tunix.commands.generate import Question, line, open_questions
+from tunix.commands.sampling import Bar
 from tunix.errors import UserError
 from tunix.hf.peft_folder import foreign_base, rounding_of
 from tunix.hf.source import as_rounded, beside

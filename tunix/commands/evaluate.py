@@ -3,33 +3,325 @@
 A run defines its rows, rewards, environment and rendering, so that `tunix eval RUN` repeats its evaluation; options of
 the command line take precedence. Rows that are strings are plain or chats as for `tunix generate`, by one rule for a
 run, its export and any other model (`InferenceModel.plain_reason`), and what they are is printed. The options
-(`EvalOptions`) and the recipe of a run become a `Setting`; `eval_tasks.py` measures; a table is printed, with the
-standard error of each number over the rows, and `--out` receives the rows.
+(`EvalOptions`) and the recipe of a run become a `Setting`; each task is measured; a table is printed, with the standard
+error of each number over the rows, and `--out` receives the rows.
+
+Axes: P prompts, G group, T time.
 """
 
 import json
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as List
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tunix.commands.eval_tasks import EvalResult, Table, answers, loss, pairs
-from tunix.commands.reward_flags import open_collector
+import numpy as np
+from jaxtyping import Float, Int, Num
+
+from tunix.algorithms.episodes import rewards_of, total_rewards
+from tunix.commands.sampling import Bar, ProgressSampler, open_collector
 from tunix.config import RowKind
+from tunix.data.accounting import Accounting, Kept
 from tunix.data.config import DataConfig
+from tunix.data.examples import to_example
+from tunix.data.packing import as_scored
+from tunix.data.pipeline import prompt_of
+from tunix.data.shapes import rendering
 from tunix.data.sources import Rows, held_out_rows, open_held_out
 from tunix.errors import UserError
 from tunix.hf.source import require_lm_head
 from tunix.inference.model import InferenceModel, InferenceOptions
+from tunix.mesh import row_shards
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
+from tunix.rollout.collect import Collector
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.config import RewardConfig
-from tunix.types import Sampling
+from tunix.rollout.types import Scored
+from tunix.trainer.logprobs import Scorer
+from tunix.trainer.metrics import perplexity
+from tunix.trainer.microbatches import Microbatcher
+from tunix.types import Sampling, Sequence
 from tunix.util.atomic_io import refuse_out, write_text_atomic
-from tunix.util.statistics import Estimate
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An estimate with its standard error."""
+
+    value: float
+    error: float | None
+    """Standard error over the rows; None where there is only one row."""
+    count: int
+    """Number of rows in the estimate."""
+
+
+def mean_of(values_P: Num[np.ndarray, "P"]) -> Estimate:
+    """The mean `m = sum x / P` with its standard error `sqrt(sum (x - m)^2 / (P - 1) / P)`."""
+    number = len(values_P)
+    error = float(np.std(values_P, ddof=1) / math.sqrt(number)) if number > 1 else None
+    return Estimate(float(np.mean(values_P)), error, number)
+
+
+def ratio_of(sums_P: Float[np.ndarray, "P"], counts_P: Num[np.ndarray, "P"]) -> Estimate:
+    """The mean over the tokens of rows, `r = sum s / sum c`, with its standard error.
+
+    The tokens of a row are not independent, so the error is over rows (the linearised error of a ratio, Cochran
+    1977, Sampling Techniques, 6.3): `sqrt(P / (P - 1) sum (s - r c)^2) / sum c`.
+    """
+    number, total = len(sums_P), float(counts_P.sum())
+    ratio = float(sums_P.sum()) / total
+    spread = float(((sums_P - ratio * counts_P) ** 2).sum())
+    error = math.sqrt(number / (number - 1) * spread) / total if number > 1 else None
+    return Estimate(ratio, error, number)
+
+
+def means_of(values_PG: Num[np.ndarray, "P G"]) -> Float[np.ndarray, "scored"]:
+    """The mean of each prompt's samples that are not NaN; prompts that have none are left out."""
+    valid = ~np.isnan(values_PG)
+    scored = valid.any(axis=1)
+    return np.where(valid, values_PG, 0.0).sum(axis=1)[scored] / valid.sum(axis=1)[scored]
+
+
+def pass_at_k(n_P: Int[np.ndarray, "P"], correct_P: Int[np.ndarray, "P"], k: int) -> Float[np.ndarray, "P"]:
+    """The unbiased estimate that at least one of k samples of a problem is correct: `1 - C(n - c, k) / C(n, k)`.
+
+    Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1. Computed as a product, since the binomials overflow:
+    `C(n - c, k) / C(n, k)` is the product over i from n - c + 1 to n of `1 - k / i`.
+
+    Args:
+        n_P: samples of each problem, at least k.
+        correct_P: how many of them are correct.
+        k: samples of which one has to be correct.
+    """
+    assert (n_P >= k).all(), "a problem has fewer samples than k"
+    missed = [
+        0.0 if n - c < k else float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
+        for n, c in zip(n_P.tolist(), correct_P.tolist(), strict=True)
+    ]
+    return 1.0 - np.array(missed)
+
+
+ROWS_PER_PASS, TOGETHER = 8, 64
+"""Rows of a micro-batch, and sequences in a call on the device."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows to evaluate, and how they are rendered."""
+
+    rows: Rows
+    config: DataConfig
+    limit: int | None = None
+    """Maximum number of rows, from the start; None for all."""
+
+    def examples(self, inference: InferenceModel, train_on: RowKind) -> "Examples":
+        """Renders the rows.
+
+        Raises:
+            UserError: every row is dropped.
+        """
+        size = inference.source.decoder.vocab_size
+        settings = replace(
+            rendering(self.config, self.rows[0], f"row 1 of {self.rows.name}", train_on), vocab_size=size
+        )
+        number = min(self.limit or sys.maxsize, len(self.rows))
+        made = [
+            to_example(self.rows[i], inference.tokenizer, settings, f"row {i + 1} of {self.rows.name}")
+            for i in range(number)
+        ]
+        kept = [(i, one) for i, one in enumerate(made) if isinstance(one, Kept) and one.sequences[0].weight > 0]
+        examples = Examples([i for i, _ in kept], [one for _, one in kept], sum(map(Accounting.of, made), Accounting()))
+        if not kept:
+            raise UserError(f"{self.rows.name}: none of {number} rows can be evaluated{examples.note}")
+        return examples
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Rendered rows, without dropped ones."""
+
+    places: list[int]
+    """The number of each row in the file, from 0."""
+    kept: list[Kept]
+    accounting: Accounting
+
+    @property
+    def note(self) -> str:
+        """Text about dropped and shortened rows, e.g. `; 2 x longer than max_length`; empty without any."""
+        counted = self.accounting
+        lost = {**counted.dropped, "cut off at max_length": counted.truncated, **counted.notes}
+        return "".join(f"; {count} x {reason}" for reason, count in lost.items() if count)
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """The numbers of one task, and an object for each row."""
+
+    metrics: Mapping[str, Estimate]
+    rows: list[dict[str, Any]]
+    """Results by row, e.g. `{"row": 0, "loss": 1.2, "tokens": 7}`."""
+    notes: list[str] = field(default_factory=list)
+    """Remarks that are printed below the numbers."""
+
+
+def loss(inference: InferenceModel, table: Table, train_on: RowKind = RowKind.COMPLETION) -> EvalResult:
+    """The mean of `-log p` over the trained tokens, weighted by row, and the perplexity."""
+    examples = table.examples(inference, train_on)
+    sequences = [kept.sequences[0] for kept in examples.kept]
+    losses = [-x[one.loss_mask].astype(np.float64) for one, x in _scored(inference, sequences)]
+    weights = np.array([one.weight for one in sequences])
+    mean = ratio_of(weights * [x.sum() for x in losses], weights * [x.size for x in losses])
+    value = perplexity(mean.value)
+    error = None if mean.error is None else value * mean.error
+    rows = [
+        {"row": place, "loss": float(x.mean()), "tokens": x.size}
+        for place, x in zip(examples.places, losses, strict=True)
+    ]
+    metrics = {"loss": mean, "perplexity": Estimate(value, error, mean.count)}
+    return EvalResult(metrics, rows, [f"{sum(x.size for x in losses)} trained tokens{examples.note}"])
+
+
+def pairs(inference: InferenceModel, table: Table) -> EvalResult:
+    """Accuracy and margin of the chosen side over the rejected one, by a reward model's score or else by log-prob.
+
+    Both sides of a pair follow the same prompt, so that `log p(chosen) - log p(rejected)` is that of the completions.
+    """
+    examples = table.examples(inference, RowKind.PAIRS)
+    sides = [side for kept in examples.kept for side in kept.sequences]
+    by_score = inference.source.has_scalar_head
+    if by_score:
+        scores = [float(x[-1]) for _, x in _scored(inference, [as_scored(side) for side in sides], values=True)]
+    else:
+        scored = list(_scored(inference, sides))
+        scores = [float(x[one.loss_mask].sum(dtype=np.float64)) for one, x in scored]
+    metrics = _compared(np.array(scores), "")
+    if not by_score:
+        sizes = [int(side.loss_mask.sum()) for side in sides]
+        metrics |= _compared(np.array(scores) / sizes, "_per_token")
+    rows = [
+        {"row": place, "chosen": chosen, "rejected": rejected}
+        for place, chosen, rejected in zip(examples.places, scores[::2], scores[1::2], strict=True)
+    ]
+    return EvalResult(metrics, rows, [f"by {'score' if by_score else 'log-prob'}{examples.note}"])
+
+
+def _compared(scores: np.ndarray, suffix: str) -> dict[str, Estimate]:
+    margins = scores[::2] - scores[1::2]
+    return {f"pairs/accuracy{suffix}": mean_of(np.heaviside(margins, 0.5)), f"pairs/margin{suffix}": mean_of(margins)}
+
+
+@dataclass(frozen=True)
+class ScoredAnswers:
+    """The model's answers to all rows, with their rewards."""
+
+    examples: Examples
+    groups: list[list[Scored]]
+    weights: Mapping[str, float]
+    """Weight of each reward in the sum, by name."""
+
+    def reward(self) -> EvalResult:
+        """The mean total reward, and the mean of each reward where there are several."""
+        named = rewards_of(self.groups)
+        metrics = {"reward": mean_of(means_of(self._totals))}
+        if len(named) > 1:
+            metrics |= {
+                f"reward/{name}": mean_of(means_of(values))
+                for name, values in named.items()
+                if not np.isnan(values).all()
+            }
+        return EvalResult(metrics, self._rows(), self._notes())
+
+    def accuracy(self, threshold: float) -> EvalResult:
+        """The share of answers with a reward of at least `threshold`."""
+        right = np.where(np.isnan(self._totals), np.nan, self._totals >= threshold)
+        return EvalResult({"accuracy": mean_of(means_of(right))}, self._rows(), self._notes())
+
+    def passes(self, threshold: float, ks: List[int]) -> EvalResult:
+        """pass@k for each k, over the rows that have at least k scored answers.
+
+        Raises:
+            UserError: no row has that many.
+        """
+        scored = (~np.isnan(self._totals)).sum(axis=1)
+        right = (self._totals >= threshold).sum(axis=1)
+        notes, metrics = self._notes(), {}
+        for k in ks:
+            enough = scored >= k
+            if not enough.any():
+                raise UserError(f"--k {k}: no row has so many answers with a score; {'; '.join(notes)}")
+            metrics[f"pass@{k}"] = mean_of(pass_at_k(scored[enough], right[enough], k))
+            if not enough.all():
+                notes.append(f"pass@{k} leaves {int((~enough).sum())} rows out, which have fewer scores")
+        return EvalResult(metrics, self._rows(), notes)
+
+    @property
+    def _totals(self) -> np.ndarray:
+        return total_rewards(self.groups, self.weights)
+
+    def _notes(self) -> list[str]:
+        answers = [one for group in self.groups for one in group]
+        cut = sum(one.truncated for one in answers)
+        failed = [reason for one in answers if (reason := one.unscored)]
+        counts = f"{len(answers)} answers, {cut} cut off{self.examples.note}"
+        return [counts] + ([f"{len(failed)} have no score and count nowhere; the first: {failed[0]}"] if failed else [])
+
+    def _rows(self) -> list[dict[str, Any]]:
+        totals = self._totals
+        return [
+            {"row": place, "answers": [_answer(one, totals[i, j]) for j, one in enumerate(group)]}
+            for i, (place, group) in enumerate(zip(self.examples.places, self.groups, strict=True))
+        ]
+
+
+def answers(inference: InferenceModel, table: Table, collector: Collector, n: int, seed: int) -> ScoredAnswers:
+    """Samples and scores `n` answers to each row.
+
+    Raises:
+        UserError: not one answer has a score.
+    """
+    examples = table.examples(inference, RowKind.PROMPT if collector.play is None else RowKind.ROW)
+    prompts = [prompt_of(kept) for kept in examples.kept]
+    engine = inference.engine
+    with closing(Bar("eval", n * len(prompts))) as bar:
+        groups = collector.collect(ProgressSampler(engine, bar), prompts, n, seed)
+    scored = ScoredAnswers(examples, groups, collector.weights)
+    reasons = [one.unscored for group in groups for one in group]
+    if all(reasons):
+        raise UserError(f"none of {len(reasons)} answers could be scored, the first because {reasons[0]}")
+    return scored
+
+
+def _answer(scored: Scored, total: float) -> dict[str, Any]:
+    """An answer as an object of `--out`; null where there is no score."""
+    values = {name: None if math.isnan(x) else x for name, x in {"": total, **scored.rewards}.items()}
+    failures = {"failures": dict(scored.failures)} if scored.failures else {}
+    tokens = scored.completion.tokens.tolist()
+    shown = {"text": scored.text} if scored.text else {}
+    return {"tokens": tokens, **shown, "reward": values.pop(""), "rewards": values, **failures}
+
+
+def _scored(
+    inference: InferenceModel, sequences: List[Sequence], values: bool = False
+) -> Iterator[tuple[Sequence, np.ndarray]]:
+    """Yields each sequence with the `[T]` log-probs (or values) of its tokens, in shapes that compile once."""
+    model, params, mesh = inference.weights()
+    length = -(-max(len(one.tokens) for one in sequences) // 64) * 64
+    rows = -(-ROWS_PER_PASS // row_shards(mesh)) * row_shards(mesh)
+    scorer = Scorer(model, Microbatcher(rows, mesh), length)
+    tokens = 0
+    with closing(Bar("eval", len(sequences))) as bar:
+        for first in range(0, len(sequences), TOGETHER):
+            part = sequences[first : first + TOGETHER]
+            scored = scorer.scores("values" if values else "logprobs", params, part, size=TOGETHER)
+            yield from zip(part, scored, strict=True)
+            tokens += sum(len(one.tokens) for one in part)
+            bar.show(first + len(part), tokens)
+
 
 Task = Literal["loss", "reward", "accuracy", "pass", "pairs"]
 SAMPLING_TASKS: tuple[Task, ...] = ("reward", "accuracy", "pass")
@@ -127,9 +419,13 @@ def prepare(options: InferenceOptions, eval_options: EvalOptions) -> Setting:
     rewards = eval_options.rewards or (recipe.reward if recipe else None)
     environment = recipe.rollout.environment if recipe else None
     read = algorithm_class(recipe.algorithm.name)(recipe.algorithm).train_on if recipe else None
-    tasks = (
-        (eval_options.task,) if eval_options.task else _tasks(read, eval_options, bool(rewards or environment), rows)
-    )
+    tasks: tuple[Task, ...] = ("loss", "reward") if rewards or environment else ("loss",)
+    if eval_options.task:
+        tasks = (eval_options.task,)
+    elif eval_options.rewards is not None or read == RowKind.PROMPT:
+        tasks = ("reward",)
+    elif read == RowKind.PAIRS or (read is None and {"chosen", "chosen_ids"} & {*rows[0]}):
+        tasks = ("pairs",)
     n = eval_options.n or (max(eval_options.ks, default=SAMPLES) if "pass" in tasks else 1)
     inference, config, sampling = _reading(options, recipe, eval_options, tasks, rows.name)
     if tasks != ("pairs",):
@@ -172,20 +468,6 @@ def _rows(model: str, recipe: Recipe | None, eval_options: EvalOptions) -> Rows:
     if rows is None:
         raise UserError(f"{model} has no held-out rows (data.eval): name some, `tunix eval {model} FILE`")
     return rows
-
-
-def _tasks(read: RowKind | None, eval_options: EvalOptions, scored: bool, rows: Rows) -> tuple[Task, ...]:
-    """The default tasks, where none is given.
-
-    Args:
-        read: the part of a row that the run's algorithm reads; None for a model that is no run.
-        scored: whether answers can be scored.
-    """
-    if eval_options.rewards is not None or read == RowKind.PROMPT:
-        return ("reward",)
-    if read == RowKind.PAIRS or (read is None and {"chosen", "chosen_ids"} & {*rows[0]}):
-        return ("pairs",)
-    return ("loss", "reward") if scored else ("loss",)
 
 
 def _reading(
@@ -263,13 +545,13 @@ def _shown(setting: Setting, results: Mapping[Task, EvalResult]) -> str:
     rows = setting.table.rows
     split = "" if rows.split is None else f", split {rows.split}"
     lines = [f"{setting.inference.options.model} on {rows.name}{split}{_strings(setting)}"]
-    width = max(len(name) for one in results.values() for name in one.metrics)
-    for task, one in results.items():
-        for name, number in one.metrics.items():
+    width = max(len(name) for result in results.values() for name in result.metrics)
+    for task, result in results.items():
+        for name, number in result.metrics.items():
             error = "" if number.error is None else f" ± {number.error:.4f}"
             lines.append(f"  {name:<{width}}  {number.value:10.4f}{error:<10}  {number.count} rows")
         mode = f"temperature {setting.sampling.temperature:g}" if setting.sampling.temperature else "greedy"
-        notes = [f"{mode}, {one.notes[0]}" if task in SAMPLING_TASKS else one.notes[0], *one.notes[1:]]
+        notes = [f"{mode}, {result.notes[0]}" if task in SAMPLING_TASKS else result.notes[0], *result.notes[1:]]
         lines += [f"  ({note})" for note in notes]
     return "\n".join(lines)
 

@@ -5,13 +5,19 @@ Rows -> prompts (`inference/model.py`) -> the engine -> one JSON object per comp
 `text` (without special tokens and stop string; absent without a tokenizer), `logprobs`, `finish`, and with rewards
 `reward` (their weighted sum, null where one failed), `rewards` and `failures` by name. Completion j of row i depends
 on (seed, i n + j, token index) alone, so the same command writes the same file. Rows are sampled in chunks, which
-`resumable_output.py` stores, so that an interrupted call can resume. `rejection_sampling.py` selects rows to train on.
+`resumable_output.py` stores, so that an interrupted call can resume.
+
+`choose` selects from the scored completions of each prompt (best-of-n, rejection sampling), as rows for SFT. The
+trained tokens must be the sampled ones. Rows of `prompt` and `completion` (strings, or messages where the prompt was
+sent as a chat) are written if each of them, rendered as by `tunix run`, gives exactly the sampled tokens. If one does
+not (it was cut off, its text has other tokens, or its prompt was given as ids), all rows are `input_ids` with `labels`,
+which need no rendering.
 """
 
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from contextlib import closing
 from dataclasses import dataclass
@@ -22,16 +28,16 @@ from typing import Any
 import numpy as np
 
 from tunix.algorithms.episodes import total_rewards
-from tunix.commands.progress import Bar, ProgressSampler
-from tunix.commands.rejection_sampling import Chosen, Question, choose
 from tunix.commands.resumable_output import ResumableOutput, digest_of_rows, resumable_output
-from tunix.commands.reward_flags import digest_of_source, fingerprint, open_collector
+from tunix.commands.sampling import Bar, ProgressSampler, digest_of_source, fingerprint, open_collector
+from tunix.data.accounting import Kept
+from tunix.data.examples import to_example
 from tunix.data.rendered import prompt_text
+from tunix.data.shapes import TEMPLATE_KWARGS, Rendering
 from tunix.data.sources import Rows, open_rows
 from tunix.data.types import Prompt
 from tunix.errors import Interrupted, UserError
-from tunix.inference.model import InferenceModel, InferenceOptions, prompt_column
-from tunix.inference.text_stream import TextStream
+from tunix.inference.model import InferenceModel, InferenceOptions, TextStream, prompt_column
 from tunix.rollout.collect import Collector
 from tunix.rollout.engine.request import Request
 from tunix.rollout.rewards.config import RewardConfig
@@ -39,6 +45,104 @@ from tunix.rollout.types import Scored
 from tunix.trainer.progress import readable
 from tunix.types import Completion, Sampling
 from tunix.util.atomic_io import refuse_out
+
+UNTRAINED = -100
+"""The label of a token that is no target."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A row with a prompt to answer."""
+
+    row: Mapping[str, Any]
+    """The columns of the row."""
+    tokens: np.ndarray
+    """`[T]` int32 token ids of the prompt."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The selected rows to train on, and counts about the selection."""
+
+    rows: list[dict[str, Any]]
+    """Rows in the order of the prompts, the best completion of each first."""
+    prompts: int
+    """Number of prompts with at least one selected completion."""
+    failed: int
+    """Number of prompts without a scored completion."""
+    longest: int
+    """Number of tokens in the longest row."""
+    respelled: int
+    """Number of rows whose text does not give the sampled tokens; above 0, all rows are ids."""
+
+
+def ranked(rewards: List[float | None], most: int | None, threshold: float | None) -> list[int]:
+    """The indices of the selected completions, the best first, of equal ones the first.
+
+    Args:
+        rewards: of one prompt's completions; None where there is no score.
+        most: maximum number to select; None for all.
+        threshold: minimum reward; None for any.
+    """
+    scored = [(value, i) for i, value in enumerate(rewards) if value is not None]
+    passing = [(-value, i) for value, i in scored if threshold is None or value >= threshold]
+    return [i for _, i in sorted(passing)][:most]
+
+
+def choose(
+    inference: InferenceModel,
+    questions: List[Question],
+    groups: Iterable[List[Mapping[str, Any]]],
+    most: int | None,
+    threshold: float | None,
+) -> Chosen:
+    """Selects completions and writes them as rows to train on.
+
+    Args:
+        groups: the completions of each question as written to the file: `tokens`, `text`, `reward`.
+        most: maximum number of completions for each prompt; None for all.
+        threshold: minimum reward; None for any.
+    """
+    taken: list[tuple[Question, Mapping[str, Any]]] = []
+    failed = prompts = 0
+    for question, group in zip(questions, groups, strict=True):
+        places = ranked([one["reward"] for one in group], most, threshold)
+        taken += [(question, group[place]) for place in places]
+        prompts += bool(places)
+        failed += all(one["reward"] is None for one in group)
+    texts = [_as_text(inference, question, completion) for question, completion in taken]
+    respelled = sum(text is None for text in texts)
+    rows, longest = [], 0
+    for text, (question, completion) in zip(texts, taken, strict=True):
+        prompt, tokens = question.tokens.tolist(), completion["tokens"]
+        ids = {"input_ids": [*prompt, *tokens], "labels": [UNTRAINED] * len(prompt) + list(tokens)}
+        shape = ids if respelled or text is None else text
+        rows.append({**shape, **{name: completion[name] for name in ("reward", "row", "sample")}})
+        longest = max(longest, len(ids["input_ids"]))
+    return Chosen(rows, prompts, failed, longest, respelled)
+
+
+def _as_text(inference: InferenceModel, question: Question, completion: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The row as text; None where rendering it would not give the sampled tokens."""
+    if inference.tokenizer is None or (prompt := inference.training_prompt(question.row)) is None:
+        return None
+    text = completion["text"]
+    turn = {"role": "assistant", "content": text}
+    row = {"prompt": prompt, "completion": text if isinstance(prompt, str) else [turn]}
+    row |= {name: question.row[name] for name in ("tools", TEMPLATE_KWARGS) if question.row.get(name) is not None}
+    rendering = Rendering("prompt_completion", max_length=sys.maxsize, vocab_size=inference.source.decoder.vocab_size)
+    try:
+        example = to_example(row, inference.tokenizer, rendering)
+    except UserError:  # the template refuses this answer, which can still be trained as ids
+        return None
+    start, sampled = len(question.tokens), [*question.tokens.tolist(), *completion["tokens"]]
+    if not isinstance(example, Kept):
+        return None
+    sequence = example.sequences[0]
+    # A template may close a turn with a token that is neither sampled nor trained.
+    same = sequence.tokens[: len(sampled)].tolist() == sampled
+    return row if same and np.flatnonzero(sequence.loss_mask).tolist() == [*range(start, len(sampled))] else None
+
 
 WAVES = 8
 """Completions of a chunk for each slot: slots idle only at the end of a chunk, and a kill loses at most one chunk."""
@@ -114,12 +218,11 @@ def open_questions(
     table = Rows("the prompt", [{"prompt": prompt}]) if rows is None else open_rows(rows)
     inference = InferenceModel(options)
     sampling = inference.with_stop_ids(sampling)
-    return inference, sampling, [_question(inference, table, i, rows is not None) for i in range(len(table))]
-
-
-def _question(inference: InferenceModel, table: Rows, index: int, listed: bool) -> Question:
-    row = table[index]
-    return Question(row, inference.prompt(row, f"row {index + 1} of {table.name}" if listed else table.name))
+    questions = []
+    for index in range(len(table)):
+        where = table.name if rows is None else f"row {index + 1} of {table.name}"
+        questions.append(Question(table[index], inference.prompt(table[index], where)))
+    return inference, sampling, questions
 
 
 def _show(inference: InferenceModel, requests: List[Request]) -> None:
@@ -166,7 +269,13 @@ class _Writing:
                 try:
                     self._sample(output, rows)
                 except KeyboardInterrupt as stopped:
-                    raise Interrupted(_interrupted(out, output, self.n, prompts)) from stopped
+                    kept = "interrupted before anything was kept"
+                    if output.done:
+                        kept = (
+                            f"interrupted: {output.done // self.n} of {prompts} rows are kept next to {out}; the same "
+                            "call goes on after them"
+                        )
+                    raise Interrupted(kept) from stopped
             summary = self._finish(output)
         print(f"{summary}, written to {out}")
 
@@ -239,7 +348,11 @@ class _Writing:
                 "are kept: the same call with a lower --threshold selects again without sampling"
             )
         output.finish(json.dumps(row) + "\n" for row in chosen.rows)
-        return _summary(chosen, len(self.questions))
+        text = f"{len(chosen.rows)} rows to train on, from {chosen.prompts} of {len(self.questions)} prompts"
+        text += f"{_left_out(chosen, len(self.questions))}; the longest has {chosen.longest} tokens"
+        if chosen.respelled:
+            text += f"; as ids, since the text of {chosen.respelled} would not be trained as it was sampled"
+        return text
 
 
 def line(
@@ -286,23 +399,9 @@ def _rewards(scored: Scored, total: float) -> dict[str, Any]:
     return {"reward": reward, "rewards": dict(zip(scored.rewards, each, strict=True)), **failures}
 
 
-def _summary(chosen: Chosen, prompts: int) -> str:
-    text = f"{len(chosen.rows)} rows to train on, from {chosen.prompts} of {prompts} prompts"
-    text += f"{_left_out(chosen, prompts)}; the longest has {chosen.longest} tokens"
-    if chosen.respelled:
-        text += f"; as ids, since the text of {chosen.respelled} would not be trained as it was sampled"
-    return text
-
-
 def _left_out(chosen: Chosen, prompts: int) -> str:
     """Text about prompts without a row, and the reason; empty without any."""
     below = prompts - chosen.prompts - chosen.failed
     parts = [f"{below} had nothing above the threshold"] if below else []
     parts += [f"{chosen.failed} had no score"] if chosen.failed else []
     return f" ({', '.join(parts)})" if parts else ""
-
-
-def _interrupted(out: Path, output: ResumableOutput, n: int, rows: int) -> str:
-    if not output.done:
-        return "interrupted before anything was kept"
-    return f"interrupted: {output.done // n} of {rows} rows are kept next to {out}; the same call goes on after them"

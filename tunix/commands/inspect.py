@@ -16,7 +16,6 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from tunix.algorithms.base import Algorithm
 from tunix.config import RowKind
 from tunix.data.accounting import CUT_AWAY, Accounting, Dropped, Kept
 from tunix.data.examples import to_example
@@ -27,8 +26,7 @@ from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
-from tunix.run.inputs import open_inputs, row_kind_of
-from tunix.run.row_layout import layout
+from tunix.run.inputs import layout, open_inputs, row_kind_of
 from tunix.types import Sequence
 
 ACCOUNTED = 5000
@@ -61,22 +59,27 @@ def _show_run(recipe: Recipe, rows: int, console: Console) -> None:
     with tempfile.TemporaryDirectory() as folder:
         inputs = open_inputs(recipe, Path(folder))
         algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)
-        settings = _settings(recipe, algorithm, inputs.train)
-        seen = list(itertools.islice(_examples(inputs.train, inputs.tokenizer, settings), max(rows, ACCOUNTED)))
+        train, tokenizer = inputs.train, inputs.tokenizer
+        # The settings with which the run renders its rows.
+        settings = rendering(recipe.data, train[0], f"row 1 of {train.name}", row_kind_of(recipe, algorithm))
+        seen = [
+            to_example(train[index], tokenizer, settings, f"row {index + 1} of {train.name}", train.folder)
+            for index in range(min(len(train), max(rows, ACCOUNTED)))
+        ]
         shown = seen[:rows]
         pieces = _pieces(shown, cutter(recipe.data, settings.train_on), recipe.batch_size)
-        lost = partial(_lost, inputs.train, inputs.tokenizer, settings)
+        lost = partial(_lost, train, tokenizer, settings)
         for number, parts in enumerate(pieces, start=1):
             for part, example in enumerate(parts, start=1):
                 place = f"{number}, piece {part} of {len(parts)}" if len(parts) > 1 else str(number)
-                _show_example(place, example, inputs.tokenizer, settings, console)
+                _show_example(place, example, tokenizer, settings, console)
             for rule, text in lost(number - 1, shown[number - 1]):
                 said = isinstance(shown[number - 1], Dropped)
                 console.print(text if said else f"{rule}: {text}", markup=False, soft_wrap=True)
             console.print()
         packed = None if algorithm.train_on == RowKind.PROMPT else layout(algorithm)
         totals = _total(iter(seen), recipe, packed, cutter(recipe.data, settings.train_on))
-        _show_totals(totals, inputs.train, settings, console)
+        _show_totals(totals, train, settings, console)
         lines = ((i, rule, text) for i, example in enumerate(seen[rows:], rows) for rule, text in lost(i, example))
         for count, (i, rule, text) in enumerate(lines):
             if count == LISTED:
@@ -85,33 +88,21 @@ def _show_run(recipe: Recipe, rows: int, console: Console) -> None:
             console.print(f"row {i + 1}: {rule}: {text}", markup=False, soft_wrap=True)
 
 
-def _settings(recipe: Recipe, algorithm: Algorithm, rows: Rows) -> Rendering:
-    """The settings with which the run renders its rows."""
-    return rendering(recipe.data, rows[0], f"row 1 of {rows.name}", row_kind_of(recipe, algorithm))
-
-
-def _examples(rows: Rows, tokenizer: Tokenizer | None, settings: Rendering) -> Iterator[Kept | Dropped]:
-    """Yields each row as an example or as dropped, in file order."""
-    for index in range(len(rows)):
-        where = f"row {index + 1} of {rows.name}"
-        yield to_example(rows[index], tokenizer, settings, where, rows.folder)
-
-
 def _pieces(examples: list[Kept | Dropped], cut: Cutter, size: int) -> Iterator[list[Kept | Dropped]]:
     """Yields the pieces that each row is cut into, in batches of file order; a dropped row as it is."""
-    given = 0
+    taken_pieces = 0
     cut.new_batch()
     for example in examples:
         parts: list[Kept | Dropped] = []
         finished = False
         while not finished:
-            if given and given % size == 0 and cut.has_target(example):
+            if taken_pieces and taken_pieces % size == 0 and cut.has_target(example):
                 cut.new_batch()
             taken = cut.take(example)
             finished = taken.finished
             if taken.piece:
                 parts.append(taken.piece)
-                given += 1
+                taken_pieces += 1
         yield parts or [example if isinstance(example, Dropped) else Dropped(CUT_AWAY)]
 
 
@@ -125,11 +116,12 @@ def _show_example(
     if settings.train_on == RowKind.ROW:
         console.print(f"row {number}: for the environment\n{json.dumps(dict(example.row), default=str)}", markup=False)
         return
+    coloured = console.color_system is not None and not console.no_color  # on a terminal without NO_COLOR
     sides = ("chosen: ", "rejected: ") if settings.train_on == RowKind.PAIRS else ("",)
     for side, sequence in zip(sides, example.sequences, strict=True):
         notes = _notes(sequence, settings, example.truncated)
         console.print(f"row {number}: {side}{', '.join(notes)}", style="bold", markup=False)
-        console.print(_marked(sequence, tokenizer, coloured=_coloured(console)), soft_wrap=True)
+        console.print(_marked(sequence, tokenizer, coloured=coloured), soft_wrap=True)
 
 
 def _lost(
@@ -176,11 +168,6 @@ def _limit(settings: Rendering) -> int:
     return settings.prompt_length if settings.train_on == RowKind.PROMPT else settings.max_length
 
 
-def _coloured(console: Console) -> bool:
-    """Whether colours are shown: on a terminal without NO_COLOR."""
-    return console.color_system is not None and not console.no_color
-
-
 def _marked(sequence: Sequence, tokenizer: Tokenizer | None, coloured: bool) -> Text:
     """The sequence as text with trained tokens marked; ids where there is no tokenizer."""
     text, before = Text(), []
@@ -220,25 +207,10 @@ def _total(examples: Iterator[Kept | Dropped], recipe: Recipe, packed: Layout | 
         totals.tokens += sum(len(sequence.tokens) for sequence in sequences)
         totals.trained += sum(int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences)
         if packed and group:
-            _pack(totals, group, recipe, packed)
+            batch = packed.packed(group, recipe.batch_size, recipe.data, totals.accounting).batch
+            totals.packed_rows += len(batch.tokens)
+            totals.empty += waste(batch) * len(batch.tokens) * totals.row_length
     return totals
-
-
-def _pack(totals: _Totals, group: list[Kept], recipe: Recipe, packed: Layout) -> None:
-    """Packs the rows of a batch and adds its size and empty positions to the totals."""
-    batch = packed.packed(group, recipe.batch_size, recipe.data, totals.accounting).batch
-    totals.packed_rows += len(batch.tokens)
-    totals.empty += waste(batch) * len(batch.tokens) * totals.row_length
-
-
-def _cuts(account: Accounting, settings: Rendering) -> list[tuple[str, int, str]]:
-    """Lines about rows that are too long: how many were truncated, or into how many pieces they were cut."""
-    if settings.on_overflow != "keep":
-        return [("    truncated", account.truncated, f"cut at {_limit(settings)} tokens")]
-    return [
-        ("    pieces", account.pieces, f"of at most {settings.max_length} tokens, each a sequence of a batch"),
-        ("    left out", account.untrained, "pieces with nothing to train on"),
-    ]
 
 
 def _show_totals(totals: _Totals, rows: Rows, settings: Rendering, console: Console) -> None:
@@ -249,10 +221,17 @@ def _show_totals(totals: _Totals, rows: Rows, settings: Rendering, console: Cons
     else:
         console.print(f"All rows of {rows.name}:", markup=False)
     dropped = sorted(account.dropped.items())
+    # Rows that are too long: how many were truncated, or into how many pieces they were cut.
+    cuts = [("    truncated", account.truncated, f"cut at {_limit(settings)} tokens")]
+    if settings.on_overflow == "keep":
+        cuts = [
+            ("    pieces", account.pieces, f"of at most {settings.max_length} tokens, each a sequence of a batch"),
+            ("    left out", account.untrained, "pieces with nothing to train on"),
+        ]
     lines = [
         ("rows", account.rows, ""),
         ("  kept", account.kept, ""),
-        *_cuts(account, settings),
+        *cuts,
         ("  dropped", sum(account.dropped.values()), ""),
         *(("   ", count, reason) for reason, count in dropped),
         *(("  with notes" if n == 0 else "", count, rule) for n, (rule, count) in enumerate(account.notes.items())),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tunix.commands.plan import refuse_misfit
 from tunix.errors import UserError
-from tunix.launch import kubernetes, pathways, slurm
+from tunix.launch import kubernetes, slurm
 from tunix.launch.job import Job, Options, job_of
 from tunix.recipe.recipe import Recipe
 from tunix.util.atomic_io import write_text_atomic
@@ -17,7 +17,7 @@ WRITERS = {
     "slurm": slurm.script,
     "gke-tpu": kubernetes.manifest,
     "gke-gpu": kubernetes.manifest,
-    "pathways": pathways.manifest,
+    "pathways": kubernetes.pathways_manifest,
 }
 
 
@@ -48,34 +48,23 @@ def launch(recipe: Recipe, options: Options, destination: Destination, *, plan: 
         raise UserError("--dry-run writes nothing and --submit needs the file: leave one of them out")
     job = job_of(recipe, options)
     text = WRITERS[options.target](job)
-    if plan:
-        _require_fit(recipe, job)
+    if plan and job.placement.slices > 1:
+        print("not planned: several slices; `tunix plan` asks about one of them", file=sys.stderr)
+    elif plan:
+        refuse_misfit(recipe, job.placement.topology, "`tunix launch --no-plan` writes the job all the same.")
     for warning in job.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if destination.dry_run:
         print(text, end="")
         return
-    command = _command(options.target)
+    command = ["sbatch"] if options.target == "slurm" else ["kubectl", "apply", "-f"]  # a file is its last word
     if destination.submit and shutil.which(command[0]) is None:
         raise UserError(f"--submit: there is no {command[0]} on this machine; write the file here and submit it there")
     file = _write(text, job, destination)
     if destination.submit:
         _submit([*command, str(file)])
     else:
-        print(f"{file}: {_described(job)}; submit it with `{' '.join(command)} {file}`")
-
-
-def _require_fit(recipe: Recipe, job: Job) -> None:
-    """Asks the compilers; devices of several slices they cannot describe."""
-    if job.placement.slices > 1:
-        print("not planned: several slices; `tunix plan` asks about one of them", file=sys.stderr)
-        return
-    refuse_misfit(recipe, job.placement.topology, "`tunix launch --no-plan` writes the job all the same.")
-
-
-def _described(job: Job) -> str:
-    place = job.placement
-    return f"{place.processes} host(s) with {place.per_host} x {place.chip} each"
+        print(f"{file}: {job.placement.described}; submit it with `{' '.join(command)} {file}`")
 
 
 def _write(text: str, job: Job, destination: Destination) -> Path:
@@ -90,11 +79,6 @@ def _write(text: str, job: Job, destination: Destination) -> Path:
         raise UserError(f"--out {file}: it exists, and differs; --overwrite replaces it, or name another file")
     write_text_atomic(file, text)
     return file
-
-
-def _command(target: str) -> list[str]:
-    """The command that submits a file, which is its last word."""
-    return ["sbatch"] if target == "slurm" else ["kubectl", "apply", "-f"]
 
 
 def _submit(command: list[str]) -> None:

@@ -51,12 +51,12 @@ def plan(
         console.width = WIDTH  # of a file or a pipe: nobody says how wide it is
     for topology in topologies:
         with _progress(topology) as tell:
-            found = ask(recipe, topology, deadline, tell=tell)
+            planned = ask(recipe, topology, deadline, tell=tell)
         if as_json:
-            console.print_json(json.dumps(asdict(found)))
+            console.print_json(json.dumps(asdict(planned)))
         else:
-            _show(found, recipe, console)
-        if found.late and not found.verdicts:
+            _show(planned, recipe, console)
+        if planned.late and not planned.verdicts:
             raise UserError(f"--deadline {deadline:g}: nothing was compiled in time; give it more seconds")
 
 
@@ -93,15 +93,15 @@ def refuse_misfit(recipe: Recipe, topology: str | None, otherwise: str) -> None:
     """
     with _progress(topology) as tell:
         try:
-            found = ask(recipe, topology, PATIENCE, tell=tell)
+            planned = ask(recipe, topology, PATIENCE, tell=tell)
         except UserError as error:
             tell(f"not planned: {error}")
             return
-        if found.late and found.fits:
+        if planned.late and planned.fits:
             tell(f"not planned to the end within {PATIENCE:.0f} s")
-    for number, verdict in enumerate(found.verdicts):
+    for number, verdict in enumerate(planned.verdicts):
         if not verdict["fits"]:
-            remedy = suggestion(found, number)
+            remedy = suggestion(planned, number)
             raise UserError(
                 f"{stage_of(recipe, number).output} on {place(verdict)}: {summary(verdict)}. "
                 f"{remedy[0].upper()}{remedy[1:]}. `tunix plan` shows what takes the memory; {otherwise}"
@@ -124,8 +124,8 @@ def _progress(topology: str | None) -> Iterator[Callable[[str], None]]:
         yield lambda words: status.update(f"{where}: {words}")
 
 
-def _show(found: Plan, recipe: Recipe, console: Console) -> None:
-    for number, verdict in enumerate(found.verdicts):
+def _show(planned: Plan, recipe: Recipe, console: Console) -> None:
+    for number, verdict in enumerate(planned.verdicts):
         name = stage_of(recipe, number).output
         console.print(f"[bold]{name}[/] on {place(verdict)}: {summary(verdict)}")
         for line in verdict["chosen"]:
@@ -134,9 +134,9 @@ def _show(found: Plan, recipe: Recipe, console: Console) -> None:
         _show_programs(verdict, console)
         if verdict["prediction"] is not None:
             console.print(predicted(verdict["prediction"]))
-        if number in found.changes:
-            console.print(suggestion(found, number))
-    if found.late:
+        if number in planned.changes:
+            console.print(suggestion(planned, number))
+    if planned.late:
         console.print("the deadline ended this plan: what is missing was not compiled in time (--deadline)")
 
 
@@ -150,17 +150,17 @@ def summary(verdict: dict[str, Any]) -> str:
     """One sentence: whether it fits, and by how much."""
     needed, limit = verdict["needed"], verdict["limit"]
     most = during(verdict, verdict["programs"][0]) if verdict["programs"] else "nothing"
-    refused = next((one for one in verdict["programs"] if one["refused"]), None)
+    refused = next((program for program in verdict["programs"] if program["refused"]), None)
     if refused and needed <= limit:  # its message names no size
         return f"does not fit: the compiler refuses `{refused['name']}`: {refused['refused']}"
     word, rest = ("fits", "to spare") if verdict["fits"] else ("does not fit", "too much")
-    found = f"{word}: {_gib(needed)} of {_gib(limit)} during {most}, {_gib(abs(limit - needed))} {rest}"
-    others = [one for one in first_of_each(verdict).values() if one is not verdict["programs"][0]]
-    found += "".join(f"; {_gib(one['total'])} during {during(verdict, one)}" for one in others)
+    text = f"{word}: {_gib(needed)} of {_gib(limit)} during {most}, {_gib(abs(limit - needed))} {rest}"
+    others = [program for program in first_of_each(verdict).values() if program is not verdict["programs"][0]]
+    text += "".join(f"; {_gib(program['total'])} during {during(verdict, program)}" for program in others)
     if refused is None:
-        return found
+        return text
     largest = "; the largest array is " + _array(refused["buffers"][0]) if refused["buffers"] else ""
-    return f"{found}: the compiler refuses `{refused['name']}`{largest}"
+    return f"{text}: the compiler refuses `{refused['name']}`{largest}"
 
 
 def first_of_each(verdict: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -175,12 +175,12 @@ def during(verdict: dict[str, Any], program: dict[str, Any]) -> str:
     return name if len(verdict["places"]) == 1 else f"{name} on each {program['place']} device"
 
 
-def suggestion(found: Plan, stage: int) -> str:
+def suggestion(planned: Plan, stage: int) -> str:
     """The change that fits, or that none was found."""
-    change = found.changes.get(stage)
+    change = planned.changes.get(stage)
     if change is not None:
         return f"it fits with: {change}"
-    return f"none of these fits: {'; '.join(found.tried)}" if found.tried else "no change is known that could fit"
+    return f"none of these fits: {'; '.join(planned.tried)}" if planned.tried else "no change is known that could fit"
 
 
 def predicted(prediction: dict[str, float]) -> str:
@@ -189,8 +189,7 @@ def predicted(prediction: dict[str, float]) -> str:
     return (
         f"predicted, not measured: a step of {seconds:{'.3g' if seconds < 1000 else ',.0f'}} s at the least, "
         f"{prediction['tokens_per_second']:,.0f} trained tokens/s, MFU {share:{'.0%' if share > 0.1 else '.1%'}}, if "
-        "rows are full and "
-        "every device reaches its peaks"
+        "rows are full and every device reaches its peaks"
     )
 
 
@@ -200,7 +199,7 @@ def _show_memory(verdict: dict[str, Any], console: Console) -> None:
         number = verdict["places"][name]["number"]
         devices = "each device" if len(verdict["places"]) == 1 else f"each of {number} {name} device(s)"
         table = Table(f"of {devices}, during {most['name']}", Column("GiB", justify="right"), box=SIMPLE)
-        for kind, size in sorted(most["kinds"].items(), key=lambda one: -one[1]):
+        for kind, size in sorted(most["kinds"].items(), key=lambda item: -item[1]):
             table.add_row(kind, f"{size / GIB:.2f}")
         console.print(table)
         for buffer in most["buffers"]:
@@ -213,26 +212,26 @@ def _show_programs(verdict: dict[str, Any], console: Console) -> None:
     names = ("program", "GiB with all held", "a step", *costs)
     table = Table(*(Column(name, no_wrap=name == "program", justify="right") for name in names), box=SIMPLE)
     table.columns[0].justify = "left"
-    for one in verdict["programs"]:
-        sent = sum(amount for _, amount in one["sent"].values()) / 1e9
-        least = "" if one["seconds"] is None or one["refused"] else f"{1e3 * one['seconds']:,.0f}, {one['bound']}"
-        flops, moved = one["work"][0], sum(one["work"][1:])
+    for program in verdict["programs"]:
+        sent = sum(amount for _, amount in program["sent"].values()) / 1e9
+        least = (
+            ""
+            if program["seconds"] is None or program["refused"]
+            else f"{1e3 * program['seconds']:,.0f}, {program['bound']}"
+        )
+        flops, moved = program["work"][0], sum(program["work"][1:])
         cost = (f"{flops / 1e12:,.1f}", f"{moved / 1e9:,.0f}", f"{sent:,.1f}") if flops else ("", "", "")
-        times = f"{one['times']:g} x" if one["times"] else ""
-        made = f"{one['traced_in']:.0f} + {one['compiled_in']:.0f}" if one["compiled_in"] else ""
-        table.add_row(one["name"], f"{one['total'] / GIB:.2f}", times, *cost, least, made)
+        times = f"{program['times']:g} x" if program["times"] else ""
+        made = f"{program['traced_in']:.0f} + {program['compiled_in']:.0f}" if program["compiled_in"] else ""
+        table.add_row(program["name"], f"{program['total'] / GIB:.2f}", times, *cost, least, made)
     console.print(table)
-
-
-def _short(scope: str) -> str:
-    """The end of a scope, which names the operation."""
-    return "/".join(scope.split("/")[-3:])
 
 
 def _array(buffer: list[Any]) -> str:
     """A buffer of a verdict: its size, type and shape, and where it comes from."""
     size, shape, scope, line = buffer
-    return "  ".join(filter(None, (_gib(size), shape, ", ".join(filter(None, (line, _short(scope)))))))
+    operation = "/".join(scope.split("/")[-3:])  # the end of a scope, which names it
+    return "  ".join(filter(None, (_gib(size), shape, ", ".join(filter(None, (line, operation))))))
 
 
 def _gib(size: int) -> str:

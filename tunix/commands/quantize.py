@@ -14,8 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tunix.commands.eval_tasks import EvalResult, loss
-from tunix.commands.evaluate import EvalOptions, Setting, has_held_out_rows, prepare
+from tunix.commands.evaluate import EvalOptions, has_held_out_rows, loss, prepare
 from tunix.errors import UserError
 from tunix.hf.model_folder import save_folder
 from tunix.inference.model import InferenceModel, InferenceOptions
@@ -66,7 +65,9 @@ def quantize(
     moved = _written(inference, out, parsed, simulated, packed)
     numbers = {f"error/{name}": error for name, error in moved.items()}
     if setting is not None and before is not None:
-        after = _loss_of(setting, out)
+        # The written folder, on the same rows with the same rendering.
+        written = InferenceModel(replace(setting.inference.options, model=str(out), adapter=None))
+        after = loss(written, setting.table, setting.train_on)
         numbers |= {f"loss/{when}": one.metrics["loss"].value for when, one in (("before", before), ("after", after))}
     print(_shown(options, out, projections_of(inference.source.decoder), parsed, moved, numbers))
     return numbers
@@ -109,16 +110,18 @@ def _written(
     """Writes the folder; returns the relative error of each module."""
     model, params, _ = inference.weights()
     on_grid, moved = rounded(replace(model, simulated=simulated), params)
-    settings = {"source": inference.source.files, "dtype": model.dtype, "scores": not model.has_lm_head, "rules": rules}
-    settings["base"] = inference.source.folder
-    save_folder(out, model.config, params if packed else on_grid, packed=packed, **settings)
+    save_folder(
+        out,
+        model.config,
+        params if packed else on_grid,
+        packed=packed,
+        source=inference.source.files,
+        dtype=model.dtype,
+        scores=not model.has_lm_head,
+        rules=rules,
+        base=inference.source.folder,
+    )
     return {name.split("/")[1]: error for name, error in moved.items()}
-
-
-def _loss_of(before: Setting, out: Path) -> EvalResult:
-    """The loss of the written folder on the same rows with the same rendering."""
-    options = replace(before.inference.options, model=str(out), adapter=None)
-    return loss(InferenceModel(options), before.table, before.train_on)
 
 
 def _shown(

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tunix.errors import UserError
-from tunix.util.atomic_io import write_lines_atomic
-from tunix.util.full_disk import ROOM
+from tunix.util.atomic_io import ROOM, write_lines_atomic
 from tunix.util.yaml_io import shown
 
 DIGEST = "sha256:"
@@ -96,7 +95,12 @@ def resumable_output(out: Path, inputs: Mapping[str, Any], chunk: int, total: in
         except BlockingIOError as error:
             raise UserError(f"{path}: another process is writing it; wait for it, or choose another --out") from error
         first = file.readline()
-        done, end = _complete_chunks(file, len(first), chunk, total)
+        # The number of lines in complete chunks, and the position after them in bytes.
+        done, end, at = 0, len(first), len(first)
+        for number, line in enumerate(file, start=1):
+            at += len(line)
+            if line.endswith(b"\n") and (number % chunk == 0 or number == total):
+                done, end = number, at
         if done:
             _check_inputs(path, first, inputs)
         else:
@@ -111,16 +115,6 @@ def resumable_output(out: Path, inputs: Mapping[str, Any], chunk: int, total: in
         finally:
             if not output.done:
                 path.unlink()
-
-
-def _complete_chunks(file: IO[bytes], start: int, chunk: int, total: int) -> tuple[int, int]:
-    """`(lines, end)`: the number of lines in complete chunks, and the position after them in bytes."""
-    done, end, at = 0, start, start
-    for number, line in enumerate(file, start=1):
-        at += len(line)
-        if line.endswith(b"\n") and (number % chunk == 0 or number == total):
-            done, end = number, at
-    return done, end
 
 
 def _check_inputs(path: Path, first: bytes, inputs: Mapping[str, Any]) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 
 from tunix.errors import UserError
 from tunix.rollout.types import SPANS, Span
-from tunix.util.atomic_io import refuse_out, write_text_atomic
-from tunix.util.json_lines import read_rows
+from tunix.util.atomic_io import read_rows, refuse_out, write_text_atomic
 
 
 def trace(run: Path, step: int, out: Path | None = None) -> Path:

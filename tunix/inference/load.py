@@ -74,7 +74,9 @@ class LoadedModel:
             UserError: the model cannot be loaded, or a prompt or a setting is invalid.
         """
         sampling = self._model.with_stop_ids(sampling)
-        rows = [_row(one) for one in _listed(prompts)]
+        single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
+        listed: Any = [prompts] if single else prompts
+        rows = [_row(prompt) for prompt in listed]
         tokens = [self._model.prompt(row, f"prompt {number}") for number, row in enumerate(rows, start=1)]
         groups = self._model.engine.sample(tokens, n, sampling, seed)
         return [Answer(self._model.text(one) or "", one) for group in groups for one in group]
@@ -150,12 +152,6 @@ def load(
     loaded = LoadedModel(InferenceOptions(str(model), on_top, dtype, slots, system, raw, length))
     _ = loaded.tokenizer  # a mistyped folder is reported here, before anything else is done
     return loaded
-
-
-def _listed(prompts: PromptLike | List[PromptLike]) -> List[PromptLike]:
-    """The prompts as a list, also for a single one."""
-    single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
-    return [prompts] if single else prompts  # pyright: ignore[reportReturnType]
 
 
 def _row(prompt: PromptLike) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ Axes: T time.
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,6 @@ from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError, nearest
 from tunix.hf.run_export import exported
 from tunix.hf.source import Source, check_vocabulary, loaded, pretrained, require_lm_head
-from tunix.inference.text_stream import until_stop
 from tunix.mesh import build_mesh
 from tunix.models.model import Model, Params
 from tunix.rollout.engine.engine import Engine
@@ -37,6 +36,45 @@ from tunix.rollout.engine.shapes import usual_slots
 from tunix.types import Completion, Sampling
 from tunix.util.startup import prepare_jax
 from tunix.util.yaml_io import read_mapping
+
+
+class TextStream:
+    """Decodes tokens as they arrive: whole characters only, and nothing from a stop string on."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Iterable[str] = ()):
+        self.tokens: list[int] = []
+        self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._emitted = 0
+
+    @property
+    def text(self) -> str:
+        """The text so far, without special tokens and up to a stop string."""
+        return until_stop(self._tokenizer.decode(self.tokens, skip_special=True), self._stops)
+
+    def feed(self, tokens: Iterable[int | np.integer]) -> str:
+        """Adds tokens; returns the new text that no later token can change."""
+        self.tokens += [int(token) for token in tokens]
+        # An incomplete character decodes as U+FFFD until its bytes arrive.
+        text = self.text.rstrip("\ufffd")
+        held = max(
+            (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0
+        )
+        return self._new(text[: len(text) - held])
+
+    def finish(self) -> str:
+        """The rest of the text, which `feed` held back."""
+        return self._new(self.text)
+
+    def _new(self, text: str) -> str:
+        new = text[self._emitted :]
+        self._emitted += len(new)
+        return new
+
+
+def until_stop(text: str, stops: Iterable[str]) -> str:
+    """The text before the first stop string in it."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+
 
 COLUMNS: dict[str, Format] = {"prompt": "prompt_completion", "messages": "messages", "input_ids": "tokens"}
 """The columns that may hold a prompt, and their formats; of several in a row, the first is used."""
@@ -227,8 +265,13 @@ class InferenceModel:
         if self.trained_on is not None:
             return self.trained_on
         chat = self.plain_reason is None
-        rendered = {"chat": chat, "system": self.system if chat else None, "template_kwargs": self.template_kwargs}
-        return DataConfig(train=train, max_length=length, **rendered)
+        return DataConfig(
+            train=train,
+            max_length=length,
+            chat=chat,
+            system=self.system if chat else None,
+            template_kwargs=dict(self.template_kwargs),
+        )
 
     def text(self, completion: Completion, *, skip_special: bool = True) -> str | None:
         """The text of a completion, without the stop string and, by default, special tokens; None without a

@@ -1,27 +1,37 @@
-"""Per-token log-probs of given rows under a model, computed by the training code. Nothing is truncated.
+"""Per-token log-probs of given rows under a model, computed by the training code, and `tunix score`, which writes them.
+
+Nothing is truncated: a row that is too long is an error. The command writes one JSON object per row: `logprobs` (one
+for each token after the first), `tokens` (their ids), `sum`.
 
 Axes: T time.
 """
 
+import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from jax.sharding import Mesh
 
-from tunix.config import RowKind
+from tunix.config import DType, MeshConfig, RowKind
 from tunix.data.accounting import Kept
 from tunix.data.examples import to_example
 from tunix.data.shapes import Rendering, detect_format
-from tunix.data.sources import Rows
+from tunix.data.sources import Rows, open_rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.mesh import row_shards
+from tunix.hf.source import check_vocabulary, loaded, pretrained, require_lm_head
+from tunix.mesh import build_mesh, row_shards
 from tunix.models.model import Model, Params
 from tunix.trainer.logprobs import Scorer
+from tunix.trainer.metrics import perplexity
 from tunix.trainer.microbatches import Microbatcher
+from tunix.trainer.progress import Display, readable
 from tunix.types import Sequence
+from tunix.util.atomic_io import refuse_out, write_text_atomic
 
 
 @dataclass(frozen=True)
@@ -69,9 +79,11 @@ def scored(
     rows = -(-batch_size // row_shards(mesh)) * row_shards(mesh)
     scorer = Scorer(model, Microbatcher(rows, mesh), length)
     scores: list[RowScore] = []
-    for group in _groups(sequences, 8 * batch_size):
-        values = scorer.scores("logprobs", params, group, size=8 * batch_size)
-        scores += [RowScore(one.tokens, logprobs[1:]) for one, logprobs in zip(group, values, strict=True)]
+    size = 8 * batch_size
+    for start in range(0, len(sequences), size):
+        group = sequences[start : start + size]
+        values = scorer.scores("logprobs", params, group, size=size)
+        scores += [RowScore(x.tokens, logprobs[1:]) for x, logprobs in zip(group, values, strict=True)]
         progress(len(scores))
     return scores
 
@@ -90,6 +102,48 @@ def _sequence(rows: Rows, index: int, tokenizer: Tokenizer | None, rendering: Re
     return sequence
 
 
-def _groups(sequences: list[Sequence], size: int) -> Iterator[list[Sequence]]:
-    for start in range(0, len(sequences), size):
-        yield sequences[start : start + size]
+def score(
+    model: str,
+    data: str,
+    out: Path,
+    *,
+    adapter: Path | None = None,
+    batch_size: int = 8,
+    max_length: int = 1024,
+    dtype: DType = "float32",
+) -> float:
+    """Scores every row of `data` and writes `out`.
+
+    Args:
+        model: hub id, folder, or the folder of a run.
+        data: rows of text, messages, prompt and completion, or input_ids.
+        adapter: PEFT folder on top of the model.
+        batch_size: rows of a micro-batch.
+        max_length: maximum tokens of a row; a longer one is an error.
+        dtype: of the computation and the weights.
+
+    Returns:
+        The perplexity: exp of minus the mean log-prob over all tokens after the first of their row.
+
+    Raises:
+        UserError: the model, the rows or the output are not accessible.
+    """
+    refuse_out(out)
+    rows = open_rows(data)
+    source = pretrained(model, adapter)
+    check_vocabulary(source)
+    require_lm_head(source, model)
+    mesh = build_mesh(MeshConfig())
+    sequences = sequences_to_score(rows, source.tokenizer, source.decoder.vocab_size, max_length)
+    with closing(Display("score", len(sequences), 0)) as display:
+        network, params = loaded(source, dtype, mesh)
+        scores = scored(network, params, mesh, sequences, batch_size, lambda done: display.update(done, {}))
+    lines = [
+        {"logprobs": [round(float(x), 7) for x in row.logprobs], "tokens": row.tokens[1:].tolist(), "sum": row.sum}
+        for row in scores
+    ]
+    write_text_atomic(out, "".join(json.dumps(line) + "\n" for line in lines))
+    total, count = sum(x.sum for x in scores), sum(x.logprobs.size for x in scores)
+    value = perplexity(-total / count)
+    print(f"{len(scores)} rows, {readable(count)} tokens: perplexity {value:.4f}, written to {out}")
+    return value

@@ -1,5 +1,5 @@
 """Jobs for clusters: what a recipe and a topology ask of SLURM, of Kubernetes and of Pathways, as files.
 
-`placement` (how many hosts) and `storage` (what outlives a pod, what has to be sent along) -> `job` -> one of the
-writers `slurm`, `kubernetes` and `pathways`. Nothing here needs a device or a network.
+`job` (what it is, whatever the scheduler) -> one of the writers `slurm` and `kubernetes`, which knows Pathways too.
+Nothing here needs a device or a network.
 """

@@ -1,13 +1,267 @@
-"""`Job`: everything that a cluster has to know of a run, whatever its scheduler."""
+"""`Job`: everything that a cluster has to know of a run, whatever its scheduler.
 
+First what a job leaves behind and what it reads: a pod's disk goes with the pod, and a restart is a new pod, so
+checkpoints and the run folder have to be on a volume or on gs://, and files that the recipe names have to be on a
+volume, or small enough to be sent along. Then how many hosts with how many devices it takes (`placement`), and at the
+end the job itself.
+"""
+
+import math
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
+from tunix.config import MeshConfig
 from tunix.errors import UserError, install_command
-from tunix.launch.placement import Placement, placement
-from tunix.launch.storage import Mount, require_lasting, require_shared, sent_along
+from tunix.plan.chips import CHIPS, CHIPS_OF_A_HOST, GPUS_OF_A_HOST, SHAPES, chip_of, number_of
 from tunix.recipe.recipe import Recipe
+from tunix.util.object_store import url_of
+from tunix.util.plugins import is_reference
+
+OWN_DISKS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+"""Folders that every node of a cluster has for itself."""
+MOST_BYTES = 900_000
+"""Most bytes of the recipe and the files that go along: Kubernetes takes 1 MiB, with everything around them."""
+WRITTEN = ("output", "folder")
+"""Last part of the keys that name what a run writes."""
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A volume that all pods of a job see."""
+
+    claim: str
+    """Name of a PersistentVolumeClaim, e.g. `runs`; many pods have to be allowed to write (ReadWriteMany)."""
+    path: str
+    """Where it is mounted, e.g. `/runs`."""
+
+
+def mount_of(text: str) -> Mount:
+    """Reads `CLAIM:/path`.
+
+    Raises:
+        UserError: it is written otherwise.
+    """
+    claim, _, path = text.partition(":")
+    if not claim or not path.startswith("/") or path == "/":
+        raise UserError(f"--mount {text}: write CLAIM:/path, a PersistentVolumeClaim and where it is mounted")
+    return Mount(claim, path.rstrip("/"))
+
+
+def require_lasting(recipe: Recipe, mounts: tuple[Mount, ...]) -> list[str]:
+    """Checks that a pod's end loses nothing that the next one needs.
+
+    Returns:
+        What is lost all the same, one sentence each.
+
+    Raises:
+        UserError: checkpoints would be lost.
+    """
+    lost = _within(recipe.output, mounts) is None
+    for stage in recipe.stages or (recipe,):
+        place = stage.checkpoint.folder
+        if lost if place is None else url_of(place) is None and _within(place, mounts) is None:
+            name = f"output: {recipe.output}" if place is None else f"checkpoint.folder: {place}"
+            stem = PurePosixPath(recipe.output).name
+            raise UserError(
+                f"{name} is on the pod's own disk, which goes with the pod: a restart would begin again. Put the run "
+                f"on a volume, --mount CLAIM:/runs output=/runs/{stem}, or its checkpoints on "
+                f"checkpoint.folder=gs://BUCKET/{stem}"
+            )
+    if not lost:
+        return []
+    return [
+        f"output: {recipe.output} is on the pod's own disk: checkpoints stay, but metrics.jsonl, samples and export/ "
+        "go with the pod; --mount CLAIM:/runs output=/runs/... keeps them"
+    ]
+
+
+def sent_along(recipe: Recipe, mounts: tuple[Mount, ...]) -> dict[str, str]:
+    """Small files that the recipe names: code (`judge.py:short`) and chat templates.
+
+    Returns:
+        Path, from the current folder -> text.
+
+    Raises:
+        UserError: a file of this machine cannot go along, so that the pods would not find it.
+    """
+    texts: dict[str, str] = {}
+    for key, value in _named(recipe.sections()):
+        code = is_reference(value) and value.rpartition(":")[0].endswith(".py")
+        place = value.rpartition(":")[0] if code else value
+        if key.rpartition(".")[2] in WRITTEN or _within(place, mounts) or not Path(place).expanduser().exists():
+            continue
+        if not (code or place.endswith(".jinja")):
+            raise UserError(
+                f"{key}: {place} is on this machine, and the pods do not see it: copy it to a volume (--mount "
+                "CLAIM:/data) and name it there, or take a hub id, or for a model gs://"
+            )
+        if PurePosixPath(place).is_absolute() or ".." in PurePosixPath(place).parts:
+            raise UserError(f"{key}: {place} goes along with the job, from the current folder down: name it from there")
+        texts[str(PurePosixPath(place))] = Path(place).read_text(encoding="utf-8")
+    if (size := sum(len(text.encode()) for text in texts.values())) > MOST_BYTES:
+        raise UserError(f"{', '.join(texts)}: {size:,} bytes, and {MOST_BYTES:,} go along: put them into the image")
+    return texts
+
+
+def _named(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in nested values, with its dotted key."""
+    if isinstance(value, str):
+        yield path, value
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in inner:
+        yield from _named(item, f"{path}.{key}".lstrip("."))
+
+
+def _within(place: str, mounts: tuple[Mount, ...]) -> Mount | None:
+    """The volume that a path is on; None for none of them."""
+    return next((mount for mount in mounts if _below(place, (mount.path,))), None)
+
+
+def _below(place: str, folders: tuple[str, ...]) -> bool:
+    return any(PurePosixPath(place).is_relative_to(folder) for folder in folders)
+
+
+EXAMPLES = {"gpu": "h100:16", "tpu": "v5e:4x4"}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The devices of a job: slices of hosts of chips."""
+
+    chip: str
+    """A chip that `tunix plan` knows, e.g. `h100` or `v5e`."""
+    shape: str
+    """TPUs of a slice, e.g. `4x4`; the number of GPUs, e.g. `16`."""
+    slices: int
+    """Slices of TPUs; 1 for GPUs."""
+    hosts: int
+    """Hosts of a slice: each runs one process."""
+    per_host: int
+    """Devices of a host."""
+
+    @property
+    def topology(self) -> str:
+        """One slice in the words of `tunix plan`, e.g. `v5e:4x4`."""
+        return f"{self.chip}:{self.shape}"
+
+    @property
+    def described(self) -> str:
+        """Its hosts in words, e.g. `2 host(s) with 8 x h100 each`."""
+        return f"{self.processes} host(s) with {self.per_host} x {self.chip} each"
+
+    @property
+    def processes(self) -> int:
+        """Number of processes, one for each host."""
+        return self.slices * self.hosts
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of all processes."""
+        return self.processes * self.per_host
+
+
+class Wanted(NamedTuple):
+    """Devices that a mesh of the recipe asks for."""
+
+    where: str
+    """Its key, e.g. `mesh` or `stages.0.mesh`."""
+    size: int
+    """Product of its sizes, without the one that is left open."""
+    apart: int
+    """Devices beside them that only teach or only sample; 0 without."""
+    is_open: bool
+    """Whether one size is -1, what is left."""
+
+
+def placement(recipe: Recipe, platform: str, topology: str | None, slices: int, per_host: int | None) -> Placement:
+    """Where a recipe runs.
+
+    Args:
+        platform: `gpu` or `tpu`, what the target has.
+        topology: devices of a slice, e.g. `h100:16`; the number may be left out where the recipe's mesh has it.
+        slices: slices of TPUs.
+        per_host: devices of a host; None for 8 GPUs, or 4 TPUs.
+
+    Raises:
+        UserError: the number of devices stays open, differs from that of the mesh, or does not fill its hosts; or there
+            are no such devices.
+    """
+    if topology is None:
+        fixed = [f"{mesh.where} is for {mesh.size + mesh.apart}" for mesh in _meshes(recipe) if not mesh.is_open]
+        known = f" ({', '.join(fixed)})" if fixed else ""
+        raise UserError(f"--topology is missing: say which devices, e.g. --topology {EXAMPLES[platform]}{known}")
+    if chip_of(topology).platform != platform:
+        chips = ", ".join(name for name, chip in CHIPS.items() if chip.platform == platform)
+        raise UserError(f"--topology {topology}: this target has {platform.upper()}s, one of {chips}")
+    if slices > 1 and platform == "gpu":
+        raise UserError(f"--slices {slices}: only TPUs come in slices; GPUs are counted, e.g. --topology h100:16")
+    chip, _, shape = topology.partition(":")
+    shape = shape or _shape(recipe, chip, slices)
+    if CHIPS[chip].platform == "tpu" and shape not in SHAPES[chip]:
+        raise UserError(f"--topology {chip}:{shape}: shapes of {chip} are {', '.join(SHAPES[chip])}")
+    if CHIPS[chip].platform == "gpu" and not re.fullmatch(r"[1-9]\d*", shape):
+        raise UserError(f"--topology {chip}:{shape}: after {chip}: comes the number of GPUs, e.g. {chip}:8")
+    number = number_of(f"{chip}:{shape}")
+    each = min(number, per_host or (GPUS_OF_A_HOST if CHIPS[chip].platform == "gpu" else CHIPS_OF_A_HOST))
+    if number % each:
+        raise UserError(f"--topology {chip}:{shape}: {number} devices do not fill hosts of {each}; see --per-host")
+    place = Placement(chip, shape, slices, number // each, each)
+    _check_mesh(recipe, place)
+    return place
+
+
+def _meshes(recipe: Recipe) -> list[Wanted]:
+    """The meshes of a recipe; `auto` leaves everything open."""
+    meshes = []
+    for index, stage in enumerate(recipe.stages or (recipe,)):
+        sizes = [size for _, size in stage.mesh] if isinstance(stage.mesh, MeshConfig) else [-1]
+        where = f"stages.{index}.mesh" if recipe.stages else "mesh"
+        teaching = stage.teacher.mesh.size if stage.teacher and stage.teacher.mesh else 0
+        sampling = stage.rollout.devices.devices or 0 if stage.rollout.devices else 0
+        size = math.prod(size for size in sizes if size != -1)
+        meshes.append(Wanted(where, size, teaching + sampling, -1 in sizes))
+    return meshes
+
+
+def _shape(recipe: Recipe, chip: str, slices: int) -> str:
+    """The shape of a chip that has as many devices as the recipe's mesh.
+
+    Raises:
+        UserError: the mesh leaves the number open, or there is no slice of this size.
+    """
+    fixed = [mesh for mesh in _meshes(recipe) if not mesh.is_open]
+    if not fixed:
+        example = EXAMPLES[CHIPS[chip].platform].partition(":")[2]
+        raise UserError(f"--topology {chip}: the recipe's mesh leaves the number open; give it, e.g. {chip}:{example}")
+    number = fixed[0].size + fixed[0].apart
+    if CHIPS[chip].platform == "gpu":
+        return str(number)
+    shapes = [shape for shape in SHAPES[chip] if slices * number_of(f"{chip}:{shape}") == number]
+    if not shapes:
+        raise UserError(f"--topology {chip}: no slice has {number} devices, as {fixed[0].where} asks for")
+    return shapes[0]
+
+
+def _check_mesh(recipe: Recipe, place: Placement) -> None:
+    """Checks that the recipe's meshes take all devices.
+
+    Raises:
+        UserError: one does not.
+    """
+    for mesh in _meshes(recipe):
+        left = place.devices - mesh.apart
+        if left < mesh.size or left % mesh.size or (left > mesh.size and not mesh.is_open):
+            times = f" x {place.slices} slices" if place.slices > 1 else ""
+            wants = f"needs a multiple of {mesh.size}" if mesh.is_open else f"is for {mesh.size}"
+            apart = f" beside the {mesh.apart} that only teach or sample" if mesh.apart else ""
+            raise UserError(
+                f"{mesh.where} {wants} devices{apart}, and --topology {place.topology}{times} has {place.devices}: "
+                f"change one of them, e.g. {mesh.where}=auto"
+            )
+
 
 PLATFORMS = {"slurm": "gpu", "gke-tpu": "tpu", "gke-gpu": "gpu", "pathways": "tpu"}
 """Target -> the devices that it has."""
@@ -82,7 +336,13 @@ def job_of(recipe: Recipe, options: Options) -> Job:
     place = placement(recipe, PLATFORMS[options.target], options.topology, options.slices, options.per_host)
     name = _name(recipe, options)
     if options.target == "slurm":
-        require_shared(recipe)
+        for stage in recipe.stages or (recipe,):
+            for key, folder in (("output", recipe.output), ("checkpoint.folder", stage.checkpoint.folder)):
+                if folder is not None and _below(folder, OWN_DISKS):
+                    raise UserError(
+                        f"{key}: {folder} is on each node's own disk: a job that is started again may get other nodes. "
+                        "Take a folder that all nodes share, such as one in your home folder"
+                    )
         return Job(name, recipe.to_yaml(), {}, place, options)
     lost = require_lasting(recipe, options.mounts)
     files = sent_along(recipe, options.mounts)
@@ -123,7 +383,7 @@ def _check(options: Options) -> None:
         "--pathways-dir": target != "pathways" and options.pathways_dir,
         "--slices": PLATFORMS[target] == "gpu" and options.slices > 1,
     }
-    if wrong := [flag for flag, given in foreign.items() if given]:
+    if wrong := [flag for flag, value in foreign.items() if value]:
         raise UserError(f"{', '.join(wrong)}: it means nothing with --target {target}; leave it out")
     if not slurm and options.image is None:
         extra = {"gke-gpu": "gpu", "gke-tpu": "tpu"}.get(target, "pathways,gcs")

@@ -5,6 +5,10 @@ MEGASCALE_*), which JAX reads. GPU pods have none: their JobSet names the coordi
 
 A pod that ends with an error ends its Job, and the JobSet starts all pods again, up to a number of times; a user error
 (exit code 2) ends the JobSet.
+
+Through Pathways one process on a CPU node drives the TPUs of all slices. Its PathwaysJob adds Pathways' own servers to
+the pod and sets JAX_PLATFORMS=proxy in its container, by which tunix knows (`util/startup.py`). It has a number of
+restarts and no rule for exit codes, so that a user error is restarted as well.
 """
 
 import re
@@ -12,6 +16,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from tunix import __version__
+from tunix.errors import UserError
 from tunix.launch.job import USER_ERROR, Job
 from tunix.plan.chips import CHIPS
 from tunix.util.yaml_io import write_yaml
@@ -45,22 +50,17 @@ def manifest(job: Job) -> str:
 
 def written(job: Job, workload: Tree) -> str:
     """A manifest of the recipe's ConfigMap and a workload, as YAML."""
-    place = job.placement
-    hosts = f"{place.processes} host(s) with {place.per_host} x {place.chip} each"
-    title = f"# {job.name}: {hosts}, written by `tunix launch` {__version__}."
-    return "\n".join((title, write_yaml(config_map(job)) + "---", write_yaml(workload)))
+    title = f"# {job.name}: {job.placement.described}, written by `tunix launch` {__version__}."
+    data = {key: job.files.get(path, job.recipe) for key, path in _keys(job).items()}
+    about = metadata(job, f"{job.name}-recipe")
+    config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data}
+    return "\n".join((title, write_yaml(config_map) + "---", write_yaml(workload)))
 
 
 def metadata(job: Job, name: str | None = None) -> Tree:
     """Name, namespace and label of an object; by default those of the workload."""
     where = {} if job.options.namespace is None else {"namespace": job.options.namespace}
     return {"name": name or job.name, **where, "labels": {"app.kubernetes.io/name": "tunix"}}
-
-
-def config_map(job: Job) -> Tree:
-    """The recipe and the files that go along."""
-    data = {key: job.files.get(path, job.recipe) for key, path in _keys(job).items()}
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(job, f"{job.name}-recipe"), "data": data}
 
 
 def job_set(job: Job) -> Tree:
@@ -144,7 +144,10 @@ def container(job: Job, variables: Tree) -> Tree:
     """
     kept = job.options.mounts[0].path if job.options.mounts else SCRATCH
     caches = {"HF_HOME": f"{kept}/.cache/huggingface", "JAX_COMPILATION_CACHE_DIR": f"{kept}/.cache/jax"}
-    known = {"HOME": SCRATCH, "PYTHONUNBUFFERED": "1", **caches, **variables, **_secrets(job)}
+    known: Tree = {"HOME": SCRATCH, "PYTHONUNBUFFERED": "1", **caches, **variables}
+    for variable, place in job.options.secrets:  # the key of one is the variable's name unless another is given
+        name, _, key = place.partition("/")
+        known[variable] = {"secretKeyRef": {"name": name, "key": key or variable}}
     volumes = [{"name": "files", "mountPath": FILES, "readOnly": True}, {"name": "scratch", "mountPath": SCRATCH}]
     volumes += [{"name": f"mount-{i}", "mountPath": mount.path} for i, mount in enumerate(job.options.mounts)]
     return {
@@ -152,7 +155,9 @@ def container(job: Job, variables: Tree) -> Tree:
         "image": job.options.image,
         "command": ["tunix", "run", f"{FILES}/{RECIPE}", "--no-plan"],
         "workingDir": FILES,
-        "env": [_variable(name, value) for name, value in known.items()],
+        "env": [
+            {"name": name, "value" if isinstance(value, str) else "valueFrom": value} for name, value in known.items()
+        ],
         "securityContext": {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True},
         "volumeMounts": volumes,
     }
@@ -180,22 +185,61 @@ def _files(job: Job) -> Tree:
     return {"name": "files", "configMap": {"name": f"{job.name}-recipe", "items": items}}
 
 
-def _secrets(job: Job) -> Tree:
-    """Variables whose values are in Secrets; the key of one is the variable's name unless another is given."""
-    found = {}
-    for variable, place in job.options.secrets:
-        name, _, key = place.partition("/")
-        found[variable] = {"secretKeyRef": {"name": name, "key": key or variable}}
-    return found
-
-
-def _variable(name: str, value: str | Tree) -> Tree:
-    return {"name": name, "value": value} if isinstance(value, str) else {"name": name, "valueFrom": value}
-
-
 def _keys(job: Job) -> dict[str, str]:
     """Keys of the ConfigMap -> paths; a key has no slashes."""
     keys = {
         f"{i}-{re.sub(r'[^-.A-Za-z0-9_]', '_', PurePosixPath(path).name)}": path for i, path in enumerate(job.files)
     }
     return {"recipe.yaml": RECIPE, **keys}
+
+
+MACHINES = {
+    ("v5e", 4): "ct5lp-hightpu-4t",
+    ("v5e", 8): "ct5lp-hightpu-8t",
+    ("v5p", 4): "ct5p-hightpu-4t",
+    ("v6e", 4): "ct6e-standard-4t",
+    ("v6e", 8): "ct6e-standard-8t",
+}
+"""Chip and number of them in a host -> the machine, of those that a PathwaysJob takes."""
+
+
+def pathways_manifest(job: Job) -> str:
+    """The manifest of a job through Pathways.
+
+    Raises:
+        UserError: Pathways has no such machines.
+    """
+    return written(job, pathways_job(job))
+
+
+def pathways_job(job: Job) -> Tree:
+    """The PathwaysJob: its workers are the slices, its controller runs the recipe.
+
+    Raises:
+        UserError: Pathways has no such machines.
+    """
+    place = job.placement
+    machine = MACHINES.get((place.chip, place.per_host))
+    if machine is None:
+        known = ", ".join(f"{number} x {chip}" for chip, number in MACHINES)
+        raise UserError(f"--topology {place.topology}: Pathways has hosts of {known}, and not of {place.per_host}")
+    workers = {
+        "type": machine,
+        "topology": place.shape,
+        "numSlices": place.slices,
+    }
+    return {
+        "apiVersion": "pathways-job.pathways.domain/v1",
+        "kind": "PathwaysJob",
+        "metadata": metadata(job),
+        "spec": {
+            "maxRestarts": job.options.restarts,
+            "pathwaysDir": job.options.pathways_dir,
+            "workers": [workers],
+            "controller": {
+                "deploymentMode": "default",
+                "mainContainerName": CONTAINER,
+                "template": {"spec": pod(job, container(job, {}))},
+            },
+        },
+    }

@@ -27,7 +27,9 @@ def script(job: Job) -> str:
     options = "\n".join(f"#SBATCH --{option}" for option in [*_own_options(job).values(), *_more_options(job)])
     lines = [*job.options.setup, *(f'export {name}="$(< {_path(file)})"' for name, file in job.options.secrets)]
     prelude = "".join(f"{line}\n" for line in lines)
-    end = _delimiter(job.recipe)
+    end = "RECIPE"
+    while end in job.recipe.splitlines():  # a word that is no line of the recipe, to end it in the script
+        end += "_"
     place = job.placement
     return f"""\
 #!/bin/bash
@@ -74,27 +76,19 @@ def _more_options(job: Job) -> list[str]:
     Raises:
         UserError: one is malformed, or set by the script already.
     """
-    own = _own_options(job)
+    options = _own_options(job)
     for option in job.options.sbatch:
         name = option.partition("=")[0]
         if option.startswith("-") or not name or any(sign.isspace() for sign in option):
             raise UserError(f"--sbatch {option}: write an option of sbatch without its hyphens, e.g. partition=gpu")
-        if name in own:
-            raise UserError(f"--sbatch {option}: the script sets --{own[name]} itself; leave it out")
+        if name in options:
+            raise UserError(f"--sbatch {option}: the script sets --{options[name]} itself; leave it out")
     return list(job.options.sbatch)
 
 
 def _path(file: str) -> str:
     """A path as a word of the shell, in which `~` still means the home folder."""
     return "~/" + shlex.quote(file[2:]) if file.startswith("~/") else shlex.quote(file)
-
-
-def _delimiter(text: str) -> str:
-    """A word that is no line of the text, to end it in the script."""
-    word = "RECIPE"
-    while word in text.splitlines():
-        word += "_"
-    return word
 
 
 # Doubled braces are braces of the shell. The inner shell outlives SIGTERM, as tunix does while it saves: a task that

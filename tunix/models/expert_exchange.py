@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix.mesh import platform
 from tunix.models.expert_products import sums, taken
-from tunix.util.ordering import needed_first
+from tunix.util.loops import needed_first
 
 AXIS = "expert"
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.mesh import constrain, platform, shards
-from tunix.util.ordering import needed_first
+from tunix.util.loops import needed_first
 
 BLOCK_TOKENS = 2048
 """Tokens of a block on a CPU: enough that multiplying by the table takes far longer than reading it."""

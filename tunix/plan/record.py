@@ -29,7 +29,7 @@ from tunix.run.rehearsal import Rehearsal
 from tunix.trainer.logprobs import Scorer, Scores
 from tunix.trainer.perf import training_flops
 from tunix.types import Batch, Loss, Metrics, Sequence
-from tunix.util.sizes import bytes_of
+from tunix.util.trees import bytes_of
 
 MOST_STEPS = 64
 """Steps after which an algorithm that has not updated its policy is taken as it is; PPO may warm its critic up."""

@@ -23,18 +23,17 @@ from tunix.plan.structure import structure
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.engine.shapes import Sizes
-from tunix.run.attention import attention_line
 from tunix.run.build import settings_of
 from tunix.run.describe import remat_line, sampling_line
 from tunix.run.devices import apart, mesh_of
 from tunix.run.evaluation import Evaluation
-from tunix.run.experts import experts_line
+from tunix.run.frozen_models import divided
+from tunix.run.kernels import attention_line, experts_line
 from tunix.run.streams import workload_of
-from tunix.run.teacher import divided
 from tunix.trainer.build import ClientSettings, critic_spec_of, sampler_of, spec_of, stored
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec, rows_per_microbatch
 from tunix.types import Sampling, Workload
-from tunix.util.sizes import bytes_of
+from tunix.util.trees import bytes_of
 
 Place = Literal["training", "sampling", "teaching"]
 """Devices of a run: those that train, and do all that has none of its own; those that only sample; a teacher's own."""

@@ -1,14 +1,14 @@
 """`Recipe`: all settings of a run, read from YAML and checked before any device is initialized. Loads without jax.
 
-A file and its overrides -> plain sections -> resolved stages (`stages.py`) -> `Recipe`, a frozen value. `tiny()` is the
-same recipe with a small random model and generated data. All mistakes are reported together, each by its key.
+A file and its overrides -> plain sections -> resolved stages -> `Recipe`, a frozen value. Each stage takes the sections
+above the list as defaults, writes to a separate folder, and starts from the weights of the stage before. `tiny()` is
+the same recipe with a small random model and generated data. All mistakes are reported together, each by its key.
 """
 
 import difflib
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,12 +17,78 @@ from pydantic import ValidationError, model_validator
 from tunix.config import AlgorithmConfig, Config
 from tunix.errors import UserError, nearest
 from tunix.models.families.table import FAMILIES
-from tunix.recipe.algorithms import algorithm_config
+from tunix.recipe.algorithms import DEFAULT, algorithm_config
 from tunix.recipe.rules import complaints
 from tunix.recipe.sections import Sections
-from tunix.recipe.stages import SOURCE, resolved_stages
 from tunix.recipe.tiny import replaced, shrunk, tiny_model
-from tunix.util.yaml_io import keys_set, overridden, problems, read_mapping, without_effect, write_yaml
+from tunix.util.yaml_io import keys_set, overridden, problems, read_mapping, shown, without_effect, write_yaml
+
+SOURCE = ("path", "init", "family", "preset", "sizes", "tokenizer")
+"""The keys of `model` that determine where weights come from; a later stage starts from the stage before instead."""
+
+
+def resolved_stages(sections: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """The complete sections of each stage, with its output folder and the stage before as its model.
+
+    Raises:
+        UserError: `stages` is no list of mappings, or a stage sets a key that is set for it.
+    """
+    shared = {key: value for key, value in sections.items() if key != "stages"}
+    listed, output = sections["stages"], shared.get("output")
+    if not isinstance(listed, list) or not all(isinstance(stage, Mapping) for stage in listed):
+        raise UserError(f"{where}: stages: {shown(listed)} is not a list of mappings, one for each stage")
+    if not isinstance(output, str):
+        raise UserError(f"{where}: output: {shown(output)} is no folder for the stages")
+    resolved: list[dict[str, Any]] = []
+    for index, stage in enumerate(listed):
+        for key in {"output", "stages"} & stage.keys():
+            raise UserError(f"{where}: stages.{index}.{key}: set it once, above the stages; each writes below {output}")
+        merged = _inherited(shared, stage)
+        if resolved:
+            merged["model"] = _continued(stage, merged.get("model"), resolved[-1]["output"], f"{where}: stages.{index}")
+        algorithm = merged.get("algorithm")
+        name = str(algorithm.get("name", DEFAULT)) if isinstance(algorithm, Mapping) else DEFAULT
+        folder = f"{index}_{name.rpartition(':')[2]}"
+        resolved.append({**merged, **_checkpoint(stage, merged, folder), "output": f"{output}/{folder}"})
+    return resolved
+
+
+def _inherited(shared: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:
+    """A stage's sections merged key by key into the shared ones; its own algorithm or length replaces theirs."""
+    merged = {**shared, **stage}
+    for key, section in stage.items():
+        default = shared.get(key)
+        if isinstance(section, Mapping) and isinstance(default, Mapping):
+            replaces = key == "algorithm" and section.get("name", DEFAULT) != default.get("name", DEFAULT)
+            merged[key] = dict(section) if replaces else {**default, **section}
+    for key, rival in (("steps", "epochs"), ("epochs", "steps")):
+        if stage.get(key) is not None:
+            merged[rival] = stage.get(rival)
+    return merged
+
+
+def _checkpoint(stage: Mapping[str, Any], merged: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The `checkpoint` section of a stage if it inherits a folder: its own checkpoints are in a folder in there."""
+    section, written = merged.get("checkpoint"), stage.get("checkpoint")
+    folder = section.get("folder") if isinstance(section, Mapping) else None
+    if (
+        not isinstance(section, Mapping)
+        or not isinstance(folder, str)
+        or (isinstance(written, Mapping) and "folder" in written)
+    ):
+        return {}
+    return {"checkpoint": {**section, "folder": f"{folder.rstrip('/')}/{name}"}}
+
+
+def _continued(stage: Mapping[str, Any], model: Any, before: str, where: str) -> dict[str, Any]:
+    """The `model` section of a later stage: the stage before as its path, with inherited precisions."""
+    section = stage.get("model")
+    for key in SOURCE:
+        if isinstance(section, Mapping) and section.get(key):
+            raise UserError(f"{where}.model.{key}: only the first stage names weights; this one starts from {before}")
+    inherited = model if isinstance(model, Mapping) else {}
+    return {**{key: value for key, value in inherited.items() if key not in SOURCE}, "path": before}
+
 
 # Keys that may change when a run is resumed: none of them affects the weights up to the step that was reached.
 _FREE = re.compile(
@@ -77,7 +143,11 @@ class Recipe(Sections):
         checked = [_checked(part, staged) for part in parts]
         recipes = tuple(part for part in checked if isinstance(part, Recipe))
         if len(recipes) < len(checked):
-            raise UserError("\n".join(f"{where}: {line}" for line in _gathered(checked)))
+            faults = [fault if isinstance(fault, list) else [] for fault in checked]
+            # Those of keys that all stages share are reported once.
+            wrong = [line for line in faults[0] if all(line in fault for fault in faults)]
+            wrong += [f"stages.{i}.{line}" for i, fault in enumerate(faults) for line in fault if line not in wrong]
+            raise UserError("\n".join(f"{where}: {line}" for line in wrong))
         if early := [index for index, stage in enumerate(recipes[:-1]) if stage.quantization is not None]:
             raise UserError(
                 f"{where}: stages.{early[0]}.quantization: a later stage would train on from rounded weights; quantize "
@@ -200,14 +270,6 @@ def _checked(sections: Mapping[str, Any], staged: bool) -> "Recipe | list[str]":
         return Recipe.model_validate(sections, context={"staged": staged, "families": tuple(FAMILIES)})
     except ValidationError as error:
         return problems(error, _keys(sections.get("algorithm")))
-
-
-def _gathered(checked: List["Recipe | list[str]"]) -> list[str]:
-    """The problems of all stages; those of keys that all stages share are reported once."""
-    faults = [fault if isinstance(fault, list) else [] for fault in checked]
-    common = [line for line in faults[0] if all(line in fault for fault in faults)]
-    single = [f"stages.{index}.{line}" for index, fault in enumerate(faults) for line in fault if line not in common]
-    return common + single
 
 
 def _keys(algorithm: Any) -> dict[str, list[str]]:

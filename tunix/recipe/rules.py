@@ -18,9 +18,18 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
         staged: whether the recipe is a stage, whose keys may be meant for another stage.
     """
     yield from _disagreements(recipe)
-    yield from _beyond_servers(recipe)
+    rules, name = recipe.quantization, recipe.algorithm.name
+    if recipe.rollout.engine == "vllm" and rules is not None and rules.inputs:
+        yield (
+            f"quantization: {rules.mode} rounds activations too, which servers do not do to these weights: sample with "
+            "rollout.engine: tunix"
+        )
     yield from _ineffective_rewards(recipe, staged)
-    yield from _teacher_mismatch(recipe, staged)
+    if recipe.algorithm.learns_from_teacher:
+        if recipe.teacher is None:
+            yield f"teacher: {name} learns from one: name it, as in `teacher: {{path: google/gemma-3-4b-it}}`"
+    elif recipe.teacher is not None and name in ALGORITHMS and not staged:
+        yield f"teacher: changes nothing for {name}; algorithm: {{name: distill}} learns from one"
 
 
 def _disagreements(recipe: Sections) -> Iterator[str]:
@@ -87,7 +96,7 @@ def _unseen(recipe: Sections) -> Iterator[str]:
     if not recipe.algorithm.sees_pictures:
         yield (
             f"data.pictures: {recipe.algorithm.name} looks at none as it is set here; sft and grpo do, and dpo on "
-            "given pairs with a reference that is neither precomputed nor another model's, and no loss that sorts: "
+            "is_set pairs with a reference that is neither precomputed nor another model's, and no loss that sorts: "
             "leave it out"
         )
     blind = {
@@ -96,19 +105,9 @@ def _unseen(recipe: Sections) -> Iterator[str]:
         "rollout.max_staleness, whose journal keeps none": recipe.rollout.max_staleness > 0,
         "reward.model, which judges the text alone": recipe.reward is not None and recipe.reward.model is not None,
     }
-    for what, given in blind.items():
-        if given:
+    for what, is_set in blind.items():
+        if is_set:
             yield f"data.pictures: not seen by {what}; leave one of the two out"
-
-
-def _beyond_servers(recipe: Sections) -> Iterator[str]:
-    """Messages about what `rollout.engine: vllm` cannot sample for."""
-    rules = recipe.quantization
-    if recipe.rollout.engine == "vllm" and rules is not None and rules.inputs:
-        yield (
-            f"quantization: {rules.mode} rounds activations too, which servers do not do to these weights: sample with "
-            "rollout.engine: tunix"
-        )
 
 
 def _ineffective_rewards(recipe: Sections, staged: bool) -> Iterator[str]:
@@ -167,17 +166,3 @@ def _ineffective_completions(recipe: Sections) -> Iterator[str]:
         yield f"adapter.also: lm_head trains nothing, since {why}; leave it out"
     if recipe.eval.samples:
         yield f"eval.samples: {recipe.eval.samples} completions to show, but {why}; leave it out"
-
-
-def _teacher_mismatch(recipe: Sections, staged: bool) -> Iterator[str]:
-    """Messages about a missing teacher, and about one that the algorithm does not use.
-
-    Args:
-        staged: whether the recipe is a stage; the teacher may be meant for another stage.
-    """
-    name = recipe.algorithm.name
-    if recipe.algorithm.learns_from_teacher:
-        if recipe.teacher is None:
-            yield f"teacher: {name} learns from one: name it, as in `teacher: {{path: google/gemma-3-4b-it}}`"
-    elif recipe.teacher is not None and name in ALGORITHMS and not staged:
-        yield f"teacher: changes nothing for {name}; algorithm: {{name: distill}} learns from one"

@@ -119,6 +119,7 @@ def shrunk(
     # A warm-up in steps has to end before the run does; below 1 it is a share of the steps.
     warmup = min(optimizer["warmup"], steps // 2) if optimizer["warmup"] >= 1 else optimizer["warmup"]
     algorithm = config.tiny(batch_size)
+    sequences = type(config).model_validate(algorithm).sequences_per_update(batch_size)
     reads = config.reads
     sampled = reads == RowKind.PROMPT or sections["reward"] is not None
     data = _tiny_data(sections["data"], reads, sampled, model, said)
@@ -137,7 +138,7 @@ def shrunk(
         "optimizer": {**optimizer, "warmup": warmup},
         "mesh": "auto",  # a laptop does not have the recipe's devices
         "batch_size": batch_size,
-        "micro_batch_size": _capped(micro, type(config).model_validate(algorithm).sequences_per_update(batch_size)),
+        "micro_batch_size": micro and min(micro, sequences),
         "checkpoint": {**sections["checkpoint"], "folder": None},  # a laptop needs no store
         "steps": None if "epochs" in said and "steps" not in said else steps,
         "epochs": None,
@@ -209,17 +210,13 @@ def replaced(recipe: Sections) -> tuple[str, ...]:
         (function.name, function.label) == tuple(_STAND_IN.values()) for function in recipe.reward.functions
     ):
         lines.append("reward model: the length of the answers")
-    if is_toy and model.tokenizer == "bytes" and (cut := _cut_rows(data, recipe.algorithm.reads)):
-        lines.append(cut)
+    if is_toy and model.tokenizer == "bytes":
+        reads = recipe.algorithm.reads
+        limit = data.longest_prompt if reads == RowKind.PROMPT else data.max_length
+        sizes = [_size(row, data, reads) for row in itertools.islice(_first_rows(data), LOOKED_AT)]
+        if number := sum(size > limit for size in sizes):
+            lines.append(f"lengths: {number} of the first {len(sizes)} rows have more than {limit:,} bytes and are cut")
     return tuple(lines)
-
-
-def _cut_rows(data: DataConfig, reads: RowKind) -> str | None:
-    """How many of the first rows of a file are longer than the limit; None where none is."""
-    limit = data.longest_prompt if reads == RowKind.PROMPT else data.max_length
-    sizes = [_size(row, data, reads) for row in itertools.islice(_first_rows(data), LOOKED_AT)]
-    number = sum(size > limit for size in sizes)
-    return f"lengths: {number} of the first {len(sizes)} rows have more than {limit:,} bytes and are cut" * bool(number)
 
 
 def _tiny_teacher(teacher: Mapping[str, Any], model: TinyModel, said: Collection[str]) -> dict[str, Any]:
@@ -246,9 +243,9 @@ def _tiny_adapter(adapter: Mapping[str, Any], model: TinyModel) -> dict[str, Any
 def _tiny_rollout(rollout: Mapping[str, Any], sampled: bool) -> dict[str, Any]:
     """The `rollout` section with few slots where completions are sampled, in this process: no server has the tiny
     model."""
-    here = {**rollout, "engine": "tunix", "servers": [], "weights_folder": None}
-    here["timeout"] = RolloutConfig.model_fields["timeout"].default
-    return {**here, "slots": min(rollout["slots"] or SLOTS, SLOTS)} if sampled else here
+    local = {**rollout, "engine": "tunix", "servers": [], "weights_folder": None}
+    local["timeout"] = RolloutConfig.model_fields["timeout"].default
+    return {**local, "slots": min(rollout["slots"] or SLOTS, SLOTS)} if sampled else local
 
 
 def _tiny_reward(reward: Mapping[str, Any] | None, generated: bool, said: Collection[str]) -> dict[str, Any] | None:
@@ -428,10 +425,6 @@ def _length(value: Any) -> int:
     if isinstance(value, list | tuple):
         return len(value) if all(isinstance(item, int) for item in value) else sum(map(_length, value))
     return 0
-
-
-def _capped(number: int | None, cap: int) -> int | None:
-    return min(number, cap) if number else None
 
 
 def _shape(data: DataConfig, reads: RowKind) -> tuple[str, str]:

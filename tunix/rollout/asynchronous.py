@@ -31,8 +31,7 @@ from tunix.rollout.backlog import episode_of, saved_episode
 from tunix.rollout.collect import RolloutStep, RolloutStream
 from tunix.rollout.types import Pause, Scored, requests_of
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage
-from tunix.util.atomic_io import write_lines_atomic
-from tunix.util.json_lines import append_rows, read_rows
+from tunix.util.atomic_io import append_rows, read_rows, write_lines_atomic
 
 FILE = "replay.jsonl"
 """In the run folder."""

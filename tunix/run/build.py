@@ -24,30 +24,36 @@ from tunix.recipe.notes import update_notes
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector
 from tunix.rollout.environments.remote import Player
+from tunix.rollout.rewards.base import ADDED
+from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.servers.probe import TEXT
-from tunix.run.attention import attention_of
 from tunix.run.describe import device_notes, overview, products_line, remat_line, sampling_line, stage_line
 from tunix.run.devices import apart, mesh_of
-from tunix.run.experts import check_exchange, check_products, experts_line
-from tunix.run.inputs import Inputs, compare_views, held_out_line, open_inputs, row_kind_of, sampling_of
+from tunix.run.frozen_models import build_teacher, divided, reference_source, reference_weights, teacher_source
+from tunix.run.inputs import (
+    Inputs,
+    compare_views,
+    held_out_line,
+    microbatcher_of,
+    open_inputs,
+    row_kind_of,
+    sampling_of,
+)
+from tunix.run.kernels import attention_of, check_exchange, check_products, experts_line
 from tunix.run.loop import Job
 from tunix.run.reference_cache import ReferenceLogprobs, precompute
-from tunix.run.reference_model import reference_source, reference_weights
 from tunix.run.rehearsal import compiled_ahead
 from tunix.run.reward_model import judge
-from tunix.run.row_layout import microbatcher_of
 from tunix.run.streams import (
     ahead_of,
     check_ahead,
     evaluation_of,
     open_stream,
-    reward_functions,
     samples_of,
     steps_of,
     tolerance_of,
     workload_of,
 )
-from tunix.run.teacher import build_teacher, divided, teacher_source
 from tunix.trainer.build import ClientSettings, ServerSettings, build_client
 from tunix.trainer.frozen_model import reference_of
 from tunix.trainer.mesh_choice import memory_of
@@ -70,7 +76,10 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
         UserError: something that the recipe names is missing or does not fit.
     """
     devices, sampling_mesh = apart(recipe.rollout.devices, divided(recipe.teacher)[0])
-    recipe, inputs = _settled(recipe, open_inputs(recipe, folder))
+    inputs = open_inputs(recipe, folder)
+    # Completes the section of an adapter that is loaded from a folder, and makes its base the source.
+    adapter, source = settled(recipe.adapter, inputs.source)
+    recipe, inputs = recipe.model_copy(update={"adapter": adapter}), replace(inputs, source=source)
     compare_views(inputs)
     teacher = teacher_source(recipe, inputs.source)
     environment, kwargs = recipe.rollout.environment, recipe.data.template_kwargs
@@ -94,7 +103,10 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     # read.
     first, size = Rows(inputs.train.name, [inputs.train[0]], inputs.train.folder), inputs.source.decoder.vocab_size
     account(first, inputs.tokenizer, recipe.data, row_kind_of(recipe, algorithm), size)
-    scorer = reward_functions(recipe, inputs)
+    scorer = None
+    if recipe.reward is not None and recipe.reward.functions:
+        scorer = Scorer(recipe.reward.functions, recipe.reward.deadline, recipe.reward.workers)
+        scorer.check([*inputs.train[0], *recipe.data.columns, *ADDED])
     sampled_on = own_part(sampling_mesh or mesh)
     rewards = recipe.reward and judge(recipe.reward, inputs.tokenizer, recipe.data, recipe.model.dtype, sampled_on)
     collector = Collector(inputs.tokenizer, algorithm.sampling, scorer, play, recipe.data.max_length, rewards)
@@ -102,8 +114,9 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     total = recipe.steps or steps_of(recipe, inputs, algorithm)
     for note in (*device_notes(mesh), *update_notes(recipe, len(inputs.train), total)):
         display.say(f"note: {note}")
-    named = (inputs.tokenizer, teacher, reference, sampling_mesh)
-    client = client_of(recipe, inputs.source, mesh, total, algorithm, *named)
+    client = client_of(
+        recipe, inputs.source, mesh, total, algorithm, inputs.tokenizer, teacher, reference, sampling_mesh
+    )
     display.say(f"{stage}{stage_line(recipe, len(inputs.train), mesh, total)}")
     if accelerated() and mesh.devices.flat[0].platform == "cpu":
         display.say("this machine has a GPU or a TPU that JAX does not use: pip install '.[gpu]', or '.[tpu]'")
@@ -129,7 +142,13 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     return Job(
         folder=folder,
         client=client,
-        work=_work_of(recipe, client, algorithm),
+        work=Work(
+            spec.model.config,
+            recipe.adapter,
+            spec.microbatcher.rows,
+            reference=algorithm.objective.reference,
+            critic=algorithm.critic == "own",
+        ),
         algorithm=algorithm,
         stream=ahead_of(recipe, stream, client, algorithm, folder, total, stop),
         total=total,
@@ -142,18 +161,6 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
         workload=workload_of(recipe, algorithm, evaluation),
         compile_update=partial(compiled_ahead, recipe, algorithm, inputs.source.decoder, client, mesh),
         stop=stop,
-    )
-
-
-def _work_of(recipe: Recipe, client: Trainer, algorithm: Algorithm) -> Work:
-    """What an update of this recipe computes."""
-    spec = client.learner.spec
-    return Work(
-        spec.model.config,
-        recipe.adapter,
-        spec.microbatcher.rows,
-        reference=algorithm.objective.reference,
-        critic=algorithm.critic == "own",
     )
 
 
@@ -240,19 +247,15 @@ def _servers_of(recipe: Recipe, tokenizer: Tokenizer | None) -> ServerSettings:
     )
 
 
-def _settled(recipe: Recipe, inputs: Inputs) -> tuple[Recipe, Inputs]:
-    """Completes the section of an adapter that is loaded from a folder, and makes its base the source."""
-    adapter, source = settled(recipe.adapter, inputs.source)
-    return recipe.model_copy(update={"adapter": adapter}), replace(inputs, source=source)
-
-
 def _precomputed_reference(
     recipe: Recipe, inputs: Inputs, kind: RowKind, client: Trainer, folder: Path, display: Display
 ) -> ReferenceLogprobs:
     """The reference's log-probs of all given sequences, held-out ones included; then its weights are freed."""
-    read = (inputs.tokenizer, recipe.data, kind, inputs.source.decoder.vocab_size)
-    held_out = () if inputs.held_out is None else sequences_of(inputs.held_out, *read, limit=recipe.eval.rows)
-    sequences = itertools.chain(sequences_of(inputs.train, *read), held_out)
+    size = inputs.source.decoder.vocab_size
+    sequences = sequences_of(inputs.train, inputs.tokenizer, recipe.data, kind, size)
+    if inputs.held_out is not None:
+        held_out = sequences_of(inputs.held_out, inputs.tokenizer, recipe.data, kind, size, limit=recipe.eval.rows)
+        sequences = itertools.chain(sequences, held_out)
     of = "policy" if client.learner.reference is None else "reference"
     logprobs = precompute(sequences, client, of, recipe.model.dtype, recipe.data.train, folder, display)
     client.learner.reference = None

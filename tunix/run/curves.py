@@ -10,6 +10,7 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tunix.util.atomic_io import write_text_atomic
@@ -102,12 +103,7 @@ def thinned(points: List[Point]) -> list[Point]:
     if size <= 1:
         return list(points)
     groups = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(_mean(x for x, _ in group), _mean(y for _, y in group)) for group in groups]
-
-
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed)
+    return [(fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups]
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
@@ -127,19 +123,14 @@ def _starts(stages: List[Stage]) -> list[float]:
     return starts[:-1]
 
 
-def _range(curves: Iterable[Curve]) -> tuple[float, float]:
-    """The lowest and the highest value with a margin; a flat curve is centred."""
-    values = [value for curve in curves for _, value in curve.points]
-    low, high = min(values), max(values)
-    margin = (high - low) * 0.06 or max(abs(high), 1.0) * 0.1
-    return low - margin, high + margin
-
-
 def _panel(
     index: int, title: str, curves: List[Curve], last: float, boundaries: Iterable[tuple[float, str]]
 ) -> Iterator[str]:
     """The lines of one panel, `index` panels below the top."""
-    low, high = _range(curves)
+    values = [value for curve in curves for _, value in curve.points]
+    low, high = min(values), max(values)
+    margin = (high - low) * 0.06 or max(abs(high), 1.0) * 0.1  # a flat curve is centred
+    low, high = low - margin, high + margin
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
 
     def x(step: float) -> float:

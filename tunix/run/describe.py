@@ -27,7 +27,7 @@ from tunix.util import startup
 
 
 def overview(learner: Learner, rules: Rules | None, inputs: Inputs, mesh: Mesh, total: int) -> str:
-    """One line about the weights, the rows, the steps and the devices of a run."""
+    """One line about the weights, the rows, the steps and the devices of a run, with the memory of each."""
     trained = sum(x.size for x in learner.state.params.values())
     frozen = sum(x.size for name, x in learner.frozen.items() if not is_scale(name))
     weights = f"{readable(trained)} weights train" + (f", {readable(frozen)} are frozen" if frozen else "")
@@ -41,9 +41,14 @@ def overview(learner: Learner, rules: Rules | None, inputs: Inputs, mesh: Mesh, 
     if rules is not None:
         weights += f"; {rules.summary(learner.spec.model.config)}"
     shape = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+    first = mesh.devices.flat[0]
+    devices, memory = f"{mesh.size} x {first.device_kind}", memory_of([first])
+    if memory is not None:
+        share = f" ({startup.MEMORY}={os.environ.get(startup.MEMORY)})" if first.platform == "gpu" else ""
+        devices += f", {memory / 2**30:.1f} GiB of each{share}"
     return (
         f"{inputs.source.decoder.family}: {weights}; {readable(len(inputs.train))} rows, {total} steps; "
-        f"{devices_line(mesh)}{f' ({shape})' if shape else ''}"
+        f"{devices}{f' ({shape})' if shape else ''}"
     )
 
 
@@ -56,16 +61,6 @@ def stage_line(recipe: Recipe, rows: int, mesh: Mesh, total: int) -> str:
     kind = "CPU devices" if first.platform == "cpu" else first.device_kind
     devices = "" if first.platform == "cpu" and mesh.size == 1 else f"; {mesh.size} {kind}"
     return f"{recipe.algorithm.name}: {rows:,} rows, {most}{total} steps of {recipe.batch_size}{devices}"
-
-
-def devices_line(mesh: Mesh) -> str:
-    """The number and kind of the devices, and the memory that JAX was given of each where it says that."""
-    first = mesh.devices.flat[0]
-    line, memory = f"{mesh.size} x {first.device_kind}", memory_of([first])
-    if memory is None:
-        return line
-    share = f" ({startup.MEMORY}={os.environ.get(startup.MEMORY)})" if first.platform == "gpu" else ""
-    return f"{line}, {memory / 2**30:.1f} GiB of each{share}"
 
 
 def device_notes(mesh: Mesh) -> Iterator[str]:

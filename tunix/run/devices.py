@@ -13,7 +13,7 @@ from tunix.mesh import AXES
 from tunix.models.config import DecoderConfig
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.config import RolloutMeshConfig
-from tunix.run.row_layout import layout
+from tunix.run.inputs import layout
 from tunix.trainer.mesh_choice import Demand, placed, state_bytes
 
 

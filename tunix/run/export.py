@@ -19,7 +19,7 @@ from tunix.models.quantization.schemes import check_packs
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
 from tunix.run.build import settings_of
-from tunix.run.checkpoint_owner import checkpoint_folder, refuse_foreign_checkpoints
+from tunix.run.owners import checkpoint_folder, refuse_foreign_checkpoints
 from tunix.trainer.build import stored_policy
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.progress import Display

@@ -5,18 +5,21 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from tunix.errors import UserError
 from tunix.hf.source import TOKENIZER
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.types import SPANS
-from tunix.run.checkpoint_owner import own_checkpoints, refuse_foreign_checkpoints
-from tunix.run.output_owner import checkpoint_steps, refuse_no_run, refuse_other_run, trained
+from tunix.run.owners import (
+    checkpoint_steps,
+    own_checkpoints,
+    refuse_foreign_checkpoints,
+    refuse_no_run,
+    refuse_other_run,
+    trained,
+)
 from tunix.trainer.progress import Display
-from tunix.util.atomic_io import write_text_atomic
-from tunix.util.full_disk import ROOM, is_full
-from tunix.util.json_lines import forget_after
+from tunix.util.atomic_io import ROOM, forget_after, is_full, write_text_atomic
 
 
 @contextmanager
@@ -120,7 +123,11 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         UserError: another process uses the folder, or it cannot be written.
     """
-    with _lock_file(folder) as file:
+    try:
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -128,10 +135,3 @@ def locked(folder: Path) -> Iterator[None]:
                 f"{folder}: another tunix process is running there; wait for it, or set another output"
             ) from error
         yield
-
-
-def _lock_file(folder: Path) -> IO[str]:
-    try:
-        return (folder / ".lock").open("w")
-    except OSError as error:
-        raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error

@@ -1,17 +1,25 @@
-"""The inputs that a recipe names: the model's structure, its tokenizer, and the rows."""
+"""The inputs that a recipe names: the model's structure, its tokenizer, and the rows; and how sequences are packed: the
+length of a packed row, what shares it, and the rows of a micro-batch.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from jax.sharding import Mesh
+
 from tunix.algorithms.base import Algorithm
 from tunix.config import RowKind
+from tunix.data.packing import row_length
+from tunix.data.pipeline import PLAIN, Layout
 from tunix.data.sources import Rows, held_out_rows, open_rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.hf.source import TOKENIZER, Source, of_recipe
+from tunix.models.config import DecoderConfig
 from tunix.recipe.recipe import Recipe
 from tunix.trainer.digest import digest
+from tunix.trainer.microbatches import Microbatcher, answers_per_row, rows_per_microbatch
 from tunix.types import Sampling
 
 
@@ -56,7 +64,15 @@ def compare_views(inputs: Inputs) -> None:
     """
     if processes.number() == 1:
         return
-    about = {"data.train": _view(inputs.train), "model": _view_of_model(inputs.source)}
+    source = inputs.source
+    folders = [folder for folder in (source.folder, source.merged) if folder is not None]
+    files = (
+        f"{file.name} {file.stat().st_size}" for folder in folders for file in sorted(folder.glob("*.safetensors"))
+    )
+    tokens = sorted(source.tokenizer.hf.get_vocab().items()) if source.tokenizer is not None else ()
+    # The model's structure, its files and the tokens of its vocabulary.
+    model = digest([str(source.decoder), *files, *map(str, tokens)])[:12]
+    about = {"data.train": _view(inputs.train), "model": f"{source.decoder.family} (digest {model})"}
     if inputs.held_out is not None:
         about["data.eval"] = _view(inputs.held_out)
     processes.agree(about)
@@ -75,16 +91,6 @@ def held_out_line(inputs: Inputs) -> str | None:
 def _view(rows: Rows) -> str:
     """The number of rows, and their digest."""
     return f"{len(rows)} rows (digest {rows.digest[:12]})"
-
-
-def _view_of_model(source: Source) -> str:
-    """The model's structure, its files and the tokens of its vocabulary."""
-    folders = [folder for folder in (source.folder, source.merged) if folder is not None]
-    files = (
-        f"{file.name} {file.stat().st_size}" for folder in folders for file in sorted(folder.glob("*.safetensors"))
-    )
-    tokens = sorted(source.tokenizer.hf.get_vocab().items()) if source.tokenizer is not None else ()
-    return f"{source.decoder.family} (digest {digest([str(source.decoder), *files, *map(str, tokens)])[:12]})"
 
 
 def row_kind_of(recipe: Recipe, algorithm: Algorithm) -> RowKind:
@@ -106,3 +112,43 @@ def sampling_of(recipe: Recipe, inputs: Inputs, stops: tuple[str, ...] = ()) -> 
         stop_ids=inputs.source.stop_ids,
         stop_strings=(*rollout.stop, *stops),
     )
+
+
+def layout(algorithm: Algorithm, multiple: int = 1) -> Layout:
+    """How the algorithm's given sequences are packed into rows, whose number is a multiple of `multiple`."""
+    return Layout(algorithm.sequences_per_example, algorithm.extra_tokens, algorithm.prepare_sequence, multiple)
+
+
+def answers_together(recipe: Recipe, mesh: Mesh, decoder: DecoderConfig, algorithm: Algorithm) -> int:
+    """The number of completions that share a row and their prompt; see `answers_per_row`.
+
+    One where an environment starts each episode with a different prompt, and without packing.
+    """
+    if recipe.rollout.environment is not None or not recipe.data.packing:
+        return 1
+    data, number = recipe.data, recipe.sequences_per_update
+    longest, completion, micro = data.max_length, data.longest_completion, recipe.micro_batch_size
+    return answers_per_row(mesh, decoder, algorithm.group, number, longest, completion, micro)
+
+
+def sampled_row_length(recipe: Recipe, number: int) -> int:
+    """T of rows that hold `number` sampled sequences of one prompt."""
+    # An environment's turns are part of the completion, which may fill everything after the prompt; without packing
+    # nothing is shared.
+    shared = recipe.rollout.environment is None and recipe.data.packing
+    completion = recipe.data.longest_completion if shared else None
+    return row_length(number, recipe.data.max_length, completion)
+
+
+def microbatcher_of(
+    recipe: Recipe, mesh: Mesh, decoder: DecoderConfig, algorithm: Algorithm | None
+) -> tuple[int, Microbatcher]:
+    """`(T, microbatcher)`: the length of training rows, and how they are split into micro-batches."""
+    data, micro = recipe.data, recipe.micro_batch_size
+    packed = PLAIN if algorithm is None else layout(algorithm)
+    together = 1 if algorithm is None else answers_together(recipe, mesh, decoder, algorithm)
+    length = max(packed.length(data), sampled_row_length(recipe, together))
+    unit = max(packed.sequences_per_example, together)
+    micro = None if micro is None else max(micro // together, 1)
+    rows = rows_per_microbatch(mesh, recipe.sequences_per_update // unit, micro, length, bool(data.packing))
+    return length, Microbatcher(rows, mesh, unit, data.pictures or 0)

@@ -20,14 +20,13 @@ from tunix.errors import Doubtful, Interrupted, UserError
 from tunix.protocols import Client
 from tunix.rollout.collect import Collector
 from tunix.rollout.types import SPANS
-from tunix.run.evaluation import Evaluation
+from tunix.run.evaluation import Evaluation, Samples
 from tunix.run.recorder import Recorder
-from tunix.run.samples import Samples
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.config import CheckpointConfig
 from tunix.trainer.perf import Work
 from tunix.types import Workload
-from tunix.util.json_lines import append_rows
+from tunix.util.atomic_io import append_rows
 
 NOT_AWAITED = object()
 """Stands for an input that is not there when the run is to stop."""
@@ -183,12 +182,11 @@ class Loop:
     def _save_is_due(self) -> bool:
         """Whether a checkpoint is due, by steps or by time."""
         saving = self.job.saving
-        by_steps = saving.every is not None and self.step % saving.every == 0
-        return by_steps or (saving.every_minutes is not None and processes.told("save", self._is_time_to_save))
-
-    def _is_time_to_save(self) -> bool:
-        assert self.job.saving.every_minutes is not None
-        return time.monotonic() - self._saved_at >= 60 * self.job.saving.every_minutes
+        if saving.every is not None and self.step % saving.every == 0:
+            return True
+        if (minutes := saving.every_minutes) is None:
+            return False
+        return processes.told("save", lambda: time.monotonic() - self._saved_at >= 60 * minutes)
 
     def _fetch(self) -> Any:
         """Fetches the input of the next step, None after the last. The saved position stays before it."""

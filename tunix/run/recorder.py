@@ -83,8 +83,18 @@ class Recorder:
         # An update that has waited for the device itself (it sampled) is over: later time must not be added to it.
         speed = self._speed() if waited and step % self._every == 0 else {}
         self._pending = (step, update, accounting, speed)
-        self._show_notes(step, update.notes)
-        self._show_rows(accounting)
+        # Each kind of note at its 1st, 2nd, 4th, 8th, ... occurrence.
+        for note in update.notes:
+            kind = note.translate(_DIGITS)
+            self._note_counts[kind] = count = self._note_counts.get(kind, 0) + 1
+            if count & (count - 1) == 0:
+                self._display.say(f"step {step}: {note}" + (f" ({count} times so far)" if count > 1 else ""))
+        # Each rule by which rows are dropped or shortened when it first applies.
+        dropped = {f"dropped, {reason}": count for reason, count in accounting.dropped.items()}
+        for rule, count in {**dropped, "cut off": accounting.truncated, **accounting.notes}.items():
+            if count and rule not in self._row_rules:
+                self._row_rules.add(rule)
+                self.say(f"rows: {count} of the first {accounting.rows}: {rule} (tunix inspect shows which)")
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Adds the values of an evaluation to a step's row, or logs a new row where no step is pending."""
@@ -148,22 +158,6 @@ class Recorder:
         if kind not in self._warmed_up:
             self._warmed_up.add(kind)
             self._compilations.settled()
-
-    def _show_rows(self, accounting: Accounting) -> None:
-        """Displays each rule by which rows are dropped or shortened when it first applies."""
-        dropped = {f"dropped, {reason}": count for reason, count in accounting.dropped.items()}
-        for rule, count in {**dropped, "cut off": accounting.truncated, **accounting.notes}.items():
-            if count and rule not in self._row_rules:
-                self._row_rules.add(rule)
-                self.say(f"rows: {count} of the first {accounting.rows}: {rule} (tunix inspect shows which)")
-
-    def _show_notes(self, step: int, notes: tuple[str, ...]) -> None:
-        """Displays each kind of note at its 1st, 2nd, 4th, 8th, ... occurrence."""
-        for note in notes:
-            kind = note.translate(_DIGITS)
-            self._note_counts[kind] = count = self._note_counts.get(kind, 0) + 1
-            if count & (count - 1) == 0:
-                self._display.say(f"step {step}: {note}" + (f" ({count} times so far)" if count > 1 else ""))
 
     def _count(self, update: Update) -> None:
         counted, work = self._counted, self._work

@@ -11,7 +11,7 @@ Axes: T time.
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from tunix.protocols import Client
 from tunix.trainer.digest import digest
 from tunix.trainer.progress import Display
 from tunix.types import Sequence
-from tunix.util.atomic_io import write_bytes_atomic
+from tunix.util.atomic_io import replacing
 
 Of = Literal["policy", "reference"]
 CHUNK = 512
@@ -76,12 +76,16 @@ def precompute(
     about = digest([digest(unique), client.fingerprint(of), precision])
     folder = _folder(data, run, about, display)
     values: list[np.ndarray] = []
-    for number, chunk in enumerate(_chunks(list(unique.values()))):
+    listed = list(unique.values())
+    for number, start in enumerate(range(0, len(listed), CHUNK)):
+        chunk = listed[start : start + CHUNK]
         file = folder / f"{number:05d}.safetensors"
         # Computed by all processes together, where any of them has not got it.
         if processes.any_of("reference", not file.exists()):
-            computed = _computed(chunk, client, of)
-            write_bytes_atomic(file, save({VALUES: np.concatenate(computed)}, metadata={ABOUT: about}))
+            logprobs = client.logprobs(chunk, of)
+            computed = [values[trained(sequence)] for values, sequence in zip(logprobs, chunk, strict=True)]
+            with replacing(file) as shard:
+                shard.write(save({VALUES: np.concatenate(computed)}, metadata={ABOUT: about}))
             done = min((number + 1) * CHUNK, len(unique))
             display.say(f"reference: {done} of {len(unique)} sequences in {folder}")
         values += _stored(file, chunk, about)
@@ -99,17 +103,6 @@ def key(sequence: Sequence) -> bytes:
     """The key of a sequence's log-probs: a digest of its tokens and of which are trained."""
     tokens = np.ascontiguousarray(sequence.tokens, np.int32)
     return hashlib.sha256(tokens.tobytes() + trained(sequence).tobytes()).digest()
-
-
-def _chunks(sequences: List[Sequence]) -> Iterator[List[Sequence]]:
-    for start in range(0, len(sequences), CHUNK):
-        yield sequences[start : start + CHUNK]
-
-
-def _computed(chunk: List[Sequence], client: Client, of: Of) -> list[np.ndarray]:
-    """The log-probs of each sequence's trained tokens."""
-    logprobs = client.logprobs(chunk, of)
-    return [values[trained(sequence)] for values, sequence in zip(logprobs, chunk, strict=True)]
 
 
 def _stored(file: Path, chunk: List[Sequence], about: str) -> list[np.ndarray]:

@@ -113,13 +113,13 @@ class Rehearsal:
     def stream(self, algorithm: Algorithm, decoder: DecoderConfig, mesh: Mesh) -> Stream:
         """Steps of full rows, as the run's own stream makes them."""
         recipe, data = self.recipe, self.recipe.data
-        sizes = {"max_length": data.max_length, "prompt_length": data.prompt_length}
         made_up = DataConfig(
             train="rehearsal",
             format="tokens",
             completion_length=data.completion_length,
             packing=data.packing,
-            **sizes,
+            max_length=data.max_length,
+            prompt_length=data.prompt_length,
         )
         rows = Rows("rehearsal", [_row(data, decoder.vocab_size)] * recipe.batch_size)
         judge = Judge("rehearsal", 1.0, 64, lambda prompts, completions, texts: partial(self.rewards, len(completions)))
@@ -199,9 +199,13 @@ class Compiler(Rehearsal):
 def compiled_ahead(recipe: Recipe, algorithm: Algorithm, decoder: DecoderConfig, client: Trainer, mesh: Mesh) -> None:
     """Compiles what the first update of a run will run, all programs at the same time; waits until they are.
 
-    Where that cannot be known before the first rollout, nothing happens, and they are compiled when they are called.
+    Where that cannot be known before the first rollout, nothing happens, and they are compiled when they are called: a
+    rehearsal has not the shapes of pictures, of experts that the sampler records, of a teacher's states; nor of a class
+    of the user's, whose `update` may do anything. Several processes have to run what they run in one order.
     """
-    if not foreseen(recipe, algorithm, decoder):
+    plain = decoder.vision is None and decoder.routed is None and algorithm.objective.divergence is None
+    shipped = type(algorithm).__module__.startswith("tunix.")
+    if not (plain and shipped and algorithm.train_on == RowKind.PROMPT and processes.number() == 1):
         return
     state = algorithm.get_state()
     with ThreadPoolExecutor() as pool:
@@ -211,15 +215,6 @@ def compiled_ahead(recipe: Recipe, algorithm: Algorithm, decoder: DecoderConfig,
         for program in compiler.waiting:
             program.result()
     algorithm.set_state(state)
-
-
-def foreseen(recipe: Recipe, algorithm: Algorithm, decoder: DecoderConfig) -> bool:
-    """Whether a rehearsal has the shapes of the run: not of pictures, of experts that the sampler records, of a
-    teacher's states; nor of a class of the user's, whose `update` may do anything. Several processes have to run what
-    they run in one order."""
-    plain = decoder.vision is None and decoder.routed is None and algorithm.objective.divergence is None
-    shipped = type(algorithm).__module__.startswith("tunix.")
-    return plain and shipped and algorithm.train_on == RowKind.PROMPT and processes.number() == 1
 
 
 def _row(data: DataConfig, vocab: int) -> dict[str, Any]:

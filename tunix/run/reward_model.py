@@ -58,7 +58,10 @@ class RewardModel:
             completions: the sampled tokens.
             texts: the completions' texts, without special tokens.
         """
-        inputs = [self._input(*each) for each in zip(prompts, completions, texts, strict=True)]
+        inputs = [
+            self._input(prompt, completion, text)
+            for prompt, completion, text in zip(prompts, completions, texts, strict=True)
+        ]
         readable = [with_spare(tokens) for tokens in inputs if not isinstance(tokens, Failure)]
         parts = [readable[i : i + TOGETHER] for i in range(0, len(readable), TOGETHER)]
         begun = [self.scorer.scores("values", self.params, part, TOGETHER) for part in parts]
@@ -146,8 +149,8 @@ def reads_tokens(judge: Tokenizer | None, policy: Tokenizer | None, name: str) -
             return True
         bare = f"{name} has" if judge is None else "the policy has"
         raise UserError(f"reward.model: {bare} no tokenizer, so nothing tells what the one's ids mean to the other")
-    mine, theirs = ((t.bos_id, t.eos_id, t.hf.get_vocab()) for t in (judge, policy))
-    return mine == theirs
+    judged, written = ((t.bos_id, t.eos_id, t.hf.get_vocab()) for t in (judge, policy))
+    return judged == written
 
 
 def _limit(config: RewardConfig, source: Source, data: DataConfig, same_tokens: bool) -> int:

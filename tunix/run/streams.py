@@ -18,13 +18,9 @@ from tunix.recipe.recipe import Recipe
 from tunix.rollout.asynchronous import FILE, AsyncRollouts, Holding, Journal
 from tunix.rollout.backlog import Backlog
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
-from tunix.rollout.rewards.base import ADDED
-from tunix.rollout.rewards.scorer import Scorer
-from tunix.run.evaluation import Evaluation
-from tunix.run.inputs import Inputs, row_kind_of
+from tunix.run.evaluation import Evaluation, Samples, prompts_of, readable_tokens
+from tunix.run.inputs import Inputs, answers_together, layout, microbatcher_of, row_kind_of, sampled_row_length
 from tunix.run.loop import Stream
-from tunix.run.row_layout import answers_together, layout, microbatcher_of, sampled_row_length
-from tunix.run.samples import Samples, prompts_of, readable_tokens
 from tunix.trainer.progress import Display
 from tunix.trainer.trainer import Trainer
 from tunix.types import Sampling, Workload
@@ -61,14 +57,30 @@ def tolerance_of(recipe: Recipe) -> float:
 def open_stream(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collector: Collector, mesh: Mesh) -> Stream:
     """The stream of step inputs: batches of the rows, or rollouts of their prompts."""
     data, vocab_size = recipe.data, inputs.source.decoder.vocab_size
-    read = {"rows": inputs.train, "tokenizer": inputs.tokenizer, "config": data, "vocab_size": vocab_size}
-    read |= {"seed": recipe.seed, "epochs": recipe.epochs}
     _, microbatcher = microbatcher_of(recipe, mesh, inputs.source.decoder, algorithm)
     if algorithm.train_on != RowKind.PROMPT:
-        packed = layout(algorithm, microbatcher.multiple)
-        return Batches(batch_size=recipe.batch_size, train_on=algorithm.train_on, layout=packed, **read)
+        return Batches(
+            inputs.train,
+            inputs.tokenizer,
+            data,
+            batch_size=recipe.batch_size,
+            seed=recipe.seed,
+            epochs=recipe.epochs,
+            train_on=algorithm.train_on,
+            vocab_size=vocab_size,
+            layout=layout(algorithm, microbatcher.multiple),
+        )
     together = answers_together(recipe, mesh, inputs.source.decoder, algorithm)
-    stream, spare = Prompts(**read, train_on=row_kind_of(recipe, algorithm)), recipe.rollout.spare(recipe.batch_size)
+    stream = Prompts(
+        inputs.train,
+        inputs.tokenizer,
+        data,
+        seed=recipe.seed,
+        epochs=recipe.epochs,
+        vocab_size=vocab_size,
+        train_on=row_kind_of(recipe, algorithm),
+    )
+    spare = recipe.rollout.spare(recipe.batch_size)
     return RolloutStream(
         RolloutStep(
             prompts=[],
@@ -149,8 +161,17 @@ def ahead_of(
     assert isinstance(client.sampler, Holding)
     stream.like = replace(stream.like, mixed=True)
     journal = Journal(folder / FILE, recipe.identity)
-    how = {"staleness": staleness, "total": total, "goes_on": recipe.rollout.in_flight == "continue"}
-    return AsyncRollouts(stream, client, client.sampler, algorithm.gather, journal, **how, stop=stop)
+    return AsyncRollouts(
+        stream,
+        client,
+        client.sampler,
+        algorithm.gather,
+        journal,
+        staleness=staleness,
+        total=total,
+        goes_on=recipe.rollout.in_flight == "continue",
+        stop=stop,
+    )
 
 
 def steps_of(recipe: Recipe, inputs: Inputs, algorithm: Algorithm) -> int:
@@ -158,8 +179,16 @@ def steps_of(recipe: Recipe, inputs: Inputs, algorithm: Algorithm) -> int:
     epochs = recipe.epochs or 1
     if not recipe.data.cuts:
         return total_steps(len(inputs.train), recipe.batch_size, epochs)
-    read = (algorithm.train_on, inputs.source.decoder.vocab_size)
-    return cut_steps(inputs.train, inputs.tokenizer, recipe.data, recipe.batch_size, recipe.seed, epochs, *read)
+    return cut_steps(
+        inputs.train,
+        inputs.tokenizer,
+        recipe.data,
+        recipe.batch_size,
+        recipe.seed,
+        epochs,
+        algorithm.train_on,
+        inputs.source.decoder.vocab_size,
+    )
 
 
 def workload_of(recipe: Recipe, algorithm: Algorithm, evaluation: Evaluation) -> Workload | None:
@@ -180,15 +209,6 @@ def workload_of(recipe: Recipe, algorithm: Algorithm, evaluation: Evaluation) ->
     )
 
 
-def reward_functions(recipe: Recipe, inputs: Inputs) -> Scorer | None:
-    """Starts the reward functions of a recipe and checks them against the columns of the rows; None without any."""
-    if recipe.reward is None or not recipe.reward.functions:
-        return None
-    scorer = Scorer(recipe.reward.functions, recipe.reward.deadline, recipe.reward.workers)
-    scorer.check([*inputs.train[0], *recipe.data.columns, *ADDED])
-    return scorer
-
-
 def evaluation_of(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collector: Collector, mesh: Mesh) -> Evaluation:
     """The evaluation on held-out rows: the loss of their completions, and the rewards of greedy answers."""
     if inputs.held_out is None:
@@ -196,10 +216,17 @@ def evaluation_of(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collecto
     size, limit = inputs.source.decoder.vocab_size, recipe.eval.rows
     held_out, prompts = [], []
     if algorithm.held_out_on is not None and not (algorithm.train_on == RowKind.PROMPT and collector.weights):
-        read = {"batch_size": recipe.batch_size, "limit": limit, "train_on": algorithm.held_out_on, "vocab_size": size}
         _, microbatcher = microbatcher_of(recipe, mesh, inputs.source.decoder, algorithm)
-        packed = layout(algorithm, microbatcher.multiple)
-        held_out = eval_batches(inputs.held_out, inputs.tokenizer, recipe.data, layout=packed, **read)
+        held_out = eval_batches(
+            inputs.held_out,
+            inputs.tokenizer,
+            recipe.data,
+            batch_size=recipe.batch_size,
+            limit=limit,
+            train_on=algorithm.held_out_on,
+            vocab_size=size,
+            layout=layout(algorithm, microbatcher.multiple),
+        )
     if collector.weights and recipe.algorithm.has_lm_head:
         kind = RowKind.PROMPT if recipe.rollout.environment is None else RowKind.ROW
         prompts = eval_prompts(inputs.held_out, inputs.tokenizer, recipe.data, limit, size, kind)

@@ -19,7 +19,7 @@ from tunix.protocols import Client, Saving
 from tunix.trainer.checkpoint_folder import folder_of
 from tunix.trainer.config import CheckpointConfig
 from tunix.trainer.state_files import Unreadable, first_line
-from tunix.util.full_disk import ROOM, is_full
+from tunix.util.atomic_io import ROOM, is_full
 
 BEST = "eval/loss"
 """The metric that is lowest at the best checkpoint."""

@@ -13,8 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from tunix.distributed import processes
 from tunix.errors import UserError, install_command
 from tunix.trainer.config import LoggingConfig
-from tunix.util.atomic_io import write_text_atomic
-from tunix.util.json_lines import append_rows, forget_after
+from tunix.util.atomic_io import append_rows, forget_after, write_text_atomic
 
 
 @runtime_checkable

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from tunix.distributed import processes
 from tunix.errors import UserError
-from tunix.util.json_lines import append_text
+from tunix.util.atomic_io import append_text
 
 LEVELS = "▁▂▃▄▅▆▇█"
 LINES_EVERY = 10.0

@@ -30,7 +30,7 @@ from tunix.trainer.mesh_choice import WORDS, Demand, near_divisors
 from tunix.trainer.microbatches import TrainerSpec
 from tunix.trainer.remat import held_by
 from tunix.util.exact import jit
-from tunix.util.sizes import bytes_of
+from tunix.util.trees import bytes_of
 
 SHARE = 0.25
 """Share of a device's memory that a copy of the weights may take: beside it are the state of training, of which `auto`

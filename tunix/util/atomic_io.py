@@ -1,21 +1,44 @@
 """Atomic writes: a temporary sibling is written first and then renamed, so that a reader sees all of it or nothing.
 
-`atomic_folder` is for exports, `write_text_atomic`, `write_lines_atomic` and `write_bytes_atomic` are for single files.
+`atomic_folder` is for exports, `write_text_atomic`, `write_lines_atomic` and `replacing` are for single files.
 A folder never replaces anything; on a failure the temporary is removed and the target is unchanged. `refuse_foreign`
-guards reading: a folder from elsewhere cannot name files outside of it.
+guards reading: a folder from elsewhere cannot name files outside of it. At the end are the files to which a run appends
+lines, most of them a JSON object each: read after a kill, cut back to a checkpoint.
 """
 
+import errno
+import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tunix.errors import UserError
-from tunix.util.full_disk import ROOM, is_full
 from tunix.util.object_store import is_taken, uploaded, url_of
+
+REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""No space is left on the disk, or in the user's quota; a file is larger than its file system or its limit allows."""
+ROOM = "Make room and run the same command"
+"""The remedy."""
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether a full disk is what an error comes from, or one of the errors that it was raised from.
+
+    Libraries in Rust and C++ (tokenizers, safetensors, tensorstore) raise errors of their own, whose texts have the
+    system's.
+    """
+    texts = [os.strerror(code) for code in REFUSALS]
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in REFUSALS:
+            return True
+        if any(text in str(error) for text in texts):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @contextmanager
@@ -73,16 +96,6 @@ def write_lines_atomic(path: Path, lines: Iterable[str]) -> None:
     """
     with replacing(path) as file:
         file.writelines(line.encode("utf-8") for line in lines)
-
-
-def write_bytes_atomic(path: Path, content: bytes) -> None:
-    """Replaces the file at `path` by one with these bytes.
-
-    Raises:
-        UserError: the disk refuses; the old file is still there.
-    """
-    with replacing(path) as file:
-        file.write(content)
 
 
 @contextmanager
@@ -166,3 +179,41 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The complete rows of a file, without a last line that a kill cut short; empty without a file."""
+    if not path.exists():
+        return []
+    complete = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [json.loads(line) for line in complete]
+
+
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Appends rows and closes the file, so that a killed process loses none.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    append_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def append_text(path: Path, text: str) -> None:
+    """Appends whole lines and closes the file.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(
+            f"{path} could not be written: {error.strerror}. {ROOM}: it goes on from the last checkpoint."
+        ) from error
+
+
+def forget_after(path: Path, step: int | None) -> None:
+    """Atomically drops the rows of steps after `step`, which will be repeated; all rows where it is None."""
+    rows = [row for row in read_rows(path) if step is not None and row["step"] <= step]
+    write_text_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))

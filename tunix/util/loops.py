@@ -1,11 +1,15 @@
-"""Loops and choices that are known only at run time, with a note for whoever reads the compiled program, and sums in
-loops."""
+"""Loops and choices that are known only at run time, with a note for whoever reads the compiled program, sums in loops,
+and orders that are counted, not sorted: a TPU's compiler takes seconds for each sort.
+
+Axes: B rows, T time.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
-from jaxtyping import Array, Float, Int
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 Value = TypeVar("Value")
 SCOPE = "usually_"
@@ -37,3 +41,16 @@ def switch(index: jax.Array, branches: Sequence[Callable[..., Value]], *operands
 def add_at(sums: Float[Array, "number ..."], index: Int[Array, ""], new: Float[Array, "..."]) -> jax.Array:
     """Sums with one more for an index. Not `.at[index].add`: that is a scatter, which reads and writes them all."""
     return jax.lax.dynamic_update_index_in_dim(sums, sums[index] + new, index, 0)
+
+
+def needed_first(needed: Bool[Array, "B T"]) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """The order of each row's places that has the needed ones first, and the index of each place in it.
+
+    Among the needed ones, and among the others, the order stays.
+    """
+    rows, length = needed.shape
+    before = jnp.cumsum(needed, axis=1, dtype=jnp.int32)
+    others = before[:, -1:] + jnp.cumsum(~needed, axis=1, dtype=jnp.int32)
+    back = jnp.where(needed, before, others) - 1
+    order = jnp.zeros_like(back).at[jnp.arange(rows)[:, None], back].set(jnp.arange(length, dtype=jnp.int32))
+    return order, back

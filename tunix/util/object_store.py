@@ -24,8 +24,8 @@ CHUNK = 1 << 24
 
 def url_of(path: str | Path) -> str | None:
     """The address in an object store that a path stands for, e.g. `gs://bucket/folder`; None for a local one."""
-    found = re.fullmatch(r"(gs|s3):/{1,2}([^/].*)", str(path))
-    return None if found is None else f"{found[1]}://{found[2].rstrip('/')}"
+    match = re.fullmatch(r"(gs|s3):/{1,2}([^/].*)", str(path))
+    return None if match is None else f"{match[1]}://{match[2].rstrip('/')}"
 
 
 def files_of(url: str) -> dict[str, int]:
@@ -36,8 +36,8 @@ def files_of(url: str) -> dict[str, int]:
     """
     with _errors(url):
         folder = path_of(url)
-        found = {file.name: file.stat() for file in folder.iterdir()} if folder.is_dir() else {}
-    return {name: about.length for name, about in found.items() if not about.is_directory}
+        files = {file.name: file.stat() for file in folder.iterdir()} if folder.is_dir() else {}
+    return {name: about.length for name, about in files.items() if not about.is_directory}
 
 
 def files_below(url: str) -> list[str]:

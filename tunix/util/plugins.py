@@ -55,7 +55,11 @@ def load_object(reference: str) -> Any:
     _NEIGHBOURS.add(Path.cwd())
     _NEIGHBOURS.forget_changed()
     try:
-        module = _file_module(Path(place).resolve()) if place.endswith(".py") else _named_module(place)
+        if place.endswith(".py"):
+            module = _file_module(Path(place).resolve())
+        else:  # of the current folder where Python finds none
+            with _NEIGHBOURS.importing(place.partition(".")[0]):
+                module = importlib.import_module(place)
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # whatever the user's code raises is for the user to fix
@@ -121,12 +125,6 @@ def _shown(file: str) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
 
 
-def _named_module(name: str) -> ModuleType:
-    """A module by its name, of the current folder where Python finds none."""
-    with _NEIGHBOURS.importing(name.partition(".")[0]):
-        return importlib.import_module(name)
-
-
 def _file_module(path: Path) -> ModuleType:
     """A file imported as a module: the same object until the file changes, so that classes stay equal between loads,
     and the one that a neighbour has imported by its plain name, if one has."""
@@ -151,9 +149,16 @@ def _file_module(path: Path) -> ModuleType:
 def _refuse_namesakes(path: Path) -> None:
     """Refuses a file whose neighbour another folder's file has taken the name of: `import helpers` means one module."""
     try:
-        names = _imported(ast.parse(path.read_bytes()))
+        tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):  # importing the file says what is wrong, and in which line
         return
+    names: set[str] = set()
+    """The top-level modules that its import statements name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module.partition(".")[0])
     for name in sorted(names - sys.stdlib_module_names):
         spec, module = PathFinder.find_spec(name, [str(path.parent)]), sys.modules.get(name)
         if spec is None or spec.origin is None or module is None or module.__spec__ is None:
@@ -164,17 +169,6 @@ def _refuse_namesakes(path: Path) -> None:
                 f"{path} imports {name}, which is {spec.origin}, but {other} has that name in this process already: "
                 "rename one of the two"
             )
-
-
-def _imported(tree: ast.AST) -> set[str]:
-    """The top-level modules that a file's import statements name."""
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names.add(node.module.partition(".")[0])
-    return names
 
 
 def _hidden(error: BaseException) -> str:

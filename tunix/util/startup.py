@@ -5,6 +5,7 @@ compiler's default by now (the flag leaves our programs as they are, on or off),
 are usually set for it on other chips than v5e, for fear of wrong results (docs/log.md).
 """
 
+import importlib
 import os
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import jax
 from jax._src.distributed import global_state  # neither has a public name
 from jax._src.xla_bridge import backends_are_initialized
 
+from tunix.errors import UserError, install_command
 from tunix.util.accelerators import check_cards, check_driver
 
 MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -42,3 +44,30 @@ def prepare_jax() -> None:
         jax.config.update("jax_compilation_cache_dir", str(Path("~/.cache/tunix/compiled").expanduser()))
     if THRESHOLD not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def begin_pathways() -> bool:
+    """Prepares JAX for Pathways where it is asked for; has to come before JAX's first use of a device.
+
+    Under Pathways one process drives the devices of all hosts, which it reaches through a proxy. `JAX_PLATFORMS=proxy`
+    asks for it, which a PathwaysJob sets; pathwaysutils then makes the proxy a backend of JAX. Everything after that is
+    the same code as for devices of this machine.
+
+    Returns:
+        Whether the devices are Pathways'.
+
+    Raises:
+        UserError: pathwaysutils is not installed.
+    """
+    # What pathwaysutils itself goes by; the ignored rule: jax gives its config these names when it is imported.
+    platforms = jax.config.jax_platforms or ""  # pyright: ignore[reportAttributeAccessIssue]
+    if "proxy" not in platforms.split(","):
+        return False
+    try:
+        utils = importlib.import_module("pathwaysutils")
+    except ImportError as error:
+        raise UserError(
+            f"JAX_PLATFORMS={platforms} asks for Pathways, whose package is missing: {install_command('pathways')}"
+        ) from error
+    utils.initialize()
+    return True

@@ -123,8 +123,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read: {reason}") from error
     value = parse_yaml(text, str(path))
     if not isinstance(value, dict):
-        found = "it is empty" if value is None else f"it holds {type(value).__name__} {shown(value)}"
-        raise UserError(f"{path}: a recipe is a mapping with sections such as `model:` and `data:`, but {found}")
+        content = "it is empty" if value is None else f"it holds {type(value).__name__} {shown(value)}"
+        raise UserError(f"{path}: a recipe is a mapping with sections such as `model:` and `data:`, but {content}")
     return value
 
 
@@ -150,7 +150,9 @@ def overridden(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
         place = result
         for depth, part in enumerate(parts[:-1], start=1):
             place = _entered(place, part, ".".join(parts[:depth]), override)
-        _put(place, parts[-1], parse_yaml(text, f"override {override!r}"), override)
+        inner: Any = place
+        last, value = parts[-1], parse_yaml(text, f"override {override!r}")
+        inner[_index(inner, last, override) if isinstance(inner, list) else last] = value
     return result
 
 
@@ -201,11 +203,6 @@ def _entered(place: Any, part: str, path: str, override: str) -> Any:
     if not isinstance(inner, dict | list):
         raise UserError(f"{override!r}: {path} is {shown(inner)}, which has no keys")
     return inner
-
-
-def _put(place: Any, part: str, value: Any, override: str) -> None:
-    """Sets one key of a section, or one item of a list."""
-    place[_index(place, part, override) if isinstance(place, list) else part] = value
 
 
 def _index(items: list[Any], part: str, override: str) -> int:

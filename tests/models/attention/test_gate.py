@@ -16,7 +16,7 @@ from tunix.models.attention import attend as table
 from tunix.models.attention import chunked, gate
 from tunix.models.attention.attend import Implementation, spec_of
 from tunix.models.attention.inputs import Segments
-from tunix.run.attention import attention_of
+from tunix.run.kernels import attention_of
 
 MODEL = ModelConfig(init="random", family="llama", dtype="float32")
 

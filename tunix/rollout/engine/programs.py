@@ -289,8 +289,9 @@ def decode(
     layers = [paged.index(kind) if kind.paged else None for kind in model.config.kinds]
     # What each layer keeps, as the steps read and write it: states of the dispatch's slots, and pages gathered, or all
     # of them in their places; None of a layer that keeps nothing.
-    taken = list(state.caches)
-    for layer, (cache, kind) in enumerate(zip(state.caches, layers, strict=True)):
+    kept: tuple[Any, ...] = state.caches
+    taken = list(kept)
+    for layer, (cache, kind) in enumerate(zip(kept, layers, strict=True)):
         if isinstance(cache, SlotStates):
             taken[layer] = SlotStates(*(x[flow.slots] for x in cache)).placed()
         elif cache is not None and kind is not None and reads[kind].sources is not None:
@@ -356,7 +357,7 @@ def decode(
         return brought_back(all, part, places, sources)
 
     caches = list(taken)
-    for layer, (cache, part, kind) in enumerate(zip(state.caches, taken, layers, strict=True)):
+    for layer, (cache, part, kind) in enumerate(zip(kept, taken, layers, strict=True)):
         if isinstance(cache, SlotStates):
             both = zip(cache, part, strict=True)
             of_slots = (all.at[flow.slots].set(new, unique_indices=True) for all, new in both)

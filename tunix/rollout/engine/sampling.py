@@ -133,8 +133,10 @@ def _walk(mass: Float[Array, "B V"], uniform: Float[Array, "B"]) -> Int[Array, "
 def _truncated(
     scores: Float[Array, "B V"], top_k: Int[Array, "B"], top_p: Float[Array, "B"]
 ) -> tuple[Float[Array, "B 1"], Int[Array, "B 1"]]:
-    """The score and the id of the least likely id that top-k and then top-p keep; of equal scores the lower id counts as
-    the more likely one."""
+    """The score and the id of the least likely id that top-k and then top-p keep.
+
+    Of equal scores the lower id counts as the more likely one.
+    """
     vocab = scores.shape[1]
     order = jnp.argsort(-scores, axis=-1, stable=True)
     ranked = jnp.take_along_axis(scores, order, axis=-1)

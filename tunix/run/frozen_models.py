@@ -1,17 +1,22 @@
-"""Loads the teacher of a recipe: checks its vocabulary, assigns its devices, places its weights."""
+"""Loads the models that do not train beside the policy: the teacher of a recipe, and the reference that
+`algorithm.reference_path` names. Their vocabularies are checked, and their weights placed on devices.
+"""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import jax
+from jax.sharding import Mesh
 
 from tunix.algorithms.distill.config import TeacherConfig
 from tunix.config import DType, ModelConfig
 from tunix.distributed import processes
 from tunix.errors import UserError
-from tunix.hf.source import Source, beside, check_tokens, from_scratch, loaded, pretrained
+from tunix.hf.safetensors_io import some
+from tunix.hf.source import Source, beside, check_tokens, from_scratch, loaded, pretrained, require_lm_head, weights
 from tunix.lora.adapt import adapt
 from tunix.mesh import build_mesh
 from tunix.models.model import Model, Params
+from tunix.models.quantization.rules import RULES_FILE
 from tunix.recipe.recipe import Recipe
 from tunix.trainer.frozen_model import Teacher
 from tunix.trainer.learner import Learner
@@ -75,7 +80,11 @@ def build_teacher(recipe: Recipe, source: Source, student: Source, learner: Lear
     assert config is not None
     mesh = students if config.mesh is None else build_mesh(config.mesh, divided(config)[1])
     if config.mesh is None and _same_base(source, config.dtype, student, learner):
-        model, params = _on_base(source, learner)
+        # The student's frozen weights, with the teacher's unmerged adapter if it has one.
+        model, params = replace(learner.spec.model, adapt=None, has_scalar_head=False), learner.frozen
+        if source.merged is not None:
+            settings, adapter_params = beside(model, params, learner.spec.mesh, source.merged)
+            model, params = replace(model, adapt=adapt(settings, model.config)), {**params, **adapter_params}
     else:
         model, params = loaded(source, config.dtype, mesh)
     size, packing = recipe.sequences_per_update, bool(recipe.data.packing)
@@ -96,16 +105,6 @@ def _same_base(teacher: Source, dtype: DType, student: Source, learner: Learner)
         and bool(frozen)
         and all(x.dtype == dtype for name, x in frozen.items() if name not in model.kinds)
     )
-
-
-def _on_base(teacher: Source, learner: Learner) -> tuple[Model, Params]:
-    """The teacher as the student's frozen weights, with its unmerged adapter if it has one."""
-    spec = learner.spec
-    model = replace(spec.model, adapt=None, has_scalar_head=False)
-    if teacher.merged is None:
-        return model, learner.frozen
-    settings, adapter_params = beside(model, learner.frozen, spec.mesh, teacher.merged)
-    return replace(model, adapt=adapt(settings, model.config)), {**learner.frozen, **adapter_params}
 
 
 def _check_vocabulary(name: str, teacher: Source, student: Source) -> None:
@@ -129,3 +128,46 @@ def _check_vocabulary(name: str, teacher: Source, student: Source) -> None:
             f"teacher: {name} has {sizes[0]} ids, fewer than the {student.tokenizer.vocab_size} of the student's "
             "tokenizer: take a teacher with the student's vocabulary"
         )
+
+
+KEY = "algorithm.reference_path"
+
+
+def reference_source(path: str, trained: Source) -> Source:
+    """The structure of the reference and the location of its weights.
+
+    Args:
+        path: a hub id, a folder or a run.
+        trained: the model to train.
+
+    Raises:
+        UserError: there is no such model, it gives scores or rounds its activations, or its vocabulary or structure is
+            not that of `trained`.
+    """
+    source = pretrained(path)
+    require_lm_head(source, path)
+    if source.tokenizer is not None and trained.tokenizer is not None:
+        check_tokens(KEY, path, source.tokenizer, trained.tokenizer)
+    ours, theirs = (asdict(replace(model.decoder, stops=())) for model in (trained, source))
+    if different := [f"{name} {theirs[name]} instead of {ours[name]}" for name in ours if ours[name] != theirs[name]]:
+        raise UserError(
+            f"{KEY}: {path} is of another structure than the model that trains ({some(different)}): take one of the "
+            "same, such as the model that it was trained from"
+        )
+    if source.rules is not None and source.rules.inputs:
+        raise UserError(
+            f"{KEY}: {path} rounds its activations ({RULES_FILE}), which comparing with it would leave out: take the "
+            "weights that it was made of"
+        )
+    return source
+
+
+def reference_weights(source: Source, model: Model, mesh: Mesh) -> Params:
+    """The reference's weights in the compute dtype.
+
+    Args:
+        source: from `reference_source`.
+        model: the model to train.
+    """
+    plain = replace(model, adapt=None, has_scalar_head=False)
+    return weights(source, plain, mesh, seed=0, trained=model.dtype, frozen=model.dtype, full=True)[0]

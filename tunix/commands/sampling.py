@@ -1,19 +1,24 @@
-"""Parses the rewards that `tunix generate` and `tunix eval` accept on the command line, and runs them.
+"""How `tunix generate` and `tunix eval` sample and score: the rewards of the command line, and a bar that progresses.
 
     exact_match                                      a built-in one, or file.py:function, or module:function
     "length target=40 width=20"                      with options
     "{name: number, columns: {answer: solution}}"    an entry of a recipe, for all other settings
 
-They are read as in a recipe, and run in the same worker processes with the same deadline.
+They are read as in a recipe, and run in the same worker processes with the same deadline. A `Collector` samples from a
+`ProgressSampler`, whose requests are numbered consecutively across calls, so that rows which are sampled in several
+calls get the completions that they would get in one.
 """
 
 import shlex
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence as List
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from tunix.commands.resumable_output import digest_of_folder, digest_of_rows
@@ -24,12 +29,15 @@ from tunix.hf.source import Source, pretrained
 from tunix.inference.model import InferenceModel
 from tunix.mesh import build_mesh
 from tunix.rollout.collect import Collector
+from tunix.rollout.engine.engine import Engine
+from tunix.rollout.engine.request import Request
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.run.reward_model import judge as reward_judge
-from tunix.types import Sampling
+from tunix.trainer.progress import Display
+from tunix.types import Begun, Completion, OnDone, Reply, Sampling
 from tunix.util.yaml_io import parse_yaml, problems
 
 
@@ -110,12 +118,86 @@ def _entry(spec: str) -> Any:
         raise UserError(f"{where}: {error}") from error
     if not name:
         raise UserError(f"{where}: it names no reward; say for instance --reward exact_match")
-    return {"name": name, "options": dict(_option(option, where) for option in options)}
+    values = {}
+    for option in options:  # such as `target=40`, whose value is written as in a recipe
+        key, equals, value = option.partition("=")
+        if not (key and equals and value):
+            raise UserError(f"{where}: {option!r} is no option; write key=value, as in target=40")
+        values[key] = parse_yaml(value, f"{where}, option {key}")
+    return {"name": name, "options": values}
 
 
-def _option(text: str, where: str) -> tuple[str, Any]:
-    """Parses an option such as `target=40`, whose value is written as in a recipe."""
-    key, equals, value = text.partition("=")
-    if not (key and equals and value):
-        raise UserError(f"{where}: {text!r} is no option; write key=value, as in target=40")
-    return key, parse_yaml(value, f"{where}, option {key}")
+PATIENCE = 2.0
+"""Seconds before progress is shown."""
+
+
+class Bar:
+    """A progress bar that appears after `PATIENCE` seconds."""
+
+    def __init__(self, title: str, total: int):
+        """Starts the clock; displays nothing yet.
+
+        Args:
+            title: name of the command, e.g. `generate`.
+            total: number of items to be done.
+        """
+        self._title, self._total = title, total
+        self._began = time.monotonic()
+        self._display: Display | None = None
+
+    def show(self, done: int, tokens: int = 0) -> None:
+        """Displays the progress.
+
+        Args:
+            done: number of items done.
+            tokens: number of tokens since the bar was created, for the speed.
+        """
+        seconds = time.monotonic() - self._began
+        if self._display is None and seconds > PATIENCE:
+            self._display = Display(self._title, self._total, done)
+        if self._display is not None:
+            self._display.update(done, {"perf/tokens_per_second": tokens / max(seconds, 1e-9)} if tokens else {})
+
+    def close(self) -> None:
+        """Ends the bar and restores the terminal."""
+        if self._display is not None:
+            self._display.close()
+
+
+@dataclass
+class ProgressSampler:
+    """A sampler over an engine that updates a progress bar."""
+
+    engine: Engine
+    bar: Bar
+    done: int = 0
+    """Completions so far, including those of an earlier process."""
+    tokens: int = 0
+    """Tokens that this object has sampled."""
+
+    def sample(
+        self,
+        prompts: List[np.ndarray],
+        n: int,
+        sampling: Sampling,
+        seed: int,
+        reply: Reply | None = None,
+        on_done: OnDone | None = None,
+        begun: List[Begun] | None = None,
+    ) -> list[list[Completion]]:
+        """Implements `protocols.Sampler.sample`; the first request has the number `done`."""
+        first = self.done
+        begun_at = begun or [Begun(seed, first + i) for i in range(n * len(prompts))]
+        requests = [
+            Request(prompts[i // n], sampling, x.seed, x.index, so_far=x.so_far, pictures=x.pictures)
+            for i, x in enumerate(begun_at)
+        ]
+        sampled = self.engine.run(requests, reply, self._on_tokens, on_done)
+        self.done = first + len(sampled)
+        self.bar.show(self.done, self.tokens)
+        return [sampled[i : i + n] for i in range(0, len(sampled), n)]
+
+    def _on_tokens(self, request: int, tokens: np.ndarray) -> None:
+        """Counts tokens. Requests start in order, so all but the latest `slots` of those seen have ended."""
+        self.tokens += len(tokens)
+        self.bar.show(self.done + max(0, request + 1 - self.engine.slots), self.tokens)

@@ -1,0 +1,163 @@
+"""Which kernels compute the attention of a run's rows and the experts of a mixture, and whether they, and the exchange
+of tokens between devices, give the right numbers: asked before weights are loaded."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from tunix.config import DType, ModelConfig
+from tunix.errors import UserError
+from tunix.models import grouped_products
+from tunix.models.attention import attend, gate
+from tunix.models.attention.attend import Implementation, described, implementation, spec_of
+from tunix.models.attention.gate import LIMIT
+from tunix.models.attention.inputs import AttentionSpec, Segments
+from tunix.models.attention.tokamax_ops import capability
+from tunix.models.config import DecoderConfig, LayerKind
+from tunix.models.expert_gates import exchange_difference, grouped_difference
+from tunix.models.grouped_products import ALIGNED, GroupedSpec
+
+
+def attention_of(
+    config: DecoderConfig, model: ModelConfig, mesh: Mesh, length: int, *, branched: bool
+) -> tuple[ModelConfig, str]:
+    """The recipe's model with the implementation that is to be used, and a line that says which and why no faster one.
+
+    A kernel has to give the einsums' numbers on this device (`models/attention/gate.py`); else the next implementation
+    of the table that computes all layers replaces it.
+
+    Args:
+        config: the structure of the model.
+        model: its dtype, and the implementation that the recipe names.
+        mesh: the devices.
+        length: T, tokens of a row.
+        branched: whether sequences share a prompt in a row.
+
+    Raises:
+        UserError: the implementation that the recipe names cannot be used here, or gives other numbers, and why.
+    """
+    line = attention_line(config, model, mesh, length, branched=branched)
+    specs = _specs(config, model, mesh, length, branched=branched)
+    for spec in specs:
+        kernel = implementation(spec, model.attention)
+        if not kernel.kernel or (off := gate.difference(kernel.name, spec)) <= LIMIT:
+            continue
+        wrong = f"{kernel.name} is off the einsums by {off:.2g} of their size on this device, more than {LIMIT}"
+        faster = [other.name for other in attend.IMPLEMENTATIONS].index(kernel.name) + 1
+        after = next(other.name for other in attend.IMPLEMENTATIONS[faster:] if _right(other, specs))
+        if model.attention != "auto":
+            raise UserError(f"model.attention: {wrong}. Leave it at auto, which takes {after} instead.")
+        return model.model_copy(update={"attention": after}), f"attention: {after} ({wrong})"
+    return model, line
+
+
+def _right(kernel: Implementation, specs: list[AttentionSpec]) -> bool:
+    """Whether an implementation computes these calls, and rightly on this device."""
+    if any(map(kernel.lacks, specs)):
+        return False
+    return not kernel.kernel or all(gate.difference(kernel.name, spec) <= LIMIT for spec in specs)
+
+
+def attention_line(config: DecoderConfig, model: ModelConfig, mesh: Mesh, length: int, *, branched: bool) -> str:
+    """The line of `attention_of` before a kernel is tried: it asks nothing of the devices, which need not be here.
+
+    Raises:
+        UserError: the implementation that the recipe names cannot be used there, and why.
+    """
+    try:
+        return f"attention: {described(_specs(config, model, mesh, length, branched=branched), model.attention)}"
+    except ValueError as error:
+        raise UserError(f"model.{error}. Leave it at auto, which takes what this device has.") from error
+
+
+def _specs(
+    config: DecoderConfig, model: ModelConfig, mesh: Mesh, length: int, *, branched: bool
+) -> list[AttentionSpec]:
+    """The calls of the model's kinds of layers."""
+    ids = jnp.zeros((1, length), jnp.int32)
+
+    def spec(kind: LayerKind) -> AttentionSpec:
+        q, k = (
+            jax.ShapeDtypeStruct((1, length, heads, kind.head_dim), model.dtype)
+            for heads in (config.num_heads, kind.kv_heads)
+        )
+        ahead = config.vision is not None and config.vision.sees_ahead
+        view = Segments(ids, ids, ids if branched else None, kind.window, pictures=ids if ahead else None)
+        return spec_of(q, k, view, config.attention_softcap)
+
+    with jax.set_mesh(mesh):
+        return list(map(spec, config.paged_kinds))
+
+
+EXCHANGED = 1e-5
+"""The largest relative difference of float32 numbers that are sent, multiplied by a whole number and added up."""
+
+
+def experts_line(config: DecoderConfig, dtype: DType, mesh: Mesh) -> str | None:
+    """Which kernels multiply the experts on GPUs, and why no faster ones: `experts: triton (mosaic: ...)`.
+
+    None on other devices, which have no choice, and for a model without experts.
+    """
+    spec = _expert_spec(config, dtype, mesh)
+    return None if spec is None or spec.capability is None else f"experts: {grouped_products.described([spec])}"
+
+
+def check_products(config: DecoderConfig, dtype: DType, mesh: Mesh) -> None:
+    """Refuses devices whose kernels for experts give other numbers than plain products (`models/expert_gates.py`).
+
+    Nothing is asked of a CPU, which has no kernel, nor for a model without experts.
+
+    Args:
+        config: the structure of the model.
+        dtype: that it computes in.
+        mesh: the devices.
+
+    Raises:
+        UserError: they do, and by how much.
+    """
+    spec = _expert_spec(config, dtype, mesh)
+    if spec is None or _platform(mesh) == "cpu":
+        return
+    d, f = spec.widths
+    if (apart := grouped_difference(d, f, dtype)) > LIMIT:
+        mosaic = grouped_products.implementation(spec) == "mosaic"
+        remedy = "uninstall tokamax, which leaves them to Triton kernels" if mosaic else "try another version of jax"
+        raise UserError(
+            f"model: the kernels that multiply experts of {d} x {f} are off plain products by {apart:.2g} "
+            f"of their size on this device, more than {LIMIT}: {remedy}"
+        )
+
+
+def check_exchange(config: DecoderConfig, mesh: Mesh) -> None:
+    """Refuses devices that hand each other other tokens than they should (`models/expert_gates.py`).
+
+    Every process of the run calls it. Nothing is asked of CPUs, nor where experts are not split.
+
+    Args:
+        config: the structure of the model.
+        mesh: the devices.
+
+    Raises:
+        UserError: they do, and by how much.
+    """
+    if config.experts is None or _platform(mesh) == "cpu" or mesh.shape["expert"] == 1:
+        return
+    apart = exchange_difference(mesh)
+    if not apart < EXCHANGED:
+        raise UserError(
+            f"mesh: expert {mesh.shape['expert']}: what these devices send each other comes back off by {apart:.2g} "
+            f"of its size, more than {EXCHANGED}: try another version of jax, or split the model by fsdp and tensor"
+        )
+
+
+def _expert_spec(config: DecoderConfig, dtype: DType, mesh: Mesh) -> GroupedSpec | None:
+    """The products of an expert on one device; None for a model without experts."""
+    if config.experts is None:
+        return None
+    split = mesh.shape["tensor"]
+    f = config.ffn // split if config.ffn % split == 0 else config.ffn
+    return GroupedSpec(ALIGNED, (config.d_model, f), (dtype, dtype), capability(mesh.devices.flat[0]))
+
+
+def _platform(mesh: Mesh) -> str:
+    return mesh.devices.flat[0].platform
