@@ -243,19 +243,19 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 58_910,
-    "files": 402,
-    "functions": 3_715,
-    "short functions used once": 463,
-    "short files with one importer": 47,
-    "calls with bundles": 206,
-    "imports of the busiest file": 35,
+    "lines": 56_040,
+    "files": 286,
+    "functions": 3_282,
+    "short functions used once": 217,
+    "short files with one importer": 13,
+    "calls with bundles": 60,
+    "imports of the busiest file": 33,
     "recipe keys": 235,
     "recipe keys of GRPO": 45,
-    "files in the closure of algorithms/grpo": 28,
-    "lines in the closure of algorithms/grpo": 5_190,
-    "banned local names": 532,
-    "files with private names of others": 8,
+    "files in the closure of algorithms/grpo": 24,
+    "lines in the closure of algorithms/grpo": 5_070,
+    "banned local names": 0,
+    "files with private names of others": 6,
 }
 """What a reader has to hold at most. A change that makes one less lowers it here; none is raised."""
 

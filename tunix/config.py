@@ -262,9 +262,8 @@ class MeshConfig(Config):
     def _sizes(self) -> "MeshConfig":
         sizes = (self.data, self.fsdp, self.context, self.expert, self.tensor)
         if any(size == 0 or size < -1 for size in sizes):
-            given = f"data={self.data} fsdp={self.fsdp} context={self.context} "
-            given += f"expert={self.expert} tensor={self.tensor}"
-            raise ValueError(f"sizes are positive, or -1 for what is left, not {given}")
+            axes = f"data={self.data} fsdp={self.fsdp} context={self.context} expert={self.expert} tensor={self.tensor}"
+            raise ValueError(f"sizes are positive, or -1 for what is left, not {axes}")
         if sizes.count(-1) > 1:
             raise ValueError("only one axis can be -1")
         return self

@@ -66,10 +66,10 @@ class Learner(Client):
         self.server, self.learned = server, learned
 
     def publish(self) -> int:
-        processes.meet("before")
+        processes.barrier("before")
         if processes.lead():
             self.server.version = 10 * self.learned
-        processes.meet("after")
+        processes.barrier("after")
         self.learned += 1
         return 10 * (self.learned - 1)
 
@@ -264,14 +264,14 @@ def test_what_a_thread_exchanges_apart_is_not_mixed_with_others(monkeypatch: pyt
         found: dict[str, list[bytes]] = {}
 
         def apart() -> None:
-            with processes.apart("a", threading.Event()):
+            with processes.scope("a", threading.Event()):
                 time.sleep(0.05 * index)
-                found["apart"] = processes.exchanged("name", b"apart")
+                found["apart"] = processes.allgathered("name", b"apart")
 
         thread = threading.Thread(target=apart)
         thread.start()
         time.sleep(0.05 * (1 - index))
-        found["main"] = processes.exchanged("name", b"main")
+        found["main"] = processes.allgathered("name", b"main")
         thread.join()
         return [found["main"], found["apart"]]
 

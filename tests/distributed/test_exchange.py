@@ -25,7 +25,7 @@ from tunix.types import Completion, Sampling, Sequence
 
 def test_what_is_exchanged_comes_in_order_and_is_forgotten(monkeypatch: pytest.MonkeyPatch):
     def act(index: int) -> list[list[bytes]]:
-        return [processes.exchanged("name", f"{index} {turn}".encode()) for turn in range(20)]
+        return [processes.allgathered("name", f"{index} {turn}".encode()) for turn in range(20)]
 
     found, store = pretended(monkeypatch, 3, act)
     expected = [[f"{index} {turn}".encode() for index in range(3)] for turn in range(20)]
@@ -35,7 +35,7 @@ def test_what_is_exchanged_comes_in_order_and_is_forgotten(monkeypatch: pytest.M
 
 def test_the_lead_tells_and_any_of_them_is_heard(monkeypatch: pytest.MonkeyPatch):
     def act(index: int) -> tuple[int, bool, bool]:
-        told = processes.told("number", lambda: {"is": 7 + index})["is"]
+        told = processes.broadcast("number", lambda: {"is": 7 + index})["is"]
         return told, processes.any_of("one", index == 1), processes.any_of("none", False)
 
     assert pretended(monkeypatch, 2, act)[0] == [(7, True, False)] * 2
@@ -54,11 +54,11 @@ def test_where_some_fail_all_raise_the_error_of_the_first_of_them(monkeypatch: p
             raise UserError(f"process {index} decides nothing")
 
         found: list[Any] = [processes.all_done("name", lambda: f"-{index}".encode())]
-        for attempt in (lambda: processes.all_done("name", second), lambda: processes.told("name", third)):
+        for attempt in (lambda: processes.all_done("name", second), lambda: processes.broadcast("name", third)):
             with pytest.raises(UserError) as caught:
                 attempt()
             found.append(str(caught.value))
-        return [*found, processes.told("name", lambda: "on")]
+        return [*found, processes.broadcast("name", lambda: "on")]
 
     found, _ = pretended(monkeypatch, 3, act)
     assert found == [[[b"-0", b"-1", b"-2"], "process 1 cannot", "process 0 decides nothing", "on"]] * 3
@@ -97,7 +97,7 @@ def test_one_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch):
         if index == 1:
             return ""
         with pytest.raises(UserError, match="process 1 did not answer"):
-            processes.exchanged("name", b"", deadline=0.2)
+            processes.allgathered("name", b"", deadline=0.2)
         return "named"
 
     assert pretended(monkeypatch, 2, act)[0] == ["named", ""]
@@ -227,7 +227,7 @@ def test_a_folder_is_written_by_those_who_see_it(monkeypatch: pytest.MonkeyPatch
                     (folder.path / str(number)).write_text(str(index))
 
     if not sees:
-        exchanged = processes.exchanged
+        exchanged = processes.allgathered
         monkeypatch.setattr(
             processes,
             "exchanged",

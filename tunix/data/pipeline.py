@@ -192,7 +192,9 @@ class Divided:
             share = [row_json(self._render, place) for place in places[processes.index() :: processes.number()]]
             key = f"{self._name}/{self._restart}/{window}"
             content = zlib.compress(json.dumps(share).encode(), 1)
-            shares = [json.loads(zlib.decompress(x)) for x in processes.shared(key, content, stopped=self._stopped)]
+            shares = [
+                json.loads(zlib.decompress(x)) for x in processes.allgathered_once(key, content, stopped=self._stopped)
+            ]
             if self._posted:  # whoever has come to this window has read the one before
                 processes.forget(self._posted)
             self._posted = key

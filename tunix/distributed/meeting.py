@@ -20,7 +20,7 @@ from jax._src import distributed as runtime  # where JAX keeps its client has no
 from jax._src.clusters import ClusterEnv  # what JAX knows of schedulers has no public name
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
-from tunix.distributed.processes import MEETING, exchanged, first_line, index, meet, number, store
+from tunix.distributed.processes import MEETING, allgathered, barrier, first_line, index, number, store
 from tunix.errors import Interrupted, UserError
 from tunix.util.ports import is_loopback, refuse_taken
 
@@ -225,7 +225,7 @@ _left: list[Any] = []
 
 def _part(watch: Watch) -> None:
     """Ends the watch and the coordinator once all processes have come here."""
-    meet("end")
+    barrier("end")
     watch.close()
     runtime.global_state.shutdown()
     end_service()
@@ -259,7 +259,7 @@ def together(say: Callable[[str], None]) -> Iterator[None]:
         # Most mistakes are found by all: then nobody is stopped while it saves what was trained.
         began = time.monotonic()
         try:
-            exchanged("failed", b"", SILENCE)
+            allgathered("failed", b"", SILENCE)
         except UserError:  # the others have not failed, soon
             _let_it_look(began)
             watch.give_up(first_line(error))

@@ -73,7 +73,7 @@ def agree(about: Mapping[str, str], deadline: float = MEETING) -> None:
     Raises:
         UserError: a process has another value, or did not answer.
     """
-    answers = [json.loads(answer) for answer in exchanged("agree", json.dumps(dict(about)).encode(), deadline)]
+    answers = [json.loads(answer) for answer in allgathered("agree", json.dumps(dict(about)).encode(), deadline)]
     for other, answer in enumerate(answers):
         for name in about:
             first, theirs = answers[0].get(name), answer.get(name)
@@ -81,20 +81,20 @@ def agree(about: Mapping[str, str], deadline: float = MEETING) -> None:
                 raise UserError(f"process {other} has another {name} than process 0: {theirs}, not {first}")
 
 
-def exchanged(name: str, value: bytes, deadline: float = PATIENCE) -> list[bytes]:
+def allgathered(name: str, value: bytes, deadline: float = PATIENCE) -> list[bytes]:
     """Hands something to all processes, and returns what each has given, in their order.
 
     All processes make the same calls of a name in the same order; names are independent of each other.
 
     Raises:
         UserError: a process gave nothing in time.
-        Stopped: see `apart`.
+        Stopped: see `scope`.
     """
     if number() == 1:
         return [value]
     name = _scope.name + name
     turn = turn_of(name)
-    values = shared(f"{name}/{turn}", value, deadline, _scope.stopped)
+    values = allgathered_once(f"{name}/{turn}", value, deadline, _scope.stopped)
     if turn:
         # All have come to this turn, so that all have read the one before.
         forget(f"{name}/{turn - 1}")
@@ -102,7 +102,7 @@ def exchanged(name: str, value: bytes, deadline: float = PATIENCE) -> list[bytes
 
 
 @contextmanager
-def apart(name: str, stopped: threading.Event) -> Iterator[None]:
+def scope(name: str, stopped: threading.Event) -> Iterator[None]:
     """What this thread exchanges in the `with` block has names of its own, and is waited for until an event.
 
     Args:
@@ -139,8 +139,10 @@ def turn_of(name: str) -> int:
     return next(_calls.setdefault(name, itertools.count()))
 
 
-def shared(key: str, value: bytes, deadline: float = PATIENCE, stopped: threading.Event | None = None) -> list[bytes]:
-    """As `exchanged`, under a key that is used once; what was handed out stays until it is forgotten.
+def allgathered_once(
+    key: str, value: bytes, deadline: float = PATIENCE, stopped: threading.Event | None = None
+) -> list[bytes]:
+    """As `allgathered`, under a key that is used once; what was handed out stays until it is forgotten.
 
     Args:
         key: the same in all processes, e.g. `rows/0/17`.
@@ -157,12 +159,12 @@ def shared(key: str, value: bytes, deadline: float = PATIENCE, stopped: threadin
 
 
 def forget(key: str) -> None:
-    """Deletes what this process has `shared` under a key, which all have received."""
+    """Deletes what this process has `allgathered_once` under a key, which all have received."""
     store().key_value_delete(_key(key, index()))
 
 
 def all_done(name: str, act: Callable[[], bytes]) -> list[bytes]:
-    """Hands what `act` returns to all processes, as `exchanged` does, once it has ended well in all of them.
+    """Hands what `act` returns to all processes, as `allgathered` does, once it has ended well in all of them.
 
     Raises:
         UserError: it failed in some; all raise the error of the first of these.
@@ -172,7 +174,7 @@ def all_done(name: str, act: Callable[[], bytes]) -> list[bytes]:
         answer = DONE + act()
     except UserError as raised:
         answer, error = FAILED + str(raised).encode(), raised
-    answers = exchanged(name, answer)
+    answers = allgathered(name, answer)
     for process, received in enumerate(answers):
         if received.startswith(FAILED):
             raise (
@@ -181,7 +183,7 @@ def all_done(name: str, act: Callable[[], bytes]) -> list[bytes]:
     return [received.removeprefix(DONE) for received in answers]
 
 
-def told(name: str, decide: Callable[[], Any]) -> Any:
+def broadcast(name: str, decide: Callable[[], Any]) -> Any:
     """What the lead decides, as JSON values; the others wait for it.
 
     Raises:
@@ -192,12 +194,12 @@ def told(name: str, decide: Callable[[], Any]) -> Any:
 
 def any_of(name: str, holds: bool) -> bool:
     """Whether something holds in any of the processes."""
-    return any(exchanged(f"any/{name}", b"1" if holds else b""))
+    return any(allgathered(f"any/{name}", b"1" if holds else b""))
 
 
-def meet(name: str) -> None:
+def barrier(name: str) -> None:
     """Waits until all processes have come here."""
-    exchanged(f"meet/{name}", b"")
+    allgathered(f"meet/{name}", b"")
 
 
 def _received(key: str, sender: int, deadline: float, stopped: threading.Event | None) -> bytes:

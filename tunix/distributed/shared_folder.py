@@ -52,13 +52,13 @@ def shared_folder(path: Path) -> Iterator[SharedFolder]:
             yield SharedFolder(folder)
         return
     with ExitStack() as stack:
-        made = processes.told("folder", lambda: [str(stack.enter_context(atomic_folder(path))), str(path)])
+        made = processes.broadcast("folder", lambda: [str(stack.enter_context(atomic_folder(path))), str(path)])
         place, name = map(Path, made)
-        seen = processes.exchanged("seen", b"1" if place.is_dir() else b"")
+        seen = processes.allgathered("seen", b"1" if place.is_dir() else b"")
         folder = SharedFolder(place, tuple(number for number, sees in enumerate(seen) if sees))
         yield folder
         processes.all_done("written", lambda: _checked(folder, name))
-        processes.told("complete", stack.close)
+        processes.broadcast("complete", stack.close)
 
 
 def _checked(folder: SharedFolder, name: Path) -> bytes:

@@ -362,7 +362,7 @@ class AsyncRollouts:
 
     def begin(self, step: int, call: int) -> tuple[Any, Pause]:
         """The weights of the sampler's next call, and what pauses it. The lead decides which, since a clock does."""
-        weights = processes.told("weights", lambda: self._take(step, call))
+        weights = processes.broadcast("weights", lambda: self._take(step, call))
         if not processes.lead():
             self._take(step, call, weights)
         if processes.number() > 1:
@@ -441,7 +441,7 @@ class AsyncRollouts:
             processes.Stopped: the run is to end.
         """
         try:
-            with processes.apart(f"{self._name}/main", self._broken):
+            with processes.scope(f"{self._name}/main", self._broken):
                 stopped = processes.any_of("stop", self._stop.is_set() and not self._exhausted)
         except processes.Stopped:
             assert self._error is not None
@@ -458,7 +458,7 @@ class AsyncRollouts:
     def _sample_steps(self) -> None:
         """Runs in the thread."""
         try:
-            with processes.apart(self._name, self._stop):
+            with processes.scope(self._name, self._stop):
                 while self._sampled < self._total and self._sample_step(self._sampled):
                     pass
         except BaseException as error:  # of whatever kind: the caller raises it

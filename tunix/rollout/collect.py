@@ -399,7 +399,7 @@ class Collector:
         with clock.part("reward"):
             if scorer is None:
                 return groups
-            scored, metrics = processes.told("rewards", score)
+            scored, metrics = processes.broadcast("rewards", score)
             clock.logged |= metrics
             scores = iter(scored)
             return [[joined(episode) for episode in group] for group in groups]

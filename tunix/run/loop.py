@@ -186,7 +186,7 @@ class Loop:
             return True
         if (minutes := saving.every_minutes) is None:
             return False
-        return processes.told("save", lambda: time.monotonic() - self._saved_at >= 60 * minutes)
+        return processes.broadcast("save", lambda: time.monotonic() - self._saved_at >= 60 * minutes)
 
     def _fetch(self) -> Any:
         """Fetches the input of the next step, None after the last. The saved position stays before it."""

@@ -168,10 +168,10 @@ def _claimed(recipe: Recipe, fresh: bool) -> Iterator[Path]:
     """The run folder of the lead, which alone writes there; a folder of their own for others."""
     if processes.lead():
         with claimed(recipe, fresh) as folder:
-            processes.meet("folder")
+            processes.barrier("folder")
             yield folder
         return
-    processes.meet("folder")
+    processes.barrier("folder")
     with tempfile.TemporaryDirectory(prefix="tunix-") as folder:
         yield Path(folder)
 
@@ -203,7 +203,7 @@ def _run_stages(stages: tuple[Recipe, ...], root: Path, verbose: bool) -> RunRes
 
 def _exported(folder: Path) -> bool:
     """Whether the lead has exported the run of a folder."""
-    return processes.told("exported", (folder / "export").exists)
+    return processes.broadcast("exported", (folder / "export").exists)
 
 
 def _run(
@@ -227,7 +227,7 @@ def _run(
     with ExitStack() as stack:
         place = checkpoint_folder(recipe, Path(recipe.output).expanduser())
         checkpoints = stack.enter_context(closing(Checkpoints(place, recipe.checkpoint)))
-        start = processes.told("start", checkpoints.latest)
+        start = processes.broadcast("start", checkpoints.latest)
         display = Display(folder.name, recipe.steps or 0, start or 0, log=folder / LOG, verbose=verbose)
         stack.enter_context(closing(display))
         stack.enter_context(display.collecting_warnings())

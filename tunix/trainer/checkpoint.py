@@ -85,7 +85,7 @@ class Checkpoints:
         contents = {"record/metadata": dict(record), "metrics/metrics": {BEST: metrics.get(BEST)}}
         texts = {name: json.dumps(content) for name, content in contents.items()}
         with self._write_errors():
-            place = processes.told("checkpoint", lambda: str(self._folder.begin(step)))
+            place = processes.broadcast("checkpoint", lambda: str(self._folder.begin(step)))
             saving = client.save(Path(place) / "state")
         self._writing = self._thread.submit(self._finish, step, saving, texts)
 
@@ -117,7 +117,7 @@ class Checkpoints:
         if writing is not None:
             with self._write_errors():
                 writing.result()
-            processes.meet("saved")
+            processes.barrier("saved")
 
     def close(self) -> None:
         """Waits for the last write and ends the thread."""

@@ -109,12 +109,12 @@ def test_a_server_that_one_process_asks_no_more_is_looked_at_again_for_all(
     def act(index: int) -> list[str]:
         sampler = servers.sampler()
         sampler.publish(policy.params, 0)
-        processes.meet("published")
+        processes.barrier("published")
         if index == 1:
             sampler._pool.drain(sampler.servers[0], "there is no way")
             servers.fakes[0].restart(policy.folder)
         reasons.append([server.reason for server in sampler.servers])
-        processes.meet("drained")
+        processes.barrier("drained")
         sampler.publish(policy.moved(0.01), 1)
         assert [server.reason for server in sampler.servers] == [None, None]
         assert sampler.servers[0].base == servers.fakes[0].name
@@ -134,12 +134,12 @@ def test_one_that_lies_is_drained_by_all_and_where_none_is_left_all_say_so(
     def act(index: int) -> tuple[list[Any], str]:
         sampler = servers.sampler()
         sampler.publish(policy.params, 0)
-        processes.meet("published")
+        processes.barrier("published")
         servers.fakes[1].manners.stale = True
         sampler.publish(policy.moved(0.01), 1)
         reasons = [server.reason for server in sampler.servers]
         sampled(sampler)
-        processes.meet("sampled")
+        processes.barrier("sampled")
         for fake in servers.fakes:
             fake.gone = True
         # What one of them alone has found is what all of them say.

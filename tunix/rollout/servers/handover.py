@@ -58,7 +58,7 @@ class Handover:
             shutil.rmtree(self._folder / tag, ignore_errors=True)
             return str(self._folder / tag), tag
 
-        folder, tag = processes.told("weights", place)
+        folder, tag = processes.broadcast("weights", place)
         held = WeightsFolder(Path(folder), tag)
         self._write(held.folder, params, self.adapter)
         if processes.lead():

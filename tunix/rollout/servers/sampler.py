@@ -264,7 +264,7 @@ class ServerSampler:
             # A server that any process asks no more, such as one that it alone does not reach, is so in all, and is
             # looked at again.
             own_reasons = json.dumps([server.reason for server in self.servers]).encode()
-            for reasons in map(json.loads, processes.exchanged("drained", own_reasons)):
+            for reasons in map(json.loads, processes.allgathered("drained", own_reasons)):
                 for server, reason in zip(self.servers, reasons, strict=True):
                     if reason is not None and server.reason is None:
                         self._pool.drain(server, reason)
@@ -273,7 +273,7 @@ class ServerSampler:
                 loaded = self._loop.run(self._renewed(held))
                 return [_saved(server, answer) for server, answer in zip(self.servers, loaded, strict=True)]
 
-            states = processes.told("servers", load)
+            states = processes.broadcast("servers", load)
             if not processes.lead():
                 for server, state in zip(self.servers, states, strict=True):  # each becomes what it is in the lead
                     server.base, server.model = state["base"], state["model"]
