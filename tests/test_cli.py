@@ -240,7 +240,7 @@ def test_each_command_reaches_its_room(monkeypatch: pytest.MonkeyPatch):
     stub(monkeypatch, "commands.inspect", show=lambda recipe, rows: calls.append(("inspect", recipe.steps, rows)))
     stub(
         monkeypatch,
-        "commands.score",
+        "inference.scoring",
         score=lambda model, data, out, **options: calls.append(("score", model, data, out, options)),
     )
     assert main(["run", "r.yaml", "--fresh", "steps=7", "-v"]) == 0

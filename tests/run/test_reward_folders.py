@@ -65,7 +65,7 @@ def our_model(folder: Path) -> tuple[Model, dict]:
 def our_scores(model: Model, params: dict) -> np.ndarray:
     """Of packed rows: the value at a spare token behind each sequence."""
     longer = [Sequence(np.append(x, np.int32(0)), np.arange(len(x) + 1) == len(x)) for x in ids()]
-    found = Scorer(model, Microbatcher(2, one_device()), max(LENGTHS) + 1).values(params, longer)
+    found = Scorer(model, Microbatcher(2, one_device()), max(LENGTHS) + 1).scores("values", params, longer)
     return np.array([values[-1] for values in found])
 
 
