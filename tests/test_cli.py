@@ -236,6 +236,7 @@ def test_each_command_reaches_its_room(monkeypatch: pytest.MonkeyPatch):
         monkeypatch,
         "run.export",
         export=lambda run, out, adapter, packed, step: calls.append(("export", run, out, adapter, packed, step)),
+        export_as=None,
     )
     stub(monkeypatch, "commands.inspect", show=lambda recipe, rows: calls.append(("inspect", recipe.steps, rows)))
     stub(
