@@ -230,7 +230,7 @@ def test_a_folder_is_written_by_those_who_see_it(monkeypatch: pytest.MonkeyPatch
         exchanged = processes.allgathered
         monkeypatch.setattr(
             processes,
-            "exchanged",
+            "allgathered",
             lambda name, own, *rest: exchanged(name, b"" if name == "seen" and processes.index() else own, *rest),
         )
     pretended(monkeypatch, 2, act)

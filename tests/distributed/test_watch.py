@@ -32,7 +32,7 @@ def test_an_error_that_a_dead_process_has_left_does_not_hide_its_death(monkeypat
     for name, value in (("PULSE", 0.05), ("SILENCE", 0.5), ("number", lambda: 2), ("index", lambda: 1)):
         monkeypatch.setattr(meeting, name, value)
     monkeypatch.setattr(meeting, "store", lambda: store)
-    monkeypatch.setattr(meeting, "exchanged", unanswered)
+    monkeypatch.setattr(meeting, "allgathered", unanswered)
     monkeypatch.setattr(meeting.Watch, "_end", ended)
     with pytest.raises(UserError, match="did not answer"), meeting.together(print):
         raise UserError("process 0 did not answer (rows/3)")
