@@ -24,7 +24,7 @@ CALLS = 20
 """Of each turn, sent one after the other, so that the device does not wait for Python."""
 DOCUMENTS = (8, 1)
 TIMES = {"forward": 1.0, "forward and backward": 3.5}
-"""The products of a pass in those of the forward pass: two of five are made again in the backward pass."""
+"""The products of the passes in those of the forward pass, which has two; the backward pass has five."""
 
 
 def rows(case: str, setting: Setting) -> Iterator[Row]:
