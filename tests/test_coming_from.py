@@ -8,7 +8,6 @@ a line, fails.
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from math import exp, log, sqrt
 from pathlib import Path
 from typing import Any
@@ -24,18 +23,19 @@ from tests.preference_batches import Side
 from tests.preference_batches import batch_of as pairs_of
 from tests.preference_batches import inputs_of as pair_inputs
 from tunix.algorithms.advantages import gae, group_advantages, whitened
+from tunix.algorithms.dpo.algorithm import DPO
 from tunix.algorithms.dpo.config import DPOConfig
-from tunix.algorithms.dpo.loss import dpo_loss
+from tunix.algorithms.grpo.algorithm import GRPO
 from tunix.algorithms.grpo.config import GRPOConfig
-from tunix.algorithms.grpo.loss import grpo_loss
+from tunix.algorithms.ppo.algorithm import PPO
 from tunix.algorithms.ppo.config import PPOConfig
-from tunix.algorithms.ppo.loss import value_loss
+from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
-from tunix.algorithms.sft.loss import sft_loss
 from tunix.lora.adapt import START_OF_A
 from tunix.lora.config import AdapterConfig
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.optimizer import build_schedule
+from tunix.types import Sampling
 
 PAGE = Path(__file__).parents[1] / "docs/coming_from.md"
 ALGORITHMS = {"grpo": GRPOConfig, "ppo": PPOConfig, "dpo": DPOConfig, "sft": SFTConfig}
@@ -80,7 +80,7 @@ def loss(sections: Sections, taken: list[Taken] | None = None, **changes: Any) -
     if config.old_logprobs == "sampler":  # then nothing else was sampled from
         own = [{name: x for name, x in one.more.items() if name != "sampler_logprobs"} for one in taken or BOTH]
         taken = [replace(one, more=more) for one, more in zip(taken or BOTH, own, strict=True)]
-    return reduced(partial(grpo_loss, config=config, over=config.over(10)), inputs_of(batch_of(taken or BOTH)))
+    return reduced(GRPO(config, Sampling(max_tokens=10)).gated_loss, inputs_of(batch_of(taken or BOTH)))
 
 
 BOTH = [Taken(x.current, x.old, x.advantage, {**x.more, **y.more}) for x, y in zip((A, B), SAMPLED, strict=True)]
@@ -168,7 +168,7 @@ def clips(dual: float | None) -> Callable[[Sections], None]:
 
 def unread(s: Sections) -> dict[str, Any]:
     """Settings that mean nothing without a KL term."""
-    return dict.fromkeys(("kl_in", "kl_estimator", "kl_input_clamp", "kl_output_clamp")) | {"kl_weighted": False}
+    return dict.fromkeys(("kl_in", "kl_estimator", "kl_output_clamp")) | {"kl_weighted": False}
 
 
 def clamped(s: Sections) -> None:
@@ -260,7 +260,7 @@ PAIR = [Side([-1.0, -2.0], [-1.5, -2.5]), Side([-1.0], [-0.5])]
 
 
 def preference(s: Sections, sides: list[Side] = PAIR, **changes: Any) -> float:
-    return reduced(partial(dpo_loss, config=algorithm(s, **changes)), pair_inputs(pairs_of(sides)))["train/loss"]
+    return reduced(DPO(algorithm(s, **changes)).loss, pair_inputs(pairs_of(sides)))["train/loss"]
 
 
 def dpo(s: Sections) -> None:
@@ -285,7 +285,7 @@ def ipo(s: Sections) -> None:
 def nll(s: Sections) -> None:
     """-log p of three tokens over three: (log 2 + 1 + 2) / 3."""
     given = inputs_of(batch_of([A, B]))
-    close(reduced(lambda x: sft_loss(x, algorithm(s).reduction), given)["train/loss"], (log(2) + 3) / 3)
+    close(reduced(SFT(algorithm(s)).loss, given)["train/loss"], (log(2) + 3) / 3)
 
 
 def low_rank(s: Sections) -> None:
@@ -321,11 +321,11 @@ def values(s: Sections) -> None:
     """V 2, old 0, return 1.2: clipped V is .5 and max(.64, .49) = .64, half of it .32."""
     more = {"values": [2.0], "old_values": [0.0], "returns": [1.2]}
     given = inputs_of(batch_of([Taken([-1.0], [-1.0], [0.0], more)]), values=True)
-    close(reduced(partial(value_loss, config=algorithm(s)), given)["train/loss"], 0.32)
+    close(reduced(PPO(algorithm(s)).value_loss, given)["train/loss"], 0.32)
     # V 1, old 0, return 1.2: clipped .5, and max(.04, .49) = .49.
     more = {"values": [1.0], "old_values": [0.0], "returns": [1.2]}
     given = inputs_of(batch_of([Taken([-1.0], [-1.0], [0.0], more)]), values=True)
-    close(reduced(partial(value_loss, config=algorithm(s)), given)["train/loss"], 0.245)
+    close(reduced(PPO(algorithm(s)).value_loss, given)["train/loss"], 0.245)
 
 
 def critic(s: Sections) -> None:
@@ -410,7 +410,7 @@ CHECKS: dict[str, dict[str, Callable[[Sections], None]]] = {
         "token_level_loss": token_mean,
         "ratio_clip_min": clips(None),
         "reference_policy_kl_penalty": k3(0.01, (1, 1, 1)),
-        "kl_input_clamp_value": clamped,
+        "kl_output_clamp_value": clamped,
         "use_on_policy_kl_approximation": k3(0.01, (0.6, 1.5, 6.6)),
         "lr: 5e-6": rate(5e-6, 5e-6),
         "betas": adam,

@@ -1,7 +1,8 @@
-"""The pure losses by name: arrays in, per-token terms out, without models, meshes or loops.
+"""The pure losses by name: arrays and numbers in, per-token terms out, without models, meshes, loops or configs.
 
-`tunix.losses.dpo_loss(inputs, config)` is the function that a run differentiates; `tunix.losses.ops` has their parts
-(ratios, KL estimators, surrogates). Each docstring has the equation and the paper.
+`tunix.losses.grpo_loss(logprobs, old_logprobs, advantages, batch, clip_high=0.28)` is the function that a run
+differentiates; `tunix.losses.ops` has their parts (ratios, KL estimators, surrogates). Each docstring has the equation
+and the paper.
 """
 
 from tunix.algorithms import ops
@@ -9,7 +10,7 @@ from tunix.algorithms.distill.loss import distill_loss, sampled_loss
 from tunix.algorithms.dpo.loss import dpo_loss
 from tunix.algorithms.grpo.loss import grpo_loss
 from tunix.algorithms.kto.loss import kto_loss
-from tunix.algorithms.ppo.loss import policy_loss, ppo_loss, value_loss
+from tunix.algorithms.ppo.loss import ppo_loss, value_loss
 from tunix.algorithms.reward.loss import reward_loss
 from tunix.algorithms.sft.loss import sft_loss
 
@@ -19,7 +20,6 @@ __all__ = [
     "grpo_loss",
     "kto_loss",
     "ops",
-    "policy_loss",
     "ppo_loss",
     "reward_loss",
     "sampled_loss",

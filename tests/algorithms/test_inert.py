@@ -21,13 +21,12 @@ from tests.algorithms.grpo.test_grpo_loss import FAMILY, rollouts
 from tests.algorithms.grpo.test_grpo_loss import loss_of as grpo
 from tests.algorithms.kto.test_kto import LOSS as KTO
 from tests.algorithms.kto.test_kto import many as labelled
-from tests.algorithms.ppo.test_ppo_loss import loss_of as ppo
+from tests.algorithms.ppo.test_ppo_loss import ppo
 from tests.algorithms.ppo.test_ppo_loss import rollouts as valued
 from tests.algorithms.reward.test_reward_loss import SCORES, algorithm
 from tests.algorithms.reward.test_reward_loss import inputs as scored
 from tests.policy_batches import batch_of, inputs_of, reduced
 from tunix.algorithms.distill.loss import distill_loss, sampled_loss
-from tunix.algorithms.ppo.loss import policy_loss, value_loss
 from tunix.algorithms.sft.loss import sft_loss
 from tunix.trainer.step import loss_sums, reduce
 from tunix.types import Compared, LossInputs, LossOutputs, Term
@@ -101,12 +100,12 @@ def test_in_ppo():
     coefficients = jnp.full(inputs.batch.weights.shape, 0.1)
     inputs = replace(inputs, batch=replace(inputs.batch, per_sequence={"kl_coefficient": coefficients}))
     policy = {
-        "own": ppo(policy_loss, kl=0.1, kl_in="loss", entropy_bonus=0.01),
-        "adapted": ppo(policy_loss, kl=0.1, kl_in="loss", kl_target=3.0),
-        "shared": ppo(critic="shared"),
+        "own": ppo(kl=0.1, kl_in="loss", entropy_bonus=0.01).loss,
+        "adapted": ppo(kl=0.1, kl_in="loss", kl_target=3.0).loss,
+        "shared": ppo(critic="shared").loss,
     }
     assert_inert(policy, inputs)
-    assert_inert({"own": ppo(value_loss), "shared": ppo(critic="shared")}, inputs, "values")
+    assert_inert({"own": ppo().value_loss, "shared": ppo(critic="shared").loss}, inputs, "values")
 
 
 def test_in_every_form_of_dpo():
@@ -126,9 +125,11 @@ def test_in_distillation_and_supervised_training():
     compared = Compared(*(jnp.abs(inputs.logprobs) * k for k in (1.0, -2.0, 0.5)))
     named = {**inputs.batch.per_token, "teacher_logprobs": inputs.batch.per_token["reference_logprobs"]}
     losses = {
-        "given text": lambda x: distill_loss(x, "tokens", 2.0, 0.5),
-        "own text": lambda x: sampled_loss(x, "sequences"),
-        "supervised": lambda x: sft_loss(x, "sequences"),
+        "given text": lambda x: distill_loss(x.compared, x.logprobs, temperature=2.0, sft_weight=0.5),
+        "own text": lambda x: sampled_loss(
+            x.logprobs, x.batch.per_token["old_logprobs"], x.batch.per_token["teacher_logprobs"], x.batch, "sequences"
+        ),
+        "supervised": lambda x: sft_loss(x.logprobs, "sequences"),
     }
     assert_inert(losses, replace(inputs, batch=replace(inputs.batch, per_token=named), compared=compared))
 

@@ -14,9 +14,9 @@ import pytest
 from jaxtyping import PRNGKeyArray
 
 from tests.trainers import PLAIN, sequences, trainer
-from tunix.algorithms.kto.loss import BASELINE, LABEL
+from tunix.algorithms.kto.loss import BASELINE
 from tunix.config import MeshConfig
-from tunix.data.packing import pack
+from tunix.data.packing import LABEL, pack
 from tunix.models import vocab_chunks
 from tunix.plan.account import Account, account
 from tunix.recipe.algorithms import ALGORITHMS, algorithm_class

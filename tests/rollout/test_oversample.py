@@ -11,7 +11,7 @@ from itertools import islice
 import numpy as np
 
 from tunix.algorithms.episodes import as_sequence, flat
-from tunix.algorithms.loss import CURRENT
+from tunix.algorithms.ops import CURRENT
 from tunix.data.config import DataConfig
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows

@@ -86,7 +86,7 @@ def stream(together: int, spare: int = 0) -> RolloutStream:
 
 def one_step(make: Callable[[], PolicyGradient], together: int, spare: int = 0) -> tuple[Noted, list[Batch]]:
     algorithm = make()
-    client = Noted(trainer(has_scalar_head=algorithm.critic == "shared", reference=True))
+    client = Noted(trainer(has_scalar_head=algorithm.needs.values == "shared", reference=True))
     with closing(stream(together, spare)) as steps:
         data = next(steps)
         prepared = algorithm.prepare(client, algorithm.rollout(client, data))

@@ -155,7 +155,6 @@ def test_correction_is_on_by_default_where_servers_sample():
     recipe = build()
     assert recipe.rollout.servers == ("http://host:8000", "https://other")
     assert (recipe.algorithm.correction, recipe.algorithm.old_logprobs) == ("truncate", "recompute")
-    assert recipe.algorithm.correction_high == 2
     assert Recipe.build(recipe.sections()) == recipe
     masked = build(algorithm={"name": "ppo", "old_logprobs": "recompute", "correction": "mask"})
     assert masked.algorithm.correction == "mask"

@@ -14,7 +14,7 @@ from typing import Literal, cast
 import numpy as np
 from jaxtyping import Bool, Float, Num
 
-from tunix.algorithms.ops import USUAL_CLAMP, Clamp, Estimator, clamped_kl
+from tunix.algorithms.ops import Estimator, clamped_kl
 from tunix.errors import UserError
 
 Kind = Literal[
@@ -185,16 +185,16 @@ def kl_rewards(
     drawn_T: Bool[np.ndarray, "T"],
     coefficient: float,
     estimator: Estimator = "k1",
-    clamp: Clamp = USUAL_CLAMP,
+    limit: float | None = None,
 ) -> Float[np.ndarray, "T"]:
     """The KL penalty as rewards of the sampled tokens: `-coefficient k(log p_t - log ref_t)`, 0 elsewhere.
 
     Ziegler et al. 2019, https://arxiv.org/abs/1909.08593. PPO adds them token by token; the GRPO family, whose reward
-    is one number for a completion, adds their sum (as RLOO does, Ahmadian et al. 2024, sec. 3). For `clamp` see
+    is one number for a completion, adds their sum (as RLOO does, Ahmadian et al. 2024, sec. 3). For `limit` see
     `ops.clamped_kl`.
     """
     difference = np.where(drawn_T, policy_T - reference_T, 0.0)
-    return -coefficient * cast(np.ndarray, clamped_kl(difference, estimator, clamp))
+    return -coefficient * cast(np.ndarray, clamped_kl(difference, estimator, limit))
 
 
 def to_come(rewards_T: Float[np.ndarray, "T"], drawn_T: Bool[np.ndarray, "T"]) -> Float[np.ndarray, "T"]:
@@ -257,19 +257,6 @@ def gae(
         following = float(values_T[t])
         advantages[t], returns[t] = advantage, advantage + following
     return advantages, returns
-
-
-def length_lambda(tokens: int, alpha: float) -> float:
-    """`max(0, 1 - 1 / (alpha tokens))`: GAE's lambda of a completion; its weights then sum to alpha times its length.
-
-    VAPO, Yue et al. 2025, https://arxiv.org/abs/2504.05118, sec. 4.2. Below `1 / alpha` tokens it would be negative and
-    is 0.
-
-    Args:
-        tokens: sampled tokens of the completion.
-        alpha: 0.05 in the paper.
-    """
-    return max(0.0, 1.0 - 1.0 / (alpha * max(tokens, 1)))
 
 
 def whitened(

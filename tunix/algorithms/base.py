@@ -1,4 +1,4 @@
-"""The base class of algorithms: a config, a pure loss, and one update written in the client's methods.
+"""The base class of algorithms: a config, a pure loss, what it needs, and one update written in the client's methods.
 
 A subclass changes an algorithm by overriding one of its methods; nothing is registered. The loop calls `update` once
 per step with an item of the data stream: a packed batch of given sequences, or `Rollouts` where the policy samples.
@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,7 +16,38 @@ from tunix.config import AlgorithmConfig, CriticKind, RowKind
 from tunix.data.types import Packed
 from tunix.protocols import Client
 from tunix.rollout.types import Span
-from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence
+from tunix.types import Batch, Divergence, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What an algorithm asks for; what is not named here is not computed, and no model is loaded for it."""
+
+    logprobs: bool = True
+    """Whether the loss reads the policy's log-probs; False for one of values or of a divergence alone."""
+    entropy: bool = False
+    """Whether the loss reads `inputs.entropy`, at a small cost in the head."""
+    values: CriticKind | None = None
+    """Where values come from: `own` is a separate model, `shared` a head on the policy's trunk, `alone` a model that
+    gives values and no log-probs; None for no values."""
+    reference: Literal["update", "step", "run"] | None = None
+    """When log-probs under the reference, the weights that the run starts from, are computed: within each `update`, on
+    its rows; before the updates of a `step`; or those of all given sequences before the first step of the `run`, after
+    which the reference is freed. None for no reference."""
+    reference_path: str | None = None
+    """Another model that is the reference instead, e.g. a folder; None for the weights that the run starts from."""
+    divergence: Divergence | None = None
+    """The divergence from a teacher that the loss reads as `inputs.compared`; None for none."""
+    measured: tuple[str, ...] = ()
+    """What is computed of single completions while others are sampled, whatever their rewards, as per-token values:
+    `old_logprobs` by the policy, `reference_logprobs`, `teacher_logprobs`, or what the class's `measure` adds."""
+    fresh: str | None = None
+    """Why completions of older weights cannot be learned from, and the remedy; None where they can."""
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the reference stays in memory while the policy trains."""
+        return self.reference in ("update", "step")
 
 
 @dataclass(frozen=True)
@@ -48,8 +79,7 @@ class Algorithm(ABC):
     """Tokens by which sequences that a scalar head reads are longer than `data.max_length`, e.g. 1."""
 
     precomputed_logprobs: Callable[[Sequence], np.ndarray] | None = None
-    """A given sequence -> its `[T]` log-probs under the reference, computed before training where the algorithm
-    `precomputes` them; the run sets it."""
+    """A given sequence -> its `[T]` log-probs under the reference; the run sets it where `needs.reference` is `run`."""
 
     def __init__(self, config: Any, sampling: Sampling | None = None):
         """An algorithm with its settings.
@@ -66,6 +96,11 @@ class Algorithm(ABC):
         """The loss: arrays in, terms out; a pure function in jax."""
 
     @property
+    def needs(self) -> Needs:
+        """What the loss and the update ask for besides the policy's log-probs."""
+        return Needs()
+
+    @property
     def train_on(self) -> RowKind:
         """What is read of a row, by the config, which the recipe's checks use too."""
         return self.config.reads
@@ -76,36 +111,24 @@ class Algorithm(ABC):
         it, the prompt's tokens."""
         return 1
 
-    def prepare_sequence(self, sequence: Sequence) -> Sequence:
-        """Hook before packing: returns a given sequence with what the loss reads of it."""
-        return sequence
-
     @property
-    def needs_reference(self) -> bool:
-        """Whether log-probs under the reference, the weights that the run starts from, are computed."""
-        return False
-
-    @property
-    def reference_path(self) -> str | None:
-        """Another model that is the reference instead; None for the weights that the run starts from."""
-        return None
-
-    @property
-    def precomputes(self) -> bool:
-        """Whether the reference's log-probs of all given sequences are computed before training, and it is then
-        freed."""
-        return False
-
-    @property
-    def critic(self) -> CriticKind | None:
-        """Where values come from: `own` is a separate model, `shared` a head on the policy's trunk, `alone` a model
-        that gives values and no log-probs; None for no values."""
-        return None
+    def temperature(self) -> float:
+        """Temperature of log-probs: the sampler's where the completions are the policy's."""
+        return self.sampling.temperature if self.train_on == RowKind.PROMPT else 1.0
 
     @property
     def objective(self) -> Loss:
         """The loss and what it needs from the model."""
-        return Loss(self.loss)
+        needs = self.needs
+        return Loss(
+            self.loss,
+            logprobs=needs.logprobs,
+            entropy=needs.entropy,
+            values=needs.values in ("shared", "alone"),
+            reference=needs.reference == "update",
+            divergence=needs.divergence,
+            temperature=self.temperature,
+        )
 
     @property
     def held_out_objective(self) -> Loss:
@@ -123,15 +146,9 @@ class Algorithm(ABC):
         the entropy of the tokens' frequencies."""
         return self.train_on.is_text and self.held_out_objective.divergence is None
 
-    def evaluate(self, client: Client, held_out: List[Packed]) -> dict[str, float]:
-        """Evaluates the loss and its metrics on held-out rows, as `eval/...`."""
-        batches = [self.prepare_batch(client, packed.batch, packed.sequences) for packed in held_out]
-        return client.evaluate(batches, self.held_out_objective)
-
-    def update(self, client: Client, data: Any) -> Update:
-        """Trains one step; on given sequences (`data` is `Packed`) that is one optimizer update."""
-        batch = self.prepare_batch(client, data.batch, data.sequences)
-        return Update(self.step(client, batch), (batch,))
+    def prepare_sequence(self, sequence: Sequence) -> Sequence:
+        """Hook before packing: returns a given sequence with what the loss reads of it."""
+        return sequence
 
     def prepare_batch(self, client: Client, batch: Batch, sequences: List[Sequence]) -> Batch:
         """Hook before each update: returns the batch with what the loss reads, as far as the client has to compute it.
@@ -142,6 +159,16 @@ class Algorithm(ABC):
             sequences: the sequences that were packed into it.
         """
         return batch
+
+    def evaluate(self, client: Client, held_out: List[Packed]) -> dict[str, float]:
+        """Evaluates the loss and its metrics on held-out rows, as `eval/...`."""
+        batches = [self.prepare_batch(client, packed.batch, packed.sequences) for packed in held_out]
+        return client.evaluate(batches, self.held_out_objective)
+
+    def update(self, client: Client, data: Any) -> Update:
+        """Trains one step; on given sequences (`data` is `Packed`) that is one optimizer update."""
+        batch = self.prepare_batch(client, data.batch, data.sequences)
+        return Update(self.step(client, batch), (batch,))
 
     def step(self, client: Client, batch: Batch) -> Metrics:
         """Makes one optimizer update."""

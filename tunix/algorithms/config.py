@@ -19,7 +19,6 @@ from tunix.errors import UserError
 Settings = Mapping[str, Any]
 NonNegative = Annotated[float, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]
-Level = Literal["token", "sequence", "geometric"]
 
 
 class Rule(NamedTuple):
@@ -102,9 +101,8 @@ class PolicyConfig(RuledConfig):
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Bounds the loss of tokens with a negative advantage at this many times it; 3 is usual, null for no bound."""
     reduction: Literal["tokens", "sequences", "constant"] = "tokens"
-    """Mean over all trained tokens, mean of each completion's token mean, or sum over a completion / constant."""
-    reduction_length: Positive | None = None
-    """The constant of `reduction: constant`; null: the most tokens that a completion may have."""
+    """Mean over all trained tokens, mean of each completion's token mean, or sum over a completion divided by the most
+    tokens that one may have."""
     kl: NonNegative = 0.0
     """Coefficient of KL(policy || reference). 0: no reference model is loaded."""
     kl_in: Literal["loss", "reward"] | None = None
@@ -116,28 +114,18 @@ class PolicyConfig(RuledConfig):
     """Whether the estimate in the loss is multiplied by the token's ratio to the policy that sampled, so that k1 and k3
     have the gradient of KL(policy || reference), after several updates too (DeepSeek-V3.2,
     https://arxiv.org/abs/2512.02556). With `old_logprobs: recompute` that is still the sampler, not the trainer."""
-    kl_input_clamp: Annotated[float, Field(gt=0, le=20)] | None = None
-    """Log-ratios to the reference count as no larger than this in the estimate. Null: 20, as in NeMo-RL and verl."""
     kl_output_clamp: Annotated[float, Field(gt=0)] | None = None
     """The estimate counts as no larger than this, beyond which it has no gradient. NeMo-RL and verl (for k3) use 10;
-    null for no bound, as in the papers and TRL."""
+    null for no bound, as in the papers and TRL. Log-ratios count as no larger than 20 in any case."""
     entropy_bonus: NonNegative = 0.0
     """Coefficient of the policy's entropy, which is raised; 0 for none."""
-    entropy_over: Literal["reduction", "tokens"] = "reduction"
-    """What the entropy is averaged over: the mean that `reduction` names, or always all trained tokens."""
     std: Literal["population", "sample"] = "population"
     """The standard deviation of advantages: the population's (by n), or n - 1 as in TRL, verl and NeMo-RL."""
     old_logprobs: Literal["sampler", "recompute"] = "sampler"
     """The ratio's denominator: the sampler's log-probs, or those of the trainer's forward pass before the updates."""
     correction: Literal["none", "truncate", "mask"] = "none"
-    """Importance weights for a sampler that differs from the trainer: `truncate` (TIS), `mask` (IcePop)."""
-    correction_level: Level | None = None
-    """A weight for each token, or one for the completion: the product of its tokens' (`sequence`) or their geometric
-    mean (`geometric`). Null: token."""
-    correction_low: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """`truncate` raises smaller weights to this, `mask` drops them. Null: 0 for truncate, 0.5 for mask."""
-    correction_high: Annotated[float, Field(ge=1)] | None = None
-    """`truncate` lowers larger weights to this, `mask` drops them. Null: 2 for truncate, 5 for mask."""
+    """Importance weights of tokens for a sampler that differs from the trainer: `truncate` lowers those above 2 (TIS),
+    `mask` leaves those below 0.5 and above 5 out (IcePop)."""
     geometric_mask: tuple[Above0, Above0] | None = None
     """Completions are left out of the loss where the geometric mean of their weights lies outside, such as
     [0.99, 1.01]: verl's seq_mean_k1; with `correction: truncate` NeMo-RL's seq-mask-tis. Null: none are left out."""
@@ -145,14 +133,9 @@ class PolicyConfig(RuledConfig):
     """Completions are left out of the update, and of its denominators, where the mean of exp|trainer - sampler| over
     their tokens' log-probs is above this, such as 2 (NeMo-RL's seq_logprob_error_threshold). Null: none are left
     out."""
-    high_entropy: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Only this share of the step's tokens has a policy loss: those with the highest entropy before the updates. Costs
-    a forward pass; 0.2 in the paper (https://arxiv.org/abs/2506.01939). Null: all tokens."""
     overlong_buffer: Annotated[float, Field(gt=0)] | None = None
-    """DAPO's soft penalty: over this many last tokens before the limit, the reward falls by up to 1 (times
-    overlong_coefficient). Below 1 it is a share of the limit; null for no penalty."""
-    overlong_coefficient: Above0 = 1.0
-    """By how much the reward falls over `overlong_buffer`."""
+    """DAPO's soft penalty: over this many last tokens before the limit, the reward falls by up to 1. Below 1
+    it is a share of the limit; null for no penalty."""
     mask_truncated: bool = False
     """Whether completions that were cut off at the limit are left out of the loss; baselines still count them."""
     updates: Positive = 1
@@ -164,34 +147,16 @@ class PolicyConfig(RuledConfig):
     """Completions of each prompt."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("reduction_length",), lambda s: s["reduction"] == "constant", "without reduction: constant"),
-        Rule(
-            ("kl_in", "kl_estimator", "kl_input_clamp", "kl_output_clamp"),
-            lambda s: bool(s["kl"]),
-            "while kl is 0: set kl",
-        ),
+        Rule(("kl_in", "kl_estimator", "kl_output_clamp"), lambda s: bool(s["kl"]), "while kl is 0: set kl"),
         Rule(
             ("kl_weighted",),
             lambda s: bool(s["kl"]) and s["kl_in"] != "reward",
             "without a KL term in the loss: set kl and kl_in: loss",
         ),
         Rule(
-            ("entropy_over",),
-            lambda s: bool(s["entropy_bonus"]) and s["reduction"] != "tokens",
-            "without an entropy_bonus and another reduction than tokens: set both",
-        ),
-        Rule(
             ("correction", "geometric_mask", "mismatch_limit"),
             lambda s: s["old_logprobs"] != "sampler",
             "with old_logprobs: sampler, whose ratio already starts at the sampler: set old_logprobs: recompute",
-        ),
-        Rule(
-            ("correction_level", "correction_low", "correction_high"),
-            lambda s: s["correction"] != "none",
-            "without a correction: set correction",
-        ),
-        Rule(
-            ("overlong_coefficient",), lambda s: s["overlong_buffer"] is not None, "without an overlong_buffer: set it"
         ),
     )
 
@@ -203,16 +168,18 @@ class PolicyConfig(RuledConfig):
             "clip_high": 0.2,
             "kl_in": "loss",
             "kl_estimator": "k1" if settings["kl_in"] == "reward" else "k3",
-            "kl_input_clamp": 20.0,
-            "correction_level": "token",
-            "correction_low": 0.0 if settings["correction"] == "truncate" else 0.5,
-            "correction_high": 2.0 if settings["correction"] == "truncate" else 5.0,
         }
 
     @property
     def updates_per_step(self) -> int:
         """Optimizer updates of a step: parts of a batch of rollouts, times the epochs over it."""
         return self.updates * self.epochs
+
+    @property
+    def reference_before_update(self) -> bool:
+        """Whether the reference's log-probs are computed before the update: where rewards include the KL, and once for
+        several epochs over the same rollouts. Else they are computed in the update itself, on the same rows."""
+        return bool(self.kl) and (self.kl_in == "reward" or self.epochs > 1)
 
     @property
     def reads(self) -> RowKind:
@@ -268,7 +235,7 @@ class PolicyConfig(RuledConfig):
             completion_length: tokens that a completion may have at most.
         """
         if self.reduction == "constant":
-            return float(self.reduction_length or completion_length)
+            return float(completion_length)
         return self.reduction
 
     def overlong_tokens(self, completion_length: int) -> int | None:

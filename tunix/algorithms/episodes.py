@@ -6,7 +6,7 @@ Axes: P prompts, G group, T time.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as List
 from dataclasses import replace
 from typing import Any
@@ -14,38 +14,34 @@ from typing import Any
 import numpy as np
 
 from tunix.algorithms.advantages import weighted_sum
-from tunix.algorithms.loss import CURRENT
-from tunix.algorithms.ops import mismatch
+from tunix.algorithms.ops import CURRENT
 from tunix.errors import UserError
 from tunix.rollout.types import Scored, sequence_of
 from tunix.types import Metrics, Sequence
 
 Groups = list[list[Scored]]
 """`[P][G]` scored completions."""
-Credited = list[list[Sequence]]
-"""`[P][G]` sequences, with the per-token arrays that the loss reads."""
+VALUES = "values"
+"""The measured values of an episode's states, `[T + 1]`; no per-token array, since the last one is of the end."""
 
 
 def as_sequence(episode: Scored, left_out: bool = False, by_sampler: str = "old_logprobs") -> Sequence:
     """An episode as a sequence: the sampled tokens are trained, and the sampler's log-probs are named `by_sampler`.
 
-    Where tokens may be of earlier weights, `CURRENT` is 1 for those that are not.
+    What was measured of its tokens is there too. Where tokens may be of earlier weights, `CURRENT` is 1 for those that
+    are not.
     """
     prompt, completion = episode.prompt.tokens, episode.completion
     before = np.zeros(len(prompt), np.float32)
-    current = {}
+    per_token = {by_sampler: np.concatenate([before, completion.logprobs])}
+    per_token |= {name: x for name, x in episode.measured.items() if name != VALUES}
     if episode.version is not None:
-        current = {CURRENT: np.concatenate([before, completion.versions == episode.version])}
+        per_token[CURRENT] = np.concatenate([before, completion.versions == episode.version])
     return replace(
         sequence_of(episode.prompt, completion),
         weight=0.0 if episode.unscored or left_out else 1.0,
-        per_token={by_sampler: np.concatenate([before, completion.logprobs]), **current},
+        per_token=per_token,
     )
-
-
-def measured(groups: Groups, name: str) -> list[list[np.ndarray]]:
-    """`[P][G]` an array of each episode that was computed while others were sampled, e.g. its `old_logprobs`."""
-    return [[episode.measured[name] for episode in group] for group in groups]
 
 
 def spread(sequence: Sequence, value: float) -> np.ndarray:
@@ -53,23 +49,14 @@ def spread(sequence: Sequence, value: float) -> np.ndarray:
     return np.where(sequence.loss_mask, np.float32(value), np.float32(0))
 
 
-def with_tokens(sequences: Credited, name: str, values: Iterable[List[np.ndarray]]) -> Credited:
+def with_tokens(sequences: List[Sequence], name: str, values: List[np.ndarray]) -> list[Sequence]:
     """The sequences with one more per-token array each."""
-    return [
-        [replace(x, per_token={**x.per_token, name: value}) for x, value in zip(group, row, strict=True)]
-        for group, row in zip(sequences, values, strict=True)
-    ]
+    return [replace(x, per_token={**x.per_token, name: v}) for x, v in zip(sequences, values, strict=True)]
 
 
 def flat(groups: List[List[Any]]) -> list[Any]:
     """All items of nested lists, `[P][G]`, as one list of P G."""
-    return [one for group in groups for one in group]
-
-
-def grouped(values: Iterable[Any], like: List[List[Any]]) -> list[list[Any]]:
-    """The P G values as nested lists `[P][G]` of the shape of `like`."""
-    remaining = iter(values)
-    return [[next(remaining) for _ in group] for group in like]
+    return [item for group in groups for item in group]
 
 
 def old_policy_logprobs(sequence: Sequence) -> np.ndarray:
@@ -78,12 +65,16 @@ def old_policy_logprobs(sequence: Sequence) -> np.ndarray:
     return arrays["old_logprobs"] if "old_logprobs" in arrays else arrays["sampler_logprobs"]
 
 
-def exceeds_mismatch(sequence: Sequence, limit: float) -> bool:
-    """Whether the log-probs of trainer and sampler differ too much on a sequence; see `ops.mismatch`. Tokens of
-    earlier weights say nothing about that."""
+def mismatch(sequence: Sequence) -> float:
+    """`mean_t exp|log p - log q|` of trainer and sampler: 1 where they agree; 1 where nothing was sampled.
+
+    NeMo-RL's `seq_logprob_error_threshold` (https://github.com/NVIDIA-NeMo/RL) compares this number. Tokens of earlier
+    weights say nothing about it.
+    """
     arrays = sequence.per_token
     mask = sequence.loss_mask & (arrays[CURRENT] > 0) if CURRENT in arrays else sequence.loss_mask
-    return not mismatch(arrays["old_logprobs"], arrays["sampler_logprobs"], mask) <= limit
+    distances = np.abs(arrays["old_logprobs"] - arrays["sampler_logprobs"])[mask].astype(np.float64)
+    return float(np.exp(distances).mean()) if distances.size else 1.0
 
 
 def rewards_of(groups: Groups) -> dict[str, np.ndarray]:
@@ -128,33 +119,33 @@ def require_scores(groups: Groups) -> None:
         )
 
 
-def require_numbers(groups: Groups, sequences: Credited) -> None:
+def require_numbers(groups: Groups, sequences: List[Sequence]) -> None:
     """Stops a run before an update on values that are not finite; samples of weight 0 may have any.
 
     Raises:
         UserError: a value of a sample that counts, such as its advantage, is not a finite number.
     """
-    for place, (group, row) in enumerate(zip(groups, sequences, strict=True)):
-        for number, (episode, sequence) in enumerate(zip(group, row, strict=True)):
-            if sequence.weight == 0:
+    for number, (episode, sequence) in enumerate(zip(flat(groups), sequences, strict=True)):
+        if sequence.weight == 0:
+            continue
+        trained = {name: values[sequence.loss_mask] for name, values in sequence.per_token.items()}
+        for name, values in (trained | dict(sequence.per_sequence)).items():
+            wrong = np.atleast_1d(values)[~np.isfinite(np.atleast_1d(values))]
+            if not wrong.size:
                 continue
-            trained = {name: values[sequence.loss_mask] for name, values in sequence.per_token.items()}
-            for name, values in (trained | dict(sequence.per_sequence)).items():
-                wrong = np.atleast_1d(values)[~np.isfinite(np.atleast_1d(values))]
-                if wrong.size:
-                    raise UserError(_not_a_number(name, float(wrong[0]), f"sample {number} of prompt {place}", episode))
-
-
-def _not_a_number(name: str, value: float, which: str, episode: Scored) -> str:
-    rewards = ", ".join(f"{reward} {x:g}" for reward, x in episode.rewards.items())
-    prompt = repr(episode.prompt.text[:60]) if episode.prompt.text else "token ids"
-    remedy = (
-        "A sample that failed is NaN among the rewards and must not reach the others of its group: take numpy's "
-        "nanmean, nanmedian or nanstd in `advantages`"
-    )
-    return f"{name} of {which} ({prompt}; {rewards}) is {value:g}, not a finite number; no update was made. " + (
-        remedy if name == "advantages" else "`credit` has to give every sample that counts numbers"
-    )
+            place, sample = divmod(number, len(groups[0]))
+            rewards = ", ".join(f"{reward} {x:g}" for reward, x in episode.rewards.items())
+            prompt = repr(episode.prompt.text[:60]) if episode.prompt.text else "token ids"
+            remedy = "`credit` has to give every sample that counts numbers"
+            if name == "advantages":
+                remedy = (
+                    "A sample that failed is NaN among the rewards and must not reach the others of its group: take "
+                    "numpy's nanmean, nanmedian or nanstd in `advantages`"
+                )
+            raise UserError(
+                f"{name} of sample {sample} of prompt {place} ({prompt}; {rewards}) is {float(wrong[0]):g}, not a "
+                f"finite number; no update was made. {remedy}"
+            )
 
 
 def report(groups: Groups, weights: Mapping[str, float], signal: np.ndarray) -> dict[str, float]:
@@ -200,17 +191,6 @@ def merged(metrics: List[Metrics]) -> dict[str, float]:
     read = [{name: float(value) for name, value in one.items() if not name.endswith("/at")} for one in metrics]
     means = {name: float(np.mean([one[name] for one in read])) for name in (read[0] if read else ())}
     return means | {name: value for name, value in (read[0] if read else {}).items() if name.startswith("mismatch/")}
-
-
-def rows(groups: Groups, sequences: Credited, number: int) -> tuple[dict[str, Any], ...]:
-    """Rows of the first groups for `samples.jsonl`: completions with rewards and advantages."""
-    listed = []
-    for place, (group, trained) in enumerate(zip(groups[:number], sequences, strict=False)):
-        for episode, sequence in zip(group, trained, strict=True):
-            mean = float(sequence.per_token["advantages"][sequence.loss_mask].mean())
-            # Of a sample of weight 0 it need not be a finite number.
-            listed.append({**row(place, episode), "advantage": mean if math.isfinite(mean) else 0.0})
-    return tuple(listed)
 
 
 def row(place: int, episode: Scored) -> dict[str, Any]:

@@ -4,46 +4,64 @@ One step is `learn(rollout(...))`. `rollout` publishes the weights, samples comp
 `learn` computes what the loss reads of them and makes the updates. Only the `Experience` is passed from one to the
 other. `gate` stops a run whose sampler and trainer disagree.
 
-Axes: P prompts, G group, T time.
+Axes: B rows, T time, P prompts, G group.
 """
 
+import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, cast
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from tunix.algorithms.advantages import has_signal, kl_rewards, overlong_penalty
-from tunix.algorithms.base import Algorithm, Update
+from tunix.algorithms.base import Algorithm, Needs, Update
 from tunix.algorithms.episodes import (
-    Credited,
     Groups,
     as_sequence,
-    exceeds_mismatch,
     flat,
-    grouped,
     lengths_of,
-    measured,
     merged,
+    mismatch,
     notes,
     old_policy_logprobs,
     report,
     require_numbers,
     require_scores,
-    rows,
+    row,
     total_rewards,
-    with_tokens,
 )
-from tunix.algorithms.loss import REFERENCE, compared_with_sampler, kl_clamp, with_mismatch
-from tunix.algorithms.ops import most_uncertain
+from tunix.algorithms.ops import (
+    IMPORTANCE_BOUNDS,
+    REFERENCE,
+    clamped_kl,
+    compared_with_sampler,
+    importance_weight,
+    kl_estimate,
+    log_ratio,
+    old_logprobs,
+    reference_logprobs,
+    sampler_logprobs,
+    sequence_sum,
+    weighted_kl,
+)
 from tunix.config import RowKind
 from tunix.errors import Doubtful
 from tunix.protocols import Client, SamplingClient
-from tunix.rollout.types import Measure, Rollouts, sequence_of
-from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sequence
+from tunix.rollout.types import Rollouts, sequence_of
+from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence, Term
+
+LOGPROBS: Mapping[str, Literal["policy", "reference", "teacher"]] = {
+    "old_logprobs": "policy",
+    REFERENCE: "reference",
+    "teacher_logprobs": "teacher",
+}
+"""Per-token values that are log-probs -> the model that gives them."""
 
 
 @dataclass(frozen=True)
@@ -56,27 +74,8 @@ class Experience:
     """The step of these completions: its prompts, and how sequences are packed."""
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The batches of an experience, ready for the updates."""
-
-    batches: List[Batch]
-    """One for each update, in order; none where there is nothing to learn from."""
-    numbers: Mapping[str, float]
-    """Metrics of the completions by name, e.g. `{"reward/mean": 0.5}`."""
-    samples: tuple[Mapping[str, Any], ...] = ()
-    """Rows for `samples.jsonl`."""
-    notes: tuple[str, ...] = ()
-    """Messages for the user, e.g. about rewards that failed."""
-
-
 class OnPolicy(Algorithm):
     """An algorithm that trains on completions of its policy where rows are prompts."""
-
-    @property
-    def needs_fresh(self) -> str | None:
-        """Why completions of older weights cannot be learned from, and the remedy; None where they can."""
-        return None
 
     def update(self, client: Client, data: Any) -> Update:
         """Trains one step: samples completions, then learns from them. Given sequences are trained on as they are."""
@@ -93,40 +92,35 @@ class OnPolicy(Algorithm):
 
     def gather(self, client: SamplingClient, data: Rollouts) -> Groups:
         """Samples one group of episodes for each prompt; a full client measures them meanwhile."""
-        measure = self.measuring(client) if isinstance(client, Client) else None
+        measure = partial(self.measure, client) if self.needs.measured and isinstance(client, Client) else None
         return data.collect(client, data.prompts, self.config.samples_per_prompt, measure)
 
-    @property
-    def measures(self) -> tuple[str, ...]:
-        """What the loss reads of single completions, whatever their rewards, such as `old_logprobs`."""
-        return ()
-
-    def measuring(self, client: Client) -> Measure | None:
-        """`measure`, to be called while others are sampled; None where nothing is measured until rewards are
-        known."""
-        return partial(self.measure, client) if self.measures else None
-
     def measure(self, client: Client, sequences: List[Sequence], size: int) -> dict[str, List[np.ndarray]]:
-        """Begins to compute what `measures` names: an array for each sequence.
+        """Begins to compute what `needs.measured` names: an array for each sequence.
 
         Args:
-            client: computes log-probs, entropies and values with the weights that were sampled from.
+            client: computes log-probs and values with the weights that were sampled from.
             sequences: prompts with their completions.
             size: number of sequences that programs are shaped for.
         """
-        assert not self.measures, f"{type(self).__name__} names {self.measures}, but has no `measure`"
-        return {}
+        models = {name: LOGPROBS[name] for name in self.needs.measured if name in LOGPROBS}
+        return {name: client.logprobs(sequences, of, self.temperature, size) for name, of in models.items()}
 
     def all_measured(self, client: Client, experience: Experience) -> Groups:
         """The episodes, with what was not measured while others were sampled."""
         groups, size = experience.groups, experience.data.size * self.config.samples_per_prompt
-        left = [x for x in flat(groups) if not x.measured] if self.measures else []
+        left = [x for x in flat(groups) if not x.measured] if self.needs.measured else []
         if not left:
             return groups
         with experience.data.clock.part("logprobs"):
             computed = self.measure(client, [sequence_of(x.prompt, x.completion) for x in left], size)
             rest = iter([{name: values[i] for name, values in computed.items()} for i in range(len(left))])
         return [[x if x.measured else replace(x, measured=next(rest)) for x in group] for group in groups]
+
+    @abstractmethod
+    def prepare(self, client: Client, experience: Experience) -> Update:
+        """What an experience gives before the updates: a batch with what the loss reads for each of them, in order, or
+        none where there is nothing to learn from; and the metrics, rows and notes of its completions."""
 
     def learn(self, client: Client, experience: Experience) -> Update:
         """Makes the updates on an experience.
@@ -139,28 +133,29 @@ class OnPolicy(Algorithm):
         with data.clock.part("update"):
             metrics = [self.step(client, batch) for batch in prepared.batches]
             if metrics:
-                gate(metrics[0], prepared.batches[0], data, self.starts_at_reference)
-            numbers = {**prepared.numbers, **merged(metrics)}
-        numbers |= {**data.clock.metrics, **data.ahead}
-        return Update(numbers, tuple(prepared.batches), prepared.samples, prepared.notes, tuple(data.clock.spans))
-
-    def gated_loss(self, inputs: LossInputs) -> LossOutputs:
-        """The loss with metrics of the mismatch of trainer and sampler, which `gate` reads."""
-        sampler = inputs.batch.per_token["old_logprobs"]
-        return compared_with_sampler(self.loss(inputs), inputs.batch, inputs.logprobs, sampler)
-
-    @abstractmethod
-    def prepare(self, client: Client, experience: Experience) -> Prepared:
-        """The batches of an experience, with what the loss reads, and the metrics of its completions."""
+                starts_at_reference = self.needs.keeps_reference and self.needs.reference_path is None
+                gate(metrics[0], prepared.batches[0], data, starts_at_reference)
+            numbers = {**prepared.metrics, **merged(metrics)}
+        return replace(prepared, metrics={**numbers, **data.clock.metrics, **data.ahead}, spans=tuple(data.clock.spans))
 
     @property
-    def starts_at_reference(self) -> bool:
-        """Whether the policy equals its reference before the first update, which `gate` then checks."""
-        return False
+    def objective(self) -> Loss:
+        """The loss and what it needs from the model; on the policy's completions with what `gate` reads."""
+        objective = super().objective
+        return replace(objective, function=self.gated_loss) if self.train_on == RowKind.PROMPT else objective
+
+    def gated_loss(self, inputs: LossInputs) -> LossOutputs:
+        """The loss with metrics of the mismatch of trainer and sampler, which a custom loss need not compute."""
+        return compared_with_sampler(self.loss(inputs), inputs)
 
 
 class PolicyGradient(OnPolicy):
     """Policy gradients from the rewards of the policy's completions; `config` is a `PolicyConfig`."""
+
+    def __init__(self, config: Any, sampling: Sampling | None = None):
+        super().__init__(config, sampling)
+        self.kl_coefficient: float = config.kl
+        """Factor of the KL penalty in the rewards; it may change from step to step."""
 
     @property
     def group(self) -> int:
@@ -168,54 +163,83 @@ class PolicyGradient(OnPolicy):
         return self.config.group_size
 
     @property
-    def needs_fresh(self) -> str | None:
-        """Where the ratio starts at the trainer's own log-probs, only a correction knows of the sampler's."""
-        if self.config.old_logprobs == "recompute" and self.config.correction == "none":
-            return (
+    def needs(self) -> Needs:
+        """A reference where there is a KL, the entropy where there is a bonus or a custom loss, which may read it."""
+        config, fresh = self.config, None
+        # For a single update the loss uses its current log-probs, which are the same.
+        several = config.updates_per_step > 1 or config.mismatch_limit is not None
+        measured = {
+            "old_logprobs": config.old_logprobs == "recompute" and several,
+            REFERENCE: config.reference_before_update,
+        }
+        if config.old_logprobs == "recompute" and config.correction == "none":
+            # Where the ratio starts at the trainer's own log-probs, only a correction knows of the sampler's.
+            fresh = (
                 "algorithm.old_logprobs: recompute starts the ratio at the present weights, so that nothing corrects "
                 "for older ones: set algorithm.correction to truncate or mask, or leave old_logprobs out"
             )
-        return None
-
-    @property
-    def starts_at_reference(self) -> bool:
-        """Whether there is a reference."""
-        return self.needs_reference
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the KL's coefficient is not 0."""
-        return bool(self.config.kl)
-
-    @property
-    def reference_before_update(self) -> bool:
-        """Whether the reference's log-probs are computed before the update: where rewards include the KL, and once for
-        several epochs over the same rollouts. Else they are computed in the update itself, on the same rows."""
-        return self.needs_reference and (self.config.kl_in == "reward" or self.config.epochs > 1)
-
-    @property
-    def objective(self) -> Loss:
-        """The loss, at the sampling temperature."""
-        return Loss(
-            self.gated_loss,
-            reference=self.needs_reference and not self.reference_before_update,
-            entropy=self.reads_entropy,
-            temperature=self.sampling.temperature,
+        return Needs(
+            entropy=bool(config.entropy_bonus) or not type(self).loss.__module__.startswith("tunix."),
+            reference=("step" if config.reference_before_update else "update") if config.kl else None,
+            measured=tuple(name for name, needed in measured.items() if needed),
+            fresh=fresh,
         )
 
-    def gated_loss(self, inputs: LossInputs) -> LossOutputs:
-        """The loss with metrics of the mismatch of trainer and sampler, which a custom loss need not compute."""
-        outputs = self.loss(inputs)
-        return outputs if "mismatch/max" in outputs.peaks else with_mismatch(outputs, inputs, self.config)
+    def penalised(self, outputs: LossOutputs, inputs: LossInputs) -> LossOutputs:
+        """The loss of a surrogate, corrected for a sampler that is not the trainer, with the terms `kl` and `entropy`.
 
-    @property
-    def reads_entropy(self) -> bool:
-        """Whether the loss receives `inputs.entropy`, at a small cost in the head; true for a custom loss."""
-        return True
+        Args:
+            outputs: the term `policy`, and others that stay as they are.
+            inputs: the reference's log-probs are read where `kl` is not 0, `sampler_logprobs` for a correction, and the
+                per-sequence `kl_coefficient` in place of `kl` where it changes from step to step.
+        """
+        config, batch = self.config, inputs.batch
+        (policy, over), metrics = (outputs.terms["policy"].values, outputs.terms["policy"].over), dict(outputs.metrics)
+        if config.old_logprobs == "recompute":
+            # Log of trainer over sampler before the updates.
+            log_weights = log_ratio(jnp.asarray(old_logprobs(inputs)), batch.per_token["sampler_logprobs"], batch)
+            if config.correction != "none":
+                importance = importance_weight(log_weights, config.correction, *IMPORTANCE_BOUNDS[config.correction])
+                policy = policy * importance.weight
+                metrics["mismatch/corrected"] = importance.changed.astype(jnp.float32)
+            if config.geometric_mask is not None:
+                low, high = config.geometric_mask
+                means = sequence_sum(log_weights, batch) / jnp.asarray(batch.lengths)[batch.sequence_ids]
+                masked = (means < math.log(low)) | (means > math.log(high))
+                policy = jnp.where(masked, 0.0, policy)
+                metrics["mismatch/masked"] = masked.astype(jnp.float32)
+        terms = {"policy": Term(policy, over)}
+        if config.kl:
+            log_ratios = log_ratio(inputs.logprobs, reference_logprobs(inputs), batch)
+            metrics["kl/reference"] = cast(Array, kl_estimate(log_ratios, "k3"))
+            if config.kl_in == "loss":
+                coefficients = batch.per_sequence.get("kl_coefficient")
+                coefficient = config.kl if coefficients is None else inputs.per_token(jnp.asarray(coefficients))
+                if config.kl_weighted:
+                    # Not over the old log-probs: where these are recomputed, they are the trainer's.
+                    log_weights = log_ratio(inputs.logprobs, sampler_logprobs(inputs), batch)
+                    kl = weighted_kl(log_weights, log_ratios, config.kl_estimator, config.kl_output_clamp)
+                else:
+                    kl = cast(Array, clamped_kl(log_ratios, config.kl_estimator, config.kl_output_clamp))
+                terms["kl"] = Term(coefficient * kl, over)
+        if inputs.entropy is not None:
+            metrics["policy/entropy"] = inputs.entropy
+            if config.entropy_bonus:
+                terms["entropy"] = Term(-config.entropy_bonus * inputs.entropy, over)
+        return replace(
+            outputs, terms={**terms, **{k: v for k, v in outputs.terms.items() if k != "policy"}}, metrics=metrics
+        )
 
     @abstractmethod
-    def credit(self, client: Client, groups: Groups, sequences: Credited, data: Rollouts) -> Credited:
-        """The sequences with the arrays that the loss reads: advantages, and whatever else it needs."""
+    def credit(self, client: Client, groups: Groups, sequences: list[Sequence], data: Rollouts) -> list[Sequence]:
+        """The sequences with the arrays that the loss reads: advantages, and whatever else it needs.
+
+        Args:
+            client: computes what else is needed.
+            groups: `[P][G]` scored completions.
+            sequences: P G of them in that order, with tokens, masks and log-probs; a failed one has weight 0.
+            data: the step of these completions.
+        """
 
     def gather(self, client: SamplingClient, data: Rollouts) -> Groups:
         """Samples one group of episodes for each prompt.
@@ -227,64 +251,31 @@ class PolicyGradient(OnPolicy):
         require_scores(groups)
         return groups
 
-    def prepare(self, client: Client, experience: Experience) -> Prepared:
+    def prepare(self, client: Client, experience: Experience) -> Update:
         """One batch for each update, from the parts of the completions with their advantages."""
-        groups, data = self.all_measured(client, experience), experience.data
+        config, groups, data = self.config, self.all_measured(client, experience), experience.data
         signal = self.signal(self.scores(groups, data.weights))
-        sequences = self.credit(client, groups, self.sequences(groups), data)
-        require_numbers(groups, sequences)
         numbers = report(groups, data.weights, signal)
-        if (limit := self.config.mismatch_limit) is not None:
-            numbers["mismatch/dropped"] = float(np.mean([exceeds_mismatch(x, limit) for x in flat(sequences)]))
-        size = self.config.sequences_per_update(data.size)  # of the largest part: the only shape that is compiled
-        batches = [data.packed(part, size) for part in self._parts(sequences)]
-        return Prepared(batches, numbers, rows(groups, sequences, data.shown), notes(groups, data.weights, signal))
-
-    @property
-    def measures(self) -> tuple[str, ...]:
-        """Log-probs of the policy and of the reference, and entropies, as far as the config needs them."""
-        config = self.config
-        # For a single update the loss uses its current log-probs, which are the same.
-        several = config.updates * config.epochs > 1 or config.mismatch_limit is not None
-        wanted = {
-            "old_logprobs": config.old_logprobs == "recompute" and several,
-            "entropies": config.high_entropy is not None,
-            REFERENCE: self.reference_before_update,
-        }
-        return tuple(name for name, needed in wanted.items() if needed)
-
-    def measure(self, client: Client, sequences: List[Sequence], size: int) -> dict[str, List[np.ndarray]]:
-        """Log-probs and entropies, at the sampling temperature."""
-        temperature = self.sampling.temperature
-        arrays: dict[str, List[np.ndarray]] = {}
-        if "old_logprobs" in self.measures:
-            arrays["old_logprobs"] = client.logprobs(sequences, of="policy", temperature=temperature, size=size)
-        if "entropies" in self.measures:
-            arrays["entropies"] = client.entropies(sequences, temperature=temperature, size=size)
-        if REFERENCE in self.measures:
-            arrays[REFERENCE] = client.logprobs(sequences, of="reference", temperature=temperature, size=size)
-        return arrays
-
-    def sequences(self, groups: Groups) -> Credited:
-        """All episodes as sequences: tokens, masks and log-probs; a failed one has weight 0."""
-        config = self.config
-        by_sampler = "sampler_logprobs" if config.old_logprobs == "recompute" else "old_logprobs"
-        sequences = [
-            [as_sequence(episode, config.mask_truncated and episode.truncated, by_sampler) for episode in group]
-            for group in groups
-        ]
-        for name in ("old_logprobs", REFERENCE):
-            if name in self.measures:
-                sequences = with_tokens(sequences, name, measured(groups, name))
-        if (limit := config.mismatch_limit) is not None:
-            sequences = [
-                [replace(x, weight=0.0) if exceeds_mismatch(x, limit) else x for x in group] for group in sequences
-            ]
-        if config.high_entropy is not None:
-            counted, entropies = [x.loss_mask & (x.weight > 0) for x in flat(sequences)], measured(groups, "entropies")
-            masks = [x.astype(np.float32) for x in most_uncertain(flat(entropies), counted, config.high_entropy)]
-            sequences = with_tokens(sequences, "high_entropy", grouped(masks, sequences))
-        return sequences
+        sampler = "sampler_logprobs" if config.old_logprobs == "recompute" else "old_logprobs"
+        sequences = [as_sequence(x, config.mask_truncated and x.truncated, sampler) for x in flat(groups)]
+        if config.mismatch_limit is not None:
+            dropped = [not mismatch(x) <= config.mismatch_limit for x in sequences]
+            sequences = [replace(x, weight=0.0) if drop else x for x, drop in zip(sequences, dropped, strict=True)]
+            numbers["mismatch/dropped"] = float(np.mean(dropped))
+        sequences = self.credit(client, groups, sequences, data)
+        require_numbers(groups, sequences)
+        samples = []
+        for place, (episode, sequence) in enumerate(zip(flat(groups[: data.shown]), sequences, strict=False)):
+            mean = float(sequence.per_token["advantages"][sequence.loss_mask].mean())
+            # Of a sample of weight 0 it need not be a finite number.
+            advantage = mean if math.isfinite(mean) else 0.0
+            samples.append({**row(place // len(groups[0]), episode), "advantage": advantage})
+        # `updates` parts of the prompts, `epochs` times; parts in which nothing counts are left out.
+        prompts = np.array_split(np.arange(len(groups)), min(config.updates, len(groups)))
+        parts = [[sequences[p * len(groups[0]) + i] for p in part for i in range(len(groups[0]))] for part in prompts]
+        size = config.sequences_per_update(data.size)  # of the largest part: the only shape that is compiled
+        batches = [data.packed(x, size) for x in parts if any(y.weight > 0 and y.loss_mask.any() for y in x)]
+        return Update(numbers, tuple(batches) * config.epochs, tuple(samples), notes(groups, data.weights, signal))
 
     def scores(self, groups: Groups, weights: Mapping[str, float]) -> np.ndarray:
         """`[P G]` score of each completion: the weighted sum of its rewards with the overlong penalty."""
@@ -300,31 +291,20 @@ class PolicyGradient(OnPolicy):
         buffer = self.config.overlong_tokens(limit)
         if not buffer:
             return np.zeros((len(groups), len(groups[0])))
-        return self.config.overlong_coefficient * overlong_penalty(lengths_of(groups), limit, buffer)
+        return overlong_penalty(lengths_of(groups), limit, buffer)
 
-    def kl_rewards(self, sequence: Sequence, coefficient: float | None = None) -> np.ndarray:
+    def kl_rewards(self, sequence: Sequence) -> np.ndarray:
         """`[T]` the KL penalty of each sampled token, where it is part of the reward, else 0.
 
         Args:
             sequence: has the log-probs of the policy and of the reference.
-            coefficient: factor of the penalty; None for the recipe's `kl`.
         """
         config = self.config
         if not config.kl or config.kl_in != "reward":
             return np.zeros(len(sequence.tokens))
         policy, reference = old_policy_logprobs(sequence), sequence.per_token[REFERENCE]
-        factor = config.kl if coefficient is None else coefficient
-        return kl_rewards(policy, reference, sequence.loss_mask, factor, config.kl_estimator or "k1", kl_clamp(config))
-
-    def _parts(self, sequences: Credited) -> Iterator[list[Sequence]]:
-        """The sequences of each update: `updates` parts of the prompts, `epochs` times; parts of weight 0 are left
-        out."""
-        updates = min(self.config.updates, len(sequences))
-        for _ in range(self.config.epochs):
-            for places in np.array_split(np.arange(len(sequences)), updates):
-                part = [sequence for place in places for sequence in sequences[place]]
-                if any(sequence.weight > 0 and sequence.loss_mask.any() for sequence in part):
-                    yield part
+        mask, estimator, limit = sequence.loss_mask, config.kl_estimator, config.kl_output_clamp
+        return kl_rewards(policy, reference, mask, self.kl_coefficient, estimator, limit)
 
 
 def gate(metrics: Metrics, batch: Batch, data: Rollouts, reference: bool) -> None:

@@ -1,43 +1,38 @@
-"""The arithmetic of policy gradients: ratios, KL estimates, surrogates, importance weights, masks. Pure jax, per token.
+"""The arithmetic of losses: ratios, KL estimates, surrogates, importance weights, masks. Pure jax, per token.
 
 Log-probs -> `log_ratio` -> `token_ratio` or `sequence_ratio` -> `clipped_surrogate`, `cispo_surrogate` or
-`plain_surrogate`, times `importance_weight` where the sampler's log-probs are not the trainer's. Nothing here divides
-by a count: `types.Term` names what a loss is averaged over, and the framework divides once.
+`plain_surrogate` -> `surrogate_outputs`, times `importance_weight` where the sampler's log-probs are not the trainer's.
+Nothing here divides by a count: `types.Term` names what a loss is averaged over, and the framework divides once. It
+passes a loss's inputs through `trained_only`, and what a loss returns through `compared_with_sampler` where the policy
+sampled the tokens.
 
-Masks of tokens and sequences that are too far from the sampler, or too certain: those that a loss computes
-(`outside_trust_region`, `off_policy`) are jax arrays and do not change any denominator; those from before an update
-(`most_uncertain`, `mismatch`) are numpy, over the whole batch of rollouts, so that packing and micro-batches cannot
-change them.
+Masks of tokens and sequences that are too far from the sampler (`outside_trust_region`, `off_policy`) are jax arrays
+and do not change any denominator.
 
 Axes: B rows, T time, S sequences.
 """
 
-from collections.abc import Sequence as List
+from dataclasses import replace
 from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Num
 
-from tunix.types import Batch
+from tunix.types import Batch, LossInputs, LossOutputs, Over, Term
 
 Estimator = Literal["k1", "k2", "k3", "k3+"]
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20: exp(89) overflows float32, and an infinity that a clip hides has NaN gradients."""
 
+REFERENCE = "reference_logprobs"
+"""The per-token value in place of `LossInputs.reference_logprobs` where these were computed before the step."""
 
-class Clamp(NamedTuple):
-    """Bounds of a KL estimate, as in NeMo-RL and verl."""
-
-    input: float = LOG_RATIO_LIMIT
-    """Bound of the log-ratio's absolute value."""
-    output: float | None = None
-    """Bound of the estimate's absolute value, e.g. 10; None for none."""
-
-
-USUAL_CLAMP = Clamp()
+CURRENT = "of_current_weights"
+"""The per-token value that is 1 for tokens of the weights that the step was sampled from, 0 for those of earlier ones;
+only where there can be any."""
 
 
 class Surrogate(NamedTuple):
@@ -58,14 +53,100 @@ class Importance(NamedTuple):
     """Tokens whose weight was truncated or masked."""
 
 
+def trained_only(inputs: LossInputs) -> LossInputs:
+    """The inputs with 0 wherever nothing is trained: outside of the mask, and in sequences of weight 0.
+
+    The framework gives every loss such inputs, custom ones included. It also masks what a loss returns, but that alone
+    does not remove a NaN, whose gradient is 0 x NaN in every product. Both sides of a pair count where one does.
+    """
+    batch = inputs.batch
+    counted = jnp.asarray(batch.weights) > 0
+    if "pairs" in batch.counts:
+        counted = jnp.repeat(counted.reshape(-1, 2).any(axis=1), 2)
+    mask = jnp.asarray(batch.loss_mask) & counted[batch.sequence_ids]
+
+    def masked(values: Num[Array | np.ndarray, "B T"]) -> Num[Array, "B T"]:
+        return jnp.where(mask, values, 0)
+
+    per_sequence = {name: jnp.where(counted, values, 0) for name, values in batch.per_sequence.items()}
+    per_token = {name: masked(values) for name, values in batch.per_token.items()}
+    return replace(
+        inputs,
+        batch=replace(batch, per_token=per_token, per_sequence=per_sequence),
+        logprobs=masked(inputs.logprobs),
+        entropy=None if inputs.entropy is None else masked(inputs.entropy),
+        values=None if inputs.values is None else masked(inputs.values),
+        reference_logprobs=None if inputs.reference_logprobs is None else masked(inputs.reference_logprobs),
+        compared=None if inputs.compared is None else jax.tree.map(masked, inputs.compared),
+    )
+
+
+def old_logprobs(inputs: LossInputs) -> Float[Array | np.ndarray, "B T"]:
+    """Log-probs under the policy before the updates on this batch of rollouts.
+
+    Where they would be recomputed for a single update, the batch may leave them out: they are the current ones, without
+    a gradient, and cost no further forward pass.
+    """
+    return inputs.batch.per_token.get("old_logprobs", jax.lax.stop_gradient(inputs.logprobs))
+
+
+def sampler_logprobs(inputs: LossInputs) -> Float[Array | np.ndarray, "B T"]:
+    """Log-probs under the sampler, as it reported them with the tokens."""
+    per_token = inputs.batch.per_token
+    return per_token["sampler_logprobs"] if "sampler_logprobs" in per_token else per_token["old_logprobs"]
+
+
+def reference_logprobs(inputs: LossInputs) -> Float[Array | np.ndarray, "B T"]:
+    """Log-probs under the reference, which were computed in the step or before it."""
+    in_step = inputs.reference_logprobs
+    return inputs.batch.per_token[REFERENCE] if in_step is None else in_step
+
+
+def compared_with_sampler(outputs: LossOutputs, inputs: LossInputs) -> LossOutputs:
+    """The outputs with metrics of `trainer log-prob - sampler log-prob` over the sampled tokens, and its maximum.
+
+    `mismatch/mean`: mean absolute difference. `mismatch/k3`: estimate of KL(sampler || trainer). `mismatch/max`: the
+    largest absolute difference. On tokens of earlier weights, where the policy has moved, the difference counts as 0.
+
+    The trainer's are those from before the updates where the batch has both. Else the sampler's are the old ones, and
+    later updates of a step include the policy's movement: read the first one's.
+    """
+    batch, per_token = inputs.batch, inputs.batch.per_token
+    recomputed = "sampler_logprobs" in per_token
+    trainer = jax.lax.stop_gradient(jnp.asarray(old_logprobs(inputs)) if recomputed else inputs.logprobs)
+    sampler = sampler_logprobs(inputs)
+    if CURRENT in per_token:
+        trainer = jnp.where(jnp.asarray(per_token[CURRENT]) > 0, trainer, sampler)
+    distance = jnp.abs(trainer - sampler)
+    k3 = cast(Array, kl_estimate(log_ratio(jnp.asarray(sampler), trainer, batch), "k3"))
+    metrics = {**outputs.metrics, "mismatch/mean": distance, "mismatch/k3": k3}
+    return replace(outputs, metrics=metrics, peaks={**outputs.peaks, "mismatch/max": distance})
+
+
+def surrogate_outputs(
+    surrogate: Surrogate, ratio: Float[Array, "B T"], log_ratios: Float[Array, "B T"], over: Over | float
+) -> LossOutputs:
+    """The term `policy` of a surrogate, with metrics of how far the policy has moved.
+
+    Args:
+        surrogate: the policy's loss per token.
+        ratio: the ratio that the surrogate clips.
+        log_ratios: `log p - log p_old` of each token.
+        over: what the term is averaged over.
+    """
+    metrics = {"policy/ratio": ratio, "kl/old": cast(Array, kl_estimate(-log_ratios, "k3"))}
+    if surrogate.clipped is not None:
+        metrics["policy/clipped"] = surrogate.clipped.astype(jnp.float32)
+    return LossOutputs({"policy": Term(surrogate.loss, over)}, metrics)
+
+
 def log_ratio(
     logprobs: Float[Array, "B T"],
     others: Float[Array | np.ndarray, "B T"],
     batch: Batch,
-    limit: float = LOG_RATIO_LIMIT,
 ) -> Float[Array, "B T"]:
-    """`log p - log q` of the taken tokens, clamped to +-`limit`; 0 outside of the mask, whatever the inputs are."""
-    return jnp.clip(jnp.where(batch.loss_mask, logprobs - others, 0.0), -limit, limit)
+    """`log p - log q` of the taken tokens, clamped to +-20; 0 outside of the mask, whatever the inputs are."""
+    return jnp.clip(jnp.where(batch.loss_mask, logprobs - others, 0.0), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def sequence_sum(values: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
@@ -147,16 +228,17 @@ def kl_estimate(
 
 
 def clamped_kl(
-    log_ratios: Float[Array | np.ndarray, "*shape"], estimator: Estimator, clamp: Clamp
+    log_ratios: Float[Array | np.ndarray, "*shape"], estimator: Estimator, limit: float | None = None
 ) -> Float[Array | np.ndarray, "*shape"]:
-    """`kl_estimate` with log-ratios and result clamped to +-`clamp.input` and `.output`, where it has no gradient."""
+    """`kl_estimate` with log-ratios clamped to +-`LOG_RATIO_LIMIT`, as in NeMo-RL and verl, the result to +-`limit`, where
+    it has no gradient."""
     numpy = log_ratios.__array_namespace__()
-    estimate = kl_estimate(numpy.clip(log_ratios, -clamp.input, clamp.input), estimator)
-    return estimate if clamp.output is None else numpy.clip(estimate, -clamp.output, clamp.output)
+    estimate = kl_estimate(numpy.clip(log_ratios, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), estimator)
+    return estimate if limit is None else numpy.clip(estimate, -limit, limit)
 
 
 def weighted_kl(
-    log_weights: Float[Array, "B T"], log_ratios: Float[Array, "B T"], estimator: Estimator, clamp: Clamp
+    log_weights: Float[Array, "B T"], log_ratios: Float[Array, "B T"], estimator: Estimator, limit: float | None = None
 ) -> Float[Array, "B T"]:
     """`w k(d)` with d and then the product clamped, as in NeMo-RL; its gradient is that of `KL(p || ref)`, whichever
     policy sampled the tokens (see `kl_estimate`).
@@ -167,19 +249,19 @@ def weighted_kl(
 
     Args:
         log_weights: `log p - log q`, q the policy that sampled the tokens.
-        log_ratios: d, `log p - log ref`.
+        log_ratios: d, `log p - log ref`, which is clamped to +-`LOG_RATIO_LIMIT`.
         estimator: k1 or k3.
-        clamp: bounds of d and of the product.
+        limit: bound of the product, e.g. 10; None for none.
     """
-    weight, clamped = jnp.exp(log_weights), jnp.clip(log_ratios, -clamp.input, clamp.input)
+    weight, clamped = jnp.exp(log_weights), jnp.clip(log_ratios, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     value, stopped = cast(Array, kl_estimate(clamped, estimator)), jax.lax.stop_gradient
-    product, outside = weight * value, jnp.abs(log_ratios) >= clamp.input
+    product, outside = weight * value, jnp.abs(log_ratios) >= LOG_RATIO_LIMIT
     if estimator == "k3":
         half = 0.5 * clamped**2  # whose gradient is d
         product = stopped(weight) * (stopped(value - half) + half)
-    if clamp.output is not None:
-        outside |= jnp.abs(product) >= clamp.output
-        product = jnp.clip(product, -clamp.output, clamp.output)
+    if limit is not None:
+        outside |= jnp.abs(product) >= limit
+        product = jnp.clip(product, -limit, limit)
     return jnp.where(outside, stopped(product), product)
 
 
@@ -271,6 +353,10 @@ def log_surrogate(logprobs: Float[Array, "B T"], advantages: Float[Array | np.nd
     return Surrogate(-logprobs * advantages, None)
 
 
+IMPORTANCE_BOUNDS = {"truncate": (0.0, 2.0), "mask": (0.5, 5.0)}
+"""The smallest and the largest importance weight of each kind, which are its authors'; see `importance_weight`."""
+
+
 def importance_weight(
     log_weights: Float[Array, "B T"], kind: Literal["truncate", "mask"], low: float, high: float
 ) -> Importance:
@@ -358,32 +444,3 @@ def off_policy(
     """
     distance = -sequence_sum(jax.lax.stop_gradient(log_ratios), batch) / jnp.asarray(batch.lengths)[batch.sequence_ids]
     return (jnp.asarray(advantages) < 0) & (distance > limit)
-
-
-def most_uncertain(
-    entropies: List[Float[np.ndarray, "_"]], masks: List[Bool[np.ndarray, "_"]], share: float
-) -> list[Bool[np.ndarray, "_"]]:
-    """Masks of the `share` of all masked tokens with the highest entropy: at least the quantile `1 - share`.
-
-    Wang et al. 2025, "Beyond the 80/20 rule", https://arxiv.org/abs/2506.01939, eq. 5. Where entropies are equal, more
-    than that share may be kept.
-
-    Args:
-        entropies: `[T]` of each sequence of the batch, in nats.
-        masks: `[T]` tokens that count; all False for a failed sample.
-        share: above 0, below 1.
-    """
-    joined = np.concatenate([x[mask] for x, mask in zip(entropies, masks, strict=True)])
-    least = np.quantile(joined, 1.0 - share) if joined.size else np.inf
-    return [mask & (x >= least) for x, mask in zip(entropies, masks, strict=True)]
-
-
-def mismatch(
-    trainer_T: Float[np.ndarray, "T"], sampler_T: Float[np.ndarray, "T"], drawn_T: Bool[np.ndarray, "T"]
-) -> float:
-    """`mean_t exp|log p - log q|` of a sequence: 1 where trainer and sampler agree; 1 where nothing was sampled.
-
-    NeMo-RL's `seq_logprob_error_threshold` (https://github.com/NVIDIA-NeMo/RL) compares this number.
-    """
-    distances = np.abs(trainer_T - sampler_T)[drawn_T].astype(np.float64)
-    return float(np.exp(distances).mean()) if distances.size else 1.0

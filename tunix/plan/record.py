@@ -216,8 +216,8 @@ class Recorder(Rehearsal):
 def programs_of(subject: Subject) -> list[Program]:
     """The programs of a run, those that need most first."""
     recorder, algorithm = Recorder(subject), subject.algorithm
-    if algorithm.precomputes:
-        of = "policy" if algorithm.reference_path is None else "reference"  # the policy at its start, or another model
+    if algorithm.needs.reference == "run":
+        of = "policy" if algorithm.needs.reference_path is None else "reference"  # the policy at its start, or another
         algorithm.precomputed_logprobs = lambda sequence: recorder.logprobs([sequence], of)[0]
     spec = subject.policy.spec
     with closing(recorder.stream(algorithm, spec.model.config, spec.mesh)) as stream:

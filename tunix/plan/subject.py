@@ -194,7 +194,7 @@ def _trained(settings: ClientSettings, spec: TrainerSpec) -> Trained:
 
 def _reference(algorithm: Algorithm, settings: ClientSettings, policy: Trained) -> Frozen | None:
     """The reference: the base under an adapter, a copy in the compute dtype, or another model of the same structure."""
-    spec, other = policy.spec, algorithm.reference_path is not None
+    spec, other = policy.spec, algorithm.needs.reference_path is not None
     if not (settings.reference or other or spec.adapter is not None):
         return None
     model = replace(spec.model, adapt=None, has_scalar_head=False)

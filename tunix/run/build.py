@@ -86,7 +86,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     play = Player(environment, inputs.tokenizer, kwargs) if environment else None
     sampling = sampling_of(recipe, inputs, play.stop_strings if play else ())
     algorithm: Algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm, sampling)
-    if algorithm.critic == "alone":
+    if algorithm.needs.values == "alone":
         require_classifier(inputs.source.decoder)
     memory = memory_of(devices)
     mesh, why = mesh_of(recipe, inputs.source.decoder, algorithm, devices, memory)
@@ -97,7 +97,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     recipe = recipe.model_copy(update={"model": model})
     check_products(inputs.source.decoder, model.dtype, mesh)
     check_exchange(inputs.source.decoder, mesh)
-    reference_path = algorithm.reference_path
+    reference_path = algorithm.needs.reference_path
     reference = None if reference_path is None else reference_source(reference_path, inputs.source)
     # Mistakes that affect every row (no tokenizer, no chat template, a mistyped column) are reported before weights are
     # read.
@@ -131,12 +131,12 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     display.detail("; ".join(filter(None, lines)))
     if algorithm.train_on == RowKind.PROMPT:
         display.detail(sampling_line(recipe.rollout, spec, memory, sampling_mesh))
-    if algorithm.precomputes:
+    if algorithm.needs.reference == "run":
         algorithm.precomputed_logprobs = _precomputed_reference(
             recipe, inputs, algorithm.train_on, client, folder, display
         )
     evaluation = evaluation_of(recipe, inputs, algorithm, collector, mesh)
-    if algorithm.critic == "alone" and not inputs.source.has_scalar_head:
+    if algorithm.needs.values == "alone" and not inputs.source.has_scalar_head:
         display.say("there is no score.weight to go on from: the scalar head is new, and starts at 0")
     stop = threading.Event()
     return Job(
@@ -147,7 +147,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
             recipe.adapter,
             spec.microbatcher.rows,
             reference=algorithm.objective.reference,
-            critic=algorithm.critic == "own",
+            critic=algorithm.needs.values == "own",
         ),
         algorithm=algorithm,
         stream=ahead_of(recipe, stream, client, algorithm, folder, total, stop),
@@ -217,8 +217,8 @@ def settings_of(
         seed=recipe.seed,
         adapter=recipe.adapter,
         rules=recipe.quantization,
-        reference=algorithm is not None and algorithm.needs_reference and reference is None,
-        critic=None if algorithm is None else algorithm.critic,
+        reference=algorithm is not None and algorithm.needs.keeps_reference and reference is None,
+        critic=None if algorithm is None else algorithm.needs.values,
         critic_learning_rate=recipe.algorithm.learning_rate_of_critic,
         longest=recipe.data.max_length if samples else None,
         slots=recipe.rollout.slots,

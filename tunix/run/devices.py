@@ -77,7 +77,7 @@ def demand_of(recipe: Recipe, decoder: DecoderConfig, algorithm: Algorithm) -> D
             model.dtype,
             (model.param_dtype or "float32") if full else None,
             recipe.optimizer.moments_dtype,
-            copies=int(full and algorithm.needs_reference),
+            copies=int(full and algorithm.needs.keeps_reference),
         ),
         rows=recipe.sequences_per_update // algorithm.sequences_per_example,
         packing=bool(recipe.data.packing),

@@ -117,8 +117,8 @@ def check_ahead(recipe: Recipe, algorithm: Algorithm, mesh: Mesh, sampling: Mesh
     if not recipe.rollout.max_staleness:
         return
     begin = f"rollout.max_staleness: {recipe.rollout.max_staleness}"
-    if isinstance(algorithm, OnPolicy) and algorithm.needs_fresh is not None:
-        raise UserError(f"{begin}: {algorithm.needs_fresh}")
+    if algorithm.needs.fresh is not None:
+        raise UserError(f"{begin}: {algorithm.needs.fresh}")
     servers = recipe.rollout.engine != "tunix"
     if servers and recipe.rollout.in_flight == "continue":
         raise UserError(

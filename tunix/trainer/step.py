@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
 
-from tunix.algorithms.loss import trained_only
+from tunix.algorithms.ops import trained_only
 from tunix.config import LOSS_WEIGHTS
 from tunix.mesh import constrain
 from tunix.models.blocks import Auxiliary

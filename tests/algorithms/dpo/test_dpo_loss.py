@@ -1,7 +1,6 @@
 """The DPO family: each form against its paper's formula by hand, and what must not change the loss of any."""
 
 from dataclasses import replace
-from functools import partial
 from math import exp, log
 from pathlib import Path
 
@@ -14,12 +13,13 @@ import tunix
 from tests.marks import slow
 from tests.policy_batches import gradients, reduced, rows
 from tests.preference_batches import PROMPT, Side, batch_of, inputs_of
+from tunix.algorithms.dpo.algorithm import DPO
 from tunix.algorithms.dpo.config import REFERENCED, DPOConfig, Form
-from tunix.algorithms.dpo.loss import dpo_loss, robust, slope
+from tunix.algorithms.dpo.loss import robust, slope
 
 
 def loss_of(**settings):
-    return partial(dpo_loss, config=DPOConfig(**settings))
+    return DPO(DPOConfig(**settings)).loss
 
 
 def softplus(x: float) -> float:
@@ -277,7 +277,7 @@ def test_slopes_are_those_of_the_divergences(settings, generator):
     """`slope` is the derivative of the paper's f, but for a constant."""
     u = jnp.array([0.1, 0.9, 1.0, 2.5, 30.0])
     wanted = jax.vmap(jax.grad(generator))(u) - jax.grad(generator)(1.0)
-    np.testing.assert_allclose(slope(jnp.log(u), DPOConfig(**settings)), wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(slope(jnp.log(u), **settings), wanted, rtol=1e-5, atol=1e-6)
 
 
 # What must not change anything, for every form.

@@ -6,7 +6,6 @@ on the log-probs below; its gradients are of a completion's log-prob.
 
 from collections.abc import Sequence as List
 from dataclasses import replace
-from functools import partial
 from math import exp, log
 
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from tests.policy_batches import gradients, reduced, rows
 from tests.preference_batches import LENGTH, PROMPT, Side
 from tunix.algorithms.dpo.algorithm import DPO
 from tunix.algorithms.dpo.config import DPOConfig
-from tunix.algorithms.dpo.loss import BASELINE, dpo_loss, slope
+from tunix.algorithms.dpo.loss import BASELINE, slope
 from tunix.data.accounting import Accounting
 from tunix.data.packing import pack
 from tunix.data.types import Packed
@@ -71,7 +70,7 @@ def measured(settings: dict, sides: List[Side] = SIDES, packing: bool = True) ->
 
 
 def loss_of(settings: dict):
-    return partial(dpo_loss, config=DPOConfig(**settings))
+    return DPO(DPOConfig(**settings)).loss
 
 
 TRL = [
@@ -185,7 +184,7 @@ def test_the_alphas_are_each_others_complement():
     log_u = np.array([-2.0, -0.3, 0.0, 1.5], np.float32)
     for theirs in (0.1, 0.5, 0.9):
         wanted = [(exp(x) ** (theirs - 1) - 1) / (theirs - 1) for x in log_u]
-        found = slope(jnp.asarray(log_u), DPOConfig(divergence="alpha", alpha=1 - theirs))
+        found = slope(jnp.asarray(log_u), "alpha", 1 - theirs)
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-6)
 
 
@@ -269,7 +268,7 @@ def test_a_sorted_form_asks_the_reference_once():
     packed = packed_of(several())
     batch = algorithm.prepare_batch(client, packed.batch, packed.sequences)
     assert client.asked == ["policy", "reference"]
-    assert algorithm.needs_reference
+    assert algorithm.needs.reference == "step"
     assert not algorithm.objective.reference
     mask = np.asarray(batch.loss_mask)
     given = np.asarray(packed.batch.per_token["reference"])

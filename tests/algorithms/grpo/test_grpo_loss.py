@@ -13,6 +13,7 @@ import pytest
 import tunix
 from tests.policy_batches import PROMPT, Taken, batch_of, gradients, inputs_of, reduced, rows
 from tunix.algorithms.config import PolicyConfig
+from tunix.algorithms.grpo.algorithm import GRPO
 from tunix.algorithms.grpo.config import PRESETS, GRPOConfig
 from tunix.algorithms.grpo.loss import grpo_loss
 from tunix.algorithms.ops import (
@@ -24,6 +25,7 @@ from tunix.algorithms.ops import (
     soft_surrogate,
 )
 from tunix.errors import UserError
+from tunix.types import Sampling
 
 LONGEST = 10  # the constant of `reduction: constant`
 
@@ -33,8 +35,7 @@ def sigmoid(x):
 
 
 def loss_of(**settings):
-    config = GRPOConfig(**settings)
-    return partial(grpo_loss, config=config, over=config.over(LONGEST))
+    return GRPO(GRPOConfig(**settings), Sampling(max_tokens=LONGEST)).gated_loss
 
 
 # A: two tokens with ratios 1.5 and 0.5, advantage 1, twice as likely and as likely as under the reference.
@@ -146,7 +147,7 @@ def test_metrics_by_hand():
 
 def test_largest_mismatch_is_a_peak():
     inputs = inputs_of(batch_of([A, B]))
-    peak = grpo_loss(inputs, GRPOConfig(), "tokens").peaks["mismatch/max"]
+    peak = loss_of()(inputs).peaks["mismatch/max"]
     assert float(jnp.max(peak)) == pytest.approx(log(2), rel=1e-6)  # A's second token: log .5
 
 
@@ -176,12 +177,12 @@ def test_entropy_is_raised():
     assert found["train/loss"] == pytest.approx(without["train/loss"] - 0.15, rel=1e-5)
 
 
-@pytest.mark.parametrize(("over", "entropy"), [("reduction", (0.75 + 3) / 2), ("tokens", 1.5)])
-def test_the_entropy_is_averaged_over_tokens_where_that_is_asked_for(over, entropy):
-    """.5 and 1 of one completion, 3 of the other: a mean of means, or 4.5 over three tokens."""
+def test_the_entropy_is_averaged_as_the_surrogate_is():
+    """.5 and 1 of one completion, 3 of the other: a mean of means."""
     taken = [replace(A, more={"entropy": [0.5, 1.0]}), replace(B, more={"entropy": [3.0]})]
-    loss = loss_of(entropy_bonus=0.1, reduction="sequences", entropy_over=over)
-    assert reduced(loss, inputs_of(batch_of(taken), entropy=True))["loss/entropy"] == pytest.approx(-0.1 * entropy)
+    loss = loss_of(entropy_bonus=0.1, reduction="sequences")
+    found = reduced(loss, inputs_of(batch_of(taken), entropy=True))
+    assert found["loss/entropy"] == pytest.approx(-0.1 * (0.75 + 3) / 2)
 
 
 def test_a_completion_is_one_action_under_its_ratio():
@@ -244,8 +245,14 @@ def test_the_soft_gates_gradient_is_reinforces_on_policy():
 
 
 def test_luspos_number_is_the_papers_where_the_constant_is_one():
-    """LUSPO, eq. 5 of sec. 4.2: the mean over sequences of |y| times GSPO's."""
-    found = reduced(loss_of(preset="luspo", reduction_length=1), inputs_of(batch_of([A, B])))
+    """LUSPO, eq. 5 of sec. 4.2: the mean over sequences of |y| times GSPO's. The loss takes arrays and numbers."""
+
+    def loss(inputs):
+        old, advantages = (inputs.batch.per_token[name] for name in ("old_logprobs", "advantages"))
+        numbers = {"over": 1.0, "clip_low": 2e-3, "clip_high": 2.5e-3}
+        return grpo_loss(inputs.logprobs, old, advantages, inputs.batch, ratio="sequence", **numbers)
+
+    found = reduced(loss, inputs_of(batch_of([A, B])))
     assert found["train/loss"] == pytest.approx(-(2 * sqrt(0.75) - 1 * 2.2) / 2, rel=1e-5)
 
 
@@ -392,7 +399,6 @@ def test_the_weighted_term_multiplies_by_the_ratio():
         # Beyond the bound the estimate is that of 20, and nothing moves; the weight's own gradient would be 4.85e8.
         (-25.0, 1.0, {}, exp(20) - 21, 0.0),
         (25.0, 1.5, {}, 1.5 * 19.0, 0.0),
-        (-6.0, 1.0, {"kl_input_clamp": 5.0}, exp(5) - 6, 0.0),
         # The weighted estimate within 10, as NeMo-RL: exp(2) - 3 = 4.39; times 1.5 it is 6.58, times 3 13.17.
         (-2.0, 1.5, {"kl_output_clamp": 10.0}, 1.5 * (exp(2) - 3), -3.0),
         (-2.0, 3.0, {"kl_output_clamp": 10.0}, 10.0, 0.0),
@@ -470,15 +476,7 @@ def test_nemos_case_of_a_sampler_a_trainer_and_a_reference_that_all_differ():
     ("settings", "weights", "changed"),
     [
         ({"correction": "truncate"}, (0.4, 2, 2), 2),  # min(w, 2)
-        ({"correction": "truncate", "correction_high": 4.0}, (0.4, 3, 4), 1),
         ({"correction": "mask"}, (0, 3, 0), 2),  # .5 <= w <= 5
-        ({"correction": "mask", "correction_low": 0.3, "correction_high": 2.0}, (0.4, 0, 0), 2),
-        ({"correction": "truncate", "correction_low": 0.5}, (0.5, 2, 2), 3),  # from below too
-        ({"correction": "truncate", "correction_level": "sequence"}, (1.2, 1.2, 2), 1),
-        # Geometric means: sqrt(.4 * 3) = 1.0954, and 6 alone.
-        ({"correction": "truncate", "correction_level": "geometric"}, (sqrt(1.2), sqrt(1.2), 2), 1),
-        ({"correction": "mask", "correction_level": "geometric"}, (sqrt(1.2), sqrt(1.2), 0), 1),
-        ({"correction": "mask", "correction_level": "sequence"}, (1.2, 1.2, 0), 1),
     ],
 )
 def test_corrections_by_hand(settings, weights, changed):
@@ -509,15 +507,18 @@ def test_the_geometric_mask_by_hand(settings, weights, masked):
     assert found["mismatch/masked"] == pytest.approx(masked / 3)
 
 
-def test_high_entropy_keeps_the_denominator():
-    """Of the terms -1.2, -.5 and 2.2 the first and the last; still over three tokens. The KL is of all of them."""
-    taken = [
-        replace(A, more={**A.more, "high_entropy": [1.0, 0.0]}),
-        replace(B, more={**B.more, "high_entropy": [1.0]}),
-    ]
-    found = reduced(loss_of(high_entropy=0.5, kl=0.1), inputs_of(batch_of(taken)))
-    assert found["loss/policy"] == pytest.approx(-(1.2 - 2.2) / 3, rel=1e-5)
-    assert found["loss/kl"] == pytest.approx(0.1 * sum(K3) / 3, rel=1e-5)
+@pytest.mark.parametrize(
+    ("kind", "low", "high", "weights", "changed"),
+    [
+        ("truncate", 0.0, 4.0, (0.4, 3, 4), (0, 0, 1)),
+        ("truncate", 0.5, 2.0, (0.5, 2, 2), (1, 1, 1)),  # from below too
+        ("mask", 0.3, 2.0, (0.4, 0, 0), (0, 1, 1)),
+    ],
+)
+def test_weights_within_other_bounds(kind, low, high, weights, changed):
+    found = importance_weight(jnp.log(jnp.array([[0.4, 3.0, 6.0]])), kind, low, high)
+    np.testing.assert_allclose(found.weight, [weights], rtol=1e-6)
+    assert found.changed.tolist() == [list(map(bool, changed))]
 
 
 def test_weights_are_constants():
@@ -543,17 +544,15 @@ FAMILY = {
     "gspo_dual": {"ratio": "sequence", "dual_clip": 3.0, "reduction": "tokens"},
     "cispo_sequence": {"surrogate": "cispo", "ratio": "sequence", "reduction": "sequences"},
     "weighted": {"kl": 0.5, "kl_weighted": True, "entropy_bonus": 0.01, "reduction": "constant"},
-    "tis_sequence": {"old_logprobs": "recompute", "correction": "truncate", "correction_level": "sequence"},
+    "tis": {"old_logprobs": "recompute", "correction": "truncate"},
     "dppo_kl": {"preset": "dppo", "trust_region": "kl", "old_logprobs": "recompute", "off_policy_limit": 0.1},
     "soft_off_policy": {"preset": "sapo", "off_policy_limit": 0.1, "drift": 0.1},
     "geometric": {
         "old_logprobs": "recompute",
         "correction": "truncate",
-        "correction_level": "geometric",
-        "correction_low": 0.9,
         "geometric_mask": (0.2, 5.0),
     },
-    "high_entropy": {"high_entropy": 0.5, "kl": 0.1, "kl_estimator": "k3+"},
+    "k3_plus": {"kl": 0.1, "kl_estimator": "k3+"},
     "icepop": {"old_logprobs": "recompute", "correction": "mask", "kl": 0.1, "kl_estimator": "k2"},
 }
 
@@ -567,7 +566,6 @@ def rollouts(seed: int = 0) -> list[Taken]:
         current = rng.normal(-1.5, 0.7, number)
         names = ("reference_logprobs", "sampler_logprobs", "entropy")
         more = {name: list(np.abs(rng.normal(1, 0.5, number)) * (1 if name == "entropy" else -1)) for name in names}
-        more["high_entropy"] = list((np.array(more["entropy"]) > 1).astype(float))
         trained = [True] * number
         if index == 1:
             trained[number // 2] = False
@@ -630,7 +628,6 @@ def test_masked_tokens_are_inert(member):
 def test_gradients_are_finite_at_the_edges(member):
     """A token that one side thought impossible."""
     more = {"sampler_logprobs": [-1e4, 0.0], "reference_logprobs": [0.0, -1e4], "entropy": [0.0, 0.0]}
-    more["high_entropy"] = [1.0, 1.0]
     taken = [
         Taken([-1e4, 0.0], [0.0, -1e4], [advantage] * 2, {**more, "reference_logprobs": reference})
         for advantage in (1.0, -1.0, 0.0)
@@ -664,7 +661,7 @@ def test_a_resolved_section_reads_back_equal(preset):
 def test_written_keys_go_before_the_presets():
     config = GRPOConfig(preset="dapo", clip_high=0.3, dynamic_sampling=False)
     assert (config.clip_low, config.clip_high) == (0.2, 0.3)
-    assert (config.dynamic_sampling, config.max_refills, config.overlong_buffer) == (False, None, 0.2)
+    assert (config.dynamic_sampling, config.overlong_buffer) == (False, 0.2)
     assert GRPOConfig(preset="dapo", overlong_buffer=None).overlong_buffer is None
 
 
@@ -679,23 +676,19 @@ def test_nulls_become_the_usual_values():
     assert GRPOConfig(surrogate="cispo").clip_high == 4.0
     assert GRPOConfig(kl=0.1).kl_estimator == "k3"
     assert GRPOConfig(kl=0.1, kl_in="reward").kl_estimator == "k1"
-    mask = GRPOConfig(old_logprobs="recompute", correction="mask")
-    assert (mask.correction_level, mask.correction_low, mask.correction_high) == ("token", 0.5, 5.0)
-    assert GRPOConfig(old_logprobs="recompute", correction="truncate").correction_low == 0.0
+    assert GRPOConfig(trust_region="kl").trust_bound == ("kl", 0.05)
+    assert GRPOConfig(trust_region=["kl", 0.1]).trust_bound == ("kl", 0.1)
 
 
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
         ({"kl_in": "loss"}, "kl_in is 'loss', which changes nothing while kl is 0"),
-        ({"entropy_over": "tokens"}, "entropy_over is 'tokens', which changes nothing without an entropy_bonus"),
-        ({"entropy_over": "tokens", "entropy_bonus": 0.1}, "another reduction than tokens"),
         ({"preset": "dr_grpo", "std": "sample"}, "std is 'sample', which changes nothing where nothing is divided"),
         ({"preset": "rloo", "std_eps": 1e-6}, "std_eps is 1e-06, which changes nothing"),
         ({"token_returns": True}, "token_returns is True.*without advantage: batch"),
         ({"ratio": "completion"}, "count once for each token; set reduction: sequences or constant"),
         ({"kl_output_clamp": 10}, "kl_output_clamp is 10.0, which changes nothing while kl is 0"),
-        ({"kl": 0.1, "kl_input_clamp": 21}, "less than or equal to 20"),
         ({"kl_weighted": True}, "kl_weighted is True.*leave it at false"),
         ({"kl": 0.1, "kl_in": "reward", "kl_weighted": True}, "without a KL term in the loss"),
         ({"kl": 0.1, "kl_estimator": "k1"}, "gradient of k1 as a loss is 0"),
@@ -705,24 +698,16 @@ def test_nulls_become_the_usual_values():
         ({"preset": "rloo", "clip_low": 0.1}, "clip_low is 0.1"),
         ({"surrogate": "log", "ratio": "sequence"}, "ratio is 'sequence'.*surrogate: log, which has no ratio"),
         ({"surrogate": "soft", "dual_clip": 3}, "dual_clip is 3.0.*surrogate: clip"),
-        ({"soft_negative": 2}, "soft_negative is 2.0.*surrogate: soft"),
-        ({"trust_high": 0.1}, "trust_high is 0.1.*without a trust_region"),
-        ({"trust_region": "tv", "trust_low": 0}, "greater than 0"),
+        ({"trust_region": ["tv", 0]}, "greater than 0"),
         ({"advantage": "mean_relative", "overlong_buffer": 0.1}, "which a penalty would take below 0"),
         ({"preset": "maxrl", "kl": 0.1, "kl_in": "reward"}, "which a penalty would take below 0"),
-        ({"reduction_length": 10}, "reduction_length is 10.*reduction: constant"),
         ({"correction": "mask"}, "set old_logprobs: recompute; or leave it at none"),
-        ({"old_logprobs": "recompute", "correction_high": 3}, "correction_high is 3.0.*set correction"),
-        ({"old_logprobs": "recompute", "correction_low": 0.1}, "correction_low is 0.1.*set correction"),
         ({"geometric_mask": (0.9, 1.1)}, "geometric_mask is .*set old_logprobs: recompute"),
         ({"mismatch_limit": 2.0}, "mismatch_limit is 2.0.*set old_logprobs: recompute"),
         ({"old_logprobs": "recompute", "geometric_mask": (1.1, 2.0)}, "1, where trainer and sampler agree, is outside"),
         ({"old_logprobs": "recompute", "mismatch_limit": 1.0}, "greater than 1"),
-        ({"high_entropy": 1.0}, "less than 1"),
-        ({"overlong_coefficient": 2.0}, "overlong_coefficient is 2.0.*without an overlong_buffer"),
         ({"kl": 0.1, "kl_estimator": "k3+", "kl_weighted": True}, "k3. has the gradient"),
         ({"kl": 0.1, "kl_estimator": "k3+", "kl_in": "reward"}, "a reward has none: take k3"),
-        ({"max_refills": 3}, "max_refills is 3.*dynamic_sampling"),
         ({"group_size": 1}, "a group of one has nothing to be compared with"),
         ({"group_size": 1, "advantage": "batch", "dynamic_sampling": True}, "every group would be replaced"),
         ({"preset": "rloo", "normalize_rewards": "each"}, "normalise the KL penalty's coefficient away"),
@@ -758,7 +743,6 @@ def test_over_and_the_overlong_buffer():
         "sequences",
         64.0,
     ]
-    assert GRPOConfig(reduction="constant", reduction_length=100).over(64) == 100.0
     assert GRPOConfig().overlong_tokens(20) is None
     assert GRPOConfig(preset="dapo").overlong_tokens(20480) == 4096  # the paper's
     assert GRPOConfig(overlong_buffer=5).overlong_tokens(20) == 5

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence as List
 from dataclasses import replace
-from functools import partial
 from math import exp
 
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from tests.policy_batches import gradients, reduced, rows
 from tests.preference_batches import PROMPT, Side, batch_of, inputs_of
 from tunix.algorithms.kto.algorithm import KTO, mismatched, without_absent
 from tunix.algorithms.kto.config import KTOConfig
-from tunix.algorithms.kto.loss import kto_loss
 from tunix.data.accounting import Accounting
 from tunix.data.packing import pack
 from tunix.data.types import Packed
@@ -33,7 +31,7 @@ def labelled(current: List[float], reference: List[float], label: float, **chang
 A = labelled([-1.0, -2.0], [-1.5, -2.5], 1.0)
 B = labelled([-1.0, -1.0, -4.0], [-1.0, -1.0, -2.0], 0.0)
 C = labelled([-1.0], [-5.0], 0.0)
-LOSS = partial(kto_loss, config=KTOConfig(beta=0.5, desirable_weight=1.5, undesirable_weight=0.5))
+LOSS = KTO(KTOConfig(beta=0.5, desirable_weight=1.5, undesirable_weight=0.5)).loss
 
 
 def test_by_hand():
@@ -54,7 +52,7 @@ def test_by_hand():
 
 
 def test_apo_zero_by_hand():
-    loss = partial(kto_loss, config=KTOConfig(loss="apo_zero", beta=0.5))
+    loss = KTO(KTOConfig(loss="apo_zero", beta=0.5)).loss
     found = reduced(loss, inputs_of(batch_of([A, B, C], sequences_per_example=1)))
     assert found["train/loss"] == pytest.approx((1 - sigmoid(0.5) + sigmoid(-1) + sigmoid(2)) / 3, rel=1e-5)
     assert found["rewards/accuracy"] == pytest.approx(2 / 3)

@@ -1,15 +1,15 @@
 """PPO's losses: numbers worked out by hand, and what must not change them."""
 
 from dataclasses import replace
-from functools import partial
 from math import log
 
 import numpy as np
 import pytest
 
 from tests.policy_batches import PROMPT, Taken, batch_of, gradients, inputs_of, reduced, rows
+from tunix.algorithms.ppo.algorithm import PPO
 from tunix.algorithms.ppo.config import PPOConfig
-from tunix.algorithms.ppo.loss import policy_loss, ppo_loss, value_loss
+from tunix.types import LossInputs, LossOutputs, Sampling
 
 # Ratios 1.5, .5 and 1.1; an advantage for each token. Values moved by +.5, -.1 and +.3 since the rollout.
 A = Taken(
@@ -35,13 +35,19 @@ POLICY = -(1.2 - 0.8 - 2.2) / 3
 SQUARES = (1.69, 0.16, 0.04)
 
 
-def loss_of(function=ppo_loss, **settings):
-    config = PPOConfig(**settings)
-    return (
-        partial(function, config=config, over=config.over(10))
-        if function is not value_loss
-        else partial(function, config=config)
-    )
+def ppo(**settings):
+    return PPO(PPOConfig(**settings), Sampling(max_tokens=10))
+
+
+def loss_of(**settings):
+    """Of the policy and of its critic: one loss with a shared trunk, two losses else."""
+    algorithm = ppo(**settings)
+
+    def both(inputs: LossInputs) -> LossOutputs:
+        policy, value = algorithm.gated_loss(inputs), algorithm.value_loss(inputs)
+        return LossOutputs({**policy.terms, **value.terms}, {**policy.metrics, **value.metrics}, policy.peaks)
+
+    return algorithm.gated_loss if algorithm.config.critic == "shared" else both
 
 
 @pytest.fixture(name="inputs")
@@ -81,8 +87,8 @@ def test_gradients_by_hand(inputs):
 
 def test_the_value_loss_alone_leaves_the_policy_alone(inputs):
     """The critic's warm-up."""
-    assert not any(gradients(loss_of(value_loss), inputs).values())
-    assert gradients(loss_of(value_loss), inputs, over="values") == gradients(loss_of(), inputs, over="values")
+    assert not any(gradients(ppo().value_loss, inputs).values())
+    assert gradients(ppo().value_loss, inputs, over="values") == gradients(loss_of(), inputs, over="values")
 
 
 def test_the_policys_reduction_is_not_the_values(inputs):
@@ -110,10 +116,10 @@ def test_an_adapted_coefficient_comes_with_the_batch(inputs):
 def test_dual_clip_bounds_a_runaway_token():
     # Ratio 10, advantage -1: -10 without, -3 with; no gradient.
     one = Taken([0.0], [-log(10)], [-1.0])
-    assert reduced(loss_of(policy_loss), inputs_of(batch_of([one])))["train/loss"] == pytest.approx(10, rel=1e-5)
+    assert reduced(ppo().loss, inputs_of(batch_of([one])))["train/loss"] == pytest.approx(10, rel=1e-5)
     bounded = inputs_of(batch_of([one]))
-    assert reduced(loss_of(policy_loss, dual_clip=3), bounded)["train/loss"] == pytest.approx(3)
-    assert not any(gradients(loss_of(policy_loss, dual_clip=3), bounded).values())
+    assert reduced(ppo(dual_clip=3).loss, bounded)["train/loss"] == pytest.approx(3)
+    assert not any(gradients(ppo(dual_clip=3).loss, bounded).values())
 
 
 # What must not change anything.
@@ -192,8 +198,7 @@ def test_gradients_are_finite_at_the_edges(loss):
 
 def test_what_null_stands_for():
     own, shared = PPOConfig(kl=0.05), PPOConfig(critic="shared")
-    assert (own.kl_in, own.kl_estimator, own.value_coefficient) == ("reward", "k1", 1.0)
-    assert (shared.kl_in, shared.value_coefficient) == (None, 0.5)
+    assert (own.kl_in, own.kl_estimator, shared.kl_in) == ("reward", "k1", None)
     assert PPOConfig(**own.model_dump()) == own
     assert PPOConfig(**shared.model_dump()) == shared
 

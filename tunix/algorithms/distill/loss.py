@@ -6,15 +6,24 @@ Axes: B rows, T time.
 """
 
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
 
 from tunix.algorithms.ops import log_ratio, plain_surrogate, token_ratio
-from tunix.types import LossInputs, LossOutputs, Over, Term
+from tunix.types import Batch, Compared, LossOutputs, Over, Term
 
 TEACHER = "teacher_logprobs"
 """Name of the teacher's log-probs among the arrays of a sequence."""
 
 
-def distill_loss(inputs: LossInputs, over: Over, temperature: float, sft_weight: float) -> LossOutputs:
+def distill_loss(
+    compared: Compared,
+    logprobs: Float[Array, "B T"],
+    over: Over = "tokens",
+    *,
+    temperature: float = 1.0,
+    sft_weight: float = 0.0,
+) -> LossOutputs:
     """Divergence of teacher and student at every trained token, over the whole vocabulary or the teacher's top k.
 
     L = tau^2 mean_t D(q_t, p_t) + w mean_t -log p(y_t), with q the teacher's distribution and p the student's, both at
@@ -26,16 +35,15 @@ def distill_loss(inputs: LossInputs, over: Over, temperature: float, sft_weight:
     the sampling, as in GKD.
 
     Args:
-        inputs: `compared`; log-probs `[B T]` where there is a `sft_weight`.
+        compared: teacher and student at each token.
+        logprobs: log p of the tokens, at temperature 1; read where there is a `sft_weight`.
         over: what the terms are averaged over.
         temperature: tau of the divergence.
         sft_weight: w; 0 for no such term.
     """
-    compared = inputs.compared
-    assert compared is not None
     terms = {"distill": Term(temperature**2 * compared.divergence, over)}
     if sft_weight:
-        terms["sft"] = Term(-sft_weight * inputs.logprobs, over)
+        terms["sft"] = Term(-sft_weight * logprobs, over)
     metrics = {
         "distill/divergence": compared.divergence,
         "distill/agreement": compared.agreement,
@@ -44,7 +52,13 @@ def distill_loss(inputs: LossInputs, over: Over, temperature: float, sft_weight:
     return LossOutputs(terms, metrics)
 
 
-def sampled_loss(inputs: LossInputs, over: Over) -> LossOutputs:
+def sampled_loss(
+    logprobs: Float[Array, "B T"],
+    old_logprobs: Float[Array | np.ndarray, "B T"],
+    teacher_logprobs: Float[Array | np.ndarray, "B T"],
+    batch: Batch,
+    over: Over = "tokens",
+) -> LossOutputs:
     """Policy gradient whose advantage is the teacher's minus the student's log-prob of each sampled token.
 
     L = mean_t -r_t A_t, with A_t = log q(y_t) - log p_old(y_t) and r_t = p(y_t) / p_old(y_t): the negative reverse KL
@@ -55,12 +69,14 @@ def sampled_loss(inputs: LossInputs, over: Over) -> LossOutputs:
     https://arxiv.org/abs/2306.08543) has it.
 
     Args:
-        inputs: log-probs, per-token `old_logprobs` and `teacher_logprobs`, all `[B T]`.
+        logprobs: log p of the tokens.
+        old_logprobs: log p_old.
+        teacher_logprobs: log q.
+        batch: which tokens are trained.
         over: what the term is averaged over.
     """
-    batch, arrays = inputs.batch, inputs.batch.per_token
-    old, teacher = jnp.asarray(arrays["old_logprobs"]), jnp.asarray(arrays[TEACHER])
-    ratio = token_ratio(log_ratio(inputs.logprobs, old, batch))
+    old, teacher = jnp.asarray(old_logprobs), jnp.asarray(teacher_logprobs)
+    ratio = token_ratio(log_ratio(logprobs, old, batch))
     surrogate = plain_surrogate(ratio, teacher - old)
     metrics = {"distill/divergence": old - teacher, "distill/teacher_logprob": teacher, "policy/ratio": ratio}
     return LossOutputs({"distill": Term(surrogate.loss, over)}, metrics)

@@ -18,16 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from tunix.algorithms.base import Needs, Update
 from tunix.algorithms.dpo.config import DPOConfig
-from tunix.algorithms.dpo.loss import BASELINE, dpo_loss
-from tunix.algorithms.episodes import Groups, as_sequence, notes, report, require_scores, row, total_rewards
-from tunix.algorithms.loss import REFERENCE
-from tunix.algorithms.on_policy import Experience, OnPolicy, Prepared
+from tunix.algorithms.dpo.loss import BASELINE, MARGIN, dpo_loss
+from tunix.algorithms.episodes import as_sequence, notes, report, require_scores, row, total_rewards
+from tunix.algorithms.on_policy import Experience, OnPolicy
+from tunix.algorithms.ops import REFERENCE, reference_logprobs
+from tunix.errors import UserError
 from tunix.protocols import Client
-from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence
+from tunix.types import Batch, LossInputs, LossOutputs, Metrics, Sampling, Sequence
 
-Ranks = list[tuple[int, int] | None]
-"""For each group (index of the best, index of the worst completion), or None where all scores are equal."""
+Pairs = Float[np.ndarray, "Pa"]
 
 
 class DPO(OnPolicy):
@@ -39,28 +40,52 @@ class DPO(OnPolicy):
     sequences_per_example = 2
 
     def __init__(self, config: DPOConfig, sampling: Sampling | None = None):
-        """Creates the algorithm with its running mean of rewards; for the arguments see `Algorithm`."""
+        """Creates the algorithm with bco's running mean of rewards; for the arguments see `Algorithm`."""
         super().__init__(config, sampling)
-        self._mean = Running()
+        # Of all pairs trained on: half the sum of the two sides' means, weighted by pairs. It starts at 0, which all
+        # rewards are where the policy is the reference, and stays on the device, so that no step waits for the numbers
+        # of the one before.
+        self._mean: jax.Array | float = 0.0
+        self._pairs = 0.0
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
-        """See `dpo_loss`."""
-        return dpo_loss(inputs, self.config)
+        """`dpo_loss` by the config.
+
+        Raises:
+            UserError: there is an offset, and the rows have no margin.
+        """
+        config, values = self.config, inputs.batch.per_sequence
+        if config.offset and MARGIN not in values:
+            raise UserError(
+                f"algorithm.offset: rows have no column {MARGIN!r} to multiply; add it, or leave offset at 0"
+            )
+        assert config.beta is not None
+        return dpo_loss(
+            inputs.logprobs,
+            reference_logprobs(inputs) if config.has_reference else None,
+            inputs.batch,
+            loss=config.loss,
+            beta=config.beta,
+            label_smoothing=config.label_smoothing or 0.0,
+            gamma=config.gamma or 0.0,
+            tau=config.tau or 1.0,
+            length_normalized=config.length_normalized,
+            divergence=config.divergence,
+            alpha=config.alpha or 0.5,
+            margins=config.offset * jnp.asarray(values[MARGIN])[::2] if config.offset else 0.0,
+            baselines=values[BASELINE] if config.measures else None,
+            sft_weight=config.sft_weight or 0.0,
+            sft_reduction=config.sft_reduction,
+        )
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether the form has a reference whose log-probs are not precomputed."""
-        return self.config.has_reference and not self.precomputes
-
-    @property
-    def reference_path(self) -> str | None:
-        """The recipe's `reference_path`."""
-        return self.config.reference_path
-
-    @property
-    def precomputes(self) -> bool:
-        """Whether the reference's log-probs of all rows are computed before training."""
-        return self.config.reference == "precompute"
+    def needs(self) -> Needs:
+        """A reference where the form has one, as the recipe says; where values are sorted, before the update."""
+        config = self.config
+        if not config.has_reference:
+            return Needs(reference_path=config.reference_path)
+        when = "run" if config.reference == "precompute" else "step" if config.sorts else "update"
+        return Needs(reference=when, reference_path=config.reference_path)
 
     def prepare_sequence(self, sequence: Sequence) -> Sequence:
         """The sequence with the reference's log-probs, where they were precomputed."""
@@ -68,47 +93,31 @@ class DPO(OnPolicy):
             return sequence
         return replace(sequence, per_token={**sequence.per_token, REFERENCE: self.precomputed_logprobs(sequence)})
 
-    @property
-    def objective(self) -> Loss:
-        """The loss; for completions of the policy at the sampling temperature."""
-        # Where values are sorted, `prepare_batch` has computed the reference's log-probs.
-        reference = self.needs_reference and not self.config.sorts
-        if self.config.online:
-            return Loss(self.gated_loss, reference=reference, temperature=self._temperature)
-        return Loss(self.loss, reference=reference)
-
-    @property
-    def _temperature(self) -> float:
-        """Temperature of the log-probs: the sampler's where the completions are the policy's."""
-        return self.sampling.temperature if self.config.online else 1.0
-
     def prepare_batch(self, client: Client, batch: Batch, sequences: List[Sequence]) -> Batch:
         """The batch with a baseline for each reward, where the form has baselines.
+
+        bco: the mean of earlier updates. aot, aot_unpaired: the values of equal rank by the current policy, with the
+        reference's log-probs (Melnyk et al. 2024, https://arxiv.org/abs/2406.05882). Pairs of weight 0 are not sorted,
+        and have 0.
 
         Args:
             client: computes log-probs.
             batch: the packed batch.
             sequences: the sequences that were packed into it.
         """
-        if self.config.shifts:
-            baseline = self._mean.baseline(len(batch.weights))
-            return replace(batch, per_sequence={**batch.per_sequence, BASELINE: baseline})
-        return self._sorted(client, batch, sequences) if self.config.sorts else batch
-
-    def _sorted(self, client: Client, batch: Batch, sequences: List[Sequence]) -> Batch:
-        """The batch with the values of equal rank as baselines, by the current policy, and the reference's log-probs.
-
-        AOT, Melnyk et al. 2024, https://arxiv.org/abs/2406.05882, paired or not. Pairs of weight 0 are not sorted, and
-        have 0.
-        """
         size = len(batch.weights)
+        if self.config.shifts:
+            baseline = jnp.broadcast_to(jnp.asarray(self._mean, jnp.float32), (size,))
+            return replace(batch, per_sequence={**batch.per_sequence, BASELINE: baseline})
+        if not self.config.sorts:
+            return batch
         # Where the last batch has fewer sequences, some are scored twice, so that nothing is compiled again.
         scored = [sequences[i % len(sequences)] for i in range(size)]
-        policy = client.logprobs(scored, "policy", self._temperature)
-        if self.precomputes:
+        policy = client.logprobs(scored, "policy", self.temperature)
+        if self.needs.reference == "run":
             reference = [sequence.per_token[REFERENCE] for sequence in scored]
         else:
-            reference = client.logprobs(scored, "reference", self._temperature)
+            reference = client.logprobs(scored, "reference", self.temperature)
         p, q = (self._scores(logprobs, scored) for logprobs in (policy, reference))
         counted = np.asarray(batch.weights)[::2] > 0
         baseline = np.zeros(size, np.float32)
@@ -121,9 +130,13 @@ class DPO(OnPolicy):
             chosen, rejected = (p - q)[::2][counted], (p - q)[1::2][counted]
             baseline[::2][counted] = of_same_rank(chosen, rejected)
             baseline[1::2][counted] = of_same_rank(rejected, chosen)
+        # The reference's log-probs at the places of their tokens in the batch's rows; 0 in the padding.
+        starts = np.cumsum([0, *map(len, reference)])
+        at_places = np.concatenate(reference)[starts[np.asarray(batch.sequence_ids)] + np.asarray(batch.positions)]
+        in_rows = np.where(np.asarray(batch.segment_ids) > 0, at_places, 0).astype(np.float32)
         return replace(
             batch,
-            per_token={**batch.per_token, REFERENCE: in_rows(reference, batch)},
+            per_token={**batch.per_token, REFERENCE: in_rows},
             per_sequence={**batch.per_sequence, BASELINE: baseline},
         )
 
@@ -138,25 +151,23 @@ class DPO(OnPolicy):
         """Makes one update, and adds its rewards to the running mean where the form has one."""
         metrics = dict(super().step(client, batch))
         if self.config.shifts:
-            metrics["rewards/shift"] = self._mean.mean
-            self._mean.add(metrics, float(batch.counts["pairs"]))
+            metrics["rewards/shift"] = self._mean
+            pairs = float(batch.counts["pairs"])
+            self._pairs += pairs
+            reward = 0.5 * (metrics["rewards/chosen"] + metrics["rewards/rejected"])
+            self._mean = self._mean + (reward - self._mean) * (pairs / self._pairs)
         return metrics
 
     def get_state(self) -> dict[str, Any]:
         """The running mean of the rewards, where the form has one."""
-        return {"mean": float(self._mean.mean), "pairs": self._mean.pairs} if self.config.shifts else {}
+        return {"mean": float(self._mean), "pairs": self._pairs} if self.config.shifts else {}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restores the running mean."""
         if self.config.shifts:
-            self._mean.mean, self._mean.pairs = state["mean"], state["pairs"]
+            self._mean, self._pairs = state["mean"], state["pairs"]
 
-    @property
-    def starts_at_reference(self) -> bool:
-        """Whether the reference is the weights that the run starts from."""
-        return self.needs_reference and self.reference_path is None
-
-    def prepare(self, client: Client, experience: Experience) -> Prepared:
+    def prepare(self, client: Client, experience: Experience) -> Update:
         """One batch of the best and the worst completion of each prompt; none where no prompt has a pair.
 
         Raises:
@@ -168,70 +179,28 @@ class DPO(OnPolicy):
         sides = [as_sequence(group[i]) for group, rank in zip(groups, ranks, strict=True) for i in rank or ()]
         signal = np.array([rank is not None for rank in ranks])
         batches = [self.prepare_batch(client, data.packed(sides, 2 * data.size), sides)] if sides else []
+        samples = tuple(
+            {**row(place, episode), "side": ("chosen", "rejected")[rank.index(i)] if rank and i in rank else None}
+            for place, (group, rank) in enumerate(zip(groups[: data.shown], ranks, strict=False))
+            for i, episode in enumerate(group)
+        )
         numbers = report(groups, data.weights, signal)
-        return Prepared(batches, numbers, rows(groups, ranks, data.shown), notes(groups, data.weights, signal))
+        return Update(numbers, tuple(batches), samples, notes(groups, data.weights, signal))
 
 
-def ranked(scores_PG: np.ndarray) -> Ranks:
-    """The best and the worst completion of each group; of equal ones the first.
+def ranked(scores_PG: np.ndarray) -> list[tuple[int, int] | None]:
+    """Indices of the best and the worst completion of each group, of equal ones the first; None where all scores are
+    equal.
 
     Args:
         scores_PG: NaN where a reward failed; such completions are left out.
     """
-
     return [
         None
         if np.isnan(scores).all() or np.nanmax(scores) == np.nanmin(scores)
         else (int(np.nanargmax(scores)), int(np.nanargmin(scores)))
         for scores in scores_PG
     ]
-
-
-def rows(groups: Groups, ranks: Ranks, number: int) -> tuple[dict[str, Any], ...]:
-    """Rows of the first groups for `samples.jsonl`: completions with rewards and their side of the pair."""
-    return tuple(
-        {**row(place, episode), "side": ("chosen", "rejected")[rank.index(i)] if rank and i in rank else None}
-        for place, (group, rank) in enumerate(zip(groups[:number], ranks, strict=False))
-        for i, episode in enumerate(group)
-    )
-
-
-Pairs = Float[np.ndarray, "Pa"]
-
-
-class Running:
-    """Running mean reward of all pairs trained on: half the sum of the two sides' means, weighted by pairs.
-
-    It stays on the device, so that no step waits for the numbers of the one before.
-    """
-
-    def __init__(self) -> None:
-        """Starts at 0, which all rewards are where the policy is the reference."""
-        self.mean: jax.Array | float = 0.0
-        self.pairs = 0.0
-
-    def add(self, metrics: Metrics, pairs: float) -> None:
-        """Adds an update's `rewards/chosen` and `rewards/rejected` to the mean.
-
-        Args:
-            metrics: the update's metrics.
-            pairs: sum of the weights of the update's pairs.
-        """
-        self.pairs += pairs
-        reward = 0.5 * (metrics["rewards/chosen"] + metrics["rewards/rejected"])
-        self.mean = self.mean + (reward - self.mean) * (pairs / self.pairs)
-
-    def baseline(self, size: int) -> jax.Array:
-        """`[S]` the mean, for every sequence."""
-        return jnp.broadcast_to(jnp.asarray(self.mean, jnp.float32), (size,))
-
-
-def in_rows(values: List[np.ndarray], batch: Batch) -> Float[np.ndarray, "B T"]:
-    """Per-token values of sequences at the places of their tokens in the batch's rows; 0 in the padding."""
-    starts = np.cumsum([0, *map(len, values)])
-    places = starts[np.asarray(batch.sequence_ids)] + np.asarray(batch.positions)
-    at_places = np.concatenate(values)[places]
-    return np.where(np.asarray(batch.segment_ids) > 0, at_places, 0).astype(np.float32)
 
 
 def of_same_rank(values: Pairs, others: Pairs) -> Pairs:

@@ -1,21 +1,21 @@
 """The loss of DPO and its relatives: log-probs -> a reward for each completion -> a comparison of each pair's rewards.
 
-`rewards` computes a completion's reward from the policy, or from its distance to the reference; the forms below compare
-them. A completion's log-probability is the sum over its trained tokens. Arrays in, terms out.
+A completion's reward is its log-probability, or its distance to the reference; the forms below compare a pair's. A
+completion's log-probability is the sum over its trained tokens. Arrays in, terms out.
 
 Axes: B rows, T time, S sequences, Pa pairs (2 i is chosen, 2 i + 1 rejected).
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
-from tunix.algorithms.dpo.config import DPOConfig
-from tunix.algorithms.loss import reference_logprobs
+from tunix.algorithms.dpo.config import Form
 from tunix.algorithms.ops import per_sequence
-from tunix.errors import UserError
-from tunix.types import Batch, LossInputs, LossOutputs, Term
+from tunix.types import Batch, LossOutputs, Term
 
 MARGIN = "margin"
 """The per-sequence value that times the offset is the margin by which a chosen completion should be better."""
@@ -29,86 +29,122 @@ SURE = -1e-6
 Pairs = Float[Array, "Pa"]
 
 
-def dpo_loss(inputs: LossInputs, config: DPOConfig) -> LossOutputs:
+def dpo_loss(
+    logprobs: Float[Array, "B T"],
+    reference_logprobs: Float[Array | np.ndarray, "B T"] | None,
+    batch: Batch,
+    *,
+    loss: Form = "sigmoid",
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    gamma: float = 1.0,
+    tau: float = 0.05,
+    length_normalized: bool = False,
+    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl",
+    alpha: float = 0.5,
+    margins: Num[Array | np.ndarray, "Pa"] | float = 0.0,
+    baselines: Num[Array | np.ndarray, "S"] | None = None,
+    sft_weight: float = 0.0,
+    sft_reduction: Literal["sequences", "tokens"] = "sequences",
+) -> LossOutputs:
     """`E_pairs[form(r_chosen, r_rejected)] + sft_weight E_pairs[-log p(chosen) / |chosen|]`.
 
-    DPO, Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, eq. 7; `compared` names the relatives, `rewards`
-    defines r. The second term is that of RPO (Pang et al. 2024, https://arxiv.org/abs/2404.19733); with
-    `sft_reduction: tokens` it is the sum of -log p(chosen) over the pairs divided by that of |chosen|.
+    DPO, Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, eq. 7. The reward r of a completion y is, in the units
+    that the forms compare:
+
+        with a reference     beta f'(u), u = p(y) / p_ref(y), f that of the divergence (see `slope`)
+        length_normalized    beta log(u) / |y|
+        simpo                beta log p(y) / |y| (https://arxiv.org/abs/2405.14734)
+        cpo                  beta log p(y) (https://arxiv.org/abs/2401.08417)
+        orpo                 log(P / (1 - P)) with log P = log p(y) / |y| (https://arxiv.org/abs/2403.07691, eq. 4)
+
+    The second term is that of RPO (Pang et al. 2024, https://arxiv.org/abs/2404.19733); with `sft_reduction: tokens` it
+    is the sum of -log p(chosen) over the pairs divided by that of |chosen|.
 
     Args:
-        inputs: log-probs `[B T]` of pairs, and where the form has a reference its own, of the same step or as the
-            per-token `reference_logprobs`; with an offset the per-sequence `margin`; with bco, aot and aot_unpaired the
-            per-sequence `baseline`.
-        config: the section of the recipe.
-
-    Raises:
-        UserError: there is an offset, and the rows have no margin.
+        logprobs: log p of the tokens of pairs.
+        reference_logprobs: the same under the reference; None for simpo, cpo and orpo, which have none.
+        batch: which tokens are trained, and which of them form a completion.
+        loss: the form: how the rewards of a pair are compared.
+        beta: scale of the rewards; with ipo its tau, with orpo its lambda, with sppo_hard 1 / eta.
+        label_smoothing: e of the forms that have it.
+        gamma: simpo's margin.
+        tau: discopop's temperature.
+        length_normalized: whether log-ratios are divided by |y|.
+        divergence: f.
+        alpha: of the divergence `alpha`.
+        margins: by how much the chosen reward should be larger, by the logistic forms.
+        baselines: subtracted from each reward, for bco, aot and aot_unpaired; None for 0.
+        sft_weight: weight of the second term.
+        sft_reduction: what it is averaged over.
     """
-    batch = inputs.batch
-    sums = per_sequence(inputs.logprobs, batch)
-    scores = rewards(inputs, config)
-    chosen, rejected = scores[::2], scores[1::2]
-    measured = scores - jnp.asarray(batch.per_sequence[BASELINE]) if config.measures else scores
-    compared_Pa = compared(measured[::2], measured[1::2], config, margins(batch, config))
+    sums = per_sequence(logprobs, batch)
+    metrics: dict[str, Float[Array, "B T"] | Term] = {}
+    if loss == "orpo":
+        # -1 for sequences of other micro-batches: the odds of an empty sum are infinite.
+        mean = jnp.minimum(per_sequence(logprobs, batch, absent=-1.0) / batch.lengths, SURE)
+        rewards = mean - jnp.log(-jnp.expm1(mean))
+    elif reference_logprobs is None:
+        rewards = beta * (sums / batch.lengths if loss == "simpo" else sums)
+    else:
+        log_ratios = logprobs - reference_logprobs
+        metrics["kl/reference"] = 0.5 * log_ratios**2
+        log_u = per_sequence(log_ratios, batch)
+        rewards = beta * (log_u / batch.lengths if length_normalized else slope(log_u, divergence, alpha))
+    measured = rewards if baselines is None else rewards - jnp.asarray(baselines)
+    chosen, rejected = measured[::2], measured[1::2]
+    gap = chosen - rejected - margins
+    match loss:
+        case "sigmoid" | "cpo" | "aot":
+            compared_Pa = logistic(gap, label_smoothing)
+        case "simpo":
+            compared_Pa = logistic(gap - gamma, label_smoothing)
+        case "orpo":
+            compared_Pa = beta * logistic(gap, 0.0)
+        case "robust":
+            compared_Pa = robust(gap, label_smoothing)
+        case "exo":
+            compared_Pa = exo(gap, label_smoothing)
+        case "ipo":
+            compared_Pa = ipo(gap / beta, beta)
+        case "hinge":
+            compared_Pa = hinge(gap)
+        case "discopop":
+            compared_Pa = discopop(gap, tau)
+        case "nca":
+            compared_Pa = nca(chosen, rejected)
+        case "bco":
+            compared_Pa = bco(chosen, rejected)
+        case "sppo_hard":
+            compared_Pa = sppo_hard(chosen / beta, rejected / beta, 1 / beta)
+        case "apo_zero":
+            compared_Pa = apo_zero(chosen, rejected)
+        case "apo_down":
+            compared_Pa = apo_down(chosen, rejected)
+        case "aot_unpaired":
+            compared_Pa = aot_unpaired(chosen, rejected, label_smoothing)
     terms = {"preference": Term(compared_Pa, "pairs")}
-    if config.sft_weight:
+    if sft_weight:
         weights, lengths = jnp.asarray(batch.weights)[::2], jnp.asarray(batch.lengths)[::2]
-        if config.sft_reduction == "tokens":  # the mean length of the whole batch, for a term that is divided by pairs
+        if sft_reduction == "tokens":  # the mean length of the whole batch, for a term that is divided by pairs
             trained = jnp.sum(weights)
             lengths = jnp.where(trained > 0, jnp.sum(weights * lengths) / jnp.where(trained > 0, trained, 1.0), 1.0)
-        terms["sft"] = Term(-config.sft_weight * sums[::2] / lengths, "pairs")
+        terms["sft"] = Term(-sft_weight * sums[::2] / lengths, "pairs")
+    margin = rewards[::2] - rewards[1::2]
     of_pairs = {
-        "rewards/chosen": chosen,
-        "rewards/rejected": rejected,
-        "rewards/margin": chosen - rejected,
-        "rewards/accuracy": jnp.heaviside(chosen - rejected, 0.5),
+        "rewards/chosen": rewards[::2],
+        "rewards/rejected": rewards[1::2],
+        "rewards/margin": margin,
+        "rewards/accuracy": jnp.heaviside(margin, 0.5),
         "logprobs/chosen": sums[::2],
         "logprobs/rejected": sums[1::2],
     }
-    metrics: dict[str, Float[Array, "B T"] | Term] = {name: Term(values, "pairs") for name, values in of_pairs.items()}
-    if config.has_reference:
-        metrics["kl/reference"] = 0.5 * log_ratios(inputs) ** 2
-    return LossOutputs(terms, metrics)
+    return LossOutputs(terms, {**{name: Term(values, "pairs") for name, values in of_pairs.items()}, **metrics})
 
 
-def margins(batch: Batch, config: DPOConfig) -> Pairs | float:
-    """By how much the chosen reward of each pair should be larger than the rejected one."""
-    if not config.offset:
-        return 0.0
-    if MARGIN not in batch.per_sequence:
-        raise UserError(f"algorithm.offset: rows have no column {MARGIN!r} to multiply; add it, or leave offset at 0")
-    return config.offset * jnp.asarray(batch.per_sequence[MARGIN])[::2]
-
-
-def log_ratios(inputs: LossInputs) -> Float[Array, "B T"]:
-    """`log p - log p_ref` of each token."""
-    return inputs.logprobs - reference_logprobs(inputs)
-
-
-def rewards(inputs: LossInputs, config: DPOConfig) -> Float[Array, "S"]:
-    """`[S]` reward of each completion y, in the units that the forms compare.
-
-    With a reference: `beta f'(u)`, u = p(y) / p_ref(y), f that of the divergence (see `slope`).
-    `length_normalized`: `beta log(u) / |y|`.
-    simpo: `beta log p(y) / |y|` (https://arxiv.org/abs/2405.14734).
-    cpo: `beta log p(y)` (https://arxiv.org/abs/2401.08417).
-    orpo: `log(P / (1 - P))` with `log P = log p(y) / |y|` (https://arxiv.org/abs/2403.07691, eq. 4).
-    """
-    batch, beta = inputs.batch, config.beta
-    assert beta is not None
-    if config.loss == "orpo":
-        # -1 for sequences of other micro-batches: the odds of an empty sum are infinite.
-        mean = jnp.minimum(per_sequence(inputs.logprobs, batch, absent=-1.0) / batch.lengths, SURE)
-        return mean - jnp.log(-jnp.expm1(mean))
-    if not config.has_reference:
-        sums = per_sequence(inputs.logprobs, batch)
-        return beta * (sums / batch.lengths if config.loss == "simpo" else sums)
-    sums = per_sequence(log_ratios(inputs), batch)
-    return beta * (sums / batch.lengths if config.length_normalized else slope(sums, config))
-
-
-def slope(log_u: Float[Array, "S"], config: DPOConfig) -> Float[Array, "S"]:
+def slope(
+    log_u: Float[Array, "S"], divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"], alpha: float = 0.5
+) -> Float[Array, "S"]:
     """`f'(u) - f'(1)` of the f-divergence, for u = p / p_ref given as its logarithm; the constant cancels in a pair.
 
     f-DPO, Wang et al. 2023, https://arxiv.org/abs/2309.16240.
@@ -118,53 +154,12 @@ def slope(log_u: Float[Array, "S"], config: DPOConfig) -> Float[Array, "S"]:
         js          f'(u) = log(2u / (1 + u))  -> log(2u / (1 + u))
         alpha       f'(u) = (1 - u^-a) / a     -> (1 - u^-a) / a; a -> 0 is reverse_kl, a = 1 forward_kl
     """
-    if config.divergence == "reverse_kl":
+    if divergence == "reverse_kl":
         return log_u
-    if config.divergence == "js":
+    if divergence == "js":
         return jnp.log(2.0) + jax.nn.log_sigmoid(log_u)
-    alpha = 1.0 if config.divergence == "forward_kl" else config.alpha
-    assert alpha is not None
-    return -jnp.expm1(jnp.clip(-alpha * log_u, -EXPONENT_LIMIT, EXPONENT_LIMIT)) / alpha
-
-
-def compared(chosen: Pairs, rejected: Pairs, config: DPOConfig, margin: Pairs | float = 0.0) -> Pairs:
-    """The loss of each pair, by the form's name.
-
-    Args:
-        chosen: rewards of the chosen completions, less their baselines.
-        rejected: rewards of the rejected completions, less their baselines.
-        config: the section of the recipe.
-        margin: subtracted from the difference, by the logistic forms.
-    """
-    gap, beta, smoothing = chosen - rejected - margin, config.beta, config.label_smoothing
-    assert beta is not None
-    match config.loss:
-        case "ipo":
-            return ipo(gap / beta, beta)
-        case "hinge":
-            return hinge(gap)
-        case "discopop":
-            return discopop(gap, config.tau or 1.0)
-        case "nca":
-            return nca(chosen, rejected)
-        case "bco":
-            return bco(chosen, rejected)
-        case "sppo_hard":
-            return sppo_hard(chosen / beta, rejected / beta, 1 / beta)
-        case "apo_zero":
-            return apo_zero(chosen, rejected)
-        case "apo_down":
-            return apo_down(chosen, rejected)
-        case "orpo":
-            return beta * logistic(gap, 0.0)
-    assert smoothing is not None
-    if config.loss == "robust":
-        return robust(gap, smoothing)
-    if config.loss == "exo":
-        return exo(gap, smoothing)
-    if config.loss == "aot_unpaired":
-        return aot_unpaired(chosen, rejected, smoothing)
-    return logistic(gap - (config.gamma or 0.0), smoothing)
+    a = 1.0 if divergence == "forward_kl" else alpha
+    return -jnp.expm1(jnp.clip(-a * log_u, -EXPONENT_LIMIT, EXPONENT_LIMIT)) / a
 
 
 def logistic(gap: Pairs, smoothing: float) -> Pairs:
@@ -243,7 +238,7 @@ def bco(chosen: Pairs, rejected: Pairs) -> Pairs:
     as the logit.
 
     BCO, Jung et al. 2024, https://arxiv.org/abs/2404.04656. Its delta, the mean of both sides' expected rewards, is
-    subtracted before (`Running` in `algorithm.py`).
+    subtracted before (`DPO.prepare_batch`).
     """
     return -jax.nn.log_sigmoid(chosen) - jax.nn.log_sigmoid(-rejected)
 

@@ -78,30 +78,16 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "kl_in": "reward",
         "kl_estimator": "k1",
     },
-    # Gao et al. 2025, https://arxiv.org/abs/2511.20347, eq. 5 to 7, sec. 5 (the two temperatures).
-    "sapo": {
-        "advantage": "mean_std",
-        "surrogate": "soft",
-        "soft_positive": 1.0,
-        "soft_negative": 1.05,
-        "reduction": "sequences",
-    },
+    # Gao et al. 2025, https://arxiv.org/abs/2511.20347, eq. 5 to 7, sec. 5 (the temperatures: `loss.SOFT_TAUS`).
+    "sapo": {"advantage": "mean_std", "surrogate": "soft", "reduction": "sequences"},
     # Qi et al. 2026, https://arxiv.org/abs/2602.04879, eq. 11 and 12, by total variation; kl is `trust_region: kl`.
-    "dppo": {
-        "surrogate": "none",
-        "trust_region": "tv",
-        "trust_low": 0.15,
-        "trust_high": 0.15,
-        "reduction": "tokens",
-    },
+    "dppo": {"surrogate": "none", "trust_region": "tv", "reduction": "tokens"},
     # The default loss of https://github.com/PrimeIntellect-ai/prime-rl in 2026: DPPO's mask and Kimi k2.5's squared
     # log-ratio (https://arxiv.org/abs/2602.02276), of which it takes 1e-3 times the whole: 2e-3 times the half.
     "prime_rl": {
         "advantage": "mean",
         "surrogate": "none",
-        "trust_region": "tv",
-        "trust_low": 0.2,
-        "trust_high": 0.2,
+        "trust_region": ("tv", 0.2),
         "drift": 2e-3,
         "reduction": "tokens",
     },
@@ -110,7 +96,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # (https://tinker-docs.thinkingmachines.ai/tinker/losses/dro), whose example has this coefficient.
     "dro": {"advantage": "mean", "surrogate": "log", "drift": 0.05, "reduction": "constant"},
     # Liu et al. 2026, https://arxiv.org/abs/2602.05261, sec. 4.2: GSPO times the length, which is a sum over tokens;
-    # divided by a constant as in rloo (`reduction_length: 1` is the paper's number). Sec. 5.1 (clip).
+    # divided by a constant as in rloo. Sec. 5.1 (clip).
     "luspo": {
         "advantage": "mean_std",
         "ratio": "sequence",
@@ -123,6 +109,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "maxrl": {"advantage": "mean_relative", "reduction": "constant"},
 }
 
+TRUST_BOUNDS = {"tv": 0.15, "kl": 0.05}
+"""How far a token's probability may have moved in DPPO's trust region, by the divergence that measures it."""
 
 DIVIDES = ("mean_std", "leave_one_out_std", "batch", "mean_batch")
 """Advantages that are divided by a standard deviation."""
@@ -155,18 +143,10 @@ class GRPOConfig(PolicyConfig):
     surrogate: Literal["clip", "cispo", "soft", "none", "log"] = "clip"
     """`clip` stops the gradient of a ratio that moved far enough, `cispo` bounds its weight, `soft` lets it fade (SAPO,
     https://arxiv.org/abs/2511.20347), `none` does neither; `log` is advantage times log-prob, without a ratio."""
-    soft_positive: Above0 | None = None
-    """How fast `soft` fades (tau) where the advantage is positive. Null: 1."""
-    soft_negative: Above0 | None = None
-    """How fast `soft` fades where the advantage is negative. Null: 1.05, as in the paper: what lowers a token's
-    probability raises all others'."""
-    trust_region: Literal["none", "tv", "kl"] = "none"
+    trust_region: Literal["none", "tv", "kl"] | tuple[Literal["tv", "kl"], Above0] = "none"
     """Leaves out tokens whose update would move them further in a direction in which they have moved too far, by total
-    variation or KL of the taken token against all others (DPPO, https://arxiv.org/abs/2602.04879)."""
-    trust_low: Above0 | None = None
-    """How far a probability may have fallen where the advantage is negative. Null: 0.15 for tv, 0.05 for kl."""
-    trust_high: Above0 | None = None
-    """How far a probability may have risen where the advantage is positive. Null: 0.15 for tv, 0.05 for kl."""
+    variation or KL of the taken token against all others (DPPO, https://arxiv.org/abs/2602.04879): by 0.15 with tv, by
+    0.05 with kl, by another number as [tv, 0.2]."""
     drift: NonNegative = 0.0
     """Coefficient of half the squared log-ratio to the policy that sampled, a penalty on moving away from it (DRO,
     https://arxiv.org/abs/2405.19107; Kimi k1.5, https://arxiv.org/abs/2501.12599). 0 for none."""
@@ -174,9 +154,8 @@ class GRPOConfig(PolicyConfig):
     """Completions with a negative advantage are left out where the sampler's log-probs are higher than the policy's by
     more nats per token than this; 0.5 is a start (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556). Null: none are."""
     dynamic_sampling: bool = False
-    """Whether groups whose rewards are all equal are replaced by groups of further prompts (DAPO)."""
-    max_refills: Positive | None = None
-    """Rounds of replacement per step at most; after them the step has fewer groups. Null: 8."""
+    """Whether groups whose rewards are all equal are replaced by groups of further prompts (DAPO), in at most eight
+    rounds; after them the step has fewer groups."""
 
     presets: ClassVar[Mapping[str, Settings]] = PRESETS
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -189,10 +168,6 @@ class GRPOConfig(PolicyConfig):
         Rule(
             ("dual_clip",), lambda s: s["surrogate"] not in ("cispo", "soft", "none", "log"), "without surrogate: clip"
         ),
-        Rule(("soft_positive", "soft_negative"), lambda s: s["surrogate"] == "soft", "without surrogate: soft"),
-        Rule(
-            ("trust_low", "trust_high"), lambda s: s["trust_region"] != "none", "without a trust_region: set tv or kl"
-        ),
         Rule(
             ("std", "std_eps"),
             lambda s: s["advantage"] in DIVIDES or s["normalize_rewards"] == "each",
@@ -203,7 +178,6 @@ class GRPOConfig(PolicyConfig):
             lambda s: s["advantage"] in ("batch", "mean_batch") and s["normalize_rewards"] == "summed",
             "without advantage: batch or mean_batch, of summed rewards: their statistics are the batch's",
         ),
-        Rule(("max_refills",), lambda s: bool(s["dynamic_sampling"]), "without dynamic_sampling: true"),
         *PolicyConfig.rules,
     )
 
@@ -211,9 +185,16 @@ class GRPOConfig(PolicyConfig):
     def usual(cls, settings: Settings) -> Settings:
         """The value that null becomes for each key, given the other settings."""
         clips = {"clip_low": 1.0, "clip_high": 4.0} if settings["surrogate"] == "cispo" else {}
-        trust = 0.05 if settings["trust_region"] == "kl" else 0.15
-        usual = {"soft_positive": 1.0, "soft_negative": 1.05, "trust_low": trust, "trust_high": trust, "max_refills": 8}
-        return {**super().usual(settings), **clips, **usual}
+        return {**super().usual(settings), **clips}
+
+    @property
+    def trust_bound(self) -> tuple[Literal["tv", "kl"], float] | None:
+        """`trust_region` as the divergence and its bound; None where there is no trust region."""
+        if self.trust_region == "none":
+            return None
+        if isinstance(self.trust_region, tuple):
+            return self.trust_region
+        return self.trust_region, TRUST_BOUNDS[self.trust_region]
 
     @property
     def sees_pictures(self) -> bool:

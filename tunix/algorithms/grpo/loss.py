@@ -1,15 +1,15 @@
-"""The loss of GRPO and its relatives: ratio -> surrogate -> masks -> terms. Arrays in, terms out.
+"""The loss of GRPO and its relatives: ratio -> surrogate -> masks. Arrays in, terms out.
 
 Axes: B rows, T time.
 """
 
+from typing import Literal
+
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
-from tunix.algorithms.grpo.config import GRPOConfig
-from tunix.algorithms.loss import old_log_ratio, old_logprobs, policy_outputs, sampler_logprobs
 from tunix.algorithms.ops import (
-    Surrogate,
     cispo_surrogate,
     clipped_surrogate,
     completion_ratio,
@@ -20,68 +20,83 @@ from tunix.algorithms.ops import (
     plain_surrogate,
     sequence_ratio,
     soft_surrogate,
+    surrogate_outputs,
     token_ratio,
     without,
 )
-from tunix.types import LossInputs, LossOutputs, Over
+from tunix.types import Batch, LossOutputs, Over
+
+SOFT_TAUS = (1.0, 1.05)
+"""How fast `soft` fades where the advantage is positive, and elsewhere: SAPO, https://arxiv.org/abs/2511.20347, sec. 5;
+what lowers a token's probability raises all others'."""
 
 
-def grpo_loss(inputs: LossInputs, config: GRPOConfig, over: Over | float) -> LossOutputs:
-    """`E[surrogate(r, A) + drift/2 log^2 r] + kl KL - entropy_bonus H`, r the ratio of the policy to the old one.
+def grpo_loss(
+    logprobs: Float[Array, "B T"],
+    old_logprobs: Float[Array | np.ndarray, "B T"],
+    advantages: Float[Array | np.ndarray, "B T"],
+    batch: Batch,
+    *,
+    over: Over | float = "tokens",
+    ratio: Literal["token", "sequence", "completion"] = "token",
+    surrogate: Literal["clip", "cispo", "soft", "none", "log"] = "clip",
+    clip_low: float | None = 0.2,
+    clip_high: float | None = 0.2,
+    dual_clip: float | None = None,
+    trust_region: tuple[Literal["tv", "kl"], float] | None = None,
+    off_policy_limit: float | None = None,
+    sampler_logprobs: Float[Array | np.ndarray, "B T"] | None = None,
+    drift: float = 0.0,
+) -> LossOutputs:
+    """`E[surrogate(r, A) + drift/2 log^2 r]`, r the ratio of the policy to the old one.
 
-    GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300, eq. 3; `config.py` names the relatives, and the README
-    has the formula of each setting. The advantage is that of the whole completion, at each of its tokens.
+    GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300, eq. 3 without its KL, which `ops.clamped_kl` has;
+    `config.py` names the relatives, and the README has the formula of each setting. The advantage is that of the whole
+    completion, at each of its tokens.
 
     Args:
-        inputs: the batch's per-token `advantages` and `old_logprobs`, and what `loss.policy_outputs` reads.
-        config: the section of the recipe.
-        over: `config.over(completion_length)`.
+        logprobs: log p of the batch's tokens.
+        old_logprobs: the same under the policy before the updates.
+        advantages: A.
+        batch: which tokens are trained, and which of them form a completion; see `tunix.pack`.
+        over: what the terms are averaged over.
+        ratio: r of each token, the geometric mean over the completion, or the product over it.
+        surrogate: which function of r and A.
+        clip_low: of `clip` and `cispo`: r counts as no less than 1 - clip_low.
+        clip_high: of `clip` and `cispo`: r counts as no more than 1 + clip_high.
+        dual_clip: of `clip`: bounds the loss where A < 0 at this many times A.
+        trust_region: leaves out tokens that have moved further than the number, by total variation or KL.
+        off_policy_limit: leaves out completions with A < 0 that the sampler found likelier by this many nats per token.
+        sampler_logprobs: log-probs under the sampler, for that limit; None where they are the old ones.
+        drift: coefficient of half the squared log-ratio.
     """
-    log_ratios = old_log_ratio(inputs)
-    if config.ratio == "sequence":
-        ratio = sequence_ratio(log_ratios, inputs.batch)
+    log_ratios = log_ratio(logprobs, old_logprobs, batch)
+    if ratio == "sequence":
+        ratios = sequence_ratio(log_ratios, batch)
     else:
-        ratio = completion_ratio(log_ratios, inputs.batch) if config.ratio == "completion" else token_ratio(log_ratios)
-    surrogate = _trusted(_surrogate(inputs, ratio, config), inputs, config)
-    if config.ratio == "completion" and config.reduction == "constant":
+        ratios = completion_ratio(log_ratios, batch) if ratio == "completion" else token_ratio(log_ratios)
+    if surrogate == "none":
+        policy = plain_surrogate(ratios, advantages)
+    elif surrogate == "log":
+        policy = log_surrogate(logprobs, advantages)
+    elif surrogate == "soft":
+        policy = soft_surrogate(ratios, advantages, *SOFT_TAUS)
+    else:
+        assert clip_low is not None
+        assert clip_high is not None
+        if surrogate == "cispo":
+            policy = cispo_surrogate(logprobs, ratios, advantages, clip_low, clip_high)
+        else:
+            policy = clipped_surrogate(ratios, advantages, clip_low, clip_high, dual_clip)
+    if trust_region is not None:
+        kind, bound = trust_region
+        policy = without(policy, outside_trust_region(logprobs, old_logprobs, advantages, kind, bound, bound))
+    if off_policy_limit is not None:
+        sampler = old_logprobs if sampler_logprobs is None else sampler_logprobs
+        moved = log_ratio(logprobs, sampler, batch)
+        policy = without(policy, off_policy(moved, advantages, batch, off_policy_limit))
+    if ratio == "completion" and not isinstance(over, str):
         # So that the sum over tokens counts a completion, which is one action, once.
-        surrogate = surrogate._replace(
-            loss=surrogate.loss / jnp.asarray(inputs.batch.lengths)[inputs.batch.sequence_ids]
-        )
-    outputs = policy_outputs(inputs, config, over, surrogate, ratio, config.kl)
-    return outputs.add("drift", 0.5 * config.drift * log_ratios**2, over) if config.drift else outputs
-
-
-def _surrogate(inputs: LossInputs, ratio: Float[Array, "B T"], config: GRPOConfig) -> Surrogate:
-    """The surrogate that `config.surrogate` names."""
-    advantages = inputs.batch.per_token["advantages"]
-    if config.surrogate == "none":
-        return plain_surrogate(ratio, advantages)
-    if config.surrogate == "log":
-        return log_surrogate(inputs.logprobs, advantages)
-    if config.surrogate == "soft":
-        assert config.soft_positive is not None
-        assert config.soft_negative is not None
-        return soft_surrogate(ratio, advantages, config.soft_positive, config.soft_negative)
-    assert config.clip_low is not None
-    assert config.clip_high is not None
-    if config.surrogate == "cispo":
-        return cispo_surrogate(inputs.logprobs, ratio, advantages, config.clip_low, config.clip_high)
-    return clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
-
-
-def _trusted(surrogate: Surrogate, inputs: LossInputs, config: GRPOConfig) -> Surrogate:
-    """The surrogate without tokens outside of the trust region, and without completions that are off-policy."""
-    batch = inputs.batch
-    advantages = batch.per_token["advantages"]
-    if config.trust_region != "none":
-        assert config.trust_low is not None
-        assert config.trust_high is not None
-        low, high = config.trust_low, config.trust_high
-        others = old_logprobs(inputs)
-        outside = outside_trust_region(inputs.logprobs, others, advantages, config.trust_region, low, high)
-        surrogate = without(surrogate, outside)
-    if config.off_policy_limit is not None:
-        current = log_ratio(inputs.logprobs, sampler_logprobs(inputs), batch)
-        surrogate = without(surrogate, off_policy(current, advantages, batch, config.off_policy_limit))
-    return surrogate
+        policy = policy._replace(loss=policy.loss / jnp.asarray(batch.lengths)[batch.sequence_ids])
+    outputs = surrogate_outputs(policy, ratios, log_ratios, over)
+    return outputs.add("drift", 0.5 * drift * log_ratios**2, over) if drift else outputs

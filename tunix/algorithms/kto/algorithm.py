@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from tunix.algorithms.base import Algorithm
+from tunix.algorithms.base import Algorithm, Needs
 from tunix.algorithms.kto.config import KTOConfig
 from tunix.algorithms.kto.loss import BASELINE, kto_loss
 from tunix.data.packing import LABEL
 from tunix.data.types import Packed
 from tunix.protocols import Client
-from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sequence
+from tunix.types import Batch, LossInputs, LossOutputs, Metrics, Sequence
 
 SIDES = {"chosen": 1.0, "rejected": 0.0}
 """Last part of a metric's name -> the label of its completions."""
@@ -30,23 +30,24 @@ class KTO(Algorithm):
     config: KTOConfig
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
-        """See `kto_loss`."""
-        return kto_loss(inputs, self.config)
+        """`kto_loss` by the config; `apo_zero` has no baseline."""
+        config, batch = self.config, inputs.batch
+        assert inputs.reference_logprobs is not None
+        return kto_loss(
+            inputs.logprobs,
+            inputs.reference_logprobs,
+            batch.per_sequence[LABEL],
+            batch,
+            baseline=0.0 if config.loss == "apo_zero" else batch.per_sequence[BASELINE],
+            beta=config.beta,
+            desirable_weight=config.desirable_weight,
+            undesirable_weight=config.undesirable_weight,
+        )
 
     @property
-    def needs_reference(self) -> bool:
-        """Always true: rewards are log-ratios to a reference."""
-        return True
-
-    @property
-    def reference_path(self) -> str | None:
-        """The recipe's `reference_path`."""
-        return self.config.reference_path
-
-    @property
-    def objective(self) -> Loss:
-        """The loss, with the reference's log-probs."""
-        return Loss(self.loss, reference=True)
+    def needs(self) -> Needs:
+        """A reference: rewards are log-ratios to it."""
+        return Needs(reference="update", reference_path=self.config.reference_path)
 
     def step(self, client: Client, batch: Batch) -> Metrics:
         """Makes one update, with z0 of this batch as a metric."""

@@ -23,9 +23,6 @@ class PPOConfig(PolicyConfig):
     """Discount per sampled token."""
     lam: Unit = 0.95
     """GAE's lambda: 1 trusts the rewards alone, 0 the critic's next value."""
-    lam_length: Annotated[float, Field(gt=0)] | None = None
-    """The policy's lambda is 1 - 1 / (this times the completion's tokens), at least 0: the longer, the closer to 1.
-    VAPO (https://arxiv.org/abs/2504.05118) uses 0.05. Null: lam."""
     lam_critic: Unit | None = None
     """Lambda of the returns that the critic learns; VAPO and VC-PPO use 1. Null: the policy's."""
     whiten: bool = True
@@ -38,15 +35,12 @@ class PPOConfig(PolicyConfig):
     """Learning rate of a separate critic; null: the optimizer's."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
     """Number of first steps in which only a separate critic is trained."""
-    value_coefficient: Annotated[float, Field(gt=0)] | None = None
-    """Weight of the value loss. Null: 0.5 with a shared trunk, 1 with a separate critic."""
     value_clip: Annotated[float, Field(gt=0)] | None = 0.2
     """Bound of a value's change since the rollout, used where it makes the loss larger; null: no clip."""
 
     rules: ClassVar[tuple[Rule, ...]] = (
         *PolicyConfig.rules,
         Rule(("std",), lambda s: bool(s["whiten"]), "without whiten: true"),
-        Rule(("lam",), lambda s: s["lam_length"] is None, "with lam_length, which stands in its place: set lam_critic"),
         Rule(("kl_target",), lambda s: bool(s["kl"]), "while kl, its first value, is 0: set kl"),
         Rule(
             ("critic_learning_rate",), lambda s: s["critic"] != "shared", "with critic: shared, which has the policy's"
@@ -61,9 +55,12 @@ class PPOConfig(PolicyConfig):
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
         """The value that null becomes for each key, given the other settings."""
-        shared = settings["critic"] == "shared"
-        usual = super().usual(settings)
-        return {**usual, "kl_in": "reward", "value_coefficient": 0.5 if shared else 1.0}
+        return {**super().usual(settings), "kl_in": "reward"}
+
+    @property
+    def reference_before_update(self) -> bool:
+        """Whether there is a reference: its KL over completions is measured, and the coefficient may follow it."""
+        return bool(self.kl)
 
     @property
     def learning_rate_of_critic(self) -> float | None:

@@ -1,12 +1,10 @@
 """Reward models: a scalar head in place of the language model's, trained on pairs of a better and a worse side."""
 
-from typing import Literal
-
-from tunix.algorithms.base import Algorithm
+from tunix.algorithms.base import Algorithm, Needs
 from tunix.algorithms.reward.config import RewardModelConfig
-from tunix.algorithms.reward.loss import reward_loss
+from tunix.algorithms.reward.loss import MARGIN, reward_loss
 from tunix.data.packing import as_scored
-from tunix.types import Loss, LossInputs, LossOutputs, Sequence
+from tunix.types import LossInputs, LossOutputs, Sequence
 
 
 class RewardModel(Algorithm):
@@ -19,18 +17,15 @@ class RewardModel(Algorithm):
     extra_tokens = 1
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
-        """See `reward_loss`."""
-        return reward_loss(inputs, self.config.centring)
+        """`reward_loss` by the config, with the rows' margins where they have some."""
+        assert inputs.values is not None
+        margins = inputs.batch.per_sequence.get(MARGIN)
+        return reward_loss(inputs.values, inputs.batch, margins=margins, centring=self.config.centring)
 
     @property
-    def critic(self) -> Literal["alone"]:
-        """`alone`: the model has a value head and no language-model head."""
-        return "alone"
-
-    @property
-    def objective(self) -> Loss:
-        """The loss on values; log-probs are not computed."""
-        return Loss(self.loss, logprobs=False, values=True)
+    def needs(self) -> Needs:
+        """Values of a model without a language-model head; log-probs are not computed."""
+        return Needs(logprobs=False, values="alone")
 
     def prepare_sequence(self, sequence: Sequence) -> Sequence:
         """The sequence with one more token at its end, where its score is read; see `as_scored`."""

@@ -5,14 +5,23 @@ Axes: B rows, T time, S sequences; 2 i is the chosen one of a pair, 2 i + 1 the 
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Num
 
 from tunix.algorithms.ops import per_sequence
-from tunix.types import LossInputs, LossOutputs, Term
+from tunix.types import Batch, LossOutputs, Term
 
 MARGIN = "margin"
+"""The per-sequence value by which the chosen side should be better."""
 
 
-def reward_loss(inputs: LossInputs, centring: float) -> LossOutputs:
+def reward_loss(
+    values: Float[Array, "B T"],
+    batch: Batch,
+    *,
+    margins: Num[Array | np.ndarray, "S"] | None = None,
+    centring: float = 0.0,
+) -> LossOutputs:
     """Bradley-Terry loss: the chosen completion wins with probability `sigmoid(r_chosen - r_rejected)`.
 
     L = mean over pairs of -log sigmoid(r_c - r_r - m) + centring (r_c + r_r)^2
@@ -22,15 +31,14 @@ def reward_loss(inputs: LossInputs, centring: float) -> LossOutputs:
     the second (Eisenstein et al. 2023, https://arxiv.org/abs/2312.09244) fixes the offset, which is free otherwise.
 
     Args:
-        inputs: `values` `[B T]`, where each sequence's single trained token has its score; and per-sequence `margin`
-            `[S]` where rows have one, equal on both sides of a pair.
+        values: of which each sequence's single trained token has its score.
+        batch: of pairs.
+        margins: m, equal on both sides of a pair; None for 0.
         centring: coefficient of the second term; 0 for none.
     """
-    assert inputs.values is not None
-    scores = per_sequence(inputs.values, inputs.batch)
+    scores = per_sequence(values, batch)
     chosen, rejected = scores[::2], scores[1::2]
     gap = chosen - rejected
-    margins = inputs.batch.per_sequence.get(MARGIN)
     beyond = gap if margins is None else gap - jnp.asarray(margins)[::2]
     terms = {"preference": Term(-jax.nn.log_sigmoid(beyond), "pairs")}
     if centring:
@@ -41,4 +49,4 @@ def reward_loss(inputs: LossInputs, centring: float) -> LossOutputs:
         "rewards/margin": gap,
         "rewards/accuracy": jnp.heaviside(gap, 0.5),
     }
-    return LossOutputs(terms, {name: Term(values, "pairs") for name, values in metrics.items()})
+    return LossOutputs(terms, {name: Term(array, "pairs") for name, array in metrics.items()})

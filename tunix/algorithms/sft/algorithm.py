@@ -1,5 +1,7 @@
 """Supervised fine-tuning: maximise the likelihood of the trained tokens."""
 
+from dataclasses import replace
+
 from tunix.algorithms.base import Algorithm
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.algorithms.sft.loss import sft_loss
@@ -13,10 +15,10 @@ class SFT(Algorithm):
     config: SFTConfig
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
-        """See `sft_loss`."""
-        return sft_loss(inputs, over=self.config.reduction)
+        """`sft_loss` by the config."""
+        return sft_loss(inputs.logprobs, self.config.reduction)
 
     @property
     def objective(self) -> Loss:
         """The loss, with NEFTune's noise on the embeddings where the recipe sets it."""
-        return Loss(self.loss, embedding_noise=self.config.neftune_alpha)
+        return replace(super().objective, embedding_noise=self.config.neftune_alpha)
