@@ -226,7 +226,8 @@ def in_words(kind: Any, metadata: list[Any]) -> str:
     if get_origin(kind) in (Union, types.UnionType):
         return " or ".join("null" if part is type(None) else in_words(part, metadata) for part in get_args(kind))
     if get_origin(kind) is tuple:
-        return f"list of {in_words(get_args(kind)[0], [])}"
+        parts = dict.fromkeys(in_words(part, []) for part in get_args(kind) if part is not Ellipsis)
+        return f"list of {' and '.join(parts)}"
     if get_origin(kind) is dict:
         return f"mapping to {in_words(get_args(kind)[1], [])}"
     if kind in SECTIONS.values():

@@ -230,8 +230,10 @@ def kl_estimate(
 def clamped_kl(
     log_ratios: Float[Array | np.ndarray, "*shape"], estimator: Estimator, limit: float | None = None
 ) -> Float[Array | np.ndarray, "*shape"]:
-    """`kl_estimate` with log-ratios clamped to +-`LOG_RATIO_LIMIT`, as in NeMo-RL and verl, the result to +-`limit`, where
-    it has no gradient."""
+    """`kl_estimate` with log-ratios clamped to +-`LOG_RATIO_LIMIT`, as in NeMo-RL and verl, and the result to +-`limit`.
+
+    Where it is clamped it has no gradient.
+    """
     numpy = log_ratios.__array_namespace__()
     estimate = kl_estimate(numpy.clip(log_ratios, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), estimator)
     return estimate if limit is None else numpy.clip(estimate, -limit, limit)
