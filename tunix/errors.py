@@ -7,6 +7,7 @@ without a traceback and exits with 2. Everything else is a bug in tunix and rise
 import difflib
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 LONGEST_WORD, LONGEST_LINE = 240, 600
 """Characters of a message's word, and of its line, at most: a value may have thousands."""
@@ -28,6 +29,18 @@ class Doubtful(UserError):
 
 class Interrupted(Exception):
     """A run that SIGINT or SIGTERM stopped after a checkpoint; the command line exits with 130."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A sample without a score, and why: it is counted as failed and left out, and is never a score of 0."""
+
+    reason: str
+    """The reason as a sentence, e.g. `judge took longer than 10 s`."""
+
+
+Score = float | Failure | None
+"""A reward of a sample; None where a function in TRL's style left the sample out."""
 
 
 def _shortened(line: str) -> str:

@@ -230,7 +230,7 @@ def kl_estimate(
 def clamped_kl(
     log_ratios: Float[Array | np.ndarray, "*shape"], estimator: Estimator, limit: float | None = None
 ) -> Float[Array | np.ndarray, "*shape"]:
-    """`kl_estimate` with log-ratios clamped to +-`LOG_RATIO_LIMIT`, as in NeMo-RL and verl, and the result to +-`limit`.
+    """`kl_estimate` with log-ratios clamped to +-`LOG_RATIO_LIMIT` and the result to +-`limit`, as in NeMo-RL and verl.
 
     Where it is clamped it has no gradient.
     """

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tunix.config import RowKind
 from tunix.data.packing import pack
 from tunix.data.pipeline import pictures_of_row
 from tunix.plan import arithmetic, programs
@@ -79,7 +78,7 @@ class Recorder(Rehearsal):
 
     def __init__(self, subject: Subject):
         """Records nothing yet."""
-        super().__init__(subject.recipe)
+        super().__init__(subject.setup)
         self.subject = subject
         self.programs: dict[tuple, Program] = {}
 
@@ -215,12 +214,11 @@ class Recorder(Rehearsal):
 
 def programs_of(subject: Subject) -> list[Program]:
     """The programs of a run, those that need most first."""
-    recorder, algorithm = Recorder(subject), subject.algorithm
+    recorder, algorithm = Recorder(subject), subject.setup.algorithm
     if algorithm.needs.reference == "run":
         of = "policy" if algorithm.needs.reference_path is None else "reference"  # the policy at its start, or another
         algorithm.precomputed_logprobs = lambda sequence: recorder.logprobs([sequence], of)[0]
-    spec = subject.policy.spec
-    with closing(recorder.stream(algorithm, spec.model.config, spec.mesh)) as stream:
+    with closing(recorder.stream()) as stream:
         item = next(stream)
         for _ in range(MOST_STEPS):
             for program in recorder.programs.values():
@@ -252,10 +250,10 @@ def _sampling(subject: Subject) -> list[Program]:
     decoding.tokens, filling.tokens = sizes.slots, piece
     for program in (decoding, filling):
         program.caches, program.besides, program.place = pages, twice, place
-    if subject.algorithm.train_on == RowKind.PROMPT:
-        prompts, work = subject.recipe.batch_size, sampled.work
-        requests = prompts * subject.recipe.algorithm.samples_per_prompt
-        drawn = min(work.length, subject.algorithm.sampling.max_tokens)
+    if subject.setup.samples:
+        prompts, work = subject.setup.recipe.batch_size, sampled.work
+        requests = prompts * subject.setup.recipe.algorithm.samples_per_prompt
+        drawn = min(work.length, subject.setup.algorithm.sampling.max_tokens)
         decoding.times = float(-(-requests // sizes.slots) * drawn)
         filling.times = float(-(-prompts * work.prompt_length // piece))
         config, looked_up = spec.model.config, 0 if spec.model.config.tied else bytes_of(sampled.weights.top["embed/w"])

@@ -228,7 +228,7 @@ def examined(subject: Subject, target: Target, tell: Callable[[str], None] = lam
     with ThreadPoolExecutor(AT_ONCE) as pool:
         needs = list(pool.map(lambda program: _need_of(program, subject, target, tell), programs_of(subject)))
     needs.sort(key=lambda need: need.total, reverse=True)
-    ahead = subject.recipe.rollout.max_staleness > 0
+    ahead = subject.setup.recipe.rollout.max_staleness > 0
     return Verdict(target, subject.held, needs, subject.devices, subject.chosen, ahead)
 
 

@@ -17,9 +17,8 @@ import numpy as np
 
 from tunix.data.seen import followed
 from tunix.data.types import Prompt
-from tunix.errors import UserError
+from tunix.errors import Score, UserError
 from tunix.protocols import Metered, SamplingClient
-from tunix.rollout.rewards.base import Score
 from tunix.types import Batch, Begun, Completion, Sequence
 
 ENVIRONMENT = "environment"

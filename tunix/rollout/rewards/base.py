@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tunix.errors import UserError, nearest
+from tunix.errors import Failure, Score, UserError, nearest
 from tunix.rollout.rewards.config import RewardFunction
 from tunix.rollout.rewards.shipped import SHIPPED
 from tunix.util.plugins import absolute, is_reference, load_object
@@ -31,18 +31,6 @@ LOGS = ("log_metric", "log_extra")
 """Functions that TRL gives to a reward."""
 ABSENT = ("trainer_state", "environments")
 """Arguments that TRL gives to a reward and tunix does not: no score depends on when it is computed."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A sample without a score, and why: it is counted as failed and left out, and is never a score of 0."""
-
-    reason: str
-    """The reason as a sentence, e.g. `judge took longer than 10 s`."""
-
-
-Score = float | Failure | None
-"""None where a function in TRL's style left the sample out."""
 
 
 def parted(scores: Mapping[str, Score]) -> tuple[dict[str, float], dict[str, str]]:
