@@ -39,16 +39,15 @@ from tunix.algorithms.episodes import (
 from tunix.algorithms.ops import (
     IMPORTANCE_BOUNDS,
     REFERENCE,
-    clamped_kl,
     compared_with_sampler,
     importance_weight,
     kl_estimate,
+    kl_loss,
     log_ratio,
     old_logprobs,
     reference_logprobs,
     sampler_logprobs,
     sequence_sum,
-    weighted_kl,
 )
 from tunix.config import RowKind
 from tunix.errors import Doubtful
@@ -194,7 +193,7 @@ class PolicyGradient(OnPolicy):
                 per-sequence `kl_coefficient` in place of `kl` where it changes from step to step.
         """
         config, batch = self.config, inputs.batch
-        (policy, over), metrics = (outputs.terms["policy"].values, outputs.terms["policy"].over), dict(outputs.metrics)
+        policy, over, metrics = outputs.terms["policy"].values, outputs.terms["policy"].over, dict(outputs.metrics)
         if config.old_logprobs == "recompute":
             # Log of trainer over sampler before the updates.
             log_weights = log_ratio(jnp.asarray(old_logprobs(inputs)), batch.per_token["sampler_logprobs"], batch)
@@ -210,25 +209,27 @@ class PolicyGradient(OnPolicy):
                 metrics["mismatch/masked"] = masked.astype(jnp.float32)
         terms = {"policy": Term(policy, over)}
         if config.kl:
-            log_ratios = log_ratio(inputs.logprobs, reference_logprobs(inputs), batch)
-            metrics["kl/reference"] = cast(Array, kl_estimate(log_ratios, "k3"))
+            reference = reference_logprobs(inputs)
+            metrics["kl/reference"] = cast(Array, kl_estimate(log_ratio(inputs.logprobs, reference, batch), "k3"))
             if config.kl_in == "loss":
                 coefficients = batch.per_sequence.get("kl_coefficient")
                 coefficient = config.kl if coefficients is None else inputs.per_token(jnp.asarray(coefficients))
-                if config.kl_weighted:
-                    # Not over the old log-probs: where these are recomputed, they are the trainer's.
-                    log_weights = log_ratio(inputs.logprobs, sampler_logprobs(inputs), batch)
-                    kl = weighted_kl(log_weights, log_ratios, config.kl_estimator, config.kl_output_clamp)
-                else:
-                    kl = cast(Array, clamped_kl(log_ratios, config.kl_estimator, config.kl_output_clamp))
+                kl = kl_loss(
+                    inputs.logprobs,
+                    reference,
+                    batch,
+                    estimator=config.kl_estimator,
+                    limit=config.kl_output_clamp,
+                    # Not the old log-probs: where these are recomputed, they are the trainer's.
+                    sampler_logprobs=sampler_logprobs(inputs) if config.kl_weighted else None,
+                )
                 terms["kl"] = Term(coefficient * kl, over)
         if inputs.entropy is not None:
             metrics["policy/entropy"] = inputs.entropy
             if config.entropy_bonus:
                 terms["entropy"] = Term(-config.entropy_bonus * inputs.entropy, over)
-        return replace(
-            outputs, terms={**terms, **{k: v for k, v in outputs.terms.items() if k != "policy"}}, metrics=metrics
-        )
+        others = {name: term for name, term in outputs.terms.items() if name != "policy"}
+        return replace(outputs, terms={**terms, **others}, metrics=metrics)
 
     @abstractmethod
     def credit(self, client: Client, groups: Groups, sequences: list[Sequence], data: Rollouts) -> list[Sequence]:

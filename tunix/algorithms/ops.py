@@ -267,6 +267,32 @@ def weighted_kl(
     return jnp.where(outside, stopped(product), product)
 
 
+def kl_loss(
+    logprobs: Float[Array, "B T"],
+    reference_logprobs: Float[Array | np.ndarray, "B T"],
+    batch: Batch,
+    *,
+    estimator: Estimator = "k3",
+    limit: float | None = None,
+    sampler_logprobs: Float[Array | np.ndarray, "B T"] | None = None,
+) -> Float[Array, "B T"]:
+    """The estimate of `KL(p || ref)` at each token, for a term of the loss: `clamped_kl`, or `weighted_kl`.
+
+    Args:
+        logprobs: log p of the batch's tokens.
+        reference_logprobs: the same under the reference.
+        batch: which tokens are trained.
+        estimator: the name; see `kl_estimate` for the gradients.
+        limit: bound of the estimate, e.g. 10; None for none.
+        sampler_logprobs: log-probs under the policy that sampled, over which the ratio of p weights the estimate; None
+            for no weight.
+    """
+    log_ratios = log_ratio(logprobs, reference_logprobs, batch)
+    if sampler_logprobs is None:
+        return cast(Array, clamped_kl(log_ratios, estimator, limit))
+    return weighted_kl(log_ratio(logprobs, sampler_logprobs, batch), log_ratios, estimator, limit)
+
+
 def clipped_surrogate(
     ratio: Float[Array, "B T"],
     advantages: Float[Array | np.ndarray, "B T"],

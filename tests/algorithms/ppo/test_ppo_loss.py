@@ -206,7 +206,6 @@ def test_what_null_stands_for():
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"whiten": False, "std": "sample"}, "std is 'sample', which changes nothing without whiten: true"),
         ({"kl_target": 6}, "kl_target is 6.0.*set kl"),
         ({"critic": "shared", "critic_learning_rate": 1e-4}, "critic_learning_rate is 0.0001"),
         ({"critic": "shared", "critic_warmup": 5}, "critic_warmup is 5.*moves the policy's trunk"),

@@ -50,9 +50,9 @@ def grpo_loss(
 ) -> LossOutputs:
     """`E[surrogate(r, A) + drift/2 log^2 r]`, r the ratio of the policy to the old one.
 
-    GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300, eq. 3 without its KL, which `ops.clamped_kl` has;
-    `config.py` names the relatives, and the README has the formula of each setting. The advantage is that of the whole
-    completion, at each of its tokens.
+    GRPO, Shao et al. 2024, https://arxiv.org/abs/2402.03300, eq. 3 without its KL, which is one more term:
+    `.add("kl", 0.04 * ops.kl_loss(logprobs, reference_logprobs, batch), over)`. `config.py` names the relatives, the
+    README has the formula of each setting. The advantage is that of the whole completion, at each of its tokens.
 
     Args:
         logprobs: log p of the batch's tokens.

@@ -116,6 +116,15 @@ class PPO(PolicyGradient):
             states.append(Sequence(tokens, mask, experts=experts))
         return {VALUES: client.values(states, size), **super().measure(client, sequences, size)}
 
+    def advantages(self, estimates: list[np.ndarray], counted: list[np.ndarray]) -> list[np.ndarray]:
+        """The advantages that the loss reads: the estimates with mean 0 and deviation 1 over all trained tokens.
+
+        Args:
+            estimates: `[T]` generalised advantages of each sequence.
+            counted: `[T]` bool, the tokens that are trained; none where a sample failed.
+        """
+        return whitened(estimates, counted, std=self.config.std)
+
     def credit(self, client: Client, groups: Groups, sequences: list[Sequence], data: Rollouts) -> list[Sequence]:
         """The sequences with generalised advantages, returns and values of every sampled token."""
         config, advantages, returns = self.config, [], []
@@ -133,8 +142,7 @@ class PPO(PolicyGradient):
             advantages.append(advantage)
             returns.append(target if config.lam_critic is None else estimated(lam=config.lam_critic)[1])
         counted = [x.loss_mask & (x.weight > 0) for x in sequences]
-        if config.whiten:
-            advantages = whitened(advantages, counted, std=config.std)
+        advantages = self.advantages(advantages, counted)
         # Metrics of this step: how well the critic explains the returns, and the KL of completions.
         self._measured = {}
         returns_n, values_n = (

@@ -25,8 +25,6 @@ class PPOConfig(PolicyConfig):
     """GAE's lambda: 1 trusts the rewards alone, 0 the critic's next value."""
     lam_critic: Unit | None = None
     """Lambda of the returns that the critic learns; VAPO and VC-PPO use 1. Null: the policy's."""
-    whiten: bool = True
-    """Whether advantages are shifted and scaled to mean 0 and deviation 1 over the batch's trained tokens."""
     kl_target: Annotated[float, Field(gt=0)] | None = None
     """Nats per completion to which the KL coefficient adapts, starting from `kl`; null leaves it constant."""
     critic: Literal["own", "shared"] = "own"
@@ -40,7 +38,6 @@ class PPOConfig(PolicyConfig):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         *PolicyConfig.rules,
-        Rule(("std",), lambda s: bool(s["whiten"]), "without whiten: true"),
         Rule(("kl_target",), lambda s: bool(s["kl"]), "while kl, its first value, is 0: set kl"),
         Rule(
             ("critic_learning_rate",), lambda s: s["critic"] != "shared", "with critic: shared, which has the policy's"
