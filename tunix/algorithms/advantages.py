@@ -108,16 +108,7 @@ def batch_normalised(
     values_PG: Num[np.ndarray, "P G"], eps: float = 1e-4, std: Std = "population"
 ) -> Float[np.ndarray, "P G"]:
     """`(x - mean) / (std + eps)` over all valid samples of the batch; 0 for samples that failed."""
-    valid = ~np.isnan(values_PG)
-    if not valid.any():
-        return np.zeros(values_PG.shape)
-    values = values_PG[valid]
-    return np.where(valid, (values_PG - values.mean()) / (deviation(values, std) + eps), 0.0)
-
-
-def deviation(values: Num[np.ndarray, "n"], std: Std) -> float:
-    """The standard deviation: the population's (divided by n), or estimated from the sample (by n - 1)."""
-    return float(np.sqrt(((values - values.mean()) ** 2).sum() / max(values.size - FREEDOM[std], 1)))
+    return whitened([values_PG], [~np.isnan(values_PG)], eps, std)[0]
 
 
 def gdpo(
@@ -260,8 +251,8 @@ def gae(
 
 
 def whitened(
-    values: List[Float[np.ndarray, "_"]],
-    masks: List[Bool[np.ndarray, "_"]],
+    values: List[Num[np.ndarray, "..."]],
+    masks: List[Bool[np.ndarray, "..."]],
     eps: float = 1e-8,
     std: Std = "population",
 ) -> list[np.ndarray]:
@@ -271,12 +262,13 @@ def whitened(
         values: `[T]` of each sequence, e.g. its advantages.
         masks: `[T]` tokens that count; all False for a failed sample.
         eps: keeps the quotient finite.
-        std: see `deviation`.
+        std: the population's deviation (divided by n), or estimated from the sample (by n - 1).
     """
     joined = np.concatenate([x[mask] for x, mask in zip(values, masks, strict=True)])
     if joined.size == 0:
-        return [np.zeros(len(x)) for x in values]
-    mean, scale = joined.mean(), deviation(joined, std) + eps
+        return [np.zeros(x.shape) for x in values]
+    mean = joined.mean()
+    scale = float(np.sqrt(((joined - mean) ** 2).sum() / max(joined.size - FREEDOM[std], 1))) + eps
     return [np.where(mask, (x - mean) / scale, 0.0) for x, mask in zip(values, masks, strict=True)]
 
 
