@@ -102,8 +102,11 @@ class OnPolicy(Algorithm):
             sequences: prompts with their completions.
             size: number of sequences that programs are shaped for.
         """
-        models = {name: LOGPROBS[name] for name in self.needs.measured if name in LOGPROBS}
-        return {name: client.logprobs(sequences, of, self.temperature, size) for name, of in models.items()}
+        return {
+            name: client.logprobs(sequences, LOGPROBS[name], self.temperature, size)
+            for name in self.needs.measured
+            if name in LOGPROBS
+        }
 
     def all_measured(self, client: Client, experience: Experience) -> Groups:
         """The episodes, with what was not measured while others were sampled."""
