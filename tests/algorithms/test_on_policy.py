@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from tunix.algorithms.base import Update
+from tunix.algorithms.base import Needs, Update
 from tunix.algorithms.grpo import algorithm as grpo_module
 from tunix.algorithms.grpo.algorithm import GRPO
 from tunix.algorithms.grpo.config import PRESETS
@@ -33,7 +33,19 @@ from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import Clock
-from tunix.types import Batch, Begun, Completion, Loss, Metrics, OnDone, Reply, Sampling, Sequence
+from tunix.types import (
+    Batch,
+    Begun,
+    Completion,
+    Loss,
+    LossInputs,
+    LossOutputs,
+    Metrics,
+    OnDone,
+    Reply,
+    Sampling,
+    Sequence,
+)
 
 TOKENIZER = bytes_tokenizer()
 BARGAINS = "tests.algorithms.bargains"
@@ -198,6 +210,31 @@ def test_a_step_publishes_samples_and_updates_and_asks_nothing_more():
 
 
 @pytest.mark.parametrize(
+    ("algorithm", "needs"),
+    [
+        (grpo(), Needs()),
+        (grpo(entropy_bonus=0.1), Needs(entropy=True)),
+        (grpo(kl=0.1), Needs(reference="update")),
+        (grpo(kl=0.1, epochs=2), Needs(reference="step", measured=("reference_logprobs",))),
+        (ppo(kl=0.1), Needs(reference="step", values="own", measured=("reference_logprobs", "values"))),
+        (ppo(critic="shared"), Needs(values="shared", measured=("values",))),
+    ],
+)
+def test_what_an_algorithm_asks_for(algorithm: PolicyGradient, needs: Needs):
+    assert algorithm.needs == needs
+
+
+def test_a_loss_of_ones_own_may_read_the_entropy_and_recomputed_log_probs_want_fresh_completions():
+    class Own(GRPO):
+        def loss(self, inputs: LossInputs) -> LossOutputs:
+            return super().loss(inputs)
+
+    assert Own(GRPO.Config(), SAMPLING).needs.entropy
+    assert "leave old_logprobs out" in (grpo(old_logprobs="recompute").needs.fresh or "")
+    assert grpo(old_logprobs="recompute", correction="mask").needs.fresh is None
+
+
+@pytest.mark.parametrize(
     ("settings", "asked"),
     [
         ({"kl": 0.1}, []),  # the update asks the reference itself
@@ -316,7 +353,7 @@ def test_a_failure_has_weight_0_and_no_influence():
     assert note.startswith(
         "1 rewards failed and are left out, for instance worth raised ValueError: as the script says ("
     )
-    assert note.endswith("test_on_policy.py, line 121)")
+    assert note.endswith("test_on_policy.py, line 133)")
     last = update.samples[-1]
     assert last["rewards"] == {"worth": None}
     assert last["failures"] == {"worth": note.partition("for instance ")[2]}

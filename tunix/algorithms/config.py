@@ -38,6 +38,8 @@ class RuledConfig(AlgorithmConfig):
     """Settings by the preset's name; keys that the user writes take precedence over them."""
     rules: ClassVar[tuple[Rule, ...]] = ()
     """One rule at most for each key. They are resolved in this order: a rule may read what earlier ones filled in."""
+    gone: ClassVar[Mapping[str, str]] = {}
+    """Keys that there were before -> what holds now, or what to write instead."""
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
@@ -54,6 +56,8 @@ class RuledConfig(AlgorithmConfig):
         """Fills in presets and usual values where the user wrote nothing."""
         if not isinstance(written, Mapping):
             return written
+        if gone := [f"{key} is gone: {cls.gone[key]}" for key in written if key in {*cls.gone} - {*cls.model_fields}]:
+            raise ValueError("\n".join(gone))
         defaults = {name: field.get_default() for name, field in cls.model_fields.items() if not field.is_required()}
         chosen = written.get("preset")
         preset = cls.presets.get(chosen, {}) if isinstance(chosen, str) else {}
@@ -146,6 +150,24 @@ class PolicyConfig(RuledConfig):
     group_size: Positive = 1
     """Completions of each prompt."""
 
+    gone: ClassVar[Mapping[str, str]] = {
+        "reduction_length": "the constant of reduction: constant is the most tokens that a completion may have",
+        "kl_input_clamp": "log-ratios count as no larger than 20",
+        "entropy_over": "the entropy is averaged as reduction says",
+        "correction_level": "a correction weighs tokens; geometric_mask leaves completions out",
+        "correction_low": "correction: truncate has no lower bound, mask 0.5",
+        "correction_high": "correction: truncate is at most 2, mask 5",
+        "high_entropy": "all trained tokens have a policy loss",
+        "overlong_coefficient": "the reward falls by up to 1; a reward's weight scales it against that",
+        "soft_positive": "surrogate: soft fades with 1 where the advantage is positive",
+        "soft_negative": "surrogate: soft fades with 1.05 where the advantage is negative",
+        "trust_low": "write trust_region: [tv, 0.2], one number for both directions",
+        "trust_high": "write trust_region: [tv, 0.2], one number for both directions",
+        "max_refills": "dynamic_sampling takes at most eight rounds",
+        "lam_length": "write lam, and lam_critic for the returns",
+        "value_coefficient": "it is 1, and 0.5 with critic: shared",
+        "whiten": "advantages are standardised; a subclass may override PPO.advantages",
+    }
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("kl_in", "kl_estimator", "kl_output_clamp"), lambda s: bool(s["kl"]), "while kl is 0: set kl"),
         Rule(

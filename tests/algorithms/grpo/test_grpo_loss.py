@@ -699,6 +699,7 @@ def test_nulls_become_the_usual_values():
         ({"surrogate": "log", "ratio": "sequence"}, "ratio is 'sequence'.*surrogate: log, which has no ratio"),
         ({"surrogate": "soft", "dual_clip": 3}, "dual_clip is 3.0.*surrogate: clip"),
         ({"trust_region": ["tv", 0]}, "greater than 0"),
+        ({"trust_low": 0.1}, r"trust_low is gone: write trust_region: \[tv, 0.2\]"),
         ({"advantage": "mean_relative", "overlong_buffer": 0.1}, "which a penalty would take below 0"),
         ({"preset": "maxrl", "kl": 0.1, "kl_in": "reward"}, "which a penalty would take below 0"),
         ({"correction": "mask"}, "set old_logprobs: recompute; or leave it at none"),
