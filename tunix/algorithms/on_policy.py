@@ -201,7 +201,8 @@ class PolicyGradient(OnPolicy):
             # Log of trainer over sampler before the updates.
             log_weights = log_ratio(jnp.asarray(old_logprobs(inputs)), batch.per_token["sampler_logprobs"], batch)
             if config.correction != "none":
-                importance = importance_weight(log_weights, config.correction, *IMPORTANCE_BOUNDS[config.correction])
+                low, high = IMPORTANCE_BOUNDS[config.correction]
+                importance = importance_weight(log_weights, config.correction, low, high)
                 policy = policy * importance.weight
                 metrics["mismatch/corrected"] = importance.changed.astype(jnp.float32)
             if config.geometric_mask is not None:

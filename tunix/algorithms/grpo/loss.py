@@ -80,7 +80,8 @@ def grpo_loss(
     elif surrogate == "log":
         policy = log_surrogate(logprobs, advantages)
     elif surrogate == "soft":
-        policy = soft_surrogate(ratios, advantages, *SOFT_TAUS)
+        positive, negative = SOFT_TAUS
+        policy = soft_surrogate(ratios, advantages, positive, negative)
     else:
         assert clip_low is not None
         assert clip_high is not None
