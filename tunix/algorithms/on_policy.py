@@ -168,6 +168,7 @@ class PolicyGradient(OnPolicy):
     def needs(self) -> Needs:
         """A reference where there is a KL, the entropy where there is a bonus or a custom loss, which may read it."""
         config, fresh = self.config, None
+        custom = not str(type(self).loss.__module__).startswith("tunix.")  # code that is executed as a text has none
         # For a single update the loss uses its current log-probs, which are the same.
         several = config.updates_per_step > 1 or config.mismatch_limit is not None
         measured = {
@@ -181,7 +182,7 @@ class PolicyGradient(OnPolicy):
                 "for older ones: set algorithm.correction to truncate or mask, or leave old_logprobs out"
             )
         return Needs(
-            entropy=bool(config.entropy_bonus) or not type(self).loss.__module__.startswith("tunix."),
+            entropy=bool(config.entropy_bonus) or custom,
             reference=("step" if config.reference_before_update else "update") if config.kl else None,
             measured=tuple(name for name, needed in measured.items() if needed),
             fresh=fresh,
