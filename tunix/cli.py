@@ -163,9 +163,9 @@ def value(name: str, text: str, kind: Callable[[str], Any] = str, default: Any =
     )
 
 
-def values(name: str, text: str, kind: Callable[[str], Any] = str) -> Argument:
+def values(name: str, text: str) -> Argument:
     """Declares an option that may be given several times."""
-    return value(name, text, kind, [], action="append")
+    return value(name, f"{text}; may be given several times", default=[], action="append")
 
 
 def switch(*names: str, text: str) -> Argument:
@@ -216,8 +216,7 @@ REWARDS = together(
     values(
         "--reward REWARD",
         "scores each completion: a built-in reward, file.py:function or module:function, followed by options "
-        "('length target=40 width=20'), or an entry of a recipe ('{name: number, columns: {answer: solution}}'); "
-        "may be given several times",
+        "('length target=40 width=20'), or an entry of a recipe ('{name: number, columns: {answer: solution}}')",
     ),
     value("--reward-model MODEL", "hub id, folder or run of a reward model that scores each completion"),
     value("--deadline S", "maximum seconds of a reward's call (10)", float, 10.0),
@@ -225,7 +224,7 @@ REWARDS = together(
 PROMPTS = together(
     value("--system TEXT", "system message of the chat"),
     switch("--raw", text="send text as it stands, also where there is a chat template"),
-    values("--stop TEXT", "ends an answer, and is left out of its text; may be given several times"),
+    values("--stop TEXT", "ends an answer, and is left out of its text"),
     value("--seed N", "of the sampling: the same seed gives the same answers (0)", seed, 0),
     DTYPE,
 )
@@ -353,10 +352,12 @@ def _doctor(_: Parsed) -> None:
     "what a recipe needs of devices that need not be here, by their compilers",
     "tunix plan recipes/sft_gemma.yaml --topology h100:1",
     RECIPE,
-    values(
+    value(
         "--topology CHIP:SHAPE",
         "devices that need not be here, e.g. v5e:4x4, v5p:8x8x8, v6e:16x16, h100:8, h200:1; may be given several "
         "times; without it those at hand",
+        default=[],
+        action="append",
     ),
     value("--deadline S", "maximum seconds of each plan (600)", float, 600.0),
     switch("--json", text="print everything as JSON"),
@@ -388,7 +389,7 @@ def _plan(parsed: Parsed) -> None:
     values(
         "--secret VARIABLE=WHERE",
         "variable for the run whose value is not written down: HF_TOKEN=hf/token, a Secret and its key; on SLURM a "
-        "file, HF_TOKEN=~/.hf_token; may be given several times",
+        "file, HF_TOKEN=~/.hf_token",
     ),
     # What becomes of the file.
     value("--out FILE", "file to write (NAME.sbatch or NAME.yaml)", Path),
@@ -399,17 +400,12 @@ def _plan(parsed: Parsed) -> None:
     switch("--no-plan", text="do not compile the programs first to see whether they fit (`tunix plan`)"),
     # What single schedulers need.
     value("--image IMAGE", "Kubernetes: container image with tunix in it"),
-    values(
-        "--mount CLAIM:/PATH", "Kubernetes: a PersistentVolumeClaim that all pods may write; may be given several times"
-    ),
+    values("--mount CLAIM:/PATH", "Kubernetes: a PersistentVolumeClaim that all pods may write"),
     value("--namespace NAME", "Kubernetes: namespace (that of kubectl's context)"),
     value("--service-account NAME", "Kubernetes: service account of the pods, for access to gs://"),
     value("--pathways-dir URL", "Pathways: folder for its own files, gs://BUCKET/FOLDER"),
-    values(
-        "--setup LINE",
-        "SLURM: line of shell before the run, e.g. 'source ~/tunix/bin/activate'; may be given several times",
-    ),
-    values("--sbatch OPTION", "SLURM: option of sbatch, e.g. partition=gpu, time=04:00:00; may be given several times"),
+    values("--setup LINE", "SLURM: line of shell before the run, e.g. 'source ~/tunix/bin/activate'"),
+    values("--sbatch OPTION", "SLURM: option of sbatch, e.g. partition=gpu, time=04:00:00"),
 )
 def _launch(parsed: Parsed) -> None:
     """Makes the job of a recipe, prints or writes it, and submits it where that is asked for.
@@ -546,10 +542,12 @@ def _score(parsed: Parsed) -> None:
         Path,
     ),
     value("--n N", "completions of each prompt (1)", count, 1),
-    values(
+    value(
         "--adapter DIR",
         "PEFT adapter on top of the model; may be given several times, to compare the answers of each",
         Path,
+        [],
+        action="append",
     ),
     slots("completions sampled"),
     REWARDS,
@@ -614,7 +612,7 @@ def _generate(parsed: Parsed) -> None:
     value("--k K", "values of k for pass@k (1 and N)", count, nargs="+", default=[]),
     value("--rows N", "rows from the start (all; a run's eval.rows)", count),
     value("--split NAME", "split of DATA, where it has splits"),
-    values("--column OURS=THEIRS", "a column with another name, as in prompt=question; may be given several times"),
+    values("--column OURS=THEIRS", "a column with another name, as in prompt=question"),
     value("--out FILE", ".json for numbers and rows, .jsonl for the rows", Path),
     value("--max-tokens N", "maximum tokens of an answer (256, or the run's)", count),
     value("--temperature T", "0 is greedy (0; for pass 1, or the run's)", float),

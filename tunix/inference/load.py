@@ -19,7 +19,7 @@ from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 from tunix.hf.source import require_lm_head
 from tunix.inference.model import InferenceModel, InferenceOptions
-from tunix.inference.scoring import RowScore, scored, sequences_to_score
+from tunix.inference.scoring import sequences_to_score, token_scores
 from tunix.models.model import Model, Params
 from tunix.types import Completion, Sampling
 
@@ -38,6 +38,21 @@ class Answer:
 
     def __str__(self) -> str:
         return self.text
+
+
+@dataclass(frozen=True)
+class RowScore:
+    """The log-probs of one row under a model."""
+
+    tokens: np.ndarray
+    """`[T]` int32 ids, e.g. `[2, 17, 9]`."""
+    logprobs: np.ndarray
+    """`[T - 1]` float32 log-probs in nats of each token after the first, e.g. `[-1.2, -0.3]`."""
+
+    @property
+    def sum(self) -> float:
+        """Total log-prob in nats of the tokens after the first, e.g. -1.5."""
+        return float(self.logprobs.sum(dtype=np.float64))
 
 
 class LoadedModel:
@@ -76,7 +91,13 @@ class LoadedModel:
         sampling = self._model.with_stop_ids(sampling)
         single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
         listed: Any = [prompts] if single else prompts
-        rows = [_row(prompt) for prompt in listed]
+        rows: list[Mapping[str, Any]] = []
+        for prompt in listed:  # each as a row with the column that it stands for
+            if isinstance(prompt, str):
+                prompt = {"prompt": prompt}
+            elif not isinstance(prompt, Mapping):
+                prompt = {"input_ids": [int(token) for token in prompt]}
+            rows.append(prompt)
         tokens = [self._model.prompt(row, f"prompt {number}") for number, row in enumerate(rows, start=1)]
         groups = self._model.engine.sample(tokens, n, sampling, seed)
         return [Answer(self._model.text(one) or "", one) for group in groups for one in group]
@@ -113,7 +134,8 @@ class LoadedModel:
         table = Rows("rows", [{"text": row} if isinstance(row, str) else dict(row) for row in listed])
         size = self._model.source.decoder.vocab_size
         sequences = sequences_to_score(table, self.tokenizer, size, max_length)
-        return scored(*self._weights, sequences, batch_size)
+        scores = token_scores(*self._weights, sequences, batch_size=batch_size)
+        return [RowScore(sequence.tokens, x[1:]) for sequence, x in zip(sequences, scores, strict=True)]
 
     @cached_property
     def _weights(self) -> tuple[Model, Params, Mesh]:
@@ -152,10 +174,3 @@ def load(
     loaded = LoadedModel(InferenceOptions(str(model), on_top, dtype, slots, system, raw, length))
     _ = loaded.tokenizer  # a mistyped folder is reported here, before anything else is done
     return loaded
-
-
-def _row(prompt: PromptLike) -> Mapping[str, Any]:
-    """A prompt as a row with the column that it stands for."""
-    if isinstance(prompt, Mapping):
-        return prompt
-    return {"prompt": prompt} if isinstance(prompt, str) else {"input_ids": [int(token) for token in prompt]}
