@@ -198,10 +198,25 @@ def tiny_model(model: ModelConfig, data: DataConfig, said: Collection[str] = ())
     section = model.model_dump(mode="json")
     if not _WHOLE_MODEL.isdisjoint(said):
         return TinyModel(section, is_toy=False)
-    family, sizes = _family(model), dict(SIZES)
-    tokenizer, vocab_size = _local_tokenizer(model)
-    if tokenizer != "bytes":
-        sizes["vocab_size"] = vocab_size
+    path, folder = Path(str(model.path)).expanduser(), local_folder(str(model.path))
+    # From the section's keys, its preset, the folder's config.json or the hub id.
+    family = model.family or (preset(model.preset).family if model.preset else None)
+    if family is None and folder is not None:
+        family = family_of_type(read_json(folder / "config.json").get("model_type"))
+    family = family or family_of_name(str(model.path))
+    if family is None:
+        raise UserError(f"model.family: {model.path!r} does not tell it; set it to one of {', '.join(FAMILIES)}")
+    # The tokenizer is that of a local folder, where it is not too large for a laptop, or else `bytes`.
+    place, vocab_size = None, None if folder is None else _vocab_size(folder)
+    if model.init != "random":
+        places = [path, folder] if path.is_dir() else [folder]
+        place = next((x for x in places if x and any((x / file).is_file() for file in VOCABULARY_FILES)), None)
+    elif model.tokenizer not in (None, "bytes", "bpe") and Path(str(model.tokenizer)).expanduser().is_dir():
+        shape = preset(model.preset) if model.preset else small(str(model.family))
+        place, vocab_size = Path(str(model.tokenizer)), model.sizes.get("vocab_size", shape.vocab_size)
+    tokenizer, sizes = "bytes", dict(SIZES)
+    if place is not None and vocab_size is not None and vocab_size <= LARGEST_VOCABULARY:
+        tokenizer, sizes["vocab_size"] = str(place), vocab_size
     elif _kept(data.train, "data.train", said) and _holds_ids(data):
         published = (size.vocab_size for size in FAMILIES[family].presets.values())
         sizes["vocab_size"] = max(published, default=SIZES["vocab_size"])
@@ -266,7 +281,7 @@ def _tiny_data(
             tiny |= {"eval": config.train, "eval_split": config.split}
         if config.picture_tokens:
             tiny["picture_tokens"] = min(config.picture_tokens, PICTURE_TOKENS)
-        return _limited(tiny, reads, sampled, model, said)
+        return tiny | _limits(DataConfig.model_validate(tiny), reads, sampled, model, said)
     # As `data.format` says, or in the usual format of what the algorithm reads.
     shape = function = _DEFAULT_FORMAT[reads] if config.format == "auto" else config.format
     if shape == "pairs" and not config.chat:
@@ -284,15 +299,14 @@ def _tiny_data(
     return {**tiny, **about_rows}
 
 
-def _limited(
-    data: dict[str, Any], reads: RowKind, sampled: bool, model: TinyModel, said: Collection[str]
+def _limits(
+    config: DataConfig, reads: RowKind, sampled: bool, model: TinyModel, said: Collection[str]
 ) -> dict[str, Any]:
-    """The `data` section of rows that stay, with limits that most of them fit into; longer ones are cut."""
-    config = DataConfig.model_validate(data)
+    """Limits of rows that stay, into which most of them fit; longer ones are cut."""
     if config.train.startswith("tunix."):  # made for small models
-        return {**data, **_lengths(config, reads, sampled, min(config.max_length, LENGTH), PROMPT, said)}
+        return _lengths(config, reads, sampled, min(config.max_length, LENGTH), PROMPT, said)
     if not model.is_toy:
-        return {**data, **_lengths(config, reads, sampled, config.max_length, config.longest_prompt, said)}
+        return _lengths(config, reads, sampled, config.max_length, config.longest_prompt, said)
     limit = config.max_length
     sizes = sorted(_size(row, config, reads) for row in itertools.islice(_first_rows(config), LOOKED_AT))
     # A tenth may be longer: a few long rows would make every step slow.
@@ -313,7 +327,7 @@ def _limited(
     if model.reads_bytes or lengths["max_length"] < limit:
         # The limits are not the recipe's any more: what is longer is no mistake of the rows.
         lengths["on_overflow"] = "truncate"
-    return {**data, **lengths}
+    return lengths
 
 
 def _lengths(
@@ -431,35 +445,3 @@ def _vocab_size(folder: Path) -> int | None:
     text = raw.get("text_config")
     size = (text if isinstance(text, Mapping) else raw).get("vocab_size", raw.get("vocab_size"))
     return size if isinstance(size, int) else None
-
-
-def _local_tokenizer(model: ModelConfig) -> tuple[str, int]:
-    """The tokenizer of a `model` section and its number of ids: that of a local folder, where it is not too large for a
-    laptop, or else `bytes`."""
-    if model.init == "random":
-        if model.tokenizer in (None, "bytes", "bpe") or not Path(str(model.tokenizer)).expanduser().is_dir():
-            return "bytes", SIZES["vocab_size"]
-        shape = preset(model.preset) if model.preset else small(str(model.family))
-        place, size = Path(str(model.tokenizer)), model.sizes.get("vocab_size", shape.vocab_size)
-    else:
-        folder = local_folder(str(model.path))
-        size = None if folder is None else _vocab_size(folder)
-        places = [folder] if folder is not None else []
-        if Path(str(model.path)).expanduser().is_dir():
-            places.insert(0, Path(str(model.path)).expanduser())
-        place = next((place for place in places if any((place / file).is_file() for file in VOCABULARY_FILES)), None)
-    if place is None or size is None or size > LARGEST_VOCABULARY:
-        return "bytes", SIZES["vocab_size"]
-    return str(place), size
-
-
-def _family(model: ModelConfig) -> str:
-    """The family of a `model` section, from its keys, its preset, the folder's config.json or the hub id."""
-    if model.family or model.preset:
-        return model.family or preset(str(model.preset)).family
-    folder = local_folder(str(model.path))
-    typed = None if folder is None else family_of_type(read_json(folder / "config.json").get("model_type"))
-    family = typed or family_of_name(str(model.path))
-    if family is None:
-        raise UserError(f"model.family: {model.path!r} does not tell it; set it to one of {', '.join(FAMILIES)}")
-    return family
