@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +190,7 @@ class ComparedAdapters:
         model, self._params, mesh = inference.weights()
         if (rounding := roundings[paths[0]]) is not None:
             self._params = as_rounded(self._params, model.config, rounding)
-        self._mixtures: list[tuple[Params, dict[str, LoadedAdapter]]] = []
+        self.mixtures: list[tuple[Params, dict[str, LoadedAdapter]]] = []
         """(embeddings, adapters by name) of those that share batches: all without embeddings, then each other."""
         together: dict[str, LoadedAdapter] = {}
         for path in paths:
@@ -198,19 +198,20 @@ class ComparedAdapters:
             tables = {name: x for name, x in params.items() if not is_adapter(name)}
             adapter = LoadedAdapter(settings, {name: x for name, x in params.items() if name not in tables})
             if tables:
-                self._mixtures.append((tables, {str(path): adapter}))
+                self.mixtures.append((tables, {str(path): adapter}))
             else:
                 together[str(path)] = adapter
         if together:
-            self._mixtures.insert(0, ({}, together))
+            self.mixtures.insert(0, ({}, together))
         self._engine = Engine(
             model,
             mesh,
             slots=inference.slots,
             length=inference.limit,
             decode=inference.tokenizer.decode if inference.tokenizer else None,
-            moving={name for tables, _ in self._mixtures for name in tables},
+            moving={name for tables, _ in self.mixtures for name in tables},
         )
+        self._versions = count()
 
     def sample(self, requests: List[Request], bar: Bar, done: int) -> dict[Path, list[Completion]]:
         """The completions of the requests with each adapter.
@@ -220,8 +221,8 @@ class ComparedAdapters:
             done: completions before these.
         """
         completions: dict[str, list[Completion]] = {}
-        for version, (tables, adapters) in enumerate(self._mixtures):
-            self._engine.publish({**self._params, **tables}, version, adapters=adapters)
+        for tables, adapters in self.mixtures:
+            self._engine.publish({**self._params, **tables}, next(self._versions), adapters=adapters)
             before = done + len(requests) * len(completions)
 
             def show(number: int, _: np.ndarray, before: int = before) -> None:
@@ -358,6 +359,8 @@ class _Call:
     def write(self, out: Path) -> None:
         """Samples the missing chunks, and then writes the file."""
         rows, prompts = max(1, WAVES * self.inference.slots // self.n), len(self.questions)
+        if self.compared and len(self.compared.mixtures) > 1:
+            rows = prompts  # the engine compiles again for each mixture that it changes to
         # Everything that determines the lines; also the slots, from which the size of chunks follows.
         inputs: dict[str, Any] = {
             "model": digest_of_source(self.inference.source),
