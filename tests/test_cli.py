@@ -74,7 +74,7 @@ BAD_OVERRIDES = [
     (["optimizer.learning_rate=null"], ["optimizer.learning_rate: null is not a number"]),
     (["optimizer.b1=1"], ["optimizer.b1: 1 is not a number below 1"]),
     (["optimizer.name=adam"], ["optimizer.name: 'adam' is not one of", "Did you mean 'adamw'?"]),
-    (["optimizer.momentum=0.9"], ["optimizer: momentum changes nothing for adamw"]),
+    (["optimizer.name=sgd", "optimizer.b2=0.9"], ["optimizer: b2 changes nothing for sgd"]),
     (["optimizer.warmup=50"], ["optimizer.warmup: 50 steps", "the run's 50"]),
     (["batch_size=0"], ["batch_size: 0 is not a number above 0"]),
     (["batch_size=1.5"], ["batch_size: 1.5 is not a whole number"]),

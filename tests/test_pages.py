@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 import tunix
 from tests.marks import slow
 from tests.package_text import package_text
-from tunix.cli import COMMANDS, Parser
+from tunix.cli import COMMANDS
 from tunix.models.families.table import FAMILIES
 from tunix.recipe.algorithms import algorithm_config
 from tunix.recipe.recipe import Recipe
@@ -159,9 +159,7 @@ def test_the_commands_of_a_page_parse(page: str):
     lines = [shlex.split(line, comments=True) for block in blocks(page, "sh") for line in block.text.splitlines()]
     called = [words for program, *words in filter(None, lines) if program == "tunix"]
     for words in called:
-        parser = Parser(words[0], allow_abbrev=False)
-        COMMANDS[words[0]].arguments(parser)
-        assert parser.parse_intermixed_args(words[1:])
+        assert COMMANDS[words[0]].parsed(words[0], words[1:])
     assert called or page in ("docs/kernels.md", "docs/devices/README.md")  # whose commands are a benchmark's
 
 

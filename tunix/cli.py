@@ -14,21 +14,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tunix import __version__
 from tunix.errors import Interrupted, UserError, install_command, nearest
-from tunix.util.atomic_io import ROOM, is_full
+from tunix.util.atomic_io import ROOM, is_full, write_text_atomic
 
 if TYPE_CHECKING:
-    from tunix.commands.generate import Selection
     from tunix.inference.model import InferenceOptions
     from tunix.types import Sampling
 
 Parsed = argparse.Namespace
-DTYPES = ("float32", "bfloat16")
-FORMATS = ("huggingface", "maxtext", "stablehlo")
-TARGETS = ("slurm", "gke-tpu", "gke-gpu", "pathways")
 EXPORT_OPTIONS = {
     "adapter": "huggingface",
     "packed": "huggingface",
@@ -51,6 +47,10 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}.{hint} `{self.prog} --help` shows how it is called")
 
 
+Argument = Callable[[Parser], object]
+"""Declares one or several arguments of a command."""
+
+
 @dataclass(frozen=True)
 class Command:
     """A command: its help, its arguments, and the function that runs it."""
@@ -59,10 +59,23 @@ class Command:
     """One line for `tunix --help`."""
     example: str
     """A complete call, for the help of the command."""
-    arguments: Callable[[Parser], None]
-    """Declares the arguments."""
+    arguments: Argument
+    """Its arguments."""
     execute: Callable[[Parsed], None]
     """Runs the command; imports the modules that it needs."""
+
+    def parsed(self, name: str, words: Sequence[str]) -> Parsed:
+        """The arguments of a call.
+
+        Raises:
+            UserError: they do not fit.
+        """
+        parser = Parser(
+            f"tunix {name}", description=self.summary, epilog=f"example: {self.example}", allow_abbrev=False
+        )
+        self.arguments(parser)
+        # Intermixed, so that overrides and options may follow each other in any order.
+        return parser.parse_intermixed_args(words)
 
 
 def entry() -> NoReturn:
@@ -86,9 +99,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    name, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
-        return _dispatch(words)
+        if name in ("-h", "--help", "help"):
+            rows = "\n".join(f"  {name:<9}{command.summary}" for name, command in COMMANDS.items())
+            print(OVERVIEW.format(commands=rows))
+        elif name == "--version":
+            print(f"tunix {__version__}")
+        elif name not in COMMANDS:
+            hint = nearest(name, COMMANDS) or f" There are {', '.join(COMMANDS)}."
+            raise UserError(f"{name!r} is no command.{hint}")
+        else:
+            COMMANDS[name].execute(COMMANDS[name].parsed(name, words))
     except UserError as error:
         if os.environ.get("TUNIX_DEBUG") == "1":
             traceback.print_exc()
@@ -105,42 +127,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-
-
-def _dispatch(words: list[str]) -> int:
-    """Runs the command that the first word names with the other words as its arguments.
-
-    Raises:
-        UserError: there is no such command, or its arguments do not fit.
-    """
-    name = words[0] if words else "--help"
-    if name in ("-h", "--help", "help"):
-        print(_overview())
-    elif name == "--version":
-        print(f"tunix {__version__}")
-    elif name not in COMMANDS:
-        hint = nearest(name, COMMANDS) or f" There are {', '.join(COMMANDS)}."
-        raise UserError(f"{name!r} is no command.{hint}")
-    else:
-        command = COMMANDS[name]
-        parser = Parser(
-            f"tunix {name}", description=command.summary, epilog=f"example: {command.example}", allow_abbrev=False
-        )
-        command.arguments(parser)
-        # Intermixed, so that overrides and options may follow each other in any order.
-        command.execute(parser.parse_intermixed_args(words[1:]))
     return 0
 
 
-def _overview() -> str:
-    """The output of `tunix --help`."""
-    rows = "\n".join(f"  {name:<9}{command.summary}" for name, command in COMMANDS.items())
-    return f"""usage: tunix COMMAND ...
+OVERVIEW = """usage: tunix COMMAND ...
 
 Post-training of language models, from a recipe in YAML.
 
 commands:
-{rows}
+{commands}
 
 examples:
   tunix run recipes/quickstart.yaml
@@ -150,117 +145,144 @@ examples:
 `tunix COMMAND --help` says more. Exit codes: 0 done, 2 user error, 75 another process lost, 130 interrupted."""
 
 
-def recipe_arguments(parser: Parser) -> None:
-    """Declares a recipe, its overrides and `--tiny`."""
-    parser.add_argument("recipe", type=Path, metavar="RECIPE", help="YAML file, or the name of one that tunix brings")
-    replaces = "replaces a value of the recipe, e.g. optimizer.learning_rate=1e-5"
-    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=replaces)
-    parser.add_argument(
-        "--tiny",
-        action="store_true",
-        help="a two-layer random model, and generated rows for those of the hub: no download",
+def command(summary: str, example: str, *arguments: Argument) -> Callable[[Callable[[Parsed], None]], Command]:
+    """Makes a `Command` of the function below it."""
+    return partial(Command, summary, example, together(*arguments))
+
+
+def together(*arguments: Argument) -> Argument:
+    """Declares arguments in their order, which is that of the help."""
+    return lambda parser: [declare(parser) for declare in arguments]
+
+
+def value(name: str, text: str, kind: Callable[[str], Any] = str, default: Any = None, **settings: Any) -> Argument:
+    """Declares an argument or an option with a value, as `--name METAVAR`; `settings` are further ones of argparse."""
+    flag, _, metavar = name.partition(" ")
+    return lambda parser: parser.add_argument(
+        flag, metavar=metavar or None, help=text, type=kind, default=default, **settings
     )
 
 
-def no_arguments(parser: Parser) -> None:
-    """Declares none."""
+def values(name: str, text: str) -> Argument:
+    """Declares an option that may be given several times."""
+    return value(name, f"{text}; may be given several times", default=[], action="append")
 
 
-def _reward_arguments(parser: Parser) -> None:
-    judges = (
-        "scores each completion: a built-in reward, file.py:function or module:function, followed by options "
-        "('length target=40 width=20'), or an entry of a recipe ('{name: number, columns: {answer: solution}}'); "
-        "may be given several times"
-    )
-    parser.add_argument("--reward", action="append", default=[], metavar="REWARD", help=judges)
-    model = "hub id, folder or run of a reward model that scores each completion"
-    parser.add_argument("--reward-model", metavar="MODEL", help=model)
-    parser.add_argument(
-        "--deadline", type=float, default=10.0, metavar="S", help="maximum seconds of a reward's call (10)"
-    )
+def switch(*names: str, text: str) -> Argument:
+    """Declares an option without a value."""
+    return lambda parser: parser.add_argument(*names, action="store_true", help=text)
 
 
-def _sampling_arguments(parser: Parser, max_tokens: int) -> None:
-    most = f"maximum tokens of an answer ({max_tokens})"
-    parser.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=most)
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (1.0)")
-    parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="only the K most likely tokens; 0 for all (0)"
-    )
-    mass = "only the most likely tokens that together reach P; 1 for all (1.0)"
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=mass)
-    share = "only tokens at least P times as likely as the likeliest (0.0)"
-    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help=share)
-    _prompt_arguments(parser)
-
-
-def _prompt_arguments(parser: Parser) -> None:
-    parser.add_argument("--system", metavar="TEXT", help="system message of the chat")
-    raw = "send text as it stands, also where there is a chat template"
-    parser.add_argument("--raw", action="store_true", help=raw)
-    stop = "ends an answer, and is left out of its text; may be given several times"
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop)
-    parser.add_argument(
-        "--seed", type=_seed, default=0, metavar="N", help="of the sampling: the same seed gives the same answers (0)"
-    )
-    _dtype_argument(parser)
-
-
-def _packed_argument(parser: Parser) -> None:
-    packed = "write rounded weights in few bits (compressed-tensors, which transformers and vLLM read); not for nf4"
-    parser.add_argument("--packed", action="store_true", help=packed)
-
-
-def _model_argument(parser: Parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="hub id, folder, or the folder of a run")
-
-
-def _slots_argument(parser: Parser, what: str) -> None:
-    at_a_time = f"{what} at a time: more memory, more speed, the same result"
-    parser.add_argument("--slots", type=_count, metavar="N", help=at_a_time)
-
-
-def _dtype_argument(parser: Parser) -> None:
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the computation (float32)")
-
-
-def _verbose_argument(parser: Parser) -> None:
-    says = "also say how it is computed: kernels, memory, rematerialization, libraries' warnings (always in log.txt)"
-    parser.add_argument("-v", "--verbose", action="store_true", help=says)
-
-
-def _adapter_argument(parser: Parser) -> None:
-    parser.add_argument("--adapter", type=Path, metavar="DIR", help="PEFT adapter on top of the model")
-
-
-def _count(text: str) -> int:
+def count(text: str) -> int:
     """A positive whole number, for argparse."""
     if not text.isdigit() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
-def _seed(text: str) -> int:
+def seed(text: str) -> int:
     """A seed, for argparse."""
     if not text.isdigit() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {2**32 - 1}")
     return int(text)
 
 
-def run_arguments(parser: Parser) -> None:
-    """Declares the arguments of `tunix run`."""
-    recipe_arguments(parser)
-    parser.add_argument("--fresh", action="store_true", help="start again even where the run folder could be resumed")
-    _verbose_argument(parser)
-    unasked = "do not compile the programs first to see whether they fit the accelerators here (`tunix plan`)"
-    parser.add_argument("--no-plan", action="store_true", help=unasked)
-    meets = "address of process 0 where a run has several processes, e.g. 10.0.0.1:8476; each is given the same"
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help=meets)
-    several = "number of processes (found by itself under SLURM, Kubernetes and on TPU pods)"
-    parser.add_argument("--processes", type=_count, metavar="N", help=several)
-    parser.add_argument("--process", type=int, metavar="I", help="number of this process, from 0")
+# Arguments that several commands have.
+RECIPE = together(
+    value("recipe RECIPE", "YAML file, or the name of one that tunix brings", Path),
+    value(
+        "overrides section.key=value",
+        "replaces a value of the recipe, e.g. optimizer.learning_rate=1e-5",
+        nargs="*",
+        default=[],
+    ),
+    switch("--tiny", text="a two-layer random model, and generated rows for those of the hub: no download"),
+)
+MODEL = value("model MODEL", "hub id, folder, or the folder of a run")
+NEW_FOLDER = value("out OUT", "folder to write; nothing that exists is overwritten", Path)
+ADAPTER = value("--adapter DIR", "PEFT adapter on top of the model", Path)
+DTYPES = ("float32", "bfloat16")
+DTYPE = value("--dtype", "of the computation (float32)", choices=DTYPES, default="float32")
+PACKED = switch(
+    "--packed",
+    text="write rounded weights in few bits (compressed-tensors, which transformers and vLLM read); not for nf4",
+)
+VERBOSE = switch(
+    "-v",
+    "--verbose",
+    text="also say how it is computed: kernels, memory, rematerialization, libraries' warnings (always in log.txt)",
+)
+REWARDS = together(
+    values(
+        "--reward REWARD",
+        "scores each completion: a built-in reward, file.py:function or module:function, followed by options "
+        "('length target=40 width=20'), or an entry of a recipe ('{name: number, columns: {answer: solution}}')",
+    ),
+    value("--reward-model MODEL", "hub id, folder or run of a reward model that scores each completion"),
+    value("--deadline S", "maximum seconds of a reward's call (10)", float, 10.0),
+)
+PROMPTS = together(
+    value("--system TEXT", "system message of the chat"),
+    switch("--raw", text="send text as it stands, also where there is a chat template"),
+    values("--stop TEXT", "ends an answer, and is left out of its text"),
+    value("--seed N", "of the sampling: the same seed gives the same answers (0)", seed, 0),
+    DTYPE,
+)
 
 
+def slots(what: str) -> Argument:
+    """Declares how many of something are computed at a time."""
+    return value("--slots N", f"{what} at a time: more memory, more speed, the same result", count)
+
+
+def sampling(max_tokens: int) -> Argument:
+    """Declares how answers are sampled, which `_sampling` reads."""
+    return together(
+        value("--max-tokens N", f"maximum tokens of an answer ({max_tokens})", int, max_tokens),
+        value("--temperature T", "0 is greedy (1.0)", float, 1.0),
+        value("--top-k K", "only the K most likely tokens; 0 for all (0)", int, 0),
+        value("--top-p P", "only the most likely tokens that together reach P; 1 for all (1.0)", float, 1.0),
+        value("--min-p P", "only tokens at least P times as likely as the likeliest (0.0)", float, 0.0),
+        PROMPTS,
+    )
+
+
+def _sampling(parsed: Parsed) -> "Sampling":
+    from tunix.types import Sampling
+
+    return Sampling(
+        max_tokens=parsed.max_tokens,
+        temperature=parsed.temperature,
+        top_k=parsed.top_k,
+        top_p=parsed.top_p,
+        min_p=parsed.min_p,
+        stop_strings=tuple(parsed.stop),
+    )
+
+
+def _inference_options(parsed: Parsed, adapter: Path | None, slots: int | None) -> "InferenceOptions":
+    from tunix.inference.model import InferenceOptions
+
+    return InferenceOptions(parsed.model, adapter, parsed.dtype, slots, parsed.system, parsed.raw)
+
+
+@command(
+    "train; resumes where the run folder holds the same recipe",
+    "tunix run recipes/sft_gemma.yaml steps=100 --tiny",
+    RECIPE,
+    switch("--fresh", text="start again even where the run folder could be resumed"),
+    VERBOSE,
+    switch(
+        "--no-plan",
+        text="do not compile the programs first to see whether they fit the accelerators here (`tunix plan`)",
+    ),
+    value(
+        "--coordinator HOST:PORT",
+        "address of process 0 where a run has several processes, e.g. 10.0.0.1:8476; each is given the same",
+    ),
+    value("--processes N", "number of processes (found by itself under SLURM, Kubernetes and on TPU pods)", count),
+    value("--process I", "number of this process, from 0", int),
+)
 def _run(parsed: Parsed) -> None:
     from tunix.run.opening import opened
     from tunix.util.ports import refuse_taken
@@ -290,19 +312,20 @@ def _run(parsed: Parsed) -> None:
     run(recipe, fresh=parsed.fresh, verbose=parsed.verbose)
 
 
-def check_arguments(parser: Parser) -> None:
-    """Declares the arguments of `tunix check`."""
-    recipe_arguments(parser)
-    parser.add_argument("--all", action="store_true", help="print every value, also those that were filled in")
-
-
+@command(
+    "validate a recipe with its rows, rewards and folders, and print what it says",
+    "tunix check recipes/sft_gemma.yaml optimizer.name=lion --all",
+    RECIPE,
+    switch("--all", text="print every value, also those that were filled in"),
+)
 def _check(parsed: Parsed) -> None:
     from tunix.commands.check import check
 
     print(check(parsed.recipe, parsed.overrides, tiny=parsed.tiny, everything=parsed.all), end="")
 
 
-def _recipes(parsed: Parsed) -> None:
+@command("list the recipes that tunix brings, the measured ones first", "tunix recipes | less")
+def _recipes(_: Parsed) -> None:
     import shutil
 
     from tunix.recipe.notes import recipe_lines
@@ -312,7 +335,11 @@ def _recipes(parsed: Parsed) -> None:
     print("\n".join(recipe_lines(included_recipes(), width)))
 
 
-def _doctor(parsed: Parsed) -> None:
+@command(
+    "say what this machine can run and what is missing; exit code 1 where something is",
+    "tunix doctor && tunix run quickstart",
+)
+def _doctor(_: Parsed) -> None:
     from tunix.commands.doctor import doctor
 
     findings, healthy = doctor()
@@ -321,17 +348,20 @@ def _doctor(parsed: Parsed) -> None:
         raise SystemExit(1)
 
 
-def plan_arguments(parser: Parser) -> None:
-    """Declares the arguments of `tunix plan`."""
-    recipe_arguments(parser)
-    devices = "devices that need not be here, e.g. v5e:4x4, v5p:8x8x8, v6e:16x16, h100:8, h200:1; may be given several "
-    devices += "times; without it those at hand"
-    parser.add_argument("--topology", action="append", default=[], metavar="CHIP:SHAPE", help=devices)
-    stops = "maximum seconds of each plan (600)"
-    parser.add_argument("--deadline", type=float, default=600.0, metavar="S", help=stops)
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-
-
+@command(
+    "what a recipe needs of devices that need not be here, by their compilers",
+    "tunix plan recipes/sft_gemma.yaml --topology h100:1",
+    RECIPE,
+    value(
+        "--topology CHIP:SHAPE",
+        "devices that need not be here, e.g. v5e:4x4, v5p:8x8x8, v6e:16x16, h100:8, h200:1; may be given several "
+        "times; without it those at hand",
+        default=[],
+        action="append",
+    ),
+    value("--deadline S", "maximum seconds of each plan (600)", float, 600.0),
+    switch("--json", text="print everything as JSON"),
+)
 def _plan(parsed: Parsed) -> None:
     from tunix.commands.plan import plan
     from tunix.recipe.recipe import Recipe
@@ -340,53 +370,59 @@ def _plan(parsed: Parsed) -> None:
     plan(recipe, parsed.topology or [None], parsed.deadline, as_json=parsed.json)
 
 
-def launch_arguments(parser: Parser) -> None:
-    """Declares the arguments of `tunix launch`."""
-    recipe_arguments(parser)
-    parser.add_argument("--target", choices=TARGETS, required=True, help="scheduler that the job is for")
-    devices = "devices of the job, as in `tunix plan`: h100:16, v5e:4x4; the number may be left out where mesh has it"
-    parser.add_argument("--topology", metavar="CHIP:SHAPE", help=devices)
-    parser.add_argument("--slices", type=_count, default=1, metavar="N", help="slices of TPUs, each of --topology (1)")
-    usual = "devices of a host, each of which runs one process (8 GPUs, 4 TPUs)"
-    parser.add_argument("--per-host", type=_count, metavar="N", help=usual)
-    parser.add_argument("--name", metavar="NAME", help="name of the job (that of the run folder)")
-    parser.add_argument("--restarts", type=_count, default=20, metavar="N", help="maximum number of restarts (20)")
-    saves = "seconds between SIGTERM and SIGKILL, in which a checkpoint is written (120)"
-    parser.add_argument("--grace", type=_count, default=120, metavar="S", help=saves)
-    hidden = (
+@command(
+    "write the job of a recipe for SLURM, GKE or Pathways",
+    "tunix launch recipes/sft_llama_70b.yaml --target slurm --topology h100:256 --dry-run",
+    RECIPE,
+    value(
+        "--target", "scheduler that the job is for", choices=("slurm", "gke-tpu", "gke-gpu", "pathways"), required=True
+    ),
+    value(
+        "--topology CHIP:SHAPE",
+        "devices of the job, as in `tunix plan`: h100:16, v5e:4x4; the number may be left out where mesh has it",
+    ),
+    value("--slices N", "slices of TPUs, each of --topology (1)", count, 1),
+    value("--per-host N", "devices of a host, each of which runs one process (8 GPUs, 4 TPUs)", count),
+    value("--name NAME", "name of the job (that of the run folder)"),
+    value("--restarts N", "maximum number of restarts (20)", count, 20),
+    value("--grace S", "seconds between SIGTERM and SIGKILL, in which a checkpoint is written (120)", count, 120),
+    values(
+        "--secret VARIABLE=WHERE",
         "variable for the run whose value is not written down: HF_TOKEN=hf/token, a Secret and its key; on SLURM a "
-        "file, HF_TOKEN=~/.hf_token; may be given several times"
-    )
-    parser.add_argument("--secret", action="append", default=[], metavar="VARIABLE=WHERE", help=hidden)
+        "file, HF_TOKEN=~/.hf_token",
+    ),
     # What becomes of the file.
-    writes = "file to write (NAME.sbatch or NAME.yaml)"
-    parser.add_argument("--out", type=Path, metavar="FILE", help=writes)
-    parser.add_argument("--overwrite", action="store_true", help="replace the file where there is another one")
-    parser.add_argument("--dry-run", action="store_true", help="print the file, and write nothing")
-    parser.add_argument("--submit", action="store_true", help="submit what was written, by sbatch or kubectl apply")
-    _verbose_argument(parser)
-    unasked = "do not compile the programs first to see whether they fit (`tunix plan`)"
-    parser.add_argument("--no-plan", action="store_true", help=unasked)
+    value("--out FILE", "file to write (NAME.sbatch or NAME.yaml)", Path),
+    switch("--overwrite", text="replace the file where there is another one"),
+    switch("--dry-run", text="print the file, and write nothing"),
+    switch("--submit", text="submit what was written, by sbatch or kubectl apply"),
+    VERBOSE,
+    switch("--no-plan", text="do not compile the programs first to see whether they fit (`tunix plan`)"),
     # What single schedulers need.
-    parser.add_argument("--image", metavar="IMAGE", help="Kubernetes: container image with tunix in it")
-    volume = "Kubernetes: a PersistentVolumeClaim that all pods may write; may be given several times"
-    parser.add_argument("--mount", action="append", default=[], metavar="CLAIM:/PATH", help=volume)
-    parser.add_argument("--namespace", metavar="NAME", help="Kubernetes: namespace (that of kubectl's context)")
-    account = "Kubernetes: service account of the pods, for access to gs://"
-    parser.add_argument("--service-account", metavar="NAME", help=account)
-    kept = "Pathways: folder for its own files, gs://BUCKET/FOLDER"
-    parser.add_argument("--pathways-dir", metavar="URL", help=kept)
-    lines = "SLURM: line of shell before the run, e.g. 'source ~/tunix/bin/activate'; may be given several times"
-    parser.add_argument("--setup", action="append", default=[], metavar="LINE", help=lines)
-    more = "SLURM: option of sbatch, e.g. partition=gpu, time=04:00:00; may be given several times"
-    parser.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help=more)
-
-
+    value("--image IMAGE", "Kubernetes: container image with tunix in it"),
+    values("--mount CLAIM:/PATH", "Kubernetes: a PersistentVolumeClaim that all pods may write"),
+    value("--namespace NAME", "Kubernetes: namespace (that of kubectl's context)"),
+    value("--service-account NAME", "Kubernetes: service account of the pods, for access to gs://"),
+    value("--pathways-dir URL", "Pathways: folder for its own files, gs://BUCKET/FOLDER"),
+    values("--setup LINE", "SLURM: line of shell before the run, e.g. 'source ~/tunix/bin/activate'"),
+    values("--sbatch OPTION", "SLURM: option of sbatch, e.g. partition=gpu, time=04:00:00"),
+)
 def _launch(parsed: Parsed) -> None:
-    from tunix.commands.launch import Destination, launch
-    from tunix.launch.job import Options, mount_of
+    """Makes the job of a recipe, prints or writes it, and submits it where that is asked for.
+
+    Raises:
+        UserError: the recipe does not fit the devices, something is missing, or the file or the scheduler refuses.
+    """
+    import shutil
+    import subprocess
+
+    from tunix.commands.plan import refuse_misfit
+    from tunix.launch.job import Options, job_of, mount_of
+    from tunix.launch.kubernetes import manifest
+    from tunix.launch.slurm import script
     from tunix.recipe.recipe import Recipe
 
+    slurm = parsed.target == "slurm"
     options = Options(
         target=parsed.target,
         topology=parsed.topology,
@@ -404,16 +440,45 @@ def _launch(parsed: Parsed) -> None:
         setup=tuple(parsed.setup),
         sbatch=tuple(parsed.sbatch),
     )
-    destination = Destination(parsed.out, parsed.overwrite, parsed.dry_run, parsed.submit)
-    launch(Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny), options, destination, plan=not parsed.no_plan)
+    recipe = Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny)
+    if parsed.dry_run and parsed.submit:
+        raise UserError("--dry-run writes nothing and --submit needs the file: leave one of them out")
+    job = job_of(recipe, options)
+    text = script(job) if slurm else manifest(job)
+    if job.placement.slices > 1 and not parsed.no_plan:
+        print("not planned: several slices; `tunix plan` asks about one of them", file=sys.stderr)
+    elif not parsed.no_plan:
+        refuse_misfit(recipe, job.placement.topology, "`tunix launch --no-plan` writes the job all the same.")
+    for warning in job.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if parsed.dry_run:
+        print(text, end="")
+        return
+    submit = ["sbatch"] if slurm else ["kubectl", "apply", "-f"]
+    if parsed.submit and shutil.which(submit[0]) is None:
+        raise UserError(f"--submit: there is no {submit[0]} on this machine; write the file here and submit it there")
+    file = parsed.out or Path(job.name + (".sbatch" if slurm else ".yaml"))
+    # A file that is there already stays, unless it is the same.
+    if file.exists() and not parsed.overwrite and not (file.is_file() and file.read_text("utf-8") == text):
+        raise UserError(f"--out {file}: it exists, and differs; --overwrite replaces it, or name another file")
+    write_text_atomic(file, text)
+    submit.append(str(file))
+    if not parsed.submit:
+        print(f"{file}: {job.placement.described}; submit it with `{' '.join(submit)}`")
+        return
+    done = subprocess.run(submit, capture_output=True, text=True, check=False)
+    print(done.stdout, end="")
+    if done.returncode:
+        said = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        raise UserError(f"`{' '.join(submit)}` was refused: {said}. The file stays, to be submitted again")
 
 
-def inspect_arguments(parser: Parser) -> None:
-    """Declares the arguments of `tunix inspect`."""
-    recipe_arguments(parser)
-    parser.add_argument("--rows", type=_count, default=4, metavar="N", help="examples to show (4)")
-
-
+@command(
+    "show rendered examples, their trained tokens, and the accounting of the rows",
+    "tunix inspect recipes/quickstart.yaml --rows 3",
+    RECIPE,
+    value("--rows N", "examples to show (4)", count, 4),
+)
 def _inspect(parsed: Parsed) -> None:
     from tunix.commands.inspect import show
     from tunix.recipe.recipe import Recipe
@@ -421,31 +486,30 @@ def _inspect(parsed: Parsed) -> None:
     show(Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny), parsed.rows)
 
 
-def trace_arguments(parser: Parser) -> None:
-    """Declares the arguments of `tunix trace`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder")
-    parser.add_argument("step", type=_count, metavar="STEP", help="number of the step, from 1")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=".json to write (RUN/trace-STEP.json)")
-
-
+@command(
+    "what a step of a run spent its time on, as a chart for Perfetto",
+    "tunix trace runs/grpo_gemma 12",
+    value("run RUN", "run folder", Path),
+    value("step STEP", "number of the step, from 1", count),
+    value("--out FILE", ".json to write (RUN/trace-STEP.json)", Path),
+)
 def _trace(parsed: Parsed) -> None:
     from tunix.commands.trace import trace
 
     print(f"{trace(parsed.run, parsed.step, parsed.out)}: open it at https://ui.perfetto.dev")
 
 
-def score_arguments(parser: Parser) -> None:
-    """Declares the arguments of `tunix score`."""
-    _model_argument(parser)
-    parser.add_argument("data", metavar="DATA", help=".jsonl with rows of text, messages or input_ids")
-    writes = ".jsonl to write: logprobs, tokens and sum of each row"
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=writes)
-    _adapter_argument(parser)
-    parser.add_argument("--batch-size", type=_count, default=8, metavar="N", help="rows per micro-batch (8)")
-    parser.add_argument("--max-length", type=_count, default=1024, metavar="N", help="maximum tokens of a row (1024)")
-    _dtype_argument(parser)
-
-
+@command(
+    "per-token log-probs of given rows, and their perplexity",
+    "tunix score google/gemma-3-1b-it rows.jsonl --out scores.jsonl",
+    MODEL,
+    value("data DATA", ".jsonl with rows of text, messages or input_ids"),
+    value("--out FILE", ".jsonl to write: logprobs, tokens and sum of each row", Path, required=True),
+    ADAPTER,
+    value("--batch-size N", "rows per micro-batch (8)", count, 8),
+    value("--max-length N", "maximum tokens of a row (1024)", count, 1024),
+    DTYPE,
+)
 def _score(parsed: Parsed) -> None:
     from tunix.inference.scoring import score
 
@@ -460,112 +524,102 @@ def _score(parsed: Parsed) -> None:
     )
 
 
-def generate_arguments(parser: Parser) -> None:
-    """Declares the arguments of `tunix generate`."""
-    _model_argument(parser)
-    sent = (
+@command(
+    "answer a prompt, or a file of them",
+    'tunix generate google/gemma-3-1b-it "Why is the sky blue?" --temperature 0',
+    MODEL,
+    value(
+        "prompt PROMPT",
         "text to answer: sent as a user's message where the tokenizer has a chat template, as it stands where it has "
-        "none, or where the model is a run that was trained on plain strings; so are the strings of --input"
-    )
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help=sent)
-    reads = ".jsonl with a row for each prompt: `prompt`, `messages` or `input_ids`"
-    parser.add_argument("--input", metavar="FILE", help=reads)
-    writes = (
+        "none, or where the model is a run that was trained on plain strings; so are the strings of --input",
+        nargs="?",
+    ),
+    value("--input FILE", ".jsonl with a row for each prompt: `prompt`, `messages` or `input_ids`"),
+    value(
+        "--out FILE",
         ".jsonl to write, an object for each completion: row (from 0), sample, the row's prompt, tokens, text, "
-        "logprobs, finish"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help=writes)
-    parser.add_argument("--n", type=_count, default=1, metavar="N", help="completions of each prompt (1)")
-    several = "PEFT adapter on top of the model; may be given several times, to compare the answers of each"
-    parser.add_argument("--adapter", type=Path, action="append", default=[], metavar="DIR", help=several)
-    _slots_argument(parser, "completions sampled")
-    _reward_arguments(parser)
-    best = "write rows to train on instead: the K best completions of each prompt (1), of equal ones the first"
-    parser.add_argument("--best", type=_count, nargs="?", const=1, metavar="K", help=best)
-    least = "write rows to train on instead: the completions with a reward of at least X; also with --best"
-    parser.add_argument("--threshold", type=float, metavar="X", help=least)
-    _sampling_arguments(parser, max_tokens=256)
-
-
+        "logprobs, finish",
+        Path,
+    ),
+    value("--n N", "completions of each prompt (1)", count, 1),
+    value(
+        "--adapter DIR",
+        "PEFT adapter on top of the model; may be given several times, to compare the answers of each",
+        Path,
+        [],
+        action="append",
+    ),
+    slots("completions sampled"),
+    REWARDS,
+    value(
+        "--best K",
+        "write rows to train on instead: the K best completions of each prompt (1), of equal ones the first",
+        count,
+        nargs="?",
+        const=1,
+    ),
+    value(
+        "--threshold X",
+        "write rows to train on instead: the completions with a reward of at least X; also with --best",
+        float,
+    ),
+    sampling(max_tokens=256),
+)
 def _generate(parsed: Parsed) -> None:
-    from tunix.commands.compare_adapters import compare
     from tunix.commands.generate import generate
-
-    adapters, selection, sampling = parsed.adapter, _selection(parsed), _sampling(parsed)
-    parsed.adapter = adapters[0] if len(adapters) == 1 else None
-    options = _inference_options(parsed, parsed.slots)
-    if len(adapters) < 2:
-        generate(
-            options,
-            parsed.prompt,
-            rows=parsed.input,
-            out=parsed.out,
-            sampling=sampling,
-            n=parsed.n,
-            seed=parsed.seed,
-            selection=selection,
-        )
-        return
-    if selection is not None:
-        raise UserError("--reward scores the completions of one model: give one --adapter at a time")
-    compare(
-        options,
-        adapters,
-        parsed.prompt,
-        rows=parsed.input,
-        out=parsed.out,
-        sampling=sampling,
-        n=parsed.n,
-        seed=parsed.seed,
-    )
-
-
-def _selection(parsed: Parsed) -> "Selection | None":
-    """How completions are scored and selected; None without rewards."""
-    from tunix.commands.generate import Selection
     from tunix.commands.sampling import reward_config
 
     rewards = reward_config(parsed.reward, parsed.reward_model, parsed.deadline)
-    if rewards is not None:
-        return Selection(rewards, parsed.best, parsed.threshold)
     for name in ("best", "threshold"):
-        if vars(parsed)[name] is not None:
+        if rewards is None and vars(parsed)[name] is not None:
             raise UserError(f"--{name} selects by reward: add --reward, for instance exact_match")
-    return None
-
-
-def eval_arguments(parser: Parser) -> None:
-    """Declares the arguments of `tunix eval`."""
-    _model_argument(parser)
-    reads = (
-        ".jsonl, .csv, .parquet, folder, hub id or file.py:function, of which the split for validation or test is read "
-        "unless --split names one; of a run its held-out rows, where nothing is given"
+    compared = parsed.adapter if len(parsed.adapter) > 1 else ()
+    generate(
+        _inference_options(parsed, parsed.adapter[0] if parsed.adapter and not compared else None, parsed.slots),
+        parsed.prompt,
+        rows=parsed.input,
+        out=parsed.out,
+        sampling=_sampling(parsed),
+        n=parsed.n,
+        seed=parsed.seed,
+        adapters=compared,
+        rewards=rewards,
+        best=parsed.best,
+        threshold=parsed.threshold,
     )
-    parser.add_argument("data", nargs="?", metavar="DATA", help=reads)
-    tasks = (
+
+
+@command(
+    "measure a model on held-out rows: loss, reward, accuracy, pass@k, pairs",
+    "tunix eval runs/quickstart",
+    MODEL,
+    value(
+        "data DATA",
+        ".jsonl, .csv, .parquet, folder, hub id or file.py:function, of which the split for validation or test is read "
+        "unless --split names one; of a run its held-out rows, where nothing is given",
+        nargs="?",
+    ),
+    value(
+        "--task",
         "loss: of the rows' completions, and perplexity; reward: mean of the model's answers; accuracy: share of "
         "answers with a reward of --threshold or more; pass: pass@k; pairs: chosen above rejected. By default what the "
-        "run or the rows are for"
-    )
-    parser.add_argument("--task", choices=("loss", "reward", "accuracy", "pass", "pairs"), help=tasks)
-    _reward_arguments(parser)
-    parser.add_argument("--threshold", type=float, metavar="X", help="minimum reward of a right answer (1)")
-    parser.add_argument("--n", type=_count, metavar="N", help="answers to each row (1; 8 for pass)")
-    parser.add_argument("--k", type=_count, nargs="+", default=[], metavar="K", help="values of k for pass@k (1 and N)")
-    parser.add_argument("--rows", type=_count, metavar="N", help="rows from the start (all; a run's eval.rows)")
-    parser.add_argument("--split", metavar="NAME", help="split of DATA, where it has splits")
-    called = "a column with another name, as in prompt=question; may be given several times"
-    parser.add_argument("--column", action="append", default=[], metavar="OURS=THEIRS", help=called)
-    parser.add_argument("--out", type=Path, metavar="FILE", help=".json for numbers and rows, .jsonl for the rows")
-    parser.add_argument(
-        "--max-tokens", type=_count, metavar="N", help="maximum tokens of an answer (256, or the run's)"
-    )
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (0; for pass 1, or the run's)")
-    _slots_argument(parser, "completions sampled")
-    _adapter_argument(parser)
-    _prompt_arguments(parser)
-
-
+        "run or the rows are for",
+        choices=("loss", "reward", "accuracy", "pass", "pairs"),
+    ),
+    REWARDS,
+    value("--threshold X", "minimum reward of a right answer (1)", float),
+    value("--n N", "answers to each row (1; 8 for pass)", count),
+    value("--k K", "values of k for pass@k (1 and N)", count, nargs="+", default=[]),
+    value("--rows N", "rows from the start (all; a run's eval.rows)", count),
+    value("--split NAME", "split of DATA, where it has splits"),
+    values("--column OURS=THEIRS", "a column with another name, as in prompt=question"),
+    value("--out FILE", ".json for numbers and rows, .jsonl for the rows", Path),
+    value("--max-tokens N", "maximum tokens of an answer (256, or the run's)", count),
+    value("--temperature T", "0 is greedy (0; for pass 1, or the run's)", float),
+    slots("completions sampled"),
+    ADAPTER,
+    PROMPTS,
+)
 def _eval(parsed: Parsed) -> None:
     from tunix.commands.evaluate import EvalOptions, evaluate
     from tunix.commands.sampling import reward_config
@@ -588,65 +642,72 @@ def _eval(parsed: Parsed) -> None:
         stop=tuple(parsed.stop),
         seed=parsed.seed,
     )
-    evaluate(_inference_options(parsed, parsed.slots), eval_options, parsed.out)
+    evaluate(_inference_options(parsed, parsed.adapter, parsed.slots), eval_options, parsed.out)
 
 
-def quantize_arguments(parser: Parser) -> None:
-    """Declares the arguments of `tunix quantize`."""
-    _model_argument(parser)
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; nothing that exists is overwritten")
-    rules = (
+@command(
+    "round a model's matrices to few bits, and measure the error",
+    "tunix quantize google/gemma-3-1b-it rounded --rules 'mlp.*=int4:64,.*=int8' --data rows.jsonl",
+    MODEL,
+    NEW_FOLDER,
+    value(
+        "--rules RULES",
         "MODULE=TYPE, MODULE=TYPE:TILE or MODULE=TYPE/ACTIVATIONS, separated by commas, the first that matches counts, "
-        "as in 'o_proj=none,mlp.*=int4:64,.*=int8/int8'; or a .yaml file with a list `rules` (.*=int8)"
-    )
-    parser.add_argument("--rules", default=".*=int8", metavar="RULES", help=rules)
-    reads = "rows that the loss is measured on, before and after; of a run its held-out rows, where nothing is given"
-    parser.add_argument("--data", metavar="DATA", help=reads)
-    parser.add_argument("--rows", type=_count, metavar="N", help="rows from the start (all; a run's eval.rows)")
-    _packed_argument(parser)
-    _adapter_argument(parser)
-    dtype = "of the written weights and the computation (float32): bfloat16 is half as large, and no longer exact"
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help=dtype)
-
-
+        "as in 'o_proj=none,mlp.*=int4:64,.*=int8/int8'; or a .yaml file with a list `rules` (.*=int8)",
+        default=".*=int8",
+    ),
+    value(
+        "--data DATA",
+        "rows that the loss is measured on, before and after; of a run its held-out rows, where nothing is given",
+    ),
+    value("--rows N", "rows from the start (all; a run's eval.rows)", count),
+    PACKED,
+    ADAPTER,
+    value(
+        "--dtype",
+        "of the written weights and the computation (float32): bfloat16 is half as large, and no longer exact",
+        choices=DTYPES,
+        default="float32",
+    ),
+)
 def _quantize(parsed: Parsed) -> None:
     from tunix.commands.evaluate import EvalOptions
     from tunix.commands.quantize import quantize
     from tunix.inference.model import InferenceOptions
 
     options = InferenceOptions(parsed.model, parsed.adapter, parsed.dtype)
-    eval_options = EvalOptions(data=parsed.data, rows=parsed.rows)
-    quantize(options, parsed.out, parsed.rules, eval_options, packed=parsed.packed)
+    quantize(options, parsed.out, parsed.rules, EvalOptions(data=parsed.data, rows=parsed.rows), packed=parsed.packed)
 
 
-def chat_arguments(parser: Parser) -> None:
-    """Declares the arguments of `tunix chat`."""
-    _model_argument(parser)
-    _adapter_argument(parser)
-    _sampling_arguments(parser, max_tokens=1024)
-
-
+@command(
+    "talk with a model",
+    "tunix chat runs/sft_gemma --system 'Answer in one sentence.'",
+    MODEL,
+    ADAPTER,
+    sampling(max_tokens=1024),
+)
 def _chat(parsed: Parsed) -> None:
     from tunix.commands.chat import chat
 
-    chat(_inference_options(parsed, slots=1), sampling=_sampling(parsed), seed=parsed.seed)
+    chat(_inference_options(parsed, parsed.adapter, slots=1), sampling=_sampling(parsed), seed=parsed.seed)
 
 
-def serve_arguments(parser: Parser) -> None:
-    """Declares the arguments of `tunix serve`."""
-    _model_argument(parser)
-    _adapter_argument(parser)
-    listens = "address to listen on (127.0.0.1); whoever reaches it can have it load any folder that it can read"
-    parser.add_argument("--host", default="127.0.0.1", metavar="HOST", help=listens)
-    parser.add_argument("--port", type=_count, default=8000, metavar="PORT", help="port to listen on (8000)")
-    longest = "maximum tokens of prompt and answer (the model's own)"
-    parser.add_argument("--max-length", type=_count, metavar="N", help=longest)
-    _slots_argument(parser, "requests answered")
-    keeps = "let a run load adapters beside the weights, which then are kept twice"
-    parser.add_argument("--enable-lora", action="store_true", help=keeps)
-    _dtype_argument(parser)
-
-
+@command(
+    "answer completions over HTTP, for runs that sample elsewhere than they train",
+    "tunix serve google/gemma-3-1b-it --port 8000",
+    MODEL,
+    ADAPTER,
+    value(
+        "--host HOST",
+        "address to listen on (127.0.0.1); whoever reaches it can have it load any folder that it can read",
+        default="127.0.0.1",
+    ),
+    value("--port PORT", "port to listen on (8000)", count, 8000),
+    value("--max-length N", "maximum tokens of prompt and answer (the model's own)", count),
+    slots("requests answered"),
+    switch("--enable-lora", text="let a run load adapters beside the weights, which then are kept twice"),
+    DTYPE,
+)
 def _serve(parsed: Parsed) -> None:
     """Answers completions over HTTP until Ctrl-C, for runs that sample elsewhere than they train, and other clients.
 
@@ -681,47 +742,30 @@ def _serve(parsed: Parsed) -> None:
         server_of(service).run(sockets=[listener])
 
 
-def _inference_options(parsed: Parsed, slots: int | None) -> "InferenceOptions":
-    from tunix.inference.model import InferenceOptions
-
-    return InferenceOptions(parsed.model, parsed.adapter, parsed.dtype, slots, parsed.system, parsed.raw)
-
-
-def _sampling(parsed: Parsed) -> "Sampling":
-    from tunix.types import Sampling
-
-    return Sampling(
-        max_tokens=parsed.max_tokens,
-        temperature=parsed.temperature,
-        top_k=parsed.top_k,
-        top_p=parsed.top_p,
-        min_p=parsed.min_p,
-        stop_strings=tuple(parsed.stop),
-    )
-
-
-def export_arguments(parser: Parser) -> None:
-    """Declares the arguments of `tunix export`."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder; for other formats also a model folder or id")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; nothing that exists is overwritten")
-    formats = "a model folder (huggingface), a checkpoint of MaxText, or compiled programs that run without tunix"
-    parser.add_argument("--format", choices=FORMATS, default="huggingface", help=formats)
-    parser.add_argument("--adapter", action="store_true", help="the adapter alone, as a PEFT folder")
-    _packed_argument(parser)
-    parser.add_argument("--step", type=_count, metavar="N", help="step of the checkpoint; the last one by default")
-    parser.add_argument("--unscanned", action="store_true", help="maxtext: each layer's arrays apart, not stacked")
-    parser.add_argument("--batch", type=_count, metavar="N", help="stablehlo: rows (1)")
-    prompt = "stablehlo: tokens that a prompt may have, a multiple of 64 (512)"
-    parser.add_argument("--prompt-length", type=_count, metavar="N", help=prompt)
-    parser.add_argument("--length", type=_count, metavar="N", help="stablehlo: tokens of prompt and answer (1024)")
-
-
+@command(
+    "write a run's weights as a Hugging Face folder, a PEFT adapter, or for MaxText or StableHLO",
+    "tunix export runs/quickstart exported --format maxtext",
+    value("run RUN", "run folder; for other formats also a model folder or id", Path),
+    NEW_FOLDER,
+    value(
+        "--format",
+        "a model folder (huggingface), a checkpoint of MaxText, or compiled programs that run without tunix",
+        choices=("huggingface", "maxtext", "stablehlo"),
+        default="huggingface",
+    ),
+    switch("--adapter", text="the adapter alone, as a PEFT folder"),
+    PACKED,
+    value("--step N", "step of the checkpoint; the last one by default", count),
+    switch("--unscanned", text="maxtext: each layer's arrays apart, not stacked"),
+    value("--batch N", "stablehlo: rows (1)", count),
+    value("--prompt-length N", "stablehlo: tokens that a prompt may have, a multiple of 64 (512)", count),
+    value("--length N", "stablehlo: tokens of prompt and answer (1024)", count),
+)
 def _export(parsed: Parsed) -> None:
-    options = {name: value for name, value in vars(parsed).items() if name in EXPORT_OPTIONS and value}
-    for name in options:
-        if EXPORT_OPTIONS[name] != parsed.format:
+    for name, format in EXPORT_OPTIONS.items():
+        if vars(parsed)[name] and format != parsed.format:
             raise UserError(
-                f"--{name.replace('_', '-')} belongs to --format {EXPORT_OPTIONS[name]}, and changes nothing of "
+                f"--{name.replace('_', '-')} belongs to --format {format}, and changes nothing of "
                 f"--format {parsed.format}: leave it out"
             )
     from tunix.run.export import export, export_as
@@ -742,19 +786,20 @@ def _export(parsed: Parsed) -> None:
     print(f"{parsed.run} is in {parsed.out}, as {parsed.format}: {loading}")
 
 
-def import_arguments(parser: Parser) -> None:
-    """Declares the arguments of `tunix import`."""
-    source = (
-        "a checkpoint of MaxText: its arrays' folder, such as checkpoints/1000/items, or one above, for the last step"
-    )
-    parser.add_argument("source", metavar="maxtext:FOLDER", help=source)
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; nothing that exists is overwritten")
-    like = "model folder or hub id with config.json and tokenizer of the same model; by default those in FOLDER"
-    parser.add_argument("--like", metavar="MODEL", help=like)
-    dtype = "of the written weights; each array's own by default"
-    parser.add_argument("--dtype", choices=DTYPES, help=dtype)
-
-
+@command(
+    "make a Hugging Face folder of a checkpoint of MaxText",
+    "tunix import maxtext:checkpoints/1000/items imported --like Qwen/Qwen3-0.6B",
+    value(
+        "source maxtext:FOLDER",
+        "a checkpoint of MaxText: its arrays' folder, such as checkpoints/1000/items, or one above, for the last step",
+    ),
+    NEW_FOLDER,
+    value(
+        "--like MODEL",
+        "model folder or hub id with config.json and tokenizer of the same model; by default those in FOLDER",
+    ),
+    value("--dtype", "of the written weights; each array's own by default", choices=DTYPES),
+)
 def _import(parsed: Parsed) -> None:
     scheme = "maxtext:"
     if not parsed.source.startswith(scheme):
@@ -771,102 +816,22 @@ def _import(parsed: Parsed) -> None:
 
 
 COMMANDS = {
-    "run": Command(
-        "train; resumes where the run folder holds the same recipe",
-        "tunix run recipes/sft_gemma.yaml steps=100 --tiny",
-        run_arguments,
-        _run,
-    ),
-    "check": Command(
-        "validate a recipe with its rows, rewards and folders, and print what it says",
-        "tunix check recipes/sft_gemma.yaml optimizer.name=lion --all",
-        check_arguments,
-        _check,
-    ),
-    "recipes": Command(
-        "list the recipes that tunix brings, the measured ones first",
-        "tunix recipes | less",
-        no_arguments,
-        _recipes,
-    ),
-    "doctor": Command(
-        "say what this machine can run and what is missing; exit code 1 where something is",
-        "tunix doctor && tunix run quickstart",
-        no_arguments,
-        _doctor,
-    ),
-    "plan": Command(
-        "what a recipe needs of devices that need not be here, by their compilers",
-        "tunix plan recipes/sft_gemma.yaml --topology h100:1",
-        plan_arguments,
-        _plan,
-    ),
-    "launch": Command(
-        "write the job of a recipe for SLURM, GKE or Pathways",
-        "tunix launch recipes/sft_llama_70b.yaml --target slurm --topology h100:256 --dry-run",
-        launch_arguments,
-        _launch,
-    ),
-    "inspect": Command(
-        "show rendered examples, their trained tokens, and the accounting of the rows",
-        "tunix inspect recipes/quickstart.yaml --rows 3",
-        inspect_arguments,
-        _inspect,
-    ),
-    "trace": Command(
-        "what a step of a run spent its time on, as a chart for Perfetto",
-        "tunix trace runs/grpo_gemma 12",
-        trace_arguments,
-        _trace,
-    ),
-    "score": Command(
-        "per-token log-probs of given rows, and their perplexity",
-        "tunix score google/gemma-3-1b-it rows.jsonl --out scores.jsonl",
-        score_arguments,
-        _score,
-    ),
-    "generate": Command(
-        "answer a prompt, or a file of them",
-        'tunix generate google/gemma-3-1b-it "Why is the sky blue?" --temperature 0',
-        generate_arguments,
-        _generate,
-    ),
-    "eval": Command(
-        "measure a model on held-out rows: loss, reward, accuracy, pass@k, pairs",
-        "tunix eval runs/quickstart",
-        eval_arguments,
-        _eval,
-    ),
-    "quantize": Command(
-        "round a model's matrices to few bits, and measure the error",
-        "tunix quantize google/gemma-3-1b-it rounded --rules 'mlp.*=int4:64,.*=int8' --data rows.jsonl",
-        quantize_arguments,
-        _quantize,
-    ),
-    "chat": Command(
-        "talk with a model",
-        "tunix chat runs/sft_gemma --system 'Answer in one sentence.'",
-        chat_arguments,
-        _chat,
-    ),
-    "serve": Command(
-        "answer completions over HTTP, for runs that sample elsewhere than they train",
-        "tunix serve google/gemma-3-1b-it --port 8000",
-        serve_arguments,
-        _serve,
-    ),
-    "export": Command(
-        "write a run's weights as a Hugging Face folder, a PEFT adapter, or for MaxText or StableHLO",
-        "tunix export runs/quickstart exported --format maxtext",
-        export_arguments,
-        _export,
-    ),
-    "import": Command(
-        "make a Hugging Face folder of a checkpoint of MaxText",
-        "tunix import maxtext:checkpoints/1000/items imported --like Qwen/Qwen3-0.6B",
-        import_arguments,
-        _import,
-    ),
+    "run": _run,
+    "check": _check,
+    "recipes": _recipes,
+    "doctor": _doctor,
+    "plan": _plan,
+    "launch": _launch,
+    "inspect": _inspect,
+    "trace": _trace,
+    "score": _score,
+    "generate": _generate,
+    "eval": _eval,
+    "quantize": _quantize,
+    "chat": _chat,
+    "serve": _serve,
+    "export": _export,
+    "import": _import,
 }
 
 

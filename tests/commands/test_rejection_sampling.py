@@ -9,17 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import tunix.commands.generate
 from tests.marks import slow
 from tests.tiny_runs import files, lines, model_folder, train, write_recipe, write_rows
 from tunix.cli import main
 from tunix.commands.generate import Question, choose, ranked
+from tunix.commands.resumable_output import ResumableOutput
 from tunix.data.pipeline import Batches
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.inference.model import InferenceModel, InferenceOptions
@@ -229,13 +230,14 @@ def test_a_killed_call_goes_on_to_the_same_bytes(base: Path, monkeypatch: pytest
     before = kept.read_bytes()[: kept.read_bytes().rindex(b"\n")].splitlines()[1:]
     Path("go").touch()
     chunks = []
-    chunk = tunix.commands.generate._Writing._chunk
+    append = ResumableOutput.append
 
-    def watched(self: Any, collector: Any, drawing: Any, first: int, questions: Any) -> list[str]:
-        chunks.append((first, len(questions)))
-        return chunk(self, collector, drawing, first, questions)
+    def watched(self: ResumableOutput, lines: Iterable[str]) -> None:
+        written = list(lines)
+        chunks.append((self.done, len(written)))
+        append(self, written)
 
-    monkeypatch.setattr(tunix.commands.generate._Writing, "_chunk", watched)
+    monkeypatch.setattr(ResumableOutput, "append", watched)
     assert main(words) == 0
     assert chunks == [(8, 8), (16, 4)]
     resumed = Path("out.jsonl").read_bytes()
@@ -249,15 +251,15 @@ def test_a_killed_call_goes_on_to_the_same_bytes(base: Path, monkeypatch: pytest
 def test_ctrl_c_keeps_what_is_there(base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     write_rows(Path("rows.jsonl"), [{"input_ids": [7 + i]} for i in range(10)])
     words = ["generate", str(base), *CALL, "--slots", "1"]
-    chunk = tunix.commands.generate._Writing._chunk
+    append = ResumableOutput.append
 
-    def stopped(self: Any, collector: Any, drawing: Any, first: int, questions: Any) -> list[str]:
-        if first == 8:
+    def stopped(self: ResumableOutput, lines: Iterable[str]) -> None:
+        append(self, lines)
+        if self.done == 8:
             signal.raise_signal(signal.SIGINT)
-        return chunk(self, collector, drawing, first, questions)
 
     with monkeypatch.context() as patched:
-        patched.setattr(tunix.commands.generate._Writing, "_chunk", stopped)
+        patched.setattr(ResumableOutput, "append", stopped)
         assert main(words) == 130
     assert "8 of 10 rows are kept next to out.jsonl; the same call goes on" in capsys.readouterr().err
     assert main([*words, "--seed", "1"]) == 2

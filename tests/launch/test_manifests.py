@@ -34,8 +34,7 @@ def validator(kind: str) -> Draft7Validator:
 
 
 def documents(of: Job) -> list[dict[str, Any]]:
-    write = kubernetes.pathways_manifest if of.options.target == "pathways" else kubernetes.manifest
-    return list(yaml.safe_load_all(write(of)))
+    return list(yaml.safe_load_all(kubernetes.manifest(of)))
 
 
 def job_spec(of: Job) -> dict[str, Any]:
@@ -160,7 +159,7 @@ def test_pathways_has_one_process_and_its_own_restarts():
     # Pathways' controller adds JAX_PLATFORMS=proxy to the container by its name.
     assert [one["name"] for one in spec["containers"]] == ["tunix"]
     with pytest.raises(UserError, match=r"--topology v5e:1x1: Pathways has hosts of 4 x v5e, .*, and not of 1"):
-        kubernetes.pathways_manifest(job("pathways", topology="v5e:1x1"))
+        kubernetes.manifest(job("pathways", topology="v5e:1x1"))
 
 
 def test_secrets_are_named_and_not_written():

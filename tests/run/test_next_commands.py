@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tunix.cli import COMMANDS, Parser
+from tunix.cli import COMMANDS
 from tunix.recipe.recipe import Recipe
 from tunix.run.train import next_commands
 
@@ -38,9 +38,7 @@ def test_only_what_works_is_proposed_and_parses(run: Path, trained: Recipe, chat
         command, use = line.strip().rsplit("  ", 1)
         tunix, name, *words = shlex.split(command)
         assert tunix == "tunix"
-        parser = Parser(f"tunix {name}", allow_abbrev=False)
-        COMMANDS[name].arguments(parser)
-        parsed = vars(parser.parse_intermixed_args(words))
+        parsed = vars(COMMANDS[name].parsed(name, words))
         assert Path(parsed["run"] if name == "export" else parsed["model"]) == run
         proposed.append(f"{name} ROWS" if parsed.get("data") else name)
         assert use

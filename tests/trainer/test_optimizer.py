@@ -146,7 +146,7 @@ def test_a_warm_up_from_zero_is_that_of_hugging_face(schedule, warmup):
         ({"warmup_from_zero": True}, "warmup_from_zero changes nothing without a warm-up: set warmup"),
         ({"moments_dtype": "bfloat16"}, r"0\.999 \(b2\) of a bfloat16 number rounds back.*set b2 to 0\.99 or less"),
         ({"name": "lion", "b2": 0.998, "moments_dtype": "bfloat16"}, r"0\.998 \(b2\)"),
-        ({"name": "muon", "b2": 0.9, "momentum": 0.999, "moments_dtype": "bfloat16"}, r"0\.999 \(momentum\)"),
+        ({"name": "sgd", "b1": 0.999, "moments_dtype": "bfloat16"}, r"0\.999 \(b1\)"),
         ({"name": "adafactor", "moments_dtype": "bfloat16"}, "changes nothing for adafactor, whose statistics stay"),
         ({"name": "sgd", "moments_dtype": "bfloat16"}, "changes nothing for sgd, which keeps none without momentum"),
         ({"moments_dtype": "float16"}, r"moments_dtype: 'float16' is not one of 'float32', 'bfloat16'"),

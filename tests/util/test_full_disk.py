@@ -119,8 +119,8 @@ def test_any_command_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "scores.jsonl")
 
-    monkeypatch.setattr("tunix.cli._dispatch", full)
-    assert main(["score"]) == 2
+    monkeypatch.setattr("tunix.commands.doctor.doctor", full)
+    assert main(["doctor"]) == 2
     said = "error: scores.jsonl could not be written: No space left on device. Make room and run the same command.\n"
     assert capsys.readouterr().err == said
 

@@ -104,15 +104,24 @@ class Conversation:
 
     def _answer(self, line: str) -> None:
         turns: list[Message] = [*self.turns, {"role": "user", "content": line}]
-        prompt = self._rendered(turns) if self.inference.plain_reason is None else self._continued(line)
-        if len(prompt) >= (limit := self.inference.limit):
+        inference, tokenizer = self.inference, self.tokenizer
+        if inference.plain_reason is None:
+            system: list[Message] = []
+            if inference.system is not None:
+                system = [{"role": "system", "content": inference.system}]
+            prompt = render_prompt([*system, *turns], tokenizer, **inference.template_kwargs).tokens
+        elif self.text:
+            prompt = np.array([*self.text, *tokenizer.encode_after(self.text, line)], np.int32)
+        else:
+            prompt = np.array(tokenizer.encode(line, bos=tokenizer.adds_bos), np.int32)
+        if len(prompt) >= (limit := inference.limit):
             _print_status(f"all that was said has {len(prompt)} tokens, the model ends at {limit}: /reset forgets it")
             return
-        stream = TextStream(self.tokenizer, self.sampling.stop_strings)
+        stream = TextStream(tokenizer, self.sampling.stop_strings)
         request = Request(prompt, self.sampling, self.seed, self.answers)
         self.answers += 1
         try:
-            self.inference.engine.run([request], on_tokens=lambda _, tokens: self.write(stream.feed(tokens)))
+            inference.engine.run([request], on_tokens=lambda _, tokens: self.write(stream.feed(tokens)))
             self.write(stream.finish() + "\n")
         except KeyboardInterrupt:
             self.write("\n")
@@ -120,14 +129,3 @@ class Conversation:
         self.turns = [*turns, {"role": "assistant", "content": stream.text}]
         ended = bool(stream.tokens) and stream.tokens[-1] in self.sampling.stop_ids
         self.text = [] if ended else [*prompt.tolist(), *stream.tokens]
-
-    def _rendered(self, turns: list[Message]) -> np.ndarray:
-        system: list[Message] = []
-        if self.inference.system is not None:
-            system = [{"role": "system", "content": self.inference.system}]
-        return render_prompt([*system, *turns], self.tokenizer, **self.inference.template_kwargs).tokens
-
-    def _continued(self, line: str) -> np.ndarray:
-        if not self.text:
-            return np.array(self.tokenizer.encode(line, bos=self.tokenizer.adds_bos), np.int32)
-        return np.array([*self.text, *self.tokenizer.encode_after(self.text, line)], np.int32)

@@ -5,12 +5,13 @@ run folder. All that is wrong is reported together. What is printed is a recipe 
 say, with what follows from it as comments.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tunix.config import RowKind
+from tunix.config import ModelConfig, RowKind
 from tunix.data.pictures import needed_pillow
 from tunix.data.shapes import SHAPES, column, rendering
 from tunix.data.sources import Rows, open_rows
@@ -42,14 +43,14 @@ class _Report:
     notes: list[str] = field(default_factory=list)
     """What may surprise."""
 
-    def attempt(self, look: Callable[[], Any], key: str = "") -> Any:
-        """What a function returns; None where it finds a mistake, which is noted with its key."""
+    @contextmanager
+    def noting(self, key: str = "") -> Iterator[None]:
+        """Notes a mistake that ends the block, with its key."""
         try:
-            return look()
+            yield
         except UserError as error:
             text = str(error)
             self.wrong.append(f"{key}: {text}" if key and not text.startswith(key.partition(".")[0]) else text)
-            return None
 
 
 def check(recipe: str | Path, overrides: Collection[str] = (), *, tiny: bool = False, everything: bool = False) -> str:
@@ -72,10 +73,30 @@ def check(recipe: str | Path, overrides: Collection[str] = (), *, tiny: bool = F
     checked = Recipe.load(path, overrides, tiny) if tiny else asked
     reports = [_examine(stage, checked.model) for stage in checked.stages or (checked,)]
     reports.append(_Report())
-    reports[-1].attempt(lambda: _check_output(checked), "output")
+    with reports[-1].noting("output"):  # what `tunix run` would refuse; nothing is written
+        folder = Path(checked.output).expanduser()
+        for parent in (folder, *folder.parents):
+            if parent.exists() and not parent.is_dir():
+                raise UserError(f"output: {parent} is a file, and {folder} has to be a folder")
+        refuse_no_run(folder)
+        refuse_other_run(checked, folder)
+        if not any(url_of(stage.checkpoint.folder or "") for stage in checked.stages or (checked,)):
+            refuse_foreign_checkpoints(checked)
     if wrong := list(dict.fromkeys(line for report in reports for line in report.wrong)):
         raise UserError("\n".join(f"{path}: {line}" for line in wrong))
-    said = checked.sections() if everything else _said(path, overrides, asked, checked if tiny else None)
+    # The sections that the file and the overrides set, and what `--tiny` changes: they build an equal recipe.
+    written = written_sections(path, overrides)
+    before, after = asked.sections(), checked.sections()
+    if everything:
+        said = after
+    elif not tiny:
+        output = written.pop("output")
+        said = {**written, "output": output}
+    elif checked.stages:
+        stages = zip(resolved_stages(written, str(path)), before["stages"], after["stages"], strict=True)
+        said = {"output": checked.output, "stages": [_changed(stage, was, now) for stage, was, now in stages]}
+    else:
+        said = _changed(written, before, after)
     facts = list(dict.fromkeys(line for report in reports for line in report.facts))
     facts += [f"toy, {what}" for what in checked.replaced]
     notes = [line for report in reports for line in report.notes]
@@ -85,19 +106,6 @@ def check(recipe: str | Path, overrides: Collection[str] = (), *, tiny: bool = F
     if not everything:
         lines.append("all other values are the defaults: --all prints them")
     return write_yaml(said) + "".join(f"# {line}\n" for line in [*lines, f"ok: {recipe}"])
-
-
-def _said(path: Path, overrides: Collection[str], asked: Recipe, tiny: Recipe | None) -> dict[str, Any]:
-    """The sections that a file and the overrides set, and what `--tiny` changes; they build an equal recipe."""
-    written = written_sections(path, overrides)
-    if tiny is None:
-        output = written.pop("output")
-        return {**written, "output": output}
-    before, after = asked.sections(), tiny.sections()
-    if not tiny.stages:
-        return _changed(written, before, after)
-    stages = zip(resolved_stages(written, str(path)), before["stages"], after["stages"], strict=True)
-    return {"output": tiny.output, "stages": [_changed(stage, was, now) for stage, was, now in stages]}
 
 
 def _changed(written: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,17 +122,16 @@ def _changed(written: Mapping[str, Any], before: Mapping[str, Any], after: Mappi
     return kept
 
 
-def _examine(recipe: Recipe, model: Any) -> _Report:
+def _examine(recipe: Recipe, model: ModelConfig) -> _Report:
     """Looks at what one run names.
 
     Args:
         recipe: of a single run or a stage.
         model: the section `model` of the first stage, which names the weights.
     """
-    report, data = _Report(), recipe.data
-    kind = recipe.algorithm.reads
-    in_environment = kind == RowKind.PROMPT and recipe.rollout.environment is not None
-    kind = RowKind.ROW if in_environment else kind
+    report, data, kind = _Report(), recipe.data, recipe.algorithm.reads
+    environment, rewards, adapter = recipe.rollout.environment, recipe.reward, recipe.adapter
+    kind = RowKind.ROW if kind == RowKind.PROMPT and environment is not None else kind
     train = _check_rows(recipe, "data.train", data.train, data.split, kind, report)
     held_out = data.eval or (data.train if data.eval_split else None)
     if held_out is not None:
@@ -135,113 +142,78 @@ def _examine(recipe: Recipe, model: Any) -> _Report:
         report.facts.append(f"steps: {total:,} ({epochs} of {len(train):,} rows, {recipe.batch_size} at a time)")
         report.notes += update_notes(recipe, len(train), total)
     if data.chat_template is not None:
-        report.attempt(lambda: template_text(str(data.chat_template)), "data.chat_template")
+        with report.noting("data.chat_template"):
+            template_text(str(data.chat_template))
     if data.pictures:
-        report.attempt(needed_pillow, "data.pictures")
-    _check_rewards(recipe, train, report)
-    _check_models(recipe, model, report)
-    return report
-
-
-def _check_rows(recipe: Recipe, key: str, spec: str, split: str | None, kind: RowKind, report: _Report) -> Rows | None:
-    """Opens the rows of a key and reads the first of them; None where they are elsewhere or broken."""
-    if is_download(spec):
-        report.facts.append(f"{key}: {spec} is on the hub: its rows were not looked at (`tunix inspect` does)")
-        return None
-    rows = report.attempt(lambda: open_rows(spec, split), key)
-    if rows is None or report.attempt(lambda: _read(recipe, rows, kind, key), key) is None:
-        return None
-    count = min(len(rows), READ)
-    read = "all of them read" if count == len(rows) else f"the first {count:,} of them read"
-    report.facts.append(f"{key}: {len(rows):,} rows, {read}")
-    return rows
-
-
-def _read(recipe: Recipe, rows: Rows, kind: RowKind, key: str) -> int:
-    """Reads the first rows: each is whole and has the columns of the first one's shape.
-
-    Raises:
-        UserError: a row is broken, or lacks a column.
-    """
-    data = recipe.data
-    settings = rendering(data, rows[0], f"{key}: row 1 of {rows.name}", kind)
-    columns = () if kind == RowKind.ROW else SHAPES[kind][settings.format]
-    count = min(len(rows), READ)
-    for index in range(count):
-        row = rows[index]
-        for name in columns:
-            try:
-                column(row, name, data.columns)
-            except UserError as error:
-                raise UserError(f"{key}: row {index + 1} of {rows.name}: {error}") from error
-    return count
-
-
-def _check_rewards(recipe: Recipe, train: Rows | None, report: _Report) -> None:
-    """Loads the rewards and the environment; the rewards' arguments are columns of the rows."""
-    environment = recipe.rollout.environment
+        with report.noting("data.pictures"):
+            needed_pillow()
+    # The rewards' arguments are columns of the rows.
     if environment is not None:
-        report.attempt(lambda: read_environment(environment), "rollout.environment")
-    if recipe.reward is None:
-        return
-    deadline = recipe.reward.deadline
-    for number, function in enumerate(recipe.reward.functions):
-        key = f"reward.functions.{number}"
-        reward = report.attempt(lambda function=function: read_reward(function, deadline), key)
-        if reward is not None and train is not None:
-            present = [*train[0], *recipe.data.columns, *ADDED]
-            report.attempt(lambda reward=reward, present=present: reward.arguments(present), key)
-
-
-def _check_models(recipe: Recipe, model: Any, report: _Report) -> None:
-    """Reads the config.json of local folders, and looks for the adapter's targets in the model; no weights are read."""
+        with report.noting("rollout.environment"):
+            read_environment(environment)
+    for number, function in enumerate(rewards.functions if rewards else ()):
+        with report.noting(f"reward.functions.{number}"):
+            reward = read_reward(function, rewards.deadline if rewards else 0.0)
+            if train is not None:
+                reward.arguments([*train[0], *data.columns, *ADDED])
+    # The config.json of local folders, and the adapter's targets in the model; no weights are read.
     if model.init == "random":
         shape = preset(model.preset) if model.preset else small(str(model.family))
         decoder = with_sizes(shape, dict(model.sizes))
     else:
-        decoder = report.attempt(lambda: _decoder("model.path", model.path, recipe, report), "model.path")
-    if decoder is not None and recipe.adapter is not None and recipe.adapter.source is None:
-        report.attempt(lambda: recipe.adapter and recipe.adapter.targeted_in(decoder), "adapter.targets")
+        decoder = _decoder("model.path", str(model.path), recipe, report)
+    if decoder is not None and adapter is not None and adapter.source is None:
+        with report.noting("adapter.targets"):
+            adapter.targeted_in(decoder)
     if recipe.teacher is not None and recipe.teacher.path:
-        report.attempt(lambda: _decoder("teacher.path", str(recipe.teacher and recipe.teacher.path), recipe, report))
-    if recipe.reward is not None and recipe.reward.model:
-        report.attempt(lambda: _decoder("reward.model", str(recipe.reward and recipe.reward.model), recipe, report))
+        _decoder("teacher.path", recipe.teacher.path, recipe, report)
+    if rewards is not None and rewards.model:
+        _decoder("reward.model", rewards.model, recipe, report)
+    return report
+
+
+def _check_rows(recipe: Recipe, key: str, spec: str, split: str | None, kind: RowKind, report: _Report) -> Rows | None:
+    """Opens the rows of a key and reads the first of them, each of which has to be whole and to have the columns of the
+    first one's shape; None where they are elsewhere or broken."""
+    if is_download(spec):
+        report.facts.append(f"{key}: {spec} is on the hub: its rows were not looked at (`tunix inspect` does)")
+        return None
+    with report.noting(key):
+        data, rows = recipe.data, open_rows(spec, split)
+        shape = rendering(data, rows[0], f"{key}: row 1 of {rows.name}", kind).format
+        count = min(len(rows), READ)
+        for index in range(count):
+            row = rows[index]
+            for name in () if kind == RowKind.ROW else SHAPES[kind][shape]:
+                try:
+                    column(row, name, data.columns)
+                except UserError as error:
+                    raise UserError(f"{key}: row {index + 1} of {rows.name}: {error}") from error
+        read = "all of them read" if count == len(rows) else f"the first {count:,} of them read"
+        report.facts.append(f"{key}: {len(rows):,} rows, {read}")
+        return rows
+    return None
 
 
 def _decoder(key: str, path: str, recipe: Recipe, report: _Report) -> DecoderConfig | None:
-    """The structure of a local model; None for one of the hub or of an object store.
-
-    Raises:
-        UserError: there is no such folder, no config.json in it, or its family is not known.
-    """
+    """The structure of a local model; None for one of the hub or of an object store, and for one that is not there, has
+    no config.json or weights, or is of an unknown family, which is noted."""
     folder = Path(path).expanduser()
     if url_of(path) or not (folder.exists() or path.startswith((".", "/", "~")) or path.count("/") > 1):
         report.facts.append(f"{key}: {path} is no folder here: a run downloads it, or takes it from the cache")
         return None
-    if not folder.is_dir():
-        raise UserError(f"{key}: there is no folder {path} (looked from {Path.cwd()})")
-    place = local_folder(path)
-    if place is None and (folder / "recipe.yaml").is_file():
-        raise UserError(f"{key}: the run {path} has exported nothing yet: finish it first")
-    if place is None and (folder / "adapter_config.json").is_file():
-        return None  # an adapter on a base of the hub
-    decoder = read_config(place or folder, recipe.data.pictures is not None and key == "model.path")
-    files = sorted((place or folder).glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{key}: {place or folder} holds no .safetensors file, the only weights that are read")
-    report.facts.append(
-        f"{key}: {decoder.family}, {decoder.num_layers} layers of {decoder.d_model}, from {place or folder}"
-    )
-    return decoder
-
-
-def _check_output(recipe: Recipe) -> None:
-    """Refuses a run folder that `tunix run` would refuse; nothing is written."""
-    folder = Path(recipe.output).expanduser()
-    for parent in (folder, *folder.parents):
-        if parent.exists() and not parent.is_dir():
-            raise UserError(f"output: {parent} is a file, and {folder} has to be a folder")
-    refuse_no_run(folder)
-    refuse_other_run(recipe, folder)
-    if not any(url_of(stage.checkpoint.folder or "") for stage in recipe.stages or (recipe,)):
-        refuse_foreign_checkpoints(recipe)
+    with report.noting(key):
+        if not folder.is_dir():
+            raise UserError(f"{key}: there is no folder {path} (looked from {Path.cwd()})")
+        place = local_folder(path)
+        if place is None and (folder / "recipe.yaml").is_file():
+            raise UserError(f"{key}: the run {path} has exported nothing yet: finish it first")
+        if place is None and (folder / "adapter_config.json").is_file():
+            return None  # an adapter on a base of the hub
+        place = place or folder
+        decoder = read_config(place, recipe.data.pictures is not None and key == "model.path")
+        if not any(place.glob("*.safetensors")):
+            raise UserError(f"{key}: {place} holds no .safetensors file, the only weights that are read")
+        report.facts.append(f"{key}: {decoder.family}, {decoder.num_layers} layers of {decoder.d_model}, from {place}")
+        return decoder
+    return None

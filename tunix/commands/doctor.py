@@ -69,21 +69,19 @@ class Finding:
 
 def doctor() -> tuple[list[Finding], bool]:
     """What this machine can run and what is missing, and whether nothing keeps runs from working."""
-    findings = [*_python(), *_packages(), *_devices(), *_room(), *_hub(), *_compiled()]
+    findings = [*_packages(), *_devices(), *_places()]
     return findings, all(finding.state != "problem" for finding in findings)
 
 
-def _python() -> Iterator[Finding]:
+def _packages() -> Iterator[Finding]:
+    """Python, what tunix asks for, and its extras, by its installed metadata."""
+    from packaging.requirements import Requirement
+
     version = ".".join(map(str, sys.version_info[:3]))
     fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
     remedy = "" if fits else ": tunix wants 3.11, 3.12 or 3.13; make an environment with one of these"
     yield Finding("ok" if fits else "problem", "Python", f"{version}, {sys.executable}{remedy}")
     yield Finding("ok", "tunix", f"{__version__}, {Path(__file__).parents[1]}")
-
-
-def _packages() -> Iterator[Finding]:
-    """What tunix asks for, and its extras, by its installed metadata."""
-    from packaging.requirements import Requirement
 
     try:
         wanted = [Requirement(line) for line in importlib.metadata.requires("tunix") or []]
@@ -159,29 +157,21 @@ def _devices() -> Iterator[Finding]:
         yield Finding("problem", "devices", f"JAX sees {text} alone, but there are accelerators here: {install}")
     else:
         yield Finding("ok", "devices", text)
-    yield Finding("ok", "recipes", _runnable(len(devices), None if on_cpu else memory))
-
-
-def _runnable(number: int, memory: int | None) -> str:
-    """Which of the included recipes fit, by what their headers say that they need.
-
-    Args:
-        number: devices.
-        memory: bytes of each; None where they are CPUs, or do not say.
-    """
+    # Which of the included recipes fit, by what their headers say that they need.
     headers = {name: read_header(file) for name, file in included_recipes().items()}
     fits = [name for name, header in headers.items() if header.for_laptops]
     for name, header in headers.items():
         needs = re.search(r"(one|\d+) x? ?H100 \(80 GB\): ([\d.]+) of", header.hardware)
-        if memory is not None and needs:
+        if memory is not None and not on_cpu and needs:
             count = 1 if needs[1] == "one" else int(needs[1])
-            fits += [name] if count <= number and float(needs[2]) * GIB <= memory else []
+            fits += [name] if count <= len(devices) and float(needs[2]) * GIB <= memory else []
     rest = len(headers) - len(fits)
-    return f"{', '.join(sorted(fits))}; the other {rest} with --tiny" if rest else "all"
+    text = f"{', '.join(sorted(fits))}; the other {rest} with --tiny" if rest else "all"
+    yield Finding("ok", "recipes", text)
 
 
-def _room() -> Iterator[Finding]:
-    """Memory and disk."""
+def _places() -> Iterator[Finding]:
+    """Memory, disk, compiled programs; the cache, token and mode of Hugging Face's hub, without asking it."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     state = "ok" if memory >= LEAST_MEMORY else "problem"
     remedy = "" if state == "ok" else f": the quickstart takes up to {LEAST_MEMORY / GIB:.0f} GiB"
@@ -190,10 +180,6 @@ def _room() -> Iterator[Finding]:
     tight = free < LEAST_DISK
     remedy = f": less than {LEAST_DISK / GIB:.0f} GiB, which a model and its checkpoints soon take" if tight else ""
     yield Finding("note" if tight else "ok", "disk", f"{free / GIB:.1f} GiB free in {Path.cwd()}{remedy}")
-
-
-def _hub() -> Iterator[Finding]:
-    """The cache, the token and the mode of Hugging Face's hub, without asking it."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
     yield _writable("hub's cache", cache, "set HF_HOME to a folder that can be written")
@@ -202,10 +188,6 @@ def _hub() -> Iterator[Finding]:
     yield Finding("ok" if token else "note", "hub's token", text)
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         yield Finding("note", "hub", "HF_HUB_OFFLINE is set: only what is in the cache can be used")
-
-
-def _compiled() -> Iterator[Finding]:
-    """Where compiled programs are kept."""
     folder = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/tunix/compiled")).expanduser()
     yield _writable("compiled", folder, "set JAX_COMPILATION_CACHE_DIR to a folder that can be written")
 

@@ -12,24 +12,28 @@ trained tokens must be the sampled ones. Rows of `prompt` and `completion` (stri
 sent as a chat) are written if each of them, rendered as by `tunix run`, gives exactly the sampled tokens. If one does
 not (it was cut off, its text has other tokens, or its prompt was given as ids), all rows are `input_ids` with `labels`,
 which need no rendering.
+
+With several `--adapter` the same prompts are answered with each of them. The base is read once and is not changed; the
+adapters are loaded unmerged and share the engine's batches; one with its own embeddings, which cannot be mixed within
+a batch, samples after the others. Completion j of row i depends on the same with every adapter, as with it alone.
 """
 
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
 from contextlib import closing
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tunix.algorithms.episodes import total_rewards
-from tunix.commands.resumable_output import ResumableOutput, digest_of_rows, resumable_output
-from tunix.commands.sampling import Bar, ProgressSampler, digest_of_source, fingerprint, open_collector
+from tunix.commands.resumable_output import ResumableOutput, digest_of_folder, digest_of_rows, resumable_output
+from tunix.commands.sampling import Bar, ProgressSampler, digest_of_source, fingerprint, open_collector, score_fields
 from tunix.data.accounting import Kept
 from tunix.data.examples import to_example
 from tunix.data.rendered import prompt_text
@@ -37,11 +41,15 @@ from tunix.data.shapes import TEMPLATE_KWARGS, Rendering
 from tunix.data.sources import Rows, open_rows
 from tunix.data.types import Prompt
 from tunix.errors import Interrupted, UserError
+from tunix.hf.peft_folder import foreign_base, rounding_of
+from tunix.hf.source import as_rounded, beside
 from tunix.inference.model import InferenceModel, InferenceOptions, TextStream, prompt_column
-from tunix.rollout.collect import Collector
+from tunix.lora.multi_lora import LoadedAdapter
+from tunix.models.model import Params
+from tunix.models.param_names import is_adapter
+from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import Request
 from tunix.rollout.rewards.config import RewardConfig
-from tunix.rollout.types import Scored
 from tunix.trainer.progress import readable
 from tunix.types import Completion, Sampling
 from tunix.util.atomic_io import refuse_out
@@ -144,25 +152,91 @@ def _as_text(inference: InferenceModel, question: Question, completion: Mapping[
     return row if same and np.flatnonzero(sequence.loss_mask).tolist() == [*range(start, len(sampled))] else None
 
 
+class ComparedAdapters:
+    """Several adapters on one base, with an engine that samples with each of them."""
+
+    def __init__(self, inference: InferenceModel, paths: List[Path]):
+        """Loads the base and all adapters.
+
+        Args:
+            inference: the base.
+            paths: PEFT folders.
+
+        Raises:
+            UserError: an adapter is not accessible, does not fit the base, or was trained on a base that was rounded
+                otherwise than that of the others (QLoRA).
+        """
+        self.paths = paths
+        if twice := {path for path in paths if paths.count(path) > 1}:
+            raise UserError(f"--adapter {twice.pop()} is given twice")
+        source = inference.source
+        if source.merged is not None:
+            raise UserError(
+                f"{inference.options.model} ends in an adapter: export it (tunix export) before adding others"
+            )
+        assert source.folder is not None  # only recipes start from random weights
+        for path in paths:
+            if warning := foreign_base(path, source.name, source.folder, source.decoder):
+                print(warning, file=sys.stderr)
+        roundings = {path: rounding_of(path) for path in paths}
+        if len(set(roundings.values())) > 1:
+            listed = "; ".join(
+                f"{path}: {f'{rounding.base} in tiles of {rounding.tile}' if rounding else 'no rounding'}"
+                for path, rounding in roundings.items()
+            )
+            raise UserError(
+                f"--adapter: their base was rounded differently while they trained ({listed}): ask each alone"
+            )
+        model, self._params, mesh = inference.weights()
+        if (rounding := roundings[paths[0]]) is not None:
+            self._params = as_rounded(self._params, model.config, rounding)
+        self.mixtures: list[tuple[Params, dict[str, LoadedAdapter]]] = []
+        """(embeddings, adapters by name) of those that share batches: all without embeddings, then each other."""
+        together: dict[str, LoadedAdapter] = {}
+        for path in paths:
+            settings, params = beside(model, self._params, mesh, path)
+            tables = {name: x for name, x in params.items() if not is_adapter(name)}
+            adapter = LoadedAdapter(settings, {name: x for name, x in params.items() if name not in tables})
+            if tables:
+                self.mixtures.append((tables, {str(path): adapter}))
+            else:
+                together[str(path)] = adapter
+        if together:
+            self.mixtures.insert(0, ({}, together))
+        self._engine = Engine(
+            model,
+            mesh,
+            slots=inference.slots,
+            length=inference.limit,
+            decode=inference.tokenizer.decode if inference.tokenizer else None,
+            moving={name for tables, _ in self.mixtures for name in tables},
+        )
+        self._versions = count()
+
+    def sample(self, requests: List[Request], bar: Bar, done: int) -> dict[Path, list[Completion]]:
+        """The completions of the requests with each adapter.
+
+        Args:
+            bar: displays the progress.
+            done: completions before these.
+        """
+        completions: dict[str, list[Completion]] = {}
+        for tables, adapters in self.mixtures:
+            self._engine.publish({**self._params, **tables}, next(self._versions), adapters=adapters)
+            before = done + len(requests) * len(completions)
+
+            def show(number: int, _: np.ndarray, before: int = before) -> None:
+                bar.show(before + max(0, number + 1 - self._engine.slots))  # requests start in order
+
+            mixed = [replace(request, adapter=name) for name in adapters for request in requests]
+            sampled = self._engine.run(mixed, on_tokens=show)
+            for i, name in enumerate(adapters):
+                completions[name] = sampled[i * len(requests) :][: len(requests)]
+        return {path: completions[str(path)] for path in self.paths}
+
+
 WAVES = 8
 """Completions of a chunk for each slot: slots idle only at the end of a chunk, and a kill loses at most one chunk."""
-
-
-@dataclass(frozen=True)
-class Selection:
-    """How completions are scored, and which are selected as rows to train on."""
-
-    rewards: RewardConfig
-    """How each completion is scored."""
-    best: int | None = None
-    """Maximum number of completions to select for each prompt, the best ones; None for all."""
-    threshold: float | None = None
-    """Minimum reward of a selected completion; None for any."""
-
-    @property
-    def selects(self) -> bool:
-        """Whether rows to train on are written instead of all completions."""
-        return self.best is not None or self.threshold is not None
 
 
 def generate(
@@ -174,7 +248,10 @@ def generate(
     sampling: Sampling,
     n: int = 1,
     seed: int = 0,
-    selection: Selection | None = None,
+    adapters: List[Path] = (),
+    rewards: RewardConfig | None = None,
+    best: int | None = None,
+    threshold: float | None = None,
 ) -> None:
     """Prints completions of a prompt, or writes those of a prompt or of rows to a file.
 
@@ -186,29 +263,19 @@ def generate(
         sampling: how tokens are sampled; the model's stop ids are added.
         n: completions of each prompt.
         seed: of the sampling.
-        selection: scores the completions, and selects some of them; requires `out`.
+        adapters: PEFT folders whose answers are compared; empty for the model's own.
+        rewards: how each completion is scored; requires `out`, and one model.
+        best: maximum number of completions of each prompt to write as rows to train on, the best ones; None for all.
+        threshold: minimum reward of a completion that is written as a row to train on; None for any.
 
     Raises:
-        UserError: the model, the rows or the output are not accessible, or a setting is invalid.
+        UserError: the model, an adapter, the rows or the output are not accessible, or a setting is invalid.
         Interrupted: by Ctrl-C while a file was written; the same call resumes it.
     """
-    if selection is not None and out is None:
+    if rewards is not None and adapters:
+        raise UserError("--reward scores the completions of one model: give one --adapter at a time")
+    if rewards is not None and out is None:
         raise UserError("--reward: say with --out FILE where the scores go")
-    inference, sampling, questions = open_questions(options, prompt, rows, out, sampling)
-    if out is None:
-        _show(inference, [Request(questions[0].tokens, sampling, seed, i) for i in range(n)])
-        return
-    _Writing(inference, questions, sampling, n, seed, selection).write(out)
-
-
-def open_questions(
-    options: InferenceOptions, prompt: str | None, rows: str | None, out: Path | None, sampling: Sampling
-) -> tuple[InferenceModel, Sampling, list[Question]]:
-    """The model, its sampling with stop ids, and the prompts; arguments as in `generate`.
-
-    Raises:
-        UserError: the model, the rows or the output are not accessible, or a setting is invalid.
-    """
     if (prompt is None) == (rows is None):
         raise UserError('give one of a prompt, as in `tunix generate MODEL "prompt"`, and --input FILE')
     if rows is not None and out is None:
@@ -222,186 +289,185 @@ def open_questions(
     for index in range(len(table)):
         where = table.name if rows is None else f"row {index + 1} of {table.name}"
         questions.append(Question(table[index], inference.prompt(table[index], where)))
-    return inference, sampling, questions
-
-
-def _show(inference: InferenceModel, requests: List[Request]) -> None:
-    """Prints texts to stdout: a single one as it is sampled, several with numbers when all are done."""
-    if len(requests) > 1:
-        first = requests[0]
-        with closing(Bar("generate", len(requests))) as bar:
-            (sampled,) = ProgressSampler(inference.engine, bar).sample(
-                [first.prompt], len(requests), first.sampling, first.seed
-            )
-        for number, completion in enumerate(sampled, start=1):
-            print(f"--- {number} of {len(requests)} ({completion.finish})\n{inference.text(completion)}")
-        return
-    assert inference.tokenizer is not None  # a string was encoded
-    stream = TextStream(inference.tokenizer, requests[0].sampling.stop_strings)
-
-    def show(_: int, tokens: np.ndarray) -> None:
-        print(stream.feed(tokens), end="", flush=True)
-
-    (completion,) = inference.engine.run(requests, on_tokens=show)
-    print(stream.finish())
-    if completion.finish == "length":
-        print(f"(cut off after {len(completion.tokens)} tokens)", file=sys.stderr)
+    compared = ComparedAdapters(inference, adapters) if adapters else None
+    call = _Call(inference, questions, sampling, n, seed, compared, rewards, best, threshold)
+    if out is not None:
+        call.write(out)
+    elif n > 1 or compared:
+        call.print_all()
+    else:
+        call.print_one()
 
 
 @dataclass(frozen=True)
-class _Writing:
-    """A call of `tunix generate` that writes a file."""
+class _Call:
+    """A call of `tunix generate`; the fields are its arguments."""
 
     inference: InferenceModel
     questions: List[Question]
     sampling: Sampling
     n: int
     seed: int
-    selection: Selection | None
+    compared: ComparedAdapters | None
+    rewards: RewardConfig | None
+    best: int | None
+    threshold: float | None
+
+    @property
+    def per_row(self) -> int:
+        """Completions of each row."""
+        return self.n * (len(self.compared.paths) if self.compared else 1)
+
+    def requests(self, first: int, last: int) -> list[Request]:
+        """The requests of rows, from `first` to before `last`."""
+        return [
+            Request(self.questions[i].tokens, self.sampling, self.seed, i * self.n + j)
+            for i in range(first, last)
+            for j in range(self.n)
+        ]
+
+    def print_one(self) -> None:
+        """Prints the answer to a prompt as it is sampled."""
+        assert self.inference.tokenizer is not None  # a string was encoded
+        stream = TextStream(self.inference.tokenizer, self.sampling.stop_strings)
+
+        def show(_: int, tokens: np.ndarray) -> None:
+            print(stream.feed(tokens), end="", flush=True)
+
+        (completion,) = self.inference.engine.run(self.requests(0, 1), on_tokens=show)
+        print(stream.finish())
+        if completion.finish == "length":
+            print(f"(cut off after {len(completion.tokens)} tokens)", file=sys.stderr)
+
+    def print_all(self) -> None:
+        """Prints the answers to a prompt, with numbers and adapters, when all are there."""
+        with closing(Bar("generate", self.per_row)) as bar:
+            if self.compared:
+                groups = self.compared.sample(self.requests(0, 1), bar, done=0).items()
+            else:
+                (sampled,) = ProgressSampler(self.inference.engine, bar).sample(
+                    [self.questions[0].tokens], self.n, self.sampling, self.seed
+                )
+                groups = [(None, sampled)]
+        for adapter, completions in groups:
+            for number, completion in enumerate(completions, start=1):
+                name = f"{number} of {self.n}"
+                if adapter is not None:
+                    name = f"{adapter}, {name}" if self.n > 1 else str(adapter)
+                print(f"--- {name} ({completion.finish})\n{self.inference.text(completion)}")
 
     def write(self, out: Path) -> None:
         """Samples the missing chunks, and then writes the file."""
         rows, prompts = max(1, WAVES * self.inference.slots // self.n), len(self.questions)
-        with resumable_output(out, self._inputs(), rows * self.n, self.n * prompts) as output:
+        if self.compared and len(self.compared.mixtures) > 1:
+            rows = prompts  # the engine compiles again for each mixture that it changes to
+        # Everything that determines the lines; also the slots, from which the size of chunks follows.
+        inputs: dict[str, Any] = {
+            "model": digest_of_source(self.inference.source),
+            "rows": digest_of_rows([question.row, question.tokens.tolist()] for question in self.questions),
+            "rewards": None if self.rewards is None else fingerprint(self.rewards),
+            "n": self.n,
+            "seed": self.seed,
+            "dtype": self.inference.options.dtype,
+            "slots": self.inference.slots,
+            **{key: list(x) if isinstance(x, tuple) else x for key, x in vars(self.sampling).items()},
+        }
+        if self.compared:
+            inputs["adapters"] = {str(path): digest_of_folder(path) for path in self.compared.paths}
+        with resumable_output(out, inputs, rows * self.per_row, prompts * self.per_row) as output:
             if output.done:
-                print(f"going on after {output.done // self.n} of {prompts} rows", file=sys.stderr)
-            if output.done < self.n * prompts:
+                print(f"going on after {output.done // self.per_row} of {prompts} rows", file=sys.stderr)
+            if output.done < prompts * self.per_row:
                 try:
                     self._sample(output, rows)
                 except KeyboardInterrupt as stopped:
                     kept = "interrupted before anything was kept"
                     if output.done:
                         kept = (
-                            f"interrupted: {output.done // self.n} of {prompts} rows are kept next to {out}; the same "
-                            "call goes on after them"
+                            f"interrupted: {output.done // self.per_row} of {prompts} rows are kept next to {out}; "
+                            "the same call goes on after them"
                         )
                     raise Interrupted(kept) from stopped
             summary = self._finish(output)
         print(f"{summary}, written to {out}")
 
-    def _inputs(self) -> dict[str, Any]:
-        """Everything that determines the lines; also the slots, from which the size of chunks follows."""
-        sampling = {key: list(x) if isinstance(x, tuple) else x for key, x in vars(self.sampling).items()}
-        return {
-            "model": digest_of_source(self.inference.source),
-            "rows": digest_of_rows([one.row, one.tokens.tolist()] for one in self.questions),
-            "rewards": None if self.selection is None else fingerprint(self.selection.rewards),
-            "n": self.n,
-            "seed": self.seed,
-            "dtype": self.inference.options.dtype,
-            "slots": self.inference.slots,
-            **sampling,
-        }
-
     def _sample(self, output: ResumableOutput, rows: int) -> None:
-        """Samples the missing chunks, of `rows` rows each."""
-        longest = max(len(question.tokens) for question in self.questions) + self.sampling.max_tokens
-        data = self.inference.data(min(longest, self.inference.limit))
-        rewards = self.selection and self.selection.rewards
-        with open_collector(self.inference, self.sampling, rewards, list(self.questions[0].row), data) as collector:
-            engine = self.inference.engine
-            with closing(Bar("generate", self.n * len(self.questions))) as bar:
-                sampler = ProgressSampler(engine, bar, done=output.done)
-                for first in range(output.done // self.n, len(self.questions), rows):
-                    output.append(self._chunk(collector, sampler, first, self.questions[first : first + rows]))
+        """Samples, scores and stores the missing chunks, of `rows` rows each."""
+        n, prompts = self.n, len(self.questions)
+        chunks = [range(i, min(i + rows, prompts)) for i in range(output.done // self.per_row, prompts, rows)]
+        with closing(Bar("generate", prompts * self.per_row)) as bar:
+            if self.compared:
+                for chunk in chunks:
+                    sampled = self.compared.sample(self.requests(chunk.start, chunk.stop), bar, output.done)
+                    output.append(
+                        self._line(i, j, completions[(i - chunk.start) * n + j], {"adapter": str(path)})
+                        for i in chunk
+                        for path, completions in sampled.items()
+                        for j in range(n)
+                    )
+                return
+            longest = max(len(question.tokens) for question in self.questions) + self.sampling.max_tokens
+            data, columns = self.inference.data(min(longest, self.inference.limit)), list(self.questions[0].row)
+            with open_collector(self.inference, self.sampling, self.rewards, columns, data) as collector:
+                sampler = ProgressSampler(self.inference.engine, bar, done=output.done)
+                for chunk in chunks:
+                    questions = [self.questions[i] for i in chunk]
+                    asked = [Prompt(question.tokens, prompt_text(question.row), question.row) for question in questions]
+                    groups = collector.collect(sampler, asked, n, self.seed)
+                    totals = total_rewards(groups, collector.weights).tolist() if collector.weights else None
+                    output.append(
+                        self._line(i, j, scored.completion, score_fields(scored, total[j]) if total else {})
+                        for i, group, total in zip(chunk, groups, totals or [None] * len(groups), strict=True)
+                        for j, scored in enumerate(group)
+                    )
 
-    def _chunk(
-        self, collector: Collector, sampler: ProgressSampler, first: int, questions: List[Question]
-    ) -> list[str]:
-        """Samples and scores some rows, the first of which has the number `first`; returns their lines."""
-        prompts = [Prompt(one.tokens, prompt_text(one.row), one.row) for one in questions]
-        scored = collector.collect(sampler, prompts, self.n, self.seed)
-        totals = total_rewards(scored, collector.weights).tolist() if collector.weights else None
-        return [
-            line(
-                self.inference,
-                first + i,
-                j,
-                questions[i].row,
-                one.completion,
-                {} if totals is None else _rewards(one, totals[i][j]),
-            )
-            for i, group in enumerate(scored)
-            for j, one in enumerate(group)
-        ]
+    def _line(self, row: int, sample: int, completion: Completion, more: Mapping[str, Any]) -> str:
+        """A completion as a line of the file, with additional fields by name."""
+        columns, text = self.questions[row].row, self.inference.text(completion)
+        name = prompt_column(columns, "the row")
+        fields = {
+            "row": row,
+            "sample": sample,
+            name: columns[name],
+            "tokens": completion.tokens.tolist(),
+            **({} if text is None else {"text": text}),
+            "logprobs": [round(float(x), 7) for x in completion.logprobs],
+            "finish": completion.finish,
+            **more,
+        }
+        return json.dumps(fields) + "\n"
 
     def _finish(self, output: ResumableOutput) -> str:
         """Writes the file from the stored lines; returns its summary."""
-        lines = map(json.loads, output.lines())
-        if self.selection is None or not self.selection.selects:
+        prompts, lines = len(self.questions), map(json.loads, output.lines())
+        if self.best is None and self.threshold is None:
             tokens = scores = failed = 0
             for line in lines:
                 tokens += len(line["tokens"])
                 failed += "reward" in line and line["reward"] is None
                 scores += line.get("reward") or 0.0
             output.finish(output.lines())
-            summary = f"{len(self.questions)} rows, {output.done} completions, {readable(tokens)} tokens"
-            if self.selection is None:
+            if self.compared:
+                return f"{prompts} rows, {len(self.compared.paths)} adapters, {output.done} completions"
+            summary = f"{prompts} rows, {output.done} completions, {readable(tokens)} tokens"
+            if self.rewards is None:
                 return summary
             mean = scores / (output.done - failed) if output.done > failed else math.nan
             return f"{summary}, mean reward {mean:.4f}" + (f", {failed} without a score" if failed else "")
-        best, threshold = self.selection.best, self.selection.threshold
-        chosen = choose(self.inference, self.questions, _groups(lines, self.n), best, threshold)
+        groups = iter(lambda: list(islice(lines, self.n)), [])
+        chosen = choose(self.inference, self.questions, groups, self.best, self.threshold)
+        below = prompts - chosen.prompts - chosen.failed
+        reasons = [f"{below} had nothing above the threshold"] if below else []
+        reasons += [f"{chosen.failed} had no score"] if chosen.failed else []
+        left_out = f" ({', '.join(reasons)})" if reasons else ""
         if not chosen.rows:
             raise UserError(
-                f"no completion of {len(self.questions)} rows was taken{_left_out(chosen, len(self.questions))}. They "
-                "are kept: the same call with a lower --threshold selects again without sampling"
+                f"no completion of {prompts} rows was taken{left_out}. They are kept: the same call with a lower "
+                "--threshold selects again without sampling"
             )
         output.finish(json.dumps(row) + "\n" for row in chosen.rows)
-        text = f"{len(chosen.rows)} rows to train on, from {chosen.prompts} of {len(self.questions)} prompts"
-        text += f"{_left_out(chosen, len(self.questions))}; the longest has {chosen.longest} tokens"
+        text = f"{len(chosen.rows)} rows to train on, from {chosen.prompts} of {prompts} prompts"
+        text += f"{left_out}; the longest has {chosen.longest} tokens"
         if chosen.respelled:
             text += f"; as ids, since the text of {chosen.respelled} would not be trained as it was sampled"
         return text
-
-
-def line(
-    inference: InferenceModel,
-    row: int,
-    sample: int,
-    columns: Mapping[str, Any],
-    completion: Completion,
-    more: Mapping[str, Any],
-) -> str:
-    """A completion as a line of the file.
-
-    Args:
-        row: number of the row, from 0.
-        sample: number of the completion, from 0 to n - 1.
-        columns: the row.
-        more: additional fields by name.
-    """
-    name, text = prompt_column(columns, "the row"), inference.text(completion)
-    fields = {
-        "row": row,
-        "sample": sample,
-        name: columns[name],
-        "tokens": completion.tokens.tolist(),
-        **({} if text is None else {"text": text}),
-        "logprobs": [round(float(x), 7) for x in completion.logprobs],
-        "finish": completion.finish,
-        **more,
-    }
-    return json.dumps(fields) + "\n"
-
-
-def _groups(lines: Iterator[dict[str, Any]], n: int) -> Iterator[list[dict[str, Any]]]:
-    """Yields the completions of each row."""
-    while group := list(islice(lines, n)):
-        yield group
-
-
-def _rewards(scored: Scored, total: float) -> dict[str, Any]:
-    """The fields of a completion's rewards; null where there is no score."""
-    values = {"reward": total, **scored.rewards}
-    reward, *each = [None if math.isnan(value) else value for value in values.values()]
-    failures = {"failures": dict(scored.failures)} if scored.failures else {}
-    return {"reward": reward, "rewards": dict(zip(scored.rewards, each, strict=True)), **failures}
-
-
-def _left_out(chosen: Chosen, prompts: int) -> str:
-    """Text about prompts without a row, and the reason; empty without any."""
-    below = prompts - chosen.prompts - chosen.failed
-    parts = [f"{below} had nothing above the threshold"] if below else []
-    parts += [f"{chosen.failed} had no score"] if chosen.failed else []
-    return f" ({', '.join(parts)})" if parts else ""

@@ -8,7 +8,7 @@ import itertools
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -79,8 +79,7 @@ def _show_run(recipe: Recipe, rows: int, console: Console) -> None:
                 console.print(text if said else f"{rule}: {text}", markup=False, soft_wrap=True)
             console.print()
         packed = None if algorithm.train_on == RowKind.PROMPT else layout(algorithm)
-        totals = _total(iter(seen), recipe, packed, cutter(recipe.data, settings.train_on))
-        _show_totals(totals, train, settings, console)
+        _show_totals(seen, recipe, packed, train, settings, console)
         lines = ((i, rule, text) for i, example in enumerate(seen[rows:], rows) for rule, text in lost(i, example))
         for count, (i, rule, text) in enumerate(lines):
             if count == LISTED:
@@ -120,7 +119,11 @@ def _show_example(
     coloured = console.color_system is not None and not console.no_color  # on a terminal without NO_COLOR
     sides = ("chosen: ", "rejected: ") if settings.train_on == RowKind.PAIRS else ("",)
     for side, sequence in zip(sides, example.sequences, strict=True):
-        notes = _notes(sequence, settings, example.truncated)
+        size = len(sequence.tokens)
+        notes = [f"{size} tokens", f"{int(sequence.loss_mask.sum())} trained"]
+        notes += [f"cut at {_limit(settings)}"] if example.truncated and size == _limit(settings) else []
+        notes += [f"weight {sequence.weight:g}"] if sequence.weight != 1 else []
+        notes += [f"{name} {value:g}" for name, value in sequence.per_sequence.items()]
         console.print(f"row {number}: {side}{', '.join(notes)}", style="bold", markup=False)
         console.print(_marked(sequence, tokenizer, coloured=coloured), soft_wrap=True)
 
@@ -155,15 +158,6 @@ def _shortened(text: str) -> str:
     return words if len(words) <= 120 else f"{words[:70]} ... {words[-45:]}"
 
 
-def _notes(sequence: Sequence, settings: Rendering, truncated: bool) -> list[str]:
-    """Counts and values of a sequence, which are printed above its text."""
-    size = len(sequence.tokens)
-    notes = [f"{size} tokens", f"{int(sequence.loss_mask.sum())} trained"]
-    notes += [f"cut at {_limit(settings)}"] if truncated and size == _limit(settings) else []
-    notes += [f"weight {sequence.weight:g}"] if sequence.weight != 1 else []
-    return [*notes, *(f"{name} {value:g}" for name, value in sequence.per_sequence.items())]
-
-
 def _limit(settings: Rendering) -> int:
     """The maximum tokens of a sequence, or of a prompt alone."""
     return settings.prompt_length if settings.train_on == RowKind.PROMPT else settings.max_length
@@ -185,38 +179,27 @@ def _marked(sequence: Sequence, tokenizer: Tokenizer | None, coloured: bool) -> 
     return text
 
 
-@dataclass
-class _Totals:
-    """The accounting, and the sizes of the kept rows once they are packed."""
-
-    accounting: Accounting = field(default_factory=Accounting)
-    tokens: int = 0
-    trained: int = 0
-    packed_rows: int = 0
-    empty: float = 0.0
-    """Number of positions without a token in packed rows."""
-    row_length: int = 0
-    """Number of positions in a packed row."""
-
-
-def _total(examples: Iterator[Kept | Dropped], recipe: Recipe, packed: Layout | None, cut: Cutter) -> _Totals:
-    """Counts the examples, packed by batch as in a run; prompts alone are not packed."""
-    totals = _Totals(row_length=packed.length(recipe.data) if packed else 0)
-    for group, account in grouped(examples, cut, recipe.batch_size):
-        totals.accounting += account
+def _show_totals(
+    examples: list[Kept | Dropped],
+    recipe: Recipe,
+    packed: Layout | None,
+    rows: Rows,
+    settings: Rendering,
+    console: Console,
+) -> None:
+    """Counts the examples, packed by batch as in a run (prompts alone are not packed), and prints the accounting as a
+    table whose counts add up: rows = kept + dropped, and dropped rows by reason."""
+    account, tokens, trained, packed_rows, empty = Accounting(), 0, 0, 0, 0.0
+    length = packed.length(recipe.data) if packed else 0
+    for group, counts in grouped(iter(examples), cutter(recipe.data, settings.train_on), recipe.batch_size):
+        account += counts
         sequences = [sequence for kept in group for sequence in kept.sequences]
-        totals.tokens += sum(len(sequence.tokens) for sequence in sequences)
-        totals.trained += sum(int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences)
+        tokens += sum(len(sequence.tokens) for sequence in sequences)
+        trained += sum(int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences)
         if packed and group:
-            batch = packed.packed(group, recipe.batch_size, recipe.data, totals.accounting).batch
-            totals.packed_rows += len(batch.tokens)
-            totals.empty += waste(batch) * len(batch.tokens) * totals.row_length
-    return totals
-
-
-def _show_totals(totals: _Totals, rows: Rows, settings: Rendering, console: Console) -> None:
-    """Prints the accounting as a table whose counts add up: rows = kept + dropped, and dropped rows by reason."""
-    account = totals.accounting
+            batch = packed.packed(group, recipe.batch_size, recipe.data, account).batch
+            packed_rows += len(batch.tokens)
+            empty += waste(batch) * len(batch.tokens) * length  # positions without a token
     if account.rows < len(rows):
         console.print(f"The first {account.rows:,} of {len(rows):,} rows of {rows.name}:", markup=False)
     else:
@@ -236,12 +219,12 @@ def _show_totals(totals: _Totals, rows: Rows, settings: Rendering, console: Cons
         ("  dropped", sum(account.dropped.values()), ""),
         *(("   ", count, reason) for reason, count in dropped),
         *(("  with notes" if n == 0 else "", count, rule) for n, (rule, count) in enumerate(account.notes.items())),
-        ("tokens", totals.tokens, "of the kept rows"),
+        ("tokens", tokens, "of the kept rows"),
     ]
-    if totals.packed_rows:
-        lines.append(("  trained", totals.trained, f"{totals.trained / totals.tokens:.1%} of them"))
-        places = totals.packed_rows * totals.row_length
-        note = f"of {totals.row_length} tokens, {totals.empty / places:.1%} empty"
-        lines.append(("packed rows", totals.packed_rows, note))
+    if packed_rows:
+        lines.append(("  trained", trained, f"{trained / tokens:.1%} of them"))
+        places = packed_rows * length
+        note = f"of {length} tokens, {empty / places:.1%} empty"
+        lines.append(("packed rows", packed_rows, note))
     for name, count, note in lines:
         console.print(f"  {name:<14}{count:>12,}  {note}".rstrip(), markup=False)

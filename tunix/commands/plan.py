@@ -130,8 +130,32 @@ def _show(planned: Plan, recipe: Recipe, console: Console) -> None:
         console.print(f"[bold]{name}[/] on {place(verdict)}: {summary(verdict)}")
         for line in verdict["chosen"]:
             console.print(f"  {line}", markup=False)
-        _show_memory(verdict, console)
-        _show_programs(verdict, console)
+        # The kinds of memory during the program of each place that needs most, and its largest arrays.
+        for place_name, most in first_of_each(verdict).items():
+            held = verdict["places"][place_name]["number"]
+            devices = "each device" if len(verdict["places"]) == 1 else f"each of {held} {place_name} device(s)"
+            table = Table(f"of {devices}, during {most['name']}", Column("GiB", justify="right"), box=SIMPLE)
+            for kind, size in sorted(most["kinds"].items(), key=lambda item: -item[1]):
+                table.add_row(kind, f"{size / GIB:.2f}")
+            console.print(table)
+            for buffer in most["buffers"]:
+                console.print(f"  {_array(buffer)}", markup=False)
+        # Every program: what is needed while it runs, what it costs, and the least time that takes.
+        costs = ("TFLOP", "GB moved", "GB sent", "least ms", "s to trace + compile")
+        names = ("program", "GiB with all held", "a step", *costs)
+        table = Table(*(Column(title, no_wrap=title == "program", justify="right") for title in names), box=SIMPLE)
+        table.columns[0].justify = "left"
+        for program in verdict["programs"]:
+            sent = sum(amount for _, amount in program["sent"].values()) / 1e9
+            least = ""
+            if program["seconds"] is not None and not program["refused"]:
+                least = f"{1e3 * program['seconds']:,.0f}, {program['bound']}"
+            flops, moved = program["work"][0], sum(program["work"][1:])
+            cost = (f"{flops / 1e12:,.1f}", f"{moved / 1e9:,.0f}", f"{sent:,.1f}") if flops else ("", "", "")
+            times = f"{program['times']:g} x" if program["times"] else ""
+            made = f"{program['traced_in']:.0f} + {program['compiled_in']:.0f}" if program["compiled_in"] else ""
+            table.add_row(program["name"], f"{program['total'] / GIB:.2f}", times, *cost, least, made)
+        console.print(table)
         if verdict["prediction"] is not None:
             console.print(predicted(verdict["prediction"]))
         if number in planned.changes:
@@ -191,40 +215,6 @@ def predicted(prediction: dict[str, float]) -> str:
         f"{prediction['tokens_per_second']:,.0f} trained tokens/s, MFU {share:{'.0%' if share > 0.1 else '.1%'}}, if "
         "rows are full and every device reaches its peaks"
     )
-
-
-def _show_memory(verdict: dict[str, Any], console: Console) -> None:
-    """The kinds of memory during the program of each place that needs most, and its largest arrays."""
-    for name, most in first_of_each(verdict).items():
-        number = verdict["places"][name]["number"]
-        devices = "each device" if len(verdict["places"]) == 1 else f"each of {number} {name} device(s)"
-        table = Table(f"of {devices}, during {most['name']}", Column("GiB", justify="right"), box=SIMPLE)
-        for kind, size in sorted(most["kinds"].items(), key=lambda item: -item[1]):
-            table.add_row(kind, f"{size / GIB:.2f}")
-        console.print(table)
-        for buffer in most["buffers"]:
-            console.print(f"  {_array(buffer)}", markup=False)
-
-
-def _show_programs(verdict: dict[str, Any], console: Console) -> None:
-    """Every program: what is needed while it runs, what it costs, and the least time that takes."""
-    costs = ("TFLOP", "GB moved", "GB sent", "least ms", "s to trace + compile")
-    names = ("program", "GiB with all held", "a step", *costs)
-    table = Table(*(Column(name, no_wrap=name == "program", justify="right") for name in names), box=SIMPLE)
-    table.columns[0].justify = "left"
-    for program in verdict["programs"]:
-        sent = sum(amount for _, amount in program["sent"].values()) / 1e9
-        least = (
-            ""
-            if program["seconds"] is None or program["refused"]
-            else f"{1e3 * program['seconds']:,.0f}, {program['bound']}"
-        )
-        flops, moved = program["work"][0], sum(program["work"][1:])
-        cost = (f"{flops / 1e12:,.1f}", f"{moved / 1e9:,.0f}", f"{sent:,.1f}") if flops else ("", "", "")
-        times = f"{program['times']:g} x" if program["times"] else ""
-        made = f"{program['traced_in']:.0f} + {program['compiled_in']:.0f}" if program["compiled_in"] else ""
-        table.add_row(program["name"], f"{program['total'] / GIB:.2f}", times, *cost, least, made)
-    console.print(table)
 
 
 def _array(buffer: list[Any]) -> str:

@@ -14,12 +14,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tunix.commands.evaluate import EvalOptions, has_held_out_rows, loss, prepare
+from tunix.commands.evaluate import EvalOptions, loss, prepare, recipe_of_run
 from tunix.errors import UserError
 from tunix.hf.model_folder import save_folder
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.models.model import rounded
-from tunix.models.quantization.fake_quant import Simulated, supported
+from tunix.models.quantization.fake_quant import supported
 from tunix.models.quantization.modules import projections_of
 from tunix.models.quantization.rules import RULES_FILE, Rule, Rules
 from tunix.models.quantization.schemes import check_packs
@@ -52,8 +52,9 @@ def quantize(
     if packed:
         check_packs(parsed)
     refuse_taken(out)
-    has_rows = eval_options.data or has_held_out_rows(options.model)
-    setting = prepare(options, replace(eval_options, task="loss")) if has_rows else None
+    setting, run = None, recipe_of_run(options.model)
+    if eval_options.data or (run and run.algorithm.reads.is_text and (run.data.eval or run.data.eval_split)):
+        setting = prepare(options, replace(eval_options, task="loss"))
     inference = InferenceModel(options)
     if inference.source.rules is not None:
         raise UserError(
@@ -61,15 +62,41 @@ def quantize(
             "weights again: quantize the model that it was made of"
         )
     simulated = supported(parsed)
-    before = None if setting is None else loss(setting.inference, setting.table, setting.train_on)
-    moved = _written(inference, out, parsed, simulated, packed)
+    before = None if setting is None else loss(setting)
+    model, params, _ = inference.weights()
+    on_grid, errors = rounded(replace(model, simulated=simulated), params)
+    save_folder(
+        out,
+        model.config,
+        params if packed else on_grid,
+        packed=packed,
+        source=inference.source.files,
+        dtype=model.dtype,
+        scores=not model.has_lm_head,
+        rules=parsed,
+        base=inference.source.folder,
+    )
+    del params, on_grid  # the written folder is read next
+    moved = {name.split("/")[1]: error for name, error in errors.items()}
     numbers = {f"error/{name}": error for name, error in moved.items()}
     if setting is not None and before is not None:
         # The written folder, on the same rows with the same rendering.
         written = InferenceModel(replace(setting.inference.options, model=str(out), adapter=None))
-        after = loss(written, setting.table, setting.train_on)
+        after = loss(replace(setting, inference=written))
         numbers |= {f"loss/{when}": one.metrics["loss"].value for when, one in (("before", before), ("after", after))}
-    print(_shown(options, out, projections_of(inference.source.decoder), parsed, moved, numbers))
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    print(f"{options.model} rounded into {out}, {options.dtype}, {readable(size)}B")
+    chosen = parsed.modules
+    for theirs, ours in projections_of(inference.source.decoder).items():
+        if (rule := chosen.get(ours[0])) is None:
+            print(f"  {theirs:<10} as it was")
+            continue
+        tile = f"tiles of {rule.tile}" if rule.tile else "a scale for each output"
+        inputs = f", inputs {rule.activations}" if rule.activations else ""
+        furthest = max(moved[name] for name in ours)
+        print(f"  {theirs:<10} {rule.weights}, {tile}{inputs}: moved by {furthest:.3%} (root mean square)")
+    if "loss/after" in numbers:
+        print(f"held-out loss {numbers['loss/before']:.4f} -> {numbers['loss/after']:.4f} nats per token")
     return numbers
 
 
@@ -102,48 +129,3 @@ def _of_words(text: str) -> list[Mapping[str, Any]]:
         rule = {key: value for key, value in match.groupdict().items() if value is not None}
         rules.append({**rule, "weights": None if rule["weights"] == "none" else rule["weights"]})
     return rules
-
-
-def _written(
-    inference: InferenceModel, out: Path, rules: Rules, simulated: tuple[tuple[str, Simulated], ...], packed: bool
-) -> dict[str, float]:
-    """Writes the folder; returns the relative error of each module."""
-    model, params, _ = inference.weights()
-    on_grid, moved = rounded(replace(model, simulated=simulated), params)
-    save_folder(
-        out,
-        model.config,
-        params if packed else on_grid,
-        packed=packed,
-        source=inference.source.files,
-        dtype=model.dtype,
-        scores=not model.has_lm_head,
-        rules=rules,
-        base=inference.source.folder,
-    )
-    return {name.split("/")[1]: error for name, error in moved.items()}
-
-
-def _shown(
-    options: InferenceOptions,
-    out: Path,
-    names: Mapping[str, tuple[str, ...]],
-    rules: Rules,
-    moved: Mapping[str, float],
-    numbers: Mapping[str, float],
-) -> str:
-    """The printed lines: one for each kind of matrix, and the losses."""
-    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    lines = [f"{options.model} rounded into {out}, {options.dtype}, {readable(size)}B"]
-    chosen = rules.modules
-    for theirs, ours in names.items():
-        if ours[0] not in chosen:
-            lines.append(f"  {theirs:<10} as it was")
-            continue
-        rule, furthest = chosen[ours[0]], max(moved[name] for name in ours)
-        tile = f"tiles of {rule.tile}" if rule.tile else "a scale for each output"
-        inputs = f", inputs {rule.activations}" if rule.activations else ""
-        lines.append(f"  {theirs:<10} {rule.weights}, {tile}{inputs}: moved by {furthest:.3%} (root mean square)")
-    if "loss/after" in numbers:
-        lines.append(f"held-out loss {numbers['loss/before']:.4f} -> {numbers['loss/after']:.4f} nats per token")
-    return "\n".join(lines)

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,22 +26,20 @@ SMALL_FILE = 1 << 26
 """Maximum bytes of a file whose content is digested; of larger files, such as weights, only size and time are."""
 
 
+@dataclass
 class ResumableOutput:
     """The lines of an unfinished output; created by `resumable_output`."""
 
-    def __init__(self, out: Path, path: Path, file: IO[bytes], start: int, done: int):
-        """Continues an open partial file.
-
-        Args:
-            out: the file to write in the end.
-            path: the partial file.
-            file: the partial file, open and locked.
-            start: position of the first line in bytes.
-            done: number of lines in it.
-        """
-        self._out, self._path, self._file, self._start = out, path, file, start
-        self.done = done
-        """Number of lines so far."""
+    out: Path
+    """The file to write in the end."""
+    path: Path
+    """The partial file."""
+    file: IO[bytes]
+    """The partial file, open and locked."""
+    start: int
+    """Position of its first line in bytes."""
+    done: int
+    """Number of lines so far."""
 
     def append(self, lines: Iterable[str]) -> None:
         """Appends a chunk; when it returns, the chunk is on disk.
@@ -50,24 +49,24 @@ class ResumableOutput:
         """
         written = [line.encode() for line in lines]
         try:
-            self._file.seek(0, os.SEEK_END)
-            self._file.writelines(written)
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            self.file.seek(0, os.SEEK_END)
+            self.file.writelines(written)
+            self.file.flush()
+            os.fsync(self.file.fileno())
         except OSError as error:
             kept = f"{ROOM}: it goes on from the {self.done} rows that are kept."
-            raise UserError(f"could not write {self._path}: {error.strerror or error}. {kept}") from error
+            raise UserError(f"could not write {self.path}: {error.strerror or error}. {kept}") from error
         self.done += len(written)
 
     def lines(self) -> Iterator[str]:
         """Yields all lines from the first."""
-        self._file.seek(self._start)
-        yield from (line.decode() for line in self._file)
+        self.file.seek(self.start)
+        yield from (line.decode() for line in self.file)
 
     def finish(self, lines: Iterable[str]) -> None:
         """Writes the output atomically and deletes the partial file."""
-        write_lines_atomic(self._out, lines)
-        self._path.unlink()
+        write_lines_atomic(self.out, lines)
+        self.path.unlink()
 
 
 @contextmanager
@@ -81,7 +80,7 @@ def resumable_output(out: Path, inputs: Mapping[str, Any], chunk: int, total: in
         total: lines of the whole output.
 
     Raises:
-        UserError: the partial file has other inputs, or another process is writing it.
+        UserError: the partial file has other inputs (the message names them), or another process is writing it.
     """
     path = out.with_name(f"{out.name}.partial")
     try:
@@ -102,7 +101,21 @@ def resumable_output(out: Path, inputs: Mapping[str, Any], chunk: int, total: in
             if line.endswith(b"\n") and (number % chunk == 0 or number == total):
                 done, end = number, at
         if done:
-            _check_inputs(path, first, inputs)
+            try:
+                before = json.loads(first)
+                differing = [key for key in {**before, **inputs} if before.get(key) != inputs.get(key)]
+            except (ValueError, TypeError, AttributeError) as error:
+                raise UserError(f"{path} is no beginning of ours: move it away, or choose another --out") from error
+            changes = []
+            for key in differing:
+                was, now = before.get(key), inputs.get(key)
+                digests = any(isinstance(value, dict) or str(value).startswith(DIGEST) for value in (was, now))
+                changes.append(f"other {key}" if digests else f"{key} was {shown(was)}, and is {shown(now)}")
+            if changes:
+                raise UserError(
+                    f"{path} holds what another call began: {'; '.join(changes)}. Repeat that call, delete the file to "
+                    "start again, or choose another --out"
+                )
         else:
             first = json.dumps(inputs).encode() + b"\n"
             file.seek(0)
@@ -115,31 +128,6 @@ def resumable_output(out: Path, inputs: Mapping[str, Any], chunk: int, total: in
         finally:
             if not output.done:
                 path.unlink()
-
-
-def _check_inputs(path: Path, first: bytes, inputs: Mapping[str, Any]) -> None:
-    """Checks that a partial file has the same inputs.
-
-    Raises:
-        UserError: names the inputs that differ.
-    """
-    try:
-        before = json.loads(first)
-        differing = [key for key in {**before, **inputs} if before.get(key) != inputs.get(key)]
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is no beginning of ours: move it away, or choose another --out") from error
-    if differing:
-        changes = "; ".join(_change(key, before.get(key), inputs.get(key)) for key in differing)
-        raise UserError(
-            f"{path} holds what another call began: {changes}. Repeat that call, delete the file to start again, or "
-            "choose another --out"
-        )
-
-
-def _change(key: str, before: Any, now: Any) -> str:
-    """Text about one difference, without the values of digests."""
-    digests = any(isinstance(value, dict) or str(value).startswith(DIGEST) for value in (before, now))
-    return f"other {key}" if digests else f"{key} was {shown(before)}, and is {shown(now)}"
 
 
 def digest_of_rows(rows: Iterable[Any]) -> str:

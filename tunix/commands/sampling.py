@@ -9,6 +9,7 @@ They are read as in a recipe, and run in the same worker processes with the same
 calls get the completions that they would get in one.
 """
 
+import math
 import shlex
 import time
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
 from tunix.rollout.rewards.scorer import Scorer
+from tunix.rollout.types import Scored
 from tunix.run.reward_model import judge as reward_judge
 from tunix.trainer.progress import Display
 from tunix.types import Begun, Completion, OnDone, Reply, Sampling
@@ -55,7 +57,26 @@ def reward_config(specs: List[str], model: str | None, deadline: float) -> Rewar
     if not specs and model is None:
         return None
     keys = {f"functions.{i}": list(RewardFunction.model_fields) for i in range(len(specs))}
-    section = {"functions": [_entry(spec) for spec in specs], "model": model, "deadline": deadline}
+    functions = []  # each as an entry of a recipe
+    for spec in specs:
+        where = f"--reward {spec!r}"
+        if spec.lstrip().startswith("{"):
+            functions.append(parse_yaml(spec, where))
+            continue
+        try:
+            name, *options = shlex.split(spec) or [""]
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from error
+        if not name:
+            raise UserError(f"{where}: it names no reward; say for instance --reward exact_match")
+        values = {}
+        for option in options:  # such as `target=40`, whose value is written as in a recipe
+            key, equals, value = option.partition("=")
+            if not (key and equals and value):
+                raise UserError(f"{where}: {option!r} is no option; write key=value, as in target=40")
+            values[key] = parse_yaml(value, f"{where}, option {key}")
+        functions.append({"name": name, "options": values})
+    section = {"functions": functions, "model": model, "deadline": deadline}
     try:
         return RewardConfig.model_validate(section)
     except ValidationError as error:
@@ -102,29 +123,16 @@ def fingerprint(config: RewardConfig) -> dict[str, Any]:
     return {**config.model_dump(mode="json", exclude={"workers"}), "files": texts, "weights": weights}
 
 
+def score_fields(scored: Scored, total: float) -> dict[str, Any]:
+    """The fields of a completion's rewards: their sum, each by name, and why some failed; null for no score."""
+    values = {name: None if math.isnan(x) else x for name, x in {"": total, **scored.rewards}.items()}
+    failures = {"failures": dict(scored.failures)} if scored.failures else {}
+    return {"reward": values.pop(""), "rewards": values, **failures}
+
+
 def digest_of_source(source: Source) -> str:
     """The digest of a model's files, and of those of its adapter."""
     return digest_of_rows(digest_of_folder(folder) for folder in (source.folder, source.merged) if folder is not None)
-
-
-def _entry(spec: str) -> Any:
-    """Parses one --reward into an entry of a recipe."""
-    where = f"--reward {spec!r}"
-    if spec.lstrip().startswith("{"):
-        return parse_yaml(spec, where)
-    try:
-        name, *options = shlex.split(spec) or [""]
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from error
-    if not name:
-        raise UserError(f"{where}: it names no reward; say for instance --reward exact_match")
-    values = {}
-    for option in options:  # such as `target=40`, whose value is written as in a recipe
-        key, equals, value = option.partition("=")
-        if not (key and equals and value):
-            raise UserError(f"{where}: {option!r} is no option; write key=value, as in target=40")
-        values[key] = parse_yaml(value, f"{where}, option {key}")
-    return {"name": name, "options": values}
 
 
 PATIENCE = 2.0

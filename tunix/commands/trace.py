@@ -37,16 +37,9 @@ def trace(run: Path, step: int, out: Path | None = None) -> Path:
         raise UserError(f"{run / SPANS} has nothing of step {step}: {there}")
     if out is not None:
         refuse_out(out)
-    file = out or run / f"trace-{step}.json"
-    write_text_atomic(file, json.dumps({"traceEvents": _events(steps, step), "displayTimeUnit": "ms"}))
-    return file
-
-
-def _events(steps: dict[int, list[Span]], step: int) -> list[dict[str, Any]]:
-    """The activities of a step, and of others meanwhile, in microseconds since the first of them."""
+    # The activities of the step, and of others meanwhile, in microseconds since the first of them.
     learned = [span for span in steps[step] if span.name == "update"] or steps[step]
-    opened = min(span.start for span in learned)
-    ended = max(span.end for span in learned)
+    opened, ended = min(span.start for span in learned), max(span.end for span in learned)
     shown = [
         (number, span)
         for number, spans in steps.items()
@@ -55,21 +48,14 @@ def _events(steps: dict[int, list[Span]], step: int) -> list[dict[str, Any]]:
     ]
     begin = min(span.start for _, span in shown)
     threads = sorted({span.thread for _, span in shown}, key=lambda name: (name != "MainThread", name))
-    names = [
+    events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": name}}
         for number, name in enumerate(threads)
     ]
-    return [*names, *(_event(number, span, begin, threads.index(span.thread)) for number, span in shown)]
-
-
-def _event(step: int, span: Span, begin: float, thread: int) -> dict[str, Any]:
-    times = {"ts": round(1e6 * (span.start - begin)), "dur": round(1e6 * (span.end - span.start))}
-    return {
-        "ph": "X",
-        "name": span.name,
-        "cat": f"step {step}",
-        "pid": 1,
-        "tid": thread,
-        **times,
-        "args": {"step": step},
-    }
+    for number, span in shown:
+        times = {"ts": round(1e6 * (span.start - begin)), "dur": round(1e6 * (span.end - span.start))}
+        about = {"name": span.name, "cat": f"step {number}", "args": {"step": number}}
+        events.append({"ph": "X", **about, "pid": 1, "tid": threads.index(span.thread), **times})
+    file = out or run / f"trace-{step}.json"
+    write_text_atomic(file, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return file

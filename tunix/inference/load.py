@@ -15,11 +15,10 @@ from jax.sharding import Mesh
 
 from tunix.config import DType
 from tunix.data.sources import Rows
-from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 from tunix.hf.source import require_lm_head
 from tunix.inference.model import InferenceModel, InferenceOptions
-from tunix.inference.scoring import RowScore, scored, sequences_to_score
+from tunix.inference.scoring import sequences_to_score, token_scores
 from tunix.models.model import Model, Params
 from tunix.types import Completion, Sampling
 
@@ -40,21 +39,23 @@ class Answer:
         return self.text
 
 
-class LoadedModel:
-    """A loaded model, returned by `tunix.load`. The first call that needs weights reads them."""
+@dataclass(frozen=True)
+class RowScore:
+    """The log-probs of one row under a model."""
 
-    def __init__(self, options: InferenceOptions):
-        """Stores the options; no file is read yet.
-
-        Args:
-            options: which model to load, and how its prompts are rendered.
-        """
-        self._options, self._model = options, InferenceModel(options)
+    tokens: np.ndarray
+    """`[T]` int32 ids, e.g. `[2, 17, 9]`."""
+    logprobs: np.ndarray
+    """`[T - 1]` float32 log-probs in nats of each token after the first, e.g. `[-1.2, -0.3]`."""
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None where the model folder has none."""
-        return self._model.tokenizer
+    def sum(self) -> float:
+        """Total log-prob in nats of the tokens after the first, e.g. -1.5."""
+        return float(self.logprobs.sum(dtype=np.float64))
+
+
+class LoadedModel(InferenceModel):
+    """A loaded model, returned by `tunix.load`. The first call that needs weights reads them."""
 
     def generate(
         self, prompts: PromptLike | List[PromptLike], n: int = 1, *, sampling: Sampling, seed: int = 0
@@ -73,13 +74,19 @@ class LoadedModel:
         Raises:
             UserError: the model cannot be loaded, or a prompt or a setting is invalid.
         """
-        sampling = self._model.with_stop_ids(sampling)
+        sampling = self.with_stop_ids(sampling)
         single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
         listed: Any = [prompts] if single else prompts
-        rows = [_row(prompt) for prompt in listed]
-        tokens = [self._model.prompt(row, f"prompt {number}") for number, row in enumerate(rows, start=1)]
-        groups = self._model.engine.sample(tokens, n, sampling, seed)
-        return [Answer(self._model.text(one) or "", one) for group in groups for one in group]
+        rows: list[Mapping[str, Any]] = []
+        for prompt in listed:  # each as a row with the column that it stands for
+            if isinstance(prompt, str):
+                prompt = {"prompt": prompt}
+            elif not isinstance(prompt, Mapping):
+                prompt = {"input_ids": [int(token) for token in prompt]}
+            rows.append(prompt)
+        tokens = [self.prompt(row, f"prompt {number}") for number, row in enumerate(rows, start=1)]
+        groups = self.engine.sample(tokens, n, sampling, seed)
+        return [Answer(self.text(one) or "", one) for group in groups for one in group]
 
     def chat(self, messages: str | List[Mapping[str, str]], *, sampling: Sampling, seed: int = 0) -> str:
         """Samples the assistant's next turn.
@@ -92,8 +99,8 @@ class LoadedModel:
         Raises:
             UserError: the model has no chat template, or a setting is invalid.
         """
-        if not self._model.has_template:
-            raise UserError(f"{self._options.model} has no chat template, so it cannot chat: use generate")
+        if not self.has_template:
+            raise UserError(f"{self.options.model} has no chat template, so it cannot chat: use generate")
         turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         return self.generate({"messages": turns}, sampling=sampling, seed=seed)[0].text
 
@@ -108,16 +115,17 @@ class LoadedModel:
         Raises:
             UserError: the model has no language-model head, or a row is invalid.
         """
-        require_lm_head(self._model.source, self._options.model)
+        require_lm_head(self.source, self.options.model)
         listed = [rows] if isinstance(rows, str) else list(rows)
         table = Rows("rows", [{"text": row} if isinstance(row, str) else dict(row) for row in listed])
-        size = self._model.source.decoder.vocab_size
+        size = self.source.decoder.vocab_size
         sequences = sequences_to_score(table, self.tokenizer, size, max_length)
-        return scored(*self._weights, sequences, batch_size)
+        scores = token_scores(*self._weights, sequences, batch_size=batch_size)
+        return [RowScore(sequence.tokens, x[1:]) for sequence, x in zip(sequences, scores, strict=True)]
 
     @cached_property
     def _weights(self) -> tuple[Model, Params, Mesh]:
-        return self._model.weights()
+        return self.weights()
 
 
 def load(
@@ -152,10 +160,3 @@ def load(
     loaded = LoadedModel(InferenceOptions(str(model), on_top, dtype, slots, system, raw, length))
     _ = loaded.tokenizer  # a mistyped folder is reported here, before anything else is done
     return loaded
-
-
-def _row(prompt: PromptLike) -> Mapping[str, Any]:
-    """A prompt as a row with the column that it stands for."""
-    if isinstance(prompt, Mapping):
-        return prompt
-    return {"prompt": prompt} if isinstance(prompt, str) else {"input_ids": [int(token) for token in prompt]}

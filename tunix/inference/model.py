@@ -221,13 +221,29 @@ class InferenceModel:
             UserError: it has no prompt, one that this model cannot read, or one that is too long.
         """
         name = prompt_column(row, where)
-        self._check(name, row[name], where)
+        # Mistakes that later code would report in terms of a recipe, or not at all.
+        value, is_text = row[name], isinstance(row[name], str)
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except (TypeError, UnicodeEncodeError) as error:
+            raise UserError(f"{where}: {name} cannot be written as JSON in UTF-8: {error}") from error
+        if name != "input_ids" and self.tokenizer is None:
+            raise UserError(f"{where}: {self.options.model} has no tokenizer: give input_ids instead of {name}")
+        if is_text and not value.strip():
+            raise UserError(f"{where}: {name} is empty; say something, or give input_ids")
+        if not is_text and name != "input_ids" and not self.has_template:
+            raise UserError(
+                f"{where}: {self.options.model} has no chat template to render messages with: give a prompt that is a "
+                "string, or input_ids"
+            )
+        if not is_text and self.options.system is not None:
+            raise UserError(f"{where}: --system goes with prompts that are strings; {name} bring their own")
         rendering = Rendering(
             format=COLUMNS[name],
             columns={"prompt_ids": "input_ids"},
             train_on=RowKind.PROMPT,
             prompt_length=sys.maxsize,
-            chat=isinstance(row[name], str) and self.plain_reason is None,
+            chat=is_text and self.plain_reason is None,
             system=self.system,
             template_kwargs=self.template_kwargs,
             vocab_size=self.source.decoder.vocab_size,
@@ -280,29 +296,6 @@ class InferenceModel:
             return None
         text = self.tokenizer.decode(completion.tokens, skip_special=skip_special)
         return until_stop(text, completion.sampling.stop_strings)
-
-    def _check(self, name: str, value: Any, where: str) -> None:
-        """Checks a row's prompt for mistakes that later code would report in terms of a recipe, or not at all.
-
-        Raises:
-            UserError: the prompt is invalid for this model.
-        """
-        is_text = isinstance(value, str)
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except (TypeError, UnicodeEncodeError) as error:
-            raise UserError(f"{where}: {name} cannot be written as JSON in UTF-8: {error}") from error
-        if name != "input_ids" and self.tokenizer is None:
-            raise UserError(f"{where}: {self.options.model} has no tokenizer: give input_ids instead of {name}")
-        if is_text and not value.strip():
-            raise UserError(f"{where}: {name} is empty; say something, or give input_ids")
-        if not is_text and name != "input_ids" and not self.has_template:
-            raise UserError(
-                f"{where}: {self.options.model} has no chat template to render messages with: give a prompt that is a "
-                "string, or input_ids"
-            )
-        if not is_text and self.options.system is not None:
-            raise UserError(f"{where}: --system goes with prompts that are strings; {name} bring their own")
 
 
 def prompt_column(row: Mapping[str, Any], where: str) -> str:

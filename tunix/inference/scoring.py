@@ -9,22 +9,24 @@ Axes: T time.
 import json
 import sys
 from collections.abc import Callable
+from collections.abc import Sequence as List
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from jax.sharding import Mesh
 
-from tunix.config import DType, MeshConfig, RowKind
+from tunix.config import DType, RowKind
 from tunix.data.accounting import Kept
 from tunix.data.examples import to_example
 from tunix.data.shapes import Rendering, detect_format
 from tunix.data.sources import Rows, open_rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
-from tunix.hf.source import check_vocabulary, loaded, pretrained, require_lm_head
-from tunix.mesh import build_mesh, row_shards
+from tunix.hf.source import require_lm_head
+from tunix.inference.model import InferenceModel, InferenceOptions
+from tunix.mesh import row_shards
 from tunix.models.model import Model, Params
 from tunix.trainer.logprobs import Scorer
 from tunix.trainer.metrics import perplexity
@@ -32,21 +34,6 @@ from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.progress import Display, readable
 from tunix.types import Sequence
 from tunix.util.atomic_io import refuse_out, write_text_atomic
-
-
-@dataclass(frozen=True)
-class RowScore:
-    """The log-probs of one row under a model."""
-
-    tokens: np.ndarray
-    """`[T]` int32 ids, e.g. `[2, 17, 9]`."""
-    logprobs: np.ndarray
-    """`[T - 1]` float32 log-probs in nats of each token after the first, e.g. `[-1.2, -0.3]`."""
-
-    @property
-    def sum(self) -> float:
-        """Total log-prob in nats of the tokens after the first, e.g. -1.5."""
-        return float(self.logprobs.sum(dtype=np.float64))
 
 
 def sequences_to_score(rows: Rows, tokenizer: Tokenizer | None, vocab_size: int, max_length: int) -> list[Sequence]:
@@ -57,49 +44,48 @@ def sequences_to_score(rows: Rows, tokenizer: Tokenizer | None, vocab_size: int,
     """
     shape = detect_format(rows[0], {}, f"row 1 of {rows.name}")
     rendering = Rendering(shape, max_length=sys.maxsize, train_on=RowKind.ALL, vocab_size=vocab_size)
-    return [_sequence(rows, index, tokenizer, rendering, max_length) for index in range(len(rows))]
+    sequences = []
+    for index in range(len(rows)):
+        where = f"row {index + 1} of {rows.name}"
+        example = to_example(rows[index], tokenizer, rendering, where)
+        if not isinstance(example, Kept):
+            reason = example.detail or "nothing to score in a row of fewer than two tokens; leave it out"
+            raise UserError(f"{where}: {reason}")
+        (sequence,) = example.sequences
+        if (size := len(sequence.tokens)) > max_length:
+            raise UserError(f"{where} has {size} tokens, more than max_length (--max-length) {max_length}: raise it")
+        sequences.append(sequence)
+    return sequences
 
 
-def scored(
+def token_scores(
     model: Model,
     params: Params,
     mesh: Mesh,
-    sequences: list[Sequence],
-    batch_size: int,
-    progress: Callable[[int], None] = lambda done: None,
-) -> list[RowScore]:
-    """Computes the log-probs of sequences, in their order.
+    sequences: List[Sequence],
+    what: Literal["logprobs", "values"] = "logprobs",
+    *,
+    batch_size: int = 8,
+    progress: Callable[[int, int], None] = lambda done, tokens: None,
+) -> list[np.ndarray]:
+    """The `[T]` log-probs, or values, of each sequence's tokens, in shapes that compile once.
 
     Args:
         batch_size: rows of a micro-batch.
-        progress: receives the number of sequences that are done.
+        progress: receives the numbers of sequences and of tokens that are done.
     """
     # One shape for all micro-batches, no longer than the rows need.
-    length = -(-max(len(s.tokens) for s in sequences) // 64) * 64
+    length = -(-max(len(sequence.tokens) for sequence in sequences) // 64) * 64
     rows = -(-batch_size // row_shards(mesh)) * row_shards(mesh)
     scorer = Scorer(model, Microbatcher(rows, mesh), length)
-    scores: list[RowScore] = []
-    size = 8 * batch_size
+    scores: list[np.ndarray] = []
+    size, tokens = 8 * batch_size, 0
     for start in range(0, len(sequences), size):
         group = sequences[start : start + size]
-        values = scorer.scores("logprobs", params, group, size=size)
-        scores += [RowScore(x.tokens, logprobs[1:]) for x, logprobs in zip(group, values, strict=True)]
-        progress(len(scores))
+        scores += scorer.scores(what, params, group, size=size)
+        tokens += sum(len(sequence.tokens) for sequence in group)
+        progress(len(scores), tokens)
     return scores
-
-
-def _sequence(rows: Rows, index: int, tokenizer: Tokenizer | None, rendering: Rendering, max_length: int) -> Sequence:
-    where = f"row {index + 1} of {rows.name}"
-    example = to_example(rows[index], tokenizer, rendering, where)
-    if not isinstance(example, Kept):
-        raise UserError(
-            f"{where}: {example.detail or 'nothing to score in a row of fewer than two tokens; leave it out'}"
-        )
-    (sequence,) = example.sequences
-    size = len(sequence.tokens)
-    if size > max_length:
-        raise UserError(f"{where} has {size} tokens, more than max_length (--max-length) {max_length}: raise it")
-    return sequence
 
 
 def score(
@@ -130,20 +116,23 @@ def score(
     """
     refuse_out(out)
     rows = open_rows(data)
-    source = pretrained(model, adapter)
-    check_vocabulary(source)
-    require_lm_head(source, model)
-    mesh = build_mesh(MeshConfig())
-    sequences = sequences_to_score(rows, source.tokenizer, source.decoder.vocab_size, max_length)
+    inference = InferenceModel(InferenceOptions(model, adapter, dtype))
+    require_lm_head(inference.source, model)
+    sequences = sequences_to_score(rows, inference.tokenizer, inference.source.decoder.vocab_size, max_length)
     with closing(Display("score", len(sequences), 0)) as display:
-        network, params = loaded(source, dtype, mesh)
-        scores = scored(network, params, mesh, sequences, batch_size, lambda done: display.update(done, {}))
+        scores = token_scores(
+            *inference.weights(),
+            sequences,
+            batch_size=batch_size,
+            progress=lambda done, _: display.update(done, {}),
+        )
+    sums = [float(x[1:].sum(dtype=np.float64)) for x in scores]
     lines = [
-        {"logprobs": [round(float(x), 7) for x in row.logprobs], "tokens": row.tokens[1:].tolist(), "sum": row.sum}
-        for row in scores
+        {"logprobs": [round(float(x), 7) for x in row[1:]], "tokens": sequence.tokens[1:].tolist(), "sum": total}
+        for sequence, row, total in zip(sequences, scores, sums, strict=True)
     ]
     write_text_atomic(out, "".join(json.dumps(line) + "\n" for line in lines))
-    total, count = sum(x.sum for x in scores), sum(x.logprobs.size for x in scores)
-    value = perplexity(-total / count)
+    count = sum(len(row) - 1 for row in scores)
+    value = perplexity(-sum(sums) / count)
     print(f"{len(scores)} rows, {readable(count)} tokens: perplexity {value:.4f}, written to {out}")
     return value

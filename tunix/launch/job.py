@@ -189,9 +189,11 @@ def placement(recipe: Recipe, platform: str, topology: str | None, slices: int, 
         UserError: the number of devices stays open, differs from that of the mesh, or does not fill its hosts; or there
             are no such devices.
     """
+    meshes = _meshes(recipe)
+    fixed = [mesh for mesh in meshes if not mesh.is_open]
     if topology is None:
-        fixed = [f"{mesh.where} is for {mesh.size + mesh.apart}" for mesh in _meshes(recipe) if not mesh.is_open]
-        known = f" ({', '.join(fixed)})" if fixed else ""
+        sizes = [f"{mesh.where} is for {mesh.size + mesh.apart}" for mesh in fixed]
+        known = f" ({', '.join(sizes)})" if sizes else ""
         raise UserError(f"--topology is missing: say which devices, e.g. --topology {EXAMPLES[platform]}{known}")
     if chip_of(topology).platform != platform:
         chips = ", ".join(name for name, chip in CHIPS.items() if chip.platform == platform)
@@ -199,17 +201,37 @@ def placement(recipe: Recipe, platform: str, topology: str | None, slices: int, 
     if slices > 1 and platform == "gpu":
         raise UserError(f"--slices {slices}: only TPUs come in slices; GPUs are counted, e.g. --topology h100:16")
     chip, _, shape = topology.partition(":")
-    shape = shape or _shape(recipe, chip, slices)
-    if CHIPS[chip].platform == "tpu" and shape not in SHAPES[chip]:
+    if not shape:
+        # The one that has as many devices as the recipe's mesh.
+        if not fixed:
+            example = EXAMPLES[platform].partition(":")[2]
+            raise UserError(
+                f"--topology {chip}: the recipe's mesh leaves the number open; give it, e.g. {chip}:{example}"
+            )
+        number = fixed[0].size + fixed[0].apart
+        shapes = [shape for shape in SHAPES.get(chip, ()) if slices * number_of(f"{chip}:{shape}") == number]
+        if platform == "tpu" and not shapes:
+            raise UserError(f"--topology {chip}: no slice has {number} devices, as {fixed[0].where} asks for")
+        shape = str(number) if platform == "gpu" else shapes[0]
+    if platform == "tpu" and shape not in SHAPES[chip]:
         raise UserError(f"--topology {chip}:{shape}: shapes of {chip} are {', '.join(SHAPES[chip])}")
-    if CHIPS[chip].platform == "gpu" and not re.fullmatch(r"[1-9]\d*", shape):
+    if platform == "gpu" and not re.fullmatch(r"[1-9]\d*", shape):
         raise UserError(f"--topology {chip}:{shape}: after {chip}: comes the number of GPUs, e.g. {chip}:8")
     number = number_of(f"{chip}:{shape}")
-    each = min(number, per_host or (GPUS_OF_A_HOST if CHIPS[chip].platform == "gpu" else CHIPS_OF_A_HOST))
+    each = min(number, per_host or (GPUS_OF_A_HOST if platform == "gpu" else CHIPS_OF_A_HOST))
     if number % each:
         raise UserError(f"--topology {chip}:{shape}: {number} devices do not fill hosts of {each}; see --per-host")
     place = Placement(chip, shape, slices, number // each, each)
-    _check_mesh(recipe, place)
+    for mesh in meshes:  # all devices have to be taken
+        left = place.devices - mesh.apart
+        if left < mesh.size or left % mesh.size or (left > mesh.size and not mesh.is_open):
+            times = f" x {slices} slices" if slices > 1 else ""
+            wants = f"needs a multiple of {mesh.size}" if mesh.is_open else f"is for {mesh.size}"
+            apart = f" beside the {mesh.apart} that only teach or sample" if mesh.apart else ""
+            raise UserError(
+                f"{mesh.where} {wants} devices{apart}, and --topology {place.topology}{times} has {place.devices}: "
+                f"change one of them, e.g. {mesh.where}=auto"
+            )
     return place
 
 
@@ -224,43 +246,6 @@ def _meshes(recipe: Recipe) -> list[Wanted]:
         size = math.prod(size for size in sizes if size != -1)
         meshes.append(Wanted(where, size, teaching + sampling, -1 in sizes))
     return meshes
-
-
-def _shape(recipe: Recipe, chip: str, slices: int) -> str:
-    """The shape of a chip that has as many devices as the recipe's mesh.
-
-    Raises:
-        UserError: the mesh leaves the number open, or there is no slice of this size.
-    """
-    fixed = [mesh for mesh in _meshes(recipe) if not mesh.is_open]
-    if not fixed:
-        example = EXAMPLES[CHIPS[chip].platform].partition(":")[2]
-        raise UserError(f"--topology {chip}: the recipe's mesh leaves the number open; give it, e.g. {chip}:{example}")
-    number = fixed[0].size + fixed[0].apart
-    if CHIPS[chip].platform == "gpu":
-        return str(number)
-    shapes = [shape for shape in SHAPES[chip] if slices * number_of(f"{chip}:{shape}") == number]
-    if not shapes:
-        raise UserError(f"--topology {chip}: no slice has {number} devices, as {fixed[0].where} asks for")
-    return shapes[0]
-
-
-def _check_mesh(recipe: Recipe, place: Placement) -> None:
-    """Checks that the recipe's meshes take all devices.
-
-    Raises:
-        UserError: one does not.
-    """
-    for mesh in _meshes(recipe):
-        left = place.devices - mesh.apart
-        if left < mesh.size or left % mesh.size or (left > mesh.size and not mesh.is_open):
-            times = f" x {place.slices} slices" if place.slices > 1 else ""
-            wants = f"needs a multiple of {mesh.size}" if mesh.is_open else f"is for {mesh.size}"
-            apart = f" beside the {mesh.apart} that only teach or sample" if mesh.apart else ""
-            raise UserError(
-                f"{mesh.where} {wants} devices{apart}, and --topology {place.topology}{times} has {place.devices}: "
-                f"change one of them, e.g. {mesh.where}=auto"
-            )
 
 
 PLATFORMS = {"slurm": "gpu", "gke-tpu": "tpu", "gke-gpu": "gpu", "pathways": "tpu"}
@@ -334,7 +319,10 @@ def job_of(recipe: Recipe, options: Options) -> Job:
     """
     _check(options)
     place = placement(recipe, PLATFORMS[options.target], options.topology, options.slices, options.per_host)
-    name = _name(recipe, options)
+    # In letters that every scheduler takes.
+    words = re.sub(r"[^a-z0-9]+", "-", PurePosixPath(recipe.output).name.lower()).strip("-")
+    words = words if words[:1].isalpha() else f"run-{words}"
+    name = options.name or words[:LONGEST_NAME].strip("-")
     if options.target == "slurm":
         for stage in recipe.stages or (recipe,):
             for key, folder in (("output", recipe.output), ("checkpoint.folder", stage.checkpoint.folder)):
@@ -347,23 +335,6 @@ def job_of(recipe: Recipe, options: Options) -> Job:
     lost = require_lasting(recipe, options.mounts)
     files = sent_along(recipe, options.mounts)
     return Job(name, recipe.to_yaml(), files, place, options, tuple(lost))
-
-
-def _name(recipe: Recipe, options: Options) -> str:
-    """The job's name, in letters that every scheduler takes.
-
-    Raises:
-        UserError: a given name has others.
-    """
-    if options.name is not None:
-        if not re.fullmatch(rf"[a-z]([-a-z0-9]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", options.name):
-            raise UserError(
-                f"--name {options.name}: at most {LONGEST_NAME} lower-case letters, digits and hyphens, from a letter "
-                "to a letter or digit"
-            )
-        return options.name
-    words = re.sub(r"[^a-z0-9]+", "-", PurePosixPath(recipe.output).name.lower()).strip("-")
-    return (words if words[:1].isalpha() else f"run-{words}")[:LONGEST_NAME].strip("-")
 
 
 def _check(options: Options) -> None:
@@ -393,22 +364,20 @@ def _check(options: Options) -> None:
         )
     if target == "pathways" and not (options.pathways_dir or "").startswith("gs://"):
         raise UserError("--pathways-dir is missing: a folder that exists for Pathways' own files, gs://BUCKET/pathways")
-    for variable, place in options.secrets:
-        _check_secret(variable, place, slurm)
-
-
-def _check_secret(variable: str, place: str, slurm: bool) -> None:
-    """Checks that a secret is named and not given.
-
-    Raises:
-        UserError: it is neither a file, on SLURM, nor a Secret of Kubernetes.
-    """
-    # What was given may be the secret itself, so no message repeats it.
-    if not re.fullmatch(r"[A-Za-z_]\w*", variable):
-        raise UserError("--secret: write VARIABLE=WHERE, e.g. HF_TOKEN=hf/token")
-    if slurm and "/" not in place:
+    if options.name is not None and not re.fullmatch(
+        rf"[a-z]([-a-z0-9]{{0,{LONGEST_NAME - 2}}}[a-z0-9])?", options.name
+    ):
         raise UserError(
-            f"--secret {variable}=...: name the file that holds it, e.g. ~/.hf_token, not the secret itself"
+            f"--name {options.name}: at most {LONGEST_NAME} lower-case letters, digits and hyphens, from a letter to a "
+            "letter or digit"
         )
-    if not slurm and not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/[-\w.]+)?", place):
-        raise UserError(f"--secret {variable}=...: name a Secret and its key, e.g. hf/token, not the secret itself")
+    for variable, place in options.secrets:
+        # What was given may be the secret itself, so no message repeats it.
+        if not re.fullmatch(r"[A-Za-z_]\w*", variable):
+            raise UserError("--secret: write VARIABLE=WHERE, e.g. HF_TOKEN=hf/token")
+        if slurm and "/" not in place:
+            raise UserError(
+                f"--secret {variable}=...: name the file that holds it, e.g. ~/.hf_token, not the secret itself"
+            )
+        if not slurm and not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/[-\w.]+)?", place):
+            raise UserError(f"--secret {variable}=...: name a Secret and its key, e.g. hf/token, not the secret itself")

@@ -35,6 +35,14 @@ RECIPE = ".tunix-recipe.yaml"
 """The recipe's path from there: not a name that a file which goes along may have."""
 SCRATCH = "/tmp"
 """The only folder on the pod's own disk that can be written."""
+MACHINES = {
+    ("v5e", 4): "ct5lp-hightpu-4t",
+    ("v5e", 8): "ct5lp-hightpu-8t",
+    ("v5p", 4): "ct5p-hightpu-4t",
+    ("v6e", 4): "ct6e-standard-4t",
+    ("v6e", 8): "ct6e-standard-8t",
+}
+"""Chip and number of them in a host -> the machine, of those that a PathwaysJob takes."""
 CONTAINER, HOST = "tunix", "host"
 PORT = 8476
 """Where the coordinator of GPU pods listens."""
@@ -44,32 +52,57 @@ Tree = dict[str, Any]
 
 
 def manifest(job: Job) -> str:
-    """The manifest of a job on GKE's TPUs or GPUs."""
-    return written(job, job_set(job))
+    """The manifest of a job, as YAML: a ConfigMap with the recipe, and a JobSet or a PathwaysJob.
 
-
-def written(job: Job, workload: Tree) -> str:
-    """A manifest of the recipe's ConfigMap and a workload, as YAML."""
-    title = f"# {job.name}: {job.placement.described}, written by `tunix launch` {__version__}."
+    Raises:
+        UserError: Pathways has no such machines.
+    """
+    workload = pathways_job(job) if job.options.target == "pathways" else job_set(job)
     data = {key: job.files.get(path, job.recipe) for key, path in _keys(job).items()}
-    about = metadata(job, f"{job.name}-recipe")
+    about = _metadata(job, f"{job.name}-recipe")
     config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data}
+    title = f"# {job.name}: {job.placement.described}, written by `tunix launch` {__version__}."
     return "\n".join((title, write_yaml(config_map) + "---", write_yaml(workload)))
 
 
-def metadata(job: Job, name: str | None = None) -> Tree:
-    """Name, namespace and label of an object; by default those of the workload."""
-    where = {} if job.options.namespace is None else {"namespace": job.options.namespace}
-    return {"name": name or job.name, **where, "labels": {"app.kubernetes.io/name": "tunix"}}
-
-
 def job_set(job: Job) -> Tree:
-    """The JobSet: a Job for each slice, with a pod for each of its hosts."""
-    place, about = job.placement, metadata(job)
-    tpu = CHIPS[place.chip].platform == "tpu"
-    if tpu and place.hosts > 1:
-        # A slice is a node pool: the pods of one Job have to be on the hosts of one slice.
-        about["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    """The JobSet: a Job for each slice of TPUs, or for all GPUs, with a pod for each of its hosts."""
+    place, about = job.placement, _metadata(job, job.name)
+    if CHIPS[place.chip].platform == "tpu":
+        if place.hosts > 1:
+            # A slice is a node pool: the pods of one Job have to be on the hosts of one slice.
+            about["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+        node = {"gke-tpu-accelerator": ACCELERATORS[place.chip], "gke-tpu-topology": place.shape}
+        limits, ports = {"google.com/tpu": str(place.per_host)}, (8471, 8482)  # libtpu's, and the coordinator's
+    else:
+        node = {"gke-accelerator": ACCELERATORS[place.chip]}
+        limits, ports = {"nvidia.com/gpu": str(place.per_host)}, (PORT,)
+    variables: Tree = {}
+    if CHIPS[place.chip].platform == "gpu" or place.processes == 1:
+        # By these the processes of GPU pods meet; to a pod alone they say that there is no other to look for.
+        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        variables = {
+            "JAX_COORDINATOR_ADDRESS": f"{job.name}-{HOST}-0-0.{job.name}:{PORT}",
+            "JAX_NUM_PROCESSES": str(place.processes),
+            "JAX_PROCESS_ID": {"fieldRef": {"fieldPath": index}},
+        }
+    pod = _pod(job, variables)
+    (container,) = pod["containers"]
+    container |= {"resources": {"limits": limits}, "ports": [{"containerPort": port} for port in ports]}
+    if CHIPS[place.chip].platform == "gpu":
+        # NCCL's processes and threads share memory there; a container has 64 MiB by itself.
+        container["volumeMounts"].append({"name": "shared-memory", "mountPath": "/dev/shm"})
+        pod["volumes"].append({"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
+    selector = {f"cloud.google.com/{label}": value for label, value in node.items()}
+    fatal = {"containerName": CONTAINER, "operator": "In", "values": [USER_ERROR]}
+    of_slice = {
+        "backoffLimit": 0,  # one pod cannot go on without the others
+        "completionMode": "Indexed",
+        "completions": place.hosts,
+        "parallelism": place.hosts,
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": fatal}]},
+        "template": {"spec": {"nodeSelector": selector, **pod}},
+    }
     final = {"name": "userError", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -83,133 +116,9 @@ def job_set(job: Job) -> Tree:
                 "rules": [final],
             },
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "replicatedJobs": [{"name": HOST, "replicas": place.slices, "template": {"spec": _job(job, tpu)}}],
+            "replicatedJobs": [{"name": HOST, "replicas": place.slices, "template": {"spec": of_slice}}],
         },
     }
-
-
-def _job(job: Job, tpu: bool) -> Tree:
-    """The Job of one slice, or of all GPU hosts."""
-    place = job.placement
-    fatal = {"containerName": CONTAINER, "operator": "In", "values": [USER_ERROR]}
-    return {
-        "backoffLimit": 0,  # one pod cannot go on without the others
-        "completionMode": "Indexed",
-        "completions": place.hosts,
-        "parallelism": place.hosts,
-        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": fatal}]},
-        "template": {"spec": _tpu_pod(job) if tpu else _gpu_pod(job)},
-    }
-
-
-def _tpu_pod(job: Job) -> Tree:
-    """The pod of a host of TPUs, on a node of its slice's shape."""
-    place = job.placement
-    node = {"gke-tpu-accelerator": ACCELERATORS[place.chip], "gke-tpu-topology": place.shape}
-    main = container(job, {} if place.processes > 1 else _places(job))
-    main["resources"] = {"limits": {"google.com/tpu": str(place.per_host)}}
-    main["ports"] = [{"containerPort": port} for port in (8471, 8482)]  # libtpu's, and the coordinator's
-    selector = {f"cloud.google.com/{label}": value for label, value in node.items()}
-    return {"nodeSelector": selector, **pod(job, main)}
-
-
-def _gpu_pod(job: Job) -> Tree:
-    """The pod of a host of GPUs, with the variables by which it meets the others."""
-    place = job.placement
-    main = container(job, _places(job))
-    main["resources"] = {"limits": {"nvidia.com/gpu": str(place.per_host)}}
-    main["ports"] = [{"containerPort": PORT}]
-    spec = pod(job, main)
-    # NCCL's processes and threads share memory there; a container has 64 MiB by itself.
-    main["volumeMounts"].append({"name": "shared-memory", "mountPath": "/dev/shm"})
-    spec["volumes"].append({"name": "shared-memory", "emptyDir": {"medium": "Memory"}})
-    return {"nodeSelector": {"cloud.google.com/gke-accelerator": ACCELERATORS[place.chip]}, **spec}
-
-
-def _places(job: Job) -> Tree:
-    """The variables by which the processes of GPU pods meet; of a pod alone, that there is no other to look for."""
-    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    return {
-        "JAX_COORDINATOR_ADDRESS": f"{job.name}-{HOST}-0-0.{job.name}:{PORT}",
-        "JAX_NUM_PROCESSES": str(job.placement.processes),
-        "JAX_PROCESS_ID": {"fieldRef": {"fieldPath": index}},
-    }
-
-
-def container(job: Job, variables: Tree) -> Tree:
-    """The container that runs tunix as its first process, so that SIGTERM reaches it.
-
-    Args:
-        variables: name -> text, or where the value comes from.
-    """
-    kept = job.options.mounts[0].path if job.options.mounts else SCRATCH
-    caches = {"HF_HOME": f"{kept}/.cache/huggingface", "JAX_COMPILATION_CACHE_DIR": f"{kept}/.cache/jax"}
-    known: Tree = {"HOME": SCRATCH, "PYTHONUNBUFFERED": "1", **caches, **variables}
-    for variable, place in job.options.secrets:  # the key of one is the variable's name unless another is given
-        name, _, key = place.partition("/")
-        known[variable] = {"secretKeyRef": {"name": name, "key": key or variable}}
-    volumes = [{"name": "files", "mountPath": FILES, "readOnly": True}, {"name": "scratch", "mountPath": SCRATCH}]
-    volumes += [{"name": f"mount-{i}", "mountPath": mount.path} for i, mount in enumerate(job.options.mounts)]
-    return {
-        "name": CONTAINER,
-        "image": job.options.image,
-        "command": ["tunix", "run", f"{FILES}/{RECIPE}", "--no-plan"],
-        "workingDir": FILES,
-        "env": [
-            {"name": name, "value" if isinstance(value, str) else "valueFrom": value} for name, value in known.items()
-        ],
-        "securityContext": {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True},
-        "volumeMounts": volumes,
-    }
-
-
-def pod(job: Job, main: Tree) -> Tree:
-    """A pod with one container, its volumes and its grace period."""
-    account = {} if job.options.service_account is None else {"serviceAccountName": job.options.service_account}
-    volumes = [
-        {"name": f"mount-{i}", "persistentVolumeClaim": {"claimName": mount.claim}}
-        for i, mount in enumerate(job.options.mounts)
-    ]
-    return {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": job.options.grace,
-        **account,
-        "containers": [main],
-        "volumes": [_files(job), {"name": "scratch", "emptyDir": {}}, *volumes],
-    }
-
-
-def _files(job: Job) -> Tree:
-    """The volume with the recipe and the files that go along, each at its path."""
-    items = [{"key": key, "path": path} for key, path in _keys(job).items()]
-    return {"name": "files", "configMap": {"name": f"{job.name}-recipe", "items": items}}
-
-
-def _keys(job: Job) -> dict[str, str]:
-    """Keys of the ConfigMap -> paths; a key has no slashes."""
-    keys = {
-        f"{i}-{re.sub(r'[^-.A-Za-z0-9_]', '_', PurePosixPath(path).name)}": path for i, path in enumerate(job.files)
-    }
-    return {"recipe.yaml": RECIPE, **keys}
-
-
-MACHINES = {
-    ("v5e", 4): "ct5lp-hightpu-4t",
-    ("v5e", 8): "ct5lp-hightpu-8t",
-    ("v5p", 4): "ct5p-hightpu-4t",
-    ("v6e", 4): "ct6e-standard-4t",
-    ("v6e", 8): "ct6e-standard-8t",
-}
-"""Chip and number of them in a host -> the machine, of those that a PathwaysJob takes."""
-
-
-def pathways_manifest(job: Job) -> str:
-    """The manifest of a job through Pathways.
-
-    Raises:
-        UserError: Pathways has no such machines.
-    """
-    return written(job, pathways_job(job))
 
 
 def pathways_job(job: Job) -> Tree:
@@ -223,23 +132,79 @@ def pathways_job(job: Job) -> Tree:
     if machine is None:
         known = ", ".join(f"{number} x {chip}" for chip, number in MACHINES)
         raise UserError(f"--topology {place.topology}: Pathways has hosts of {known}, and not of {place.per_host}")
-    workers = {
-        "type": machine,
-        "topology": place.shape,
-        "numSlices": place.slices,
-    }
     return {
         "apiVersion": "pathways-job.pathways.domain/v1",
         "kind": "PathwaysJob",
-        "metadata": metadata(job),
+        "metadata": _metadata(job, job.name),
         "spec": {
             "maxRestarts": job.options.restarts,
             "pathwaysDir": job.options.pathways_dir,
-            "workers": [workers],
+            "workers": [{"type": machine, "topology": place.shape, "numSlices": place.slices}],
             "controller": {
                 "deploymentMode": "default",
                 "mainContainerName": CONTAINER,
-                "template": {"spec": pod(job, container(job, {}))},
+                "template": {"spec": _pod(job, {})},
             },
         },
     }
+
+
+def _metadata(job: Job, name: str) -> Tree:
+    """Name, namespace and label of an object."""
+    where = {} if job.options.namespace is None else {"namespace": job.options.namespace}
+    return {"name": name, **where, "labels": {"app.kubernetes.io/name": "tunix"}}
+
+
+def _pod(job: Job, variables: Tree) -> Tree:
+    """A pod with its volumes, its grace period, and one container that runs tunix as its first process, so that SIGTERM
+    reaches it.
+
+    Args:
+        variables: name -> text, or where the value comes from.
+    """
+    options = job.options
+    kept = options.mounts[0].path if options.mounts else SCRATCH
+    caches = {"HF_HOME": f"{kept}/.cache/huggingface", "JAX_COMPILATION_CACHE_DIR": f"{kept}/.cache/jax"}
+    known: Tree = {"HOME": SCRATCH, "PYTHONUNBUFFERED": "1", **caches, **variables}
+    for variable, place in options.secrets:  # the key of one is the variable's name unless another is given
+        name, _, key = place.partition("/")
+        known[variable] = {"secretKeyRef": {"name": name, "key": key or variable}}
+    # The recipe and the files that go along, each at its path; a disk that goes with the pod; the volumes.
+    items = [{"key": key, "path": path} for key, path in _keys(job).items()]
+    volumes: list[Tree] = [
+        {"name": "files", "configMap": {"name": f"{job.name}-recipe", "items": items}},
+        {"name": "scratch", "emptyDir": {}},
+    ]
+    mounts: list[Tree] = [
+        {"name": "files", "mountPath": FILES, "readOnly": True},
+        {"name": "scratch", "mountPath": SCRATCH},
+    ]
+    for i, mount in enumerate(options.mounts):
+        volumes.append({"name": f"mount-{i}", "persistentVolumeClaim": {"claimName": mount.claim}})
+        mounts.append({"name": f"mount-{i}", "mountPath": mount.path})
+    container = {
+        "name": CONTAINER,
+        "image": options.image,
+        "command": ["tunix", "run", f"{FILES}/{RECIPE}", "--no-plan"],
+        "workingDir": FILES,
+        "env": [
+            {"name": name, "value" if isinstance(value, str) else "valueFrom": value} for name, value in known.items()
+        ],
+        "securityContext": {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True},
+        "volumeMounts": mounts,
+    }
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": options.grace,
+        **({} if options.service_account is None else {"serviceAccountName": options.service_account}),
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+def _keys(job: Job) -> dict[str, str]:
+    """Keys of the ConfigMap -> paths; a key has no slashes."""
+    keys = {
+        f"{i}-{re.sub(r'[^-.A-Za-z0-9_]', '_', PurePosixPath(path).name)}": path for i, path in enumerate(job.files)
+    }
+    return {"recipe.yaml": RECIPE, **keys}

@@ -24,36 +24,6 @@ def script(job: Job) -> str:
     Raises:
         UserError: an option of sbatch is malformed, or is one that the script sets itself.
     """
-    options = "\n".join(f"#SBATCH --{option}" for option in [*_own_options(job).values(), *_more_options(job)])
-    lines = [*job.options.setup, *(f'export {name}="$(< {_path(file)})"' for name, file in job.options.secrets)]
-    prelude = "".join(f"{line}\n" for line in lines)
-    end = "RECIPE"
-    while end in job.recipe.splitlines():  # a word that is no line of the recipe, to end it in the script
-        end += "_"
-    place = job.placement
-    return f"""\
-#!/bin/bash
-# {job.name}: {place.hosts} node(s) with {place.per_host} x {place.chip} each, written by `tunix launch` {__version__}.
-# Submit it with sbatch, from the folder in which the recipe's relative paths start.
-{options}
-
-{prelude}{_BODY.format(end=end, recipe=job.recipe, **_numbers(job))}"""
-
-
-def _numbers(job: Job) -> dict[str, str | int]:
-    """The values of `_BODY` besides the recipe."""
-    cpus = _own_options(job).get("cpus-per-task")  # srun does not take it over from sbatch
-    return {
-        "cpus": f" --{cpus}" if cpus else "",
-        "name": job.name,
-        "restarts": job.options.restarts,
-        "wait": 2 * job.options.grace,
-        "refused": USER_ERROR,
-    }
-
-
-def _own_options(job: Job) -> dict[str, str]:
-    """The options of sbatch that follow from the job: name -> `name=value`."""
     place = job.placement
     values: dict[str, str | int | None] = {
         "job-name": job.name,
@@ -67,28 +37,39 @@ def _own_options(job: Job) -> dict[str, str]:
     }
     whole = place.hosts > 1 or place.per_host >= GPUS_OF_A_HOST
     values |= {"exclusive": None, "mem": 0} if whole else {"cpus-per-task": CPUS_OF_A_GPU * place.per_host}
-    return {name: name if value is None else f"{name}={value}" for name, value in values.items()}
-
-
-def _more_options(job: Job) -> list[str]:
-    """The options of sbatch that the user gave.
-
-    Raises:
-        UserError: one is malformed, or set by the script already.
-    """
-    options = _own_options(job)
+    settings = {name: name if value is None else f"{name}={value}" for name, value in values.items()}
     for option in job.options.sbatch:
         name = option.partition("=")[0]
         if option.startswith("-") or not name or any(sign.isspace() for sign in option):
             raise UserError(f"--sbatch {option}: write an option of sbatch without its hyphens, e.g. partition=gpu")
-        if name in options:
-            raise UserError(f"--sbatch {option}: the script sets --{options[name]} itself; leave it out")
-    return list(job.options.sbatch)
+        if name in settings:
+            raise UserError(f"--sbatch {option}: the script sets --{settings[name]} itself; leave it out")
+    options = "\n".join(f"#SBATCH --{option}" for option in [*settings.values(), *job.options.sbatch])
+    cpus = settings.get("cpus-per-task")  # srun does not take it over from sbatch
+    prelude = "".join(f"{line}\n" for line in job.options.setup)
+    for name, file in job.options.secrets:
+        # A word of the shell, in which `~` still means the home folder.
+        path = "~/" + shlex.quote(file[2:]) if file.startswith("~/") else shlex.quote(file)
+        prelude += f'export {name}="$(< {path})"\n'
+    end = "RECIPE"
+    while end in job.recipe.splitlines():  # a word that is no line of the recipe, to end it in the script
+        end += "_"
+    body = _BODY.format(
+        end=end,
+        recipe=job.recipe,
+        cpus=f" --{cpus}" if cpus else "",
+        name=job.name,
+        restarts=job.options.restarts,
+        wait=2 * job.options.grace,
+        refused=USER_ERROR,
+    )
+    return f"""\
+#!/bin/bash
+# {job.name}: {place.hosts} node(s) with {place.per_host} x {place.chip} each, written by `tunix launch` {__version__}.
+# Submit it with sbatch, from the folder in which the recipe's relative paths start.
+{options}
 
-
-def _path(file: str) -> str:
-    """A path as a word of the shell, in which `~` still means the home folder."""
-    return "~/" + shlex.quote(file[2:]) if file.startswith("~/") else shlex.quote(file)
+{prelude}{body}"""
 
 
 # Doubled braces are braces of the shell. The inner shell outlives SIGTERM, as tunix does while it saves: a task that

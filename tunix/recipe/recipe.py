@@ -18,8 +18,7 @@ from tunix.config import AlgorithmConfig, Config
 from tunix.errors import UserError, nearest
 from tunix.models.families.table import FAMILIES
 from tunix.recipe.algorithms import DEFAULT, algorithm_config
-from tunix.recipe.rules import complaints
-from tunix.recipe.sections import Sections
+from tunix.recipe.sections import Sections, complaints
 from tunix.recipe.tiny import replaced, shrunk, tiny_model
 from tunix.util.yaml_io import keys_set, overridden, problems, read_mapping, shown, without_effect, write_yaml
 
@@ -43,51 +42,38 @@ def resolved_stages(sections: Mapping[str, Any], where: str) -> list[dict[str, A
     for index, stage in enumerate(listed):
         for key in {"output", "stages"} & stage.keys():
             raise UserError(f"{where}: stages.{index}.{key}: set it once, above the stages; each writes below {output}")
-        merged = _inherited(shared, stage)
+        # Merged key by key into the shared sections; a stage's own algorithm or length replaces theirs.
+        merged = {**shared, **stage}
+        for key, section in stage.items():
+            default = shared.get(key)
+            if isinstance(section, Mapping) and isinstance(default, Mapping):
+                replaces = key == "algorithm" and section.get("name", DEFAULT) != default.get("name", DEFAULT)
+                merged[key] = dict(section) if replaces else {**default, **section}
+        for key, rival in (("steps", "epochs"), ("epochs", "steps")):
+            if stage.get(key) is not None:
+                merged[rival] = stage.get(rival)
+        algorithm, model = merged.get("algorithm"), merged.get("model")
         if resolved:
-            merged["model"] = _continued(stage, merged.get("model"), resolved[-1]["output"], f"{where}: stages.{index}")
-        algorithm = merged.get("algorithm")
+            before, section = resolved[-1]["output"], stage.get("model")
+            for key in SOURCE:
+                if isinstance(section, Mapping) and section.get(key):
+                    raise UserError(
+                        f"{where}: stages.{index}.model.{key}: only the first stage names weights; this one "
+                        f"starts from {before}"
+                    )
+            precisions = model if isinstance(model, Mapping) else {}
+            precisions = {key: value for key, value in precisions.items() if key not in SOURCE}
+            merged["model"] = {**precisions, "path": before}
         name = str(algorithm.get("name", DEFAULT)) if isinstance(algorithm, Mapping) else DEFAULT
         folder = f"{index}_{name.rpartition(':')[2]}"
-        resolved.append({**merged, **_checkpoint(stage, merged, folder), "output": f"{output}/{folder}"})
+        # Below a shared folder of checkpoints each stage has its own.
+        section, written = merged.get("checkpoint"), stage.get("checkpoint")
+        place = section.get("folder") if isinstance(section, Mapping) else None
+        inherited = not (isinstance(written, Mapping) and "folder" in written)
+        if isinstance(section, Mapping) and isinstance(place, str) and inherited:
+            merged["checkpoint"] = {**section, "folder": f"{place.rstrip('/')}/{folder}"}
+        resolved.append({**merged, "output": f"{output}/{folder}"})
     return resolved
-
-
-def _inherited(shared: Mapping[str, Any], stage: Mapping[str, Any]) -> dict[str, Any]:
-    """A stage's sections merged key by key into the shared ones; its own algorithm or length replaces theirs."""
-    merged = {**shared, **stage}
-    for key, section in stage.items():
-        default = shared.get(key)
-        if isinstance(section, Mapping) and isinstance(default, Mapping):
-            replaces = key == "algorithm" and section.get("name", DEFAULT) != default.get("name", DEFAULT)
-            merged[key] = dict(section) if replaces else {**default, **section}
-    for key, rival in (("steps", "epochs"), ("epochs", "steps")):
-        if stage.get(key) is not None:
-            merged[rival] = stage.get(rival)
-    return merged
-
-
-def _checkpoint(stage: Mapping[str, Any], merged: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The `checkpoint` section of a stage if it inherits a folder: its own checkpoints are in a folder in there."""
-    section, written = merged.get("checkpoint"), stage.get("checkpoint")
-    folder = section.get("folder") if isinstance(section, Mapping) else None
-    if (
-        not isinstance(section, Mapping)
-        or not isinstance(folder, str)
-        or (isinstance(written, Mapping) and "folder" in written)
-    ):
-        return {}
-    return {"checkpoint": {**section, "folder": f"{folder.rstrip('/')}/{name}"}}
-
-
-def _continued(stage: Mapping[str, Any], model: Any, before: str, where: str) -> dict[str, Any]:
-    """The `model` section of a later stage: the stage before as its path, with inherited precisions."""
-    section = stage.get("model")
-    for key in SOURCE:
-        if isinstance(section, Mapping) and section.get(key):
-            raise UserError(f"{where}.model.{key}: only the first stage names weights; this one starts from {before}")
-    inherited = model if isinstance(model, Mapping) else {}
-    return {**{key: value for key, value in inherited.items() if key not in SOURCE}, "path": before}
 
 
 # Keys that may change when a run is resumed: none of them affects the weights up to the step that was reached.
@@ -140,10 +126,15 @@ class Recipe(Sections):
         """
         staged = sections.get("stages") not in (None, [], ())
         parts = resolved_stages(sections, where) if staged else [{**sections, "stages": ()}]
-        checked = [_checked(part, staged) for part in parts]
-        recipes = tuple(part for part in checked if isinstance(part, Recipe))
-        if len(recipes) < len(checked):
-            faults = [fault if isinstance(fault, list) else [] for fault in checked]
+        recipes: list[Recipe] = []
+        faults: list[list[str]] = []
+        for part in parts:
+            try:
+                recipes.append(cls.model_validate(part, context={"staged": staged, "families": tuple(FAMILIES)}))
+                faults.append([])
+            except ValidationError as error:
+                faults.append(problems(error, known_keys(part.get("algorithm"))))
+        if any(faults):
             # Those of keys that all stages share are reported once.
             wrong = [line for line in faults[0] if all(line in fault for fault in faults)]
             wrong += [f"stages.{i}.{line}" for i, fault in enumerate(faults) for line in fault if line not in wrong]
@@ -156,7 +147,9 @@ class Recipe(Sections):
         folders = [stage.checkpoint.folder for stage in recipes if stage.checkpoint.folder is not None]
         if shared := next((folder for folder in folders if folders.count(folder) > 1), None):
             raise UserError(f"{where}: checkpoint.folder: {shared} is that of two stages; each needs its own")
-        return recipes[0].model_copy(update={"output": sections["output"], "stages": recipes}) if staged else recipes[0]
+        if not staged:
+            return recipes[0]
+        return recipes[0].model_copy(update={"output": sections["output"], "stages": tuple(recipes)})
 
     def sections(self) -> dict[str, Any]:
         """The plain values of all keys, from which `build` makes an equal recipe."""
@@ -258,18 +251,6 @@ def recipe_file(recipe: str | Path) -> Path:
     if hint := nearest(path.name, siblings.values()):
         raise UserError(f"{path}: no such file.{hint}")
     raise UserError(f"{path}: no such file, nor the name of a recipe that tunix brings (`tunix recipes`)")
-
-
-def _checked(sections: Mapping[str, Any], staged: bool) -> "Recipe | list[str]":
-    """The recipe, or messages about what is wrong with it.
-
-    Args:
-        staged: whether it is a stage, whose keys may be meant for another stage.
-    """
-    try:
-        return Recipe.model_validate(sections, context={"staged": staged, "families": tuple(FAMILIES)})
-    except ValidationError as error:
-        return problems(error, known_keys(sections.get("algorithm")))
 
 
 def known_keys(algorithm: Any) -> dict[str, list[str]]:

@@ -115,34 +115,56 @@ def shrunk(
         said: keys that the command line sets, e.g. `{"data.max_length"}`.
     """
     steps, batch_size = min(sections["steps"] or STEPS, STEPS), min(sections["batch_size"], TINY_BATCH)
-    micro, optimizer, rollout = sections["micro_batch_size"], sections["optimizer"], sections["rollout"]
-    # A warm-up in steps has to end before the run does; below 1 it is a share of the steps.
-    warmup = min(optimizer["warmup"], steps // 2) if optimizer["warmup"] >= 1 else optimizer["warmup"]
-    algorithm = config.tiny(batch_size)
-    sequences = type(config).model_validate(algorithm).sequences_per_update(batch_size)
-    reads = config.reads
-    sampled = reads == RowKind.PROMPT or sections["reward"] is not None
-    data = _tiny_data(sections["data"], reads, sampled, model, said)
-    generated = data["train"].startswith(GENERATED)
-    rows = sections["eval"]["rows"]
-    held_out = data["eval"] or data["eval_split"]
-    tiny = {
+    tiny: dict[str, Any] = {
         **sections,
-        "adapter": sections["adapter"] and _tiny_adapter(sections["adapter"], model),
-        "data": data,
-        "algorithm": algorithm,
-        "teacher": sections["teacher"] and _tiny_teacher(sections["teacher"], model, said),
-        "reward": _tiny_reward(sections["reward"], generated, said),
-        "rollout": _tiny_rollout(rollout, sampled),
-        "eval": {**sections["eval"], "rows": min(rows, EVAL_ROWS) if held_out else rows},
-        "optimizer": {**optimizer, "warmup": warmup},
         "mesh": "auto",  # a laptop does not have the recipe's devices
         "batch_size": batch_size,
-        "micro_batch_size": micro and min(micro, sequences),
         "checkpoint": {**sections["checkpoint"], "folder": None},  # a laptop needs no store
         "steps": None if "epochs" in said and "steps" not in said else steps,
         "epochs": None,
     }
+    tiny["algorithm"] = config.tiny(batch_size)
+    sequences = type(config).model_validate(tiny["algorithm"]).sequences_per_update(batch_size)
+    if sections["micro_batch_size"]:
+        tiny["micro_batch_size"] = min(sections["micro_batch_size"], sequences)
+    sampled = config.reads == RowKind.PROMPT or sections["reward"] is not None
+    data = tiny["data"] = _tiny_data(sections["data"], config.reads, sampled, model, said)
+    generated = data["train"].startswith(GENERATED)
+    if data["eval"] or data["eval_split"]:
+        tiny["eval"] = {**sections["eval"], "rows": min(sections["eval"]["rows"], EVAL_ROWS)}
+    # A warm-up in steps has to end before the run does; below 1 it is a share of the steps.
+    if (warmup := sections["optimizer"]["warmup"]) >= 1:
+        tiny["optimizer"] = {**sections["optimizer"], "warmup": min(warmup, steps // 2)}
+    # Sampled in this process, since no server has the tiny model.
+    timeout = RolloutConfig.model_fields["timeout"].default
+    local = {"engine": "tunix", "servers": [], "weights_folder": None, "timeout": timeout}
+    tiny["rollout"] = {**sections["rollout"], **local}
+    if sampled:
+        tiny["rollout"]["slots"] = min(sections["rollout"]["slots"] or SLOTS, SLOTS)
+    if (adapter := sections["adapter"]) and model.is_toy:
+        # Ranks that the tiny matrices allow, and no adapter to load.
+        delta = FAMILIES[model.family].small.delta
+        most = RANK if delta is None else min(RANK, delta.value_heads)
+        ranks = {pattern: min(rank, most) for pattern, rank in adapter.get("ranks", {}).items()}
+        tiny["adapter"] = {**adapter, "from": None, "rank": min(adapter.get("rank", most), most), "ranks": ranks}
+    if teacher := sections["teacher"]:
+        tiny["teacher"] = {**teacher, "mesh": None}
+        folder = local_folder(str(teacher["path"]))
+        fits = not model.is_toy or (folder is not None and _vocab_size(folder) == model.vocab_size)
+        if not (fits or _is_said("teacher.path", said)):
+            # A random model, wider than the tiny one, on the same devices.
+            sizes = {**TEACHER, "vocab_size": model.vocab_size}
+            tiny["teacher"] |= {"path": None, "init": "random", "family": model.family, "sizes": sizes}
+    if reward := sections["reward"]:
+        # Generated rows have none of the columns that the recipe names.
+        functions = [{**function, "columns": {}} if generated else function for function in reward["functions"]]
+        tiny["reward"] = {**reward, "functions": functions}
+        judge = reward["model"]
+        if not (judge is None or local_folder(judge) is not None or _is_said("reward.model", said)):
+            # The built-in `length` in place of a reward model that would be a download.
+            options = {"target": TINY_COMPLETION // 2, "width": TINY_COMPLETION}
+            functions.append({**_STAND_IN, "weight": reward["model_weight"], "options": options, "columns": {}})
+            tiny["reward"] |= {"model": None, "model_weight": 1.0, "model_length": None}
     about_rows = tuple(f"data.{key}" for key in _DESCRIBES_ROWS) if generated else ()
     for key in said:
         if not key.startswith(("model", "reward", *about_rows)):
@@ -176,10 +198,25 @@ def tiny_model(model: ModelConfig, data: DataConfig, said: Collection[str] = ())
     section = model.model_dump(mode="json")
     if not _WHOLE_MODEL.isdisjoint(said):
         return TinyModel(section, is_toy=False)
-    family, sizes = _family(model), dict(SIZES)
-    tokenizer, vocab_size = _local_tokenizer(model)
-    if tokenizer != "bytes":
-        sizes["vocab_size"] = vocab_size
+    path, folder = Path(str(model.path)).expanduser(), local_folder(str(model.path))
+    # From the section's keys, its preset, the folder's config.json or the hub id.
+    family = model.family or (preset(model.preset).family if model.preset else None)
+    if family is None and folder is not None:
+        family = family_of_type(read_json(folder / "config.json").get("model_type"))
+    family = family or family_of_name(str(model.path))
+    if family is None:
+        raise UserError(f"model.family: {model.path!r} does not tell it; set it to one of {', '.join(FAMILIES)}")
+    # The tokenizer is that of a local folder, where it is not too large for a laptop, or else `bytes`.
+    place, vocab_size = None, None if folder is None else _vocab_size(folder)
+    if model.init != "random":
+        places = [path, folder] if path.is_dir() else [folder]
+        place = next((x for x in places if x and any((x / file).is_file() for file in VOCABULARY_FILES)), None)
+    elif model.tokenizer not in (None, "bytes", "bpe") and Path(str(model.tokenizer)).expanduser().is_dir():
+        shape = preset(model.preset) if model.preset else small(str(model.family))
+        place, vocab_size = Path(str(model.tokenizer)), model.sizes.get("vocab_size", shape.vocab_size)
+    tokenizer, sizes = "bytes", dict(SIZES)
+    if place is not None and vocab_size is not None and vocab_size <= LARGEST_VOCABULARY:
+        tokenizer, sizes["vocab_size"] = str(place), vocab_size
     elif _kept(data.train, "data.train", said) and _holds_ids(data):
         published = (size.vocab_size for size in FAMILIES[family].presets.values())
         sizes["vocab_size"] = max(published, default=SIZES["vocab_size"])
@@ -219,50 +256,6 @@ def replaced(recipe: Sections) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _tiny_teacher(teacher: Mapping[str, Any], model: TinyModel, said: Collection[str]) -> dict[str, Any]:
-    """The `teacher` section of a small random model, wider than the tiny one, on the same devices; a local folder with
-    as many ids as the model stays."""
-    folder = local_folder(str(teacher["path"]))
-    fits = not model.is_toy or (folder is not None and _vocab_size(folder) == model.vocab_size)
-    if fits or _is_said("teacher.path", said):
-        return {**teacher, "mesh": None}
-    sizes = {**TEACHER, "vocab_size": model.vocab_size}
-    return {**teacher, "path": None, "init": "random", "family": model.family, "sizes": sizes, "mesh": None}
-
-
-def _tiny_adapter(adapter: Mapping[str, Any], model: TinyModel) -> dict[str, Any]:
-    """The `adapter` section with ranks that the tiny matrices allow, and without an adapter to load."""
-    if not model.is_toy:
-        return dict(adapter)
-    delta = FAMILIES[model.family].small.delta
-    most = RANK if delta is None else min(RANK, delta.value_heads)
-    ranks = {pattern: min(rank, most) for pattern, rank in adapter.get("ranks", {}).items()}
-    return {**adapter, "from": None, "rank": min(adapter.get("rank", most), most), "ranks": ranks}
-
-
-def _tiny_rollout(rollout: Mapping[str, Any], sampled: bool) -> dict[str, Any]:
-    """The `rollout` section with few slots where completions are sampled, in this process: no server has the tiny
-    model."""
-    local = {**rollout, "engine": "tunix", "servers": [], "weights_folder": None}
-    local["timeout"] = RolloutConfig.model_fields["timeout"].default
-    return {**local, "slots": min(rollout["slots"] or SLOTS, SLOTS)} if sampled else local
-
-
-def _tiny_reward(reward: Mapping[str, Any] | None, generated: bool, said: Collection[str]) -> dict[str, Any] | None:
-    """The `reward` section with the built-in `length` in place of a reward model that would be a download, and, for
-    generated rows, without the names of columns that they do not have."""
-    if reward is None:
-        return None
-    functions = [{**function, "columns": {}} if generated else function for function in reward["functions"]]
-    path = reward["model"]
-    if path is None or local_folder(path) is not None or _is_said("reward.model", said):
-        return {**reward, "functions": functions}
-    options = {"target": TINY_COMPLETION // 2, "width": TINY_COMPLETION}
-    stand_in = {**_STAND_IN, "weight": reward["model_weight"], "options": options, "columns": {}}
-    rest = {"model": None, "model_weight": 1.0, "model_length": None}
-    return {**reward, **rest, "functions": [*functions, stand_in]}
-
-
 def _tiny_data(
     data: Mapping[str, Any], reads: RowKind, sampled: bool, model: TinyModel, said: Collection[str]
 ) -> dict[str, Any]:
@@ -288,8 +281,13 @@ def _tiny_data(
             tiny |= {"eval": config.train, "eval_split": config.split}
         if config.picture_tokens:
             tiny["picture_tokens"] = min(config.picture_tokens, PICTURE_TOKENS)
-        return _limited(tiny, reads, sampled, model, said)
-    shape, function = _shape(config, reads)
+        return tiny | _limits(DataConfig.model_validate(tiny), reads, sampled, model, said)
+    # As `data.format` says, or in the usual format of what the algorithm reads.
+    shape = function = _DEFAULT_FORMAT[reads] if config.format == "auto" else config.format
+    if shape == "pairs" and not config.chat:
+        function = "conversations"
+    elif shape == "prompt_completion" and reads == RowKind.LABELS:
+        function = "labels" if config.chat else "chat_labels"
     tiny = {**data, "max_length": min(config.max_length, LENGTH)}
     if config.pictures:
         shape, function, tiny["pictures"] = "messages", "pictures", max(config.pictures, PICTURES)
@@ -301,15 +299,14 @@ def _tiny_data(
     return {**tiny, **about_rows}
 
 
-def _limited(
-    data: dict[str, Any], reads: RowKind, sampled: bool, model: TinyModel, said: Collection[str]
+def _limits(
+    config: DataConfig, reads: RowKind, sampled: bool, model: TinyModel, said: Collection[str]
 ) -> dict[str, Any]:
-    """The `data` section of rows that stay, with limits that most of them fit into; longer ones are cut."""
-    config = DataConfig.model_validate(data)
+    """Limits of rows that stay, into which most of them fit; longer ones are cut."""
     if config.train.startswith("tunix."):  # made for small models
-        return {**data, **_lengths(config, reads, sampled, min(config.max_length, LENGTH), PROMPT, said)}
+        return _lengths(config, reads, sampled, min(config.max_length, LENGTH), PROMPT, said)
     if not model.is_toy:
-        return {**data, **_lengths(config, reads, sampled, config.max_length, config.longest_prompt, said)}
+        return _lengths(config, reads, sampled, config.max_length, config.longest_prompt, said)
     limit = config.max_length
     sizes = sorted(_size(row, config, reads) for row in itertools.islice(_first_rows(config), LOOKED_AT))
     # A tenth may be longer: a few long rows would make every step slow.
@@ -330,7 +327,7 @@ def _limited(
     if model.reads_bytes or lengths["max_length"] < limit:
         # The limits are not the recipe's any more: what is longer is no mistake of the rows.
         lengths["on_overflow"] = "truncate"
-    return {**data, **lengths}
+    return lengths
 
 
 def _lengths(
@@ -427,17 +424,6 @@ def _length(value: Any) -> int:
     return 0
 
 
-def _shape(data: DataConfig, reads: RowKind) -> tuple[str, str]:
-    """The format of the rows of the hub, and the function that generates such rows: as `data.format` says, or the
-    usual one of what the algorithm reads."""
-    shape = _DEFAULT_FORMAT[reads] if data.format == "auto" else data.format
-    if shape == "pairs":
-        return shape, "pairs" if data.chat else "conversations"
-    if shape == "prompt_completion" and reads == RowKind.LABELS:
-        return shape, "labels" if data.chat else "chat_labels"
-    return shape, shape
-
-
 def local_folder(path: str) -> Path | None:
     """The folder with a local model's config.json: itself, a run's export, or an adapter's base; None for others."""
     folder = Path(path).expanduser()
@@ -459,35 +445,3 @@ def _vocab_size(folder: Path) -> int | None:
     text = raw.get("text_config")
     size = (text if isinstance(text, Mapping) else raw).get("vocab_size", raw.get("vocab_size"))
     return size if isinstance(size, int) else None
-
-
-def _local_tokenizer(model: ModelConfig) -> tuple[str, int]:
-    """The tokenizer of a `model` section and its number of ids: that of a local folder, where it is not too large for a
-    laptop, or else `bytes`."""
-    if model.init == "random":
-        if model.tokenizer in (None, "bytes", "bpe") or not Path(str(model.tokenizer)).expanduser().is_dir():
-            return "bytes", SIZES["vocab_size"]
-        shape = preset(model.preset) if model.preset else small(str(model.family))
-        place, size = Path(str(model.tokenizer)), model.sizes.get("vocab_size", shape.vocab_size)
-    else:
-        folder = local_folder(str(model.path))
-        size = None if folder is None else _vocab_size(folder)
-        places = [folder] if folder is not None else []
-        if Path(str(model.path)).expanduser().is_dir():
-            places.insert(0, Path(str(model.path)).expanduser())
-        place = next((place for place in places if any((place / file).is_file() for file in VOCABULARY_FILES)), None)
-    if place is None or size is None or size > LARGEST_VOCABULARY:
-        return "bytes", SIZES["vocab_size"]
-    return str(place), size
-
-
-def _family(model: ModelConfig) -> str:
-    """The family of a `model` section, from its keys, its preset, the folder's config.json or the hub id."""
-    if model.family or model.preset:
-        return model.family or preset(str(model.preset)).family
-    folder = local_folder(str(model.path))
-    typed = None if folder is None else family_of_type(read_json(folder / "config.json").get("model_type"))
-    family = typed or family_of_name(str(model.path))
-    if family is None:
-        raise UserError(f"model.family: {model.path!r} does not tell it; set it to one of {', '.join(FAMILIES)}")
-    return family

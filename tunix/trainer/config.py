@@ -11,15 +11,15 @@ READS = {
     "adamw": ("b1", "b2", "eps"),
     "adafactor": ("eps",),
     "lion": ("b1", "b2"),
-    "muon": ("b1", "b2", "eps", "momentum"),
-    "sgd": ("momentum",),
+    "muon": ("b1", "b2", "eps"),
+    "sgd": ("b1",),
 }
-"""The keys among b1, b2, eps and momentum that each rule reads."""
+"""The keys among b1, b2 and eps that each rule reads."""
 DECAYS = {
     "adamw": {"b1": 0.9, "b2": 0.999},
     "lion": {"b2": 0.99},
-    "muon": {"b1": 0.9, "b2": 0.999, "momentum": 0.95},
-    "sgd": {"momentum": 0.0},
+    "muon": {"b1": 0.9, "b2": 0.999},
+    "sgd": {"b1": 0.0},
     "adafactor": {},
 }
 """The default decays of each rule's moments."""
@@ -35,7 +35,7 @@ def complaints(section: Mapping[str, Any]) -> Iterator[str]:
         section: the value of every key.
     """
     name = section["name"]
-    for key in ("b1", "b2", "eps", "momentum"):
+    for key in ("b1", "b2", "eps"):
         if section[key] is not None and key not in READS[name]:
             yield f"{key} changes nothing for {name}, which reads {', '.join(READS[name])}"
     if section["schedule"] == "constant" and section["end"]:
@@ -74,13 +74,12 @@ class OptimizerConfig(Config):
     end: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Final rate of linear and cosine, as a share of `learning_rate`."""
     b1: Fraction | None = None
-    """Decay of the momentum; null for the rule's default: adamw 0.9, lion 0.9, muon's AdamW 0.9."""
+    """Decay of the momentum; null for the rule's default: adamw 0.9, lion 0.9, muon's AdamW 0.9, and none for
+    sgd. That of Muon itself is 0.95."""
     b2: Fraction | None = None
     """Decay of the mean of squares (for lion, of the momentum); null: adamw 0.999, lion 0.99, muon's AdamW 0.999."""
     eps: Annotated[float, Field(gt=0)] | None = None
     """Added to denominators; null: adamw 1e-8, adafactor 1e-30, muon 1e-8."""
-    momentum: Fraction | None = None
-    """Decay of the momentum of sgd and muon; null: none for sgd, 0.95 for muon."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Decoupled weight decay; applied to matrices only, never to norms and biases."""
     lora_plus: Annotated[float, Field(gt=0)] | None = None

@@ -112,7 +112,7 @@ def _rule(config: OptimizerConfig, axes: Mapping[str, Axes]) -> optax.GradientTr
         # Update clipping at 1 as in the paper; the rate is the recipe's, not relative to the parameter's size.
         factored = optax.scale_by_factored_rms(epsilon=config.eps or 1e-30)
         return _by_layer(optax.chain(factored, optax.clip_by_block_rms(1.0)), axes)
-    return optax.trace(config.momentum) if config.momentum else optax.identity()
+    return optax.trace(config.b1) if config.b1 else optax.identity()
 
 
 def _by_layer(inner: optax.GradientTransformation, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
@@ -164,7 +164,7 @@ def _muon(
 
     return optax.contrib.muon(
         schedule,
-        beta=0.95 if config.momentum is None else config.momentum,
+        beta=0.95,
         eps=1e-8 if config.eps is None else config.eps,
         weight_decay=config.weight_decay,
         weight_decay_mask=dict(mask),

@@ -1,7 +1,7 @@
 """Files on object stores, `gs://bucket/...` or `s3://bucket/...`: ranges are read, and folders written, through etils.
 
 pathlib makes one slash of two, so `gs:/bucket/folder` stands for the same place: a path of the command line may be one.
-A store has neither locks nor renames, so that no run can live there (`recipe.rules`), only its checkpoints
+A store has neither locks nor renames, so that no run can live there (`recipe.sections`), only its checkpoints
 (`trainer.checkpoint_folder`).
 """
 

@@ -147,12 +147,23 @@ def overridden(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
             raise UserError(f"{override!r}: an override is written section.key=value, as in optimizer.b1=0.9")
         if not text.strip():
             raise UserError(f"{override!r}: no value after '='; `{key}=null` clears a key")
-        place = result
-        for depth, part in enumerate(parts[:-1], start=1):
-            place = _entered(place, part, ".".join(parts[:depth]), override)
-        inner: Any = place
-        last, value = parts[-1], parse_yaml(text, f"override {override!r}")
-        inner[_index(inner, last, override) if isinstance(inner, list) else last] = value
+        place: Any = result
+        for depth, part in enumerate(parts, start=1):
+            key_there: Any = part
+            if isinstance(place, list):
+                if not part.isdigit() or int(part) >= len(place):
+                    names = f"{part!r} names none of the {len(place)} items there; they count from 0"
+                    raise UserError(f"{override!r}: {names}")
+                key_there = int(part)
+            if depth == len(parts):
+                place[key_there] = parse_yaml(text, f"override {override!r}")
+                break
+            if isinstance(place, dict) and place.get(part) is None:
+                place[part] = {}  # a missing section is created
+            place = place[key_there]
+            if not isinstance(place, dict | list):
+                path = ".".join(parts[:depth])
+                raise UserError(f"{override!r}: {path} is {shown(place)}, which has no keys")
     return result
 
 
@@ -194,24 +205,6 @@ def _sets(section: Any, parts: List[str]) -> bool:
     return True
 
 
-def _entered(place: Any, part: str, path: str, override: str) -> Any:
-    """The section or list item `part` of `place`; a missing section is created."""
-    if isinstance(place, list):
-        inner = place[_index(place, part, override)]
-    else:
-        inner = place[part] = {} if place.get(part) is None else place[part]
-    if not isinstance(inner, dict | list):
-        raise UserError(f"{override!r}: {path} is {shown(inner)}, which has no keys")
-    return inner
-
-
-def _index(items: list[Any], part: str, override: str) -> int:
-    """The list position that `part` names."""
-    if not part.isdigit() or int(part) >= len(items):
-        raise UserError(f"{override!r}: {part!r} names none of the {len(items)} items there; they count from 0")
-    return int(part)
-
-
 def problems(error: ValidationError, keys: Keys) -> list[str]:
     """Each validation error as `section.key: what is wrong and what to do`, in the order of the recipe's fields.
 
@@ -233,8 +226,20 @@ def problems(error: ValidationError, keys: Keys) -> list[str]:
         elif item["type"] == "value_error":
             lines += [(section, prefix + line) for line in str(context["error"]).splitlines()]
         else:
-            wanted.setdefault(key, (item["input"], []))[1].append(_wanted(item["type"], context, item["msg"]))
-    lines += [(_without_items(key), _mistaken(key, value, kinds)) for key, (value, kinds) in wanted.items()]
+            # The expected value as a noun, e.g. `a whole number`.
+            noun = _NOUNS.get(item["type"].split("_")[0], item["msg"])
+            if item["type"] in _BOUNDS:
+                noun = f"a number {_BOUNDS[item['type']]} {next(iter(context.values()))}"
+            elif item["type"] == "literal_error":
+                noun = re.sub(r",? or ", ", ", context["expected"]).replace("True", "true").replace("False", "false")
+            wanted.setdefault(key, (item["input"], []))[1].append(noun)
+    for key, (value, kinds) in wanted.items():
+        choices = re.findall(r"'([^']*)'", " ".join(kinds))
+        hint = nearest(value, choices) if isinstance(value, str) else ""
+        verdict = f"is not {'one of ' if len(choices) > 1 else ''}{kinds[0]}"
+        if len(kinds) > 1:
+            verdict = f"is neither {' nor '.join(kinds)}"
+        lines.append((_without_items(key), f"{key}: {shown(value)} {verdict}{'.' if hint else ''}{hint}"))
     places: dict[str, list[str]] = {}
     for section, line in lines:
         places.setdefault(section, []).append(line)
@@ -258,27 +263,6 @@ def _remedy(path: tuple[str, ...], keys: Keys) -> str:
     if elsewhere:
         return f". Did you mean {elsewhere[0]!r}?"
     return f"; {section or 'a recipe'} has {', '.join(known)}" if known else ""
-
-
-def _wanted(kind: str, context: Mapping[str, Any], message: str) -> str:
-    """The expected value as a noun, e.g. `a whole number`."""
-    if kind in _BOUNDS:
-        return f"a number {_BOUNDS[kind]} {next(iter(context.values()))}"
-    if kind == "literal_error":
-        words = re.sub(r",? or ", ", ", context["expected"])
-        return words.replace("True", "true").replace("False", "false")
-    return _NOUNS.get(kind.split("_")[0], message)
-
-
-def _mistaken(key: str, value: Any, kinds: list[str]) -> str:
-    """The message `key: value is not ...`, with the nearest choice where the key has choices."""
-    words = re.findall(r"'([^']*)'", " ".join(kinds))
-    hint = nearest(value, words) if isinstance(value, str) else ""
-    if len(kinds) > 1:
-        verdict = f"is neither {' nor '.join(kinds)}"
-    else:
-        verdict = f"is not {'one of ' if len(words) > 1 else ''}{kinds[0]}"
-    return f"{key}: {shown(value)} {verdict}{'.' if hint else ''}{hint}"
 
 
 def shown(value: Any, longest: int = 60) -> str:
