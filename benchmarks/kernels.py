@@ -25,7 +25,7 @@ from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.programs import elements, products
+from benchmarks.programs import account, elements, products
 from benchmarks.train import interleaved
 from tunix.config import BaseType, DType
 from tunix.models.attention.attend import attend
@@ -33,7 +33,6 @@ from tunix.models.attention.inputs import Segments
 from tunix.models.layers import Projection
 from tunix.models.quantization.formats import ROUNDED, Quantization
 from tunix.plan import topology
-from tunix.plan.account import account
 
 TILE = 128
 SIZES = {"small": (256, 1024), "1b": (2048, 8192)}

@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import experts
+from benchmarks.programs import account
 from benchmarks.train import interleaved
 from tunix.models.attention.attend import attend
 from tunix.models.attention.inputs import Segments
 from tunix.models.delta_rule import CHUNKS, Chunks, Gates, chunked, recurrent
 from tunix.plan import topology as topologies
-from tunix.plan.account import account
 from tunix.util.exact import jit
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)

@@ -18,9 +18,9 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.programs import Collective, account
 from benchmarks.scale.tiny import RECIPES
 from tunix.plan import topology
-from tunix.plan.account import Collective, account
 from tunix.plan.record import programs_of
 from tunix.plan.subject import subject_of
 from tunix.recipe.recipe import Recipe

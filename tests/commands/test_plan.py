@@ -27,9 +27,9 @@ def verdict(fits: bool, **more: Any) -> dict[str, Any]:
         "name": "step",
         "total": 20 * GIB,
         "kinds": {"weights": 4 * GIB, "activations and temporaries": 16 * GIB},
-        "buffers": [[3 * GIB, "bf16[28,16,2048]", "jit(run)/while/body/dot_general", "models/scan.py:77"]],
+        "buffers": [[3 * GIB, "bf16[28,16,2048]", "jit(run)/while/body/dot_general"]],
         "work": [2e12, 0.6e9, 0.4e9],
-        "sent": {"all-reduce": [2.0, 5e8]},
+        "sent": {"all-reduce": 5e8},
         "traced_in": 3.2,
         "compiled_in": 21.0,
         "refused": "",
@@ -65,7 +65,8 @@ def test_the_screen_says_what_fits_and_what_it_costs(monkeypatch: pytest.MonkeyP
     text = shown(monkeypatch, Plan([verdict(True)]))
     assert "runs/plan on h100:1: fits: 20.0 GiB of 24.0 GiB during `step`, 4.0 GiB to spare" in text
     assert "attention: mosaic" in text
-    assert "3.0 GiB  bf16[28,16,2048]  models/scan.py:77, while/body/dot_general" in text
+    assert "3.0 GiB  bf16[28,16,2048]  while/body/dot_general" in text
+    assert "TFLOP, GB and least ms by arithmetic" in text
     assert "predicted, not measured: a step of 0.5 s at the least, 2,000 trained tokens/s, MFU 25%" in text
     (row,) = (line for line in text.splitlines() if line.startswith("  step "))
     assert row.split() == ["step", "20.00", "1", "x", "2.0", "1", "0.5", "500,", "compute", "3", "+", "21"]

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from tests.trainers import PLAIN
-from tunix.plan.chips import chip_of
 from tunix.plan.topology import COMPILERS
+from tunix.util.chips import chip_of
 from tunix.util.loops import SCOPE
 
 LENGTH, LAYERS = 8192, 2
@@ -42,6 +42,8 @@ def installed(topology: str) -> bool:
 
 def compile_for(topology: str, kinds: str) -> None:
     """Compiles a step over one packed row and prints what the program holds; called in a process of its own."""
+    from benchmarks.programs import account, arrays, bits, largest, parsed
+    from benchmarks.shapes import Shape
     from tunix.algorithms.sft.algorithm import SFT
     from tunix.algorithms.sft.config import SFTConfig
     from tunix.config import MeshConfig
@@ -50,8 +52,6 @@ def compile_for(topology: str, kinds: str) -> None:
     from tunix.models.model import Model
     from tunix.plan import programs
     from tunix.plan import topology as topologies
-    from tunix.plan.account import account, largest
-    from tunix.plan.hlo import arrays, bits, parsed
     from tunix.trainer.config import OptimizerConfig
     from tunix.trainer.microbatches import Microbatcher, TrainerSpec
     from tunix.trainer.optimizer import build_optimizer, build_schedule
@@ -79,7 +79,7 @@ def compile_for(topology: str, kinds: str) -> None:
     params = model.abstract(dict.fromkeys(model.shapes, "float32"), mesh)
     trained = {name: x for name, x in params.items() if kinds != "experts" or "norm" in name}
     frozen = {name: x.update(dtype="bfloat16") for name, x in params.items() if name not in trained}
-    batch = programs.BatchShape(1, len(devices), LENGTH, 8)
+    batch = programs.microbatches_of(Shape("", config, len(devices), LENGTH).batch(), spec.microbatcher)
     compiled = programs.step(spec, trained, frozen, batch, SFT(SFTConfig()).objective).compile()
     program = parsed(compiled.as_text())
     every = (one.kind for home in program.computations.values() for one in home.values())
@@ -92,7 +92,7 @@ def compile_for(topology: str, kinds: str) -> None:
         "loops": loops,
         "largest": most,
         "peak": peak,
-        "written": [kind for _, kind, _, _ in written],
+        "written": [kind for _, kind, _ in written],
     }
     print(json.dumps(answer | {"sent": {one.kind: one.bytes for one in sorted(found.collectives, key=_bytes)}}))
 

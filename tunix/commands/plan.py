@@ -64,7 +64,7 @@ def require_fit(recipe: Recipe, fresh: bool) -> None:
     """Asks whether a run fits the accelerators here, before JAX takes them.
 
     Nothing is asked on a CPU, of a run that goes on, and where arithmetic says that memory is ample
-    (`plan/structure.py`).
+    (`plan/subject.py`).
     Where it cannot be found out, a line on standard error says why, and the run may start.
 
     Raises:
@@ -72,7 +72,7 @@ def require_fit(recipe: Recipe, fresh: bool) -> None:
     """
     if not accelerated() or (Path(recipe.output).expanduser().exists() and not fresh):
         return
-    from tunix.plan.structure import ample  # these load jax
+    from tunix.plan.subject import ample  # these load jax
     from tunix.util.startup import FRACTION, MEMORY
 
     share = float(os.environ.get(MEMORY, FRACTION))
@@ -126,14 +126,36 @@ def _progress(topology: str | None) -> Iterator[Callable[[str], None]]:
 
 def _show(planned: Plan, recipe: Recipe, console: Console) -> None:
     for number, verdict in enumerate(planned.verdicts):
-        name = stage_of(recipe, number).output
-        console.print(f"[bold]{name}[/] on {place(verdict)}: {summary(verdict)}")
+        console.print(f"[bold]{stage_of(recipe, number).output}[/] on {place(verdict)}: {summary(verdict)}")
         for line in verdict["chosen"]:
             console.print(f"  {line}", markup=False)
-        _show_memory(verdict, console)
-        _show_programs(verdict, console)
-        if verdict["prediction"] is not None:
-            console.print(predicted(verdict["prediction"]))
+        # The kinds of memory during the program of each place that needs most, and the arrays that its compiler lists.
+        for name, most in first_of_each(verdict).items():
+            alone = len(verdict["places"]) == 1
+            devices = "each device" if alone else f"each of {verdict['places'][name]['number']} {name} device(s)"
+            table = Table(f"of {devices}, during {most['name']}", Column("GiB", justify="right"), box=SIMPLE)
+            for kind, size in sorted(most["kinds"].items(), key=lambda item: -item[1]):
+                table.add_row(kind, f"{size / GIB:.2f}")
+            console.print(table)
+            for buffer in most["buffers"]:
+                console.print(f"  {_array(buffer)}", markup=False)
+        # Every program: what is needed while it runs, what it costs, and the least time that takes.
+        costs = ("TFLOP", "GB moved", "GB sent", "least ms", "s to trace + compile")
+        names = ("program", "GiB with all held", "a step", *costs)
+        table = Table(*(Column(name, no_wrap=name == "program", justify="right") for name in names), box=SIMPLE)
+        table.columns[0].justify = "left"
+        for program in verdict["programs"]:
+            flops, moved, sent = program["work"][0], sum(program["work"][1:]), sum(program["sent"].values())
+            cost = (f"{flops / 1e12:,.1f}", f"{moved / 1e9:,.0f}", f"{sent / 1e9:,.1f}") if flops else ("", "", "")
+            known = program["seconds"] is not None and not program["refused"]
+            least = f"{1e3 * program['seconds']:,.0f}, {program['bound']}" if known else ""
+            times = f"{program['times']:g} x" if program["times"] else ""
+            made = f"{program['traced_in']:.0f} + {program['compiled_in']:.0f}" if program["compiled_in"] else ""
+            table.add_row(program["name"], f"{program['total'] / GIB:.2f}", times, *cost, least, made)
+        console.print(table)
+        console.print("GiB by the compiler; TFLOP, GB and least ms by arithmetic of the model, full rows and the mesh")
+        if (prediction := verdict["prediction"]) is not None:
+            console.print(predicted(prediction))
         if number in planned.changes:
             console.print(suggestion(planned, number))
     if planned.late:
@@ -193,45 +215,10 @@ def predicted(prediction: dict[str, float]) -> str:
     )
 
 
-def _show_memory(verdict: dict[str, Any], console: Console) -> None:
-    """The kinds of memory during the program of each place that needs most, and its largest arrays."""
-    for name, most in first_of_each(verdict).items():
-        number = verdict["places"][name]["number"]
-        devices = "each device" if len(verdict["places"]) == 1 else f"each of {number} {name} device(s)"
-        table = Table(f"of {devices}, during {most['name']}", Column("GiB", justify="right"), box=SIMPLE)
-        for kind, size in sorted(most["kinds"].items(), key=lambda item: -item[1]):
-            table.add_row(kind, f"{size / GIB:.2f}")
-        console.print(table)
-        for buffer in most["buffers"]:
-            console.print(f"  {_array(buffer)}", markup=False)
-
-
-def _show_programs(verdict: dict[str, Any], console: Console) -> None:
-    """Every program: what is needed while it runs, what it costs, and the least time that takes."""
-    costs = ("TFLOP", "GB moved", "GB sent", "least ms", "s to trace + compile")
-    names = ("program", "GiB with all held", "a step", *costs)
-    table = Table(*(Column(name, no_wrap=name == "program", justify="right") for name in names), box=SIMPLE)
-    table.columns[0].justify = "left"
-    for program in verdict["programs"]:
-        sent = sum(amount for _, amount in program["sent"].values()) / 1e9
-        least = (
-            ""
-            if program["seconds"] is None or program["refused"]
-            else f"{1e3 * program['seconds']:,.0f}, {program['bound']}"
-        )
-        flops, moved = program["work"][0], sum(program["work"][1:])
-        cost = (f"{flops / 1e12:,.1f}", f"{moved / 1e9:,.0f}", f"{sent:,.1f}") if flops else ("", "", "")
-        times = f"{program['times']:g} x" if program["times"] else ""
-        made = f"{program['traced_in']:.0f} + {program['compiled_in']:.0f}" if program["compiled_in"] else ""
-        table.add_row(program["name"], f"{program['total'] / GIB:.2f}", times, *cost, least, made)
-    console.print(table)
-
-
 def _array(buffer: list[Any]) -> str:
-    """A buffer of a verdict: its size, type and shape, and where it comes from."""
-    size, shape, scope, line = buffer
-    operation = "/".join(scope.split("/")[-3:])  # the end of a scope, which names it
-    return "  ".join(filter(None, (_gib(size), shape, ", ".join(filter(None, (line, operation))))))
+    """An array that a compiler lists: its size, type and shape, and the end of its scope, which names the operation."""
+    size, shape, scope = buffer
+    return "  ".join(filter(None, (_gib(size), shape, "/".join(scope.split("/")[-3:]))))
 
 
 def _gib(size: int) -> str:

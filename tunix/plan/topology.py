@@ -1,4 +1,4 @@
-"""Devices that need not be here, for their compilers (`chips.py` has their names and figures).
+"""Devices that need not be here, for their compilers (`util/chips.py` has their names and figures).
 
 TPU programs are compiled by libtpu, programs of NVIDIA's GPUs by jax's CUDA plugin; both run on a CPU. They are set up
 once in a process, before JAX is used (`prepare`).
@@ -13,23 +13,17 @@ import jax
 from jax.experimental import topologies
 
 from tunix.errors import UserError, install_command
-from tunix.plan.chips import CHIPS_OF_A_HOST, GPUS_OF_A_HOST, SHAPES, chip_of, number_of
 from tunix.util import startup
 from tunix.util.accelerators import installed
+from tunix.util.chips import CHIPS_OF_A_HOST, GPUS_OF_A_HOST, SHAPES, chip_of, number_of
 
 TPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 """Environment in which libtpu looks for no device."""
-
-
 SHARE = {"gpu": startup.FRACTION, "tpu": 0.98}
 """Share of the memory that programs may take, by platform: what the command line asks of JAX for a GPU
 (`util/startup.py`); a TPU's compiler keeps 0.25 to 0.75 GiB for itself (its messages: 15.75 of a v5e's 16)."""
-BETWEEN_HOSTS = 50e9
-"""Bytes that a GPU sends to another host a second: 400 Gb/s of InfiniBand for each
-(https://www.nvidia.com/en-us/data-center/dgx-h100/)."""
 COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")}
 """Modules of which one has the compiler of a platform."""
-
 EFFORT = "jax_exec_time_optimization_effort"
 
 
@@ -42,8 +36,8 @@ def prepare() -> None:
 def hasten(platform: str) -> None:
     """Lets a TPU's compiler spend less on this process's programs: a fifth of the time or less.
 
-    Their memory is the same to two percent, products and exchanges are the same; what is left out is prefetching
-    and the last search for a faster schedule (docs/log.md). jax 0.12 has no such setting any more.
+    Their memory is the same to two percent; what is left out is prefetching and the last search for a faster schedule
+    (docs/log.md). jax 0.12 has no such setting any more.
     """
     if platform == "tpu" and hasattr(jax.config, EFFORT):
         jax.config.update(EFFORT, -1.0)
@@ -92,9 +86,3 @@ def limit_of(topology: str) -> int:
     """Bytes that programs may take on each device."""
     chip = chip_of(topology)
     return int(chip.memory * SHARE[chip.platform])
-
-
-def near_of(topology: str) -> int:
-    """How many devices a fast network joins: those of a host of GPUs, all TPUs of a slice."""
-    number = number_of(topology)
-    return min(number, GPUS_OF_A_HOST) if chip_of(topology).platform == "gpu" else number

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 Value = TypeVar("Value")
 SCOPE = "usually_"
-"""The scope of such a loop is this and its usual number of rounds; `tunix.plan.account` reads it."""
+"""The scope of such a loop is this and its usual number of rounds; `benchmarks/programs.py` reads it."""
 CHOICE = "times_"
 """The scope of such a choice is this and how often each branch is taken, e.g. `times_22_4`."""
 

@@ -1,4 +1,4 @@
-"""Devices by name, such as `v5e:4x4` and `h100:8`: how many they are, and their figures. Loads without jax."""
+"""Devices by name: their published figures, and topologies such as `v5e:4x4` and `h100:8`. Loads without jax."""
 
 import math
 import re
@@ -13,15 +13,17 @@ CHIPS_OF_A_HOST = 4
 class Chip(NamedTuple):
     """Published figures of one device."""
 
-    platform: str
+    kind: str
+    """What the name begins with that JAX gives it."""
     flops: float
     """Dense bfloat16 products a second."""
-    memory: float
-    """Bytes of its memory."""
     bandwidth: float
-    """Bytes of its memory a second."""
-    link: float
-    """Bytes that it sends to its neighbours a second."""
+    """Bytes of its memory a second; of cards with several memories the fastest."""
+    platform: str
+    memory: float = 0.0
+    """Bytes of its memory; 0 where no topology is made of it."""
+    link: float = 0.0
+    """Bytes that it sends to its neighbours a second; 0 as above."""
     reached: tuple[float, float] = (1.0, 1.0)
     """Shares of `flops` and `bandwidth` that long runs of the card reach, where that was measured."""
 
@@ -33,21 +35,32 @@ class Chip(NamedTuple):
 
 
 CHIPS = {
-    "v5e": Chip("tpu", 197e12, 16 * 2**30, 819e9, 200e9),
-    "v5p": Chip("tpu", 459e12, 95 * 2**30, 2765e9, 600e9),
-    "v6e": Chip("tpu", 918e12, 32 * 2**30, 1640e9, 448e9),
-    "h100": Chip("gpu", 989e12, 80e9, 3350e9, 450e9),
-    "h200": Chip("gpu", 989e12, 141e9, 4800e9, 450e9, (790 / 989, 4.3 / 4.8)),
+    "v5e": Chip("TPU v5 lite", 197e12, 819e9, "tpu", 16 * 2**30, 200e9),
+    "v5p": Chip("TPU v5", 459e12, 2765e9, "tpu", 95 * 2**30, 600e9),
+    "v6e": Chip("TPU v6 lite", 918e12, 1640e9, "tpu", 32 * 2**30, 448e9),
+    "h100": Chip("NVIDIA H100", 989e12, 3350e9, "gpu", 80e9, 450e9),
+    "h200": Chip("NVIDIA H200", 989e12, 4800e9, "gpu", 141e9, 450e9, (790 / 989, 4.3 / 4.8)),
 }
-"""Google's and NVIDIA's data sheets: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm,
-https://www.nvidia.com/en-us/data-center/h100/, https://www.nvidia.com/en-us/data-center/h200/. What an H200 reaches was
-measured on 2026-11-26: 790 TFLOP/s of bfloat16 products, 4.3 TB/s of a copy."""
+"""Those that topologies are made of. Google's and NVIDIA's data sheets:
+https://cloud.google.com/tpu/docs/system-architecture-tpu-vm, https://www.nvidia.com/en-us/data-center/h100/,
+https://www.nvidia.com/en-us/data-center/h200/. What an H200 reaches was measured on 2026-11-26: 790 TFLOP/s of bfloat16
+products, 4.3 TB/s of a copy."""
+OTHERS = (
+    Chip("NVIDIA A100", 312e12, 2039e9, "gpu"),
+    Chip("NVIDIA L4", 121e12, 300e9, "gpu"),
+    Chip("TPU v4", 275e12, 1228e9, "tpu"),
+)
 SHAPES = {
     "v5e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
     "v5p": ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16"),
     "v6e": ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
 }
 """Slices of TPUs that can be had; their compiler takes others as well."""
+
+
+def chip_named(kind: str) -> Chip | None:
+    """The chip of a device by the kind that JAX gives it, e.g. `NVIDIA H100 80GB HBM3`; None for CPUs and others."""
+    return next((chip for chip in (*CHIPS.values(), *OTHERS) if kind.startswith(chip.kind)), None)
 
 
 def chip_of(topology: str) -> Chip:
