@@ -27,10 +27,11 @@ from tunix.mesh import build_mesh
 from tunix.models.families.table import preset
 from tunix.models.model import Model
 from tunix.models.scan import Remat
-from tunix.plan import programs, topology
+from tunix.plan import programs
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec
 from tunix.trainer.optimizer import build_optimizer, build_schedule
+from tunix.util import chips
 from tunix.util.chips import chip_of
 
 GIGA = 2**30
@@ -55,9 +56,9 @@ class Case:
 
     def lowered(self) -> Any:
         """The step, lowered for the topology."""
-        topology.prepare()
-        topology.hasten(chip_of(self.topology).platform)
-        mesh = build_mesh(self.mesh, topology.devices_of(self.topology)[: self.devices])
+        chips.prepare()
+        chips.hasten(chip_of(self.topology).platform)
+        mesh = build_mesh(self.mesh, chips.devices_of(self.topology)[: self.devices])
         model = Model(preset(self.preset), dtype="bfloat16", remat=self.remat)
         config = OptimizerConfig()
         spec = TrainerSpec(

@@ -3,9 +3,9 @@ computed. For tests and benchmarks alone: the text is another with each version 
 multiplies nor what a fusion reads.
 
 The text is what `jax.stages.Compiled.as_text()` returns, the program of one device after all optimizations:
-computations of instructions. A loop counts as often as it runs: by the trip count that XLA found, or, where that is known
-only at run time, by what its scope states (`tunix/util/loops.py`). So a choice between branches counts as their mean,
-weighted by how often each is taken.
+computations of instructions. A loop counts as often as it runs: by the trip count that XLA found, or, where that is
+known only at run time, by what its scope states (`tunix/util/loops.py`). So a choice between branches counts as their
+mean, weighted by how often each is taken.
 
 A product is an instruction, the inside of a fusion (TPU, CPU), or a call of a library or a Triton kernel (NVIDIA). A
 weight that it reads as the program's argument, maybe copied, is converted on the way into the product; else the

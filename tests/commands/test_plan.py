@@ -12,11 +12,10 @@ from tests.marks import slow
 from tests.plan.test_plan import recipe
 from tunix.cli import main
 from tunix.commands import plan as command
+from tunix.commands.plan import Plan
 from tunix.errors import UserError
-from tunix.plan.ask import Plan
 from tunix.util import accelerators
-from tunix.util.accelerators import Card
-from tunix.util.startup import MEMORY
+from tunix.util.accelerators import MEMORY, Card
 
 GIB = 2**30
 

@@ -12,8 +12,7 @@ from tunix.commands.plan import summary
 from tunix.plan import worker
 from tunix.plan.record import Program, programs_of
 from tunix.plan.subject import Subject, subject_of
-from tunix.plan.verdict import Target, Verdict, examined, refuted
-from tunix.plan.worker import remedies
+from tunix.plan.worker import Target, Verdict, examined, refuted, remedies
 from tunix.rollout.engine.shapes import PAGE
 
 GRPO: dict[str, Any] = {**SAMPLED, "algorithm": {"name": "grpo", "group_size": 4}}
@@ -69,7 +68,7 @@ def test_weights_that_arrive_meanwhile_are_there_twice():
 
 @pytest.mark.slow
 def test_each_place_is_compiled_for_its_own_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tunix.plan.verdict.KEPT", tmp_path)
+    monkeypatch.setattr("tunix.plan.worker.KEPT", tmp_path)
     made = subject(**APART)
     found = examined(made, Target("cpu", 8, 10**9))
     needs = {one.name: one for one in found.programs}

@@ -47,11 +47,11 @@ def compile_pieces_for(topology: str) -> None:
     from tunix.mesh import build_mesh
     from tunix.models.model import Model
     from tunix.plan import programs
-    from tunix.plan import topology as topologies
     from tunix.rollout.engine.engine import Engine
+    from tunix.util import chips
 
-    topologies.prepare()
-    devices = topologies.devices_of(topology)
+    chips.prepare()
+    devices = chips.devices_of(topology)
     model, mesh = Model(CONFIG, dtype="bfloat16"), build_mesh(MeshConfig(data=len(devices), fsdp=1), devices)
     sizes = Engine(model, mesh, slots=8 * len(devices), length=2048).sizes
     weights = programs.views(model, mesh, model.abstract(dict.fromkeys(model.shapes, model.dtype), mesh))
@@ -74,12 +74,12 @@ def compile_sampler_for(topology: str, kinds: str, layers: str, *names: str) -> 
     from tunix.models.families.table import FAMILIES
     from tunix.models.model import Model
     from tunix.plan import programs
-    from tunix.plan import topology as topologies
     from tunix.rollout.engine.engine import Engine, warmup_calls
+    from tunix.util import chips
     from tunix.util.trees import bytes_of
 
-    topologies.prepare()
-    mesh = build_mesh(MeshConfig(), topologies.devices_of(topology))
+    chips.prepare()
+    mesh = build_mesh(MeshConfig(), chips.devices_of(topology))
     number = int(layers)
     configs = {
         # The other of two layers has a kind of pages of its own.

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from tests.trainers import PLAIN
-from tunix.plan.topology import COMPILERS
-from tunix.util.chips import chip_of
+from tunix.util.chips import COMPILERS, chip_of
 from tunix.util.loops import SCOPE
 
 LENGTH, LAYERS = 8192, 2
@@ -51,14 +50,14 @@ def compile_for(topology: str, kinds: str) -> None:
     from tunix.models.config import EXPERTS, Experts
     from tunix.models.model import Model
     from tunix.plan import programs
-    from tunix.plan import topology as topologies
     from tunix.trainer.config import OptimizerConfig
     from tunix.trainer.microbatches import Microbatcher, TrainerSpec
     from tunix.trainer.optimizer import build_optimizer, build_schedule
+    from tunix.util import chips
 
-    topologies.prepare()
-    topologies.hasten(chip_of(topology).platform)
-    devices = topologies.devices_of(topology)
+    chips.prepare()
+    chips.hasten(chip_of(topology).platform)
+    devices = chips.devices_of(topology)
     mesh = build_mesh(MeshConfig(fsdp=1, expert=len(devices)), devices)
     sizes: Mapping[str, Any] = {"d_model": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "ffn": 512}
     config = replace(PLAIN, vocab_size=1024, num_layers=LAYERS, **sizes)
@@ -111,10 +110,10 @@ def compile_backward(head_dim: str) -> None:
 
     from tunix.models.attention import mosaic
     from tunix.models.attention.inputs import Segments
-    from tunix.plan import topology as topologies
+    from tunix.util import chips
 
-    topologies.prepare()
-    mesh = Mesh(topologies.devices_of("h100:1"), ("alone",))
+    chips.prepare()
+    mesh = Mesh(chips.devices_of("h100:1"), ("alone",))
 
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, 1024, *shape), dtype, sharding=NamedSharding(mesh, PartitionSpec()))

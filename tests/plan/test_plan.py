@@ -9,19 +9,17 @@ import jax
 import pytest
 
 from tests.marks import slow
+from tunix.commands.plan import Plan, ask
 from tunix.errors import UserError
 from tunix.models.families.table import presets
-from tunix.plan import verdict, worker
+from tunix.plan import worker
 from tunix.plan.arithmetic import Sent, Work
-from tunix.plan.ask import Plan, ask
 from tunix.plan.record import Program, programs_of
 from tunix.plan.subject import Place, Subject, decoder_of, named_preset, subject_of
-from tunix.plan.topology import devices_of, limit_of
-from tunix.plan.verdict import Target, Verdict
-from tunix.plan.worker import remedies
+from tunix.plan.worker import Target, Verdict, remedies
 from tunix.recipe.recipe import Recipe
 from tunix.trainer.frozen_model import not_shared
-from tunix.util.chips import CHIPS
+from tunix.util.chips import CHIPS, devices_of, limit_of
 
 SIZES = {"vocab_size": 96, "d_model": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn": 64}
 SFT: dict[str, Any] = {
@@ -53,7 +51,7 @@ def number_of_weights(made: Subject) -> int:
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder for plans."""
-    monkeypatch.setattr(verdict, "KEPT", tmp_path / "plans")
+    monkeypatch.setattr(worker, "KEPT", tmp_path / "plans")
     return tmp_path / "plans"
 
 
@@ -155,12 +153,12 @@ def test_a_small_recipe_is_planned_for_the_cpu_at_hand(kept: Path):
 
 def test_what_a_program_does_not_read_is_held_beside_it(monkeypatch: pytest.MonkeyPatch):
     """A step of 10 that reads 4 of weights, beside a copy of 3: 13. A growing cache of 2 + 4 beside 4 + 3: 13 too."""
-    monkeypatch.setattr(verdict, "compiled", lambda lowered, target: {"peak": 10})
+    monkeypatch.setattr(worker, "compiled", lambda lowered, target: {"peak": 10})
     held = {"weights": 4, "copy": 3}
     program = replace(programs_of(subject())[0], reads=("weights",), gradients=1, times=2.0)
     program = replace(program, work=Work(8e12, 2e9), sent=Sent({"all-reduce": 3e9}, 0.3e9))
     target = Target("h100:8", 8, 13, CHIPS["h100"])
-    need = verdict.measured(program, held, target)
+    need = worker.measured(program, held, target)
     assert (need.total, need.kinds) == (13, {**held, "gradients": 1, "activations and temporaries": 5})
     # 8 TFLOP at 989 a second are 8.09 ms, 2 GB at 3.35 TB/s 0.6, 3 GB over NVLink 6.7, 0.3 GB between hosts 6.
     assert (need.bound, need.seconds) == ("compute", pytest.approx(8e12 / 989e12))
@@ -226,7 +224,7 @@ def test_a_compiler_that_runs_out_of_memory_is_understood():
      Shape: f32[8,4096,32768]{2,1,0:T(8,128)}
      Unpadded size: 4.00G
 """
-    found = verdict.refusal(said)
+    found = worker.refusal(said)
     assert found["peak"] == int(17.4 * 2**30)
     assert found["buffers"] == [[4 * 2**30, "f32[8,4096,32768]", "jit(step)/while/body/dot_general"]]
     assert "Used 17.40G of 15.75G" in found["refused"]

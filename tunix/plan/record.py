@@ -24,8 +24,8 @@ from tunix.data.pipeline import pictures_of_row
 from tunix.models.model import Model
 from tunix.plan import arithmetic, programs
 from tunix.plan.arithmetic import NOTHING, NOTHING_SENT, Sent, Work
-from tunix.plan.subject import Frozen, Place, Subject, Trained
-from tunix.run.rehearsal import Rehearsal
+from tunix.plan.subject import Place, Subject, Trained
+from tunix.run.rehearsal import Rehearsal, Scored
 from tunix.trainer.logprobs import Scorer, Scores
 from tunix.trainer.perf import training_flops
 from tunix.trainer.step import Microbatches
@@ -152,57 +152,31 @@ class Recorder(Rehearsal):
         assert program.lowered is not None, "updates are lowered"
         return dict.fromkeys(program.lowered.out_info[1], 0.0)
 
-    def logprobs(
-        self,
-        sequences: List[Sequence],
-        of: Literal["policy", "reference", "teacher"] = "policy",
-        temperature: float = 1.0,
-        size: int | None = None,
+    def score(
+        self, kind: Scores, of: Scored, sequences: List[Sequence], temperature: float, size: int | None
     ) -> List[np.ndarray]:
-        """Records the scoring of sequences; their log-probs are zeros."""
-        if of == "policy":
-            return self._score("log-probs", self.subject.policy, "weights", sequences, "logprobs", temperature, size)
-        frozen = self.subject.reference if of == "reference" else self.subject.teacher
-        assert frozen is not None, f"the algorithm reads a {of}: it has one"
-        return self._score(f"{of}'s log-probs", frozen, of, sequences, "logprobs", temperature, size)
-
-    def entropies(
-        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
-    ) -> List[np.ndarray]:
-        """Records the scoring of sequences; their entropies are zeros."""
-        return self._score("entropies", self.subject.policy, "weights", sequences, "entropies", temperature, size)
-
-    def values(self, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
-        """Records the scoring of sequences; their values are zeros."""
-        critic = self.subject.critic
-        if critic is None:
-            return self._score("values", self.subject.policy, "weights", sequences, "values", size=size)
-        return self._score("values", critic, "critic and its moments", sequences, "values", size=size)
-
-    def _score(
-        self,
-        name: str,
-        of: Trained | Frozen,
-        read: str,
-        sequences: List[Sequence],
-        kind: Scores,
-        temperature: float = 1.0,
-        size: int | None = None,
-    ) -> List[np.ndarray]:
-        """Records a forward pass over sequences; the result is zeros."""
-        spec, params = (of.spec, of.all) if isinstance(of, Trained) else (of, of.params)
+        """Records the scoring of sequences by a model; the result is zeros."""
+        subject = self.subject
+        if of == "critic" and subject.critic is None:
+            of = "policy"
+        models = {"reference": subject.reference, "teacher": subject.teacher, "critic": subject.critic}
+        scored = subject.policy if of == "policy" else models[of]
+        assert scored is not None, f"the algorithm reads a {of}: it has one"
+        spec, params = (scored.spec, scored.all) if isinstance(scored, Trained) else (scored, scored.params)
         model, microbatcher = spec.model, spec.microbatcher
-        scorer = Scorer(model, microbatcher, self.subject.policy.spec.length)
+        scorer = Scorer(model, microbatcher, subject.policy.spec.length)
         plain = [replace(x, per_token={}, per_sequence={}) for x in sequences]
         batch = pack(plain, size or len(plain), scorer.length, packing=True)
         shapes = programs.microbatches_of(batch, microbatcher, microbatcher.pictures, model.config.vision)
+        name = kind if kind != "logprobs" else "log-probs" if of == "policy" else f"{of}'s log-probs"
+        reads = {"policy": "weights", "critic": "critic and its moments"}.get(of, of)
         program = self._asked(
             (name, temperature, *_key(shapes)),
             name,
-            (read, "frozen base"),
+            (reads, "frozen base"),
             lambda: programs.scoring(scorer, params, shapes, kind, temperature),
         )
-        program.place = self.subject.taught_on if of is self.subject.teacher else "training"
+        program.place = subject.taught_on if of == "teacher" else "training"
         _note_pass(program, model, params, batch, microbatcher.mesh, shapes.number, head=kind != "values")
         return [np.zeros(len(x.tokens), np.float32) for x in sequences]
 

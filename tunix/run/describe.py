@@ -23,7 +23,7 @@ from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.microbatches import TrainerSpec
 from tunix.trainer.progress import readable
 from tunix.trainer.sampler_mesh import sampler_mesh
-from tunix.util import startup
+from tunix.util import accelerators
 
 
 def overview(learner: Learner, rules: Rules | None, inputs: Inputs, mesh: Mesh, total: int) -> str:
@@ -44,7 +44,7 @@ def overview(learner: Learner, rules: Rules | None, inputs: Inputs, mesh: Mesh, 
     first = mesh.devices.flat[0]
     devices, memory = f"{mesh.size} x {first.device_kind}", memory_of([first])
     if memory is not None:
-        share = f" ({startup.MEMORY}={os.environ.get(startup.MEMORY)})" if first.platform == "gpu" else ""
+        share = f" ({accelerators.MEMORY}={os.environ.get(accelerators.MEMORY)})" if first.platform == "gpu" else ""
         devices += f", {memory / 2**30:.1f} GiB of each{share}"
     return (
         f"{inputs.source.decoder.family}: {weights}; {readable(len(inputs.train))} rows, {total} steps; "
