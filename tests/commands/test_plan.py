@@ -90,8 +90,9 @@ def test_devices_at_hand_are_counted():
     assert command.place(found) == "8 x NVIDIA H100 80GB HBM3"
 
 
-def test_large_and_small_predictions_are_readable():
-    text = command.predicted({"step_seconds": 1350.4, "tokens_per_second": 874.2, "mfu": 0.0042})
+def test_large_and_small_predictions_are_readable(monkeypatch: pytest.MonkeyPatch):
+    prediction = {"step_seconds": 1350.4, "tokens_per_second": 874.2, "mfu": 0.0042}
+    text = shown(monkeypatch, Plan([verdict(True) | {"prediction": prediction}]))
     assert "a step of 1,350 s at the least, 874 trained tokens/s, MFU 0.4%" in text
 
 

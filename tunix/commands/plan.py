@@ -21,7 +21,7 @@ from rich.table import Column, Table
 
 from tunix.errors import UserError
 from tunix.recipe.recipe import Recipe
-from tunix.util.accelerators import accelerated, cards
+from tunix.util.accelerators import FRACTION, MEMORY, accelerated, cards
 
 GIB = 2**30
 WIDTH = 120
@@ -155,16 +155,14 @@ def require_fit(recipe: Recipe, fresh: bool) -> None:
     """Asks whether a run fits the accelerators here, before JAX takes them.
 
     Nothing is asked on a CPU, of a run that goes on, and where arithmetic says that memory is ample
-    (`plan/subject.py`).
-    Where it cannot be found out, a line on standard error says why, and the run may start.
+    (`plan/subject.py`). Where it cannot be found out, a line on standard error says why, and the run may start.
 
     Raises:
         UserError: it does not fit; with the smallest change that does.
     """
     if not accelerated() or (Path(recipe.output).expanduser().exists() and not fresh):
         return
-    from tunix.plan.subject import ample  # these load jax
-    from tunix.util.startup import FRACTION, MEMORY
+    from tunix.plan.subject import ample  # this loads jax
 
     share = float(os.environ.get(MEMORY, FRACTION))
     if cards() and ample(recipe, min(min(share * card.total, card.free) for card in cards())):
@@ -246,7 +244,12 @@ def _show(planned: Plan, recipe: Recipe, console: Console) -> None:
         console.print(table)
         console.print("GiB by the compiler; TFLOP, GB and least ms by arithmetic of the model, full rows and the mesh")
         if (prediction := verdict["prediction"]) is not None:
-            console.print(predicted(prediction))
+            seconds, speed, share = (prediction[name] for name in ("step_seconds", "tokens_per_second", "mfu"))
+            console.print(
+                f"predicted, not measured: a step of {seconds:{'.3g' if seconds < 1000 else ',.0f'}} s at the least, "
+                f"{speed:,.0f} trained tokens/s, MFU {share:{'.0%' if share > 0.1 else '.1%'}}, "
+                "if rows are full and every device reaches its peaks"
+            )
         if number in planned.changes:
             console.print(suggestion(planned, number))
     if planned.late:
@@ -294,16 +297,6 @@ def suggestion(planned: Plan, stage: int) -> str:
     if change is not None:
         return f"it fits with: {change}"
     return f"none of these fits: {'; '.join(planned.tried)}" if planned.tried else "no change is known that could fit"
-
-
-def predicted(prediction: dict[str, float]) -> str:
-    """The prediction in a sentence."""
-    seconds, share = prediction["step_seconds"], prediction["mfu"]
-    return (
-        f"predicted, not measured: a step of {seconds:{'.3g' if seconds < 1000 else ',.0f'}} s at the least, "
-        f"{prediction['tokens_per_second']:,.0f} trained tokens/s, MFU {share:{'.0%' if share > 0.1 else '.1%'}}, if "
-        "rows are full and every device reaches its peaks"
-    )
 
 
 def _array(buffer: list[Any]) -> str:
