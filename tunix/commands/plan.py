@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -73,46 +74,46 @@ def ask(
         UserError: the topology or the model is not known, a compiler is not installed, or it broke down.
     """
     request = {"recipe": recipe.sections(), "name": "recipe", "topology": topology, "remedies": remedies}
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "tunix.plan.worker"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **(HERE if topology is None else ELSEWHERE)},
-    )
-    plan, noise = Plan(), list[str]()
-    stop = threading.Timer(deadline, worker.kill)
-    stop.start()
-    assert worker.stdin is not None
-    assert worker.stdout is not None
-    reader = threading.Thread(target=noise.extend, args=(worker.stderr,), daemon=True)
-    reader.start()
-    try:
-        worker.stdin.write(json.dumps(request))
-        worker.stdin.close()
-        for line in map(json.loads, worker.stdout):
-            if "error" in line:
-                raise UserError(line["error"])
-            if "verdict" in line:
-                plan.verdicts.append(line["verdict"])
-            if "change" in line:
-                plan.changes[line["stage"]] = line["change"]
-            if "begun" in line:
-                tell("tracing the programs")
-            if "trying" in line:
-                plan.tried.append(line["trying"])
-                tell(f"it does not fit; trying {line['trying']}")
-            if "compiling" in line:
-                tell(f"compiling {line['compiling']}")
-        code = worker.wait()
-    finally:
-        plan.late = not stop.is_alive()
-        stop.cancel()
-        worker.kill()
-    reader.join(timeout=1.0)
-    if code and not plan.late:
-        raise UserError(f"the plan's process ended with {code}: {''.join(noise[-3:]).strip()[-600:]}")
+    plan = Plan()
+    with tempfile.TemporaryFile("w+") as noise:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "tunix.plan.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=noise,
+            text=True,
+            env={**os.environ, **(HERE if topology is None else ELSEWHERE)},
+        )
+        stop = threading.Timer(deadline, worker.kill)
+        stop.start()
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        try:
+            worker.stdin.write(json.dumps(request))
+            worker.stdin.close()
+            for line in map(json.loads, worker.stdout):
+                if "error" in line:
+                    raise UserError(line["error"])
+                if "verdict" in line:
+                    plan.verdicts.append(line["verdict"])
+                if "change" in line:
+                    plan.changes[line["stage"]] = line["change"]
+                if "begun" in line:
+                    tell("tracing the programs")
+                if "trying" in line:
+                    plan.tried.append(line["trying"])
+                    tell(f"it does not fit; trying {line['trying']}")
+                if "compiling" in line:
+                    tell(f"compiling {line['compiling']}")
+            code = worker.wait()
+        finally:
+            plan.late = not stop.is_alive()
+            stop.cancel()
+            worker.kill()
+        if code and not plan.late:
+            noise.seek(0)
+            last = "".join(noise.readlines()[-3:]).strip()[-600:]
+            raise UserError(f"the plan's process ended with {code}: {last}")
     return plan
 
 

@@ -14,7 +14,7 @@ from tunix.data.accounting import Accounting
 from tunix.errors import UserError
 from tunix.trainer.config import LoggingConfig
 from tunix.trainer.metrics import Sink
-from tunix.trainer.perf import Compilations, Work, peak_memory
+from tunix.trainer.perf import Compilations, Work, peak_memory, training_flops
 from tunix.trainer.progress import Display, evaluated
 from tunix.util.chips import chip_named
 
@@ -165,7 +165,7 @@ class Recorder:
         for batch in update.batches:
             counted.tokens += int(np.count_nonzero(batch.segment_ids))
             counted.padded += work.padded(batch)
-            counted.flops += work.training_flops(batch)
+            counted.flops += training_flops(work.decoder, batch, work.adapter)
             counted.update_flops += work.update_flops(batch)
         counted.steps += 1
         counted.update_seconds += float(update.metrics.get("perf/update_seconds", 0.0))

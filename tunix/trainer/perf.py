@@ -134,13 +134,9 @@ class Work:
     critic: bool = False
     """Whether an update trains a critic that is a separate model of the same structure."""
 
-    def training_flops(self, batch: Batch) -> float:
-        """FLOPs of the policy's forward and backward pass."""
-        return training_flops(self.decoder, batch, self.adapter)
-
     def update_flops(self, batch: Batch) -> float:
         """FLOPs of all models in an update; a teacher's are not counted."""
-        flops = self.training_flops(batch)
+        flops = training_flops(self.decoder, batch, self.adapter)
         if self.reference:
             tokens, pairs = _tokens_and_pairs(batch)
             flops += 2 * matmul_weights(self.decoder) * tokens + mixing_flops(self.decoder, tokens, pairs)

@@ -22,7 +22,7 @@ def loop(number: jax.Array | int, body: Callable[[jax.Array, Value], Value], sta
     """`jax.lax.fori_loop(0, number, body, start)`.
 
     Args:
-        usual: rounds where rows are full, by which the cost of the program is estimated.
+        usual: rounds where rows are full, by which tests count what the program runs.
     """
     with jax.named_scope(f"{SCOPE}{usual}"):
         return jax.lax.fori_loop(0, number, body, start)
