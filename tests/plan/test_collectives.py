@@ -87,11 +87,13 @@ def test_attention_by_chunks_sends_what_the_einsums_send():
 
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh.data}-{mesh.fsdp}-{mesh.tensor}")
 def test_arithmetic_is_what_the_compiled_step_sends(mesh: MeshConfig):
-    """A CPU's compiler sums where a GPU's scatters the sum, which sends half as much."""
+    """A CPU's compiler sums where a GPU's scatters the sum, which sends half as much. Where layers are split over
+    `tensor` it moves some activations and weights once more: arithmetic is the least."""
     found, devices, model = step_on(mesh, PLAIN), build_mesh(mesh), Model(PLAIN)
     weights = model.abstract(dict.fromkeys(model.shapes, "float32"), devices)
     least = exchanged(PLAIN, devices, ROWS * LENGTH, 4, weights=weights, trained=weights)
-    assert found.sent("all-gather") == pytest.approx(least.kinds["all-gather"], rel=0.2)
     sums = 2 * least.kinds["reduce-scatter"] + least.kinds.get("all-reduce", 0.0)
-    assert found.sent("all-reduce", "reduce-scatter") == pytest.approx(sums, rel=0.2)
+    most = 1.2 if mesh.tensor == 1 else 1.5
+    assert 0.8 < found.sent("all-gather") / least.kinds["all-gather"] < most
+    assert 0.8 < found.sent("all-reduce", "reduce-scatter") / sums < most
     assert found.sent() > 0.9 * sum(least.kinds.values())
