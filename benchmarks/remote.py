@@ -23,7 +23,9 @@ from rich.table import Table
 
 from benchmarks.servers import PYTHON, WHY, ours, real
 from benchmarks.shapes import LORA, OPTIMIZER, SHAPES
+from tunix.algorithms.sft.algorithm import SFT
 from tunix.config import DType, MeshConfig, ModelConfig
+from tunix.data.config import DataConfig
 from tunix.data.packing import pack
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.hf.model_folder import save_folder
@@ -31,8 +33,10 @@ from tunix.hf.source import pretrained
 from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh
 from tunix.models.model import Model
-from tunix.trainer.build import ClientSettings, ServerSettings, build_client
-from tunix.trainer.microbatches import Microbatcher
+from tunix.recipe.sections import Sections
+from tunix.rollout.config import RolloutConfig
+from tunix.run.client import client_of
+from tunix.run.setup import Setup
 from tunix.trainer.trainer import Trainer
 from tunix.types import Completion, Loss, LossInputs, LossOutputs, Sampling, Sequence, Term
 
@@ -57,20 +61,20 @@ def likelihood(inputs: LossInputs) -> LossOutputs:
     return LossOutputs({"likelihood": Term(-inputs.logprobs)})
 
 
-def client_on(folder: Path, dtype: DType, adapter: AdapterConfig | None, servers: ServerSettings | None) -> Trainer:
+def client_on(folder: Path, dtype: DType, adapter: AdapterConfig | None, rollout: RolloutConfig) -> Trainer:
     """A trainer of the model in a folder, which samples on servers, or itself."""
-    mesh = build_mesh(MeshConfig())
-    settings = ClientSettings(
+    recipe = Sections(
         model=ModelConfig(path=str(folder), dtype=dtype),
-        optimizer=OPTIMIZER,
-        updates=100,
-        microbatcher=Microbatcher(PROMPTS, mesh),
-        length=LENGTH,
         adapter=adapter,
-        slots=PROMPTS,
-        servers=servers,
+        data=DataConfig(train="made-up prompts", max_length=LENGTH),
+        optimizer=OPTIMIZER,
+        rollout=rollout,
+        batch_size=PROMPTS,
+        micro_batch_size=PROMPTS,
+        output=str(folder),
     )
-    return build_client(settings, pretrained(str(folder)), mesh)
+    source = pretrained(str(folder))
+    return client_of(Setup(recipe, source, SFT(recipe.algorithm), build_mesh(MeshConfig()), updates=100))
 
 
 def turn(client: Trainer, prompts: list[np.ndarray], seed: int) -> Turn:
@@ -100,10 +104,16 @@ def measured(
     folder: Path, work: Path, urls: Mapping[str, str], dtype: DType, adapter: AdapterConfig | None, turns: int
 ) -> dict[str, list[Turn]]:
     """The turns of all engines, one after the other; the first of each, which compiles, is left out."""
-    clients = {"tunix": client_on(folder, dtype, adapter, None)}
+    clients = {"tunix": client_on(folder, dtype, adapter, RolloutConfig(slots=PROMPTS))}
     for name, url in urls.items():
-        servers = ServerSettings((url,), 600.0, work / name, SAMPLING.temperature, tolerance=5.0)
-        clients[name] = client_on(folder, dtype, adapter, servers)
+        rollout = RolloutConfig(
+            engine="vllm",
+            servers=(url,),
+            weights_folder=str(work / name),
+            temperature=SAMPLING.temperature,
+            mismatch_tolerance=5.0,
+        )
+        clients[name] = client_on(folder, dtype, adapter, rollout)
     rng = np.random.default_rng(0)
     vocab = clients["tunix"].learner.spec.model.config.vocab_size
     found: dict[str, list[Turn]] = {name: [] for name in clients}

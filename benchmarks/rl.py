@@ -32,7 +32,7 @@ from tunix.protocols import Sampler
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.rewards.config import RewardFunction
 from tunix.rollout.rewards.scorer import Scorer
-from tunix.run.streams import MISMATCH
+from tunix.run.setup import MISMATCH
 from tunix.types import Completion, Sampling, Workload
 
 PARTS = ("rollout", "reward", "update")

@@ -16,12 +16,12 @@ from tunix.models.config import DecoderConfig, Rope
 from tunix.models.model import Model
 from tunix.models.param_names import is_adapter
 from tunix.models.scan import Remat
-from tunix.trainer.build import engine_of, local_client
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec, answers_per_row
 from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.perf import training_flops
-from tunix.trainer.trainer import Trainer
+from tunix.trainer.sampler_mesh import engine_of
+from tunix.trainer.trainer import Trainer, local_client
 from tunix.types import Batch, Sequence
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-4, schedule="constant")

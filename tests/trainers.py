@@ -15,14 +15,13 @@ from tunix.models.param_names import is_own
 from tunix.models.quantization.fake_quant import simulated
 from tunix.models.quantization.rules import Rules
 from tunix.models.scan import Remat
-from tunix.trainer.build import local_client
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.export import Exporter
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec
 from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.state_files import load_state
 from tunix.trainer.step import TrainState
-from tunix.trainer.trainer import Trainer
+from tunix.trainer.trainer import Trainer, local_client
 from tunix.types import Sequence
 
 PLAIN = DecoderConfig(

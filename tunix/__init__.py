@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from tunix.data.packing import pack
     from tunix.inference.load import load
     from tunix.recipe.recipe import Recipe
+    from tunix.run.client import client
     from tunix.run.train import train
-    from tunix.trainer.client import client
     from tunix.types import Batch, Loss, LossInputs, LossOutputs, Sampling, Sequence, Term
 
 _WHERE = {
     "Recipe": "tunix.recipe.recipe",
     "train": "tunix.run.train",
     "load": "tunix.inference.load",
-    "client": "tunix.trainer.client",
+    "client": "tunix.run.client",
     "rollouts": "tunix.algorithms.stream",
     "pack": "tunix.data.packing",
     "Algorithm": "tunix.algorithms.base",

@@ -31,13 +31,13 @@ def cell(figure: Figure) -> str:
 
 def table(figures: Figures) -> str:
     """Markdown: a row for each case, a column for each peer, the best of a row in bold, and why there are gaps."""
-    peers = list(next(iter(figures.values())))
+    peers = columns(figures)
     lines = ["| case | " + " | ".join(PEERS[key].title for key in peers) + " |", "|---" * (len(peers) + 1) + "|"]
     notes = []
     for name, row in figures.items():
         known = {key: float(np.median(one.seconds)) / max(one.tokens, 1) for key, one in row.items() if one.seconds}
         best = min(known, key=known.__getitem__) if known else None
-        cells = [f"**{cell(one)}**" if key == best else cell(one) for key, one in row.items()]
+        cells = [f"**{cell(row[key])}**" if key == best else cell(row[key]) for key in peers]
         lines.append(f"| {CASES[name].title} | {' | '.join(cells)} |")
         failed = {key: one.note for key, one in row.items() if one.note and cell(one) == "failed"}
         notes += [
@@ -46,9 +46,14 @@ def table(figures: Figures) -> str:
     return "\n".join([*lines, "", *notes] if notes else lines)
 
 
-def described(rounds: int) -> str:
+def columns(figures: Figures) -> list[str]:
+    """The peers that were asked to do some of the work."""
+    return [key for key in PEERS if any(cell(row[key]) != "-" for row in figures.values() if key in row)]
+
+
+def described(figures: Figures, rounds: int) -> str:
     """A paragraph with date, machine and versions."""
-    listed = "; ".join(f"{peer.title}: {versions(peer)}" for peer in PEERS.values())
+    listed = "; ".join(f"{PEERS[key].title}: {versions(PEERS[key])}" for key in columns(figures))
     return (
         f"{datetime.date.today()}, two cores of {processor()}, {peak():.0f} GFLOP/s in float32, Python "
         f"{platform.python_version()}, median of {rounds} turns (lowest and highest). {listed}."
@@ -86,7 +91,7 @@ def write(figures: Figures, rounds: int, page: Path = PAGE) -> None:
     text = page.read_text("utf-8")
     before, rest = text.split(BEGIN, 1)
     _, after = rest.split(END, 1)
-    page.write_text(f"{before}{BEGIN}\n{described(rounds)}\n\n{table(figures)}\n{END}{after}", "utf-8")
+    page.write_text(f"{before}{BEGIN}\n{described(figures, rounds)}\n\n{table(figures)}\n{END}{after}", "utf-8")
 
 
 def kept(file: Path) -> dict[str, dict[str, Figure]]:

@@ -64,7 +64,7 @@ def exchanges(recipe: dict[str, Any], devices: list[Any]) -> Found:
         sent[purpose(one)] = (times + one.times, amount + one.times * one.bytes)
     spec, number = subject.policy.spec, len(devices)
     weights = 4 * sum(math.prod(shape) for shape in spec.model.shapes.values())
-    micro = -(-subject.recipe.sequences_per_update // (spec.microbatcher.rows * spec.microbatcher.unit))
+    micro = -(-subject.setup.recipe.sequences_per_update // (spec.microbatcher.rows * spec.microbatcher.unit))
     return Found(number, micro, weights * (number - 1) / number, dict(sent))
 
 

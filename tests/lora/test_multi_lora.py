@@ -25,8 +25,8 @@ from tunix.models.quantization.formats import Quantization
 from tunix.rollout.engine import batch as batch_file
 from tunix.rollout.engine import engine as engine_file
 from tunix.rollout.engine.request import Request
-from tunix.trainer.build import local_client
 from tunix.trainer.perf import Compilations
+from tunix.trainer.trainer import local_client
 from tunix.types import Completion, Sampling, Sequence, Workload
 
 SETTINGS = {

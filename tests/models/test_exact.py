@@ -15,8 +15,7 @@ from tunix.data.packing import pack
 from tunix.mesh import compiler_options
 from tunix.models.families.table import small
 from tunix.models.model import Model, Params
-from tunix.trainer.build import local_client
-from tunix.trainer.trainer import Trainer
+from tunix.trainer.trainer import Trainer, local_client
 from tunix.types import Loss, LossInputs, LossOutputs, Term
 from tunix.util.exact import jit
 

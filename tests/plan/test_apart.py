@@ -139,7 +139,7 @@ def test_a_run_fits_where_both_places_do():
 
 def _both(made: Subject, place: str) -> bool:
     """Whether sampling is asked about a change for training as well."""
-    return place == "sampling" and made.recipe.micro_batch_size is not None
+    return place == "sampling" and made.setup.recipe.micro_batch_size is not None
 
 
 def test_each_place_gets_a_change_of_its_own(monkeypatch: pytest.MonkeyPatch):
@@ -148,8 +148,8 @@ def test_each_place_gets_a_change_of_its_own(monkeypatch: pytest.MonkeyPatch):
 
     def refuted(made: Subject, target: Target, place: str) -> bool:
         if place == "training":
-            return made.recipe.micro_batch_size is None
-        mesh = made.recipe.rollout.devices
+            return made.setup.recipe.micro_batch_size is None
+        mesh = made.setup.recipe.rollout.devices
         return mesh is None or mesh.tensor == 1
 
     target, devices = Target("cpu", 8, 10**9), jax.devices()

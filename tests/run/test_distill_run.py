@@ -13,14 +13,16 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_runs import RECIPE, lines, metrics, model_folder, train, write_recipe
+from tunix.algorithms.distill.algorithm import Distill
 from tunix.cli import main
 from tunix.config import MeshConfig
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.hf.source import of_recipe
 from tunix.mesh import build_mesh
 from tunix.recipe.recipe import Recipe
-from tunix.run.build import client_of
+from tunix.run.client import client_of
 from tunix.run.frozen_models import teacher_source
+from tunix.run.setup import Setup
 from tunix.trainer.trainer import Trainer
 
 TEACHER = {"path": "teacher", "dtype": "float32"}
@@ -126,7 +128,8 @@ def built(words: str) -> Trainer:
     recipe = Recipe.load(words)
     source = of_recipe(recipe.model, recipe.data, Path("tokenizer"), None)
     mesh = build_mesh(MeshConfig(), jax.devices()[:1])
-    return client_of(recipe, source, mesh, 3, teacher=teacher_source(recipe, source))
+    setup = Setup(recipe, source, Distill(recipe.algorithm), mesh, updates=3)
+    return client_of(setup, teacher=teacher_source(recipe, source))
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tunix.run.reference_cache
-import tunix.trainer.build
+import tunix.trainer.trainer
 from tests.marks import slow
 from tests.tiny_rl import REWARDS
 from tests.tiny_runs import files, lines, metrics, train, write_recipe, write_rows
@@ -77,7 +77,7 @@ def test_dpo_learns_from_its_reference(adapter, tmp_path):
 
 @pytest.mark.slow
 def test_a_form_without_reference_holds_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(tunix.trainer.build, "snapshot", lambda *_: pytest.fail("a reference is held"))
+    monkeypatch.setattr(tunix.trainer.trainer, "snapshot", lambda *_: pytest.fail("a reference is held"))
     train(write_preferences(tmp_path, algorithm={"name": "dpo", "loss": "simpo"}, steps=3))
     _, last = held_out()
     assert last["eval/rewards/accuracy"] > 0.5
@@ -209,7 +209,7 @@ PRECOMPUTE = {"algorithm": {"name": "dpo", "reference": "precompute"}, "steps": 
 def test_a_reference_asked_beforehand_is_the_same(adapter, tmp_path, monkeypatch):
     """As one that is asked at every step, up to rounding; and none is held."""
     train(write_preferences(tmp_path, adapter=adapter, steps=3))
-    monkeypatch.setattr(tunix.trainer.build, "snapshot", lambda *_: pytest.fail("a reference is held"))
+    monkeypatch.setattr(tunix.trainer.trainer, "snapshot", lambda *_: pytest.fail("a reference is held"))
     train(write_preferences(tmp_path, adapter=adapter, **PRECOMPUTE, output="beforehand"))
     for mine, theirs in zip(metrics("beforehand"), metrics("run"), strict=True):
         for name in {

@@ -14,10 +14,10 @@ from tests.marks import slow
 from tests.run.test_ahead_run import APART
 from tests.tiny_rl import write_policy
 from tests.tiny_runs import train
-from tunix.algorithms.base import Algorithm
-from tunix.recipe.recipe import Recipe
 from tunix.run import build
 from tunix.run.rehearsal import compiled_ahead
+from tunix.run.setup import Setup
+from tunix.trainer.trainer import Trainer
 
 UPDATES = ("step", "compute_logprobs", "compute_values")
 """The functions of updates that are compiled, by name."""
@@ -35,10 +35,10 @@ def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
     """The counts when programs have been compiled ahead, of each run."""
     counts: list[Counter[str]] = []
 
-    def counting(recipe: Recipe, algorithm: Algorithm, *rest: Any) -> None:
-        before = algorithm.get_state()
-        compiled_ahead(recipe, algorithm, *rest)
-        assert algorithm.get_state() == before, "a rehearsal is no step"
+    def counting(setup: Setup, client: Trainer) -> None:
+        before = setup.algorithm.get_state()
+        compiled_ahead(setup, client)
+        assert setup.algorithm.get_state() == before, "a rehearsal is no step"
         counts.append(compiled(caplog.records))
 
     monkeypatch.setattr(build, "compiled_ahead", counting)

@@ -11,9 +11,10 @@ from tunix.algorithms.dpo.algorithm import DPO
 from tunix.algorithms.grpo.algorithm import GRPO
 from tunix.config import MeshConfig
 from tunix.data.packing import pack, row_length
+from tunix.hf.source import Source
 from tunix.mesh import build_mesh
 from tunix.recipe.recipe import Recipe
-from tunix.run.inputs import answers_together, microbatcher_of, sampled_row_length
+from tunix.run.setup import Setup
 from tunix.trainer.microbatches import Microbatcher, answers_per_row, rows_per_microbatch
 from tunix.types import Sequence
 
@@ -25,8 +26,9 @@ def one_device():
     return build_mesh(MeshConfig(), jax.devices()[:1])
 
 
-def recipe(**changes) -> Recipe:
-    return Recipe.model_validate(
+def setup(**changes) -> Setup:
+    """A run of GRPO on one device; the changes are of its recipe."""
+    recipe = Recipe.model_validate(
         {
             "output": "runs/x",
             "model": {"path": "folder"},
@@ -37,6 +39,7 @@ def recipe(**changes) -> Recipe:
             **changes,
         }
     )
+    return Setup(recipe, Source(BIG, None), GRPO(GRPO.Config()), one_device())
 
 
 def test_tokens_of_a_row():
@@ -77,20 +80,18 @@ def test_a_mesh_is_not_left_without_rows():
 
 
 def test_a_recipe():
-    mesh, algorithm = one_device(), GRPO(GRPO.Config())
-    plain = recipe()
-    assert answers_together(plain, mesh, BIG, algorithm) == 8
-    length, microbatcher = microbatcher_of(plain, mesh, BIG, algorithm)
-    assert (length, microbatcher.unit) == (sampled_row_length(plain, 8), 8) == (583, 8)
+    plain = setup()
+    assert plain.answers_together == 8
+    assert (plain.length, plain.microbatcher.unit) == (plain.sampled_row_length(8), 8) == (583, 8)
     # A row of eight is no more than the sequences of a pass.
-    small = recipe(micro_batch_size=4)
-    assert answers_together(small, mesh, BIG, algorithm) == 4
-    assert microbatcher_of(small, mesh, BIG, algorithm)[1].rows == 1
-    assert answers_together(recipe(data={"packing": False}), mesh, BIG, algorithm) == 1
+    small = setup(micro_batch_size=4)
+    assert small.answers_together == 4
+    assert small.microbatcher.rows == 1
+    assert setup(data={"packing": False}).answers_together == 1
     # An environment says its own first words, and what it answers belongs to the completion.
-    played = recipe(rollout={"environment": {"name": "guess_number"}}, reward=None)
-    assert answers_together(played, mesh, BIG, algorithm) == 1
-    assert sampled_row_length(played, 2) == 256
+    played = setup(rollout={"environment": {"name": "guess_number"}}, reward=None)
+    assert played.answers_together == 1
+    assert played.sampled_row_length(2) == 256
 
 
 @pytest.mark.parametrize(
@@ -125,8 +126,8 @@ def test_a_batch_whose_sequences_share_rows_has_no_more_passes_than_it_needs():
 
 def test_pairs_that_are_drawn_fit_where_nothing_is_shared():
     """Two sequences of 128 tokens behind each other, where a shared prompt would leave 193."""
-    assert sampled_row_length(recipe(), 2) == 193
-    assert sampled_row_length(recipe(data={"packing": False}), 2) == 256
+    assert setup().sampled_row_length(2) == 193
+    assert setup(data={"packing": False}).sampled_row_length(2) == 256
 
 
 def test_pairs_are_no_group():

@@ -16,7 +16,7 @@ from tunix.lora.config import AdapterConfig
 from tunix.models.quantization.rules import Rule, Rules
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.rollout.engine.engine import Engine
-from tunix.run.devices import apart
+from tunix.run.setup import apart
 from tunix.trainer.sampler_mesh import Resharding, bring_of, sampler_mesh
 from tunix.trainer.trainer import Trainer
 from tunix.types import Sampling

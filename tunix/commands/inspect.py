@@ -26,7 +26,8 @@ from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
-from tunix.run.inputs import layout, open_inputs, row_kind_of
+from tunix.run.inputs import open_inputs
+from tunix.run.setup import layout, row_kind_of
 from tunix.types import Sequence
 
 ACCOUNTED = 5000

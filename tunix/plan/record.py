@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tunix.config import RowKind
 from tunix.data.packing import pack
 from tunix.data.pipeline import pictures_of_row
 from tunix.models.model import Model
@@ -89,7 +88,7 @@ class Recorder(Rehearsal):
 
     def __init__(self, subject: Subject):
         """Records nothing yet."""
-        super().__init__(subject.recipe)
+        super().__init__(subject.setup)
         self.subject = subject
         self.programs: dict[tuple[Hashable, ...], Program] = {}
         """By what tells programs apart, in the order in which they are first asked for."""
@@ -217,12 +216,12 @@ def _traced(name: str, reads: tuple[str, ...], lower: Callable[[], jax.stages.Lo
 
 def programs_of(subject: Subject) -> list[Program]:
     """The programs of a run: what its algorithm asks for, and the engine's at their largest."""
-    recorder, algorithm = Recorder(subject), subject.algorithm
+    recorder, algorithm = Recorder(subject), subject.setup.algorithm
     if algorithm.precomputes:
         of = "policy" if algorithm.reference_path is None else "reference"  # the policy at its start, or another model
         algorithm.precomputed_logprobs = lambda sequence: recorder.logprobs([sequence], of)[0]
     spec = subject.policy.spec
-    with closing(recorder.stream(algorithm, spec.model.config, spec.mesh)) as stream:
+    with closing(recorder.stream()) as stream:
         item = next(stream)
         for _ in range(MOST_STEPS):
             for program in recorder.programs.values():
@@ -246,9 +245,9 @@ def programs_of(subject: Subject) -> list[Program]:
     for program, tokens in ((decoding, sizes.slots), (filling, piece)):
         program.place, program.tokens, program.caches = place, tokens, pages
         program.besides = sampled.copied - bytes_of(weights)  # what the copy shares with a frozen base is there once
-    if algorithm.train_on == RowKind.PROMPT:
-        prompts, work, item = subject.recipe.batch_size, sampled.work, jnp.dtype(model.dtype).itemsize
-        requests = prompts * subject.recipe.algorithm.samples_per_prompt
+    if subject.setup.samples:
+        prompts, work, item = subject.setup.recipe.batch_size, sampled.work, jnp.dtype(model.dtype).itemsize
+        requests = prompts * subject.setup.recipe.algorithm.samples_per_prompt
         drawn = min(work.length, algorithm.sampling.max_tokens)
         decoding.times = float(-(-requests // sizes.slots) * drawn)
         filling.times = float(-(-prompts * work.prompt_length // piece))

@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from jax.sharding import Mesh
 
 from tunix.algorithms.base import Algorithm
-from tunix.config import DType, ModelConfig, RowKind
-from tunix.data.types import Prompt
+from tunix.config import DType, ModelConfig
 from tunix.errors import UserError
 from tunix.hf.peft_folder import CONFIG, named_base
 from tunix.hf.run_export import exported
@@ -31,16 +29,14 @@ from tunix.plan import programs
 from tunix.plan.programs import Shapes
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
+from tunix.recipe.sections import Sections
 from tunix.rollout.engine.shapes import Sizes
-from tunix.run.build import settings_of
 from tunix.run.describe import remat_line, sampling_line
-from tunix.run.devices import apart, mesh_of
-from tunix.run.evaluation import Evaluation
 from tunix.run.frozen_models import divided
 from tunix.run.kernels import attention_line, experts_line
 from tunix.run.opening import weight_counts
-from tunix.run.streams import workload_of
-from tunix.trainer.build import ClientSettings, critic_spec_of, sampler_of, spec_of, stored
+from tunix.run.sampler import local_engine
+from tunix.run.setup import Setup, apart
 from tunix.trainer.mesh_choice import BYTES
 from tunix.trainer.microbatches import TOKENS_ELSEWHERE, Microbatcher, TrainerSpec, rows_per_microbatch
 from tunix.trainer.remat import activations
@@ -101,8 +97,7 @@ class Sampled:
 class Subject:
     """Everything that one run holds."""
 
-    recipe: Recipe
-    algorithm: Algorithm
+    setup: Setup
     policy: Trained
     critic: Trained | None
     reference: Frozen | None
@@ -171,59 +166,52 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
     students, sampling_mesh = apart(recipe.rollout.devices, divided(recipe.teacher, devices)[0])
     sampling = Sampling(max_tokens=recipe.data.longest_completion, temperature=recipe.rollout.temperature)
     algorithm: Algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm, sampling)
-    mesh, why = mesh_of(recipe, source.decoder, algorithm, students, memory)
-    settings = settings_of(recipe, source, mesh, recipe.steps or 1000, algorithm, sampling=sampling_mesh)
-    branched = settings.microbatcher.unit > 1
-    attention = attention_line(source.decoder, recipe.model, mesh, settings.length, branched=branched)
+    setup = Setup.on(students, recipe, source, algorithm, memory, sampling_mesh)
+    setup = replace(setup, updates=(recipe.steps or 1000) * recipe.algorithm.updates_per_step)
+    mesh, spec, critic_spec = setup.mesh, setup.spec, setup.critic_spec
+    branched = setup.microbatcher.unit > 1
+    attention = attention_line(source.decoder, recipe.model, mesh, setup.length, branched=branched)
     experts = experts_line(source.decoder, recipe.model.dtype, mesh)
-    policy = _trained(settings, spec_of(settings, source, mesh, memory))
-    samples = algorithm.train_on == RowKind.PROMPT
-    sampling = sampling_line(recipe.rollout, policy.spec, memory, sampling_mesh) if samples else None
-    critic = _trained(settings, critic_spec_of(settings, policy.spec)) if settings.critic == "own" else None
+    policy = Trained(spec, *setup.abstract(spec))
+    sampling_of_run = sampling_line(setup) if setup.samples else None
     reward_model = None
     if recipe.reward is not None and recipe.reward.model is not None:
         decoder, dtype = structure(ModelConfig(path=recipe.reward.model)).decoder, recipe.model.dtype
         model = Model(decoder, dtype=dtype, has_scalar_head=True, has_lm_head=False)
         params = model.abstract(dict.fromkeys(model.shapes, dtype), sampling_mesh or mesh)
-        reward_model = Frozen(model, params, policy.spec.microbatcher)
+        reward_model = Frozen(model, params, spec.microbatcher)
+    reason = setup.mesh_reason if mesh.size > 1 else None
     return Subject(
-        recipe,
-        algorithm,
+        setup,
         policy,
-        critic,
-        _reference(algorithm, settings, policy),
-        _teacher(recipe, policy.spec, devices),
-        _sampled(recipe, algorithm, settings, policy, memory),
+        None if critic_spec is None else Trained(critic_spec, *setup.abstract(critic_spec)),
+        _reference(setup, policy),
+        _teacher(recipe, spec, devices),
+        _sampled(setup, policy),
         reward_model,
-        tuple(filter(None, (why if mesh.size > 1 else None, attention, experts, remat_line(policy.spec), sampling))),
+        tuple(filter(None, (reason, attention, experts, remat_line(spec), sampling_of_run))),
     )
 
 
-def _trained(settings: ClientSettings, spec: TrainerSpec) -> Trained:
-    params, base = (spec.model.abstract(dtypes, spec.mesh) for dtypes in stored(settings, spec.model))
-    return Trained(spec, params, base)
-
-
-def _reference(algorithm: Algorithm, settings: ClientSettings, policy: Trained) -> Frozen | None:
+def _reference(setup: Setup, policy: Trained) -> Frozen | None:
     """The reference: the base under an adapter, a copy in the compute dtype, or another model of the same structure."""
-    spec, other = policy.spec, algorithm.reference_path is not None
-    if not (settings.reference or other or spec.adapter is not None):
+    spec, other = policy.spec, setup.algorithm.reference_path is not None
+    if not (setup.keeps_reference or other or spec.adapter is not None):
         return None
     model = replace(spec.model, adapt=None, has_scalar_head=False)
     if spec.adapter is not None and not other:
         return Frozen(model, policy.base, spec.microbatcher)
-    dtypes: dict[str, DType] = {name: dtype for name, dtype in _cast(settings, model).items() if not is_own(name)}
+    dtypes: dict[str, DType] = {name: dtype for name, dtype in _cast(setup, model).items() if not is_own(name)}
     return Frozen(model, model.abstract(dtypes, spec.mesh), spec.microbatcher)
 
 
-def _cast(settings: ClientSettings, model: Model) -> dict[str, DType]:
+def _cast(setup: Setup, model: Model) -> dict[str, DType]:
     """Dtypes of weights in the precision of the computation; those that are rounded later keep theirs."""
     exact = {f"layers/{name}/w" for name, _ in model.simulated}
-    trained: DType = settings.model.param_dtype or "float32"
-    return {name: trained if name in exact else model.dtype for name in model.shapes}
+    return {name: setup.trained_dtype if name in exact else model.dtype for name in model.shapes}
 
 
-def _teacher(recipe: Recipe, student: TrainerSpec, devices: list[Any]) -> Frozen | None:
+def _teacher(recipe: Sections, student: TrainerSpec, devices: list[Any]) -> Frozen | None:
     config = recipe.teacher
     if config is None:
         return None
@@ -238,36 +226,33 @@ def _teacher(recipe: Recipe, student: TrainerSpec, devices: list[Any]) -> Frozen
     return Frozen(model, params, Microbatcher(rows, mesh))
 
 
-def _sampled(
-    recipe: Recipe, algorithm: Algorithm, settings: ClientSettings, policy: Trained, memory: float | None
-) -> Sampled | None:
+def _sampled(setup: Setup, policy: Trained) -> Sampled | None:
     """The engine of a run that samples in its process, or shows samples."""
     # The largest workload: of a step, of an evaluation by rewards, or of the samples that are shown.
+    recipe, spec = setup.recipe, policy.spec
     rewarded = recipe.reward is not None or recipe.rollout.environment is not None
     held_out = bool(recipe.data.eval or recipe.data.eval_split) and recipe.algorithm.has_lm_head
-    prompts = [Prompt(np.zeros(1, np.int32), "", {})] * recipe.eval.rows if held_out and rewarded else []
-    work, shown = workload_of(recipe, algorithm, Evaluation(algorithm, prompts=prompts)), recipe.eval.samples
+    work, shown = setup.workload(recipe.eval.rows if held_out and rewarded else 0), recipe.eval.samples
     if work is None and held_out and shown:
         prompt = max(recipe.data.max_length - recipe.eval.sample_tokens, 1)
         work = Workload(shown, shown, prompt, recipe.data.max_length)
     if work is None or recipe.rollout.engine == "vllm":
         return None
-    spec = policy.spec
-    engine = sampler_of(settings, spec, memory)
+    engine = local_engine(setup)
     weights = programs.views(spec.model, engine.mesh, policy.all)
     matters, sizes = work.requests > shown, engine.sizes.of_requests([work.length] * work.requests)
     # The engine's copies of what trains.
     top = [x for name, x in weights.top.items() if name in policy.params]
     layers = [x for layer in weights.layers for name, x in layer.items() if LAYERS + name in policy.params]
     moved = bytes_of([layers, top])
-    if settings.sampler_devices is not None:
-        params = spec.model.abstract(_cast(settings, spec.model), engine.mesh)
+    if setup.sampling_mesh is not None:
+        params = spec.model.abstract(_cast(setup, spec.model), engine.mesh)
         arriving, later = (max(bytes_of(params[name]) for name in names) for names in (params, policy.params))
-        newer = later + moved if settings.sampler_ahead else 0
+        newer = later + moved if recipe.rollout.max_staleness else 0
         return Sampled(engine.mesh, sizes, weights, work, "sampling", bytes_of(weights), arriving, newer, matters)
     kept = programs.shared(weights, policy.base) if policy.base else {}
     kept = {name: x for name, x in kept.items() if name not in policy.params}
-    copied, newer = bytes_of(weights) - bytes_of(kept), moved if settings.sampler_ahead else 0
+    copied, newer = bytes_of(weights) - bytes_of(kept), moved if recipe.rollout.max_staleness else 0
     return Sampled(engine.mesh, sizes, weights, work, "training", copied, 0, newer, matters)
 
 

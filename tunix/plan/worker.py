@@ -196,7 +196,7 @@ def examined(subject: Subject, target: Target, tell: Callable[[str], None] = lam
     with ThreadPoolExecutor(AT_ONCE) as pool:
         each = pool.map(lambda x: measured(x, subject.held[x.place], target, tell), programs_of(subject))
         programs = sorted(each, key=lambda x: x.total, reverse=True)
-    concurrent = subject.recipe.rollout.max_staleness > 0
+    concurrent = subject.setup.recipe.rollout.max_staleness > 0
     return Verdict(target, subject.held, programs, subject.devices, subject.chosen, concurrent)
 
 

@@ -269,10 +269,10 @@ def _checked(sections: Mapping[str, Any], staged: bool) -> "Recipe | list[str]":
     try:
         return Recipe.model_validate(sections, context={"staged": staged, "families": tuple(FAMILIES)})
     except ValidationError as error:
-        return problems(error, _keys(sections.get("algorithm")))
+        return problems(error, known_keys(sections.get("algorithm")))
 
 
-def _keys(algorithm: Any) -> dict[str, list[str]]:
+def known_keys(algorithm: Any) -> dict[str, list[str]]:
     """The known keys of each section, for hints; those of `algorithm` follow from its name."""
     keys = {"": list(Recipe.model_fields)}
     for name, field in Recipe.model_fields.items():

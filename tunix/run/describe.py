@@ -13,21 +13,60 @@ from tunix.models.kv_cache import decode_specs
 from tunix.models.model import Model
 from tunix.models.quantization.formats import bytes_per_weight, is_scale
 from tunix.models.quantization.rules import Rules, matmuls_line
-from tunix.recipe.recipe import Recipe
-from tunix.rollout.config import RolloutConfig
 from tunix.rollout.engine.shapes import PAGE
 from tunix.rollout.servers.handover import moves_alone
-from tunix.run.inputs import Inputs
+from tunix.run.inputs import Inputs, held_out_line
+from tunix.run.kernels import experts_line
+from tunix.run.setup import Setup
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.microbatches import TrainerSpec
 from tunix.trainer.progress import readable
 from tunix.trainer.sampler_mesh import sampler_mesh
-from tunix.util import accelerators
+from tunix.util.accelerators import MEMORY, accelerated
 
 
-def overview(learner: Learner, rules: Rules | None, inputs: Inputs, mesh: Mesh, total: int) -> str:
-    """One line about the weights, the rows, the steps and the devices of a run, with the memory of each."""
+def stage_lines(setup: Setup, inputs: Inputs, total: int) -> Iterator[str]:
+    """What a run, or a stage of one, does, for people: `sft: 4,000 rows, 400 steps of 256; 8 NVIDIA H100 80GB HBM3`;
+    whether it does without a GPU that is there; and what it is measured on.
+
+    The first line of the run has named a single CPU already.
+    """
+    recipe, first, number = setup.recipe, setup.mesh.devices.flat[0], setup.mesh.size
+    on_cpu, most = first.platform == "cpu", "at most " if recipe.eval.until else ""
+    devices = "" if on_cpu and number == 1 else f"; {number} {'CPU devices' if on_cpu else first.device_kind}"
+    rows = f"{len(inputs.train):,} rows"
+    yield f"{recipe.algorithm.name}: {rows}, {most}{total} steps of {recipe.batch_size}{devices}"
+    if on_cpu and accelerated():
+        yield "this machine has a GPU or a TPU that JAX does not use: pip install '.[gpu]', or '.[tpu]'"
+    if (line := held_out_line(inputs)) is not None:
+        yield line
+
+
+def details(setup: Setup, learner: Learner, inputs: Inputs, total: int, attention: str) -> Iterator[str]:
+    """Lines for the log and for `-v`: sizes and memory, and what was chosen where the recipe leaves it to tunix.
+
+    Args:
+        setup: of the run.
+        learner: holds its weights.
+        inputs: its rows.
+        total: its steps.
+        attention: what computes attention.
+    """
+    recipe, decoder = setup.recipe, setup.source.decoder
+    yield overview(setup, learner, inputs, total)
+    if setup.mesh_reason is not None and setup.mesh.size > 1:
+        yield setup.mesh_reason
+    products = products_line(setup.spec.model, recipe.quantization, setup.mesh)
+    experts = experts_line(decoder, recipe.model.dtype, setup.mesh)
+    yield "; ".join(filter(None, (products, attention, experts, remat_line(setup.spec))))
+    if setup.samples:
+        yield sampling_line(setup)
+
+
+def overview(setup: Setup, learner: Learner, inputs: Inputs, total: int) -> str:
+    """A line about the weights, the rows, the steps and the devices of a run, with the memory of each."""
+    rules, mesh = setup.recipe.quantization, setup.mesh
     trained = sum(x.size for x in learner.state.params.values())
     frozen = sum(x.size for name, x in learner.frozen.items() if not is_scale(name))
     weights = f"{readable(trained)} weights train" + (f", {readable(frozen)} are frozen" if frozen else "")
@@ -44,23 +83,12 @@ def overview(learner: Learner, rules: Rules | None, inputs: Inputs, mesh: Mesh, 
     first = mesh.devices.flat[0]
     devices, memory = f"{mesh.size} x {first.device_kind}", memory_of([first])
     if memory is not None:
-        share = f" ({accelerators.MEMORY}={os.environ.get(accelerators.MEMORY)})" if first.platform == "gpu" else ""
+        share = f" ({MEMORY}={os.environ.get(MEMORY)})" if first.platform == "gpu" else ""
         devices += f", {memory / 2**30:.1f} GiB of each{share}"
     return (
         f"{inputs.source.decoder.family}: {weights}; {readable(len(inputs.train))} rows, {total} steps; "
         f"{devices}{f' ({shape})' if shape else ''}"
     )
-
-
-def stage_line(recipe: Recipe, rows: int, mesh: Mesh, total: int) -> str:
-    """What a run, or a stage of one, does, for people: `sft: 4,000 rows, 400 steps of 256; 8 NVIDIA H100 80GB HBM3`.
-
-    The first line of the run has named a single CPU already.
-    """
-    first, most = mesh.devices.flat[0], "at most " if recipe.eval.until else ""
-    kind = "CPU devices" if first.platform == "cpu" else first.device_kind
-    devices = "" if first.platform == "cpu" and mesh.size == 1 else f"; {mesh.size} {kind}"
-    return f"{recipe.algorithm.name}: {rows:,} rows, {most}{total} steps of {recipe.batch_size}{devices}"
 
 
 def device_notes(mesh: Mesh) -> Iterator[str]:
@@ -87,17 +115,14 @@ def products_line(model: Model, rules: Rules | None, mesh: Mesh) -> str:
     return matmuls_line([] if rounding is None else [(rounding.base, None)], model.dtype, platform)
 
 
-def sampling_line(rollout: RolloutConfig, spec: TrainerSpec, memory: float | None, sampling: Mesh | None = None) -> str:
+def sampling_line(setup: Setup) -> str:
     """Who reads the pages of slots that decode and why no faster one does, and how the devices are divided to sample
-    where that is not as for training; or which servers do, and how they get weights.
-
-    Args:
-        sampling: devices that only sample; None where sampling and training share all.
-    """
+    where that is not as for training; or which servers do, and how they get weights."""
+    rollout, spec, sampling = setup.recipe.rollout, setup.spec, setup.sampling_mesh
     if rollout.engine == "vllm":
         what = "the adapter alone" if moves_alone(spec.adapter) else "all weights"
         return f"sampling: by {', '.join(rollout.servers)}; handed over in a folder before each step: {what}"
-    mesh, division = sampler_mesh(sampling or spec.mesh, rollout.devices, spec.model, memory)
+    mesh, division = sampler_mesh(sampling or spec.mesh, rollout.devices, spec.model, setup.memory)
     if sampling is not None:
         division = f"{division or 'sampling'}, on {sampling.size} device(s) of its own"
     dtype = spec.model.dtype

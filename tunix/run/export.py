@@ -18,10 +18,11 @@ from tunix.mesh import build_mesh
 from tunix.models.quantization.schemes import check_packs
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
-from tunix.run.build import settings_of
+from tunix.run.client import stored_policy
 from tunix.run.owners import checkpoint_folder, refuse_foreign_checkpoints
-from tunix.trainer.build import stored_policy
+from tunix.run.setup import Setup
 from tunix.trainer.checkpoint import Checkpoints
+from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.progress import Display
 from tunix.util.atomic_io import refuse_taken
 from tunix.util.object_store import url_of
@@ -116,8 +117,9 @@ def _written(
         recipe = recipe.model_copy(update={"adapter": adapter_section})
         algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)
         mesh = build_mesh(MeshConfig())
-        settings = settings_of(recipe, source, mesh, chosen, algorithm)
-        policy = stored_policy(settings, source, mesh, adapter=adapter, packed=packed)
+        memory, updates = memory_of(list(mesh.devices.flat)), chosen * recipe.algorithm.updates_per_step
+        setup = Setup(recipe, source, algorithm, mesh, memory, updates=updates, critic=algorithm.critic)
+        policy = stored_policy(setup, adapter=adapter, packed=packed)
         checkpoints.restore(chosen, policy)
         report_merging(policy.export(out, adapter=adapter, packed=packed), recipe, display)
         return chosen

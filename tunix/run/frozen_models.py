@@ -17,7 +17,7 @@ from tunix.lora.adapt import adapt
 from tunix.mesh import build_mesh
 from tunix.models.model import Model, Params
 from tunix.models.quantization.rules import RULES_FILE
-from tunix.recipe.recipe import Recipe
+from tunix.recipe.sections import Sections
 from tunix.trainer.frozen_model import Teacher
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import Demand, require
@@ -49,7 +49,7 @@ def divided(teacher: TeacherConfig | None, devices: Devices | None = None) -> tu
     return devices[:-number], devices[-number:]
 
 
-def teacher_source(recipe: Recipe, student: Source) -> Source | None:
+def teacher_source(recipe: Sections, student: Source) -> Source | None:
     """The structure of the teacher and the location of its weights; None where the recipe has no teacher.
 
     Raises:
@@ -68,7 +68,7 @@ def teacher_source(recipe: Recipe, student: Source) -> Source | None:
     return source
 
 
-def build_teacher(recipe: Recipe, source: Source, student: Source, learner: Learner) -> Teacher:
+def build_teacher(recipe: Sections, source: Source, student: Source, learner: Learner) -> Teacher:
     """Loads the teacher onto its mesh; a frozen base that it shares with the student is not loaded twice.
 
     Args:

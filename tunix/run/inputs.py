@@ -1,26 +1,34 @@
-"""The inputs that a recipe names: the model's structure, its tokenizer, and the rows; and how sequences are packed: the
-length of a packed row, what shares it, and the rows of a micro-batch.
-"""
+"""The inputs of a run: its model's structure and tokenizer, its rows, and what steps and evaluations make of them."""
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jax.sharding import Mesh
-
-from tunix.algorithms.base import Algorithm
+from tunix.algorithms.on_policy import OnPolicy
 from tunix.config import RowKind
-from tunix.data.packing import row_length
-from tunix.data.pipeline import PLAIN, Layout
+from tunix.data.pipeline import Batches, Prompts, cut_steps, eval_batches, eval_prompts, pictures_of_row
 from tunix.data.sources import Rows, held_out_rows, open_rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.hf.source import TOKENIZER, Source, of_recipe
-from tunix.models.config import DecoderConfig
+from tunix.protocols import Client
+from tunix.recipe.notes import total_steps
 from tunix.recipe.recipe import Recipe
+from tunix.rollout.asynchronous import AsyncRollouts, Holding, Journal
+from tunix.rollout.backlog import Backlog
+from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
+from tunix.run.evaluation import Evaluation, Samples, prompts_of, readable_tokens
+from tunix.run.loop import Stream
+from tunix.run.setup import Setup, layout, row_kind_of
 from tunix.trainer.digest import digest
-from tunix.trainer.microbatches import Microbatcher, answers_per_row, rows_per_microbatch
+from tunix.trainer.progress import Display
+from tunix.trainer.trainer import Trainer
 from tunix.types import Sampling
+
+MEASURED = 4
+"""Micro-batches that the completions fill, at full length, whose log-probs are computed at a time while others are
+sampled: of fewer, a larger share would be padding in the last one."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +101,6 @@ def _view(rows: Rows) -> str:
     return f"{len(rows)} rows (digest {rows.digest[:12]})"
 
 
-def row_kind_of(recipe: Recipe, algorithm: Algorithm) -> RowKind:
-    """The part of a row that is read: all columns where an environment renders the prompts, else the algorithm's."""
-    in_environment = algorithm.train_on == RowKind.PROMPT and recipe.rollout.environment is not None
-    return RowKind.ROW if in_environment else algorithm.train_on
-
-
 def sampling_of(recipe: Recipe, inputs: Inputs, stops: tuple[str, ...] = ()) -> Sampling:
     """The sampling settings of the policy's completions, which the algorithm receives too.
 
@@ -114,41 +116,187 @@ def sampling_of(recipe: Recipe, inputs: Inputs, stops: tuple[str, ...] = ()) -> 
     )
 
 
-def layout(algorithm: Algorithm, multiple: int = 1) -> Layout:
-    """How the algorithm's given sequences are packed into rows, whose number is a multiple of `multiple`."""
-    return Layout(algorithm.sequences_per_example, algorithm.extra_tokens, algorithm.prepare_sequence, multiple)
+def open_stream(setup: Setup, inputs: Inputs, collector: Collector) -> Stream:
+    """The stream of step inputs: batches of the rows, or rollouts of their prompts."""
+    recipe, algorithm, microbatcher = setup.recipe, setup.algorithm, setup.microbatcher
+    data, vocab_size = recipe.data, inputs.source.decoder.vocab_size
+    if not setup.samples:
+        return Batches(
+            inputs.train,
+            inputs.tokenizer,
+            data,
+            batch_size=recipe.batch_size,
+            seed=recipe.seed,
+            epochs=recipe.epochs,
+            train_on=algorithm.train_on,
+            vocab_size=vocab_size,
+            layout=layout(algorithm, microbatcher.multiple),
+        )
+    stream = Prompts(
+        inputs.train,
+        inputs.tokenizer,
+        data,
+        seed=recipe.seed,
+        epochs=recipe.epochs,
+        vocab_size=vocab_size,
+        train_on=row_kind_of(recipe, algorithm),
+    )
+    spare, together = recipe.rollout.spare(recipe.batch_size), setup.answers_together
+    return RolloutStream(
+        RolloutStep(
+            prompts=[],
+            collector=collector,
+            stream=stream,
+            backlog=Backlog(stream, collector.sampling) if spare else None,
+            spare=spare,
+            size=recipe.batch_size,
+            seed=recipe.seed,
+            first=True,
+            length=setup.sampled_row_length(max(algorithm.sequences_per_example, together)),
+            packing=bool(data.packing),
+            sequences_per_example=algorithm.sequences_per_example,
+            together=together,
+            multiple=microbatcher.multiple,
+            tolerance=setup.tolerance,
+            pictures=pictures_of_row(data, microbatcher.unit),
+            measured_together=MEASURED * microbatcher.rows * microbatcher.unit,
+            shown=recipe.rollout.samples,
+        )
+    )
 
 
-def answers_together(recipe: Recipe, mesh: Mesh, decoder: DecoderConfig, algorithm: Algorithm) -> int:
-    """The number of completions that share a row and their prompt; see `answers_per_row`.
+def check_staleness(setup: Setup) -> None:
+    """Refuses to sample the next steps meanwhile where it cannot be done; nothing happens where a recipe does not ask
+    for it.
 
-    One where an environment starts each episode with a different prompt, and without packing.
+    Raises:
+        UserError: with the reason.
     """
-    if recipe.rollout.environment is not None or not recipe.data.packing:
-        return 1
-    data, number = recipe.data, recipe.sequences_per_update
-    longest, completion, micro = data.max_length, data.longest_completion, recipe.micro_batch_size
-    return answers_per_row(mesh, decoder, algorithm.group, number, longest, completion, micro)
+    recipe, algorithm, mesh = setup.recipe, setup.algorithm, setup.mesh
+    if not recipe.rollout.max_staleness:
+        return
+    begin = f"rollout.max_staleness: {recipe.rollout.max_staleness}"
+    if isinstance(algorithm, OnPolicy) and algorithm.needs_fresh is not None:
+        raise UserError(f"{begin}: {algorithm.needs_fresh}")
+    servers = recipe.rollout.engine != "tunix"
+    if servers and recipe.rollout.in_flight == "continue":
+        raise UserError(
+            "rollout.in_flight: continue needs tunix's own engine in this process, which can be paused at any token; "
+            "with servers completions finish under the weights that they began with: leave it out"
+        )
+    if processes.number() > 1 and not servers:
+        raise UserError(
+            f"{begin} needs one process or servers (rollout.engine: vllm), and there are {processes.number()} "
+            "processes, whose engines would each be at another place when weights are handed over: leave it out"
+        )
+    if servers and mesh.size > 1 and recipe.reward is not None and recipe.reward.model is not None:
+        raise UserError(
+            f"{begin}: a reward model would share {mesh.size} devices with training, and each would wait for the "
+            "other: sample with tunix's own engine on rollout.mesh.devices, which the reward model then uses too"
+        )
+    if not servers and setup.sampling_mesh is None and mesh.size > 1:
+        raise UserError(
+            f"{begin}: programs of training and of sampling would wait for each other on {mesh.size} shared devices; "
+            "give sampling some of its own, e.g. rollout.mesh.devices=1"
+        )
 
 
-def sampled_row_length(recipe: Recipe, number: int) -> int:
-    """T of rows that hold `number` sampled sequences of one prompt."""
-    # An environment's turns are part of the completion, which may fill everything after the prompt; without packing
-    # nothing is shared.
-    shared = recipe.rollout.environment is None and recipe.data.packing
-    completion = recipe.data.longest_completion if shared else None
-    return row_length(number, recipe.data.max_length, completion)
+def asynchronous(
+    setup: Setup, stream: Stream, client: Trainer, journal: Journal, total: int, stop: threading.Event
+) -> Stream:
+    """The stream of a run whose next steps are sampled meanwhile.
+
+    Args:
+        setup: of the run.
+        stream: its rollouts, one step after the other.
+        client: samples, and replaces its sampler's weights.
+        journal: the file of completions that no update has learned from yet.
+        total: steps of the run.
+        stop: happens where the run is to stop.
+    """
+    rollout, algorithm = setup.recipe.rollout, setup.algorithm
+    assert isinstance(stream, RolloutStream)
+    assert isinstance(algorithm, OnPolicy)
+    assert isinstance(client.sampler, Holding)
+    stream.like = replace(stream.like, mixed=True)
+    return AsyncRollouts(
+        stream,
+        client,
+        client.sampler,
+        algorithm.gather,
+        journal,
+        staleness=rollout.max_staleness,
+        total=total,
+        goes_on=rollout.in_flight == "continue",
+        stop=stop,
+    )
 
 
-def microbatcher_of(
-    recipe: Recipe, mesh: Mesh, decoder: DecoderConfig, algorithm: Algorithm | None
-) -> tuple[int, Microbatcher]:
-    """`(T, microbatcher)`: the length of training rows, and how they are split into micro-batches."""
-    data, micro = recipe.data, recipe.micro_batch_size
-    packed = PLAIN if algorithm is None else layout(algorithm)
-    together = 1 if algorithm is None else answers_together(recipe, mesh, decoder, algorithm)
-    length = max(packed.length(data), sampled_row_length(recipe, together))
-    unit = max(packed.sequences_per_example, together)
-    micro = None if micro is None else max(micro // together, 1)
-    rows = rows_per_microbatch(mesh, recipe.sequences_per_update // unit, micro, length, bool(data.packing))
-    return length, Microbatcher(rows, mesh, unit, data.pictures or 0)
+def steps_of(setup: Setup, inputs: Inputs) -> int:
+    """The number of steps in the recipe's epochs, if no row is dropped."""
+    recipe = setup.recipe
+    epochs = recipe.epochs or 1
+    if not recipe.data.cuts:
+        return total_steps(len(inputs.train), recipe.batch_size, epochs)
+    return cut_steps(
+        inputs.train,
+        inputs.tokenizer,
+        recipe.data,
+        recipe.batch_size,
+        recipe.seed,
+        epochs,
+        setup.algorithm.train_on,
+        inputs.source.decoder.vocab_size,
+    )
+
+
+def evaluation_of(setup: Setup, inputs: Inputs, collector: Collector) -> Evaluation:
+    """The evaluation on held-out rows: the loss of their completions, and the rewards of greedy answers."""
+    recipe, algorithm = setup.recipe, setup.algorithm
+    if inputs.held_out is None:
+        return Evaluation(algorithm)
+    size, limit = inputs.source.decoder.vocab_size, recipe.eval.rows
+    held_out, prompts = [], []
+    if algorithm.held_out_on is not None and not (setup.samples and collector.weights):
+        held_out = eval_batches(
+            inputs.held_out,
+            inputs.tokenizer,
+            recipe.data,
+            batch_size=recipe.batch_size,
+            limit=limit,
+            train_on=algorithm.held_out_on,
+            vocab_size=size,
+            layout=layout(algorithm, setup.microbatcher.multiple),
+        )
+    if collector.weights and recipe.algorithm.has_lm_head:
+        kind = RowKind.PROMPT if recipe.rollout.environment is None else RowKind.ROW
+        prompts = eval_prompts(inputs.held_out, inputs.tokenizer, recipe.data, limit, size, kind)
+    greedy = replace(collector, sampling=replace(collector.sampling, temperature=0.0))
+    return Evaluation(algorithm, held_out, prompts, greedy, recipe.eval.until)
+
+
+def samples_of(
+    recipe: Recipe, evaluation: Evaluation, client: Client, inputs: Inputs, folder: Path, display: Display
+) -> Samples:
+    """Held-out prompts whose greedy answers are shown before and after training; of episodes, the first turn."""
+    number, tokenizer = recipe.eval.samples if recipe.algorithm.has_lm_head else 0, inputs.tokenizer
+    play = evaluation.collector.play if evaluation.collector else None
+    if evaluation.prompts:
+        shown = evaluation.prompts[:number]
+        prompts: list = [prompt.tokens for prompt in shown]
+        pictures = [prompt.pictures for prompt in shown]
+        if play:
+            prompts = [episode.prompt for episode in play([prompt.row for prompt in shown], seed=0).episodes]
+        expected: list = [prompt.row.get("completion", prompt.row.get("answer", "")) for prompt in shown]
+    else:
+        per_example = evaluation.algorithm.sequences_per_example
+        chosen = (sequence for packed in evaluation.held_out for sequence in packed.sequences[::per_example])
+        prompts, rest, pictures = prompts_of(chosen, number)
+        expected = [readable_tokens(tokens, tokenizer) for tokens in rest]
+    greedy = Sampling(
+        max_tokens=recipe.eval.sample_tokens,
+        temperature=0.0,
+        stop_ids=inputs.source.stop_ids,
+        stop_strings=(*recipe.rollout.stop, *(play.stop_strings if play else ())),
+    )
+    return Samples(prompts, expected, pictures, client, tokenizer, greedy, folder / "samples.jsonl", display)

@@ -10,6 +10,7 @@ Axes: T time.
 """
 
 import hashlib
+import itertools
 import os
 from collections.abc import Iterable
 from collections.abc import Sequence as List
@@ -21,11 +22,15 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from tunix.data.pipeline import sequences_of
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.protocols import Client
+from tunix.run.inputs import Inputs
+from tunix.run.setup import Setup
 from tunix.trainer.digest import digest
 from tunix.trainer.progress import Display
+from tunix.trainer.trainer import Trainer
 from tunix.types import Sequence
 from tunix.util.atomic_io import replacing
 
@@ -48,6 +53,30 @@ class ReferenceLogprobs:
         values = np.zeros(len(sequence.tokens), np.float32)
         values[trained(sequence)] = self.by_key[key(sequence)]
         return values
+
+
+def reference_logprobs(
+    setup: Setup, inputs: Inputs, client: Trainer, folder: Path, display: Display
+) -> ReferenceLogprobs:
+    """The reference's log-probs of all given sequences of a run, held-out ones included; then its weights are freed.
+
+    Args:
+        setup: of the run.
+        inputs: its rows.
+        client: holds the reference.
+        folder: the run folder.
+        display: is told how far it is.
+    """
+    recipe, size = setup.recipe, setup.source.decoder.vocab_size
+    kind, tokenizer = setup.algorithm.train_on, inputs.tokenizer
+    sequences = sequences_of(inputs.train, tokenizer, recipe.data, kind, size)
+    if inputs.held_out is not None:
+        held_out = sequences_of(inputs.held_out, tokenizer, recipe.data, kind, size, limit=recipe.eval.rows)
+        sequences = itertools.chain(sequences, held_out)
+    of = "policy" if client.learner.reference is None else "reference"
+    logprobs = precompute(sequences, client, of, recipe.model.dtype, recipe.data.train, folder, display)
+    client.learner.reference = None
+    return logprobs
 
 
 def precompute(

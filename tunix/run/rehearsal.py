@@ -16,22 +16,18 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tunix.algorithms.base import Algorithm
-from tunix.config import RowKind
 from tunix.data.config import DataConfig
 from tunix.data.sources import Rows
 from tunix.distributed import processes
 from tunix.hf.source import Source
 from tunix.mesh import compile_on
-from tunix.models.config import DecoderConfig
 from tunix.protocols import Saving
-from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector, RolloutStream
 from tunix.rollout.rewards.base import Score
 from tunix.rollout.types import Judge
-from tunix.run.inputs import Inputs
+from tunix.run.inputs import Inputs, open_stream
 from tunix.run.loop import Stream
-from tunix.run.streams import open_stream
+from tunix.run.setup import Setup
 from tunix.trainer.logprobs import Scores
 from tunix.trainer.trainer import Trainer
 from tunix.types import Batch, Begun, Completion, Loss, Metrics, OnDone, Reply, Sampling, Sequence, Workload
@@ -43,9 +39,9 @@ Scored = Literal["policy", "reference", "teacher", "critic"]
 class Rehearsal:
     """What the clients of a rehearsal have in common: completions are made up, and nothing is trained."""
 
-    def __init__(self, recipe: Recipe):
-        """For one recipe without stages."""
-        self.recipe = recipe
+    def __init__(self, setup: Setup):
+        """For the steps of a run."""
+        self.setup, self.recipe = setup, setup.recipe
         self._random = np.random.default_rng(0)
 
     def step(self, batch: Batch, loss: Loss, of: Literal["policy", "critic"] = "policy") -> Metrics:
@@ -134,9 +130,10 @@ class Rehearsal:
         """Random rewards, so that groups differ."""
         return self._random.uniform(size=number).tolist()
 
-    def stream(self, algorithm: Algorithm, decoder: DecoderConfig, mesh: Mesh) -> Stream:
+    def stream(self) -> Stream:
         """Steps of full rows, as the run's own stream makes them."""
-        recipe, data = self.recipe, self.recipe.data
+        setup, recipe, data = self.setup, self.recipe, self.recipe.data
+        decoder = setup.source.decoder
         made_up = DataConfig(
             train="rehearsal",
             format="tokens",
@@ -148,11 +145,9 @@ class Rehearsal:
         rows = Rows("rehearsal", [_row(data, decoder.vocab_size)] * recipe.batch_size)
         judge = Judge("rehearsal", 1.0, 64, lambda prompts, completions, texts: partial(self.rewards, len(completions)))
         stream = open_stream(
-            recipe.model_copy(update={"data": made_up, "epochs": None}),
+            replace(setup, recipe=recipe.model_copy(update={"data": made_up, "epochs": None})),
             Inputs(Source(decoder, None), rows, None),
-            algorithm,
-            Collector(None, algorithm.sampling, None, None, data.max_length, judge),
-            mesh,
+            Collector(None, setup.algorithm.sampling, None, None, data.max_length, judge),
         )
         if isinstance(stream, RolloutStream):
             stream.like = replace(stream.like, mixed=recipe.rollout.max_staleness > 0)
@@ -162,9 +157,9 @@ class Rehearsal:
 class Compiler(Rehearsal):
     """Compiles every program that the algorithm asks for, at the same time, in the shapes of a full step."""
 
-    def __init__(self, recipe: Recipe, client: Trainer, pool: ThreadPoolExecutor):
+    def __init__(self, setup: Setup, client: Trainer, pool: ThreadPoolExecutor):
         """For the client that will run them; the pool has the threads."""
-        super().__init__(recipe)
+        super().__init__(setup)
         self.waiting: list[Future[object]] = []
         """The programs on their way."""
         self._client, self._pool = client, pool
@@ -198,21 +193,22 @@ class Compiler(Rehearsal):
             self.waiting.append(self._pool.submit(compile_on, mesh, lowered))
 
 
-def compiled_ahead(recipe: Recipe, algorithm: Algorithm, decoder: DecoderConfig, client: Trainer, mesh: Mesh) -> None:
+def compiled_ahead(setup: Setup, client: Trainer) -> None:
     """Compiles what the first update of a run will run, all programs at the same time; waits until they are.
 
     Where that cannot be known before the first rollout, nothing happens, and they are compiled when they are called: a
     rehearsal has not the shapes of pictures, of experts that the sampler records, of a teacher's states; nor of a class
     of the user's, whose `update` may do anything. Several processes have to run what they run in one order.
     """
+    algorithm, decoder = setup.algorithm, setup.source.decoder
     plain = decoder.vision is None and decoder.routed is None and algorithm.objective.divergence is None
     shipped = type(algorithm).__module__.startswith("tunix.")
-    if not (plain and shipped and algorithm.train_on == RowKind.PROMPT and processes.number() == 1):
+    if not (plain and shipped and setup.samples and processes.number() == 1):
         return
     state = algorithm.get_state()
     with ThreadPoolExecutor() as pool:
-        compiler = Compiler(recipe, client, pool)
-        with closing(compiler.stream(algorithm, decoder, mesh)) as stream:
+        compiler = Compiler(setup, client, pool)
+        with closing(compiler.stream()) as stream:
             algorithm.update(compiler, next(stream))
         for program in compiler.waiting:
             program.result()

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tunix.config import CacheType
 from tunix.distributed import processes
 from tunix.distributed.global_arrays import Own, own_part
 from tunix.errors import UserError
@@ -25,6 +26,8 @@ from tunix.mesh import AXES, groups_of, partition, row_shards
 from tunix.models.model import Model
 from tunix.models.quantization.formats import in_compute
 from tunix.rollout.config import RolloutMeshConfig
+from tunix.rollout.engine.engine import Engine
+from tunix.rollout.engine.request import Decode
 from tunix.trainer.digest import checksum
 from tunix.trainer.mesh_choice import WORDS, Demand, near_divisors
 from tunix.trainer.microbatches import TrainerSpec
@@ -197,6 +200,49 @@ def bring_of(model: Model, trainer: Mesh, sampler: Mesh) -> Bring | None:
     if processes.number() > 1 and set(own_part(trainer).devices.flat) == set(sampler.devices.flat):
         return Own(trainer, sampler, _axes(model, sampler))
     return Resharding(model, trainer, sampler)
+
+
+def engine_of(
+    spec: TrainerSpec,
+    params: Collection[str],
+    slots: int | None = None,
+    length: int | None = None,
+    decode: Decode | None = None,
+    mesh: Mesh | None = None,
+    room: float | None = None,
+    cache: CacheType | None = None,
+    guesses: int = 0,
+) -> Engine:
+    """An engine beside a learner.
+
+    Args:
+        params: names of the trainable weights; with an adapter, only these are copied at each publication.
+        slots: completions at a time; None for as many as there is room for.
+        length: maximum tokens of a prompt and its completion; None for the length of a row.
+        decode: token ids -> text, for stop strings.
+        mesh: how the devices are divided to sample; None as they are for training.
+        room: bytes for keys and values on each device; None for as many as slots can need.
+        cache: what keys and values are kept in; None for the model's dtype.
+        guesses: next tokens that are guessed at each step.
+
+    Raises:
+        UserError: the slots are not split evenly over the mesh, or there is no room for a request.
+    """
+    mesh = mesh or own_part(spec.mesh)
+    if slots is not None:
+        check_slots(slots, mesh)
+    return Engine(
+        spec.model,
+        mesh,
+        slots=slots,
+        length=length or spec.length,
+        cache=cache,
+        decode=decode,
+        moving=() if spec.adapter is None else tuple(params),
+        room=room,
+        guesses=guesses,
+        bring=bring_of(spec.model, spec.mesh, mesh),
+    )
 
 
 def _axes(model: Model, mesh: Mesh) -> Callable[[str, jax.Array], PartitionSpec]:

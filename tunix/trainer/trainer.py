@@ -18,8 +18,10 @@ from tunix.models.model import Params
 from tunix.protocols import Metered, Sampler, Saving
 from tunix.trainer.digest import digest_of_weights
 from tunix.trainer.export import Exporter
-from tunix.trainer.frozen_model import unreplayed
+from tunix.trainer.frozen_model import reference_of, snapshot, unreplayed
 from tunix.trainer.learner import Learner, required
+from tunix.trainer.microbatches import TrainerSpec
+from tunix.trainer.sampler_mesh import engine_of
 from tunix.trainer.state_files import load_state, save_state
 from tunix.trainer.step import TrainState
 from tunix.types import (
@@ -200,3 +202,32 @@ class Trainer:
         """A digest of every bit of the weights, independent of their sharding."""
         params: Params = self.learner.params if of == "policy" else required("reference", self.learner.reference).params
         return digest_of_weights(params)
+
+
+def local_client(
+    spec: TrainerSpec,
+    params: Params,
+    frozen: Params,
+    keep_reference: bool = False,
+    sampler: Sampler | None = None,
+    exporter: Exporter | None = None,
+    critic: Learner | None = None,
+) -> Trainer:
+    """The in-process client over weights that are already on the mesh.
+
+    Args:
+        params: the trainable weights; their buffers are taken over.
+        frozen: the other weights: the base under an adapter, which is also its reference; empty without an adapter.
+        keep_reference: whether a copy of the current weights is kept as the reference.
+        sampler: completes prompts; None for an engine on the same devices.
+        exporter: writes exported folders; None for one without tokenizer files.
+        critic: a separate model that predicts the values of states.
+    """
+    reference = None
+    if spec.adapter is not None:
+        reference = reference_of(spec, frozen)
+    elif keep_reference:
+        reference = reference_of(spec, snapshot(spec.model, spec.mesh, params))
+    learner = Learner(spec, params, frozen, reference)
+    sampler = sampler or engine_of(spec, params)
+    return Trainer(learner, sampler, exporter, critic)

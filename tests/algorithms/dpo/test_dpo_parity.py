@@ -11,10 +11,10 @@ from tests.tiny_models import CASES, by_hf_name, load, one_device, randomise, re
 from tunix.algorithms.dpo.algorithm import DPO
 from tunix.algorithms.dpo.config import DPOConfig
 from tunix.data.packing import pack
-from tunix.trainer.build import local_client
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec
 from tunix.trainer.optimizer import build_optimizer, build_schedule
+from tunix.trainer.trainer import local_client
 from tunix.types import Sequence
 
 BETA = 0.3
