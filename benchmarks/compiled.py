@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import compiled_engine
+from benchmarks.programs import COLLECTIVES, account, largest
+from benchmarks.shapes import Shape
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import MeshConfig
@@ -25,11 +27,12 @@ from tunix.mesh import build_mesh
 from tunix.models.families.table import preset
 from tunix.models.model import Model
 from tunix.models.scan import Remat
-from tunix.plan import chips, programs, topology
-from tunix.plan.account import COLLECTIVES, account, largest
+from tunix.plan import programs
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec
 from tunix.trainer.optimizer import build_optimizer, build_schedule
+from tunix.util import chips
+from tunix.util.chips import chip_of
 
 GIGA = 2**30
 
@@ -53,9 +56,9 @@ class Case:
 
     def lowered(self) -> Any:
         """The step, lowered for the topology."""
-        topology.prepare()
-        topology.hasten(chips.chip_of(self.topology).platform)
-        mesh = build_mesh(self.mesh, topology.devices_of(self.topology)[: self.devices])
+        chips.prepare()
+        chips.hasten(chip_of(self.topology).platform)
+        mesh = build_mesh(self.mesh, chips.devices_of(self.topology)[: self.devices])
         model = Model(preset(self.preset), dtype="bfloat16", remat=self.remat)
         config = OptimizerConfig()
         spec = TrainerSpec(
@@ -68,8 +71,9 @@ class Case:
             seed=0,
         )
         params = model.abstract(dict.fromkeys(model.shapes, "float32"), mesh)
-        batch = programs.BatchShape(self.number, self.rows, self.length, self.number * self.rows)
-        return programs.step(spec, params, {}, batch, SFT(SFTConfig()).objective)
+        batch = Shape("", model.config, self.number * self.rows, self.length).batch()
+        shapes = programs.microbatches_of(batch, spec.microbatcher)
+        return programs.step(spec, params, {}, shapes, SFT(SFTConfig()).objective)
 
 
 ONE, EIGHT, MANY = MeshConfig(), MeshConfig(fsdp=8), MeshConfig(fsdp=64)

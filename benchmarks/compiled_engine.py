@@ -8,15 +8,17 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.programs import account
 from tunix.config import CacheType, MeshConfig
 from tunix.mesh import build_mesh
 from tunix.models.families.table import preset
 from tunix.models.model import Model
-from tunix.plan import chips, programs, topology
-from tunix.plan.account import account
+from tunix.plan import programs
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.rollout.engine.engine import Engine
 from tunix.trainer.sampler_mesh import sampler_mesh
+from tunix.util import chips
+from tunix.util.chips import chip_of
 from tunix.util.trees import bytes_of
 
 GIGA = 2**30
@@ -68,9 +70,9 @@ CASES: dict[str, EngineCase] = {
 
 def measured(case: EngineCase, model: Model | None = None) -> dict[str, Any]:
     """Compiles a case's decode program and reads it; `model` is another one than its preset's."""
-    topology.prepare()
-    topology.hasten(chips.chip_of(case.topology).platform)
-    mesh = build_mesh(case.mesh, topology.devices_of(case.topology)[: case.devices])
+    chips.prepare()
+    chips.hasten(chip_of(case.topology).platform)
+    mesh = build_mesh(case.mesh, chips.devices_of(case.topology)[: case.devices])
     model = model or Model(preset(case.preset), dtype="bfloat16")
     mesh, _ = sampler_mesh(mesh, RolloutMeshConfig(tensor=case.mesh.tensor), model, None)
     engine = Engine(model, mesh, slots=case.slots, length=case.length, cache=case.cache)

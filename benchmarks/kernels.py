@@ -25,15 +25,14 @@ from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.programs import elements, products
+from benchmarks.programs import account, elements, products
 from benchmarks.train import interleaved
 from tunix.config import BaseType, DType
 from tunix.models.attention.attend import attend
 from tunix.models.attention.inputs import Segments
 from tunix.models.layers import Projection
 from tunix.models.quantization.formats import ROUNDED, Quantization
-from tunix.plan import topology
-from tunix.plan.account import account
+from tunix.util import chips
 
 TILE = 128
 SIZES = {"small": (256, 1024), "1b": (2048, 8192)}
@@ -150,8 +149,8 @@ def run(program: jax.stages.Compiled, given: Any) -> None:
 
 def device_of(target: str) -> Any:
     """A device of a TPU topology such as `v5e:2x2`, or an H100, to compile for."""
-    topology.prepare()
-    return topology.devices_of(target)[0]
+    chips.prepare()
+    return chips.devices_of(target)[0]
 
 
 def told(program: str, smallest: int) -> tuple[str, ...]:

@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import experts
+from benchmarks.programs import account
 from benchmarks.train import interleaved
 from tunix.models.attention.attend import attend
 from tunix.models.attention.inputs import Segments
 from tunix.models.delta_rule import CHUNKS, Chunks, Gates, chunked, recurrent
-from tunix.plan import topology as topologies
-from tunix.plan.account import account
+from tunix.util import chips
 from tunix.util.exact import jit
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -112,9 +112,9 @@ def expected(topology: str, lengths: list[int], sizes: list[int]) -> Table:
     Args:
         topology: one device, e.g. `v6e:1x1`.
     """
-    topologies.prepare()
-    topologies.hasten("tpu")
-    place = SingleDeviceSharding(topologies.devices_of(topology)[0])
+    chips.prepare()
+    chips.hasten("tpu")
+    place = SingleDeviceSharding(chips.devices_of(topology)[0])
     mixers = {**{f"chunks of {size}": partial(in_chunks, size) for size in sizes}, "steps": by_steps}
     heads = [f"{name} {what}" for name in mixers for what in ("cycles", "MB")]
     table = Table("tokens", *heads, title=f"{HK * JV} heads of {WIDTH}, forward and backward, compiled for {topology}")

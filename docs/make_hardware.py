@@ -14,7 +14,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from tunix.plan.ask import ask
+from tunix.commands.plan import ask
 from tunix.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]

@@ -82,7 +82,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, no_type_check
 
 import jax
 import numpy as np
@@ -94,6 +94,7 @@ Metrics = Mapping[str, jax.Array | float]
 
 
 @jax.tree_util.register_dataclass
+@no_type_check  # where a program is lowered and not called, jax puts descriptions of arrays into it
 @dataclass(frozen=True)
 class Pictures:
     """The pictures of a sequence, or of packed rows, and which tokens stand for them.

@@ -34,9 +34,9 @@ from tunix.models.config import DecoderConfig
 from tunix.models.families.table import preset, small, with_sizes
 from tunix.models.scan import Remat
 from tunix.plan import arithmetic
-from tunix.plan.chips import CHIPS
 from tunix.rollout.engine.request import Request
-from tunix.trainer.perf import matmul_weights, peak_flops, peak_memory
+from tunix.trainer.perf import matmul_weights, peak_memory
+from tunix.util.chips import chip_named
 from tunix.util.trees import bytes_of
 
 TURNS, LONGEST = 5, 25.0
@@ -94,14 +94,13 @@ def machine() -> Machine:
     """The first device, and what is published of it."""
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
-    named = "v5p" if device.device_kind == "TPU v5" else device.device_kind.lower().replace(" lite", "e")
-    chip = next((chip for name, chip in CHIPS.items() if name in named), None)
+    chip = chip_named(device.device_kind)
     return Machine(
         kind=device.device_kind,
         platform=platform(),
         number=len(jax.devices()),
         memory=stats.get("bytes_limit"),
-        flops=peak_flops(device),
+        flops=None if chip is None else chip.flops,
         bandwidth=None if chip is None else chip.bandwidth,
         versions=dict(_versions()),
     )

@@ -18,12 +18,12 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.programs import Collective, account
 from benchmarks.scale.tiny import RECIPES
-from tunix.plan import topology
-from tunix.plan.account import Collective, account
 from tunix.plan.record import programs_of
 from tunix.plan.subject import subject_of
 from tunix.recipe.recipe import Recipe
+from tunix.util import chips
 
 NUMBERS = (2, 4, 8)
 SMALL = 1024
@@ -64,7 +64,7 @@ def exchanges(recipe: dict[str, Any], devices: list[Any]) -> Found:
         sent[purpose(one)] = (times + one.times, amount + one.times * one.bytes)
     spec, number = subject.policy.spec, len(devices)
     weights = 4 * sum(math.prod(shape) for shape in spec.model.shapes.values())
-    micro = -(-subject.recipe.sequences_per_update // (spec.microbatcher.rows * spec.microbatcher.unit))
+    micro = -(-subject.setup.recipe.sequences_per_update // (spec.microbatcher.rows * spec.microbatcher.unit))
     return Found(number, micro, weights * (number - 1) / number, dict(sent))
 
 
@@ -92,8 +92,8 @@ def main() -> None:
     """Prints the exchanges of one recipe, as JSON; its devices are those at hand, or those of a topology."""
     recipe, *named = sys.argv[1:]
     if named:
-        topology.prepare()
-    devices = topology.devices_of(named[0]) if named else jax.devices()
+        chips.prepare()
+    devices = chips.devices_of(named[0]) if named else jax.devices()
     print(json.dumps(exchanges(RECIPES[recipe], devices)))
 
 

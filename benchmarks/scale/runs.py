@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.programs import account
 from benchmarks.scale.tiny import RECIPES
 from benchmarks.servers import free_port
-from tunix.plan.account import account
 from tunix.util.yaml_io import write_yaml
 
 ROOT = Path(__file__).parents[2]

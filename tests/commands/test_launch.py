@@ -11,8 +11,8 @@ import yaml
 
 from tunix.cli import main
 from tunix.commands import plan as planning
+from tunix.commands.plan import Plan
 from tunix.errors import UserError
-from tunix.plan.ask import Plan
 
 RECIPE = """\
 model: {init: random, family: llama, tokenizer: bytes}

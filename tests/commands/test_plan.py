@@ -12,11 +12,10 @@ from tests.marks import slow
 from tests.plan.test_plan import recipe
 from tunix.cli import main
 from tunix.commands import plan as command
+from tunix.commands.plan import Plan
 from tunix.errors import UserError
-from tunix.plan.ask import Plan
 from tunix.util import accelerators
-from tunix.util.accelerators import Card
-from tunix.util.startup import MEMORY
+from tunix.util.accelerators import MEMORY, Card
 
 GIB = 2**30
 
@@ -27,9 +26,9 @@ def verdict(fits: bool, **more: Any) -> dict[str, Any]:
         "name": "step",
         "total": 20 * GIB,
         "kinds": {"weights": 4 * GIB, "activations and temporaries": 16 * GIB},
-        "buffers": [[3 * GIB, "bf16[28,16,2048]", "jit(run)/while/body/dot_general", "models/scan.py:77"]],
+        "buffers": [[3 * GIB, "bf16[28,16,2048]", "jit(run)/while/body/dot_general"]],
         "work": [2e12, 0.6e9, 0.4e9],
-        "sent": {"all-reduce": [2.0, 5e8]},
+        "sent": {"all-reduce": 5e8},
         "traced_in": 3.2,
         "compiled_in": 21.0,
         "refused": "",
@@ -65,7 +64,8 @@ def test_the_screen_says_what_fits_and_what_it_costs(monkeypatch: pytest.MonkeyP
     text = shown(monkeypatch, Plan([verdict(True)]))
     assert "runs/plan on h100:1: fits: 20.0 GiB of 24.0 GiB during `step`, 4.0 GiB to spare" in text
     assert "attention: mosaic" in text
-    assert "3.0 GiB  bf16[28,16,2048]  models/scan.py:77, while/body/dot_general" in text
+    assert "3.0 GiB  bf16[28,16,2048]  while/body/dot_general" in text
+    assert "TFLOP, GB and least ms by arithmetic" in text
     assert "predicted, not measured: a step of 0.5 s at the least, 2,000 trained tokens/s, MFU 25%" in text
     (row,) = (line for line in text.splitlines() if line.startswith("  step "))
     assert row.split() == ["step", "20.00", "1", "x", "2.0", "1", "0.5", "500,", "compute", "3", "+", "21"]
@@ -90,8 +90,9 @@ def test_devices_at_hand_are_counted():
     assert command.place(found) == "8 x NVIDIA H100 80GB HBM3"
 
 
-def test_large_and_small_predictions_are_readable():
-    text = command.predicted({"step_seconds": 1350.4, "tokens_per_second": 874.2, "mfu": 0.0042})
+def test_large_and_small_predictions_are_readable(monkeypatch: pytest.MonkeyPatch):
+    prediction = {"step_seconds": 1350.4, "tokens_per_second": 874.2, "mfu": 0.0042}
+    text = shown(monkeypatch, Plan([verdict(True) | {"prediction": prediction}]))
     assert "a step of 1,350 s at the least, 874 trained tokens/s, MFU 0.4%" in text
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from benchmarks.programs import account
 from tests.marks import slow
 from tests.tiny_models import one_device
 from tunix.config import MeshConfig
@@ -21,7 +22,6 @@ from tunix.models.expert_products import from_experts, routes, to_experts
 from tunix.models.families.table import preset, small
 from tunix.models.model import Model
 from tunix.models.moe import MixtureOfExperts
-from tunix.plan.account import account
 from tunix.trainer.mesh_choice import Demand, require, state_bytes
 from tunix.trainer.perf import matmul_weights
 

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.programs import Account, account, arrays, largest, parsed, sharers, size
 from tunix.config import MeshConfig
 from tunix.mesh import build_mesh
-from tunix.plan.account import Account, account, largest
-from tunix.plan.hlo import arrays, parsed, size
 from tunix.util.loops import loop, switch
 
 M, K, LAYERS = 8, 32, 5
@@ -277,3 +276,22 @@ def test_cycles_count_as_often_as_their_loop_runs():
     body, whole = Account(cycles=2.0), Account(cycles=1.0)
     whole.add(body, 3.0, loops=1)
     assert whole.cycles == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("replica_groups={{0,2,4},{1,3,5}}, dimensions={0}", 3),
+        ("source_target_pairs={{0,7},{1,0}}", 2),
+        ("replica_groups=[8,4]<=[32], use_global_device_ids=true", 4),
+        ("replica_groups=[2,4]<=[4,2]T(1,0), dimensions={1}", 4),
+        ("replica_groups=mesh['a'=8,'b'=4] {'a'}, to_apply=%add", 8),
+        ("replica_groups=mesh['a'=8,'b'=1,'c'=4] {'b','c'}, to_apply=%add", 4),
+        ("replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}, dimensions={0}", 2),
+        # A half of an axis of four times two.
+        ("replica_groups=mesh['a'=8] {'a':(4)2}", 2),
+        ("no groups at all", 2),
+    ],
+)
+def test_how_many_devices_exchange(text: str, number: int):
+    assert sharers(text) == number

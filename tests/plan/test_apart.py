@@ -12,8 +12,7 @@ from tunix.commands.plan import summary
 from tunix.plan import worker
 from tunix.plan.record import Program, programs_of
 from tunix.plan.subject import Subject, subject_of
-from tunix.plan.verdict import Need, Target, Verdict, examined, refuted
-from tunix.plan.worker import remedies
+from tunix.plan.worker import Target, Verdict, examined, refuted, remedies
 from tunix.rollout.engine.shapes import PAGE
 
 GRPO: dict[str, Any] = {**SAMPLED, "algorithm": {"name": "grpo", "group_size": 4}}
@@ -69,10 +68,10 @@ def test_weights_that_arrive_meanwhile_are_there_twice():
 
 @pytest.mark.slow
 def test_each_place_is_compiled_for_its_own_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tunix.plan.verdict.KEPT", tmp_path)
+    monkeypatch.setattr("tunix.plan.worker.KEPT", tmp_path)
     made = subject(**APART)
     found = examined(made, Target("cpu", 8, 10**9))
-    needs = {one.name: one for one in found.needs}
+    needs = {one.name: one for one in found.programs}
     assert needs["decode"].kinds["sampler's copy"] == COPY
     assert not {"weights", "optimizer's moments"} & needs["decode"].kinds.keys()
     assert needs["decode"].total > COPY + needs["decode"].kinds["caches"]
@@ -92,7 +91,7 @@ def test_each_place_is_compiled_for_its_own_devices(tmp_path: Path, monkeypatch:
     assert not refuted(whole, between, "training")
     # The same slots on all 8 devices, beside what trains there.
     shared = examined(subject(**GRPO), Target("cpu", 8, 10**9))
-    decode = next(one for one in shared.needs if one.name == "decode")
+    decode = next(one for one in shared.programs if one.name == "decode")
     assert {"weights", "optimizer's moments", "sampler's copy"} <= decode.kinds.keys()
 
 
@@ -120,7 +119,7 @@ def test_a_teacher_of_its_own_devices_is_held_there():
 
 def verdict(limit: int, step: int, decode: int) -> Verdict:
     """Needs of both places, of which neither holds anything."""
-    needs = [Need("step", step, {}), Need("decode", decode, {}, place="sampling")]
+    needs = [Program("step", total=step), Program("decode", "sampling", total=decode)]
     needs.sort(key=lambda one: -one.total)
     target = Target("cpu", 8, limit)
     return Verdict(target, {"training": {}, "sampling": {}}, needs, {"training": 4, "sampling": 4})
@@ -140,7 +139,7 @@ def test_a_run_fits_where_both_places_do():
 
 def _both(made: Subject, place: str) -> bool:
     """Whether sampling is asked about a change for training as well."""
-    return place == "sampling" and made.recipe.micro_batch_size is not None
+    return place == "sampling" and made.setup.recipe.micro_batch_size is not None
 
 
 def test_each_place_gets_a_change_of_its_own(monkeypatch: pytest.MonkeyPatch):
@@ -149,21 +148,21 @@ def test_each_place_gets_a_change_of_its_own(monkeypatch: pytest.MonkeyPatch):
 
     def refuted(made: Subject, target: Target, place: str) -> bool:
         if place == "training":
-            return made.recipe.micro_batch_size is None
-        mesh = made.recipe.rollout.devices
+            return made.setup.recipe.micro_batch_size is None
+        mesh = made.setup.recipe.rollout.devices
         return mesh is None or mesh.tensor == 1
 
     target, devices = Target("cpu", 8, 10**9), jax.devices()
-    monkeypatch.setattr(worker, "_target", lambda named: (target, devices))
+    monkeypatch.setattr(worker, "target_of", lambda named: (target, devices))
     monkeypatch.setattr(worker, "refuted", refuted)
     tried: list[dict] = []
-    changed = worker._change(given, verdict(10**9, 2 * 10**9, 3 * 10**9), None, tried.append)
+    changed = worker.change(given, verdict(10**9, 2 * 10**9, 3 * 10**9), None, tried.append)
     assert changed == "model.remat=block micro_batch_size=16 rollout.mesh.tensor=2"
     halved = given.model_copy(update={"micro_batch_size": 16})
-    assert worker._change(halved, verdict(10**9, 1, 3 * 10**9), None, tried.append) == "rollout.mesh.tensor=2"
+    assert worker.change(halved, verdict(10**9, 1, 3 * 10**9), None, tried.append) == "rollout.mesh.tensor=2"
     # What helps training is too much for sampling, once both are changed.
     monkeypatch.setattr(worker, "refuted", lambda *asked: refuted(*asked) or _both(asked[0], asked[2]))
-    assert worker._change(given, verdict(10**9, 2 * 10**9, 3 * 10**9), None, tried.append) is None
-    assert worker._change(given, verdict(10**9, 2 * 10**9, 1), None, tried.append) is None
-    words = [one.words for one in remedies(given, "decode", "h100:8", "sampling")]
+    assert worker.change(given, verdict(10**9, 2 * 10**9, 3 * 10**9), None, tried.append) is None
+    assert worker.change(given, verdict(10**9, 2 * 10**9, 1), None, tried.append) is None
+    words = [" ".join(one) for one in remedies(given, "decode", "h100:8", "sampling")]
     assert words == [*(f"rollout.slots={n}" for n in (16, 8, 4, 2)), *(f"rollout.mesh.tensor={n}" for n in (2, 4))]

@@ -9,12 +9,17 @@ import pytest
 from benchmarks.device.rows import Setting
 from benchmarks.device.speeds import STEPS
 from tests.trainers import PLAIN
+from tunix.config import MeshConfig
 from tunix.data.packing import pack
+from tunix.mesh import build_mesh
+from tunix.models.config import EXPERTS, DecoderConfig, Experts
 from tunix.models.families.table import preset
-from tunix.plan.arithmetic import Work, sampling, scoring, training
-from tunix.plan.chips import CHIPS
+from tunix.models.model import Model
+from tunix.plan import arithmetic
+from tunix.plan.arithmetic import Sent, Work, exchanged, sampling, scoring, training
 from tunix.trainer.perf import matmul_weights
 from tunix.types import Batch, Sequence
+from tunix.util.chips import CHIPS
 
 LAYER = 32 * 8 * (2 * 4 + 2 * 2) + 3 * 32 * 64
 """Weights of a layer's matrices of PLAIN."""
@@ -63,6 +68,64 @@ def test_what_stands_between_products_adds_to_the_longer_of_the_rest():
     chip = CHIPS["h100"]
     assert Work(989e12, 3.35e12, 0.0).seconds(chip) == (pytest.approx(1), "memory")
     assert Work(989e12, 0.0, 1.675e12).seconds(chip) == (pytest.approx(1.5), "compute")
+
+
+def sent_on(mesh: MeshConfig, config: DecoderConfig = PLAIN, number: int = 1, *, trains: bool = True) -> Sent:
+    """What eight devices send for 256 tokens in float32."""
+    devices, model = build_mesh(mesh), Model(config)
+    weights = model.abstract(dict.fromkeys(model.shapes, "float32"), devices)
+    trained = weights if trains else ()
+    return exchanged(config, devices, 256, 4, weights=weights, trained=trained, microbatches=number)
+
+
+WHOLE = sum(math.prod(shape) for shape in Model(PLAIN).shapes.values())
+
+
+def test_weights_that_are_split_are_gathered_and_their_gradients_summed():
+    """A ring of 8 sends 7/8 of what it gathers or scatters. The table of the head is gathered once; in that of the
+    embedding each device looks 32 tokens up for all others, in 4 of 32 columns, and gets as many gradients."""
+    lookups = 7 / 8 * 4 * 32 * 32
+    for number in (1, 3):
+        assert sent_on(MeshConfig(fsdp=8), number=number).kinds == {
+            "all-gather": pytest.approx(7 / 8 * 4 * (2 * number * (WHOLE - 2 * HEAD) + HEAD)),
+            "reduce-scatter": pytest.approx(7 / 8 * 4 * number * (WHOLE - HEAD)),
+            "all-to-all": pytest.approx(2 * lookups),
+        }
+    forward = {"all-gather": pytest.approx(7 / 8 * 4 * (WHOLE - HEAD)), "all-to-all": pytest.approx(lookups)}
+    assert sent_on(MeshConfig(fsdp=8), trains=False).kinds == forward
+    assert sent_on(MeshConfig(data=8, fsdp=1)).kinds == {"all-reduce": pytest.approx(2 * 7 / 8 * 4 * WHOLE)}
+
+
+def test_layers_that_are_split_sum_their_activations():
+    """Tensor 2: twice in each layer and once at its end, forwards and backwards; a ring of 2 sends a sum once."""
+    rows = 256 * 4 * 32
+    config = replace(PLAIN, num_layers=3)
+    sums = sent_on(MeshConfig(fsdp=1, data=4, tensor=2), config, trains=False)
+    assert sums.kinds == {"all-reduce": pytest.approx((2 * 3 + 1) * rows / 4)}
+    # Four parts of a row: keys and values of 2 heads of 8 are gathered twice, their gradients scattered.
+    parts = sent_on(MeshConfig(fsdp=2, context=4))
+    alone = sent_on(MeshConfig(fsdp=2, data=4))
+    heads = LAYERS * 2 * 2 * 8 * 256 * 4 / 2
+    assert parts.kinds["all-gather"] - alone.kinds["all-gather"] == pytest.approx(2 * 3 / 4 * heads)
+    assert parts.kinds["reduce-scatter"] - alone.kinds["reduce-scatter"] == pytest.approx(3 / 4 * heads)
+
+
+def test_tokens_go_to_the_devices_of_their_experts_and_back():
+    """With two of eight experts on four devices a token meets 4 (1 - (3/4)^2) = 1.75 of these, itself home in a
+    quarter of them."""
+    config = replace(PLAIN, experts=Experts(8, 2), feed_forward=EXPERTS)
+    found = sent_on(MeshConfig(fsdp=1, data=2, expert=4), config, trains=False)
+    assert found.kinds == {"all-to-all": pytest.approx(2 * LAYERS * 32 * 4 * 32 * 1.75 * 3 / 4)}
+
+
+def test_what_leaves_a_host_is_told_from_what_stays(monkeypatch: pytest.MonkeyPatch):
+    """Of two hosts of four devices `data` crosses the network between them, and `fsdp` where it is longer."""
+    monkeypatch.setattr(arithmetic, "groups_of", lambda devices: [devices[:4], devices[4:]])
+    halves = sent_on(MeshConfig(data=2, fsdp=4))
+    assert halves.far == pytest.approx(halves.kinds["all-reduce"])
+    whole = sent_on(MeshConfig(fsdp=8))
+    assert whole.far == pytest.approx(sum(whole.kinds.values()))
+    assert Sent({"all-gather": 45e9, "all-reduce": 45e9}, 25e9).seconds(CHIPS["h100"]) == {"links": 0.2, "network": 0.5}
 
 
 WEIGHTS = {name: matmul_weights(preset(name)) for name in ("qwen3-0.6b", "qwen3-4b")}

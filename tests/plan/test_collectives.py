@@ -6,6 +6,8 @@ import numpy as np
 import optax
 import pytest
 
+from benchmarks.programs import Account, account
+from benchmarks.shapes import Shape
 from tests.marks import slow
 from tests.trainers import PLAIN, RICH
 from tunix.algorithms.sft.algorithm import SFT
@@ -16,7 +18,7 @@ from tunix.models import vocab_chunks
 from tunix.models.config import DecoderConfig
 from tunix.models.model import Model
 from tunix.plan import programs
-from tunix.plan.account import Account, account
+from tunix.plan.arithmetic import exchanged
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec
 
 ROWS, LENGTH = 8, 32
@@ -35,7 +37,7 @@ def step_on(mesh: MeshConfig, config: DecoderConfig, attention: str = "auto", mi
         seed=0,
     )
     params = model.abstract(dict.fromkeys(model.shapes, "float32"), devices)
-    batch = programs.BatchShape(micro, ROWS, LENGTH, micro * ROWS)
+    batch = programs.microbatches_of(Shape("", config, micro * ROWS, LENGTH).batch(), spec.microbatcher)
     return account(programs.step(spec, params, {}, batch, SFT(SFTConfig()).objective).compile().as_text())
 
 
@@ -81,3 +83,17 @@ def test_attention_by_chunks_sends_what_the_einsums_send():
     config = replace(RICH, num_kv_heads=2)
     whole, cut = (step_on(MeshConfig(fsdp=4, tensor=2), config, name) for name in ("einsum", "chunked"))
     assert cut.sent() <= 1.01 * whole.sent()
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh.data}-{mesh.fsdp}-{mesh.tensor}")
+def test_arithmetic_is_what_the_compiled_step_sends(mesh: MeshConfig):
+    """A CPU's compiler sums where a GPU's scatters the sum, which sends half as much. Where layers are split over
+    `tensor` it moves some activations and weights once more: arithmetic is the least."""
+    found, devices, model = step_on(mesh, PLAIN), build_mesh(mesh), Model(PLAIN)
+    weights = model.abstract(dict.fromkeys(model.shapes, "float32"), devices)
+    least = exchanged(PLAIN, devices, ROWS * LENGTH, 4, weights=weights, trained=weights)
+    sums = 2 * least.kinds["reduce-scatter"] + least.kinds.get("all-reduce", 0.0)
+    most = 1.2 if mesh.tensor == 1 else 1.5
+    assert 0.8 < found.sent("all-gather") / least.kinds["all-gather"] < most
+    assert 0.8 < found.sent("all-reduce", "reduce-scatter") / sums < most
+    assert found.sent() > 0.9 * sum(least.kinds.values())

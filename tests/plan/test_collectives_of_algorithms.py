@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from jaxtyping import PRNGKeyArray
 
+from benchmarks.programs import Account, account
 from tests.trainers import PLAIN, sequences, trainer
 from tunix.algorithms.kto.loss import BASELINE
 from tunix.config import MeshConfig
 from tunix.data.packing import LABEL, pack
 from tunix.models import vocab_chunks
-from tunix.plan.account import Account, account
 from tunix.recipe.algorithms import ALGORITHMS, algorithm_class
 from tunix.trainer.frozen_model import Teacher
 from tunix.trainer.learner import Learner

@@ -15,7 +15,7 @@ import pytest
 
 from tests.plan.test_kernels_compiled import installed, unknown_loops
 from tests.trainers import PLAIN
-from tunix.plan.chips import chip_of
+from tunix.util.chips import chip_of
 
 CODE = "import sys; from importlib import import_module as read; getattr(read(sys.argv[1]), sys.argv[2])(*sys.argv[3:])"
 SIZES: Mapping[str, Any] = {"d_model": 1024, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "ffn": 2048}
@@ -42,17 +42,16 @@ def compile_for(topology: str, mesh: str, kinds: str, cache: str) -> None:
 def compile_pieces_for(topology: str) -> None:
     """Compiles a long piece on each device and prints its tokens and what its instructions make, a layer's once; in a
     process of its own."""
+    from benchmarks.programs import account, parsed
     from tunix.config import MeshConfig
     from tunix.mesh import build_mesh
     from tunix.models.model import Model
     from tunix.plan import programs
-    from tunix.plan import topology as topologies
-    from tunix.plan.account import account
-    from tunix.plan.hlo import parsed
     from tunix.rollout.engine.engine import Engine
+    from tunix.util import chips
 
-    topologies.prepare()
-    devices = topologies.devices_of(topology)
+    chips.prepare()
+    devices = chips.devices_of(topology)
     model, mesh = Model(CONFIG, dtype="bfloat16"), build_mesh(MeshConfig(data=len(devices), fsdp=1), devices)
     sizes = Engine(model, mesh, slots=8 * len(devices), length=2048).sizes
     weights = programs.views(model, mesh, model.abstract(dict.fromkeys(model.shapes, model.dtype), mesh))
@@ -75,12 +74,12 @@ def compile_sampler_for(topology: str, kinds: str, layers: str, *names: str) -> 
     from tunix.models.families.table import FAMILIES
     from tunix.models.model import Model
     from tunix.plan import programs
-    from tunix.plan import topology as topologies
     from tunix.rollout.engine.engine import Engine, warmup_calls
+    from tunix.util import chips
     from tunix.util.trees import bytes_of
 
-    topologies.prepare()
-    mesh = build_mesh(MeshConfig(), topologies.devices_of(topology))
+    chips.prepare()
+    mesh = build_mesh(MeshConfig(), chips.devices_of(topology))
     number = int(layers)
     configs = {
         # The other of two layers has a kind of pages of its own.

@@ -34,24 +34,25 @@ EXPECTED = {
 
 def compile_for(topology: str, name: str) -> None:
     """Compiles a program and prints how often kernels and copies run; called in a process of its own."""
+    from benchmarks.programs import account
+    from benchmarks.shapes import Shape
     from tunix.algorithms.sft.algorithm import SFT
     from tunix.algorithms.sft.config import SFTConfig
     from tunix.config import MeshConfig
     from tunix.mesh import build_mesh
     from tunix.models.model import Model
     from tunix.plan import programs
-    from tunix.plan import topology as topologies
-    from tunix.plan.account import account
     from tunix.rollout.engine.engine import Engine
     from tunix.trainer.config import OptimizerConfig
     from tunix.trainer.logprobs import Scorer
     from tunix.trainer.microbatches import Microbatcher, TrainerSpec
     from tunix.trainer.optimizer import build_optimizer, build_schedule
+    from tunix.util import chips
 
-    topologies.prepare()
-    mesh = build_mesh(MeshConfig(fsdp=1), topologies.devices_of(topology))
+    chips.prepare()
+    mesh = build_mesh(MeshConfig(fsdp=1), chips.devices_of(topology))
     model, microbatcher = Model(CONFIG, dtype="bfloat16"), Microbatcher(1, mesh)
-    batch = programs.BatchShape(1, 1, LENGTH, 8)
+    batch = programs.microbatches_of(Shape("", CONFIG, 1, LENGTH).batch(), microbatcher)
     exact, rounded = (model.abstract(dict.fromkeys(model.shapes, dtype), mesh) for dtype in ("float32", "bfloat16"))
     if name == "step":
         settings = OptimizerConfig()

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from tests.trainers import PLAIN
-from tunix.plan.chips import chip_of
-from tunix.plan.topology import COMPILERS
+from tunix.util.chips import COMPILERS, chip_of
 from tunix.util.loops import SCOPE
 
 LENGTH, LAYERS = 8192, 2
@@ -42,6 +41,8 @@ def installed(topology: str) -> bool:
 
 def compile_for(topology: str, kinds: str) -> None:
     """Compiles a step over one packed row and prints what the program holds; called in a process of its own."""
+    from benchmarks.programs import account, arrays, bits, largest, parsed
+    from benchmarks.shapes import Shape
     from tunix.algorithms.sft.algorithm import SFT
     from tunix.algorithms.sft.config import SFTConfig
     from tunix.config import MeshConfig
@@ -49,16 +50,14 @@ def compile_for(topology: str, kinds: str) -> None:
     from tunix.models.config import EXPERTS, Experts
     from tunix.models.model import Model
     from tunix.plan import programs
-    from tunix.plan import topology as topologies
-    from tunix.plan.account import account, largest
-    from tunix.plan.hlo import arrays, bits, parsed
     from tunix.trainer.config import OptimizerConfig
     from tunix.trainer.microbatches import Microbatcher, TrainerSpec
     from tunix.trainer.optimizer import build_optimizer, build_schedule
+    from tunix.util import chips
 
-    topologies.prepare()
-    topologies.hasten(chip_of(topology).platform)
-    devices = topologies.devices_of(topology)
+    chips.prepare()
+    chips.hasten(chip_of(topology).platform)
+    devices = chips.devices_of(topology)
     mesh = build_mesh(MeshConfig(fsdp=1, expert=len(devices)), devices)
     sizes: Mapping[str, Any] = {"d_model": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "ffn": 512}
     config = replace(PLAIN, vocab_size=1024, num_layers=LAYERS, **sizes)
@@ -79,7 +78,7 @@ def compile_for(topology: str, kinds: str) -> None:
     params = model.abstract(dict.fromkeys(model.shapes, "float32"), mesh)
     trained = {name: x for name, x in params.items() if kinds != "experts" or "norm" in name}
     frozen = {name: x.update(dtype="bfloat16") for name, x in params.items() if name not in trained}
-    batch = programs.BatchShape(1, len(devices), LENGTH, 8)
+    batch = programs.microbatches_of(Shape("", config, len(devices), LENGTH).batch(), spec.microbatcher)
     compiled = programs.step(spec, trained, frozen, batch, SFT(SFTConfig()).objective).compile()
     program = parsed(compiled.as_text())
     every = (one.kind for home in program.computations.values() for one in home.values())
@@ -92,7 +91,7 @@ def compile_for(topology: str, kinds: str) -> None:
         "loops": loops,
         "largest": most,
         "peak": peak,
-        "written": [kind for _, kind, _, _ in written],
+        "written": [kind for _, kind, _ in written],
     }
     print(json.dumps(answer | {"sent": {one.kind: one.bytes for one in sorted(found.collectives, key=_bytes)}}))
 
@@ -111,10 +110,10 @@ def compile_backward(head_dim: str) -> None:
 
     from tunix.models.attention import mosaic
     from tunix.models.attention.inputs import Segments
-    from tunix.plan import topology as topologies
+    from tunix.util import chips
 
-    topologies.prepare()
-    mesh = Mesh(topologies.devices_of("h100:1"), ("alone",))
+    chips.prepare()
+    mesh = Mesh(chips.devices_of("h100:1"), ("alone",))
 
     def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((1, 1024, *shape), dtype, sharding=NamedSharding(mesh, PartitionSpec()))

@@ -14,10 +14,10 @@ import jax
 import pytest
 
 from tests.plan.test_kernels_compiled import installed
-from tunix.plan import topology
 from tunix.plan.subject import Sampled, Subject, subject_of
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.engine.engine import warmup_calls
+from tunix.util import chips
 
 MOST = 12 + 1
 BESIDES = 2
@@ -52,9 +52,9 @@ def counted(name: str, devices: list, memory: float) -> list[int]:
 
 def count_on(topologies: dict[str, str]) -> None:
     """Prints what recipes count on devices that are not here; called in a process of its own."""
-    topology.prepare()
+    chips.prepare()
     for name, there in topologies.items():
-        print(name, *counted(name, topology.devices_of(there), topology.limit_of(there)))
+        print(name, *counted(name, chips.devices_of(there), chips.limit_of(there)))
 
 
 @pytest.mark.parametrize("name", [name for name in PATHS if any(x.algorithm.learns_from_rewards for x in stages(name))])

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.programs import parsed
 from tests.tiny_runs import RECIPE, model_folder, write_recipe
-from tunix.plan.hlo import parsed
 
 LAYERS, WIDTH, FFN, VOCAB = 8, 64, 512, 2048
 STACKED = 4 * LAYERS * WIDTH * FFN

@@ -20,6 +20,7 @@ from tunix.trainer.config import LoggingConfig
 from tunix.trainer.perf import Work, training_flops
 from tunix.trainer.progress import Display
 from tunix.types import Batch, Sequence
+from tunix.util.chips import Chip
 
 MATRICES, HEAD = 2 * 9216, 96 * 32
 """Weights of PLAIN: 2 layers of 32 x 8 x (2 x 4 + 2 x 2) + 3 x 32 x 64, and 96 ids of 32."""
@@ -46,7 +47,8 @@ class Rows:
 
 def row_of(work: Work, metrics: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """The row of one step with this batch, on devices that make a million FLOPs a second in all."""
-    monkeypatch.setattr(recorders, "peak_flops", lambda _: 1e6 / jax.device_count())
+    chip = Chip("cpu", 1e6 / jax.device_count(), 1e6, "cpu")
+    monkeypatch.setattr(recorders, "chip_named", lambda _: chip)
     sink = Rows()
     recorder = Recorder([sink], Display("run", 1, 0), LoggingConfig(every=1), work)
     recorder.push(1, Update(metrics, (batch(),)), Accounting())

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from benchmarks.shapes import Shape
 from tests.trainers import PLAIN, sequences, trainer
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
@@ -17,7 +18,8 @@ from tunix.mesh import build_mesh, sharding
 from tunix.models.layers import project
 from tunix.models.model import Model
 from tunix.plan import programs
-from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TrainState
+from tunix.trainer.microbatches import Microbatcher
+from tunix.trainer.step import Compute, FrozenInputs, TrainState
 
 SFT_LOSS = SFT(SFTConfig()).objective
 EIGHT = MeshConfig(fsdp=8)
@@ -67,11 +69,11 @@ def test_gradients_and_their_sums_over_microbatches_are_split_as_the_weights():
     mesh, model = build_mesh(EIGHT), Model(replace(PLAIN, ffn=80), dtype="bfloat16")
     params = model.abstract(dict.fromkeys(model.shapes, "float32"), mesh)
     compute = Compute(model, optax.sgd(0.1), optax.constant_schedule(0.1))
-    batch = programs._microbatches(mesh, programs.BatchShape(2, 8, 24, 16))
+    batch = programs.microbatches_of(Shape("", PLAIN, 16, 24).batch(), Microbatcher(8, mesh))
 
     def run(params, batch):
         state = TrainState(params, (), jnp.int32(0))
-        return compute.gradients(state, FrozenInputs({}), Microbatches(*batch), jax.random.key(0), SFT_LOSS)[0]
+        return compute.gradients(state, FrozenInputs({}), batch, jax.random.key(0), SFT_LOSS)[0]
 
     with jax.set_mesh(mesh):
         compiled = jax.jit(run).lower(params, batch).compile()

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.programs import account
 from tests.marks import slow
 from tests.rollout.engine.test_engine_parity import prompts, random_params, small_engine
 from tests.tiny_models import one_device
@@ -17,7 +18,6 @@ from tunix.errors import UserError
 from tunix.mesh import build_mesh
 from tunix.models.model import Model
 from tunix.plan import programs
-from tunix.plan.account import account
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.rollout.engine.engine import Engine
 from tunix.trainer.sampler_mesh import check_slots, copy_bytes, room_of, sampler_mesh

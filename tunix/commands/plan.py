@@ -1,12 +1,18 @@
-"""`tunix plan`: prints what a recipe needs of devices, by kind, whether that fits, and how fast it could be."""
+"""`tunix plan`: what a recipe needs of devices, by kind, whether that fits, and how fast it could be.
+
+A worker finds it out (`plan/worker.py`); its lines are waited for until a deadline, and printed. Loads without jax.
+"""
 
 import json
 import math
 import os
+import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +21,100 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from tunix.errors import UserError
-from tunix.plan.ask import Plan, ask
 from tunix.recipe.recipe import Recipe
-from tunix.util.accelerators import accelerated, cards
+from tunix.util.accelerators import FRACTION, MEMORY, accelerated, cards
 
 GIB = 2**30
 WIDTH = 120
 PATIENCE = 180.0
 """Seconds after which a run starts without having been planned."""
+DEADLINE = 600.0
+"""Seconds that a plan may take."""
+ELSEWHERE = {"JAX_PLATFORMS": "cpu"}
+"""Environment of a worker that plans for devices that are not here."""
+HERE = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+"""Environment of a worker that plans for the devices at hand: it takes no memory that it does not need."""
+
+
+@dataclass
+class Plan:
+    """What the worker answered."""
+
+    verdicts: list[dict[str, Any]] = field(default_factory=list)
+    """One for each stage, as `Verdict.report` of `plan/worker.py` makes them."""
+    changes: dict[int, str | None] = field(default_factory=dict)
+    """Stage -> the smallest change that fits, or None where none was found; only for stages that do not fit."""
+    tried: list[str] = field(default_factory=list)
+    """Changes that were tried."""
+    late: bool = False
+    """Whether the deadline ended it."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether all stages were examined and fit."""
+        return bool(self.verdicts) and all(one["fits"] for one in self.verdicts)
+
+
+def ask(
+    recipe: Recipe,
+    topology: str | None,
+    deadline: float = DEADLINE,
+    remedies: bool = True,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """The plan of a recipe, all of its stages included.
+
+    Args:
+        topology: such as `h100:8`; None for the devices at hand.
+        deadline: seconds after which the worker is stopped.
+        remedies: whether changes are tried where it does not fit.
+        tell: receives what is being done, in a few words.
+
+    Raises:
+        UserError: the topology or the model is not known, a compiler is not installed, or it broke down.
+    """
+    request = {"recipe": recipe.sections(), "name": "recipe", "topology": topology, "remedies": remedies}
+    plan = Plan()
+    with tempfile.TemporaryFile("w+") as noise:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "tunix.plan.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=noise,
+            text=True,
+            env={**os.environ, **(HERE if topology is None else ELSEWHERE)},
+        )
+        stop = threading.Timer(deadline, worker.kill)
+        stop.start()
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        try:
+            worker.stdin.write(json.dumps(request))
+            worker.stdin.close()
+            for line in map(json.loads, worker.stdout):
+                if "error" in line:
+                    raise UserError(line["error"])
+                if "verdict" in line:
+                    plan.verdicts.append(line["verdict"])
+                if "change" in line:
+                    plan.changes[line["stage"]] = line["change"]
+                if "begun" in line:
+                    tell("tracing the programs")
+                if "trying" in line:
+                    plan.tried.append(line["trying"])
+                    tell(f"it does not fit; trying {line['trying']}")
+                if "compiling" in line:
+                    tell(f"compiling {line['compiling']}")
+            code = worker.wait()
+        finally:
+            plan.late = not stop.is_alive()
+            stop.cancel()
+            worker.kill()
+        if code and not plan.late:
+            noise.seek(0)
+            last = "".join(noise.readlines()[-3:]).strip()[-600:]
+            raise UserError(f"the plan's process ended with {code}: {last}")
+    return plan
 
 
 def plan(
@@ -64,16 +156,14 @@ def require_fit(recipe: Recipe, fresh: bool) -> None:
     """Asks whether a run fits the accelerators here, before JAX takes them.
 
     Nothing is asked on a CPU, of a run that goes on, and where arithmetic says that memory is ample
-    (`plan/structure.py`).
-    Where it cannot be found out, a line on standard error says why, and the run may start.
+    (`plan/subject.py`). Where it cannot be found out, a line on standard error says why, and the run may start.
 
     Raises:
         UserError: it does not fit; with the smallest change that does.
     """
     if not accelerated() or (Path(recipe.output).expanduser().exists() and not fresh):
         return
-    from tunix.plan.structure import ample  # these load jax
-    from tunix.util.startup import FRACTION, MEMORY
+    from tunix.plan.subject import ample  # this loads jax
 
     share = float(os.environ.get(MEMORY, FRACTION))
     if cards() and ample(recipe, min(min(share * card.total, card.free) for card in cards())):
@@ -126,14 +216,13 @@ def _progress(topology: str | None) -> Iterator[Callable[[str], None]]:
 
 def _show(planned: Plan, recipe: Recipe, console: Console) -> None:
     for number, verdict in enumerate(planned.verdicts):
-        name = stage_of(recipe, number).output
-        console.print(f"[bold]{name}[/] on {place(verdict)}: {summary(verdict)}")
+        console.print(f"[bold]{stage_of(recipe, number).output}[/] on {place(verdict)}: {summary(verdict)}")
         for line in verdict["chosen"]:
             console.print(f"  {line}", markup=False)
-        # The kinds of memory during the program of each place that needs most, and its largest arrays.
-        for place_name, most in first_of_each(verdict).items():
-            held = verdict["places"][place_name]["number"]
-            devices = "each device" if len(verdict["places"]) == 1 else f"each of {held} {place_name} device(s)"
+        # The kinds of memory during the program of each place that needs most, and the arrays that its compiler lists.
+        for name, most in first_of_each(verdict).items():
+            alone = len(verdict["places"]) == 1
+            devices = "each device" if alone else f"each of {verdict['places'][name]['number']} {name} device(s)"
             table = Table(f"of {devices}, during {most['name']}", Column("GiB", justify="right"), box=SIMPLE)
             for kind, size in sorted(most["kinds"].items(), key=lambda item: -item[1]):
                 table.add_row(kind, f"{size / GIB:.2f}")
@@ -143,21 +232,25 @@ def _show(planned: Plan, recipe: Recipe, console: Console) -> None:
         # Every program: what is needed while it runs, what it costs, and the least time that takes.
         costs = ("TFLOP", "GB moved", "GB sent", "least ms", "s to trace + compile")
         names = ("program", "GiB with all held", "a step", *costs)
-        table = Table(*(Column(title, no_wrap=title == "program", justify="right") for title in names), box=SIMPLE)
+        table = Table(*(Column(name, no_wrap=name == "program", justify="right") for name in names), box=SIMPLE)
         table.columns[0].justify = "left"
         for program in verdict["programs"]:
-            sent = sum(amount for _, amount in program["sent"].values()) / 1e9
-            least = ""
-            if program["seconds"] is not None and not program["refused"]:
-                least = f"{1e3 * program['seconds']:,.0f}, {program['bound']}"
-            flops, moved = program["work"][0], sum(program["work"][1:])
-            cost = (f"{flops / 1e12:,.1f}", f"{moved / 1e9:,.0f}", f"{sent:,.1f}") if flops else ("", "", "")
+            flops, moved, sent = program["work"][0], sum(program["work"][1:]), sum(program["sent"].values())
+            cost = (f"{flops / 1e12:,.1f}", f"{moved / 1e9:,.0f}", f"{sent / 1e9:,.1f}") if flops else ("", "", "")
+            known = program["seconds"] is not None and not program["refused"]
+            least = f"{1e3 * program['seconds']:,.0f}, {program['bound']}" if known else ""
             times = f"{program['times']:g} x" if program["times"] else ""
             made = f"{program['traced_in']:.0f} + {program['compiled_in']:.0f}" if program["compiled_in"] else ""
             table.add_row(program["name"], f"{program['total'] / GIB:.2f}", times, *cost, least, made)
         console.print(table)
-        if verdict["prediction"] is not None:
-            console.print(predicted(verdict["prediction"]))
+        console.print("GiB by the compiler; TFLOP, GB and least ms by arithmetic of the model, full rows and the mesh")
+        if (prediction := verdict["prediction"]) is not None:
+            seconds, speed, share = (prediction[name] for name in ("step_seconds", "tokens_per_second", "mfu"))
+            console.print(
+                f"predicted, not measured: a step of {seconds:{'.3g' if seconds < 1000 else ',.0f'}} s at the least, "
+                f"{speed:,.0f} trained tokens/s, MFU {share:{'.0%' if share > 0.1 else '.1%'}}, "
+                "if rows are full and every device reaches its peaks"
+            )
         if number in planned.changes:
             console.print(suggestion(planned, number))
     if planned.late:
@@ -207,21 +300,10 @@ def suggestion(planned: Plan, stage: int) -> str:
     return f"none of these fits: {'; '.join(planned.tried)}" if planned.tried else "no change is known that could fit"
 
 
-def predicted(prediction: dict[str, float]) -> str:
-    """The prediction in a sentence."""
-    seconds, share = prediction["step_seconds"], prediction["mfu"]
-    return (
-        f"predicted, not measured: a step of {seconds:{'.3g' if seconds < 1000 else ',.0f'}} s at the least, "
-        f"{prediction['tokens_per_second']:,.0f} trained tokens/s, MFU {share:{'.0%' if share > 0.1 else '.1%'}}, if "
-        "rows are full and every device reaches its peaks"
-    )
-
-
 def _array(buffer: list[Any]) -> str:
-    """A buffer of a verdict: its size, type and shape, and where it comes from."""
-    size, shape, scope, line = buffer
-    operation = "/".join(scope.split("/")[-3:])  # the end of a scope, which names it
-    return "  ".join(filter(None, (_gib(size), shape, ", ".join(filter(None, (line, operation))))))
+    """An array that a compiler lists: its size, type and shape, and the end of its scope, which names the operation."""
+    size, shape, scope = buffer
+    return "  ".join(filter(None, (_gib(size), shape, "/".join(scope.split("/")[-3:]))))
 
 
 def _gib(size: int) -> str:

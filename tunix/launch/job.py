@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from tunix.config import MeshConfig
 from tunix.errors import UserError, install_command
-from tunix.plan.chips import CHIPS, CHIPS_OF_A_HOST, GPUS_OF_A_HOST, SHAPES, chip_of, number_of
 from tunix.recipe.recipe import Recipe
+from tunix.util.chips import CHIPS, CHIPS_OF_A_HOST, GPUS_OF_A_HOST, SHAPES, chip_of, number_of
 from tunix.util.object_store import url_of
 from tunix.util.plugins import is_reference
 

@@ -18,7 +18,7 @@ from typing import Any
 from tunix import __version__
 from tunix.errors import UserError
 from tunix.launch.job import USER_ERROR, Job
-from tunix.plan.chips import CHIPS
+from tunix.util.chips import CHIPS
 from tunix.util.yaml_io import write_yaml
 
 ACCELERATORS = {

@@ -12,7 +12,7 @@ import shlex
 from tunix import __version__
 from tunix.errors import UserError
 from tunix.launch.job import USER_ERROR, Job
-from tunix.plan.chips import GPUS_OF_A_HOST
+from tunix.util.chips import GPUS_OF_A_HOST
 
 CPUS_OF_A_GPU = 8
 """Cores for each GPU where a job has a part of a node; of a whole node it has all."""

@@ -1,25 +1,35 @@
-"""What a program multiplies and moves at the least, from the model's config, the packing of its rows and the mesh.
+"""What a program multiplies, moves and sends at the least, by the model's config, its packed rows and the mesh.
 
 Products and kernels of attention hide what they read behind what they multiply, or the other way round; what stands
 between them (norms, rope, activations, the optimizer) waits for memory alone, and adds to that. Nothing is counted that
 a better compiler could leave out, so that no run on these devices is faster.
 """
 
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from tunix.lora.config import AdapterConfig
+from tunix.mesh import RULES, groups_of
 from tunix.models.config import DecoderConfig
 from tunix.models.scan import KEEPS, Remat
-from tunix.plan.chips import Chip
 from tunix.trainer.perf import adapter_weights, idle_weights, matmul_weights, matrices, mixing_flops
 from tunix.types import Batch
+from tunix.util.chips import Chip
+from tunix.util.trees import bytes_of
 
 RESULTS = {"q": "q", "k": "k", "v": "v", "o": "x", "gate": "gate", "up": "up"}
 """A layer's matrices -> the names in `KEEPS` of what they compute."""
 ITEM = 2
 """Bytes of a number between products, at the least."""
+BETWEEN_HOSTS = 50e9
+"""Bytes that a GPU sends to another host a second: 400 Gb/s of InfiniBand for each
+(https://www.nvidia.com/en-us/data-center/dgx-h100/)."""
 
 
 class Work(NamedTuple):
@@ -132,3 +142,95 @@ def _between(config: DecoderConfig, tokens: int) -> float:
     heads = sum(2 * (config.num_heads + kind.kv_heads) * kind.head_dim for kind in config.kinds)
     active = 1 if config.experts is None else config.experts.active
     return float(ITEM * tokens * (heads + config.num_layers * (4 * config.d_model + 3 * active * config.ffn)))
+
+
+class Sent(NamedTuple):
+    """What each device sends to others in one run of a program, by the fewest bytes that a ring needs."""
+
+    kinds: dict[str, float]
+    """Kind of collective, e.g. `all-gather` -> bytes."""
+    far: float
+    """Those of these bytes that leave the devices which a fast network joins."""
+
+    def seconds(self, chip: Chip) -> dict[str, float]:
+        """The least time on a chip over each network."""
+        return {"links": sum(self.kinds.values()) / chip.link, "network": self.far / BETWEEN_HOSTS}
+
+
+def exchanged(
+    config: DecoderConfig,
+    mesh: Mesh,
+    tokens: int,
+    item: int,
+    *,
+    weights: Mapping[str, jax.ShapeDtypeStruct] | None = None,
+    trained: Collection[str] = (),
+    microbatches: int = 1,
+) -> Sent:
+    """What devices send each other for a mesh's axes.
+
+    `fsdp`: each pass over a micro-batch gathers the matrices of the layers, a backward pass again, and scatters the sum
+    of the gradients of what trains (Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054). The table of the
+    head is gathered once; a device has some columns of the embedding, and sends each other one those of its tokens.
+    `data` and the other axes of the rows: the gradients' sum. `tensor`: two sums of activations in each layer, after
+    attention and after the MLP, and as many in the backward pass (Shoeybi et al. 2019, Megatron-LM,
+    https://arxiv.org/abs/1909.08053); one of the embedding, one of the head's gradient. `context`: keys and values are
+    gathered, in the backward pass again, and their gradients scattered. `expert`: a token goes to the devices of its
+    experts and back. What is recomputed sends nothing again.
+
+    Args:
+        config: the model.
+        mesh: what it and the rows are split over.
+        tokens: of one run, over all devices.
+        item: bytes of a number of the computation.
+        weights: all weights by name, as they are split; None where no device lacks a part, as in sampling.
+        trained: names of those that train; none in a forward pass.
+        microbatches: how often the layers are passed through.
+    """
+    sizes, passes = mesh.shape, 2 if trained else 1
+    local = tokens * item / math.prod(sizes[axis] for axis in (*(RULES["rows"] or ()), "context"))
+    sent: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
+
+    def send(kind: str, amount: float, *axes: str) -> None:
+        devices = math.prod(sizes[axis] for axis in axes)
+        sent[kind, axes] += amount * (devices - 1) / devices
+
+    def split_over(x: jax.ShapeDtypeStruct) -> set[str]:
+        assert isinstance(x.sharding, NamedSharding)
+        return {axis for axes in x.sharding.spec for axis in ((axes,) if isinstance(axes, str) else axes or ())}
+
+    for name, x in (weights or {}).items():
+        split = split_over(x)
+        shard = float(math.prod(x.sharding.shard_shape(x.shape)))
+        whole = shard * (sizes["fsdp"] if "fsdp" in split else 1)
+        looked_up = name.endswith("embed/w") and (name != "embed/w" or not config.tied)
+        if "fsdp" in split and not looked_up:
+            times = 1 if name in ("embed/w", "head/w") else passes * microbatches
+            send("all-gather", times * min(item, bytes_of(x) / shard) * whole, "fsdp")
+        if name in trained:
+            if "fsdp" in split and not looked_up:
+                send("reduce-scatter", microbatches * item * whole, "fsdp")
+            others = tuple(axis for axis in (*(RULES["rows"] or ()), "context") if axis not in split)
+            send("all-reduce", 2 * microbatches * item * shard, *others)
+    if weights is not None and "fsdp" in split_over(weights["embed/w"]):
+        send("all-to-all", (1 + ("embed/w" in trained)) * local * config.d_model, "fsdp")
+    send("all-reduce", 2 * passes * (2 * config.num_layers + 1) * local * config.d_model, "tensor")
+    heads = sum(2 * kind.kv_heads * kind.head_dim for kind in config.kinds if kind.paged)
+    for kind, times in (("all-gather", passes), ("reduce-scatter", passes - 1)):
+        send(kind, times * local * sizes["context"] * heads / sizes["tensor"], "context")
+    if config.experts is not None and sizes["expert"] > 1:
+        # Of the other devices, those that have any of a token's experts.
+        devices = sizes["expert"]
+        met = devices * (1 - (1 - 1 / devices) ** config.experts.active)
+        send("all-to-all", 2 * passes * config.num_layers * local * config.d_model * met, "expert")
+    group = {device: number for number, near in enumerate(groups_of(list(mesh.devices.flat))) for device in near}
+    kinds, far = defaultdict[str, float](float), 0.0
+    for (kind, axes), amount in sent.items():
+        along = mesh.devices[tuple(slice(None) if axis in axes else 0 for axis in mesh.axis_names)]
+        if amount:
+            kinds[kind] += amount
+            far += amount * (len({group[device] for device in along.flat}) > 1)
+    return Sent(dict(kinds), far)
+
+
+NOTHING_SENT = Sent({}, 0.0)

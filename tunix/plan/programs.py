@@ -1,17 +1,13 @@
-"""A run's programs lowered from shapes alone: no weight is made and no device touched.
+"""A run's programs lowered from shapes alone: no weight is made and no device touched."""
 
-Axes: M micro-batches, R rows of a micro-batch, T time, S sequences, D model width, V vocabulary, Te teacher's width,
-Sl slots.
-"""
-
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PRNGKeyArray
 
 from tunix.mesh import RULES, Axes, by_rows, compiler_options, sharding
 from tunix.models.attention.pages import placed
@@ -27,7 +23,7 @@ from tunix.rollout.engine.slots import Slots
 from tunix.trainer.frozen_model import compute_states, not_shared
 from tunix.trainer.learner import abstract_moments
 from tunix.trainer.logprobs import Scorer, Scores
-from tunix.trainer.microbatches import PER_TOKEN, Microbatcher, TrainerSpec
+from tunix.trainer.microbatches import Microbatcher, TrainerSpec
 from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TeacherStates, TrainState
 from tunix.types import Batch, Loss, Pictures
 from tunix.util.exact import jit
@@ -36,61 +32,33 @@ Shapes = dict[str, jax.ShapeDtypeStruct]
 """Parameters by name: shape, dtype and sharding."""
 
 
-class BatchShape(NamedTuple):
-    """The shape of an update's batch."""
+def microbatches_of(
+    batch: Batch, microbatcher: Microbatcher, pictures: int = 0, vision: VisionConfig | None = None
+) -> Microbatches:
+    """The shapes of a batch as `Microbatcher.place` puts it on the mesh.
 
-    number: int
-    """M."""
-    rows: int
-    """R."""
-    length: int
-    """T."""
-    sequences: int
-    """S."""
-    parents: bool = False
-    """Whether segments share a prompt."""
-    counts: tuple[str, ...] = ("tokens", "sequences")
-    """Names of its denominators."""
-    per_token: tuple[str, ...] = ()
-    """Names of its values `[M R T]`."""
-    per_sequence: tuple[str, ...] = ()
-    """Names of its values `[S]`."""
-    pictures: tuple[int, VisionConfig] | None = None
-    """Pi, the pictures of a row, and the tower that sees them; None without any."""
+    Args:
+        batch: made without pictures.
+        microbatcher: splits it.
+        pictures: of a row, where the model sees them.
+        vision: the tower that sees them; None without any.
+    """
 
-    @classmethod
-    def of(
-        cls, batch: Batch, microbatcher: Microbatcher, pictures: tuple[int, VisionConfig] | None = None
-    ) -> "BatchShape":
-        """The shape of a batch as `Microbatcher.place` puts it on the mesh.
+    def described(tree: Any, where: NamedSharding) -> Any:
+        def shape(x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=where)
 
-        Args:
-            batch: made without pictures.
-            microbatcher: splits it.
-            pictures: the field, of rows that have them.
-        """
-        return cls(
-            number=microbatcher.number(batch),
-            rows=microbatcher.rows,
-            length=batch.tokens.shape[1],
-            sequences=len(batch.weights),
-            parents=batch.parents is not None,
-            counts=tuple(batch.counts),
-            per_token=tuple(batch.per_token),
-            per_sequence=tuple(batch.per_sequence),
-            pictures=pictures,
-        )
+        return jax.tree.map(shape, tree)
 
-
-class TeacherShape(NamedTuple):
-    """The shapes of `TeacherStates`."""
-
-    hidden: jax.ShapeDtypeStruct
-    """`[M R T Te]`."""
-    table: jax.ShapeDtypeStruct
-    """`[V Te]`."""
-    softcap: float | None
-    """Softcap of the teacher's logits, e.g. 30.0; None without one."""
+    shapes = microbatcher.place(batch, described)
+    if vision is None:
+        return shapes
+    tokens, by_row = shapes.rows["tokens"], NamedSharding(microbatcher.mesh, PartitionSpec(None, RULES["rows"]))
+    by_picture = (*tokens.shape[:2], pictures)
+    pixels = jax.ShapeDtypeStruct((*by_picture, *vision.shape), jnp.uint8, sharding=by_row)
+    grids = jax.ShapeDtypeStruct((*by_picture, 2), jnp.int32, sharding=by_row)
+    rope = jax.ShapeDtypeStruct((*tokens.shape, 3), jnp.int32, sharding=tokens.sharding) if vision.turns else None
+    return replace(shapes, pictures=Pictures(pixels, grids, tokens, rope))
 
 
 def moments(spec: TrainerSpec, params: Shapes) -> object:
@@ -102,86 +70,69 @@ def step(
     spec: TrainerSpec,
     params: Shapes,
     base: Shapes,
-    batch: BatchShape,
+    microbatches: Microbatches,
     loss: Loss,
     reference: Shapes | None = None,
-    teacher: TeacherShape | None = None,
+    teacher: TeacherStates | None = None,
 ) -> jax.stages.Lowered:
     """The training step of a learner with these parameters, as `Learner.step` runs it.
 
     Args:
         params: those that train.
         base: the frozen ones under an adapter.
+        microbatches: shapes of the batch.
         reference: where the loss reads its log-probs.
         teacher: where the loss reads a divergence from it.
     """
-    drops = bool(spec.adapter and spec.adapter.dropout)
-    compute = Compute(spec.model, spec.optimizer, spec.schedule, drops=drops)
-    softcap = None if teacher is None else teacher.softcap
-
-    # Records hold arrays, so they are made while the program is traced.
-    def run(state: tuple, frozen: tuple, batch: tuple, key: PRNGKeyArray) -> tuple:
-        base, reference, states = frozen
-        of_teacher = None if states is None else TeacherStates(states[0], states[1], softcap)
-        new, metrics = compute.step(
-            TrainState(*state), FrozenInputs(base, reference, of_teacher), _record(batch), key, loss
-        )
-        return (new.params, new.moments, new.step), metrics
-
+    compute = Compute(spec.model, spec.optimizer, spec.schedule, drops=bool(spec.adapter and spec.adapter.dropout))
     number, key = jax.eval_shape(lambda: (jnp.int32(0), jax.random.key(0)))
     everywhere = NamedSharding(spec.mesh, PartitionSpec())
     number, key = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for x in (number, key))
-    state, states = (params, moments(spec, params), number), None if teacher is None else teacher[:2]
-    compiled = jit(run, donate_argnums=0, options=compiler_options(spec.mesh, spec.model.dtype))
-    frozen = (base, None if reference is None else not_shared(base, reference), states)
+    state = TrainState(cast(Params, params), cast(Any, moments(spec, params)), cast(Any, number))
+    frozen = FrozenInputs(cast(Params, base), None if reference is None else not_shared(base, reference), teacher)
+    options = compiler_options(spec.mesh, spec.model.dtype)
     with jax.set_mesh(spec.mesh):
-        return compiled.lower(state, frozen, _microbatches(spec.mesh, batch), key)
+        compiled = jit(compute.step, static_argnames="loss", donate_argnums=0, options=options)
+        return compiled.lower(state, frozen, microbatches, key, loss)
 
 
 def scoring(
-    scorer: Scorer, params: Shapes, batch: BatchShape, kind: Scores, temperature: float = 1.0
+    scorer: Scorer, params: Shapes, microbatches: Microbatches, kind: Scores, temperature: float = 1.0
 ) -> jax.stages.Lowered:
     """Log-probs, entropies or values of given sequences, as a learner or a frozen model computes them.
 
     Args:
         params: all weights.
     """
-    mesh, options = scorer.microbatcher.mesh, {} if kind == "values" else scorer.options
-
-    def run(params: Params, batch: tuple) -> jax.Array:
-        microbatches = _record(batch)
+    with jax.set_mesh(scorer.microbatcher.mesh):
         if kind == "values":
-            return scorer.compute_values(params, microbatches)
-        return scorer.compute_logprobs(params, microbatches, temperature, entropy=kind == "entropies")
-
-    with jax.set_mesh(mesh):
-        return jit(run, options=options).lower(params, _microbatches(mesh, batch))
+            return jit(scorer.compute_values).lower(params, microbatches)
+        compiled = jit(scorer.compute_logprobs, static_argnames=("temperature", "entropy"), options=scorer.options)
+        return compiled.lower(params, microbatches, temperature=temperature, entropy=kind == "entropies")
 
 
 def teacher_states(
-    model: Model, mesh: Mesh, params: Shapes, batch_of_teacher: BatchShape, students: BatchShape
+    model: Model, mesh: Mesh, params: Shapes, of_teacher: Microbatches, students: Microbatches
 ) -> jax.stages.Lowered:
     """A teacher's states of a batch, as `Teacher.states` computes them.
 
     Args:
         mesh: the teacher's.
-        batch_of_teacher: the batch in the teacher's micro-batches.
+        of_teacher: the batch in the teacher's micro-batches.
         students: the same batch in the student's.
     """
-
-    def run(params: Params, batch: tuple) -> jax.Array:
-        return compute_states(model, params, _record(batch), students.number, students.rows)
-
+    number, rows, _ = students.rows["tokens"].shape
     with jax.set_mesh(mesh):
-        return jit(run).lower(params, _microbatches(mesh, batch_of_teacher))
+        compiled = jit(partial(compute_states, model), static_argnames=("number", "rows"))
+        return compiled.lower(params, of_teacher, number=number, rows=rows)
 
 
-def teacher_shape(model: Model, students: Mesh, batch: BatchShape) -> TeacherShape:
-    """What a student's step reads of its teacher for a batch."""
-    width, places = model.config.d_model, NamedSharding(students, PartitionSpec(None, RULES["rows"]))
-    hidden = jax.ShapeDtypeStruct((batch.number, batch.rows, batch.length, width), model.dtype, sharding=places)
+def states_of(model: Model, students: Mesh, microbatches: Microbatches) -> TeacherStates:
+    """The shapes of what a student's step reads of its teacher for a batch."""
+    shape, width = microbatches.rows["tokens"].shape, model.config.d_model
+    hidden = jax.ShapeDtypeStruct((*shape, width), model.dtype, sharding=by_rows(students, shape[2]))
     table = _placed(students, (model.config.vocab_size, width), model.dtype, ("vocab", "embed"))
-    return TeacherShape(hidden, table, model.config.logit_softcap)
+    return TeacherStates(cast(Any, hidden), cast(Any, table), model.config.logit_softcap)
 
 
 def views(model: Model, mesh: Mesh, params: Shapes) -> Weights:
@@ -249,41 +200,3 @@ def prefilling(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: 
 
 def _placed(mesh: Mesh, shape: tuple[int, ...], dtype: object, axes: Axes) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(axes, shape, mesh))
-
-
-def _record(fields: tuple) -> Microbatches:
-    """The record of what `_microbatches` returned, with arrays."""
-    rows, values, weights, lengths, counts, per_sequence, filled, pictures = fields
-    if pictures is not None:
-        pixels, grids, places, rope = pictures
-        pictures = Pictures(pixels, grids, places, rope)
-    return Microbatches(rows, values, weights, lengths, counts, per_sequence, filled, pictures)
-
-
-def _microbatches(mesh: Mesh, batch: BatchShape) -> tuple:
-    """The fields of `Microbatches`: shapes of a batch as `Microbatcher.place` puts it on the mesh."""
-    places = by_rows(mesh, batch.length)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    names = (*PER_TOKEN, "parents") if batch.parents else PER_TOKEN
-    shape = (batch.number, batch.rows, batch.length)
-
-    def token(name: str) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, bool if name == "loss_mask" else jnp.int32, sharding=places)
-
-    def scalars(*sizes: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=everywhere)
-
-    values = {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=places) for name in batch.per_token}
-    counts = {name: scalars() for name in batch.counts}
-    filled = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-    each = scalars(batch.sequences)
-    per_sequence = dict.fromkeys(batch.per_sequence, each)
-    pictures = None
-    if batch.pictures is not None:
-        number, vision = batch.pictures
-        by_picture, by_row = (*shape[:2], number), NamedSharding(mesh, PartitionSpec(None, RULES["rows"]))
-        pixels = jax.ShapeDtypeStruct((*by_picture, *vision.shape), jnp.uint8, sharding=by_row)
-        grids = jax.ShapeDtypeStruct((*by_picture, 2), jnp.int32, sharding=by_row)
-        rope = jax.ShapeDtypeStruct((*shape, 3), jnp.int32, sharding=places) if vision.turns else None
-        pictures = pixels, grids, token("places"), rope
-    return {name: token(name) for name in names}, values, each, each, counts, per_sequence, filled, pictures

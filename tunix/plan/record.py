@@ -7,26 +7,27 @@ Axes: T time.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as List
 from contextlib import closing
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from tunix.data.packing import pack
 from tunix.data.pipeline import pictures_of_row
+from tunix.models.model import Model
 from tunix.plan import arithmetic, programs
-from tunix.plan.arithmetic import NOTHING, Work
-from tunix.plan.programs import BatchShape
-from tunix.plan.subject import Frozen, Place, Subject, Trained
-from tunix.run.rehearsal import Rehearsal
+from tunix.plan.arithmetic import NOTHING, NOTHING_SENT, Sent, Work
+from tunix.plan.subject import Place, Subject, Trained
+from tunix.run.rehearsal import Rehearsal, Scored
 from tunix.trainer.logprobs import Scorer, Scores
 from tunix.trainer.perf import training_flops
+from tunix.trainer.step import Microbatches
 from tunix.types import Batch, Loss, Metrics, Sequence
 from tunix.util.trees import bytes_of
 
@@ -36,188 +37,190 @@ MOST_STEPS = 64
 
 @dataclass
 class Program:
-    """One program of a run."""
+    """One program of a run: what is asked of it, and what it needs on each device once its compiler was asked."""
 
     name: str
     """What it does, e.g. `step`."""
-    reads: tuple[str, ...]
-    """What of `Subject.held` of its place is among its arguments."""
+    place: Place = "training"
+    """Whose devices run it."""
+    times: float = 0.0
+    """How often it runs in a step of the recipe."""
+    tokens: int = 0
+    """Tokens of one run over all devices."""
+    model_flops: float = 0.0
+    """FLOPs of the model in one run over all devices, without recomputation; 0 where it does not train."""
+    work: Work = NOTHING
+    """What one run multiplies and moves on each device at the least, by arithmetic."""
+    sent: Sent = NOTHING_SENT
+    """What each device sends in one run at the least, by arithmetic."""
     lowered: jax.stages.Lowered | None = None
     """None where arithmetic says what it needs."""
+    traced_in: float = 0.0
+    """Seconds, here."""
+    reads: tuple[str, ...] = ()
+    """What of `Subject.held` of its place is among its arguments."""
     peak: int = 0
-    """Bytes that it needs on each device where it is not compiled, arguments included."""
+    """Bytes that it needs on each device, arguments included: by its compiler, where that is asked."""
     besides: int = 0
     """Bytes on each device that neither it reads nor `Subject.held` lists; below 0 where some are listed twice."""
     gradients: int = 0
     """Bytes of the gradients on each device."""
     caches: int = 0
     """Bytes of caches on each device among its arguments."""
-    times: float = 0.0
-    """How often it runs in a step of the recipe."""
-    flops: float = 0.0
-    """FLOPs of the model in one run over all devices, without recomputation; 0 where it does not train."""
-    work: Work = NOTHING
-    """What one run multiplies and moves on each device at the least."""
-    tokens: int = 0
-    """Tokens of one run over all devices."""
-    traced_in: float = 0.0
-    """Seconds."""
-    place: Place = "training"
-    """Whose devices run it."""
-
-    @classmethod
-    def traced(cls, name: str, reads: tuple[str, ...], lower: Callable[[], jax.stages.Lowered]) -> "Program":
-        """A program that is lowered now, and how long that takes."""
-        start = time.perf_counter()
-        lowered = lower()
-        return cls(name, reads, lowered, traced_in=time.perf_counter() - start)
+    total: int = 0
+    """Bytes: its own peak and everything that the run holds meanwhile."""
+    kinds: dict[str, int] = field(default_factory=dict)
+    """The same by what they are."""
+    compiled_in: float = 0.0
+    """Seconds, here, with what else was compiled at the time; of a TPU's program at the effort of a plan."""
+    refused: str = ""
+    """The compiler's message where the program does not fit; `peak` is then what it asks for."""
+    buffers: list[list[Any]] = field(default_factory=list)
+    """The arrays that a compiler lists in such a message: bytes, type and shape, scope."""
+    seconds: float | None = None
+    """The least time of one run; None where the devices' figures are not known."""
+    bound: str = ""
+    """What that is bound by: `compute`, `memory`, `links` or, between hosts of GPUs, `network`."""
 
 
 class Recorder(Rehearsal):
-    """A client of shapes."""
+    """A client that makes up completions and records the programs behind everything else."""
 
     def __init__(self, subject: Subject):
         """Records nothing yet."""
         super().__init__(subject.setup)
         self.subject = subject
-        self.programs: dict[tuple, Program] = {}
+        self.programs: dict[tuple[Hashable, ...], Program] = {}
+        """By what tells programs apart, in the order in which they are first asked for."""
 
     def step(self, batch: Batch, loss: Loss, of: Literal["policy", "critic"] = "policy") -> Metrics:
         """Records an update; its metrics are zeros of the right names."""
         subject = self.subject
-        trained = subject.critic if of == "critic" else subject.policy
+        trained = subject.policy if of == "policy" else subject.critic
         assert trained is not None, "the algorithm updates a critic: it has one"
-        microbatcher, vision = trained.spec.microbatcher, trained.spec.model.config.vision
-        number = pictures_of_row(self.recipe.data, microbatcher.unit)
-        shape = BatchShape.of(batch, microbatcher, None if vision is None else (number, vision))
+        spec = trained.spec
+        model, vision = spec.model, spec.model.config.vision
+        pictures = pictures_of_row(self.recipe.data, spec.microbatcher.unit)
+        shapes = programs.microbatches_of(batch, spec.microbatcher, pictures, vision)
         reference = subject.reference.params if loss.reference and subject.reference else None
-        states = None
-        reads = ["critic and its moments"] if of == "critic" else ["weights", "optimizer's moments"]
-        reads += ["frozen base", *(["reference"] if reference else [])]
-        if loss.divergence is not None and subject.teacher is not None:
-            states = programs.teacher_shape(subject.teacher.model, trained.spec.mesh, shape)
-            self._teach(subject.teacher, batch, shape)
+        teacher, states = subject.teacher, None
+        if loss.divergence is not None and teacher is not None:
+            states = programs.states_of(teacher.model, spec.mesh, shapes)
+            theirs, mesh = programs.microbatches_of(batch, teacher.microbatcher), teacher.microbatcher.mesh
+            program = self._asked(
+                ("teacher", *_key(theirs)),
+                "teacher's states",
+                ("teacher",),
+                lambda: programs.teacher_states(teacher.model, mesh, teacher.params, theirs, shapes),
+            )
+            program.place = subject.taught_on
+            _note_pass(program, teacher.model, teacher.params, batch, mesh, theirs.number, head=False)
 
         def lower() -> jax.stages.Lowered:
-            return programs.step(trained.spec, trained.params, trained.base, shape, loss, reference, states)
+            return programs.step(spec, trained.params, trained.base, shapes, loss, reference, states)
 
+        reads = ["critic and its moments"] if of == "critic" else ["weights", "optimizer's moments"]
+        reads += ["frozen base", *(["reference"] if reference else [])]
         name = "step" if of == "policy" else "critic's step"
-        program = self._add((of, shape, loss), name, tuple(reads), lower)
-        program.flops = training_flops(trained.spec.model.config, batch, trained.spec.adapter)
+        program = self._asked((of, loss, *_key(shapes)), name, tuple(reads), lower)
+        program.tokens = int((np.asarray(batch.segment_ids) > 0).sum())
+        program.model_flops = training_flops(model.config, batch, spec.adapter)
         program.work = arithmetic.training(
-            trained.spec.model.config,
+            model.config,
             batch,
-            trained.spec.adapter,
-            trained.spec.model.remat,
-            weights=shape.number * bytes_of(trained.all),
-            state=bytes_of([trained.params, programs.moments(trained.spec, trained.params)]),
-            devices=trained.spec.mesh.size,
+            spec.adapter,
+            model.remat,
+            weights=shapes.number * bytes_of(trained.all),
+            state=bytes_of([trained.params, programs.moments(spec, trained.params)]),
+            devices=spec.mesh.size,
             head=of == "policy",
         )
-        program.tokens = int((np.asarray(batch.segment_ids) > 0).sum())
+        program.sent = arithmetic.exchanged(
+            model.config,
+            spec.mesh,
+            program.tokens,
+            jnp.dtype(model.dtype).itemsize,
+            weights=trained.all,
+            trained=trained.params.keys(),
+            microbatches=shapes.number,
+        )
         program.gradients = bytes_of(trained.params)
-        if shape.number > 1:  # and their sum over micro-batches, in float32 or wider
-            program.gradients += bytes_of(
-                {name: x.update(dtype=jnp.promote_types(x.dtype, jnp.float32)) for name, x in trained.params.items()}
-            )
+        if shapes.number > 1:  # and their sum over micro-batches, in float32 or wider
+            wide = {name: x.update(dtype=jnp.promote_types(x.dtype, jnp.float32)) for name, x in trained.params.items()}
+            program.gradients += bytes_of(wide)
         assert program.lowered is not None, "updates are lowered"
         return dict.fromkeys(program.lowered.out_info[1], 0.0)
 
-    def logprobs(
-        self,
-        sequences: List[Sequence],
-        of: Literal["policy", "reference", "teacher"] = "policy",
-        temperature: float = 1.0,
-        size: int | None = None,
+    def score(
+        self, kind: Scores, of: Scored, sequences: List[Sequence], temperature: float, size: int | None
     ) -> List[np.ndarray]:
-        """Records the scoring of sequences; their log-probs are zeros."""
-        if of == "policy":
-            return self._score("log-probs", self.subject.policy, sequences, "logprobs", temperature, size)
-        frozen = self.subject.reference if of == "reference" else self.subject.teacher
-        assert frozen is not None, f"the algorithm reads a {of}: it has one"
-        return self._score(f"{of}'s log-probs", frozen, sequences, "logprobs", temperature, size)
-
-    def entropies(
-        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
-    ) -> List[np.ndarray]:
-        """Records the scoring of sequences; their entropies are zeros."""
-        return self._score("entropies", self.subject.policy, sequences, "entropies", temperature, size)
-
-    def values(self, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
-        """Records the scoring of sequences; their values are zeros."""
-        return self._score("values", self.subject.critic or self.subject.policy, sequences, "values", size=size)
-
-    def _score(
-        self,
-        name: str,
-        of: Trained | Frozen,
-        sequences: List[Sequence],
-        kind: Scores,
-        temperature: float = 1.0,
-        size: int | None = None,
-    ) -> List[np.ndarray]:
-        """Records a forward pass over sequences; the result is zeros."""
-        place, params = (of.spec, of.all) if isinstance(of, Trained) else (of, of.params)
-        model, microbatcher = place.model, place.microbatcher
-        scorer = Scorer(model, microbatcher, self.subject.policy.spec.length)
+        """Records the scoring of sequences by a model; the result is zeros."""
+        subject = self.subject
+        if of == "critic" and subject.critic is None:
+            of = "policy"
+        models = {"reference": subject.reference, "teacher": subject.teacher, "critic": subject.critic}
+        scored = subject.policy if of == "policy" else models[of]
+        assert scored is not None, f"the algorithm reads a {of}: it has one"
+        spec, params = (scored.spec, scored.all) if isinstance(scored, Trained) else (scored, scored.params)
+        model, microbatcher = spec.model, spec.microbatcher
+        scorer = Scorer(model, microbatcher, subject.policy.spec.length)
         plain = [replace(x, per_token={}, per_sequence={}) for x in sequences]
         batch = pack(plain, size or len(plain), scorer.length, packing=True)
-        vision = model.config.vision
-        seen = None if vision is None else (microbatcher.pictures, vision)
-        shape = BatchShape.of(batch, microbatcher, seen)
-        reads = {"log-probs": "weights", "entropies": "weights", "reference's log-probs": "reference"}
-        weights_read = reads.get(name, "teacher" if name.startswith("teacher") else "critic and its moments")
-        if name == "values" and self.subject.critic is None:
-            weights_read = "weights"
-        program = self._add(
-            (name, shape, temperature),
+        shapes = programs.microbatches_of(batch, microbatcher, microbatcher.pictures, model.config.vision)
+        name = kind if kind != "logprobs" else "log-probs" if of == "policy" else f"{of}'s log-probs"
+        reads = {"policy": "weights", "critic": "critic and its moments"}.get(of, of)
+        program = self._asked(
+            (name, temperature, *_key(shapes)),
             name,
-            (weights_read, "frozen base"),
-            lambda: programs.scoring(scorer, params, shape, kind, temperature),
+            (reads, "frozen base"),
+            lambda: programs.scoring(scorer, params, shapes, kind, temperature),
         )
-        program.work = arithmetic.scoring(
-            model.config,
-            batch,
-            weights=shape.number * bytes_of(params),
-            devices=microbatcher.mesh.size,
-            head=kind != "values",
-        )
-        program.tokens = int((np.asarray(batch.segment_ids) > 0).sum())
-        program.place = self.subject.taught_on if of is self.subject.teacher else "training"
+        program.place = subject.taught_on if of == "teacher" else "training"
+        _note_pass(program, model, params, batch, microbatcher.mesh, shapes.number, head=kind != "values")
         return [np.zeros(len(x.tokens), np.float32) for x in sequences]
 
-    def _teach(self, teacher: Frozen, batch: Batch, shape: BatchShape) -> None:
-        """Records the teacher's pass over a batch."""
-        batch_of_teacher = BatchShape.of(batch, teacher.microbatcher)
-        mesh = teacher.microbatcher.mesh
-
-        def lower() -> jax.stages.Lowered:
-            return programs.teacher_states(teacher.model, mesh, teacher.params, batch_of_teacher, shape)
-
-        program = self._add(("teacher", batch_of_teacher), "teacher's states", ("teacher",), lower)
-        program.work = arithmetic.scoring(
-            teacher.model.config,
-            batch,
-            weights=batch_of_teacher.number * bytes_of(teacher.params),
-            devices=mesh.size,
-            head=False,
-        )
-        program.place = self.subject.taught_on
-
-    def _add(self, key: tuple, name: str, reads: tuple[str, ...], lower: Callable[[], jax.stages.Lowered]) -> Program:
-        """The program of this key, which runs once more."""
+    def _asked(
+        self,
+        key: tuple[Hashable, ...],
+        name: str,
+        reads: tuple[str, ...],
+        lower: Callable[[], jax.stages.Lowered],
+    ) -> Program:
+        """The program of this key, which runs once more; lowered where it is new."""
         if key not in self.programs:
-            self.programs[key] = Program.traced(name, reads, lower)
+            self.programs[key] = _traced(name, reads, lower)
         self.programs[key].times += 1
         return self.programs[key]
 
 
+def _note_pass(
+    program: Program, model: Model, params: programs.Shapes, batch: Batch, mesh: Mesh, number: int, head: bool
+) -> None:
+    """Notes the arithmetic of a forward pass over a batch in so many micro-batches."""
+    program.tokens = int((np.asarray(batch.segment_ids) > 0).sum())
+    weights, item = number * bytes_of(params), jnp.dtype(model.dtype).itemsize
+    program.work = arithmetic.scoring(model.config, batch, weights=weights, devices=mesh.size, head=head)
+    program.sent = arithmetic.exchanged(model.config, mesh, program.tokens, item, weights=params, microbatches=number)
+
+
+def _key(shapes: Microbatches) -> tuple[Hashable, ...]:
+    leaves, tree = jax.tree.flatten(shapes)
+    return tree, *leaves
+
+
+def _traced(name: str, reads: tuple[str, ...], lower: Callable[[], jax.stages.Lowered]) -> Program:
+    """A program that is lowered now, and how long that takes."""
+    start = time.perf_counter()
+    return Program(name, reads=reads, lowered=lower(), traced_in=time.perf_counter() - start)
+
+
 def programs_of(subject: Subject) -> list[Program]:
-    """The programs of a run, those that need most first."""
+    """The programs of a run: what its algorithm asks for, and the engine's at their largest."""
     recorder, algorithm = Recorder(subject), subject.setup.algorithm
     if algorithm.needs.reference == "run":
         of = "policy" if algorithm.needs.reference_path is None else "reference"  # the policy at its start, or another
         algorithm.precomputed_logprobs = lambda sequence: recorder.logprobs([sequence], of)[0]
+    spec = subject.policy.spec
     with closing(recorder.stream()) as stream:
         item = next(stream)
         for _ in range(MOST_STEPS):
@@ -226,41 +229,35 @@ def programs_of(subject: Subject) -> list[Program]:
             algorithm.update(recorder, item)
             if any(key[0] == "policy" for key in recorder.programs):
                 break
-    return [*recorder.programs.values(), *_sampling(subject)]
-
-
-def _sampling(subject: Subject) -> list[Program]:
-    """The engine's programs at their largest; where it only shows samples, by arithmetic."""
-    sampled = subject.sampled
+    asked, sampled = [*recorder.programs.values()], subject.sampled
     if sampled is None:
-        return []
-    spec, sizes, mesh = subject.policy.spec, sampled.sizes, sampled.mesh
-    state = programs.state_of(spec.model, mesh, sizes)
+        return asked
+    model, config, sizes, mesh, place = spec.model, spec.model.config, sampled.sizes, sampled.mesh, sampled.place
+    state = programs.state_of(model, mesh, sizes)
     pages = bytes_of(state.caches)
-    place = sampled.place
     # On devices of its own the old copy goes first, and the new one is in its place while the last array arrives.
-    publish = Program("publish", (), peak=sampled.copied if place == "training" else sampled.arriving, place=place)
-    if not sampled.matters:
-        return [publish, Program("pages of the cache", (), peak=pages, caches=pages, place=place)]
-    copy, twice = ("sampler's copy",), sampled.copied - bytes_of(sampled.weights)
-    decode = partial(programs.decoding, spec.model, mesh, sampled.weights, state, sizes)
-    prefill = partial(programs.prefilling, spec.model, mesh, sampled.weights, state, sizes)
-    piece = sizes.piece * sizes.shards
-    decoding, filling = Program.traced("decode", copy, decode), Program.traced("prefill", copy, prefill)
-    decoding.tokens, filling.tokens = sizes.slots, piece
-    for program in (decoding, filling):
-        program.caches, program.besides, program.place = pages, twice, place
+    publish = Program("publish", place, peak=sampled.copied if place == "training" else sampled.arriving)
+    if not sampled.matters:  # it only shows samples
+        return [*asked, publish, Program("pages of the cache", place, peak=pages, caches=pages)]
+    copy, weights, piece = ("sampler's copy",), sampled.weights, sizes.piece * sizes.shards
+    decoding = _traced("decode", copy, lambda: programs.decoding(model, mesh, weights, state, sizes))
+    filling = _traced("prefill", copy, lambda: programs.prefilling(model, mesh, weights, state, sizes))
+    for program, tokens in ((decoding, sizes.slots), (filling, piece)):
+        program.place, program.tokens, program.caches = place, tokens, pages
+        program.besides = sampled.copied - bytes_of(weights)  # what the copy shares with a frozen base is there once
     if subject.setup.samples:
-        prompts, work = subject.setup.recipe.batch_size, sampled.work
+        prompts, work, item = subject.setup.recipe.batch_size, sampled.work, jnp.dtype(model.dtype).itemsize
         requests = prompts * subject.setup.recipe.algorithm.samples_per_prompt
-        drawn = min(work.length, subject.setup.algorithm.sampling.max_tokens)
+        drawn = min(work.length, algorithm.sampling.max_tokens)
         decoding.times = float(-(-requests // sizes.slots) * drawn)
         filling.times = float(-(-prompts * work.prompt_length // piece))
-        config, looked_up = spec.model.config, 0 if spec.model.config.tied else bytes_of(sampled.weights.top["embed/w"])
-        read, devices = bytes_of(sampled.weights) - looked_up, mesh.size
-        context, item = work.length - drawn // 2, 1 if sizes.cache in ("int8", "fp8") else arithmetic.ITEM
-        decoding.work = arithmetic.sampling(config, sizes.slots, context, weights=read, devices=devices, item=item)
+        read = bytes_of(weights) - (0 if config.tied else bytes_of(weights.top["embed/w"]))
+        cache = 1 if sizes.cache in ("int8", "fp8") else arithmetic.ITEM
+        context, devices = work.length - drawn // 2, mesh.size
+        decoding.work = arithmetic.sampling(config, sizes.slots, context, weights=read, devices=devices, item=cache)
         filling.work = arithmetic.sampling(
             config, piece, work.prompt_length // 2 + 1, weights=read, devices=devices, head=False
         )
-    return [decoding, filling, publish]
+        for program in (decoding, filling):
+            program.sent = arithmetic.exchanged(config, mesh, program.tokens, item)
+    return [*asked, decoding, filling, publish]

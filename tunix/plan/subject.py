@@ -1,23 +1,32 @@
-"""What a run holds in its devices' memory, as shapes: weights, moments, the reference, a critic, a teacher, the engine.
+"""What a run holds in its devices' memory, as shapes: weights, moments, the reference, a critic, a teacher, the engine;
+and, by arithmetic alone, whether that is so little that nothing need be compiled to see that it fits (`ample`).
 
-The pieces are built by the functions that a run uses, up to the point where weights would be read.
+The model's structure is known without its weights and without a download. The pieces are built by the functions that a
+run uses, up to the point where weights would be read.
 """
 
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from jax.sharding import Mesh
 
 from tunix.algorithms.base import Algorithm
 from tunix.config import DType, ModelConfig
-from tunix.hf.source import settled
+from tunix.errors import UserError
+from tunix.hf.peft_folder import CONFIG, named_base
+from tunix.hf.run_export import exported
+from tunix.hf.source import Source, from_scratch, settled
 from tunix.mesh import build_mesh
+from tunix.models.attention.attend import SHORT
+from tunix.models.config import DecoderConfig
+from tunix.models.families.table import presets, read_config, with_vision
 from tunix.models.kv_cache import LAYERS, Weights
 from tunix.models.model import Model
 from tunix.models.param_names import is_own
 from tunix.plan import programs
 from tunix.plan.programs import Shapes
-from tunix.plan.structure import structure
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
 from tunix.recipe.sections import Sections
@@ -25,9 +34,12 @@ from tunix.rollout.engine.shapes import Sizes
 from tunix.run.describe import remat_line, sampling_line
 from tunix.run.frozen_models import divided
 from tunix.run.kernels import attention_line, experts_line
+from tunix.run.opening import weight_counts
 from tunix.run.sampler import local_engine
 from tunix.run.setup import Setup, apart
-from tunix.trainer.microbatches import Microbatcher, TrainerSpec, rows_per_microbatch
+from tunix.trainer.mesh_choice import BYTES
+from tunix.trainer.microbatches import TOKENS_ELSEWHERE, Microbatcher, TrainerSpec, rows_per_microbatch
+from tunix.trainer.remat import activations
 from tunix.types import Sampling, Workload
 from tunix.util.trees import bytes_of
 
@@ -116,32 +128,26 @@ class Subject:
     @property
     def held(self) -> dict[Place, dict[str, int]]:
         """Bytes on each device of a place between two programs, by what they are."""
-        bytes_by_place: dict[Place, dict[str, int]] = {place: {} for place in self.devices}
-        bytes_by_place["training"] = self._trained()
-        if self.teacher is not None:
-            bytes_by_place[self.taught_on]["teacher"] = bytes_of(self.teacher.params)
-        place: Place = "training" if self.sampled is None else self.sampled.place
-        if self.reward_model is not None:
-            bytes_by_place[place]["reward model"] = bytes_of(self.reward_model.params)
-        if self.sampled is not None:
-            bytes_by_place[place] |= {"sampler's copy": self.sampled.copied, "newer weights": self.sampled.newer}
-        return {place: {name: size for name, size in held.items() if size} for place, held in bytes_by_place.items()}
-
-    def _trained(self) -> dict[str, int]:
-        """What training holds on each of its devices."""
         policy, critic = self.policy, self.critic
-        held = {
+        held: dict[Place, dict[str, int]] = {place: {} for place in self.devices}
+        held["training"] = {
             "weights": bytes_of(policy.params),
             "optimizer's moments": bytes_of(programs.moments(policy.spec, policy.params)),
             "frozen base": bytes_of(policy.base),
         }
         if critic is not None:
-            held["critic and its moments"] = bytes_of(critic.params) + bytes_of(
-                programs.moments(critic.spec, critic.params)
-            )
+            moments = programs.moments(critic.spec, critic.params)
+            held["training"]["critic and its moments"] = bytes_of([critic.params, moments])
         if self.reference is not None and self.reference.params is not policy.base:
-            held["reference"] = bytes_of(self.reference.params)
-        return held
+            held["training"]["reference"] = bytes_of(self.reference.params)
+        if self.teacher is not None:
+            held[self.taught_on]["teacher"] = bytes_of(self.teacher.params)
+        place: Place = "training" if self.sampled is None else self.sampled.place
+        if self.reward_model is not None:
+            held[place]["reward model"] = bytes_of(self.reward_model.params)
+        if self.sampled is not None:
+            held[place] |= {"sampler's copy": self.sampled.copied, "newer weights": self.sampled.newer}
+        return {place: {name: size for name, size in sizes.items() if size} for place, sizes in held.items()}
 
 
 def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) -> Subject:
@@ -168,6 +174,12 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
     experts = experts_line(source.decoder, recipe.model.dtype, mesh)
     policy = Trained(spec, *setup.abstract(spec))
     sampling_of_run = sampling_line(setup) if setup.samples else None
+    reward_model = None
+    if recipe.reward is not None and recipe.reward.model is not None:
+        decoder, dtype = structure(ModelConfig(path=recipe.reward.model)).decoder, recipe.model.dtype
+        model = Model(decoder, dtype=dtype, has_scalar_head=True, has_lm_head=False)
+        params = model.abstract(dict.fromkeys(model.shapes, dtype), sampling_mesh or mesh)
+        reward_model = Frozen(model, params, spec.microbatcher)
     reason = setup.mesh_reason if mesh.size > 1 else None
     return Subject(
         setup,
@@ -176,7 +188,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
         _reference(setup, policy),
         _teacher(recipe, spec, devices),
         _sampled(setup, policy),
-        _reward_model(recipe, spec, sampling_mesh),
+        reward_model,
         tuple(filter(None, (reason, attention, experts, remat_line(spec), sampling_of_run))),
     )
 
@@ -214,23 +226,21 @@ def _teacher(recipe: Sections, student: TrainerSpec, devices: list[Any]) -> Froz
     return Frozen(model, params, Microbatcher(rows, mesh))
 
 
-def _reward_model(recipe: Sections, policy: TrainerSpec, sampling: Mesh | None) -> Frozen | None:
-    if recipe.reward is None or recipe.reward.model is None:
-        return None
-    decoder = structure(ModelConfig(path=recipe.reward.model)).decoder
-    model = Model(decoder, dtype=recipe.model.dtype, has_scalar_head=True, has_lm_head=False)
-    params = model.abstract(dict.fromkeys(model.shapes, recipe.model.dtype), sampling or policy.mesh)
-    return Frozen(model, params, policy.microbatcher)
-
-
 def _sampled(setup: Setup, policy: Trained) -> Sampled | None:
     """The engine of a run that samples in its process, or shows samples."""
-    recipe, spec, work = setup.recipe, policy.spec, _workload(setup)
+    # The largest workload: of a step, of an evaluation by rewards, or of the samples that are shown.
+    recipe, spec = setup.recipe, policy.spec
+    rewarded = recipe.reward is not None or recipe.rollout.environment is not None
+    held_out = bool(recipe.data.eval or recipe.data.eval_split) and recipe.algorithm.has_lm_head
+    work, shown = setup.workload(recipe.eval.rows if held_out and rewarded else 0), recipe.eval.samples
+    if work is None and held_out and shown:
+        prompt = max(recipe.data.max_length - recipe.eval.sample_tokens, 1)
+        work = Workload(shown, shown, prompt, recipe.data.max_length)
     if work is None or recipe.rollout.engine == "vllm":
         return None
     engine = local_engine(setup)
     weights = programs.views(spec.model, engine.mesh, policy.all)
-    matters, sizes = work.requests > recipe.eval.samples, engine.sizes.of_requests([work.length] * work.requests)
+    matters, sizes = work.requests > shown, engine.sizes.of_requests([work.length] * work.requests)
     # The engine's copies of what trains.
     top = [x for name, x in weights.top.items() if name in policy.params]
     layers = [x for layer in weights.layers for name, x in layer.items() if LAYERS + name in policy.params]
@@ -246,14 +256,106 @@ def _sampled(setup: Setup, policy: Trained) -> Sampled | None:
     return Sampled(engine.mesh, sizes, weights, work, "training", copied, 0, newer, matters)
 
 
-def _workload(setup: Setup) -> Workload | None:
-    """The largest workload of the sampler: of a step, of an evaluation by rewards, or of the samples that are shown."""
-    recipe = setup.recipe
-    rewarded = recipe.reward is not None or recipe.rollout.environment is not None
-    held_out = bool(recipe.data.eval or recipe.data.eval_split) and recipe.algorithm.has_lm_head
-    work = setup.workload(recipe.eval.rows if held_out and rewarded else 0)
-    shown = recipe.eval.samples if held_out else 0
-    if work is None and shown:
-        prompt = max(recipe.data.max_length - recipe.eval.sample_tokens, 1)
-        return Workload(shown, shown, prompt, recipe.data.max_length)
-    return work
+# --- The model's structure ------------------------------------------------------------------------------------------
+
+
+def structure(config: ModelConfig, pictures: bool = False) -> Source:
+    """The source of a recipe's model, with neither weights nor tokenizer.
+
+    Args:
+        config: the recipe's `model` section.
+        pictures: whether the tower that sees pictures belongs to the model.
+
+    Raises:
+        UserError: the model's sizes are not known here.
+    """
+    if config.path is None:
+        return from_scratch(config, pictures)
+    return Source(decoder_of(config.path, pictures), None, name=config.path)
+
+
+def decoder_of(path: str, pictures: bool = False) -> DecoderConfig:
+    """The structure of a model: from the config.json of a folder, of a run's export or of a hub id's files in the
+    cache, or else from the preset that a hub id names.
+
+    Raises:
+        UserError: there is none of these.
+    """
+    folder = Path(path).expanduser()
+    if (folder / "recipe.yaml").is_file():
+        folder = exported(folder)
+    if (folder / CONFIG).is_file() and not (folder / "config.json").is_file() and (base := named_base(folder)):
+        return decoder_of(base, pictures)
+    if folder.is_dir():
+        return read_config(folder, pictures)
+    import huggingface_hub
+
+    try:
+        cached = huggingface_hub.try_to_load_from_cache(path, "config.json")
+    except huggingface_hub.errors.HFValidationError:  # no hub id
+        cached = None
+    if isinstance(cached, str):
+        return read_config(Path(cached).parent, pictures)
+    if (name := named_preset(path)) is not None:
+        return with_vision(presets()[name], published=True) if pictures else presets()[name]
+    raise UserError(
+        f"{path}: its sizes are not known here, and a plan downloads nothing: give a folder with its config.json, "
+        "such as `model.path=folder`"
+    )
+
+
+def named_preset(name: str) -> str | None:
+    """The preset that a hub id names: `qwen3-0.6b` for `Qwen/Qwen3-0.6B-Base`; None without one."""
+    wanted = _bare(name.rpartition("/")[2])
+    named = [one for one in presets() if re.search(rf"{re.escape(_bare(one))}(?![0-9.])", wanted)]
+    return max(named, key=len, default=None)
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"[-_ ]", "", name.lower())
+
+
+# --- Whether memory is ample ------------------------------------------------------------------------------------------
+
+
+SHARE = 0.5
+"""The part of a device's memory that the estimate may take."""
+STATE = 20
+"""Bytes of a weight that trains, with two moments, the gradients of a micro-batch and their sum, all in float32."""
+
+
+def ample(recipe: Recipe, memory: float) -> bool:
+    """Whether all stages of a recipe take at most SHARE of one device, by an estimate that is above what they need.
+
+    False too where that is not known: a model of no known sizes, an adapter from a folder, an algorithm of the
+    user's, a critic, a teacher, a reward model, pictures.
+
+    Args:
+        memory: bytes that JAX may take of the smallest device.
+    """
+    try:
+        config = structure(recipe.model, recipe.data.pictures is not None).decoder
+    except UserError:
+        return False
+    if config.vision is not None:
+        return False
+    stages = recipe.stages or (recipe,)
+    return all(_bytes(stage, recipe.model, config) <= SHARE * memory for stage in stages)
+
+
+def _bytes(recipe: Recipe, model: ModelConfig, config: DecoderConfig) -> float:
+    """An upper estimate of a run's memory on one device; infinity where it is not known."""
+    trained, total = weight_counts(recipe, config)
+    name, reward_model = recipe.algorithm.name, recipe.reward.model if recipe.reward else None
+    remat = "block" if model.remat == "auto" else model.remat
+    if trained is None or recipe.teacher or reward_model or name == "ppo" or ":" in name or remat == "offload":
+        return float("inf")
+    item = BYTES[model.dtype]
+    stored = BYTES[model.param_dtype or model.dtype]
+    # A pair is packed into one row.
+    length = recipe.data.max_length * (2 if name in ("dpo", "reward") else 1)
+    tokens = max(TOKENS_ELSEWHERE, (recipe.micro_batch_size or 1) * length)
+    needed = activations(config, remat, item, tokens, min(length, SHORT))
+    # Beside a weight that trains there may be a reference's and the sampler's copy, beside a frozen one the latter.
+    frozen = total - trained if recipe.adapter is None else total
+    return (STATE + 2 * item) * trained + (stored + item) * frozen + sum(needed)

@@ -23,8 +23,7 @@ from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.microbatches import TrainerSpec
 from tunix.trainer.progress import readable
 from tunix.trainer.sampler_mesh import sampler_mesh
-from tunix.util import startup
-from tunix.util.accelerators import accelerated
+from tunix.util.accelerators import MEMORY, accelerated
 
 
 def stage_lines(setup: Setup, inputs: Inputs, total: int) -> Iterator[str]:
@@ -84,7 +83,7 @@ def overview(setup: Setup, learner: Learner, inputs: Inputs, total: int) -> str:
     first = mesh.devices.flat[0]
     devices, memory = f"{mesh.size} x {first.device_kind}", memory_of([first])
     if memory is not None:
-        share = f" ({startup.MEMORY}={os.environ.get(startup.MEMORY)})" if first.platform == "gpu" else ""
+        share = f" ({MEMORY}={os.environ.get(MEMORY)})" if first.platform == "gpu" else ""
         devices += f", {memory / 2**30:.1f} GiB of each{share}"
     return (
         f"{inputs.source.decoder.family}: {weights}; {readable(len(inputs.train))} rows, {total} steps; "

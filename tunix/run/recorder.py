@@ -14,8 +14,9 @@ from tunix.data.accounting import Accounting
 from tunix.errors import UserError
 from tunix.trainer.config import LoggingConfig
 from tunix.trainer.metrics import Sink
-from tunix.trainer.perf import Compilations, Work, bandwidth, peak_flops, peak_memory
+from tunix.trainer.perf import Compilations, Work, peak_memory, training_flops
 from tunix.trainer.progress import Display, evaluated
+from tunix.util.chips import chip_named
 
 
 @dataclass
@@ -144,10 +145,10 @@ class Recorder:
         values = {name: float(value) for name, value in jax.device_get(dict(update.metrics)).items()}
         _check(step, values)
         values |= _accounting(update, accounting)
-        read, most = values.get("perf/rollout_bytes_per_second"), bandwidth(jax.devices()[0])
-        if read is not None and most is not None:
+        read, chip = values.get("perf/rollout_bytes_per_second"), chip_named(jax.devices()[0].device_kind)
+        if read is not None and chip is not None:
             # The share of the memory's bandwidth that the sampler's reads took at least.
-            values["perf/rollout_roofline"] = read / most
+            values["perf/rollout_roofline"] = read / chip.bandwidth
         if step % self._every == 0 or self._extra:
             values |= speed or self._speed()
             self._write(step, values)
@@ -164,7 +165,7 @@ class Recorder:
         for batch in update.batches:
             counted.tokens += int(np.count_nonzero(batch.segment_ids))
             counted.padded += work.padded(batch)
-            counted.flops += work.training_flops(batch)
+            counted.flops += training_flops(work.decoder, batch, work.adapter)
             counted.update_flops += work.update_flops(batch)
         counted.steps += 1
         counted.update_seconds += float(update.metrics.get("perf/update_seconds", 0.0))
@@ -180,8 +181,8 @@ class Recorder:
             "perf/peak_memory": float(peak_memory()),
             "compile/count": float(self._compilations.since_warmup),
         }
-        if peak := peak_flops(jax.devices()[0]):
-            peak *= jax.device_count()
+        if chip := chip_named(jax.devices()[0].device_kind):
+            peak = chip.flops * jax.device_count()
             speed["perf/mfu"] = counted.flops / elapsed / peak
             # Where nothing but the update takes time, a step's time is its time.
             speed["perf/update_mfu"] = counted.update_flops / (counted.update_seconds or elapsed) / peak

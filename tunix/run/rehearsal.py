@@ -28,10 +28,12 @@ from tunix.rollout.types import Judge
 from tunix.run.inputs import Inputs, open_stream
 from tunix.run.loop import Stream
 from tunix.run.setup import Setup
-from tunix.trainer.learner import Learner
 from tunix.trainer.logprobs import Scores
 from tunix.trainer.trainer import Trainer
 from tunix.types import Batch, Begun, Completion, Loss, Metrics, OnDone, Reply, Sampling, Sequence, Workload
+
+Scored = Literal["policy", "reference", "teacher", "critic"]
+"""Whose numbers are asked for; a critic's may be those of the policy's value head."""
 
 
 class Rehearsal:
@@ -45,6 +47,28 @@ class Rehearsal:
     def step(self, batch: Batch, loss: Loss, of: Literal["policy", "critic"] = "policy") -> Metrics:
         """Takes an update, of which a subclass makes what it is for."""
         raise NotImplementedError
+
+    def score(
+        self, kind: Scores, of: Scored, sequences: List[Sequence], temperature: float, size: int | None
+    ) -> List[np.ndarray]:
+        """Takes the scoring of sequences by a model; the result is zeros."""
+        raise NotImplementedError
+
+    def logprobs(
+        self, sequences: List[Sequence], of: Scored = "policy", temperature: float = 1.0, size: int | None = None
+    ) -> List[np.ndarray]:
+        """Log-probs of sequences, all zeros."""
+        return self.score("logprobs", of, sequences, temperature, size)
+
+    def entropies(
+        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
+    ) -> List[np.ndarray]:
+        """Entropies of sequences, all zeros."""
+        return self.score("entropies", "policy", sequences, temperature, size)
+
+    def values(self, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
+        """Values of sequences, all zeros."""
+        return self.score("values", "critic", sequences, 1.0, size)
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Metrics:
         """Taken as a whole step, which needs as much at least."""
@@ -143,43 +167,21 @@ class Compiler(Rehearsal):
 
     def step(self, batch: Batch, loss: Loss, of: Literal["policy", "critic"] = "policy") -> Metrics:
         """Compiles an update; its metrics are zeros of the right names."""
-        learner = self._client.learner if of == "policy" else self._critic
+        learner = self._client.learner if of == "policy" else self._client.critic
+        assert learner is not None, "the algorithm updates a critic: it has one"
         lowered = learner.lowered(batch, loss)
         shapes = tuple(x.shape for x in jax.tree.leaves(batch))
         self._compile(lowered, learner.spec.mesh, of, loss, shapes)
         return dict.fromkeys(lowered.out_info[1], 0.0)
 
-    def logprobs(
-        self,
-        sequences: List[Sequence],
-        of: Literal["policy", "reference", "teacher"] = "policy",
-        temperature: float = 1.0,
-        size: int | None = None,
+    def score(
+        self, kind: Scores, of: Scored, sequences: List[Sequence], temperature: float, size: int | None
     ) -> List[np.ndarray]:
-        """Compiles the scoring of sequences; their log-probs are zeros."""
+        """Compiles the scoring of sequences by a model; the result is zeros."""
         learner = self._client.learner
-        frozen = {"policy": learner, "reference": learner.reference, "teacher": learner.teacher}[of]
-        assert frozen is not None, f"the algorithm reads a {of}: it has one"
-        return self._score("logprobs", frozen, sequences, size, temperature)
-
-    def entropies(
-        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
-    ) -> List[np.ndarray]:
-        """Compiles the scoring of sequences; their entropies are zeros."""
-        return self._score("entropies", self._client.learner, sequences, size, temperature)
-
-    def values(self, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
-        """Compiles the scoring of sequences; their values are zeros."""
-        return self._score("values", self._client.critic or self._client.learner, sequences, size)
-
-    @property
-    def _critic(self) -> Learner:
-        assert self._client.critic is not None, "the algorithm updates a critic: it has one"
-        return self._client.critic
-
-    def _score(
-        self, kind: Scores, model: Any, sequences: List[Sequence], size: int | None, temperature: float = 1.0
-    ) -> List[np.ndarray]:
+        models = {"reference": learner.reference, "teacher": learner.teacher, "critic": self._client.critic or learner}
+        model = learner if of == "policy" else models[of]
+        assert model is not None, f"the algorithm reads a {of}: it has one"
         lowered = model.scorer.lowered(kind, model.params, sequences, size, temperature)
         self._compile(lowered, model.scorer.microbatcher.mesh, kind, id(model), size or len(sequences), temperature)
         return [np.zeros(len(x.tokens), np.float32) for x in sequences]

@@ -66,7 +66,7 @@ class Learner:
         return metrics
 
     def lowered(self, batch: Batch, loss: Loss) -> jax.stages.Lowered:
-        """The program that `step` runs on such a batch, lowered but not compiled; `plan.account` reads the compiled."""
+        """The program that `step` runs on such a batch, lowered but not compiled."""
         microbatches, frozen = self._inputs(batch, loss)
         with jax.set_mesh(self.spec.mesh):
             return self._step.lower(self.state, frozen, microbatches, self._key, loss)

@@ -6,8 +6,10 @@ rows, and the number of filled micro-batches is passed along: the loop of `step.
 Axes: B rows (as packed), M micro-batches, R rows of a micro-batch, T time, S sequences.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import optax
@@ -51,8 +53,13 @@ class Microbatcher:
         """What the number of packed rows is a multiple of: on several devices no micro-batch is partly empty."""
         return self.rows if row_shards(self.mesh) > 1 else 1
 
-    def place(self, batch: Batch) -> Microbatches:
-        """Copies the batch to the devices as micro-batches; returns before the copy is done."""
+    def place(self, batch: Batch, put: Callable[[Any, NamedSharding], Any] = placed) -> Microbatches:
+        """Copies the batch to the devices as micro-batches; returns before the copy is done.
+
+        Args:
+            batch: the packed rows.
+            put: what is done with a tree of arrays; a plan only describes them.
+        """
         rows, split = batch.tokens.shape[0], partial(_split, self.number(batch), self.rows)
         optional = {"parents": batch.parents, "experts": batch.experts}
         names = (*PER_TOKEN, *(name for name, x in optional.items() if x is not None))
@@ -65,10 +72,10 @@ class Microbatcher:
         pictures = None
         if batch.pictures is not None:
             seen, by_row = batch.pictures, NamedSharding(self.mesh, PartitionSpec(None, RULES["rows"]))
-            pixels, grids = (placed(split(np.asarray(x)), by_row) for x in (seen.pixels, seen.grids))
-            rope = None if seen.rope is None else placed(split(np.asarray(seen.rope)), places)
-            pictures = Pictures(pixels, grids, placed(split(np.asarray(seen.places)), places), rope)
-        return Microbatches(*placed((rows_by_name, values), places), *placed(whole, everywhere), pictures=pictures)
+            pixels, grids = (put(split(np.asarray(x)), by_row) for x in (seen.pixels, seen.grids))
+            rope = None if seen.rope is None else put(split(np.asarray(seen.rope)), places)
+            pictures = Pictures(pixels, grids, put(split(np.asarray(seen.places)), places), rope)
+        return Microbatches(*put((rows_by_name, values), places), *put(whole, everywhere), pictures=pictures)
 
     def number(self, batch: Batch) -> int:
         """M: the most micro-batches that a batch of this size can need, so that there is one shape."""

@@ -1,4 +1,4 @@
-"""Performance numbers: the model's FLOPs, the devices' peak, memory, compilations.
+"""Performance numbers: the model's FLOPs, memory, compilations; `util/chips.py` has the devices' peaks.
 
 A dense decoder spends 6 FLOPs per weight and token on training (2 forward, 4 backward; Kaplan et al. 2020,
 https://arxiv.org/abs/2001.08361), and attention 12 N H per layer and pair of tokens, half of them causal. A frozen base
@@ -8,7 +8,6 @@ needs no gradients of its weights: 4 instead of 6. An adapter's A and B are addi
 import math
 import resource
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -17,46 +16,6 @@ import numpy as np
 from tunix.lora.config import AdapterConfig
 from tunix.models.config import DELTANET, EXPERTS, GLOBAL, WIDE, DecoderConfig
 from tunix.types import Batch
-
-PEAK_FLOPS: dict[str, float] = {
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA L4": 121e12,
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-}
-"""Dense bf16 peak FLOP/s by the prefix of the device's name, from the vendors' data sheets; unknown for CPUs."""
-BANDWIDTH: dict[str, float] = {
-    "NVIDIA A100": 2039e9,
-    "NVIDIA H100": 3350e9,
-    "NVIDIA H200": 4800e9,
-    "NVIDIA L4": 300e9,
-    "TPU v4": 1228e9,
-    "TPU v5 lite": 819e9,
-    "TPU v5p": 2765e9,
-    "TPU v5": 2765e9,
-    "TPU v6 lite": 1640e9,
-}
-"""Bytes of its memory that a device reads per second at most, as above; of cards with several memories the fastest."""
-
-
-# The ignored rule: jax makes `Device` as a variable, which pyright takes for no type.
-def peak_flops(device: jax.Device) -> float | None:  # pyright: ignore[reportInvalidTypeForm]
-    """Peak FLOP/s of one device, or None where it is unknown."""
-    return _by_name(PEAK_FLOPS, device.device_kind)
-
-
-def bandwidth(device: jax.Device) -> float | None:  # pyright: ignore[reportInvalidTypeForm]
-    """Bytes per second of one device's memory, or None where it is unknown."""
-    return _by_name(BANDWIDTH, device.device_kind)
-
-
-def _by_name(table: Mapping[str, float], kind: str) -> float | None:
-    return next((number for name, number in table.items() if kind.startswith(name)), None)
 
 
 def matmul_weights(config: DecoderConfig, head: bool = True) -> int:
@@ -175,13 +134,9 @@ class Work:
     critic: bool = False
     """Whether an update trains a critic that is a separate model of the same structure."""
 
-    def training_flops(self, batch: Batch) -> float:
-        """FLOPs of the policy's forward and backward pass."""
-        return training_flops(self.decoder, batch, self.adapter)
-
     def update_flops(self, batch: Batch) -> float:
         """FLOPs of all models in an update; a teacher's are not counted."""
-        flops = self.training_flops(batch)
+        flops = training_flops(self.decoder, batch, self.adapter)
         if self.reference:
             tokens, pairs = _tokens_and_pairs(batch)
             flops += 2 * matmul_weights(self.decoder) * tokens + mixing_flops(self.decoder, tokens, pairs)

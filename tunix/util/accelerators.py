@@ -107,6 +107,10 @@ def cards() -> tuple[Card, ...]:
     return tuple(card for card in every if card.uuid in wanted)
 
 
+MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+FRACTION = 0.92
+"""Share of a GPU's memory that JAX takes, unless `MEMORY` says another; JAX's own default is 0.75. The rest is for the
+driver, for libraries such as NCCL, and for fragments (recipes' hardware lines count on this)."""
 TAKEN = 0.5
 """The share of a GPU's memory that others may hold where JAX is to take most of it."""
 
@@ -121,7 +125,7 @@ def check_cards() -> None:
         UserError: which GPU it is, and what to do.
     """
     sparing = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0")
-    if sparing or "XLA_PYTHON_CLIENT_MEM_FRACTION" in os.environ:
+    if sparing or MEMORY in os.environ:
         return
     for card in cards():
         if card.free < (1 - TAKEN) * card.total:
@@ -129,7 +133,7 @@ def check_cards() -> None:
             raise UserError(
                 f"GPU {card.number} ({card.name}): other processes have taken {taken:.1f} of {total:.1f} GiB. End them "
                 "(nvidia-smi lists them), choose other GPUs with CUDA_VISIBLE_DEVICES, or take what is left with "
-                f"XLA_PYTHON_CLIENT_MEM_FRACTION={0.9 * card.free / card.total:.2f}"
+                f"{MEMORY}={0.9 * card.free / card.total:.2f}"
             )
 
 

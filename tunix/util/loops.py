@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 Value = TypeVar("Value")
 SCOPE = "usually_"
-"""The scope of such a loop is this and its usual number of rounds; `tunix.plan.account` reads it."""
+"""The scope of such a loop is this and its usual number of rounds; `benchmarks/programs.py` reads it."""
 CHOICE = "times_"
 """The scope of such a choice is this and how often each branch is taken, e.g. `times_22_4`."""
 
@@ -22,7 +22,7 @@ def loop(number: jax.Array | int, body: Callable[[jax.Array, Value], Value], sta
     """`jax.lax.fori_loop(0, number, body, start)`.
 
     Args:
-        usual: rounds where rows are full, by which the cost of the program is estimated.
+        usual: rounds where rows are full, by which tests count what the program runs.
     """
     with jax.named_scope(f"{SCOPE}{usual}"):
         return jax.lax.fori_loop(0, number, body, start)

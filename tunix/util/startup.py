@@ -14,12 +14,8 @@ from jax._src.distributed import global_state  # neither has a public name
 from jax._src.xla_bridge import backends_are_initialized
 
 from tunix.errors import UserError, install_command
-from tunix.util.accelerators import check_cards, check_driver
+from tunix.util.accelerators import FRACTION, MEMORY, check_cards, check_driver
 
-MEMORY = "XLA_PYTHON_CLIENT_MEM_FRACTION"
-FRACTION = 0.92
-"""Share of a GPU's memory that JAX takes, unless `MEMORY` says another; JAX's own default is 0.75. The rest is for the
-driver, for libraries such as NCCL, and for fragments (recipes' hardware lines count on this)."""
 THRESHOLD = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 """Seconds of compiling below which JAX does not keep a program; its own default is 1."""
 

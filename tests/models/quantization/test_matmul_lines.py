@@ -10,9 +10,8 @@ import jax
 import pytest
 
 from benchmarks.kernels import compiled, operations
-from benchmarks.programs import Product, elements, products
+from benchmarks.programs import Product, account, elements, products
 from tunix.models.quantization.rules import WAYS, matmul_line, matmuls_line
-from tunix.plan.account import account
 
 PAGE = Path(__file__).parents[3] / "docs" / "kernels.md"
 FUSED = """HloModule jit_f, is_scheduled=true
