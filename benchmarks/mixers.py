@@ -24,7 +24,7 @@ from benchmarks import experts
 from benchmarks.train import interleaved
 from tunix.models.attention.attend import attend
 from tunix.models.attention.inputs import Segments
-from tunix.models.delta_rule import CHUNKS, Chunks, Gates, chunked, recurrent
+from tunix.models.deltanet import CHUNKS, Chunks, Gates, chunked, recurrent
 from tunix.plan import topology as topologies
 from tunix.plan.account import account
 from tunix.util.exact import jit

@@ -30,11 +30,10 @@ from tunix.lora.adapt import adapt, merge_rounded, quantization
 from tunix.lora.config import AdapterConfig
 from tunix.lora.multi_lora import Mixture
 from tunix.mesh import build_mesh
-from tunix.models.banks import Bank
-from tunix.models.config import DENSE_AND_EXPERTS, Clamp, DecoderConfig, Experts
+from tunix.models.config import DENSE_AND_EXPERTS, Clamp, DecoderConfig, Experts, is_adapter
 from tunix.models.families.table import small
 from tunix.models.model import Model
-from tunix.models.param_names import is_adapter
+from tunix.models.moe import Bank
 from tunix.models.quantization.formats import Quantization, is_scale, plain
 from tunix.trainer.perf import adapter_weights
 from tunix.types import Sampling

@@ -14,9 +14,9 @@ from tunix.config import DType, ModelConfig, RowKind
 from tunix.data.types import Prompt
 from tunix.hf.source import settled
 from tunix.mesh import build_mesh
+from tunix.models.config import is_own
 from tunix.models.kv_cache import LAYERS, Weights
 from tunix.models.model import Model
-from tunix.models.param_names import is_own
 from tunix.plan import programs
 from tunix.plan.programs import Shapes
 from tunix.plan.structure import structure

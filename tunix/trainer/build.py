@@ -18,9 +18,9 @@ from tunix.hf.peft_folder import fingerprint
 from tunix.hf.source import Source, adapted, adapter_weights, weights, with_stops
 from tunix.lora.adapt import started, tables
 from tunix.lora.config import AdapterConfig
+from tunix.models.config import is_own, trains
 from tunix.models.model import Model, Params
-from tunix.models.param_names import is_own, trains
-from tunix.models.quantization.fake_quant import check_unrounded
+from tunix.models.quantization.formats import check_unrounded
 from tunix.models.quantization.rules import Rules
 from tunix.protocols import Sampler
 from tunix.rollout.config import RolloutMeshConfig

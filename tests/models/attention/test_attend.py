@@ -142,7 +142,7 @@ def test_a_deeper_model_is_not_a_longer_program(config: DecoderConfig, local):
     def lines(depth: int) -> int:
         model = Model(replace(config, num_layers=depth, local_layers=local(depth)))
         params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in model.shapes.items()}
-        gradient = jax.grad(lambda params: model.hidden(params, *ROWS).sum())
+        gradient = jax.grad(lambda params: model.forward(params, *ROWS)[0].sum())
         return len(jax.jit(gradient).lower(params).as_text().splitlines())
 
     assert lines(48) == lines(12)
@@ -160,7 +160,7 @@ def test_a_kind_more_is_attention_more_and_no_layer(monkeypatch):
     assert products(model) == 7 + 2
     assert products(mixed) == 7 + 2 * 2
     params = model.init(jax.random.key(0), dict.fromkeys(model.shapes, "float32"), one_device())
-    assert not np.allclose(model.hidden(params, *ROWS), mixed.hidden(params, *ROWS))
+    assert not np.allclose(model.forward(params, *ROWS)[0], mixed.forward(params, *ROWS)[0])
 
 
 @pytest.mark.parametrize("name", ["einsum", "chunked"])
