@@ -415,15 +415,15 @@ class DecoderConfig:
 def _kinds(config: DecoderConfig) -> tuple[LayerKind, ...]:
     far = LayerKind(config.rope, None, config.mixer, config.head_dim, config.num_kv_heads)
     near = far if config.window is None else replace(far, rope=config.rope_local or config.rope, window=config.window)
-    own = config.gemma4
-    if own is not None:
-        far = replace(far, mixer=GLOBAL, head_dim=own.global_head_dim, kv_heads=own.global_kv_heads)
+    gemma4 = config.gemma4
+    if gemma4 is not None:
+        far = replace(far, mixer=GLOBAL, head_dim=gemma4.global_head_dim, kv_heads=gemma4.global_kv_heads)
     linear, none = LayerKind(config.rope, mixer=DELTANET), (False,) * config.num_layers
     kinds = [
         linear if delta else near if local else far
         for delta, local in zip(config.linear_layers or none, config.local_layers or none, strict=True)
     ]
-    first, wide = config.num_layers - config.shared_layers, own is not None and own.shared_wide
+    first, wide = config.num_layers - config.shared_layers, gemma4 is not None and gemma4.shared_wide
     readers = {source: mixer for mixer, source in SHARED.items() if (mixer in WIDE) == wide}
     return (*kinds[:first], *(replace(kind, mixer=readers[kind.mixer]) for kind in kinds[first:]))
 

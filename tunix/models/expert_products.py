@@ -137,7 +137,9 @@ def _saved(x: jax.Array, matrices: Matrices, where: Routes) -> tuple:
     return None if isinstance(matrices, RoundedBank) else x, matrices, where
 
 
-to_experts.defvjp(lambda *args: (to_experts(*args), _saved(*args)), _to_experts_backward)
+to_experts.defvjp(
+    lambda x, matrices, where: (to_experts(x, matrices, where), _saved(x, matrices, where)), _to_experts_backward
+)
 
 
 @jax.custom_vjp
@@ -152,7 +154,10 @@ def _from_experts_backward(saved: tuple, d: Float[Array, "n F"]) -> tuple[jax.Ar
     return d_rows, None if rows is None else _gradients((rows, d), (False, True), matrices, where), None
 
 
-from_experts.defvjp(lambda *args: (from_experts(*args), _saved(*args)), _from_experts_backward)
+from_experts.defvjp(
+    lambda rows, matrices, where: (from_experts(rows, matrices, where), _saved(rows, matrices, where)),
+    _from_experts_backward,
+)
 
 
 def sums(rows: Float[Array, "r F"], places: Int[Array, "n a"], counted: Bool[Array, "n a"]) -> Float[Array, "n F"]:

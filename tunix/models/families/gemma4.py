@@ -45,15 +45,15 @@ from tunix.models.families.hf_config import Fields, write_rope
 
 def axes(config: DecoderConfig) -> dict[str, int]:
     """The size of each axis of the family's weights."""
-    own, experts = config.gemma4, config.experts
-    assert own is not None, "the family has it"
+    gemma4, experts = config.gemma4, config.experts
+    assert gemma4 is not None, "the family has it"
     return {
         **axis_sizes(config),
-        "Kw": own.global_kv_heads,
-        "Hw": own.global_head_dim,
-        "Vl": own.layer_vocab or config.vocab_size,
-        "Dp": own.layer_inputs,
-        "Da": config.num_layers * own.layer_inputs,
+        "Kw": gemma4.global_kv_heads,
+        "Hw": gemma4.global_head_dim,
+        "Vl": gemma4.layer_vocab or config.vocab_size,
+        "Dp": gemma4.layer_inputs,
+        "Da": config.num_layers * gemma4.layer_inputs,
         "L": config.num_layers,
         "Fw": 2 * config.ffn,
         "Fe": config.ffn,
@@ -251,8 +251,8 @@ def _global_heads(fields: Fields, local: tuple[bool, ...], kv_heads: int, head_d
 
 def write(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `gemma4_text` folder."""
-    own = config.gemma4
-    assert own is not None, "the family has it"
+    gemma4 = config.gemma4
+    assert gemma4 is not None, "the family has it"
     fields = written(config)
     for old in ("rope_theta", "rope_scaling"):  # which the family never had
         del fields[old]
@@ -265,14 +265,14 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "layer_types": layer_types(config),
         "sliding_window": config.window,
         "rope_parameters": {"full_attention": whole, "sliding_attention": write_rope(config.rope_local or Rope())},
-        "global_head_dim": own.global_head_dim,
-        "num_global_key_value_heads": own.global_kv_heads,
-        "attention_k_eq_v": own.keys_are_values,
+        "global_head_dim": gemma4.global_head_dim,
+        "num_global_key_value_heads": gemma4.global_kv_heads,
+        "attention_k_eq_v": gemma4.keys_are_values,
         "final_logit_softcapping": config.logit_softcap,
-        "hidden_size_per_layer_input": own.layer_inputs,
-        "vocab_size_per_layer_input": own.layer_vocab or config.vocab_size,
-        "num_kv_shared_layers": own.shared_layers,
-        "use_double_wide_mlp": own.shared_wide,
+        "hidden_size_per_layer_input": gemma4.layer_inputs,
+        "vocab_size_per_layer_input": gemma4.layer_vocab or config.vocab_size,
+        "num_kv_shared_layers": gemma4.shared_layers,
+        "use_double_wide_mlp": gemma4.shared_wide,
     }
 
 
@@ -318,8 +318,8 @@ _MATFORMER = replace(_GEMMA4, max_positions=131_072, window=512)
 
 
 def _large(d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, global_kv_heads: int) -> DecoderConfig:
-    own = Gemma4(global_kv_heads, 512, keys_are_values=True)
-    return sized(_GEMMA4, d_model, ffn, layers, heads, kv_heads, 256, local=five_to_one, gemma4=own)
+    gemma4 = Gemma4(global_kv_heads, 512, keys_are_values=True)
+    return sized(_GEMMA4, d_model, ffn, layers, heads, kv_heads, 256, local=five_to_one, gemma4=gemma4)
 
 
 TENSORS: Mapping[str, Tensor] = {

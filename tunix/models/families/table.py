@@ -223,16 +223,16 @@ def with_sizes(config: DecoderConfig, sizes: Mapping[str, int]) -> DecoderConfig
         new = replace(new, local_layers=FAMILIES[config.family].local(new.num_layers))
     if config.linear_layers and "num_layers" in sizes:
         new = replace(new, linear_layers=FAMILIES[config.family].linear(new.num_layers))
-    if own := config.gemma4:
-        shared = own.shared_layers
+    if gemma4 := config.gemma4:
+        shared = gemma4.shared_layers
         if shared and "num_layers" in sizes:
             shared = _shared(new, shared * new.num_layers // config.num_layers)
         width, kv_heads = (
-            own.global_head_dim * new.head_dim // config.head_dim,
-            min(own.global_kv_heads, new.num_kv_heads),
+            gemma4.global_head_dim * new.head_dim // config.head_dim,
+            min(gemma4.global_kv_heads, new.num_kv_heads),
         )
-        own = replace(own, global_head_dim=width, global_kv_heads=kv_heads, shared_layers=shared)
-        new = replace(new, gemma4=own)
+        gemma4 = replace(gemma4, global_head_dim=width, global_kv_heads=kv_heads, shared_layers=shared)
+        new = replace(new, gemma4=gemma4)
     _check(new, "sizes")
     return new
 
@@ -265,11 +265,11 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _check(config: DecoderConfig, where: str) -> None:
     """Refuses shapes that cannot be computed, or that transformers would refuse after an export."""
-    c, own = config, config.gemma4
-    for kv_heads in (c.num_kv_heads, *(() if own is None else (own.global_kv_heads,))):
+    c, gemma4 = config, config.gemma4
+    for kv_heads in (c.num_kv_heads, *(() if gemma4 is None else (gemma4.global_kv_heads,))):
         if c.num_heads % kv_heads:
             raise UserError(f"{where}: num_heads = {c.num_heads} is not a multiple of num_kv_heads = {kv_heads}.")
-    for head_dim in (c.head_dim, *(() if own is None else (own.global_head_dim,))):
+    for head_dim in (c.head_dim, *(() if gemma4 is None else (gemma4.global_head_dim,))):
         if head_dim < 2 or head_dim % 2:
             raise UserError(f"{where}: head_dim = {head_dim} must be even: rope turns pairs of dimensions.")
     if FAMILIES[c.family].whole_heads and c.d_model % c.num_heads:
