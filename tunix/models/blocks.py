@@ -10,13 +10,13 @@ layers, Da width of all of them, Vl ids that have inputs of layers, k chosen exp
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num
 
 from tunix.mesh import constrain
 from tunix.models.attention.attend import attend, attend_cached
@@ -197,42 +197,20 @@ Auxiliary = dict[str, Num[Array, "..."]]
 """What a layer returns with its output, such as the load-balance loss of a router; stacked over layers."""
 
 
-class Mixer(Protocol):
-    """A module that mixes the tokens of a row; its projections are attributes, named as the parameters are.
+Mixer = Callable[..., tuple[Float[Array, "B T D"], Any]]
+"""A module that mixes the tokens of a row; its projections are attributes, named as the parameters are.
 
-    `view` is a `View` and `cache` a `Cache` of the mixer's own kind.
-    """
+Called as `mixer(x, rope, view, cache=None, dropout_keys=None)` with normed inputs `[B T D]`, a `View` and a `Cache` of
+its own kind; returns the mixed tokens, and the updated cache where one is given.
+"""
+FeedForward = Callable[..., tuple[Float[Array, "B T D"], Auxiliary]]
+"""A module that transforms each token alone; its projections are attributes, named as the parameters are.
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        rope: RopeTables,
-        view: Any,
-        cache: Any = None,
-        dropout_keys: TokenKeys | None = None,
-    ) -> tuple[Float[Array, "B T D"], Any]:
-        """The mixed tokens for normed inputs, and the updated cache where one is given."""
-        ...
-
-
-class FeedForward(Protocol):
-    """A module that transforms each token alone; its projections are attributes, named as the parameters are."""
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        dropout_keys: TokenKeys | None = None,
-        real: Bool[Array, "B T"] | None = None,
-        replayed: Int[Array, "B T k"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-        """The output, and the auxiliary terms.
-
-        Args:
-            x: normed inputs; the residual stream where the ffn norms it itself (`NORM_THEMSELVES`).
-            real: which tokens are not padding, of which the output does not matter; None where all may be real.
-            replayed: the experts that a mixture uses for each token, -1 where it chooses; None where it always does.
-        """
-        ...
+Called as `ffn(x, dropout_keys=None, real=None, replayed=None)`; returns the output and the auxiliary terms. `x` are
+normed inputs, or the residual stream where the ffn norms it itself (`NORM_THEMSELVES`); `real [B T]` says which tokens
+are not padding, of which the output does not matter, None where all may be real; `replayed [B T k]` are the experts
+that a mixture uses for each token, -1 where it chooses, None where it always does.
+"""
 
 
 class Factor(nnx.Module):

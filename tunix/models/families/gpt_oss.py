@@ -21,6 +21,7 @@ from tunix.models.families.base import (
     decoder,
     in_layers,
     layer_types,
+    sized,
     sizes,
     written,
 )
@@ -72,27 +73,19 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-_20B = DecoderConfig(
+_LARGE = DecoderConfig(
     family="gpt_oss",
-    vocab_size=201_088,
-    d_model=2880,
-    num_layers=24,
-    num_heads=64,
-    num_kv_heads=8,
-    head_dim=64,
-    ffn=2880,
     activation="silu",
     norm_eps=1e-5,
     tied=False,
-    max_positions=131_072,
     rope=Rope(theta=150_000.0, kind="yarn", factor=32.0, original_length=4096, truncate=False),
     qkv_bias=True,
     o_bias=True,
     sinks=True,
     window=WINDOW,
-    local_layers=alternating(24),
     experts=Experts(32, ACTIVE, biases=True, clamp=Clamp()),
     feed_forward=EXPERTS,
+    **{**SMALL, "vocab_size": 201_088, "max_positions": 131_072},
 )
 
 GPT_OSS = FamilyText(
@@ -128,7 +121,7 @@ GPT_OSS = FamilyText(
     alternate=True,
     writes_stacked=True,
     packed=("mxfp4",),
-    presets={"gpt-oss-20b": _20B},
-    small=replace(_20B, local_layers=alternating(2), experts=Experts(8, 2, biases=True, clamp=Clamp()), **SMALL),
+    presets={"gpt-oss-20b": sized(_LARGE, 2880, 2880, 24, 64, 8, 64, local=alternating)},
+    small=replace(_LARGE, local_layers=alternating(2), experts=Experts(8, 2, biases=True, clamp=Clamp()), **SMALL),
     local=alternating,
 )

@@ -99,22 +99,15 @@ def write_mixtral(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-_8X7B = DecoderConfig(
+_MIXTRAL = DecoderConfig(
     family="mixtral",
-    vocab_size=32_000,
-    d_model=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    ffn=14_336,
     activation="silu",
     norm_eps=1e-5,
     tied=False,
-    max_positions=32_768,
     rope=Rope(theta=1_000_000.0),
     experts=Experts(NUMBER, ACTIVE),
     feed_forward=EXPERTS,
+    **{**SMALL, "vocab_size": 32_000, "max_positions": 32_768},
 )
 
 MIXTRAL = FamilyText(
@@ -137,6 +130,6 @@ MIXTRAL = FamilyText(
             }
         ),
     },
-    presets={"mixtral-8x7b": _8X7B},
-    small=replace(_8X7B, **SMALL),
+    presets={"mixtral-8x7b": sized(_MIXTRAL, 4096, 14_336, 32, 32, 8, 128)},
+    small=replace(_MIXTRAL, **SMALL),
 )
