@@ -126,7 +126,7 @@ def to_experts(x: Float[Array, "n D"], matrices: Matrices, where: Routes) -> Flo
     return _products(x, True, matrices, False, where)
 
 
-def _to_experts_backward(saved: tuple, d: Float[Array, "r F"]) -> tuple[jax.Array, jax.Array, None]:
+def _to_experts_backward(saved: tuple, d: Float[Array, "r F"]) -> tuple[jax.Array, jax.Array | None, None]:
     x, matrices, where = saved
     d_x = sums(_products(d, False, matrices, True, where), where.places, where.computed)
     return d_x, None if x is None else _gradients((x, d), (True, False), matrices, where), None
@@ -148,7 +148,7 @@ def from_experts(rows: Float[Array, "r D"], matrices: Matrices, where: Routes) -
     return sums(_products(rows, False, matrices, False, where), where.places, where.computed)
 
 
-def _from_experts_backward(saved: tuple, d: Float[Array, "n F"]) -> tuple[jax.Array, jax.Array, None]:
+def _from_experts_backward(saved: tuple, d: Float[Array, "n F"]) -> tuple[jax.Array, jax.Array | None, None]:
     rows, matrices, where = saved
     d_rows = _products(d, True, matrices, True, where)
     return d_rows, None if rows is None else _gradients((rows, d), (False, True), matrices, where), None

@@ -103,7 +103,7 @@ def over_layers(
         # Taken here, and so again in the backward pass: taken before, every layer's weights would be kept for that.
         weights, sinks, each = place.part(inputs) if len(places) > 1 else inputs
         indices = place.weights
-        leaves = [
+        leaves: list[Any] = [
             casts[at](w) if sink is None else _cast_into(casts[at], w, sink)
             for at, w, sink in zip(indices, weights, sinks, strict=True)
         ]
