@@ -110,8 +110,9 @@ def test_no_layer_of_a_period_keeps_its_weights():
 def test_inputs_of_layers_have_gradients_beside_those_of_weights_that_the_scan_casts():
     """They are no weights of layers, but pass into the scan like these; both dtypes of the gradients' sums agree."""
     config = replace(C, gemma4=Gemma4(C.num_kv_heads, C.head_dim, layer_inputs=8))
-    keys = iter(jax.random.split(jax.random.key(0), 99))
+    keys = iter(jax.random.split(jax.random.key(1), 99))
     params = {name: 0.2 * jax.random.normal(next(keys), shape) for name, shape in Model(config).shapes.items()}
+    params["layers/output/factor"] = jnp.ones(config.num_layers)
     found = gradients(Model(config, dtype="bfloat16"), params)
     right = gradients(Model(config), params)
     for name in ("inputs/embed/w", "inputs/context/w", "inputs/norm/w", "layers/input_gate/w", "layers/input_out/w"):

@@ -64,7 +64,7 @@ class Fields:
         self.read.add(name)
         return self.raw.get(name, default)
 
-    def _stated(self, name: str, default: float | None) -> Any:
+    def _stated(self, name: str, default: int | float | None) -> Any:
         """The raw value; missing and null mean `default`, and are an error where there is none."""
         value = default if self.get(name) is None else self.raw[name]
         if value is None:
