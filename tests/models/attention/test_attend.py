@@ -43,7 +43,7 @@ def test_training_and_prompts_make_one_call(monkeypatch):
     monkeypatch.setattr(table, "IMPLEMENTATIONS", (short, entry("einsum", lambda _: None)))
     model = Model(RICH)
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in model.shapes.items()}
-    jax.eval_shape(model.hidden, params, *ROWS)
+    jax.eval_shape(model.forward, params, *ROWS)
     assert {(spec.queries, spec.keys, spec.window) for spec in asked["einsum"]} == {(8, 8, 5), (8, 8, None)}
     sizes = Sizes(2, 32, 4, 8, 4, 0, 0, (5, None), (4, 8), 1, "float32")
 
@@ -154,7 +154,7 @@ def test_a_kind_more_is_attention_more_and_no_layer(monkeypatch):
 
     def products(model: Model) -> int:
         params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in model.shapes.items()}
-        return jax.jit(model.hidden).lower(params, *ROWS).as_text().count("stablehlo.dot_general")
+        return jax.jit(model.forward).lower(params, *ROWS).as_text().count("stablehlo.dot_general")
 
     # q, k, v, o, gate, up and down; scores and values of each kind.
     assert products(model) == 7 + 2
