@@ -26,8 +26,8 @@ from rich.table import Table
 from benchmarks.shapes import LORA, SHAPES, Shape
 from benchmarks.train import LOSS, interleaved
 from tunix.lora.config import AdapterConfig
+from tunix.models.config import is_adapter
 from tunix.models.families.table import preset
-from tunix.models.param_names import is_adapter
 from tunix.models.quantization.formats import tile_of
 from tunix.trainer.perf import peak_memory
 from tunix.trainer.trainer import Trainer

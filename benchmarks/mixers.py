@@ -25,7 +25,7 @@ from benchmarks.programs import account
 from benchmarks.train import interleaved
 from tunix.models.attention.attend import attend
 from tunix.models.attention.inputs import Segments
-from tunix.models.delta_rule import CHUNKS, Chunks, Gates, chunked, recurrent
+from tunix.models.deltanet import CHUNKS, Chunks, Gates, chunked, recurrent
 from tunix.util import chips
 from tunix.util.exact import jit
 

@@ -20,8 +20,8 @@ from tunix.config import DType, MeshConfig
 from tunix.lora.adapt import adapt
 from tunix.lora.multi_lora import LoadedAdapter
 from tunix.mesh import build_mesh
+from tunix.models.config import is_adapter
 from tunix.models.model import Model
-from tunix.models.param_names import is_adapter
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import Request
 from tunix.types import Sampling

@@ -12,9 +12,8 @@ from tunix.data.packing import pack, row_length
 from tunix.lora.adapt import adapt, quantization
 from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh
-from tunix.models.config import DecoderConfig, Rope
+from tunix.models.config import DecoderConfig, Rope, is_adapter
 from tunix.models.model import Model
-from tunix.models.param_names import is_adapter
 from tunix.models.scan import Remat
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec, answers_per_row

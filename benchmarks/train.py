@@ -25,8 +25,7 @@ from benchmarks.shapes import LORA, SHAPES, Shape
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.data.packing import pack, waste
-from tunix.models.token_logprobs import token_logprobs
-from tunix.models.vocab_chunks import CHUNK_LOGITS
+from tunix.models.token_logprobs import CHUNK_LOGITS, token_logprobs
 from tunix.trainer.perf import peak_memory
 from tunix.trainer.trainer import Trainer
 from tunix.types import Sequence

@@ -413,7 +413,7 @@ quick_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level":
 @partial(quick_jit, static_argnums=0)
 def our_logits(model: Model, params: Params, rows: Rows) -> jax.Array:
     """All logits."""
-    return model.logits(params, model.hidden(params, rows.tokens, rows.positions, rows.segment_ids))
+    return model.logits(params, model.forward(params, rows.tokens, rows.positions, rows.segment_ids)[0])
 
 
 @partial(quick_jit, static_argnums=0)

@@ -9,10 +9,9 @@ from tunix.config import DType, GradientSums, MeshConfig
 from tunix.lora.adapt import adapt, quantization, started
 from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh, row_shards
-from tunix.models.config import DecoderConfig, Rope
+from tunix.models.config import DecoderConfig, Rope, is_own
 from tunix.models.model import Model
-from tunix.models.param_names import is_own
-from tunix.models.quantization.fake_quant import simulated
+from tunix.models.quantization.formats import simulated
 from tunix.models.quantization.rules import Rules
 from tunix.models.scan import Remat
 from tunix.trainer.config import OptimizerConfig

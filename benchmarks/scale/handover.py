@@ -29,8 +29,8 @@ from benchmarks.shapes import LORA, llama
 from tunix.config import DType, MeshConfig
 from tunix.lora.adapt import adapt
 from tunix.mesh import build_mesh, partition
+from tunix.models.config import is_adapter
 from tunix.models.model import Model
-from tunix.models.param_names import is_adapter
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.rollout.engine.engine import Engine
 from tunix.trainer.sampler_mesh import bring_of, sampler_mesh

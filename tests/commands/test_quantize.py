@@ -26,7 +26,7 @@ from tunix.cli import main
 from tunix.commands.quantize import read_words
 from tunix.errors import UserError
 from tunix.hf.source import loaded, pretrained
-from tunix.models.quantization import fake_quant as simulated
+from tunix.models.quantization import formats as simulated
 from tunix.models.quantization.modules import PROJECTIONS
 from tunix.models.quantization.rules import RULES_FILE, QuantizationConfig, Rules
 from tunix.recipe.recipe import Recipe
@@ -301,7 +301,7 @@ def test_tokens_are_drawn_without_rounding_weights_again(tmp_path):
         return next_token(model, weights, pages_of(model.config, 2, 16), none, none)[0]
 
     drawn = jax.jit(one).lower(weights).as_text()
-    trained = jax.jit(lambda params: model.hidden(params, *ROWS[:3]))
+    trained = jax.jit(lambda params: model.forward(params, *ROWS[:3])[0])
     assert "round_nearest_even" not in drawn
     assert "round_nearest_even" in trained.lower(ours.learner.params).as_text()
 

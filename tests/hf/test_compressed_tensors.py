@@ -24,7 +24,7 @@ from tunix.hf.model_folder import save_folder
 from tunix.hf.packed_weights import pack_words, unpack_words
 from tunix.hf.source import loaded, pretrained
 from tunix.models.model import rounded
-from tunix.models.quantization.fake_quant import simulated
+from tunix.models.quantization.formats import simulated
 from tunix.models.quantization.rules import Rules
 from tunix.models.quantization.schemes import SECTION, check_section
 

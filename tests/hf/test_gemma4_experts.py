@@ -18,7 +18,7 @@ from tunix.errors import UserError
 from tunix.hf.model_folder import save_folder
 from tunix.models.families.table import from_hf, preset, read_config, to_hf
 from tunix.models.model import rounded
-from tunix.models.quantization.fake_quant import simulated
+from tunix.models.quantization.formats import simulated
 from tunix.models.quantization.rules import Rules
 
 NAME = "gemma4_moe-five-of-three"

@@ -18,7 +18,7 @@ from tunix.cli import main
 from tunix.errors import UserError
 from tunix.hf.model_folder import save_folder
 from tunix.hf.source import read_folder
-from tunix.models.config import GlobalHeads, Rope
+from tunix.models.config import Gemma4, Rope
 from tunix.models.families.table import FAMILIES, from_hf, preset, small, to_hf, with_sizes
 
 
@@ -68,7 +68,7 @@ def test_ids_beyond_the_inputs_of_layers_have_none(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size_per_layer_input": 60}))
 
     model, params = load(tmp_path)
-    assert (model.config.vocab_size, model.config.layer_vocab) == (97, 60)
+    assert (model.config.vocab_size, model.config.gemma4.layer_vocab) == (97, 60)
     ids = np.array([[3, 59, 60, 96, 12, 61, 59, 70]])
     labels = torch.from_numpy(ids)
     result = hf(labels, labels=labels)
@@ -98,7 +98,7 @@ def test_both_spellings_of_the_global_heads_mean_the_same(tmp_path):
     old = {name: value for name, value in new.items() if name != "per_layer_config"}
     old |= {"global_head_dim": 16, "num_global_key_value_heads": 1}
     assert from_hf(old, tmp_path / "a") == from_hf(new_keys(new), tmp_path / "b")
-    assert from_hf(old, tmp_path / "a").global_heads == GlobalHeads(1, 16, keys_are_values=True)
+    assert from_hf(old, tmp_path / "a").gemma4 == Gemma4(1, 16, keys_are_values=True)
 
 
 def new_keys(raw: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def test_presets_are_read_back_from_what_an_export_writes(name, tmp_path):
 
 def test_heads_of_global_layers_shrink_with_the_others():
     tiny = with_sizes(small("gemma4"), {"num_kv_heads": 1, "head_dim": 16, "num_layers": 4})
-    assert tiny.global_heads == GlobalHeads(1, 32, keys_are_values=True)
+    assert tiny.gemma4 == Gemma4(1, 32, keys_are_values=True)
     assert tiny.local_layers == (True, True, True, False)
     shared = with_sizes(preset("gemma4-e2b"), {"num_layers": 6})
     assert (shared.shared_layers, shared.local_layers) == (0, (True, True, True, True, True, False))

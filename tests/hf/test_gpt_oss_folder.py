@@ -31,8 +31,7 @@ from tunix.hf.packed_weights import dequantized
 from tunix.hf.source import read_folder
 from tunix.models.families.table import from_hf, preset, to_hf
 from tunix.models.model import Model, rounded
-from tunix.models.quantization.fake_quant import simulated
-from tunix.models.quantization.formats import Quantization
+from tunix.models.quantization.formats import Quantization, simulated
 from tunix.trainer.mesh_choice import state_bytes
 from tunix.trainer.optimizer import decays
 from tunix.trainer.perf import matmul_weights

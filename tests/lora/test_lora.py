@@ -20,9 +20,9 @@ from tunix.errors import UserError
 from tunix.hf.peft_folder import foreign_base, load_adapter, save_adapter
 from tunix.lora.adapt import adapt, merge, started, unmerge
 from tunix.lora.config import AdapterConfig
+from tunix.models.config import is_adapter
 from tunix.models.families.table import read_config
 from tunix.models.model import Model
-from tunix.models.param_names import is_adapter
 from tunix.models.quantization.modules import EXPERTS
 
 ADAPTERS = {
@@ -89,7 +89,7 @@ def adapted(folder, adapter, *, random=True):
 
 def our_logits(model, params):
     rows = rows_of(*([row] for row in tokens()))
-    run = quick_jit(lambda p: model.logits(p, model.hidden(p, rows.tokens, rows.positions, rows.segment_ids)))
+    run = quick_jit(lambda p: model.logits(p, model.forward(p, rows.tokens, rows.positions, rows.segment_ids)[0]))
     return run(params)
 
 

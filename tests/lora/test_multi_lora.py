@@ -19,8 +19,8 @@ from tunix.lora.adapt import adapt, started
 from tunix.lora.config import AdapterConfig
 from tunix.lora.multi_lora import LoadedAdapter
 from tunix.mesh import build_mesh
+from tunix.models.config import is_adapter
 from tunix.models.model import Model
-from tunix.models.param_names import is_adapter
 from tunix.models.quantization.formats import Quantization
 from tunix.rollout.engine import batch as batch_file
 from tunix.rollout.engine import engine as engine_file

@@ -22,9 +22,9 @@ from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
 from tunix.lora.config import AdapterConfig
+from tunix.models.config import is_adapter, is_own
 from tunix.models.families.table import FAMILIES
 from tunix.models.model import Params
-from tunix.models.param_names import is_adapter, is_own
 from tunix.models.quantization.formats import is_scale, plain
 from tunix.trainer.frozen_model import reference_of
 from tunix.trainer.trainer import Trainer

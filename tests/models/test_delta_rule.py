@@ -13,7 +13,7 @@ import torch
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
 from tests.marks import slow
-from tunix.models.delta_rule import Begins, Chunks, Gates, chunked, convolved, convolved_after, recurrent, unit
+from tunix.models.deltanet import Begins, Chunks, Gates, chunked, convolved, convolved_after, recurrent, unit
 
 HK, JV, DK, DV = 2, 2, 8, 12
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.marks import slow
-from tunix.models import vocab_chunks as blocks
+from tunix.models import token_logprobs as blocks
 from tunix.models.divergence import Side, compared
 from tunix.types import Compared, Divergence
 

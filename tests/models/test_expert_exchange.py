@@ -11,10 +11,10 @@ import pytest
 from tunix.config import MeshConfig
 from tunix.errors import UserError
 from tunix.mesh import build_mesh
-from tunix.models import expert_exchange
-from tunix.models.expert_exchange import AXIS, combine, destinations, dispatch
-from tunix.models.expert_gates import exchange_difference
+from tunix.models import moe
 from tunix.models.families.table import small
+from tunix.models.kernel_gates import exchange_difference
+from tunix.models.moe import AXIS, combine, destinations, dispatch
 from tunix.run import kernels
 
 DEVICES, OWN, TOKENS, WIDTH = 4, 2, 5, 3
@@ -61,7 +61,7 @@ def batch() -> tuple[jax.Array, jax.Array, jax.Array]:
 def sent_as(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a CPU, and as on accelerators."""
     if request.param == "rows":
-        monkeypatch.setattr(expert_exchange, "platform", lambda: "tpu")
+        monkeypatch.setattr(moe, "platform", lambda: "tpu")
         monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
 
 
@@ -128,7 +128,7 @@ def test_devices_that_mix_up_rows_or_results_are_refused(monkeypatch: pytest.Mon
     assert not asked, "a CPU sends whole blocks, and elsewhere there is nothing to send"
     kernels.check_exchange(mixture, mesh)
     assert asked == [mesh]
-    exchanged = expert_exchange._exchanged
-    monkeypatch.setattr(expert_exchange, "_exchanged", lambda *x: jnp.roll(exchanged(*x), 1, axis=0))
+    exchanged = moe._sent
+    monkeypatch.setattr(moe, "_sent", lambda *x: jnp.roll(exchanged(*x), 1, axis=0))
     with pytest.raises(UserError, match="mesh: expert 4: what these devices send each other comes back off by"):
         kernels.check_exchange(mixture, mesh)

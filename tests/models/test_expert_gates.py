@@ -10,11 +10,11 @@ from jax.sharding import Mesh
 from tests.tiny_models import one_device
 from tunix.errors import UserError
 from tunix.mesh import AXES
-from tunix.models import expert_gates
 from tunix.models import grouped_products as kernels
-from tunix.models.expert_gates import grouped_difference
+from tunix.models import kernel_gates
 from tunix.models.families.table import small
 from tunix.models.grouped_products import grouped_gradients, grouped_products
+from tunix.models.kernel_gates import grouped_difference
 from tunix.run import describe
 from tunix.run import kernels as kernels_of_run
 
@@ -22,7 +22,7 @@ from tunix.run import kernels as kernels_of_run
 def test_right_products_pass_and_are_remembered(tmp_path, monkeypatch):
     found = tmp_path / "found.json"
     assert grouped_difference(16, 8, "float32", found) < 1e-5
-    monkeypatch.setattr(expert_gates, "grouped_products", lambda rows, *_, **__: rows * np.nan)
+    monkeypatch.setattr(kernel_gates, "grouped_products", lambda rows, *_, **__: rows * np.nan)
     assert grouped_difference(16, 8, "float32", found) < 1e-5, "measured once for a device"
 
 
@@ -39,7 +39,7 @@ def broken_gradients(rows, d, matrices, sizes):
 
 @pytest.mark.parametrize(("name", "broken"), [("products", broken_products), ("gradients", broken_gradients)])
 def test_wrong_ones_are_noticed(name, broken, tmp_path, monkeypatch):
-    monkeypatch.setattr(expert_gates, f"grouped_{name}", broken)
+    monkeypatch.setattr(kernel_gates, f"grouped_{name}", broken)
     assert grouped_difference(16, 8, "float32", tmp_path / "found.json") > kernels_of_run.LIMIT
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.marks import slow
 from tunix.config import MeshConfig
 from tunix.mesh import build_mesh
-from tunix.models import vocab_chunks
+from tunix.models import token_logprobs as blocks
 from tunix.models.divergence import Side, compared
 from tunix.models.token_logprobs import token_logprobs
 from tunix.types import Divergence
@@ -20,8 +20,8 @@ MESHES = [MeshConfig(fsdp=2, tensor=4), *slow([MeshConfig(fsdp=4, tensor=2), Mes
 @pytest.fixture(autouse=True)
 def several_blocks_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 12 tokens; the 151 ids of each of four parts fill a chunk of 128 and begin a second, 301 a third."""
-    monkeypatch.setattr(vocab_chunks, "BLOCK_TOKENS", 12)
-    monkeypatch.setattr(vocab_chunks, "CHUNK_LOGITS", 12 * 128)
+    monkeypatch.setattr(blocks, "BLOCK_TOKENS", 12)
+    monkeypatch.setattr(blocks, "CHUNK_LOGITS", 12 * 128)
 
 
 def inputs() -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array]:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.marks import slow
 from tests.trainers import PLAIN
+from tunix.models.config import Gemma4
 from tunix.models.families.table import small
 from tunix.models.model import Model, Params
 from tunix.models.scan import KEEPS
@@ -39,7 +40,7 @@ def params() -> Params:
 def loss(model: Model, params: Params) -> jax.Array:
     tokens = jax.random.randint(jax.random.key(1), (B, T), 0, C.vocab_size)
     positions = jnp.broadcast_to(jnp.arange(T), (B, T))
-    hidden = model.hidden(params, tokens, positions, jnp.ones_like(positions))
+    hidden, _ = model.forward(params, tokens, positions, jnp.ones_like(positions))
     return jnp.sum(hidden.astype(jnp.float32) * jax.random.normal(jax.random.key(2), hidden.shape))
 
 
@@ -108,9 +109,10 @@ def test_no_layer_of_a_period_keeps_its_weights():
 
 def test_inputs_of_layers_have_gradients_beside_those_of_weights_that_the_scan_casts():
     """They are no weights of layers, but pass into the scan like these; both dtypes of the gradients' sums agree."""
-    config = replace(C, layer_inputs=8)
-    keys = iter(jax.random.split(jax.random.key(0), 99))
+    config = replace(C, gemma4=Gemma4(C.num_kv_heads, C.head_dim, layer_inputs=8))
+    keys = iter(jax.random.split(jax.random.key(1), 99))
     params = {name: 0.2 * jax.random.normal(next(keys), shape) for name, shape in Model(config).shapes.items()}
+    params["layers/output/factor"] = jnp.ones(config.num_layers)
     found = gradients(Model(config, dtype="bfloat16"), params)
     right = gradients(Model(config), params)
     for name in ("inputs/embed/w", "inputs/context/w", "inputs/norm/w", "layers/input_gate/w", "layers/input_out/w"):

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from tests.marks import slow
-from tunix.models import vocab_chunks as blocks
-from tunix.models.token_logprobs import token_logprobs
-from tunix.models.vocab_chunks import block_length, chunk_width, visit_of
+from tunix.models import token_logprobs as blocks
+from tunix.models.token_logprobs import block_length, chunk_width, token_logprobs, visit_of
 
 B, T, V, D = 3, 13, 300, 8  # 300: three chunks of 128 are more than the vocabulary
 

@@ -14,7 +14,7 @@ from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import MeshConfig
 from tunix.mesh import build_mesh
-from tunix.models import vocab_chunks
+from tunix.models import token_logprobs as blocks
 from tunix.models.config import DecoderConfig
 from tunix.models.model import Model
 from tunix.plan import programs
@@ -44,8 +44,8 @@ def step_on(mesh: MeshConfig, config: DecoderConfig, attention: str = "auto", mi
 @pytest.fixture(autouse=True)
 def several_blocks_and_chunks(monkeypatch: pytest.MonkeyPatch):
     """Eight blocks of four tokens, and a chunk for every 128 ids."""
-    monkeypatch.setattr(vocab_chunks, "BLOCK_TOKENS", 4)
-    monkeypatch.setattr(vocab_chunks, "CHUNK_LOGITS", 4 * 128)
+    monkeypatch.setattr(blocks, "BLOCK_TOKENS", 4)
+    monkeypatch.setattr(blocks, "CHUNK_LOGITS", 4 * 128)
 
 
 MESHES = [MeshConfig(fsdp=8), *slow([MeshConfig(fsdp=4, tensor=2), MeshConfig(data=2, fsdp=2, tensor=2)])]

@@ -18,7 +18,7 @@ from tests.trainers import PLAIN, sequences, trainer
 from tunix.algorithms.kto.loss import BASELINE
 from tunix.config import MeshConfig
 from tunix.data.packing import LABEL, pack
-from tunix.models import vocab_chunks
+from tunix.models import token_logprobs as blocks
 from tunix.recipe.algorithms import ALGORITHMS, algorithm_class
 from tunix.trainer.frozen_model import Teacher
 from tunix.trainer.learner import Learner
@@ -81,8 +81,8 @@ def compiled(learner: Learner, batch: Batch, loss: Loss) -> Account:
 @pytest.fixture(autouse=True)
 def several_blocks_and_chunks(monkeypatch: pytest.MonkeyPatch):
     """Eight blocks of four tokens, and a chunk for every 128 ids."""
-    monkeypatch.setattr(vocab_chunks, "BLOCK_TOKENS", 4)
-    monkeypatch.setattr(vocab_chunks, "CHUNK_LOGITS", 4 * 128)
+    monkeypatch.setattr(blocks, "BLOCK_TOKENS", 4)
+    monkeypatch.setattr(blocks, "CHUNK_LOGITS", 4 * 128)
 
 
 def matrices(client: Trainer) -> int:

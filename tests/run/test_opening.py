@@ -11,10 +11,9 @@ from tunix.config import ModelConfig
 from tunix.hf.source import adapted
 from tunix.lora.adapt import tables
 from tunix.lora.config import AdapterConfig
-from tunix.models.config import DecoderConfig
+from tunix.models.config import DecoderConfig, is_adapter
 from tunix.models.families.table import FAMILIES, count_weights, presets, small
 from tunix.models.model import Model
-from tunix.models.param_names import is_adapter
 from tunix.recipe.recipe import Recipe
 from tunix.run.opening import NAMES, opened, opening, people_count
 

@@ -8,8 +8,8 @@ import pytest
 import tunix
 from tests.marks import slow
 from tests.trainers import PLAIN, trainer
-from tunix.models.config import Experts
-from tunix.models.vocab_chunks import CHUNK_LOGITS_ELSEWHERE
+from tunix.models.config import Experts, Gemma4
+from tunix.models.token_logprobs import CHUNK_LOGITS_ELSEWHERE
 from tunix.trainer.microbatches import TrainerSpec
 from tunix.trainer.remat import LAYER, LOGITS, SHARE, TABLES, Held, chosen, device_bytes, held_by, step_bytes
 
@@ -36,7 +36,12 @@ def test_a_step_is_what_it_holds_what_layers_keep_and_its_fullest_moment():
     for remat, numbers in {"none": whole, "attention": block + attention, "mlp": block + mlp, "block": block}.items():
         assert step_bytes(spec, Held(1000, 10), remat) == 1000 + 28 * 2 * 16_384 * numbers + 10 + layer
     # Inputs of each layer's own, 64 numbers and their gradients, are there whatever is recomputed.
-    inputs = replace(spec, model=replace(spec.model, config=replace(LONG, layer_inputs=64)))
+    inputs = replace(
+        spec,
+        model=replace(
+            spec.model, config=replace(LONG, gemma4=Gemma4(LONG.num_kv_heads, LONG.head_dim, layer_inputs=64))
+        ),
+    )
     more = (28 + LAYER) * 2 * 16_384 * 2 * 64
     assert step_bytes(inputs, Held(0, 0), "block") == step_bytes(spec, Held(0, 0), "block") + more
     # Of experts, a token's gate and up are those of the experts that it uses, and of the shared one.

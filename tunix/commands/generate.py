@@ -45,8 +45,8 @@ from tunix.hf.peft_folder import foreign_base, rounding_of
 from tunix.hf.source import as_rounded, beside
 from tunix.inference.model import InferenceModel, InferenceOptions, TextStream, prompt_column
 from tunix.lora.multi_lora import LoadedAdapter
+from tunix.models.config import is_adapter
 from tunix.models.model import Params
-from tunix.models.param_names import is_adapter
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import Request
 from tunix.rollout.rewards.config import RewardConfig

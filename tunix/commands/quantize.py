@@ -19,7 +19,7 @@ from tunix.errors import UserError
 from tunix.hf.model_folder import save_folder
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.models.model import rounded
-from tunix.models.quantization.fake_quant import supported
+from tunix.models.quantization.formats import supported
 from tunix.models.quantization.modules import projections_of
 from tunix.models.quantization.rules import RULES_FILE, Rule, Rules
 from tunix.models.quantization.schemes import check_packs

@@ -44,13 +44,11 @@ from tunix.hf.packed_weights import (
 from tunix.hf.picture_settings import write_settings
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, local_copy, some, tensors_of_folder, write_shards
 from tunix.hf.tensor_transfer import load, reads_of, sent, sent_rounded
-from tunix.models.config import DecoderConfig, Stops
+from tunix.models.config import DecoderConfig, Stops, is_adapter, is_own
 from tunix.models.families.base import SCORE
 from tunix.models.families.table import FAMILIES, read_json, tensors_of, to_hf
 from tunix.models.model import Model, Params
-from tunix.models.param_names import is_adapter, is_own
-from tunix.models.quantization.fake_quant import simulated
-from tunix.models.quantization.formats import is_scale, tile_of
+from tunix.models.quantization.formats import is_scale, simulated, tile_of
 from tunix.models.quantization.modules import BANKS, modules_of
 from tunix.models.quantization.rules import Rules, write_rules
 from tunix.models.quantization.schemes import SECTION, Packing, check_packs, section

@@ -42,7 +42,7 @@ from tunix.hf.run_export import exported
 from tunix.hf.safetensors_io import check_tensors, some
 from tunix.lora.adapt import adapt, merge, quantization
 from tunix.lora.config import AdapterConfig
-from tunix.models.config import DecoderConfig
+from tunix.models.config import DecoderConfig, is_own, trains
 from tunix.models.families.table import (
     FAMILIES,
     axes_of,
@@ -56,9 +56,16 @@ from tunix.models.families.table import (
     with_vision,
 )
 from tunix.models.model import Model, Params
-from tunix.models.param_names import is_own, trains
-from tunix.models.quantization.fake_quant import simulated, supported
-from tunix.models.quantization.formats import SCALE, Quantization, check_supported, over_matrices, plain, quantize
+from tunix.models.quantization.formats import (
+    SCALE,
+    Quantization,
+    check_supported,
+    over_matrices,
+    plain,
+    quantize,
+    simulated,
+    supported,
+)
 from tunix.models.quantization.rules import Rules, read_rules
 from tunix.util.atomic_io import atomic_folder
 from tunix.util.exact import jit

@@ -1,18 +1,15 @@
-"""LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685) through qwix: `y = x W + s x A B`, and its variants.
+"""LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685): `y = x W + s x A B`, and its variants.
 
-qwix's provider watches the einsums of a block once, before blocks are stacked, and gives each targeted projection an A
-(contracted axes x r, random) and a B (r x the rest, zeros), so that training starts at the base exactly. The products
-with A and B are computed by the projection (`layers.project`): qwix's three-operand einsum took twice the step on a
-CPU. What depends on the base's values (DoRA's magnitudes, PiSSA's vectors) is computed by `started` once they are
-loaded. Each expert of a mixture has an A and a B of its own, made and multiplied by `models/banks.py`.
+Blocks are adapted before they are stacked: each targeted projection gets an A (random) and a B (zeros), so that
+training starts at the base exactly. The products with A and B are computed by the projection (`layers.Projection`).
+What depends on the base's values (DoRA's magnitudes, PiSSA's vectors) is computed by `started` once they are loaded.
+Each expert of a mixture has an A and a B of its own, made and multiplied by `models/moe.py`.
 """
 
 import math
-from typing import cast
 
 import jax
 import jax.numpy as jnp
-import qwix
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
@@ -20,16 +17,13 @@ from jaxtyping import Array, Float
 from tunix.config import DType
 from tunix.errors import UserError
 from tunix.lora.config import TABLES, AdapterConfig, LowRank
-from tunix.models.attention.inputs import Segments
-from tunix.models.banks import BANK_PAIRS
-from tunix.models.blocks import PARTS, Block
-from tunix.models.config import SHARED, DecoderConfig
-from tunix.models.layers import Adapter, Projection, rope_tables
+from tunix.models.blocks import Block
+from tunix.models.config import DecoderConfig, is_adapter
+from tunix.models.layers import Adapter, Projection
 from tunix.models.model import Adapt, Model, Params
-from tunix.models.param_names import is_adapter
+from tunix.models.moe import BANK_PAIRS
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale, plain
-from tunix.models.quantization.modules import BANKS, PROJECTIONS
-from tunix.models.self_attention import Kept
+from tunix.models.quantization.modules import PROJECTIONS
 from tunix.util.exact import jit
 
 START_OF_A = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -57,15 +51,6 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
         UserError: when it is first called, if a rank is above what the matrix can have.
     """
     targets = adapter.modules_of(decoder)
-    parts = "|".join(PARTS)
-    dense = {name: low for name, low in targets.items() if name not in BANKS}
-    rules = [
-        qwix.LoraRule(
-            module_path=f"({parts})/{name}", rank=low.rank, alpha=adapter.alpha, lora_a_initializer=START_OF_A
-        )
-        for name, low in dense.items()
-    ]
-    provider = qwix.LoraProvider(rules)
 
     def apply(block: Block, rngs: nnx.Rngs) -> Block:
         for name, bank in block.banks().items():
@@ -74,48 +59,34 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
                 _, inputs, outputs = bank.w.shape
                 _refuse_rank(name, targets[name], min(inputs, halves * outputs))
                 bank.adapt(targets[name].rank, targets[name].scale, halves, rngs)
-        if not dense:
-            return block
-        projections = block.projections()
-        targeted = {name: low for name, low in dense.items() if name in projections}
-        for name, low in targeted.items():
-            shape, contracted = projections[name].w.shape, projections[name].contracted
-            _refuse_rank(name, low, min(math.prod(shape[:contracted]), math.prod(shape[contracted:])))
-        for projection in projections.values():
-            projection.watched = True
-        x = jnp.zeros((1, 1, decoder.d_model))
-        zeros = jnp.zeros((1, 1), jnp.int32)
-        kind = decoder.kinds_with(block.mixer_name)[0]
-        rope = rope_tables(zeros, kind.rope, kind.head_dim)
-        segments, layer_input = Segments(zeros, zeros), jnp.zeros((1, 1, decoder.layer_inputs))
-        other = jnp.zeros((1, 1, kind.kv_heads, kind.head_dim))
-        kept = Kept(other, other) if kind.mixer in SHARED else None
-        adapted = cast(
-            Block,
-            qwix.apply_lora_to_model(block, provider, x, rope, segments, kept, layer_input=layer_input, rngs=rngs),
-        )
-        made = adapted.projections()
-        for number, (name, projection) in enumerate(projections.items()):
-            projection.watched = False
-            if name in targeted:
-                projection.w_lora_a, projection.w_lora_b = made[name].w_lora_a, made[name].w_lora_b
-                _vary(projection, adapter, targets[name], number)
+        for number, (name, projection) in enumerate(block.projections().items()):
+            if name in targets:
+                _adapt(projection, name, adapter, targets[name], number, rngs)
         return block
 
     return apply
 
 
-def _vary(projection: Projection, adapter: AdapterConfig, low: LowRank, number: int) -> None:
-    """Adds the parameters that a variant has besides A and B; `started` fills them in."""
-    axes, outputs = projection.w.get_metadata("axes"), projection.w.shape[projection.contracted :]
+def _adapt(
+    projection: Projection, name: str, adapter: AdapterConfig, low: LowRank, number: int, rngs: nnx.Rngs
+) -> None:
+    """Gives a projection an A (contracted axes x r, random) and a B (r x the rest, zeros), and what a variant has
+    besides them, which `started` fills in."""
+    axes, contracted = projection.w.get_metadata("axes"), projection.contracted
+    inputs, outputs = projection.w.shape[:contracted], projection.w.shape[contracted:]
+    _refuse_rank(name, low, min(math.prod(inputs), math.prod(outputs)))
     anchored = adapter.start == "pissa"
     projection.adapter = Adapter(low.scale, number, adapter.dropout, adapter.dora, anchored)
+    of_a, of_b = (*axes[:contracted], "rank"), ("rank", *axes[contracted:])
+    a, b = (*inputs, low.rank), (low.rank, *outputs)
+    projection.w_lora_a = nnx.Param(START_OF_A(rngs.params(), a, jnp.float32), axes=of_a)
+    rngs.params()  # B's, which zeros do not read: a seed's A's are those of qwix, which draws a key for each
+    projection.w_lora_b = nnx.Param(jnp.zeros(b, jnp.float32), axes=of_b)
     if anchored:
-        a, b = projection.w_lora_a, projection.w_lora_b
-        projection.w_lora_a0 = nnx.Param(jnp.zeros(a.shape, jnp.float32), axes=axes)
-        projection.w_lora_b0 = nnx.Param(jnp.zeros(b.shape, jnp.float32), axes=axes)
+        projection.w_lora_a0 = nnx.Param(jnp.zeros(a, jnp.float32), axes=of_a)
+        projection.w_lora_b0 = nnx.Param(jnp.zeros(b, jnp.float32), axes=of_b)
     if adapter.dora:
-        projection.w_lora_m = nnx.Param(jnp.ones(outputs, jnp.float32), axes=axes[projection.contracted :])
+        projection.w_lora_m = nnx.Param(jnp.ones(outputs, jnp.float32), axes=axes[contracted:])
 
 
 def _refuse_rank(name: str, low: LowRank, most: int) -> None:

@@ -1,7 +1,7 @@
 """The `adapter` section of a recipe, and which module it gives which rank and scale. Loads without jax."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, field_validator, model_serializer, model_validator
@@ -151,28 +151,24 @@ class AdapterConfig(Config):
         """
         there = projections_of(config)
         if config.experts is not None:
-            self._check_experts(config, there)
+            # Experts are adapted where they are named; `all-linear` does not leave them out silently.
+            if self.targets == "all-linear":
+                raise UserError(
+                    f"adapter.targets: all-linear would leave the experts ({config.experts_module}) of {config.family} "
+                    f"as they are, as PEFT's does; name what is to be adapted: [{', '.join(there)}]"
+                )
+            if any(name.startswith(EXPERTS) for name in self.targeted):
+                settings = {"dropout": self.dropout, "dora": self.dora, "start": self.start != "zero" and self.start}
+                for key, value in settings.items():
+                    if value:
+                        raise UserError(
+                            f"adapter.{key}: {value} is not possible with experts among the targets, neither here nor "
+                            "in PEFT: leave it out, or name no experts"
+                        )
         for pattern in () if self.targets == "all-linear" else self.targets:
             if not there.keys() & matched(pattern):
                 raise UserError(f"adapter.targets: {config.family} has no {pattern}; it has {', '.join(there)}")
         return tuple(name for name in self.targeted if name in there)
-
-    def _check_experts(self, config: DecoderConfig, there: Collection[str]) -> None:
-        """Experts are adapted where they are named, `all-linear` does not leave them out silently, and a rounded base
-        includes them."""
-        if self.targets == "all-linear":
-            raise UserError(
-                f"adapter.targets: all-linear would leave the experts ({config.experts_module}) of {config.family} as "
-                f"they are, as PEFT's does; name what is to be adapted: [{', '.join(there)}]"
-            )
-        if any(name.startswith(EXPERTS) for name in self.targeted):
-            settings = {"dropout": self.dropout, "dora": self.dora, "start": self.start != "zero" and self.start}
-            for key, value in settings.items():
-                if value:
-                    raise UserError(
-                        f"adapter.{key}: {value} is not possible with experts among the targets, neither here nor in "
-                        "PEFT: leave it out, or name no experts"
-                    )
 
     def modules_of(self, config: DecoderConfig) -> dict[str, LowRank]:
         """Our name of each adapted module that a model has -> the rank and scale of its adapter; see `targeted_in`."""

@@ -21,10 +21,10 @@ from tunix.errors import UserError
 from tunix.lora.adapt import adapt, plain_pairs
 from tunix.lora.config import AdapterConfig
 from tunix.models.blocks import Block
+from tunix.models.config import is_adapter
 from tunix.models.kv_cache import LAYERS, Weights, gains, unstack
 from tunix.models.layers import Adapter
 from tunix.models.model import Model, Params
-from tunix.models.param_names import is_adapter
 from tunix.models.quantization.modules import BANKS
 from tunix.util.exact import jit
 
@@ -88,8 +88,8 @@ def _adapted(settings: Sequence[AdapterConfig], block: Block, _: nnx.Rngs) -> Bl
         axes, contracted = projection.w.get_metadata("axes"), projection.contracted
         inputs, outputs = projection.w.shape[:contracted], projection.w.shape[contracted:]
         entries, dora = len(settings) + 1, any(one.dora for one in settings)
-        projection.w_lora_a = nnx.Param(jnp.zeros((*inputs, width)), axes=axes)
-        projection.w_lora_b = nnx.Param(jnp.zeros((width, *outputs)), axes=axes)
+        projection.w_lora_a = nnx.Param(jnp.zeros((*inputs, width)), axes=(*axes[:contracted], "rank"))
+        projection.w_lora_b = nnx.Param(jnp.zeros((width, *outputs)), axes=("rank", *axes[contracted:]))
         projection.w_lora_share = nnx.Param(jnp.zeros((entries, width)), axes=(None, None))
         if dora:
             projection.w_lora_gain = nnx.Param(jnp.ones((entries, *outputs)), axes=(None, *axes[contracted:]))

@@ -10,33 +10,36 @@ layers, Da width of all of them, Vl ids that have inputs of layers, k chosen exp
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num
 
 from tunix.mesh import constrain
+from tunix.models.attention.attend import attend, attend_cached
 from tunix.models.attention.inputs import ByKind, Segments
 from tunix.models.attention.pages import CachedView, Pages, SlotsView
-from tunix.models.banks import Bank
 from tunix.models.config import DELTANET, DENSE_AND_EXPERTS, EXPERTS, GLOBAL, SHARED, WIDE, DecoderConfig
 from tunix.models.deltanet import GatedDeltaNet, PieceStates, SlotStates, StepView
-from tunix.models.layers import GatedFFN, Norm, Projection, RopeTables, TokenKeys, WideFFN, project, rms_norm, weight
-from tunix.models.moe import DenseAndExperts, MixtureOfExperts
-from tunix.models.self_attention import Attention, GlobalAttention, GlobalSharedAttention, Kept, SharedAttention
+from tunix.models.layers import (
+    GatedFFN,
+    Matrix,
+    Norm,
+    Projection,
+    RopeTables,
+    TokenKeys,
+    project,
+    rms_norm,
+    rotate,
+    weight,
+)
+from tunix.models.moe import Bank, DenseAndExperts, MixtureOfExperts
 
 NAMES = ("inputs/embed/w", "inputs/context/w", "inputs/norm/w")
 """The parameters of `LayerInputs` in a model, in the order in which `layer_inputs` takes them."""
-
-
-class Matrix(nnx.Module):
-    """A weight alone, of any shape."""
-
-    def __init__(self, w: nnx.Param):
-        self.w = w
 
 
 class LayerInputs(nnx.Module):
@@ -48,7 +51,8 @@ class LayerInputs(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        v, d = config.layer_vocab or config.vocab_size, config.d_model
+        rows = None if config.gemma4 is None else config.gemma4.layer_vocab
+        v, d = rows or config.vocab_size, config.d_model
         layers, width = config.num_layers, config.layer_inputs
         # Rows as long as all layers' together: a TPU would copy the whole table to gather rows of several dimensions.
         self.embed = Matrix(weight(rngs, (v, layers * width), ("vocab", "embed"), std=width**-0.5))
@@ -93,6 +97,95 @@ class InputGate(nnx.Module):
         return self.input_out(gate * layer_input, dropout_keys)
 
 
+class Kept(NamedTuple):
+    """Keys and values of the tokens at hand that later layers read too."""
+
+    keys: Float[Array, "B T K H"]
+    """Normed and rotated."""
+    values: Float[Array, "B T K H"]
+    pages: Pages | None = None
+    """Where decoding keeps them, with those of earlier tokens."""
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rope; with `qk_norm` each head's query and key are normed before rope.
+
+    With `output_gate` q's matrix has a second half for each head, whose sigmoid multiplies the head's output. With
+    `sinks` each head has a score that takes part in its softmax and mixes no value.
+
+    In most decoders all layers have heads of the same sizes. Where global layers have others (Gemma 4), the names of
+    their projections begin with `global_`, because a parameter has one shape in all layers that have it. Layers that
+    read the keys and values of the last layer of their kind before them have neither k nor v, and those whose values
+    are made of the keys, before their norm and rope, have no v.
+    """
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, mixer: str = "attention"):
+        self.config, c, shared = config, config, mixer in SHARED
+        wide = c.gemma4 if SHARED.get(mixer, mixer) == GLOBAL else None
+        d, n, h = c.d_model, c.num_heads, wide.global_head_dim if wide else c.head_dim
+        kv_heads, outputs = wide.global_kv_heads if wide else c.num_kv_heads, 2 * h if c.output_gate else h
+
+        def narrow() -> Projection:
+            shape, axes = (d, kv_heads, h), ("embed", "kv_heads", "head")
+            return Projection("BTD,DKH->BTKH", shape, axes, rngs, contracted=1, bias=c.qkv_bias)
+
+        def norm() -> Norm | None:
+            return Norm(h, "head", eps=c.norm_eps, offset=c.norm_offset) if c.qk_norm else None
+
+        axes = ("embed", "heads", "head")
+        parts = {
+            "q": Projection("BTD,DNH->BTNH", (d, n, outputs), axes, rngs, contracted=1, bias=c.qkv_bias),
+            "k": None if shared else narrow(),
+            "v": None if shared or (wide and wide.keys_are_values) else narrow(),
+            "o": Projection("BTNH,NHD->BTD", (n, h, d), (*axes[1:], "embed"), rngs, contracted=2, bias=c.o_bias),
+            "q_norm": norm(),
+            "k_norm": None if shared else norm(),
+        }
+        self.names = tuple(f"global_{name}" if wide else name for name in parts)
+        for name, part in zip(self.names, parts.values(), strict=True):
+            setattr(self, name, part)
+        self.sinks = nnx.Param(jnp.zeros(n, jnp.float32), axes=("heads",)) if c.sinks else None
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        rope: RopeTables,
+        view: Segments | ByKind | CachedView,
+        cache: Pages | Kept | None = None,
+        dropout_keys: TokenKeys | None = None,
+    ) -> tuple[Float[Array, "B T D"], Pages | Kept | None]:
+        c = self.config
+        of_q, of_k, of_v, of_o, q_norm, k_norm = (getattr(self, name) for name in self.names)
+        q = of_q(x, dropout_keys)
+        q, gate = jnp.split(q, 2, axis=-1) if c.output_gate else (q, None)
+        q = rotate(q if q_norm is None else q_norm(q), rope)
+        if of_k is None:
+            assert isinstance(cache, Kept), "keys and values of another layer are handed on"
+            k, v, pages = cache
+        else:
+            assert not isinstance(cache, Kept), "a layer has keys and values, or those of another"
+            k, pages = of_k(x, dropout_keys), cache
+            v = k if of_v is None else of_v(x, dropout_keys)
+            k = rotate(k if k_norm is None else k_norm(k), rope)
+            if c.gemma4 is not None:  # normed without weights
+                v = rms_norm(v, jnp.ones((), jnp.float32), eps=c.norm_eps, offset=False)
+            k, v = checkpoint_name(k, "k"), checkpoint_name(v, "v")
+        sinks = None if self.sinks is None else self.sinks[...]
+        q = checkpoint_name(q, "q")
+        scale, softcap = c.scale, c.attention_softcap
+        if isinstance(view, Segments | ByKind):
+            mixed = attend(q, k, v, view, scale=scale, softcap=softcap, sinks=sinks)
+        else:
+            assert pages is not None, "a view of pages comes with the pages"
+            mixed, pages = attend_cached(
+                q, k, v, pages, view, scale=scale, softcap=softcap, sinks=sinks, written=of_k is None
+            )
+        if gate is not None:
+            mixed = mixed * jax.nn.sigmoid(checkpoint_name(gate, "q"))
+        kept = Kept(k, v, pages) if c.shared_layers else pages
+        return of_o(mixed, dropout_keys), None if of_k is None else kept
+
+
 PARTS = ("mixer", "ffn", "own_input")
 """Fields of a block that the names of parameters leave out: `layers/q/w`, not `layers/mixer/q/w`."""
 
@@ -104,42 +197,20 @@ Auxiliary = dict[str, Num[Array, "..."]]
 """What a layer returns with its output, such as the load-balance loss of a router; stacked over layers."""
 
 
-class Mixer(Protocol):
-    """A module that mixes the tokens of a row; its projections are attributes, named as the parameters are.
+Mixer = Callable[..., tuple[Float[Array, "B T D"], Any]]
+"""A module that mixes the tokens of a row; its projections are attributes, named as the parameters are.
 
-    `view` is a `View` and `cache` a `Cache` of the mixer's own kind.
-    """
+Called as `mixer(x, rope, view, cache=None, dropout_keys=None)` with normed inputs `[B T D]`, a `View` and a `Cache` of
+its own kind; returns the mixed tokens, and the updated cache where one is given.
+"""
+FeedForward = Callable[..., tuple[Float[Array, "B T D"], Auxiliary]]
+"""A module that transforms each token alone; its projections are attributes, named as the parameters are.
 
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        rope: RopeTables,
-        view: Any,
-        cache: Any = None,
-        dropout_keys: TokenKeys | None = None,
-    ) -> tuple[Float[Array, "B T D"], Any]:
-        """The mixed tokens for normed inputs, and the updated cache where one is given."""
-        ...
-
-
-class FeedForward(Protocol):
-    """A module that transforms each token alone; its projections are attributes, named as the parameters are."""
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        dropout_keys: TokenKeys | None = None,
-        real: Bool[Array, "B T"] | None = None,
-        replayed: Int[Array, "B T k"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-        """The output, and the auxiliary terms.
-
-        Args:
-            x: normed inputs; the residual stream where the ffn norms it itself (`NORM_THEMSELVES`).
-            real: which tokens are not padding, of which the output does not matter; None where all may be real.
-            replayed: the experts that a mixture uses for each token, -1 where it chooses; None where it always does.
-        """
-        ...
+Called as `ffn(x, dropout_keys=None, real=None, replayed=None)`; returns the output and the auxiliary terms. `x` are
+normed inputs, or the residual stream where the ffn norms it itself (`NORM_THEMSELVES`); `real [B T]` says which tokens
+are not padding, of which the output does not matter, None where all may be real; `replayed [B T k]` are the experts
+that a mixture uses for each token, -1 where it chooses, None where it always does.
+"""
 
 
 class Factor(nnx.Module):
@@ -163,15 +234,17 @@ class Block(nnx.Module):
 
     def __init__(self, config: DecoderConfig, mixer: str, rngs: nnx.Rngs):
         norm = partial(Norm, config.d_model, "embed", eps=config.norm_eps, offset=config.norm_offset)
-        self.mixer_name, self.mixer = mixer, MIXERS[mixer](config, rngs)
-        self.ffn = WideFFN(config, rngs) if mixer in WIDE else FEED_FORWARDS[config.feed_forward](config, rngs)
+        self.mixer = MIXERS[mixer](config, rngs)
+        self.ffn = (
+            GatedFFN(config, rngs, wide=True) if mixer in WIDE else FEED_FORWARDS[config.feed_forward](config, rngs)
+        )
         self.pre_attn_norm = norm()
         self.pre_mlp_norm = None if config.feed_forward in NORM_THEMSELVES else norm()
         self.post_attn_norm = norm() if config.post_norms else None
         self.post_mlp_norm = norm() if config.post_norms else None
         self.own_input = InputGate(config, rngs) if config.layer_inputs else None
         self.post_input_norm = norm() if config.layer_inputs else None
-        self.output = Factor() if config.output_factor else None
+        self.output = Factor() if config.gemma4 is not None else None
 
     def __call__(
         self,
@@ -225,8 +298,7 @@ class Block(nnx.Module):
 
 MIXERS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], Mixer]] = {
     "attention": Attention,
-    GLOBAL: GlobalAttention,
-    **{mixer: GlobalSharedAttention if source == GLOBAL else SharedAttention for mixer, source in SHARED.items()},
+    **{mixer: partial(Attention, mixer=mixer) for mixer in (GLOBAL, *SHARED)},
     DELTANET: GatedDeltaNet,
 }
 """`LayerKind.mixer` -> the class of the mixer."""

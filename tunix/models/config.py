@@ -1,4 +1,5 @@
-"""The settings in which decoders differ, and layers within one decoder, as plain numbers and switches.
+"""The settings in which decoders differ, and layers within one decoder, as plain numbers and switches; at the end what
+a parameter is, by its name. Loads without jax.
 
 Axes: Dt width of a tower, Ft ffn width of a tower, Lt layers of a tower, Nt heads of a tower, Ht head dim of a tower,
 Pp patches, Pr rows of a patch, Pc columns of a patch, Rb colours, So soft tokens.
@@ -81,11 +82,11 @@ EXPERTS = "experts"
 DENSE_AND_EXPERTS = "dense_and_experts"
 """The feed-forward part of a dense ffn and several experts, each with norms of its own."""
 GLOBAL = "global"
-"""The mixer of global layers whose heads have other sizes than those of local ones (`DecoderConfig.global_heads`)."""
+"""The mixer of global layers whose heads have other sizes than those of local ones (`Gemma4`)."""
 SHARED = {"shared": "attention", "shared_wide": "attention", "global_shared": GLOBAL, "global_shared_wide": GLOBAL}
 """The mixers of layers without keys and values of their own -> the mixer of the layers whose they read. Those that are
 called wide come with an ffn that is twice as wide."""
-TOWER = "tower"
+TOWER_LAYER = "tower"
 """Stands for the layers of the tower that sees pictures (`DecoderConfig.vision`), which have no mixer of these."""
 WIDE = tuple(mixer for mixer in SHARED if mixer.endswith("_wide"))
 Stops = tuple[tuple[str, int | tuple[int, ...] | None], ...]
@@ -181,15 +182,28 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class GlobalHeads:
-    """The heads of global layers, where they differ from those of local ones."""
+class Gemma4:
+    """What Gemma 4 alone has: global layers with other heads, shared keys and values, and inputs of each layer's own.
 
-    kv_heads: int
-    """K, e.g. 4 where local layers have 16."""
-    head_dim: int
-    """H, e.g. 512 where local layers have 256."""
+    In all of its layers a head's value is divided by its root mean square, as `qk_norm` does without a weight, and what
+    a layer returns is multiplied by a number that the folder has for it, and that does not train.
+    """
+
+    global_kv_heads: int
+    """K of global layers, e.g. 4 where local layers have 16."""
+    global_head_dim: int
+    """H of global layers, e.g. 512 where local layers have 256."""
     keys_are_values: bool = False
-    """Whether values are made of the keys before their norm and rope: then these layers have no v."""
+    """Whether values are made of the keys before their norm and rope: then global layers have no v."""
+    shared_layers: int = 0
+    """E2B and E4B: so many layers at the end have no keys and values; each reads those of the last layer before them
+    that sees as far, e.g. 20."""
+    shared_wide: bool = False
+    """E2B: the ffn of these layers is twice as wide."""
+    layer_inputs: int = 0
+    """E2B and E4B: width of the embeddings that a token has for each layer (`blocks.py`), e.g. 256; 0 for none."""
+    layer_vocab: int | None = None
+    """Ids that have such embeddings, from 0 on, e.g. 262144; those beyond have none. None: all of the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -275,22 +289,8 @@ class DecoderConfig:
     """For each layer whether it is local; empty where none is."""
     rope_local: Rope | None = None
     """Gemma 3: rope of the local layers; None for `rope`."""
-    global_heads: GlobalHeads | None = None
-    """Gemma 4: the heads of the global layers; None where all layers have the same."""
-    value_norm: bool = False
-    """Gemma 4: each head's value is divided by its root mean square, as `qk_norm` does without a weight."""
-    output_factor: bool = False
-    """Gemma 4: what a layer returns is multiplied by a number that the folder has for it, and that does not train."""
-    shared_layers: int = 0
-    """Gemma 4 E2B and E4B: so many layers at the end have no keys and values; each reads those of the last layer before
-    them that sees as far, e.g. 20."""
-    shared_wide: bool = False
-    """Gemma 4 E2B: the ffn of these layers is twice as wide."""
-    layer_inputs: int = 0
-    """Gemma 4 E2B and E4B: width of the embeddings that a token has for each layer (`blocks.py`), e.g. 256; 0 where
-    it has none."""
-    layer_vocab: int | None = None
-    """Ids that have such embeddings, from 0 on, e.g. 262144; those beyond have none. None: all of the vocabulary."""
+    gemma4: Gemma4 | None = None
+    """What Gemma 4 alone has; None in other families."""
     output_gate: bool = False
     """Qwen 3.5: each head's output of attention is multiplied by a sigmoid, made by the other half of q's matrix."""
     linear_layers: tuple[bool, ...] = ()
@@ -307,6 +307,16 @@ class DecoderConfig:
     """Gemma 3, Qwen 3.5: the tower that sees pictures; None where only text is read."""
     stops: Stops = ()
     """bos_token_id, eos_token_id, pad_token_id of the folder, carried to the export."""
+
+    @property
+    def shared_layers(self) -> int:
+        """How many layers at the end read the keys and values of others."""
+        return self.gemma4.shared_layers if self.gemma4 else 0
+
+    @property
+    def layer_inputs(self) -> int:
+        """Width of the embeddings that a token has for each layer; 0 where it has none."""
+        return self.gemma4.layer_inputs if self.gemma4 else 0
 
     @property
     def scale(self) -> float:
@@ -405,21 +415,46 @@ class DecoderConfig:
 def _kinds(config: DecoderConfig) -> tuple[LayerKind, ...]:
     far = LayerKind(config.rope, None, config.mixer, config.head_dim, config.num_kv_heads)
     near = far if config.window is None else replace(far, rope=config.rope_local or config.rope, window=config.window)
-    if heads := config.global_heads:
-        far = replace(far, mixer=GLOBAL, head_dim=heads.head_dim, kv_heads=heads.kv_heads)
+    gemma4 = config.gemma4
+    if gemma4 is not None:
+        far = replace(far, mixer=GLOBAL, head_dim=gemma4.global_head_dim, kv_heads=gemma4.global_kv_heads)
     linear, none = LayerKind(config.rope, mixer=DELTANET), (False,) * config.num_layers
     kinds = [
         linear if delta else near if local else far
         for delta, local in zip(config.linear_layers or none, config.local_layers or none, strict=True)
     ]
-    first = config.num_layers - config.shared_layers
-    readers = {source: mixer for mixer, source in SHARED.items() if (mixer in WIDE) == config.shared_wide}
+    first, wide = config.num_layers - config.shared_layers, gemma4 is not None and gemma4.shared_wide
+    readers = {source: mixer for mixer, source in SHARED.items() if (mixer in WIDE) == wide}
     return (*kinds[:first], *(replace(kind, mixer=readers[kind.mixer]) for kind in kinds[first:]))
 
 
 @lru_cache(maxsize=64)
 def _layers_with(config: DecoderConfig, mixer: str | tuple[str, ...] | None) -> tuple[int, ...]:
-    if mixer == TOWER:
+    if mixer == TOWER_LAYER:
         return tuple(range(config.vision.num_layers if config.vision else 0))
     wanted = (mixer,) if isinstance(mixer, str) else mixer
     return tuple(number for number, kind in enumerate(config.kinds) if wanted is None or kind.mixer in wanted)
+
+
+TOWER = "vision/"
+"""Begins the names of a model's parameters that belong to its tower."""
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return "_lora_" in name
+
+
+def is_own(name: str) -> bool:
+    """Whether a parameter is an adapter's or a value head's: no folder of a base has it, and it always trains."""
+    return is_adapter(name) or name.startswith("value/")
+
+
+def trains(name: str, full: bool) -> bool:
+    """Whether a parameter trains: an adapter's and a value head's always, the base's where it is trained in full, a
+    tower's never.
+
+    Args:
+        full: whether the weights of the base train.
+    """
+    return is_own(name) or (full and not name.startswith(TOWER))

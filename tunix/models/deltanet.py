@@ -1,15 +1,28 @@
 """The mixer of Qwen 3.5's linear layers: a Gated DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2412.06464).
 
-Projections -> a short causal convolution and SiLU -> queries and keys of unit length -> the gated delta rule
-(`delta_rule.py`) -> a norm of each head, times SiLU(z) -> the output. Training and prefill compute it in chunks; a slot
-that decodes holds a state and the last inputs of the convolution, however long its sequence is.
+Projections -> a short causal convolution and SiLU -> queries and keys of unit length -> the gated delta rule -> a norm
+of each head, times SiLU(z) -> the output. Training and prefill compute it in chunks; a slot that decodes holds a state
+and the last inputs of the convolution, however long its sequence is.
 
     beta = sigmoid(x W_beta),   g = -exp(A) softplus(x W_g + bias),   y = (norm(o) silu(x W_z)) W_o
+
+The gated delta rule has a state `S` per head in place of a cache. Each token decays the state, then replaces what is
+stored under its key by its value, as far as `beta` says:
+
+    S <- exp(g) S;   S <- S + k (beta (v - S^T k))^T;   o = S^T q.
+
+`recurrent` computes it token by token, `chunked` in chunks of tokens, whose products with each other are matrices (the
+WY form of section 3.3). In packed rows a segment never sees another: a chunk passes on the state of the segment that
+its last token belongs to, tokens of other segments neither read nor change it, and pairs of tokens of two segments are
+masked. A segment may continue an earlier one, as answers in one row continue their prompt (`types.Batch`): it starts
+from that one's state. `convolved` is the short causal convolution before it, whose taps stop at a segment's start
+likewise. The rule and the convolution are computed in float32.
 
 Axes: B rows, T time, C tokens at a time, D model width, Sl slots, Hk key heads, Jv value heads of a key head, Dk width
 of a key, Dv width of a value, U runs of a key head's channels, s shards of the rows.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -17,26 +30,303 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from tunix.config import DType
 from tunix.mesh import Axes, constrain, platform
 from tunix.models.attention.inputs import Segments
 from tunix.models.config import DecoderConfig, DeltaNet
-from tunix.models.delta_rule import (
-    CHUNKS,
-    Begins,
-    Chunks,
-    Gates,
-    by_first,
-    chunked,
-    convolved,
-    convolved_after,
-    recurrent,
-    unit,
-    widened,
-)
-from tunix.models.layers import Norm, Projection, TokenKeys
+from tunix.models.layers import Matrix, Norm, Projection, TokenKeys
+
+CHUNKS = {"cpu": 32, "gpu": 64, "tpu": 64}
+"""Tokens of a chunk in packed rows, by platform: on a CPU 32 take 0.6 to 0.9 times as long as 64
+(`benchmarks.mixers`)."""
+State = Float[Array, "B Hk Jv Dk Dv"]
+# On GPUs and TPUs float32 products are rounded to fewer bits otherwise, and states add the errors of all tokens up.
+_product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+class Gates(NamedTuple):
+    """What each token does to the state."""
+
+    decay: Float[Array, "B T Hk Jv"]
+    """g: the logarithm of what is left of it; at most 0."""
+    beta: Float[Array, "B T Hk Jv"]
+    """How much of what is stored under the key is replaced, between 0 and 1."""
+
+
+class Branches(NamedTuple):
+    """Segments that continue another one, which several may: its state is kept beside the present one, for the latest
+    segment that is no branch (the root)."""
+
+    from_root: Bool[Array, "B c C"]
+    """Tokens that see the root's state from before the chunk, instead of the present one."""
+    root: Int[Array, "B c"]
+    """The last token of a root in the chunk, or some other where `any_root` is False."""
+    any_root: Bool[Array, "B c"]
+
+
+class Chunks(NamedTuple):
+    """Which tokens of chunks see each other and the state, as segments have it."""
+
+    pairs: Bool[Array, "B c C C"]
+    """Whether a token sees another of its chunk: an earlier one of its segment, or of that which it continues, or
+    itself."""
+    carried: Bool[Array, "B c C"]
+    """Tokens that see the state from before the chunk."""
+    branches: Branches | None = None
+
+    @classmethod
+    def packed(cls, ids: Int[Array, "B T"], parents: Int[Array, "B T"] | None, size: int) -> "Chunks":
+        """Those of packed rows, whose length is a multiple of `size`; `parents` as in `types.Batch`."""
+        rows = ids.reshape(len(ids), -1, size)
+        earlier = jnp.tri(size, dtype=bool)
+        before = _before(rows[..., -1])
+        same = rows[..., :, None] == rows[..., None, :]
+        if parents is None:
+            return cls(same & earlier, rows == before)
+        above = parents.reshape(rows.shape)
+        carried = (rows == before) | (above == before)
+        last = _last_root(ids, parents).reshape(rows.shape)[..., -1]  # of the row up to each chunk's end
+        root = jnp.take_along_axis(ids, jnp.maximum(last, 0), axis=1)
+        from_root = ~carried & (above == _before(jnp.where(last >= 0, root, -1)))
+        offset = last - jnp.arange(last.shape[1]) * size
+        branches = Branches(from_root, jnp.maximum(offset, 0), offset >= 0)
+        return cls((same | (above[..., :, None] == rows[..., None, :])) & earlier, carried, branches)
+
+    @classmethod
+    def aligned(cls, ids: Int[Array, "B T"], size: int) -> "Chunks":
+        """Those of segments that each begin with a chunk of their own; padding follows them."""
+        real = ids.reshape(len(ids), -1, size) > 0
+        return cls(real[..., None, :] & jnp.tri(size, dtype=bool), jnp.ones_like(real))
+
+
+def _before(of_chunk: Int[Array, "B c"]) -> Int[Array, "B c 1"]:
+    """For each chunk what the one before it has; -1 for the first."""
+    return jnp.pad(of_chunk[:, :-1], ((0, 0), (1, 0)), constant_values=-1)[..., None]
+
+
+def _last_root(ids: Int[Array, "B T"], parents: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The index of the last token up to each one whose segment is no branch; -1 where there is none."""
+    index = jnp.where((parents == ids) & (ids > 0), jnp.arange(ids.shape[1]), -1)
+    return jax.lax.cummax(index, axis=1)
+
+
+class Begins(NamedTuple):
+    """Chunks that begin a segment, with the state from before it."""
+
+    starts: Bool[Array, "B c"]
+    states: Float[Array, "B c Hk Jv Dk Dv"]
+
+
+def chunked(
+    q: Float[Array, "B T Hk Dk"],
+    k: Float[Array, "B T Hk Dk"],
+    v: Float[Array, "B T Hk Jv Dv"],
+    gates: Gates,
+    chunks: Chunks,
+    begins: Begins | None = None,
+) -> tuple[Float[Array, "B T Hk Jv Dv"], Float[Array, "B c Hk Jv Dk Dv"] | None]:
+    """What each token reads; with `begins` also the state after each chunk.
+
+    Args:
+        q: scaled queries of unit length; T is a multiple of C.
+        k: keys of unit length.
+        v: values.
+        gates: of the tokens; of padding both are 0.
+        chunks: which tokens see each other.
+        begins: states of earlier tokens; without, all segments start with a state of zeros.
+    """
+    size = chunks.pairs.shape[-1]
+    q, k = (_heads_first(x, size, 1) for x in (q, k))
+    v, decay, beta = (_heads_first(x, size, 2) for x in (v, gates.decay, gates.beta))
+    # [B c Hk Jv C]: the logarithm of what is left at a token of the state that it sees from before its chunk.
+    total = _product("Bcij,BcKJj->BcKJi", chunks.pairs.astype(jnp.float32), decay)
+    pairs = chunks.pairs[:, :, None, None]
+    between = jnp.exp(jnp.where(pairs, total[..., :, None] - total[..., None, :], -jnp.inf))
+    seen = _product("BcKid,BcKjd->BcKij", q, k)[:, :, :, None] * between
+    overlap = beta[..., None] * _product("BcKid,BcKjd->BcKij", k, k)[:, :, :, None] * between
+    left = jnp.exp(total) * _over_heads(chunks.carried)
+    if chunks.branches is not None:
+        left += jnp.exp(total) * _over_heads(chunks.branches.from_root)
+    wanted = jnp.concatenate([beta[..., None] * v, (beta * left)[..., None] * k[:, :, :, None]], axis=-1)
+    new, read = jnp.split(_solved(overlap, wanted), [v.shape[-1]], axis=-1)
+    inputs = (new, read, left[..., None] * q[:, :, :, None], seen, k, between, left, chunks.branches, begins)
+    start = jnp.zeros((v.shape[0], *v.shape[2:4], k.shape[-1], v.shape[-1]), jnp.float32)
+    kept = None if chunks.branches is None else start
+    _, (mixed, states) = jax.lax.scan(_chunk, (start, kept), jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs))
+    mixed = mixed.transpose(1, 0, 4, 2, 3, 5)  # from [c B Hk Jv C Dv]
+    return mixed.reshape(len(mixed), -1, *mixed.shape[3:]), None if states is None else jnp.moveaxis(states, 0, 1)
+
+
+def _chunk(states: tuple[State, State | None], inputs: tuple) -> tuple[tuple, tuple[jax.Array, State | None]]:
+    """The states after a chunk, the present one and the root's, and what its tokens read."""
+    (state, root), (new, read, queries, seen, k, between, left, branches, begins) = states, inputs
+    if begins is not None:
+        state = by_first(begins.starts, begins.states, state)
+
+    def seen_before(rows: Float[Array, "B Hk Jv C Dk"]) -> Float[Array, "B Hk Jv C Dv"]:
+        """Products with the state that each token sees."""
+        present = _product("BKJid,BKJdv->BKJiv", rows, state)
+        if branches is None or root is None:
+            return present
+        return jnp.where(
+            _over_heads(branches.from_root)[..., None], _product("BKJid,BKJdv->BKJiv", rows, root), present
+        )
+
+    new = new - seen_before(read)
+    mixed = seen_before(queries) + _product("BKJij,BKJjv->BKJiv", seen, new)
+
+    def after(of_token: Callable[[Array], Array]) -> State:
+        """The state after a token of each row, which a function takes out of `[B C ...]`."""
+        shares, lasts = (of_token(jnp.moveaxis(x, 3, 1)) for x in (between, left))
+        start = state
+        if branches is not None and root is not None:
+            start = by_first(of_token(branches.from_root), root, state)
+        keys = shares[..., None] * k[:, :, None]
+        return lasts[..., None, None] * start + _product("BKJid,BKJiv->BKJdv", keys, new)
+
+    last = after(lambda x: x[:, -1])
+    if branches is not None and root is not None:
+        at = branches.root[:, None]
+        ended = after(lambda x: jnp.take_along_axis(x, widened(at, x), axis=1)[:, 0])
+        root = by_first(branches.any_root, ended, root)
+    return (last, root), (mixed, None if begins is None else last)
+
+
+@jax.custom_vjp
+def _solved(below: Float[Array, "*at C C"], wanted: Float[Array, "*at C n"]) -> Float[Array, "*at C n"]:
+    """x of `(1 + below) x = wanted`, where only what is below the diagonal counts.
+
+    By products of matrices: XLA's triangular solve has waited for itself for ever in a program on a CPU with two cores.
+    """
+    return _solved_forward(below, wanted)[0]
+
+
+def _solved_forward(below: jax.Array, wanted: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    inverse = _inverse(below)
+    solution = _product("...ij,...jn->...in", inverse, wanted)
+    return solution, (inverse, solution)
+
+
+def _solved_backward(saved: tuple[jax.Array, jax.Array], d_solution: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse, solution = saved
+    d_wanted = _product("...ji,...jn->...in", inverse, d_solution)
+    return jnp.tril(-_product("...in,...jn->...ij", d_wanted, solution), -1), d_wanted
+
+
+_solved.defvjp(_solved_forward, _solved_backward)
+
+
+def _inverse(below: Float[Array, "*at C C"]) -> Float[Array, "*at C C"]:
+    """The inverse of `1 + below`; C is a power of two.
+
+    From blocks to blocks twice as large, `[[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]`: as exact as forward
+    substitution, unlike the product of the powers of `below`. Where keys repeat, these are large and cancel.
+    """
+    length = below.shape[-1]
+    assert length & (length - 1) == 0, "chunks are halved"
+    inverse, size = jnp.ones((*below.shape[:-1], 1, 1), below.dtype), 1
+    while size < length:
+        blocks = below.reshape(*below.shape[:-2], length // (2 * size), 2 * size, length // (2 * size), 2 * size)
+        lower = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)[..., size:, :size]
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -_product("...ij,...jk,...kl->...il", second, lower, first)
+        above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        size *= 2
+    return inverse[..., 0, :, :]
+
+
+def _over_heads(mask: Bool[Array, "*rows C"]) -> Bool[Array, "*rows 1 1 C"]:
+    """A mask of tokens, for all heads."""
+    return mask[..., None, None, :]
+
+
+def widened(x: jax.Array, like: jax.Array) -> jax.Array:
+    """The same with as many axes as another array, of which the last have one place."""
+    return x.reshape(*x.shape, *(1,) * (like.ndim - x.ndim))
+
+
+def by_first(condition: jax.Array, chosen: jax.Array, other: jax.Array | float) -> jax.Array:
+    """`jnp.where` for a condition of the first axes alone."""
+    return jnp.where(widened(condition, chosen), chosen, other)
+
+
+def _heads_first(x: Float[Array, "B T *heads_and_width"], size: int, heads: int) -> jax.Array:
+    """`[B T heads ...]` as `[B c heads C ...]` in float32: the tokens of a chunk stand after the heads."""
+    x = x.astype(jnp.float32).reshape(len(x), -1, size, *x.shape[2:])
+    return jnp.moveaxis(x, 2, 2 + heads)
+
+
+def recurrent(
+    q: Float[Array, "B Hk Dk"],
+    k: Float[Array, "B Hk Dk"],
+    v: Float[Array, "B Hk Jv Dv"],
+    decay: Float[Array, "B Hk Jv"],
+    beta: Float[Array, "B Hk Jv"],
+    state: State,
+) -> tuple[Float[Array, "B Hk Jv Dv"], State]:
+    """What one token of each row reads, and the state after it."""
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    state = jnp.exp(decay)[..., None, None] * state
+    stored = jnp.sum(state * k[:, :, None, :, None], axis=-2)
+    change = beta[..., None] * (v - stored)
+    state = state + k[:, :, None, :, None] * change[..., None, :]
+    return jnp.sum(state * q[:, :, None, :, None], axis=-2), state
+
+
+def unit(x: Float[Array, "*at Dk"]) -> jax.Array:
+    """Vectors of unit length, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + 1e-6)
+
+
+def convolved(
+    x: Float[Array, "B T *channels"],
+    taps: Float[Array, "*channels n"],
+    ids: Int[Array, "B T"],
+    parents: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T *channels"]:
+    """Each channel's sum over its last `n` tokens of the same segment, times its taps, the present token's last.
+
+    Args:
+        x: the channels.
+        taps: of each channel.
+        ids: the segment of each token.
+        parents: see `types.Batch`: a branch is preceded by the tokens of its parent.
+    """
+    x32, taps = x.astype(jnp.float32), taps.astype(jnp.float32)
+    total = x32 * taps[..., -1]
+    before = at = None
+    if parents is not None:
+        # The index of the token before each one in its sequence; -1 for a sequence's first token.
+        start = jnp.where(parents == ids, -1, _last_root(ids, parents))
+        before = at = jnp.where(_later(ids, 1, -1) == ids, jnp.arange(ids.shape[1]) - 1, start)
+    for lag in range(1, taps.shape[-1]):
+        if before is None or at is None:
+            same, earlier = _later(ids, lag, -1) == ids, _later(x32, lag, 0)
+        else:
+            same, index = at >= 0, jnp.maximum(at, 0)
+            earlier = jnp.take_along_axis(x32, widened(index, x), axis=1)
+            at = jnp.where(same, jnp.take_along_axis(before, index, axis=1), -1)
+        total += by_first(same, earlier, 0.0) * taps[..., -1 - lag]
+    return total
+
+
+def _later(x: Shaped[Array, "B T *rest"], lag: int, first: int) -> Shaped[Array, "B T *rest"]:
+    """Each token's place has what stood so many tokens before it."""
+    return jnp.pad(x, ((0, 0), (lag, 0), *((0, 0),) * (x.ndim - 2)), constant_values=first)[:, : x.shape[1]]
+
+
+def convolved_after(
+    x: Float[Array, "B C *channels"], taps: Float[Array, "*channels n"], before: Float[Array, "B m *channels"]
+) -> Float[Array, "B C *channels"]:
+    """As `convolved`, for tokens of one segment a row whose `n - 1` earlier ones are `before`."""
+    whole, taps = jnp.concatenate([before, x], axis=1).astype(jnp.float32), taps.astype(jnp.float32)
+    lags = [whole[:, lag : lag + x.shape[1]] * taps[..., lag] for lag in range(taps.shape[-1])]
+    return jnp.sum(jnp.stack(lags), axis=0)
+
 
 PIECE_CHUNK = 32
 """Tokens of a chunk in a piece of prompts, in which each segment begins with a chunk of its own."""
@@ -101,7 +391,9 @@ class GatedDeltaNet(nnx.Module):
         self.beta = Projection("BTD,Dh->BTh", (d, c.value_heads), heads[:2], rngs, contracted=1)
         self.decay = Projection("BTD,Dh->BTh", (d, c.value_heads), heads[:2], rngs, contracted=1)
         self.out = Projection("BThv,hvD->BTD", (*values, d), ("heads", "head", "embed"), rngs, contracted=2)
-        self.conv = Taps(c, rngs)
+        # Each channel's taps of the convolution, the present token's last.
+        taps = jax.random.uniform(rngs.params(), (*c.runs, c.taps), jnp.float32, -1.0, 1.0) * c.taps**-0.5
+        self.conv = Matrix(nnx.Param(taps, axes=("heads", None, None, None)))
         self.rate = Rate(c, rngs)
         self.out_norm = Norm(c.value_dim, "head", eps=config.norm_eps, offset=False)
 
@@ -203,17 +495,6 @@ class GatedDeltaNet(nnx.Module):
         inputs = jnp.concatenate([held.inputs, mixed.astype(held.inputs.dtype)], axis=1)[:, 1:]
         new = jax.tree.map(partial(by_first, view.live), SlotStates(inputs, states), held)
         return read[:, None], new.placed()
-
-
-class Taps(nnx.Module):
-    """The taps of the convolution: each channel's own, the present token's last."""
-
-    def __init__(self, sizes: DeltaNet, rngs: nnx.Rngs):
-        shape = (*sizes.runs, sizes.taps)
-        self.w = nnx.Param(
-            jax.random.uniform(rngs.params(), shape, jnp.float32, -1.0, 1.0) * sizes.taps**-0.5,
-            axes=("heads", None, None, None),
-        )
 
 
 class Rate(nnx.Module):

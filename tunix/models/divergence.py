@@ -1,9 +1,9 @@
 """The divergence of student and teacher at every needed token, without ever holding logits `[B T V]`.
 
 Their states `[B T D]` and `[B T Te]` are multiplied by their own tables, block by block of tokens and chunk by chunk of
-the vocabulary (`vocab_chunks.py`). A first sweep over the chunks computes both masses and, for `top_k`, the logit that
-an id needs to be among the teacher's k most likely; a second one sums the divergence. The backward pass recomputes each
-chunk's logits; only the student gets a gradient.
+the vocabulary (`token_logprobs.py`). A first sweep over the chunks computes both masses and, for `top_k`, the logit
+that an id needs to be among the teacher's k most likely; a second one sums the divergence. The backward pass recomputes
+each chunk's logits; only the student gets a gradient.
 
 Every divergence here is a sum over ids of `f(log p, log q)`, p the student's and q the teacher's probability. With
 `g = df/dp`, its derivative with respect to the student's logit k is `p_k (g_k - s)` where `s = sum_v p_v g_v`.
@@ -21,27 +21,24 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.models.vocab_chunks import (
+from tunix.models.token_logprobs import (
     NEVER,
     LogitScaling,
     LogSumExp,
     Visit,
     block_length,
     chunk_logits,
+    gradients,
     ids_of,
     in_chunks,
     in_pieces,
     in_rows,
-    no_gradient,
-    outer_product,
+    over_blocks,
     pick,
-    table_gradient,
-    table_product,
     taken_in,
     visit_of,
 )
 from tunix.types import Compared, Divergence
-from tunix.util.loops import add_at, loop
 
 LEAST = 1e-37
 """Lowest probability of all other ids together, so that its logarithm is finite; it adds nothing to the sum."""
@@ -114,12 +111,8 @@ def compared(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _compared(pair, hidden, table, teacher, teacher_table, targets, needed):
-    visit, chunks = visit_of(needed), _in_chunks((table, teacher_table), needed)
+    visit, chunks = visit_of(needed), [in_chunks(x, needed.shape) for x in (table, teacher_table)]
     return _in_place(_values(pair, (hidden, teacher), chunks, targets, visit), visit, needed)
-
-
-def _in_chunks(tables: tuple[jax.Array, jax.Array], needed: jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(in_chunks(table, needed.shape) for table in tables)
 
 
 def _in_place(results: _Results, visit: Visit, needed: jax.Array) -> tuple[jax.Array, ...]:
@@ -130,19 +123,15 @@ def _in_place(results: _Results, visit: Visit, needed: jax.Array) -> tuple[jax.A
 
 def _values(pair: _Pair, states, chunks, targets: jax.Array, visit: Visit) -> _Results:
     """The results of both sweeps over every block of tokens."""
-    rows, places = visit.order.shape
-    block = block_length(*targets.shape)
 
-    def body(i, results):
-        order = jax.lax.dynamic_slice_in_dim(visit.order, i * block, block, 1)
+    def block_of(order):
         student, teacher = (pick(x, order) for x in states)
-        values = _block(pair, (student, teacher), chunks, pick(targets, order))
-        return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, i * block, 1), results, values)
+        return _block(pair, (student, teacher), chunks, pick(targets, order))
 
-    empty = jnp.zeros((rows, places), jnp.float32)
+    empty = jnp.zeros(visit.order.shape, jnp.float32)
     nothing = LogSumExp(empty, empty)
     start = _Results(empty, empty, empty, nothing, nothing, empty, empty, empty, empty)
-    return loop(visit.number, body, start, usual=visit.order.shape[1] // block)
+    return over_blocks(visit, block_length(*targets.shape), block_of, start)
 
 
 def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Results:
@@ -229,7 +218,7 @@ def _forward(pair, hidden, table, teacher, teacher_table, targets, needed):
     hidden, table, teacher, teacher_table, targets, needed = (
         x.value for x in (hidden, table, teacher, teacher_table, targets, needed)
     )
-    visit, chunks = visit_of(needed), _in_chunks((table, teacher_table), needed)
+    visit, chunks = visit_of(needed), [in_chunks(x, needed.shape) for x in (table, teacher_table)]
     results = _values(pair, (hidden, teacher), chunks, targets, visit)
     # Only arrays can be saved: () stands for a table that trains, None for one that is frozen under an adapter.
     saved = ((hidden, teacher), chunks, needed, visit, results, () if trained else None)
@@ -239,43 +228,17 @@ def _forward(pair, hidden, table, teacher, teacher_table, targets, needed):
 def _backward(pair, saved, cotangents):
     """Gradients with respect to the student's states and, where it trains, its table."""
     states, chunks, needed, visit, results, trained = saved
-    hidden, length = states[0], needed.shape[1]
-    block = block_length(*needed.shape)
-    number, parts, _, size = chunks[0].shape
     zero = isinstance(cotangents[0], SymbolicZero)
     cotangent = jnp.zeros(needed.shape) if zero else jnp.where(needed, cotangents[0], 0.0)
 
-    def body(i, gradients):
-        d_hidden, d_chunks = gradients
-        sliced = partial(jax.lax.dynamic_slice_in_dim, start_index=i * block, slice_size=block, axis=1)
-        order, block_results = jax.tree.map(sliced, (visit.order, results))
-        # Padding of the last block repeats token 0: its cotangent counts only where the place in `order` is a real one.
-        real = (i * block + jnp.arange(block)) < length
-        d = jnp.where(real, pick(cotangent, order), 0.0)
-        block_states = (pick(states[0], order), pick(states[1], order))
+    def d_logits_of(order, h, real, sliced):
+        block_results = jax.tree.map(sliced, results)
+        d = jnp.where(real, pick(cotangent, order), 0.0)[..., None, None]
+        block_states = (h, pick(states[1], order))
+        return lambda index: d * _by_logits(pair, block_states, chunks, index, block_results)
 
-        def one_chunk(index, gradients):
-            d_h, d_chunks = gradients
-            d_logits = d[..., None, None] * _by_logits(pair, block_states, chunks, index, block_results)
-            # The barrier makes XLA compute the logits' gradient once, not fuse (and recompute) it in each product.
-            d_logits = jax.lax.optimization_barrier(d_logits.astype(chunks[0].dtype))
-            d_h += table_product(d_logits, chunks[0], index)
-            return d_h, d_chunks if trained is None else add_at(
-                d_chunks, index, outer_product(block_states[0], d_logits)
-            )
-
-        start = (jnp.zeros((*order.shape, parts, size), jnp.float32), d_chunks)
-        d_h, d_chunks = jax.lax.fori_loop(0, number, one_chunk, start)
-        d_h = jnp.sum(d_h, -2).astype(hidden.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(d_hidden, d_h, i * block, 1), d_chunks
-
-    start = (
-        jnp.zeros((*visit.order.shape, size), hidden.dtype),
-        no_gradient(chunks[0], len(hidden), trained is not None),
-    )
-    d_hidden, d_chunks = loop(visit.number, body, start, usual=visit.order.shape[1] // block)
-    d_hidden = jnp.where(needed[..., None], pick(d_hidden, visit.back), 0)
-    d_table = None if trained is None else table_gradient(d_chunks, pair.student.vocab).astype(chunks[0].dtype)
+    vocab, trains = pair.student.vocab, trained is not None
+    d_hidden, d_table = gradients(states[0], chunks[0], needed, visit, vocab, trains, d_logits_of)
     nothing = np.zeros(needed.shape, jax.dtypes.float0)
     return d_hidden, d_table, None, None, nothing, nothing
 

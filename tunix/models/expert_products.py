@@ -113,8 +113,12 @@ in_rows.defvjp(
 )
 
 
+Matrices = Float[Array, "E D F"] | RoundedBank
+"""Rounded ones are frozen, and have no gradient."""
+
+
 @jax.custom_vjp
-def to_experts(x: Float[Array, "n D"], matrices: Float[Array, "E D F"], where: Routes) -> Float[Array, "r F"]:
+def to_experts(x: Float[Array, "n D"], matrices: Matrices, where: Routes) -> Float[Array, "r F"]:
     """Each pair's token times its expert's matrix; rows of pairs that are not computed hold anything.
 
     Gradients in the dtypes of what they are of; sums over rows are in float32.
@@ -122,59 +126,37 @@ def to_experts(x: Float[Array, "n D"], matrices: Float[Array, "E D F"], where: R
     return _products(x, True, matrices, False, where)
 
 
-def _to_experts_backward(saved: tuple, d: Float[Array, "r F"]) -> tuple[jax.Array, jax.Array, None]:
+def _to_experts_backward(saved: tuple, d: Float[Array, "r F"]) -> tuple[jax.Array, jax.Array | None, None]:
     x, matrices, where = saved
     d_x = sums(_products(d, False, matrices, True, where), where.places, where.computed)
-    return d_x, _gradients((x, d), (True, False), matrices, where), None
+    return d_x, None if x is None else _gradients((x, d), (True, False), matrices, where), None
+
+
+def _saved(x: jax.Array, matrices: Matrices, where: Routes) -> tuple:
+    """What the backward pass reads: not the rows of rounded matrices."""
+    return None if isinstance(matrices, RoundedBank) else x, matrices, where
 
 
 to_experts.defvjp(
-    lambda x, matrices, where: (to_experts(x, matrices, where), (x, matrices, where)), _to_experts_backward
+    lambda x, matrices, where: (to_experts(x, matrices, where), _saved(x, matrices, where)), _to_experts_backward
 )
 
 
 @jax.custom_vjp
-def from_experts(rows: Float[Array, "r D"], matrices: Float[Array, "E D F"], where: Routes) -> Float[Array, "n F"]:
+def from_experts(rows: Float[Array, "r D"], matrices: Matrices, where: Routes) -> Float[Array, "n F"]:
     """For each token the sum of its pairs' rows times their experts' matrices. Gradients as those of `to_experts`."""
     return sums(_products(rows, False, matrices, False, where), where.places, where.computed)
 
 
-def _from_experts_backward(saved: tuple, d: Float[Array, "n F"]) -> tuple[jax.Array, jax.Array, None]:
+def _from_experts_backward(saved: tuple, d: Float[Array, "n F"]) -> tuple[jax.Array, jax.Array | None, None]:
     rows, matrices, where = saved
     d_rows = _products(d, True, matrices, True, where)
-    return d_rows, _gradients((rows, d), (False, True), matrices, where), None
+    return d_rows, None if rows is None else _gradients((rows, d), (False, True), matrices, where), None
 
 
 from_experts.defvjp(
-    lambda rows, matrices, where: (from_experts(rows, matrices, where), (rows, matrices, where)), _from_experts_backward
-)
-
-
-@jax.custom_vjp
-def to_rounded(x: Float[Array, "n D"], matrices: RoundedBank, where: Routes) -> Float[Array, "r F"]:
-    """`to_experts` of matrices that are rounded, and so frozen: they have no gradient."""
-    return _products(x, True, matrices, False, where)
-
-
-to_rounded.defvjp(
-    lambda x, matrices, where: (to_rounded(x, matrices, where), (matrices, where)),
-    lambda saved, d: (
-        sums(_products(d, False, saved[0], True, saved[1]), saved[1].places, saved[1].computed),
-        None,
-        None,
-    ),
-)
-
-
-@jax.custom_vjp
-def from_rounded(rows: Float[Array, "r D"], matrices: RoundedBank, where: Routes) -> Float[Array, "n F"]:
-    """`from_experts` of matrices that are rounded, and so frozen: they have no gradient."""
-    return sums(_products(rows, False, matrices, False, where), where.places, where.computed)
-
-
-from_rounded.defvjp(
-    lambda rows, matrices, where: (from_rounded(rows, matrices, where), (matrices, where)),
-    lambda saved, d: (_products(d, True, saved[0], True, saved[1]), None, None),
+    lambda rows, matrices, where: (from_experts(rows, matrices, where), _saved(rows, matrices, where)),
+    _from_experts_backward,
 )
 
 

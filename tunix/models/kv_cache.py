@@ -21,15 +21,13 @@ from tunix.config import CacheType, DType
 from tunix.mesh import Axes, constrain, partition, platform
 from tunix.models.attention.inputs import DecodeSpec
 from tunix.models.attention.pages import CachedView, Columns, Pages, placed
-from tunix.models.blocks import NAMES, Cache, layer_inputs
-from tunix.models.config import SHARED, DecoderConfig, LayerKind
+from tunix.models.blocks import NAMES, Cache, Kept, layer_inputs
+from tunix.models.config import SHARED, TOWER, DecoderConfig, LayerKind
 from tunix.models.deltanet import PieceStates, SlotStates, StepView
 from tunix.models.layers import RopeTables, rms_norm, rope_tables
 from tunix.models.model import Model, Params, embedded
 from tunix.models.moe import CHOSEN
-from tunix.models.param_names import TOWER
 from tunix.models.quantization.formats import in_compute
-from tunix.models.self_attention import Kept
 from tunix.models.vision import with_pictures
 from tunix.types import Pictures
 from tunix.util.exact import once
@@ -191,7 +189,13 @@ def extend(
     ropes = [rope_tables(positions, kind.rope, kind.head_dim) for kind in c.distinct_kinds]
     x = embedded(c, weights.top["embed/w"], tokens, model.dtype)
     if pictures is not None:
-        x = _seen(model, weights.top, x, pictures)
+        # The tower does not run where there are none.
+        there, embedded_tokens = jnp.any(jnp.asarray(pictures.places) > 0), x
+        x = jax.lax.cond(
+            there,
+            lambda: with_pictures(embedded_tokens, model.soft_tokens(weights.top, pictures), pictures),
+            lambda: embedded_tokens,
+        )
     x = constrain(x, "rows", None, None)
     inputs_of_layers: Any = [None] * c.num_layers
     if c.layer_inputs:
@@ -212,15 +216,6 @@ def extend(
         chosen += [] if experts is None else [experts.astype(jnp.int16)]
     hidden = rms_norm(x, weights.top["norm/w"], eps=c.norm_eps, offset=c.norm_offset)
     return hidden, tuple(new), constrain(jnp.stack(chosen, axis=2), "rows", None, None, None) if chosen else None
-
-
-def _seen(model: Model, top: Params, x: Float[Array, "B C D"], pictures: Pictures) -> Float[Array, "B C D"]:
-    """The embedded tokens with the pictures among them; the tower does not run where there are none."""
-    return jax.lax.cond(
-        jnp.any(jnp.asarray(pictures.places) > 0),
-        lambda: with_pictures(x, model.soft_tokens(top, pictures), pictures),
-        lambda: x,
-    )
 
 
 @partial(once, static=("model", "where", "mixer"))

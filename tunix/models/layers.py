@@ -20,13 +20,19 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from tunix.mesh import Axes, platform
 from tunix.models.config import Clamp, DecoderConfig, Rope
-from tunix.models.quantization.fake_quant import Simulated
-from tunix.models.quantization.formats import Quantization, check_tile, dequantize, narrowed, quantize
+from tunix.models.quantization.formats import Quantization, Simulated, check_tile, dequantize, narrowed, quantize
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: Axes, std: float) -> nnx.Param:
     """A normal-initialised float32 weight that carries its logical axes."""
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
+
+
+class Matrix(nnx.Module):
+    """A weight alone, of any shape."""
+
+    def __init__(self, w: nnx.Param):
+        self.w = w
 
 
 MATRICES = ("w", "w_lora_a", "w_lora_b")
@@ -53,12 +59,73 @@ class Adapter(NamedTuple):
     """Whether several adapters are joined, of which each row uses its own (`lora/multi_lora.py`)."""
 
 
-class Projection(nnx.Module):
+class Stored(nnx.Module):
+    """A matrix that may be stored, or computed with, as if it were rounded; or such matrices of experts, stacked."""
+
+    w: nnx.Param
+    w_scale: nnx.Variable
+    """The scales of a quantized `w`."""
+    contracted: int
+    """How many of a matrix's first axes are summed over."""
+    stacked: bool = False
+    """Whether the first axis is that of experts, each of which is rounded for itself."""
+    quantized: bool = False
+    simulated: Simulated | None = None
+    """What is rounded in simulation (QAT): inputs where the product is computed, weights by `on_grid`, which whoever
+    casts them calls."""
+
+    @property
+    def inputs(self) -> int:
+        """The numbers that an output of the matrix sums over."""
+        return math.prod(self.w.shape[self.stacked :][: self.contracted])
+
+    def quantize(self, name: str, quantization: Quantization) -> None:
+        """Replaces the matrix by its rounded values and their scales.
+
+        Args:
+            name: of the matrix in its layer, for the error.
+
+        Raises:
+            UserError: no tile fits the matrix.
+        """
+        check_tile(name, self.inputs, quantization)
+        axes, tiles = self.w.get_metadata("axes"), self.stacked + 1  # tiles are sharded as inputs are
+        rounded = partial(quantize, quantization=quantization, contracted=self.contracted)
+        values, scales = (jax.vmap(rounded) if self.stacked else rounded)(self.w[...])
+        self.w = nnx.Param(values, axes=axes)
+        self.w_scale = nnx.Param(scales, axes=(*axes[:tiles], *axes[self.stacked + self.contracted :]))
+        self.quantized = True
+
+    def simulate(self, name: str, rounding: Simulated) -> None:
+        """Makes the matrix compute as if it or its inputs were rounded.
+
+        Args:
+            name: of the matrix in its layer, for the error.
+
+        Raises:
+            UserError: no tile fits the matrix.
+        """
+        if rounding.weights is not None:
+            check_tile(name, self.inputs, rounding.weights, key="quantization.rules")
+        self.simulated = rounding
+
+    def on_grid(self, w: jax.Array) -> jax.Array:
+        """The matrix `w` with its simulated rounding, if there is one, before it is cast.
+
+        Called where weights are cast: by the trainer in each forward pass, by the sampler when they are published.
+        """
+        if self.simulated is None:
+            return w
+        rounded = partial(self.simulated.weight, contracted=self.contracted)
+        return (jax.vmap(rounded) if self.stacked else rounded)(w)
+
+
+class Projection(Stored):
     """`einsum(spec, x, w) + b`. The contracted axes of `w` come first."""
 
     w_lora_a: nnx.Variable
     w_lora_b: nnx.Variable
-    """The adapter's A and B, where there is an adapter (qwix creates them)."""
+    """The adapter's A and B, where there is an adapter."""
     w_lora_a0: nnx.Variable
     w_lora_b0: nnx.Variable
     """The initial A, and the initial B with the opposite sign (PiSSA); they do not train."""
@@ -67,8 +134,6 @@ class Projection(nnx.Module):
     w_lora_share: nnx.Variable
     w_lora_gain: nnx.Variable
     """For several joined adapters: a row's factor on each channel, and the DoRA gain of its adapter."""
-    w_scale: nnx.Variable
-    """The scales of a quantized `w`."""
 
     def __init__(
         self,
@@ -88,11 +153,6 @@ class Projection(nnx.Module):
         self.spec, self.contracted = spec, contracted
         self.w = weight(rngs, shape, axes, std=math.prod(shape[:contracted]) ** -0.5)
         self.b = nnx.Param(jnp.zeros(shape[contracted:], jnp.float32), axes=axes[contracted:]) if bias else None
-        self.watched = False
-        """Set while qwix looks for products to adapt: it recognises `jnp.einsum` only."""
-        self.quantized = False
-        self.simulated: Simulated | None = None
-        """What is rounded in simulation (QAT): inputs here, weights by `on_grid`, which whoever casts them calls."""
         self.adapter: Adapter | None = None
         self.has_gains = False
         """Whether `w_lora_m` holds the results of `gain`, computed once for decoding."""
@@ -106,48 +166,12 @@ class Projection(nnx.Module):
             dropout_keys: a key for each token, where an adapter with dropout trains.
         """
         x = x if self.simulated is None else self.simulated.inputs(x)
-        y: jax.Array = (jnp.einsum if self.watched else project)(self.spec, x, self.weight(x))
+        y: jax.Array = project(self.spec, x, self.weight(x))
         if self.adapter is not None:
             y = y + self.adapter.scale * self._adapter(x, self.adapter, dropout_keys)
             if self.adapter.magnitude:
                 y = (self.gain(x) * y).astype(y.dtype)
         return y if self.b is None else y + self.b[...]
-
-    def quantize(self, name: str, quantization: Quantization) -> None:
-        """Replaces the matrix by its rounded values and their scales.
-
-        Args:
-            name: of the projection in its layer, for the error.
-
-        Raises:
-            UserError: no tile fits the matrix.
-        """
-        check_tile(name, math.prod(self.w.shape[: self.contracted]), quantization)
-        axes = self.w.get_metadata("axes")
-        values, scales = quantize(self.w[...], quantization, self.contracted)
-        self.w = nnx.Param(values, axes=axes)
-        self.w_scale = nnx.Param(scales, axes=(axes[0], *axes[self.contracted :]))  # tiles are sharded as inputs are
-        self.quantized = True
-
-    def simulate(self, name: str, rounding: Simulated) -> None:
-        """Makes the projection compute as if its matrix or its inputs were rounded.
-
-        Args:
-            name: of the projection in its layer, for the error.
-
-        Raises:
-            UserError: no tile fits the matrix.
-        """
-        if rounding.weights is not None:
-            check_tile(name, math.prod(self.w.shape[: self.contracted]), rounding.weights, key="quantization.rules")
-        self.simulated = rounding
-
-    def on_grid(self, w: jax.Array) -> jax.Array:
-        """The matrix `w` with its simulated rounding, if there is one, before it is cast.
-
-        Called where weights are cast: by the trainer in each forward pass, by the sampler when they are published.
-        """
-        return w if self.simulated is None else self.simulated.weight(w, self.contracted)
 
     def weight(self, x: jax.Array) -> jax.Array:
         """The matrix that multiplies `x`."""
@@ -343,12 +367,16 @@ def rotate(x: Float[Array, "B T N H"], rope: RopeTables) -> jax.Array:
 class GatedFFN(nnx.Module):
     """`down(act(gate x) * up x)` (GLU variants, Shazeer 2020, https://arxiv.org/abs/2002.05202).
 
-    Its projections are named as the parameters are.
+    Its projections are named as the parameters are; one that is twice as wide has names of its own, because a
+    parameter has one shape.
     """
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        self.activation = config.activation
-        self.gate, self.up, self.down = projections(config.d_model, config.ffn, rngs)
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, wide: bool = False):
+        self.activation, names = config.activation, ("gate", "up", "down")
+        self.names = tuple(f"wide_{name}" if wide else name for name in names)
+        width = 2 * config.ffn if wide else config.ffn
+        for name, projection in zip(self.names, projections(config.d_model, width, rngs), strict=True):
+            setattr(self, name, projection)
 
     def __call__(
         self,
@@ -357,24 +385,8 @@ class GatedFFN(nnx.Module):
         real: Bool[Array, "B T"] | None = None,
         replayed: Int[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
-        return gated((self.gate, self.up, self.down), self.activation, x, dropout_keys), {}
-
-
-class WideFFN(nnx.Module):
-    """`GatedFFN` of twice the width, whose parameters have names of their own: a parameter has one shape."""
-
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        self.activation = config.activation
-        self.wide_gate, self.wide_up, self.wide_down = projections(config.d_model, 2 * config.ffn, rngs)
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        dropout_keys: TokenKeys | None = None,
-        real: Bool[Array, "B T"] | None = None,
-        replayed: Int[Array, "B T k"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
-        return gated((self.wide_gate, self.wide_up, self.wide_down), self.activation, x, dropout_keys), {}
+        gate, up, down = (getattr(self, name) for name in self.names)
+        return gated((gate, up, down), self.activation, x, dropout_keys), {}
 
 
 FFNProjections = tuple[Projection, Projection, Projection]

@@ -28,11 +28,11 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 from tunix.config import DType, GradientSums
 from tunix.mesh import Axes, constrain, platform, sharding
 from tunix.models.attention.inputs import ByKind, Segments
-from tunix.models.banks import Bank
-from tunix.models.blocks import PARTS, Auxiliary, Block, LayerInputs, layer_inputs
-from tunix.models.config import SHARED, DecoderConfig, Stage
+from tunix.models.blocks import PARTS, Auxiliary, Block, Kept, LayerInputs, layer_inputs
+from tunix.models.config import SHARED, TOWER, DecoderConfig, Stage
 from tunix.models.layers import (
     MATRICES,
+    Matrix,
     Norm,
     Projection,
     RopeTables,
@@ -42,12 +42,9 @@ from tunix.models.layers import (
     rope_tables,
     weight,
 )
-from tunix.models.moe import CHOSEN
-from tunix.models.param_names import TOWER
-from tunix.models.quantization.fake_quant import Simulated
-from tunix.models.quantization.formats import SCALE, Quantization, in_compute, is_scale
+from tunix.models.moe import CHOSEN, Bank
+from tunix.models.quantization.formats import SCALE, Quantization, Simulated, in_compute, is_scale
 from tunix.models.scan import Others, Remat, Weights, over_layers
-from tunix.models.self_attention import Kept
 from tunix.models.token_logprobs import token_logprobs
 from tunix.models.vision import TOWERS, seen_ahead, with_pictures
 from tunix.types import Pictures
@@ -69,21 +66,6 @@ READ_LATER = "kept by "
 OfKind = Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]
 """The rope tables and the view of a layer, from the index of its kind among those of its mixer."""
 Adapt = Callable[["Block", nnx.Rngs], "Block"]
-
-
-class Table(nnx.Module):
-    """A `[V D]` table: the embedding, or an untied head."""
-
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
-        # A tied table is also the head, whose logits want unit scale; Gemma multiplies sqrt(D) back on the way in.
-        self.w = weight(rngs, (config.vocab_size, config.d_model), ("vocab", "embed"), std=config.d_model**-0.5)
-
-
-class ValueHead(nnx.Module):
-    """The scalar head of a critic or a reward model: `x w` for each state. It starts at zero, and so predicts 0."""
-
-    def __init__(self, config: DecoderConfig):
-        self.w = nnx.Param(jnp.zeros((config.d_model,), jnp.float32), axes=("embed",))
 
 
 def embedded(config: DecoderConfig, table: jax.Array, tokens: Int[Array, "B T"], dtype: DType) -> Float[Array, "B T D"]:
@@ -114,11 +96,15 @@ class Decoder(nnx.Module):
         config = model.config
         self.config, self.attention, self.gradient_sums = config, model.attention, model.gradient_sums
         self.remat: Remat = model.remat
-        self.embed = Table(config, rngs)
+        # A tied table is also the head, whose logits want unit scale; Gemma multiplies sqrt(D) back on the way in.
+        sizes, axes, std = (config.vocab_size, config.d_model), ("vocab", "embed"), config.d_model**-0.5
+        self.embed = Matrix(weight(rngs, sizes, axes, std))
         self.inputs = LayerInputs(config, rngs) if config.layer_inputs else None
-        self.head = Table(config, rngs) if model.has_lm_head and not config.tied else None
+        self.head = Matrix(weight(rngs, sizes, axes, std)) if model.has_lm_head and not config.tied else None
         self.norm = Norm(config.d_model, "embed", eps=config.norm_eps, offset=config.norm_offset)
-        self.value = ValueHead(config) if model.has_scalar_head else None
+        # Of a critic or a reward model: `x w` for each state. It starts at zero, and so predicts 0.
+        value = nnx.Param(jnp.zeros((config.d_model,), jnp.float32), axes=("embed",))
+        self.value = Matrix(value) if model.has_scalar_head else None
         vision = config.vision
         self.vision = TOWERS[vision.tower](vision, config.d_model, rngs) if vision else None
 
@@ -181,17 +167,14 @@ class Decoder(nnx.Module):
         x = constrain(x, "rows", "time", None)
         stacked = {path: variable[...] for path, variable in _flat(nnx.state(self.layers)).items()}
         blocks = [self.block(mixer) for mixer in c.mixers]
-        projections = {name: one for block in blocks for name, one in block.projections().items()}
-        banks = {name: one for block in blocks for name, one in block.banks().items()}
+        matrices = {name: x for block in blocks for name, x in (block.projections() | block.banks()).items()}
 
         def cast(path: Path, w: jax.Array) -> jax.Array:
             module, name = path[-2:]
-            if module in banks and name == "w":
-                w = banks[module].on_grid(w)
-            if module in projections:
-                w = projections[module].on_grid(w) if name == "w" else w
+            if module in matrices:
+                w = matrices[module].on_grid(w) if name == "w" else w
                 # What `project` casts itself has a gradient in its own dtype.
-                if self.gradient_sums == "float32" and name in MATRICES:
+                if self.gradient_sums == "float32" and name in MATRICES and isinstance(matrices[module], Projection):
                     return w
             return in_compute(name, w, dtype)
 
@@ -199,11 +182,16 @@ class Decoder(nnx.Module):
         kinds = jnp.asarray([c.kinds_with(kind.mixer).index(kind) for kind in c.kinds])
         numbers = None if dropout_keys is None else jnp.arange(c.num_layers)
         by_layer = None if experts is None else jnp.moveaxis(constrain(experts, "rows", "time", None, None), 2, 0)
-        plain, per_layer = (kinds, numbers, by_layer), self._layer_inputs(tokens, x)
+        plain, per_layer = (kinds, numbers, by_layer), None
+        if self.inputs is not None:
+            embed, context, norm = self.inputs.embed.w[...], self.inputs.context.w[...], self.inputs.norm.w[...]
+            context, norm = (in_compute("w", w, dtype) for w in (context, norm))
+            per_layer = layer_inputs(c, embed, context, norm, tokens, x)
+        of_kind = {mixer: self._kinds_with(mixer, segments, turned) for mixer in c.mixers}
         by_name: dict[str, list[jax.Array]] = {}
         shared: dict[str, PyTree] = {}
         for stage in c.stages:
-            layer = partial(self._layer, stage, self._kinds(segments, turned), dropout_keys)
+            layer = partial(self._layer, stage, of_kind, dropout_keys)
             others = Others(_part(plain, stage), _part(per_layer, stage), shared)
             period = [self.structures[kind.mixer].paths for kind in c.kinds[stage.start : stage.stop][: stage.period]]
             weights = self._of_stage(stacked, stage)
@@ -264,24 +252,13 @@ class Decoder(nnx.Module):
                 part[path] = w[within.index(True) : within.index(True) + sum(within)]
         return part
 
-    def _layer_inputs(self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]) -> Float[Array, "L B T Dp"] | None:
-        """The inputs of each layer's own, where layers have some, for embedded tokens."""
-        if self.inputs is None:
-            return None
-        embed, context, norm = self.inputs.embed.w[...], self.inputs.context.w[...], self.inputs.norm.w[...]
-        context, norm = (in_compute("w", w, x.dtype) for w in (context, norm))
-        return layer_inputs(self.config, embed, context, norm, tokens, x)
-
-    def _kinds(self, segments: Segments, turned: Int[Array, "B T ..."]) -> dict[str, OfKind]:
-        """For each mixer a function from the index of a layer's kind, among those of the mixer, to its rope tables and
-        view: one block serves them all.
+    def _kinds_with(self, mixer: str, segments: Segments, turned: Int[Array, "B T ..."]) -> OfKind:
+        """A function from the index of a layer's kind, among those of its mixer, to its rope tables and view: one block
+        serves them all.
 
         Args:
             turned: where rope turns the tokens to, as in `rope_tables`.
         """
-        return {mixer: self._kinds_with(mixer, segments, turned) for mixer in self.config.mixers}
-
-    def _kinds_with(self, mixer: str, segments: Segments, turned: Int[Array, "B T ..."]) -> OfKind:
         kinds = self.config.kinds_with(mixer)
         tables = [rope_tables(turned, kind.rope, kind.head_dim) for kind in kinds]
         views = tuple(segments._replace(window=kind.window, attention=self.attention) for kind in kinds)
@@ -340,7 +317,7 @@ class Model:
     quantization: Quantization | None = None
     """How the layers' matrices are stored in few bits, norms and tables never; None stores them as they are."""
     simulated: tuple[tuple[str, Simulated], ...] = ()
-    """Projections with simulated rounding (QAT) by name, and what each rounds; made by `fake_quant.simulated`."""
+    """Projections with simulated rounding (QAT) by name, and what each rounds; made by `formats.simulated`."""
     has_scalar_head: bool = False
     """Whether there is a scalar head: the value head of a critic, or the score of a reward model."""
     has_lm_head: bool = True
@@ -354,7 +331,7 @@ class Model:
     @cached_property
     def _split(self) -> tuple[nnx.GraphDef, dict[Path, nnx.Variable]]:
         graph, state = nnx.split(self._decoder)
-        return graph, {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+        return graph, _flat(state)
 
     @cached_property
     def _paths(self) -> dict[str, Path]:
@@ -393,8 +370,9 @@ class Model:
 
     @cached_property
     def axes(self) -> dict[str, Axes]:
-        """Logical axes of each parameter; an adapter's follow its base's."""
-        return {name: _axes(name, variable) for name, variable in self._variables.items()}
+        """Logical axes of each parameter."""
+        axes: dict[str, Axes] = {name: variable.get_metadata("axes") for name, variable in self._variables.items()}
+        return {name: ("layers", *of) if name.startswith("layers/") else of for name, of in axes.items()}
 
     def shardings(self, mesh: Mesh) -> dict[str, NamedSharding]:
         """The sharding of each parameter on a mesh."""
@@ -434,35 +412,6 @@ class Model:
         if group:
             yield group
 
-    def hidden(
-        self,
-        params: Params,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        segment_ids: Int[Array, "B T"],
-        *,
-        parents: Int[Array, "B T"] | None = None,
-        noise: Float[Array, "B T D"] | None = None,
-        dropout_keys: TokenKeys | None = None,
-        pictures: Pictures | None = None,
-        experts: Int[Array, "B T L k"] | None = None,
-    ) -> Float[Array, "B T D"]:
-        """Hidden states after the final norm.
-
-        `parents`, `pictures` and `experts` as in `types.Batch`; `noise` and `dropout_keys` as in `Decoder`.
-        """
-        return self.forward(
-            params,
-            tokens,
-            positions,
-            segment_ids,
-            parents=parents,
-            noise=noise,
-            dropout_keys=dropout_keys,
-            pictures=pictures,
-            experts=experts,
-        )[0]
-
     def forward(
         self,
         params: Params,
@@ -476,7 +425,10 @@ class Model:
         pictures: Pictures | None = None,
         experts: Int[Array, "B T L k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-        """Hidden states after the final norm, and auxiliary terms, stacked over the layers that have them at all."""
+        """Hidden states after the final norm, and auxiliary terms, stacked over the layers that have them at all.
+
+        `parents`, `pictures` and `experts` as in `types.Batch`; `noise` and `dropout_keys` as in `Decoder`.
+        """
         decoder = nnx.merge(self._split[0], tree_of({self._paths[name]: x for name, x in params.items()}))
         segments = Segments(segment_ids, positions, parents, **seen_ahead(pictures, self.config.vision))
         return decoder(
@@ -519,7 +471,9 @@ class Model:
         experts: Int[Array, "B T L k"] | None = None,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """`log p(token_t | its segment before t)` and that distribution's entropy at the needed tokens, else 0."""
-        hidden = self.hidden(params, tokens, positions, segment_ids, noise=noise, pictures=pictures, experts=experts)
+        hidden, _ = self.forward(
+            params, tokens, positions, segment_ids, noise=noise, pictures=pictures, experts=experts
+        )
         return self.logprobs_of(params, hidden, tokens, positions, needed, entropy=entropy, temperature=temperature)
 
     def logprobs_of(
@@ -625,35 +579,16 @@ def _maker(
     places = model.shardings(mesh)
 
     def make(key: PRNGKeyArray) -> Params:
-        flat = _flatten(nnx.to_pure_dict(nnx.split(Decoder(model, nnx.Rngs(key)))[1]))
+        state = _flat(nnx.state(Decoder(model, nnx.Rngs(key))))
+        flat = {name_of(path): variable[...] for path, variable in state.items()}
         return {name: flat[name].astype(kind) for name, kind in kinds}
 
     return jit(make, out_shardings={name: places[name] for name, _ in kinds})
 
 
-def _axes(name: str, variable: nnx.Variable) -> Axes:
-    axes: Axes = variable.get_metadata("axes")
-    if "rank" in axes:  # an expert's adapter states its own
-        return ("layers", *axes)
-    rank = len(variable.shape) - name.startswith("layers/")
-    if name.endswith(("_lora_a", "_lora_a0")):
-        axes = (*axes[: rank - 1], "rank")
-    elif name.endswith(("_lora_b", "_lora_b0")):
-        axes = ("rank", *axes[len(axes) - rank + 1 :])
-    return ("layers", *axes) if name.startswith("layers/") else axes
-
-
 def name_of(path: Path) -> str:
     """The name of a parameter: its path in the module without the parts of a block, e.g. `layers/q/w`."""
     return "/".join(part for part in path if part not in PARTS)
-
-
-def _flatten(nested: dict, path: Path = ()) -> Params:
-    flat: Params = {}
-    for key, value in nested.items():
-        inner = (*path, key)
-        flat |= _flatten(value, inner) if isinstance(value, dict) else {name_of(inner): value}
-    return flat
 
 
 def rounded(model: Model, params: Params) -> tuple[Params, dict[str, float]]:

@@ -11,14 +11,25 @@ No expert has a capacity: no token is dropped, and none depends on the others.
 Pairs of a token and one of its experts are sorted by expert, so that each matrix multiplies consecutive rows
 (`expert_products.py`), and brought back. On a mesh each device has some experts (`expert`) and columns of them
 (`tensor`). Devices of the axis `expert` have rows of their own: tokens go to the devices of their experts, and their
-parts of the sums come back (`expert_exchange.py`). Where the mesh does not divide the rows all have all tokens, and add
+parts of the sums come back. Where the mesh does not divide the rows all have all tokens, and add
 up their parts.
 
-Axes: B rows, T time, D model width, F ffn width, E experts, k chosen experts of a token; n tokens, m pairs of a token
-and a chosen expert.
+An expert's adapter adds `s x A_e B_e` to its product (LoRA). Gate and up share an A, and their B's are one, as in PEFT,
+for which both are one parameter of the model: so an adapter means the same in both. Biases stay as they are. Its
+products are grouped by expert as the experts' own are; `A_e B_e`, which is as large as the matrix, is never computed.
+
+A token goes once to each device that has any of its experts, with its choice and weights; that device's part of its sum
+comes back, and the parts are added up at home. That is the dispatch and combine of Lepikhin et al. 2020 (GShard,
+https://arxiv.org/abs/2006.16668) without a capacity: each device has room for all tokens of all devices, a block for
+each, so that none is dropped. Accelerators send of a block what is in it (`jax.lax.ragged_all_to_all`). XLA has no such
+program for CPUs, where blocks are sent whole: as many bytes as if every device gathered all tokens.
+
+Axes: B rows, T time, D model width, F ffn width, E experts, k chosen experts of a token; n tokens (of a shard), r rows,
+s shards of the rows; in shapes of weights r is the rank, and 2 is gate and up.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -26,14 +37,246 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from tunix.mesh import Axes, constrain, partition
-from tunix.models.banks import Arrays, Bank, down, gate_and_up, sharded
+from tunix.errors import UserError
+from tunix.mesh import Axes, constrain, partition, platform
 from tunix.models.config import EXPERTS, DecoderConfig, Experts
-from tunix.models.expert_exchange import combine, destinations, dispatch
-from tunix.models.expert_products import in_rows, routes
-from tunix.models.layers import Norm, TokenKeys, gated, joined, projections, weight
+from tunix.models.expert_products import (
+    Matrices,
+    RoundedBank,
+    Routes,
+    from_experts,
+    in_rows,
+    routes,
+    sums,
+    taken,
+    to_experts,
+)
+from tunix.models.layers import Norm, Stored, TokenKeys, gated, joined, projections, weight
+from tunix.models.quantization.formats import Simulated
+from tunix.util.loops import needed_first
+
+START_OF_A = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=1, out_axis=2, batch_axis=0)
+"""An expert's initial A is that of any matrix: uniform within 1 / sqrt(inputs), as in PEFT."""
+BANK_PAIRS: Mapping[str, tuple[str, int | None]] = {
+    "gates": ("gates", 0),
+    "ups": ("gates", 1),
+    "downs": ("downs", None),
+}
+"""Our name of an experts' matrix -> the bank whose A and B adapt it, and which half of the B; None for all of it."""
+Arrays = Mapping[str, jax.Array]
+"""The parameters of a bank by name: `w`, with biases `b`, where it is rounded `w_scale`, with an adapter `w_lora_a` and
+`w_lora_b`."""
+
+
+class Bank(Stored):
+    """A matrix of each expert."""
+
+    w_lora_a: nnx.Variable
+    w_lora_b: nnx.Variable
+    """An adapter's A `[E inputs r]` and B `[E r outputs]`; those of the gates are also for the ups: `[E r 2 F]`."""
+
+    def __init__(self, shape: tuple[int, int, int], axes: Axes, rngs: nnx.Rngs, *, bias: bool = False):
+        self.w = weight(rngs, shape, axes, std=shape[1] ** -0.5)
+        of_bias = (axes[0], axes[2])
+        self.b = nnx.Param(jnp.zeros((shape[0], shape[2]), jnp.float32), axes=of_bias) if bias else None
+        self.contracted, self.stacked = 1, True
+        self.scale: float | None = None
+        """Multiplies x A B; None where there is no adapter, or another bank holds it."""
+
+    def adapt(self, rank: int, scale: float, halves: int, rngs: nnx.Rngs) -> None:
+        """Adds an adapter that changes nothing yet: a random A, and a B of zeros.
+
+        Args:
+            rank: r.
+            scale: multiplies x A B.
+            halves: 2 where the adapter is also another bank's.
+            rngs: its `params` stream is used once.
+        """
+        number, inputs, outputs = self.w.shape
+        of_expert, of_input, of_output = self.w.get_metadata("axes")
+        self.scale, split = scale, (halves, outputs) if halves > 1 else (outputs,)
+        a = START_OF_A(rngs.params(), (number, inputs, rank), jnp.float32)
+        self.w_lora_a = nnx.Param(a, axes=(of_expert, of_input, "rank"))
+        axes = (of_expert, "rank", *[None] * (len(split) - 1), of_output)
+        self.w_lora_b = nnx.Param(jnp.zeros((number, rank, *split), jnp.float32), axes=axes)
+
+    def simulate(self, name: str, rounding: Simulated) -> None:
+        """As for any matrix, whose inputs cannot be rounded here.
+
+        Raises:
+            UserError: no tile fits the matrices, or what comes into them would be rounded too.
+        """
+        if rounding.activations is not None:
+            raise UserError(
+                f"quantization.rules: what comes into experts ({name}) cannot be rounded ({rounding.activations}): "
+                "leave activations out for experts.*"
+            )
+        super().simulate(name, rounding)
+
+    @property
+    def arrays(self) -> Arrays:
+        """Its parameters by name."""
+        by_name = {"w": self.w[...]}
+        if self.b is not None:
+            by_name["b"] = self.b[...]
+        if self.quantized:
+            by_name["w_scale"] = self.w_scale[...]
+        if self.scale is not None:
+            by_name |= {"w_lora_a": self.w_lora_a[...], "w_lora_b": self.w_lora_b[...]}
+        return by_name
+
+
+def sharded(bank: Arrays, axes: Axes, mesh: AbstractMesh) -> tuple[Arrays, dict[str, PartitionSpec]]:
+    """A bank as the devices of a mesh multiply it, and how each of its parameters is split over them.
+
+    Where the inputs are split, scales of fewer tiles are repeated until each part has its own.
+
+    Args:
+        axes: logical ones of `w` while it multiplies: of the experts, the inputs, and the outputs.
+    """
+    of_expert, of_input, of_output = axes
+    whole = partition(axes, bank["w"].shape, mesh)
+    if "w_scale" in bank and whole[1] is not None:
+        scales, parts = bank["w_scale"], mesh.shape[whole[1]]
+        bank = {**bank, "w_scale": jnp.repeat(scales, math.lcm(len(scales[0]), parts) // len(scales[0]), axis=1)}
+    specs = {"w": whole, "w_scale": whole}
+    if "b" in bank:
+        specs["b"] = partition((of_expert, of_output), bank["b"].shape, mesh)
+    if "w_lora_a" in bank:
+        b = bank["w_lora_b"].shape
+        specs["w_lora_a"] = partition((of_expert, of_input, None), bank["w_lora_a"].shape, mesh)
+        specs["w_lora_b"] = partition((of_expert, *[None] * (len(b) - 2), of_output), b, mesh)
+    return bank, {name: specs[name] for name in bank}
+
+
+def _matrices(bank: Arrays, x: Float[Array, "_ _"]) -> Matrices:
+    """What multiplies `x`: a bank's matrices, or how they are rounded."""
+    return RoundedBank(bank["w"], bank["w_scale"], x[:0, 0]) if "w_scale" in bank else bank["w"]
+
+
+def gate_and_up(
+    x: Float[Array, "n D"], gates: Arrays, ups: Arrays, scale: float | None, where: Routes
+) -> tuple[Float[Array, "r F"], Float[Array, "r F"]]:
+    """Each pair's token times the gate and the up matrix of its expert, with their biases where they have some.
+
+    Args:
+        scale: multiplies the adapter's product; None where there is no adapter.
+    """
+
+    def product(bank: Arrays) -> Float[Array, "r F"]:
+        y = to_experts(x, _matrices(bank, x), where)
+        if "b" not in bank:
+            return y
+        # A product with rows that are 1 at their expert: a gather's gradient would be scattered. What rows of pairs
+        # that are not computed hold has no part in it.
+        ends, at = jnp.cumsum(where.sizes), jnp.arange(len(y))[:, None]
+        of_expert = ((at >= ends - where.sizes) & (at < ends)).astype(bank["b"].dtype)
+        added = jnp.einsum("rE,EF->rF", of_expert, bank["b"], precision=jax.lax.Precision.HIGHEST)
+        return y + jnp.where(at < ends[-1], added, 0).astype(y.dtype)
+
+    gate, up = product(gates), product(ups)
+    if scale is None:
+        return gate, up
+    narrow = scale * to_experts(x, gates["w_lora_a"], where)
+    b = gates["w_lora_b"]
+    both = to_experts(narrow[: where.places.size], b.reshape(*b.shape[:2], -1), by_row(where))
+    of_gate, of_up = jnp.split(both, 2, axis=1)
+    return gate + of_gate, up + of_up
+
+
+def down(rows: Float[Array, "r F"], downs: Arrays, scale: float | None, where: Routes) -> Float[Array, "n D"]:
+    """For each token the sum of its pairs' rows times the down matrices of their experts; `scale` as above."""
+    y = from_experts(rows, _matrices(downs, rows), where)
+    if scale is None:
+        return y
+    narrow = scale * to_experts(rows[: where.places.size], downs["w_lora_a"], by_row(where))
+    return y + from_experts(narrow, downs["w_lora_b"], where)
+
+
+def by_row(where: Routes) -> Routes:
+    """Routes for what is in rows already: row after row, each the token of one pair."""
+    number = where.places.size
+    rows = jnp.arange(number, dtype=where.pairs.dtype)
+    computed = rows < jnp.sum(where.sizes)
+    return Routes(jnp.pad(rows, (0, len(where.pairs) - number)), rows[:, None], computed[:, None], where.sizes)
+
+
+AXIS = "expert"
+
+
+class Destinations(NamedTuple):
+    """Which tokens of a device go to which device of the axis."""
+
+    tokens: Int[Array, "s n"]
+    """The tokens of the block for each device, in their order; those that do not go there come last."""
+    places: Int[Array, "n s"]
+    """The row of each token in all blocks together, one after the other."""
+    there: Bool[Array, "n s"]
+    """Whether a token goes to a device."""
+    sent: Int[Array, "s"]
+    """How many tokens go to each device."""
+    received: Int[Array, "s"]
+    """How many come from each device."""
+
+    @property
+    def arrived(self) -> Bool[Array, "s n"]:
+        """Whether a row of the blocks that came has a token."""
+        return jnp.arange(len(self.places)) < self.received[:, None]
+
+
+def destinations(experts: Int[Array, "n k"], real: Bool[Array, "n"], per_device: int) -> Destinations:
+    """Where the tokens of this device go; every device of the axis calls it with its tokens.
+
+    Args:
+        experts: what each token has chosen.
+        real: which tokens are not padding, which goes nowhere.
+        per_device: how many experts each device has; those of the first device are 0 to `per_device` - 1.
+    """
+    devices = jax.lax.axis_size(AXIS)
+    there = jnp.any(experts[..., None] // per_device == jnp.arange(devices), axis=1) & real[:, None]
+    order, back = needed_first(there.T)
+    places = back.T + len(experts) * jnp.arange(devices)
+    sent = jnp.sum(there, axis=0, dtype=jnp.int32)
+    return Destinations(order, places, there, sent, jax.lax.all_to_all(sent, AXIS, 0, 0, tiled=True))
+
+
+@jax.custom_vjp
+def dispatch(x: Float[Array, "n D"], where: Destinations) -> Float[Array, "s n D"]:
+    """What came of each device's tokens; rows without one hold anything. Its transpose is `combine`."""
+    return _sent(taken(x, where.tokens), where.sent, where.received)
+
+
+@jax.custom_vjp
+def combine(parts: Float[Array, "s n D"], where: Destinations) -> Float[Array, "n D"]:
+    """For each token the sum of what the devices computed of it, in float32; 0 for one that went nowhere."""
+    back = _sent(parts, where.received, where.sent)
+    return sums(back.reshape(-1, parts.shape[-1]), where.places, where.there)
+
+
+dispatch.defvjp(
+    lambda x, where: (dispatch(x, where), where),
+    lambda where, d: (combine(d, where), None),
+)
+combine.defvjp(
+    lambda parts, where: (combine(parts, where), where),
+    lambda where, d: (dispatch(d, where), None),
+)
+
+
+def _sent(blocks: Float[Array, "s n _"], sent: Int[Array, "s"], received: Int[Array, "s"]) -> Float[Array, "s n _"]:
+    """The block for this device from each device; of each block only its first rows are meant, as many as are sent."""
+    if platform() == "cpu":
+        return jax.lax.all_to_all(blocks, AXIS, 0, 0, tiled=True)
+    devices, n = blocks.shape[:2]
+    starts = n * jnp.arange(devices, dtype=jnp.int32)
+    places = jnp.full(devices, n * jax.lax.axis_index(AXIS), jnp.int32)
+    rows = blocks.reshape(devices * n, -1)
+    came = jax.lax.ragged_all_to_all(rows, jnp.zeros_like(rows), starts, sent, places, received, axis_name=AXIS)
+    return came.reshape(blocks.shape)
+
 
 ROWS, EXPECTED, CHOSEN = "rows", "expected", "chosen"
 """The auxiliary terms of a layer."""
@@ -179,7 +422,7 @@ class MixtureOfExperts(nnx.Module):
             return compute(0, x, choice, real, *matrices)
         tokens, wide = (partition(("rows", "time", None)[:rank], x.shape[:rank], mesh) for rank in (2, 3))
         matrices, banks = zip(
-            *(sharded(bank, axes, mesh) for bank, axes in zip(matrices, _HERE, strict=True)), strict=True
+            *(sharded(bank, axes, mesh) for bank, axes in zip(matrices, _SPLIT_MATRICES, strict=True)), strict=True
         )
         of_gates = banks[0]["w"]
         split = [axis for axis, there in zip(SPLIT, (of_gates[0], of_gates[2]), strict=True) if there]
@@ -204,7 +447,7 @@ class MixtureOfExperts(nnx.Module):
         return constrain(y, "rows", "time", None)
 
 
-_HERE: tuple[Axes, ...] = (("expert", None, "ffn"), ("expert", None, "ffn"), ("expert", "ffn", None))
+_SPLIT_MATRICES: tuple[Axes, ...] = (("expert", None, "ffn"), ("expert", None, "ffn"), ("expert", "ffn", None))
 """How the three matrices are split while they multiply: whole columns of the model, of the device's own experts."""
 
 

@@ -103,7 +103,10 @@ def over_layers(
         # Taken here, and so again in the backward pass: taken before, every layer's weights would be kept for that.
         weights, sinks, each = place.part(inputs) if len(places) > 1 else inputs
         indices = place.weights
-        leaves = [_cast(casts[at], w, sink) for at, w, sink in zip(indices, weights, sinks, strict=True)]
+        leaves: list[Any] = [
+            casts[at](w) if sink is None else _cast_into(casts[at], w, sink)
+            for at, w, sink in zip(indices, weights, sinks, strict=True)
+        ]
         layer_weights = dict(zip((paths[at] for at in indices), leaves, strict=True))
         return layer(place.number, checkpoint_name(x, INPUT), layer_weights, Others(each[0], each[1], shared))
 
@@ -190,10 +193,6 @@ def _places(paths: list[Path], period: Sequence[Collection[Path]]) -> list[_Plac
         indices = [at for at, path in enumerate(paths) if path in members]
         places.append(_Place(number, indices, [sum(paths[at] in one for one in period[:number]) for at in indices]))
     return places
-
-
-def _cast(cast: Callable[[jax.Array], jax.Array], w: jax.Array, sink: jax.Array | None) -> jax.Array:
-    return cast(w) if sink is None else _cast_into(cast, w, sink)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

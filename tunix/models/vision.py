@@ -28,13 +28,13 @@ QKV = ("q", "k", "v")
 
 
 class Tower(nnx.Module):
-    """The weights of a tower; those of its layers are stacked."""
+    """The weights that towers have in common; those of its layers are stacked."""
 
     def __init__(self, config: VisionConfig, rngs: nnx.Rngs, *, joined: bool):
-        """Random weights of the layers.
+        """Random weights.
 
         Args:
-            joined: whether queries, keys and values have one matrix.
+            joined: whether queries, keys and values have one matrix, and patches the frames of a film.
         """
         self.config, depth, d, f = config, config.num_layers, config.width, config.ffn
         heads, split = (config.num_heads, config.head_dim), ("heads", "head")
@@ -63,6 +63,17 @@ class Tower(nnx.Module):
         for name in ("o_bias", "down_bias", "attn_norm_bias", "mlp_norm_bias"):
             vector(name, d, axes=("embed",))
         self.layers = nnx.Dict(made)
+        pixels = (*((FRAMES,) if joined else ()), config.patch, config.patch, COLOURS)
+        axes = (*(None,) * len(pixels), "embed")
+        self.patch = weight(rngs, (*pixels, d), axes, std=math.prod(pixels) ** -0.5)
+        self.position = weight(rngs, (config.positions**2, d), (None, "embed"), std=1.0)
+        self.norm = nnx.Param(jnp.ones(d, jnp.float32), axes=("embed",))
+        for name in ("patch_bias", "norm_bias"):
+            setattr(self, name, nnx.Param(jnp.zeros(d, jnp.float32), axes=("embed",)))
+
+    def weights(self, dtype: str, *names: str) -> list[jax.Array]:
+        """Weights outside of the layers by name, in the compute dtype."""
+        return [in_compute("w", getattr(self, name)[...], dtype) for name in names]
 
     def __call__(self, pictures: Pictures, dtype: DType) -> Float[Array, "B Pi So D"]:
         """The embeddings of the soft tokens of pictures; of a picture that has fewer, those after its last mean
@@ -162,23 +173,16 @@ class Siglip(Tower):
 
     def __init__(self, config: VisionConfig, d_model: int, rngs: nnx.Rngs):
         super().__init__(config, rngs, joined=False)
-        c, d = config, config.width
-        patch, axes = (c.patch, c.patch, COLOURS, d), (None, None, None, "embed")
-        self.patch = weight(rngs, patch, axes, std=(c.patch**2 * COLOURS) ** -0.5)
-        self.position = weight(rngs, (c.positions**2, d), (None, "embed"), std=1.0)
-        self.norm = nnx.Param(jnp.ones(d, jnp.float32), axes=("embed",))
-        for name in ("patch_bias", "norm_bias", "soft_norm"):
-            setattr(self, name, nnx.Param(jnp.zeros(d, jnp.float32), axes=("embed",)))
+        d = config.width
+        self.soft_norm = nnx.Param(jnp.zeros(d, jnp.float32), axes=("embed",))
         self.projection = weight(rngs, (d, d_model), ("embed", None), std=d**-0.5)
 
     def soft_tokens(self, x: Float[Array, "B Pp Pr Pc Rb"], grids: Int[Array, "B 2"]) -> Float[Array, "B So D"]:
         """The soft tokens of pictures, which all have one grid."""
         del grids
         c, dtype = self.config, x.dtype.name
-        patch, patch_bias, position, norm, norm_bias, soft_norm, projection = (
-            in_compute("w", getattr(self, name)[...], dtype)
-            for name in ("patch", "patch_bias", "position", "norm", "norm_bias", "soft_norm", "projection")
-        )
+        patch, patch_bias, position = self.weights(dtype, "patch", "patch_bias", "position")
+        norm, norm_bias, soft_norm, projection = self.weights(dtype, "norm", "norm_bias", "soft_norm", "projection")
         x = jnp.einsum("BPrci,rciD->BPD", x, patch) + patch_bias + position
         x = self.mixed(x, jnp.ones(x.shape[:2], jnp.int32))
         x = layer_norm(x, norm, norm_bias, c.norm_eps)
@@ -201,13 +205,7 @@ class QwenVision(Tower):
 
     def __init__(self, config: VisionConfig, d_model: int, rngs: nnx.Rngs):
         super().__init__(config, rngs, joined=True)
-        c, d, square = config, config.width, config.width * config.pool**2
-        patch = (FRAMES, c.patch, c.patch, COLOURS, d)
-        self.patch = weight(rngs, patch, (None, None, None, None, "embed"), std=(FRAMES * c.patch**2 * COLOURS) ** -0.5)
-        self.position = weight(rngs, (c.positions**2, d), (None, "embed"), std=1.0)
-        self.norm = nnx.Param(jnp.ones(d, jnp.float32), axes=("embed",))
-        for name in ("patch_bias", "norm_bias"):
-            setattr(self, name, nnx.Param(jnp.zeros(d, jnp.float32), axes=("embed",)))
+        square = config.width * config.pool**2
         self.merge_up = weight(rngs, (square, square), ("embed", "ffn"), std=square**-0.5)
         self.merge_up_bias = nnx.Param(jnp.zeros(square, jnp.float32), axes=("ffn",))
         self.merge_down = weight(rngs, (square, d_model), ("ffn", None), std=square**-0.5)
@@ -216,17 +214,15 @@ class QwenVision(Tower):
     def soft_tokens(self, x: Float[Array, "B Pp Pr Pc Rb"], grids: Int[Array, "B 2"]) -> Float[Array, "B So D"]:
         """The soft tokens of pictures, each of its own grid."""
         c, dtype = self.config, x.dtype.name
-        names = ("patch", "patch_bias", "norm", "norm_bias", "merge_up", "merge_up_bias", "merge_down")
-        patch, patch_bias, norm, norm_bias, merge_up, merge_up_bias, merge_down = (
-            in_compute("w", getattr(self, name)[...], dtype) for name in names
-        )
+        patch, patch_bias, position = self.weights(dtype, "patch", "patch_bias", "position")
+        norm, norm_bias, up, up_bias = self.weights(dtype, "norm", "norm_bias", "merge_up", "merge_up_bias")
+        down, down_bias = self.weights(dtype, "merge_down", "merge_down_bias")
         # The row and the column of each patch, square by square.
         index, columns = jnp.arange(c.patches), jnp.maximum(grids[:, 1:], 1)
         square, inside = index // c.pool**2, index % c.pool**2
         row, column = square // columns * c.pool + inside // c.pool, square % columns * c.pool + inside % c.pool
         at = jnp.stack([row, column], axis=-1)
         x = jnp.einsum("BPrci,rciD->BPD", x, jnp.sum(patch, axis=0)) + patch_bias
-        position = in_compute("w", self.position[...], dtype)
         x = x + interpolated(position, at, c.pool * grids).astype(x.dtype)
         real = jnp.arange(c.patches) < jnp.prod(grids, axis=-1, keepdims=True) * c.pool**2
         # Patches turn by their row in the first half of the pairs, and by their column in the others.
@@ -235,9 +231,8 @@ class QwenVision(Tower):
         angles = (at[..., None].astype(jnp.float32) * frequencies).reshape(*at.shape[:2], 2 * quarter)
         x = self.mixed(x, real.astype(jnp.int32), (jnp.cos(angles), jnp.sin(angles)))
         x = layer_norm(x, norm, norm_bias, c.norm_eps)
-        x = jnp.einsum("BSD,DF->BSF", x.reshape(len(x), c.tokens, -1), merge_up) + merge_up_bias
-        down_bias = in_compute("w", self.merge_down_bias[...], dtype)
-        return jnp.einsum("BSF,FD->BSD", jax.nn.gelu(x, approximate=False), merge_down) + down_bias
+        x = jnp.einsum("BSD,DF->BSF", x.reshape(len(x), c.tokens, -1), up) + up_bias
+        return jnp.einsum("BSF,FD->BSD", jax.nn.gelu(x, approximate=False), down) + down_bias
 
 
 def interpolated(

@@ -20,11 +20,10 @@ from tunix.hf.run_export import exported
 from tunix.hf.source import Source, from_scratch, settled
 from tunix.mesh import build_mesh
 from tunix.models.attention.attend import SHORT
-from tunix.models.config import DecoderConfig
+from tunix.models.config import DecoderConfig, is_own
 from tunix.models.families.table import presets, read_config, with_vision
 from tunix.models.kv_cache import LAYERS, Weights
 from tunix.models.model import Model
-from tunix.models.param_names import is_own
 from tunix.plan import programs
 from tunix.plan.programs import Shapes
 from tunix.recipe.algorithms import algorithm_class

@@ -24,7 +24,7 @@ from tunix.lora.adapt import started
 from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import FAMILIES
 from tunix.models.model import Params
-from tunix.models.quantization.fake_quant import check_unrounded
+from tunix.models.quantization.formats import check_unrounded
 from tunix.protocols import Sampler
 from tunix.recipe.recipe import known_keys
 from tunix.recipe.sections import Sections

@@ -7,8 +7,8 @@ from jax.sharding import Mesh
 
 from tunix.models.attention import decode_triton, mosaic
 from tunix.models.attention.decoding import described
-from tunix.models.attention.gate import reader_here
 from tunix.models.attention.tokamax_ops import capability, missing
+from tunix.models.kernel_gates import reader_here
 from tunix.models.kv_cache import decode_specs
 from tunix.models.model import Model
 from tunix.models.quantization.formats import bytes_per_weight, is_scale

@@ -7,15 +7,14 @@ from jax.sharding import Mesh
 
 from tunix.config import DType, ModelConfig
 from tunix.errors import UserError
-from tunix.models import grouped_products
-from tunix.models.attention import attend, gate
+from tunix.models import grouped_products, kernel_gates
+from tunix.models.attention import attend
 from tunix.models.attention.attend import Implementation, described, implementation, spec_of
-from tunix.models.attention.gate import LIMIT
 from tunix.models.attention.inputs import AttentionSpec, Segments
 from tunix.models.attention.tokamax_ops import capability
 from tunix.models.config import DecoderConfig, LayerKind
-from tunix.models.expert_gates import exchange_difference, grouped_difference
 from tunix.models.grouped_products import ALIGNED, GroupedSpec
+from tunix.models.kernel_gates import LIMIT, exchange_difference, grouped_difference
 
 
 def attention_of(
@@ -23,7 +22,7 @@ def attention_of(
 ) -> tuple[ModelConfig, str]:
     """The recipe's model with the implementation that is to be used, and a line that says which and why no faster one.
 
-    A kernel has to give the einsums' numbers on this device (`models/attention/gate.py`); else the next implementation
+    A kernel has to give the einsums' numbers on this device (`models/kernel_gates.py`); else the next implementation
     of the table that computes all layers replaces it.
 
     Args:
@@ -40,7 +39,7 @@ def attention_of(
     specs = _specs(config, model, mesh, length, branched=branched)
     for spec in specs:
         kernel = implementation(spec, model.attention)
-        if not kernel.kernel or (off := gate.difference(kernel.name, spec)) <= LIMIT:
+        if not kernel.kernel or (off := kernel_gates.difference(kernel.name, spec)) <= LIMIT:
             continue
         wrong = f"{kernel.name} is off the einsums by {off:.2g} of their size on this device, more than {LIMIT}"
         faster = [other.name for other in attend.IMPLEMENTATIONS].index(kernel.name) + 1
@@ -55,7 +54,7 @@ def _right(kernel: Implementation, specs: list[AttentionSpec]) -> bool:
     """Whether an implementation computes these calls, and rightly on this device."""
     if any(map(kernel.lacks, specs)):
         return False
-    return not kernel.kernel or all(gate.difference(kernel.name, spec) <= LIMIT for spec in specs)
+    return not kernel.kernel or all(kernel_gates.difference(kernel.name, spec) <= LIMIT for spec in specs)
 
 
 def attention_line(config: DecoderConfig, model: ModelConfig, mesh: Mesh, length: int, *, branched: bool) -> str:
@@ -103,7 +102,7 @@ def experts_line(config: DecoderConfig, dtype: DType, mesh: Mesh) -> str | None:
 
 
 def check_products(config: DecoderConfig, dtype: DType, mesh: Mesh) -> None:
-    """Refuses devices whose kernels for experts give other numbers than plain products (`models/expert_gates.py`).
+    """Refuses devices whose kernels for experts give other numbers than plain products (`models/kernel_gates.py`).
 
     Nothing is asked of a CPU, which has no kernel, nor for a model without experts.
 
@@ -129,7 +128,7 @@ def check_products(config: DecoderConfig, dtype: DType, mesh: Mesh) -> None:
 
 
 def check_exchange(config: DecoderConfig, mesh: Mesh) -> None:
-    """Refuses devices that hand each other other tokens than they should (`models/expert_gates.py`).
+    """Refuses devices that hand each other other tokens than they should (`models/kernel_gates.py`).
 
     Every process of the run calls it. Nothing is asked of CPUs, nor where experts are not split.
 

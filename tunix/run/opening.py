@@ -10,9 +10,8 @@ from pathlib import Path
 
 from tunix.data.sources import open_rows
 from tunix.errors import UserError
-from tunix.models.config import DecoderConfig
+from tunix.models.config import DecoderConfig, trains
 from tunix.models.families.table import FAMILIES, count_weights, preset, read_config, with_sizes
-from tunix.models.param_names import trains
 from tunix.recipe.notes import hardware_note
 from tunix.recipe.recipe import Recipe, recipe_file
 from tunix.util.accelerators import accelerated, cpu_devices

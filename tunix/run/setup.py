@@ -22,8 +22,8 @@ from tunix.errors import UserError
 from tunix.hf.source import Source, adapted, with_stops
 from tunix.lora.adapt import tables
 from tunix.mesh import AXES
+from tunix.models.config import is_own, trains
 from tunix.models.model import Model
-from tunix.models.param_names import is_own, trains
 from tunix.recipe.sections import Sections
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.trainer.mesh_choice import Demand, placed, state_bytes

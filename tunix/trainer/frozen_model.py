@@ -24,8 +24,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from tunix.mesh import by_rows, sharding
+from tunix.models.config import is_own
 from tunix.models.model import Model, Params
-from tunix.models.param_names import is_own
 from tunix.trainer.logprobs import Scorer, each_microbatch
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec
 from tunix.trainer.step import Microbatches, TeacherStates, hidden_of

@@ -144,7 +144,7 @@ class Scorer:
         def of_rows(rows: Batch) -> jax.Array:
             tokens, positions, segments = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids))
             experts = jax.tree.map(jax.numpy.asarray, rows.experts)
-            hidden = self.model.hidden(params, tokens, positions, segments, pictures=rows.pictures, experts=experts)
+            hidden, _ = self.model.forward(params, tokens, positions, segments, pictures=rows.pictures, experts=experts)
             return self.model.values_of(params, hidden, positions)
 
         return each_microbatch(of_rows, microbatches)

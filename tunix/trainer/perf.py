@@ -41,11 +41,11 @@ def matrices(config: DecoderConfig) -> dict[str, dict[str, tuple[int, int]]]:
         sides[DELTANET] |= dict.fromkeys(("beta", "decay"), (d, c.delta.value_heads))
     for kind in (kind for kind in c.distinct_kinds if kind.head_dim):
         wide, narrow = c.num_heads * kind.head_dim, kind.kv_heads * kind.head_dim
-        start, heads = ("", None) if kind.source.mixer != GLOBAL else ("global_", c.global_heads)
+        start, gemma4 = ("", None) if kind.source.mixer != GLOBAL else ("global_", c.gemma4)
         sides[kind.mixer] = {f"{start}q": (d, wide * (1 + c.output_gate)), f"{start}o": (wide, d)}
         if kind.paged:
             sides[kind.mixer] |= {f"{start}k": (d, narrow)}
-            sides[kind.mixer] |= {} if heads and heads.keys_are_values else {f"{start}v": (d, narrow)}
+            sides[kind.mixer] |= {} if gemma4 and gemma4.keys_are_values else {f"{start}v": (d, narrow)}
     for mixer, of_layer in sides.items():
         of_layer |= _ffn_matrices(c, "wide_" if mixer in WIDE else "")
         if width := c.layer_inputs:

@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tunix.mesh import RULES, row_shards
 from tunix.models.attention.attend import SHORT
 from tunix.models.config import DELTANET, WIDE, DecoderConfig
-from tunix.models.delta_rule import CHUNKS
+from tunix.models.deltanet import CHUNKS
 from tunix.models.quantization.formats import stored_bytes
 from tunix.models.scan import KEEPS, Remat
-from tunix.models.vocab_chunks import CHUNK_LOGITS_ELSEWHERE
+from tunix.models.token_logprobs import CHUNK_LOGITS_ELSEWHERE
 from tunix.trainer.learner import abstract_moments
 from tunix.trainer.microbatches import TrainerSpec
 

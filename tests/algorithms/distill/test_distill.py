@@ -62,7 +62,7 @@ def dense_kl(client: Trainer, params: Params, batch: Batch) -> jax.Array:
     read = tuple(map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids)))
 
     def log_softmax(model: Model, params: Params) -> jax.Array:
-        return jax.nn.log_softmax(model.logits(params, model.hidden(params, *read))[:, :-1, :96])
+        return jax.nn.log_softmax(model.logits(params, model.forward(params, *read)[0])[:, :-1, :96])
 
     log_p, log_q = (
         log_softmax(client.learner.spec.model, params),

@@ -43,7 +43,7 @@ def test_training_and_prompts_make_one_call(monkeypatch):
     monkeypatch.setattr(table, "IMPLEMENTATIONS", (short, entry("einsum", lambda _: None)))
     model = Model(RICH)
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in model.shapes.items()}
-    jax.eval_shape(model.hidden, params, *ROWS)
+    jax.eval_shape(model.forward, params, *ROWS)
     assert {(spec.queries, spec.keys, spec.window) for spec in asked["einsum"]} == {(8, 8, 5), (8, 8, None)}
     sizes = Sizes(2, 32, 4, 8, 4, 0, 0, (5, None), (4, 8), 1, "float32")
 
@@ -142,7 +142,7 @@ def test_a_deeper_model_is_not_a_longer_program(config: DecoderConfig, local):
     def lines(depth: int) -> int:
         model = Model(replace(config, num_layers=depth, local_layers=local(depth)))
         params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in model.shapes.items()}
-        gradient = jax.grad(lambda params: model.hidden(params, *ROWS).sum())
+        gradient = jax.grad(lambda params: model.forward(params, *ROWS)[0].sum())
         return len(jax.jit(gradient).lower(params).as_text().splitlines())
 
     assert lines(48) == lines(12)
@@ -154,13 +154,13 @@ def test_a_kind_more_is_attention_more_and_no_layer(monkeypatch):
 
     def products(model: Model) -> int:
         params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in model.shapes.items()}
-        return jax.jit(model.hidden).lower(params, *ROWS).as_text().count("stablehlo.dot_general")
+        return jax.jit(model.forward).lower(params, *ROWS).as_text().count("stablehlo.dot_general")
 
     # q, k, v, o, gate, up and down; scores and values of each kind.
     assert products(model) == 7 + 2
     assert products(mixed) == 7 + 2 * 2
     params = model.init(jax.random.key(0), dict.fromkeys(model.shapes, "float32"), one_device())
-    assert not np.allclose(model.hidden(params, *ROWS), mixed.hidden(params, *ROWS))
+    assert not np.allclose(model.forward(params, *ROWS)[0], mixed.forward(params, *ROWS)[0])
 
 
 @pytest.mark.parametrize("name", ["einsum", "chunked"])

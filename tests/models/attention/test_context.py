@@ -15,7 +15,7 @@ from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
 from tunix.mesh import build_mesh
-from tunix.models import vocab_chunks
+from tunix.models import token_logprobs as blocks
 from tunix.models.attention import chunked
 from tunix.models.attention.attend import attend, implementation, spec_of
 from tunix.models.attention.inputs import Segments
@@ -33,7 +33,7 @@ MESHES = [MIXED, *slow([MeshConfig(fsdp=4, context=2), MeshConfig(fsdp=1, contex
 def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 4 queries and of 6 tokens of the head."""
     monkeypatch.setattr(chunked, "BLOCK", 4)
-    monkeypatch.setattr(vocab_chunks, "BLOCK_TOKENS", 6)
+    monkeypatch.setattr(blocks, "BLOCK_TOKENS", 6)
 
 
 def packed() -> Batch:

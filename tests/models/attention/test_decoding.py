@@ -17,7 +17,6 @@ from tests.tiny_models import one_device
 from tests.trainers import RICH
 from tunix.models.attention import decode_triton, decoding, pages
 from tunix.models.attention.decoding import BY_NAME, described, lacks_ragged, reader, reader_of, unsaved
-from tunix.models.attention.gate import LIMIT, reader_difference
 from tunix.models.attention.inputs import HIDDEN, DecodeSpec
 from tunix.models.attention.pages import (
     NOWHERE,
@@ -32,6 +31,7 @@ from tunix.models.attention.pages import (
     Writes,
     rounded,
 )
+from tunix.models.kernel_gates import LIMIT, reader_difference
 from tunix.models.kv_cache import decode_specs
 from tunix.rollout.engine.page_tables import Reads
 

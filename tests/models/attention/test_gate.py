@@ -12,8 +12,9 @@ from tests.trainers import RICH
 from tunix.config import MeshConfig, ModelConfig
 from tunix.errors import UserError
 from tunix.mesh import build_mesh
+from tunix.models import kernel_gates
 from tunix.models.attention import attend as table
-from tunix.models.attention import chunked, gate
+from tunix.models.attention import chunked
 from tunix.models.attention.attend import Implementation, spec_of
 from tunix.models.attention.inputs import Segments
 from tunix.run.kernels import attention_of
@@ -54,28 +55,30 @@ def kernel(forget: str | None = None) -> Implementation:
     ],
 )
 def test_what_forgets_a_part_of_the_mask_is_far_off(forget, call):
-    assert gate.measured(kernel(), call) < 1e-5
-    assert gate.measured(kernel(forget), call) > 10 * gate.LIMIT
+    assert kernel_gates.measured(kernel(), call) < 1e-5
+    assert kernel_gates.measured(kernel(forget), call) > 10 * kernel_gates.LIMIT
 
 
 def test_a_difference_is_measured_once(tmp_path, monkeypatch):
     monkeypatch.setitem(table.BY_NAME, "kernel", kernel("ids"))
     file = tmp_path / "cache/attention.json"
-    first = gate.difference("kernel", spec(), file)
-    monkeypatch.setattr(gate, "measured", lambda *_: pytest.fail("it is known"))
-    assert gate.difference("kernel", replace(spec(), queries=4096, keys=4096), file) == first > gate.LIMIT
+    first = kernel_gates.difference("kernel", spec(), file)
+    monkeypatch.setattr(kernel_gates, "measured", lambda *_: pytest.fail("it is known"))
+    assert (
+        kernel_gates.difference("kernel", replace(spec(), queries=4096, keys=4096), file) == first > kernel_gates.LIMIT
+    )
     file.write_text("{")
-    monkeypatch.setattr(gate, "measured", lambda *_: 0.5)
-    assert gate.difference("kernel", spec(), file) == 0.5
+    monkeypatch.setattr(kernel_gates, "measured", lambda *_: 0.5)
+    assert kernel_gates.difference("kernel", spec(), file) == 0.5
 
 
 def test_a_kernel_that_is_off_is_replaced_and_reported(monkeypatch):
     monkeypatch.setattr(table, "IMPLEMENTATIONS", (kernel(), *table.IMPLEMENTATIONS))
     monkeypatch.setitem(table.BY_NAME, "kernel", kernel())
     of = partial(attention_of, RICH, mesh=build_mesh(MeshConfig(fsdp=1), jax.devices()[:1]), length=64, branched=False)
-    monkeypatch.setattr(gate, "difference", lambda name, spec: 0.001)
+    monkeypatch.setattr(kernel_gates, "difference", lambda name, spec: 0.001)
     assert of(MODEL) == (MODEL, "attention: kernel")
-    monkeypatch.setattr(gate, "difference", lambda name, spec: 0.3)
+    monkeypatch.setattr(kernel_gates, "difference", lambda name, spec: 0.3)
     model, line = of(MODEL)
     assert model.attention == "chunked"
     assert line == "attention: chunked (kernel is off the einsums by 0.3 of their size on this device, more than 0.01)"
@@ -89,7 +92,7 @@ def test_the_next_kernel_replaces_one_that_is_off(monkeypatch):
     monkeypatch.setattr(table, "IMPLEMENTATIONS", (*kernels, *table.IMPLEMENTATIONS))
     mesh = build_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
     for off, name in (({"first": 0.3, "second": 0.0}, "second"), ({"first": 0.3, "second": 0.3}, "chunked")):
-        monkeypatch.setattr(gate, "difference", lambda name, spec, off=off: off[name])
+        monkeypatch.setattr(kernel_gates, "difference", lambda name, spec, off=off: off[name])
         model, line = attention_of(RICH, MODEL, mesh, 64, branched=False)
         assert model.attention == name
         assert line.startswith(f"attention: {name} (first is off")

@@ -18,8 +18,7 @@ from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
 from tunix.models.model import Model, rounded
-from tunix.models.quantization.fake_quant import LARGEST, Simulated, simulated
-from tunix.models.quantization.formats import Quantization, dequantize, quantize
+from tunix.models.quantization.formats import LARGEST, Quantization, Simulated, dequantize, quantize, simulated
 from tunix.models.quantization.rules import Rules
 from tunix.types import Sampling
 

@@ -21,8 +21,8 @@ from tunix.lora.adapt import adapt
 from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh
 from tunix.models.attention.decoding import BY_NAME
+from tunix.models.config import is_adapter
 from tunix.models.model import Model
-from tunix.models.param_names import is_adapter
 from tunix.rollout.engine import engine as engine_file
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.shapes import page_bytes

@@ -66,7 +66,7 @@ class Implementation(NamedTuple):
     local: bool = False
     """Whether each device calls it for its own rows and heads; else it is written for all, and XLA splits it."""
     kernel: bool = False
-    """Whether it is a device's own, to be compared with the einsums there before it is used (`gate.py`)."""
+    """Whether it is a device's own, to be compared with the einsums there before use (`models/kernel_gates.py`)."""
 
 
 class _Call(NamedTuple):
@@ -200,18 +200,14 @@ def _within_rows(
     call = _Call(chosen, tuple(one.window for one in views), layers, scale, softcap, views[0].ahead)
     tokens, length = (views[0].ids, views[0].positions, views[0].parents, views[0].pictures), q.shape[1]
     if any(one.kernel for one in chosen) and length % LANES and parts_of(length) == 1:
-        (q, k, v), tokens = _filled((q, k, v), tokens)
+        # Kernels want whole blocks: what is added to rows is a segment of its own.
+        def fill(x: jax.Array, value: int) -> jax.Array:
+            return jnp.pad(x, ((0, 0), (0, -length % LANES), *((0, 0),) * (x.ndim - 2)), constant_values=value)
+
+        q, k, v = (fill(x, 0) for x in (q, k, v))
+        tokens = jax.tree.map(partial(fill, value=NOWHERE), tokens)
     mixed, lse = cast(Mixed, _attend(call, q, k, v, tokens, kind, sinks))
     return mixed[:, :length], lse[:, :length]
-
-
-def _filled(rows: tuple[jax.Array, ...], tokens: tuple[jax.Array | None, ...]) -> tuple:
-    """Rows that end with whole blocks, as kernels want them; what is added is a segment of its own."""
-
-    def fill(x: jax.Array, value: int) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, -x.shape[1] % LANES), *((0, 0),) * (x.ndim - 2)), constant_values=value)
-
-    return jax.tree.map(partial(fill, value=0), rows), jax.tree.map(partial(fill, value=NOWHERE), tokens)
 
 
 def implementation(spec: AttentionSpec, wanted: str = "auto") -> Implementation:
@@ -367,7 +363,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation("splash", splash.lacks, splash.forward, splash.backward, local=True, kernel=True),
     Implementation("mosaic", mosaic.lacks_hopper, mosaic.forward, mosaic.backward, local=True, kernel=True),
     Implementation("tokamax", mosaic.lacks, mosaic.forward, mosaic.backward_of_tokamax, local=True, kernel=True),
-    Implementation("chunked", chunked.lacks, chunked.forward, chunked.backward, local=True),
+    Implementation("chunked", lambda spec: None, chunked.forward, chunked.backward, local=True),
     Implementation("einsum", lambda spec: None, einsum.forward, einsum.backward),
 )
 """The implementations of attention, the fastest first; the last ones compute every call."""

@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix.models.attention.inputs import (
     HIDDEN,
-    AttentionSpec,
     Gradients,
     Mixed,
     Segments,
@@ -43,11 +42,6 @@ class _Blocks(NamedTuple):
     pictures: Int[Array, "blocks B C"] | None
     first: Int[Array, ""] | int
     """The block of keys that the first block of queries is at."""
-
-
-def lacks(spec: AttentionSpec) -> str | None:
-    """Why a call cannot be computed here; None where it can."""
-    return None
 
 
 def forward(

@@ -90,7 +90,7 @@ def forward(
     op: Any = None,
 ) -> Mixed:
     """As `attend.Implementation.forward`; `op` is another of tokamax's, e.g. its reference for a CPU."""
-    op = op or _kernel()
+    op = op or operation("attention")
 
     def call_kernel(interval: _Interval) -> Mixed:
         mask = _mask(interval, q, k)
@@ -150,7 +150,7 @@ def backward_of_tokamax(
     op: Any = None,
 ) -> Gradients:
     """As `backward`, by tokamax's kernels; `op` as in `forward`."""
-    op = op or _kernel()
+    op = op or operation("attention")
     mixed, lse = result
 
     def gradients_of(interval: _Interval) -> Gradients:
@@ -206,7 +206,3 @@ def _mask(interval: _Interval, q: jax.Array, k: jax.Array) -> Any:
     return attention_mask(
         k_start=interval.start[:, None], k_end=None if same_tokens else interval.stop[:, None], is_causal=same_tokens
     )
-
-
-def _kernel() -> Any:
-    return operation("attention")

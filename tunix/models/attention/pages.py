@@ -189,7 +189,9 @@ class Interleaved(_Together):
 
     def with_tokens(self, at: Int[Array, "B"], offsets: Int[Array, "B"], new: Tokens) -> "Interleaved":
         """The pages with one new token `[B ...]` in each of these places, of which those outside are left out."""
-        return Interleaved(self.both.at[at, offsets].set(_interleaved(new), mode="drop"))
+        both = jnp.stack([new.keys, new.values], axis=-2)
+        both = both.reshape(*both.shape[:-3], -1, both.shape[-1])
+        return Interleaved(self.both.at[at, offsets].set(both, mode="drop"))
 
 
 Pages = Columns | Interleaved
@@ -210,12 +212,6 @@ def placed(pages: Pages, place: Callable[[Any, Axes], Any]) -> Any:
         name: axes for name, axes in zip(pages._fields, pages.AXES, strict=True) if getattr(pages, name) is not None
     }
     return pages._replace(**{name: place(getattr(pages, name), axes(axes_by_name[name])) for name in axes_by_name})
-
-
-def _interleaved(new: Tokens) -> Array:
-    """Keys and values of tokens as `Interleaved` has them, `[... 2K H]`."""
-    both = jnp.stack([new.keys, new.values], axis=-2)
-    return both.reshape(*both.shape[:-3], -1, both.shape[-1])
 
 
 def _kind_of(x: Array) -> CacheType:
@@ -389,12 +385,6 @@ def brought_back(pages: Pages, taken: Pages, places: Int[Array, "B c"], sources:
     return jax.lax.fori_loop(0, len(places), put_page, pages)
 
 
-def _nothing(number: int, queries: Float[Array, "B K J Q H"]) -> tuple:
-    """What so many blocks of queries have found before their first visit."""
-    shape = (number, *queries.shape[1:-1])
-    return jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros((*shape, queries.shape[-1]))
-
-
 def before_piece(
     q: Float[Array, "B C N H"], pages: Pages, view: PieceView, *, scale: float, softcap: float | None
 ) -> Mixed:
@@ -413,11 +403,19 @@ def before_piece(
             seen &= at > positions[block][:, None] - view.window
         keys, values = jax.tree.map(lambda x: x[page][None], pages).read(q.dtype)
         part = _page_partials(queries[block][None], seen[None], keys, values, softcap)
-        new = _joined(tuple(x[block] for x in so_far), tuple(x[0] for x in part))
+        # Merged with what the block has met before: both relative to the higher peak.
+        old = tuple(x[block] for x in so_far)
+        part = tuple(x[0] for x in part)
+        peak = jnp.maximum(old[0], part[0])
+        shares = [jnp.exp(x[0] - peak) for x in (old, part)]
+        mass = sum(share * x[1] for share, x in zip(shares, (old, part), strict=True))
+        sums = sum(share[..., None] * x[2] for share, x in zip(shares, (old, part), strict=True))
+        new = (peak, mass, sums)
         return tuple(all.at[block].set(x) for all, x in zip(so_far, new, strict=True))
 
-    partials = jax.lax.fori_loop(0, visits.number[0], visit, _nothing(blocks, queries))
-    peak, mass, sums = partials
+    shape = queries.shape[:-1]
+    start = (jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros(queries.shape))
+    peak, mass, sums = jax.lax.fori_loop(0, visits.number[0], visit, start)
     mixed, lse = normalised(peak, mass, sums, q.dtype)
     return mixed.reshape(1, length, heads, dim), lse.reshape(1, length, heads)
 
@@ -448,14 +446,6 @@ def _page_partials(
     flat = weights.astype(values.dtype).reshape(number, kv_heads, -1, weights.shape[-1])
     sums = jnp.einsum("gKQp,gKpH->gKQH", flat, values, preferred_element_type=jnp.float32)
     return peak, jnp.sum(weights, axis=-1), sums.reshape(queries.shape)
-
-
-def _joined(left: tuple, right: tuple) -> tuple:
-    """What is found in two sets of pages from what is found in each."""
-    peak = jnp.maximum(left[0], right[0])
-    shares = [jnp.exp(part[0] - peak) for part in (left, right)]
-    mass = sum(share * part[1] for share, part in zip(shares, (left, right), strict=True))
-    return peak, mass, sum(share[..., None] * part[2] for share, part in zip(shares, (left, right), strict=True))
 
 
 def normalised(peak: jax.Array, mass: jax.Array, sums: jax.Array, dtype: jax.typing.DTypeLike) -> Mixed:

@@ -8,14 +8,14 @@ Axes: V vocabulary, D model width, F ffn width, N query heads, K kv heads, H hea
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 
 from tunix.data.templates import TemplateName
-from tunix.models.config import DecoderConfig, VisionConfig
+from tunix.models.config import COLOURS, FRAMES, DecoderConfig, VisionConfig
 from tunix.models.families.hf_config import Fields, write_rope
 
 SCORE = "score.weight"
@@ -24,6 +24,8 @@ AXES = r"\([^)]*\)|\S+"
 """Matches one axis of a file: `D`, or the flattened `(N H)`."""
 Array = TypeVar("Array", bound=Any)
 """An array of numpy or jax, which this module is loaded without."""
+Pattern = Callable[[int], tuple[bool, ...]]
+"""A number of layers -> which of them are of some kind; nothing where none is."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,27 @@ def axis_sizes(config: DecoderConfig) -> dict[str, int]:
     }
 
 
+def tower_axes(config: VisionConfig) -> dict[str, int]:
+    """The size of each axis of a tower's weights, by its letters: Pl learned positions, Pr rows and Pc columns of a
+    patch, Rb colours, Fr frames, Dt width, Ft ffn width, Nt heads, Ht head dim, Qk parts of an attention's matrix, Ds
+    width of a square of patches, Fm ffn width of what merges it."""
+    square = config.width * config.pool**2
+    return {
+        "Dt": config.width,
+        "Ft": config.ffn,
+        "Nt": config.num_heads,
+        "Ht": config.head_dim,
+        "Pl": config.positions**2,
+        "Pr": config.patch,
+        "Pc": config.patch,
+        "Rb": COLOURS,
+        "Fr": FRAMES,
+        "Qk": 3,
+        "Ds": square,
+        "Fm": square,
+    }
+
+
 @dataclass(frozen=True)
 class VisionText:
     """What a family's multimodal folders have besides its text part: a tower that sees pictures."""
@@ -170,12 +193,10 @@ class VisionText:
     """Class in transformers, such as `Gemma3ForConditionalGeneration`."""
     read: Callable[[Fields], VisionConfig]
     """The fields of a multimodal config.json -> the tower's config."""
-    write: Callable[[DecoderConfig, dict[str, Any]], dict[str, Any]]
-    """Our config and its text part's fields -> the fields of a multimodal config.json."""
+    write: Callable[[DecoderConfig, VisionConfig], dict[str, Any]]
+    """Our config and its tower's -> the fields of a multimodal config.json that tell of the tower."""
     tensors: Mapping[str, Tensor]
     """Our parameter name -> the tensor."""
-    axes: Callable[[VisionConfig], dict[str, int]]
-    """The size of each axis that `tensors` names, but those of the decoder."""
     prefixes: tuple[tuple[str, str | None], ...]
     """Prefixes of tensors in multimodal folders -> those that the tables here have; None for parts left out."""
     written: tuple[tuple[str, str], ...]
@@ -212,10 +233,10 @@ class FamilyText:
     """The published sizes by name, such as `gemma3-1b`."""
     small: DecoderConfig
     """A tiny shape for `init: random` without a preset."""
-    local: Callable[[int], tuple[bool, ...]] = lambda layers: ()
-    """The published pattern of local layers for a number of layers."""
-    linear: Callable[[int], tuple[bool, ...]] = lambda layers: ()
-    """The published pattern of Gated DeltaNets for a number of layers."""
+    local: Pattern = lambda layers: ()
+    """The published pattern of local layers."""
+    linear: Pattern = lambda layers: ()
+    """The published pattern of Gated DeltaNets."""
     whole_heads: bool = False
     """Whether transformers refuses a d_model that num_heads does not divide (nothing computes with the quotient)."""
     axes: Callable[[DecoderConfig], dict[str, int]] = axis_sizes
@@ -262,6 +283,41 @@ SMALL = Shape(
 """A shape for `FamilyText.small`."""
 
 
+def sized(
+    base: DecoderConfig,
+    d_model: int,
+    ffn: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    local: Pattern = lambda layers: (),
+    linear: Pattern = lambda layers: (),
+    **different: Any,
+) -> DecoderConfig:
+    """A published size of a family.
+
+    Args:
+        base: what its sizes have in common.
+        local: which layers are local.
+        linear: which layers are Gated DeltaNets.
+        different: what else this one has of its own, as DecoderConfig names it.
+    """
+    return replace(
+        base,
+        d_model=d_model,
+        ffn=ffn,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        local_layers=local(layers),
+        linear_layers=linear(layers),
+        **different,
+    )
+
+
 def sizes(fields: Fields, defaults: Mapping[str, int | None] | None = None) -> Shape:
     """The shape that a config.json states.
 
@@ -283,6 +339,41 @@ def sizes(fields: Fields, defaults: Mapping[str, int | None] | None = None) -> S
         ffn=fields.integer("intermediate_size", defaults.get("intermediate_size")),
         max_positions=fields.integer("max_position_embeddings", defaults.get("max_position_embeddings")),
     )
+
+
+def decoder(fields: Fields, shape: Shape, *, tied: bool = False, eps: float = 1e-6, **different: Any) -> DecoderConfig:
+    """The config of a config.json, whose `rms_norm_eps`, `tie_word_embeddings` and special ids are read here.
+
+    Args:
+        fields: config.json.
+        shape: its sizes.
+        tied: whether the head is the table where the file does not say.
+        eps: that of norms where the file does not say.
+        different: what else the family has read, as DecoderConfig names it; takes precedence over the shape.
+    """
+    return DecoderConfig(
+        norm_eps=fields.number("rms_norm_eps", eps),
+        tied=fields.flag("tie_word_embeddings", tied),
+        stops=fields.stops(),
+        **{**shape, **different},
+    )
+
+
+def text_part(fields: Fields, read: Callable[[Fields], DecoderConfig], others: Collection[str]) -> DecoderConfig:
+    """The text part of a multimodal config.json.
+
+    Args:
+        fields: config.json.
+        read: reads the fields of the text part.
+        others: fields that concern the other parts.
+    """
+    text = Fields(fields.mapping("text_config"), fields.file, "text_config.")
+    config = read(text)
+    text.finish()
+    fields.only("tie_word_embeddings", config.tied)
+    fields.read |= set(others)
+    # Chat folders of Gemma 3 name the end of a turn outside the text part only: [1, 106] there, 1 inside.
+    return replace(config, stops=tuple({**dict(config.stops), **dict(fields.stops())}.items()))
 
 
 def written(config: DecoderConfig) -> dict[str, Any]:
@@ -332,6 +423,18 @@ def in_layers(
     }
 
 
+def biased(table: Mapping[str, tuple[str, str, str]]) -> dict[str, tuple[str, str, str]]:
+    """The weights of modules and their biases, which have the first of the file's axes, from a table of the modules."""
+    both: dict[str, tuple[str, str, str]] = {}
+    for ours, (name, theirs, axes) in table.items():
+        outputs = re.findall(AXES, theirs)[0]
+        both[ours] = (f"{name}.weight", theirs, axes)
+        both[f"{ours}_bias"] = (f"{name}.bias", outputs, outputs.strip("()"))
+    return both
+
+
+STACKED = {".gate_up_proj": (".gate_proj.weight", ".up_proj.weight"), ".down_proj": (".down_proj.weight",)}
+"""How several families hold the matrices of all experts of a layer (`FamilyText.stacked`)."""
 SHARED: Mapping[str, Tensor] = {
     "embed/w": Tensor("model.embed_tokens.weight", "V D", "V D"),
     "head/w": Tensor("lm_head.weight", "V D", "V D"),

@@ -6,13 +6,38 @@ https://huggingface.co/google (gemma-2b, gemma-7b, gemma-2-2b, gemma-2-9b, gemma
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tunix.models.config import DecoderConfig, Rope
-from tunix.models.families.base import SHARED, TWO_NORMS, FamilyText, Shape, in_layers, layer_types, sizes, written
+from tunix.models.families.base import (
+    SHARED,
+    SMALL,
+    TWO_NORMS,
+    FamilyText,
+    Shape,
+    decoder,
+    in_layers,
+    layer_types,
+    sized,
+    sizes,
+    written,
+)
 from tunix.models.families.hf_config import Fields
 
 GELU = "gelu_pytorch_tanh"
+GEMMA_BASE = DecoderConfig(
+    family="gemma",
+    activation="gelu_tanh",
+    norm_eps=1e-6,
+    tied=True,
+    rope=Rope(theta=10_000.0),
+    norm_offset=True,
+    scale_embeddings=True,
+    **{**SMALL, "vocab_size": 256_000, "max_positions": 8192},
+)
+"""What the published Gemma 1 have in common, and much of it later ones too."""
 
 
 def read_gemma(fields: Fields) -> DecoderConfig:
@@ -51,15 +76,8 @@ def gemma_sizes(fields: Fields, defaults: Mapping[str, int | None]) -> Shape:
 
 def gemma_config(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
     """The config of a Gemma: what all have in common, and `different` for what this one adds."""
-    return DecoderConfig(
-        activation="gelu_tanh",
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tied=fields.flag("tie_word_embeddings", True),
-        norm_offset=True,
-        scale_embeddings=True,
-        stops=fields.stops(),
-        **shape,
-        **different,
+    return decoder(
+        fields, shape, tied=True, activation="gelu_tanh", norm_offset=True, scale_embeddings=True, **different
     )
 
 
@@ -83,14 +101,13 @@ def gemma_query_scale(fields: Fields, head_dim: int) -> float | None:
     return None if scalar == head_dim else scalar**-0.5
 
 
-def alternating(layers: int) -> tuple[bool, ...]:
-    """Gemma 2's pattern of local layers: local, global, local, ..."""
-    return every(2, layers)
-
-
 def every(period: int, layers: int) -> tuple[bool, ...]:
     """A pattern of local layers: all are local but each `period`-th."""
     return tuple((layer + 1) % period != 0 for layer in range(layers))
+
+
+alternating = partial(every, 2)
+"""Gemma 2's pattern of local layers: local, global, local, ..."""
 
 
 def write_gemma(config: DecoderConfig) -> dict[str, Any]:
@@ -112,36 +129,7 @@ def write_gemma2(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def gemma_preset(
-    family: str, d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, **different: Any
-) -> DecoderConfig:
-    """A published Gemma; `different` replaces Gemma 1's vocabulary, context and rope, and adds what came later."""
-    plain: dict[str, Any] = {"vocab_size": 256_000, "max_positions": 8192, "rope": Rope(theta=10_000.0)}
-    return DecoderConfig(
-        family=family,
-        d_model=d_model,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        ffn=ffn,
-        activation="gelu_tanh",
-        norm_eps=1e-6,
-        tied=True,
-        norm_offset=True,
-        scale_embeddings=True,
-        **plain | different,
-    )
-
-
-def _preset2(
-    d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, **different: Any
-) -> DecoderConfig:
-    caps = {"attention_softcap": 50.0, "logit_softcap": 30.0}
-    local = {"post_norms": True, "window": 4096, "local_layers": alternating(layers)}
-    return gemma_preset("gemma2", d_model, ffn, layers, heads, kv_heads, head_dim, **{**caps, **local, **different})
-
-
+_GEMMA2 = replace(GEMMA_BASE, family="gemma2", post_norms=True, attention_softcap=50.0, logit_softcap=30.0, window=4096)
 FOUR_NORMS = in_layers(
     {
         "pre_attn_norm/w": ("input_layernorm.weight", "D", "D"),
@@ -162,10 +150,10 @@ GEMMA = FamilyText(
     write=write_gemma,
     tensors={**SHARED, **TWO_NORMS},
     presets={
-        "gemma-2b": gemma_preset("gemma", 2048, 16_384, 18, 8, 1, 256),
-        "gemma-7b": gemma_preset("gemma", 3072, 24_576, 28, 16, 16, 256),
+        "gemma-2b": sized(GEMMA_BASE, 2048, 16_384, 18, 8, 1, 256),
+        "gemma-7b": sized(GEMMA_BASE, 3072, 24_576, 28, 16, 16, 256),
     },
-    small=gemma_preset("gemma", 64, 192, 2, 4, 1, 32, vocab_size=512, max_positions=2048),
+    small=sized(GEMMA_BASE, 64, 192, 2, 4, 1, 32, vocab_size=512, max_positions=2048),
 )
 
 GEMMA2 = FamilyText(
@@ -178,11 +166,11 @@ GEMMA2 = FamilyText(
     write=write_gemma2,
     tensors={**SHARED, **FOUR_NORMS},
     presets={
-        "gemma2-2b": _preset2(2304, 9216, 26, 8, 4, 256),
-        "gemma2-9b": _preset2(3584, 14_336, 42, 16, 8, 256),
-        "gemma2-27b": _preset2(4608, 36_864, 46, 32, 16, 128, query_scale=144**-0.5),
+        "gemma2-2b": sized(_GEMMA2, 2304, 9216, 26, 8, 4, 256, local=alternating),
+        "gemma2-9b": sized(_GEMMA2, 3584, 14_336, 42, 16, 8, 256, local=alternating),
+        "gemma2-27b": sized(_GEMMA2, 4608, 36_864, 46, 32, 16, 128, local=alternating, query_scale=144**-0.5),
     },
-    small=_preset2(64, 192, 2, 4, 2, 32, vocab_size=512, max_positions=2048, window=256),
+    small=sized(_GEMMA2, 64, 192, 2, 4, 2, 32, local=alternating, vocab_size=512, max_positions=2048, window=256),
     local=alternating,
     whole_heads=True,
 )

@@ -13,16 +13,27 @@ Ft ffn width of a tower, Nt heads of a tower, Ht head dim of a tower.
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from tunix.models.config import COLOURS, TOWER, DecoderConfig, Rope, VisionConfig
-from tunix.models.families.base import QK_NORMS, SHARED, FamilyText, Tensor, VisionText, in_layers
+from tunix.models.config import COLOURS, TOWER_LAYER, DecoderConfig, Rope, VisionConfig
+from tunix.models.families.base import (
+    QK_NORMS,
+    SHARED,
+    FamilyText,
+    Tensor,
+    VisionText,
+    biased,
+    in_layers,
+    sized,
+    text_part,
+)
 from tunix.models.families.gemma import (
     FOUR_NORMS,
     GELU,
+    GEMMA_BASE,
     every,
     gemma_config,
-    gemma_preset,
     gemma_query_scale,
     gemma_sizes,
     windows,
@@ -75,15 +86,9 @@ def _id(fields: Fields, name: str, default: int) -> int:
     return fields.integer(f"{name}_index", fields.integer(f"{name}_id", default))
 
 
-def write_vision(config: DecoderConfig, text: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a `gemma3` folder, from that of its text part."""
-    c = config.vision
-    assert c is not None, "a model that sees pictures"
-    outside = {name: text[name] for name, _ in config.stops}
-    return outside | {
-        "model_type": "gemma3",
-        "tie_word_embeddings": config.tied,
-        "text_config": text,
+def write_vision(config: DecoderConfig, c: VisionConfig) -> dict[str, Any]:
+    """What the config.json of a `gemma3` folder says of the tower."""
+    return {
         "vision_config": {
             "model_type": VISION_TYPE,
             "hidden_size": c.width,
@@ -105,48 +110,25 @@ def write_vision(config: DecoderConfig, text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def axes_of_tower(config: VisionConfig) -> dict[str, int]:
-    """The size of each axis of the tower's weights, by its letters."""
-    return {
-        "Dt": config.width,
-        "Ft": config.ffn,
-        "Nt": config.num_heads,
-        "Ht": config.head_dim,
-        "Pl": config.positions**2,
-        "Pr": config.patch,
-        "Pc": config.patch,
-        "Rb": COLOURS,
-    }
-
-
+_TOWER = {
+    "patch": ("embeddings.patch_embedding", "Dt Rb Pr Pc", "Pr Pc Rb Dt"),
+    "norm": ("post_layernorm", "Dt", "Dt"),
+}
+_TOWER_LAYER = {
+    "attn_norm": ("layer_norm1", "Dt", "Dt"),
+    **{name: (f"self_attn.{name}_proj", "(Nt Ht) Dt", "Dt Nt Ht") for name in "qkv"},
+    "o": ("self_attn.out_proj", "Dt (Nt Ht)", "Nt Ht Dt"),
+    "mlp_norm": ("layer_norm2", "Dt", "Dt"),
+    "up": ("mlp.fc1", "Ft Dt", "Dt Ft"),
+    "down": ("mlp.fc2", "Dt Ft", "Ft Dt"),
+}
 VISION_TENSORS: dict[str, Tensor] = {
-    "vision/patch": Tensor("vision_tower.embeddings.patch_embedding.weight", "Dt Rb Pr Pc", "Pr Pc Rb Dt"),
-    "vision/patch_bias": Tensor("vision_tower.embeddings.patch_embedding.bias", "Dt", "Dt"),
+    **{
+        f"vision/{ours}": Tensor(f"vision_tower.{name}", theirs, axes)
+        for ours, (name, theirs, axes) in biased(_TOWER).items()
+    },
     "vision/position": Tensor("vision_tower.embeddings.position_embedding.weight", "Pl Dt", "Pl Dt"),
-    **in_layers(
-        {
-            "attn_norm": ("layer_norm1.weight", "Dt", "Dt"),
-            "attn_norm_bias": ("layer_norm1.bias", "Dt", "Dt"),
-            "q": ("self_attn.q_proj.weight", "(Nt Ht) Dt", "Dt Nt Ht"),
-            "q_bias": ("self_attn.q_proj.bias", "(Nt Ht)", "Nt Ht"),
-            "k": ("self_attn.k_proj.weight", "(Nt Ht) Dt", "Dt Nt Ht"),
-            "k_bias": ("self_attn.k_proj.bias", "(Nt Ht)", "Nt Ht"),
-            "v": ("self_attn.v_proj.weight", "(Nt Ht) Dt", "Dt Nt Ht"),
-            "v_bias": ("self_attn.v_proj.bias", "(Nt Ht)", "Nt Ht"),
-            "o": ("self_attn.out_proj.weight", "Dt (Nt Ht)", "Nt Ht Dt"),
-            "o_bias": ("self_attn.out_proj.bias", "Dt", "Dt"),
-            "mlp_norm": ("layer_norm2.weight", "Dt", "Dt"),
-            "mlp_norm_bias": ("layer_norm2.bias", "Dt", "Dt"),
-            "up": ("mlp.fc1.weight", "Ft Dt", "Dt Ft"),
-            "up_bias": ("mlp.fc1.bias", "Ft", "Ft"),
-            "down": ("mlp.fc2.weight", "Dt Ft", "Ft Dt"),
-            "down_bias": ("mlp.fc2.bias", "Dt", "Dt"),
-        },
-        TOWER,
-        starts=("vision/layers/", "vision_tower.encoder.layers."),
-    ),
-    "vision/norm": Tensor("vision_tower.post_layernorm.weight", "Dt", "Dt"),
-    "vision/norm_bias": Tensor("vision_tower.post_layernorm.bias", "Dt", "Dt"),
+    **in_layers(biased(_TOWER_LAYER), TOWER_LAYER, starts=("vision/layers/", "vision_tower.encoder.layers.")),
     "vision/soft_norm": Tensor("multi_modal_projector.mm_soft_emb_norm.weight", "Dt", "Dt"),
     "vision/projection": Tensor("multi_modal_projector.mm_input_projection_weight", "Dt D", "Dt D"),
 }
@@ -156,7 +138,6 @@ GEMMA3_VISION = VisionText(
     read=read_vision,
     write=write_vision,
     tensors=VISION_TENSORS,
-    axes=axes_of_tower,
     prefixes=(
         ("model.language_model.", "model."),
         ("language_model.model.", "model."),
@@ -176,17 +157,9 @@ GEMMA3_VISION = VisionText(
 )
 
 
-MULTIMODAL = frozenset(
-    (
-        "vision_config",
-        "mm_tokens_per_image",
-        "boi_token_index",
-        "eoi_token_index",
-        "image_token_index",
-        "boi_token_id",
-        "eoi_token_id",
-        "image_token_id",
-    )
+MULTIMODAL = (
+    *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
+    *("boi_token_id", "eoi_token_id", "image_token_id"),
 )
 """Fields of a multimodal folder that concern its vision part."""
 
@@ -194,7 +167,7 @@ MULTIMODAL = frozenset(
 def read_gemma3(fields: Fields) -> DecoderConfig:
     """A `gemma3_text` config.json, or the text part of a multimodal `gemma3` one."""
     if "text_config" in fields.raw:
-        return read_multimodal(fields)
+        return text_part(fields, read_gemma3, MULTIMODAL)
     fields.only("hidden_activation", GELU)
     fields.only("hidden_act", GELU)
     fields.only("attn_logit_softcapping", None)
@@ -222,17 +195,6 @@ def read_gemma3(fields: Fields) -> DecoderConfig:
     )
 
 
-def read_multimodal(fields: Fields) -> DecoderConfig:
-    """The text part of a `gemma3` config.json."""
-    text = Fields(fields.mapping("text_config"), fields.file, "text_config.")
-    config = read_gemma3(text)
-    text.finish()
-    fields.only("tie_word_embeddings", config.tied)
-    fields.read |= MULTIMODAL
-    # Chat folders name the end of a turn outside the text part only: [1, 106] there, 1 inside.
-    return replace(config, stops=tuple({**dict(config.stops), **dict(fields.stops())}.items()))
-
-
 def write_gemma3(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `gemma3_text` folder."""
     local = config.rope_local or config.rope
@@ -243,19 +205,20 @@ def write_gemma3(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def five_to_one(layers: int) -> tuple[bool, ...]:
-    """Gemma 3's pattern of local layers: five local ones, then a global one."""
-    return every(6, layers)
-
-
-def _preset(
-    d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int, **different: Any
-) -> DecoderConfig:
-    large = {"vocab_size": 262_208, "max_positions": 131_072, "window": 1024}
-    ropes = {"rope": Rope(theta=1_000_000.0, kind="linear", factor=8.0), "rope_local": Rope(theta=10_000.0)}
-    local = {"post_norms": True, "qk_norm": True, "local_layers": five_to_one(layers)}
-    return gemma_preset("gemma3", d_model, ffn, layers, heads, kv_heads, head_dim, **large | ropes | local | different)
-
+five_to_one = partial(every, 6)
+"""Gemma 3's pattern of local layers: five local ones, then a global one."""
+_LARGE = replace(
+    GEMMA_BASE,
+    family="gemma3",
+    vocab_size=262_208,
+    max_positions=131_072,
+    rope=Rope(theta=1_000_000.0, kind="linear", factor=8.0),
+    rope_local=Rope(theta=10_000.0),
+    post_norms=True,
+    qk_norm=True,
+    window=1024,
+)
+_TEXT_ONLY = replace(_LARGE, vocab_size=262_144, max_positions=32_768, rope=Rope(theta=1_000_000.0), window=512)
 
 GEMMA3_DEFAULTS = {
     "vocab_size": 262_208,
@@ -269,13 +232,6 @@ GEMMA3_DEFAULTS = {
 }
 """What the text part of the published multimodal folders leaves out (transformers' Gemma3TextConfig)."""
 
-_TEXT_ONLY: dict[str, Any] = {
-    "vocab_size": 262_144,
-    "max_positions": 32_768,
-    "window": 512,
-    "rope": Rope(theta=1_000_000.0),
-}
-
 GEMMA3 = FamilyText(
     model_types=("gemma3_text", "gemma3"),
     hub="gemma-?3",
@@ -286,14 +242,14 @@ GEMMA3 = FamilyText(
     write=write_gemma3,
     tensors={**SHARED, **FOUR_NORMS, **QK_NORMS},
     presets={
-        "gemma3-270m": _preset(640, 2048, 18, 4, 1, 256, **_TEXT_ONLY),
-        "gemma3-1b": _preset(1152, 6912, 26, 4, 1, 256, **_TEXT_ONLY),
-        "gemma3-4b": _preset(2560, 10_240, 34, 8, 4, 256),
-        "gemma3-12b": _preset(3840, 15_360, 48, 16, 8, 256),
-        "gemma3-27b": _preset(5376, 21_504, 62, 32, 16, 128, query_scale=168**-0.5),
+        "gemma3-270m": sized(_TEXT_ONLY, 640, 2048, 18, 4, 1, 256, local=five_to_one),
+        "gemma3-1b": sized(_TEXT_ONLY, 1152, 6912, 26, 4, 1, 256, local=five_to_one),
+        "gemma3-4b": sized(_LARGE, 2560, 10_240, 34, 8, 4, 256, local=five_to_one),
+        "gemma3-12b": sized(_LARGE, 3840, 15_360, 48, 16, 8, 256, local=five_to_one),
+        "gemma3-27b": sized(_LARGE, 5376, 21_504, 62, 32, 16, 128, local=five_to_one, query_scale=168**-0.5),
     },
     # Six layers, so that the tiny one has a global layer too.
-    small=_preset(64, 192, 6, 4, 1, 32, **_TEXT_ONLY | {"vocab_size": 512, "max_positions": 2048, "window": 256}),
+    small=sized(_TEXT_ONLY, 64, 192, 6, 4, 1, 32, local=five_to_one, vocab_size=512, max_positions=2048, window=256),
     local=five_to_one,
     whole_heads=True,
     prefixes=(

@@ -20,26 +20,40 @@ width, E experts, Fe ffn width of an expert.
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from tunix.models.config import DENSE_AND_EXPERTS, GLOBAL, SHARED, WIDE, DecoderConfig, Experts, GlobalHeads, Rope
+from tunix.models.config import DENSE_AND_EXPERTS, GLOBAL, SHARED, WIDE, DecoderConfig, Experts, Gemma4, Rope
 from tunix.models.families.base import SHARED as SHARED_TENSORS
-from tunix.models.families.base import FamilyText, Tensor, axis_sizes, in_layers, layer_types, sizes, written
+from tunix.models.families.base import (
+    SMALL,
+    STACKED,
+    FamilyText,
+    Tensor,
+    axis_sizes,
+    decoder,
+    in_layers,
+    layer_types,
+    sized,
+    sizes,
+    text_part,
+    written,
+)
 from tunix.models.families.gemma import FOUR_NORMS, GELU, every
 from tunix.models.families.hf_config import Fields, write_rope
 
 
 def axes(config: DecoderConfig) -> dict[str, int]:
     """The size of each axis of the family's weights."""
-    heads, experts = config.global_heads, config.experts
-    assert heads is not None, "the family has them"
+    gemma4, experts = config.gemma4, config.experts
+    assert gemma4 is not None, "the family has it"
     return {
         **axis_sizes(config),
-        "Kw": heads.kv_heads,
-        "Hw": heads.head_dim,
-        "Vl": config.layer_vocab or config.vocab_size,
-        "Dp": config.layer_inputs,
-        "Da": config.num_layers * config.layer_inputs,
+        "Kw": gemma4.global_kv_heads,
+        "Hw": gemma4.global_head_dim,
+        "Vl": gemma4.layer_vocab or config.vocab_size,
+        "Dp": gemma4.layer_inputs,
+        "Da": config.num_layers * gemma4.layer_inputs,
         "L": config.num_layers,
         "Fw": 2 * config.ffn,
         "Fe": config.ffn,
@@ -103,8 +117,6 @@ _INPUTS = {
 }
 
 
-FIELDS = ("num_experts", "top_k_experts", "moe_intermediate_size")
-"""What means nothing where no layer has experts."""
 EXPERT_TENSORS = in_layers(
     {
         "router/w": ("router.proj.weight", "E D", "D E"),
@@ -118,8 +130,6 @@ EXPERT_TENSORS = in_layers(
         "experts_norm/w": ("post_feedforward_layernorm_2.weight", "D", "D"),
     }
 )
-STACKED = {".gate_up_proj": (".gate_proj.weight", ".up_proj.weight"), ".down_proj": (".down_proj.weight",)}
-"""How a folder holds the matrices of all experts of a layer."""
 
 
 def read_experts(fields: Fields, dense: int, wide: bool) -> dict[str, Any]:
@@ -130,7 +140,7 @@ def read_experts(fields: Fields, dense: int, wide: bool) -> dict[str, Any]:
         wide: whether it is twice as wide in some layers.
     """
     if not fields.flag("enable_moe_block", False):
-        fields.read |= set(FIELDS)
+        fields.read |= {"num_experts", "top_k_experts", "moe_intermediate_size"}
         return {}
     if wide:
         fields.refuse("use_double_wide_mlp", "is not supported in layers with experts (enable_moe_block).")
@@ -169,7 +179,7 @@ ROPE = Rope(theta=1_000_000.0, kind="proportional", share=0.25)
 def read_gemma4(fields: Fields) -> DecoderConfig:
     """A `gemma4_text` config.json, or the text part of a multimodal `gemma4` or `gemma4_unified` one."""
     if "text_config" in fields.raw:
-        return read_multimodal(fields)
+        return text_part(fields, read_gemma4, MULTIMODAL)
     fields.only("hidden_activation", GELU)
     fields.only("attention_bias", False)
     # Between the tokens of a picture, which is no text, attention may go both ways.
@@ -183,46 +193,45 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
     shared = fields.get("num_kv_shared_layers", 0) and fields.integer("num_kv_shared_layers", 0)
     if len(set(local[: max(len(local) - shared, 0)])) < 2:
         fields.refuse("num_kv_shared_layers", "leaves no local or no global layer with keys and values.")
-    wide = fields.flag("use_double_wide_mlp", False)
+    wide = fields.flag("use_double_wide_mlp", False) and shared > 0
+    # The width of inputs of each layer's own, 0 where there are none, and how many ids have them.
+    width = fields.get("hidden_size_per_layer_input", 256) and fields.integer("hidden_size_per_layer_input", 256)
+    rows = fields.integer("vocab_size_per_layer_input", 262_144)
     rope = ROPE
     if fields.get("rope_parameters") is not None:
         # A folder that has ropes but none for global layers rotates their whole heads.
         rope = fields.rope(ROPE.theta, shape["max_positions"], layer_type="full_attention", share=1.0)
         if rope.share != 1 and rope.kind != "proportional":
             fields.refuse("rope_parameters", "rotates a part of each head, which only a proportional rope does here.")
-    return DecoderConfig(
+    return decoder(
+        fields,
+        shape,
+        tied=True,
         family="gemma4",
         activation="gelu_tanh",
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tied=fields.flag("tie_word_embeddings", True),
         rope=rope,
         rope_local=fields.rope(10_000.0, shape["max_positions"], layer_type="sliding_attention"),
-        global_heads=_global_heads(fields, local, shape["num_kv_heads"], shape["head_dim"]),
-        shared_layers=shared,
-        shared_wide=wide and shared > 0,
-        **_layer_inputs(fields, shape["vocab_size"]),
+        gemma4=replace(
+            _global_heads(fields, local, shape["num_kv_heads"], shape["head_dim"]),
+            shared_layers=shared,
+            shared_wide=wide,
+            layer_inputs=width,
+            layer_vocab=rows if width and rows != shape["vocab_size"] else None,
+        ),
         logit_softcap=fields.optional("final_logit_softcapping"),
         window=fields.integer("sliding_window", 512),
         local_layers=local,
-        stops=fields.stops(),
         **ALWAYS,
-        **{**shape, **read_experts(fields, shape["ffn"], wide and shared > 0)},
+        **read_experts(fields, shape["ffn"], wide),
     )
 
 
-def _layer_inputs(fields: Fields, vocab_size: int) -> dict[str, int | None]:
-    """The width of inputs of each layer's own, 0 where there are none, and how many ids have them."""
-    width = fields.get("hidden_size_per_layer_input", 256) and fields.integer("hidden_size_per_layer_input", 256)
-    rows = fields.integer("vocab_size_per_layer_input", 262_144)
-    return {"layer_inputs": width, "layer_vocab": rows if width and rows != vocab_size else None}
-
-
-def _global_heads(fields: Fields, local: tuple[bool, ...], kv_heads: int, head_dim: int) -> GlobalHeads:
+def _global_heads(fields: Fields, local: tuple[bool, ...], kv_heads: int, head_dim: int) -> Gemma4:
     """The heads of global layers, from `global_head_dim` and `num_global_key_value_heads` or, as transformers 5 writes
     them, from `per_layer_config`."""
     shared = fields.flag("attention_k_eq_v", False)
     width, few = fields.integer("global_head_dim", 512), fields.integer("num_global_key_value_heads", kv_heads)
-    heads = GlobalHeads(few if shared else kv_heads, width, shared)
+    heads = Gemma4(few if shared else kv_heads, width, shared)
     if "per_layer_config" not in fields.raw:
         return heads
     each, wanted = fields.mapping("per_layer_config"), {n for n, here in enumerate(local) if not here}
@@ -233,27 +242,17 @@ def _global_heads(fields: Fields, local: tuple[bool, ...], kv_heads: int, head_d
             "per_layer_config", f"must be the same for the global layers ({', '.join(map(str, sorted(wanted)))}) alone."
         )
     inner = Fields(dict(stated.pop()), fields.file, "per_layer_config.")
-    heads = GlobalHeads(inner.integer("num_key_value_heads", kv_heads), inner.integer("head_dim", head_dim), shared)
+    heads = Gemma4(inner.integer("num_key_value_heads", kv_heads), inner.integer("head_dim", head_dim), shared)
     inner.finish()
-    if heads.kv_heads != kv_heads and not shared:
+    if heads.global_kv_heads != kv_heads and not shared:
         fields.refuse("per_layer_config", "has other kv heads in global layers, which attention_k_eq_v alone gives.")
     return heads
 
 
-def read_multimodal(fields: Fields) -> DecoderConfig:
-    """The text part of a `gemma4` or `gemma4_unified` config.json."""
-    text = Fields(fields.mapping("text_config"), fields.file, "text_config.")
-    config = read_gemma4(text)
-    text.finish()
-    fields.only("tie_word_embeddings", config.tied)
-    fields.read |= MULTIMODAL
-    return replace(config, stops=tuple({**dict(config.stops), **dict(fields.stops())}.items()))
-
-
 def write(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `gemma4_text` folder."""
-    heads = config.global_heads
-    assert heads is not None, "the family has them"
+    gemma4 = config.gemma4
+    assert gemma4 is not None, "the family has it"
     fields = written(config)
     for old in ("rope_theta", "rope_scaling"):  # which the family never had
         del fields[old]
@@ -266,14 +265,14 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "layer_types": layer_types(config),
         "sliding_window": config.window,
         "rope_parameters": {"full_attention": whole, "sliding_attention": write_rope(config.rope_local or Rope())},
-        "global_head_dim": heads.head_dim,
-        "num_global_key_value_heads": heads.kv_heads,
-        "attention_k_eq_v": heads.keys_are_values,
+        "global_head_dim": gemma4.global_head_dim,
+        "num_global_key_value_heads": gemma4.global_kv_heads,
+        "attention_k_eq_v": gemma4.keys_are_values,
         "final_logit_softcapping": config.logit_softcap,
-        "hidden_size_per_layer_input": config.layer_inputs,
-        "vocab_size_per_layer_input": config.layer_vocab or config.vocab_size,
-        "num_kv_shared_layers": config.shared_layers,
-        "use_double_wide_mlp": config.shared_wide,
+        "hidden_size_per_layer_input": gemma4.layer_inputs,
+        "vocab_size_per_layer_input": gemma4.layer_vocab or config.vocab_size,
+        "num_kv_shared_layers": gemma4.shared_layers,
+        "use_double_wide_mlp": gemma4.shared_wide,
     }
 
 
@@ -286,8 +285,6 @@ ALWAYS: dict[str, Any] = {
     "scale_embeddings": True,
     "post_norms": True,
     "qk_norm": True,
-    "value_norm": True,
-    "output_factor": True,
     "query_scale": 1.0,
 }
 """What all Gemma 4 have in common."""
@@ -304,29 +301,25 @@ GEMMA4_DEFAULTS = {
 """What a folder may leave out (transformers' Gemma4TextConfig)."""
 
 
-def _gemma4(
-    d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, global_heads: GlobalHeads, **different: Any
-) -> DecoderConfig:
-    usual = {"vocab_size": 262_144, "max_positions": 262_144, "head_dim": 256, "window": 1024, "logit_softcap": 30.0}
-    return DecoderConfig(
-        family="gemma4",
-        d_model=d_model,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        ffn=ffn,
-        activation="gelu_tanh",
-        norm_eps=1e-6,
-        tied=True,
-        rope=ROPE,
-        rope_local=Rope(),
-        global_heads=global_heads,
-        **{"local_layers": five_to_one(layers), **ALWAYS, **usual, **different},
-    )
-
-
-SMALL = {"max_positions": 131_072, "window": 512, "layer_inputs": 256}
+_GEMMA4 = DecoderConfig(
+    family="gemma4",
+    activation="gelu_tanh",
+    norm_eps=1e-6,
+    tied=True,
+    rope=ROPE,
+    rope_local=Rope(),
+    window=1024,
+    logit_softcap=30.0,
+    **ALWAYS,
+    **{**SMALL, "vocab_size": 262_144, "max_positions": 262_144},
+)
+_MATFORMER = replace(_GEMMA4, max_positions=131_072, window=512)
 """What E2B and E4B have in common."""
+
+
+def _large(d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, global_kv_heads: int) -> DecoderConfig:
+    gemma4 = Gemma4(global_kv_heads, 512, keys_are_values=True)
+    return sized(_GEMMA4, d_model, ffn, layers, heads, kv_heads, 256, local=five_to_one, gemma4=gemma4)
 
 
 TENSORS: Mapping[str, Tensor] = {
@@ -352,24 +345,28 @@ GEMMA4 = FamilyText(
     write=write,
     tensors=TENSORS,
     presets={
-        "gemma4-e2b": _gemma4(
-            *(1536, 6144, 35, 8, 1, GlobalHeads(1, 512)),
-            **{**SMALL, "local_layers": every(5, 35), "shared_layers": 20, "shared_wide": True},
+        "gemma4-e2b": sized(
+            *(_MATFORMER, 1536, 6144, 35, 8, 1, 256),
+            local=partial(every, 5),
+            gemma4=Gemma4(1, 512, shared_layers=20, shared_wide=True, layer_inputs=256),
         ),
-        "gemma4-e4b": _gemma4(2560, 10_240, 42, 8, 2, GlobalHeads(2, 512), **SMALL, shared_layers=18),
-        "gemma4-12b": _gemma4(3840, 15_360, 48, 16, 8, GlobalHeads(1, 512, keys_are_values=True)),
-        "gemma4-26b-a4b": _gemma4(
-            *(2816, 704, 30, 16, 8, GlobalHeads(2, 512, keys_are_values=True)),
-            experts=Experts(128, 8, shared=2112),
-            feed_forward=DENSE_AND_EXPERTS,
+        "gemma4-e4b": sized(
+            *(_MATFORMER, 2560, 10_240, 42, 8, 2, 256),
+            local=five_to_one,
+            gemma4=Gemma4(2, 512, shared_layers=18, layer_inputs=256),
         ),
-        "gemma4-31b": _gemma4(5376, 21_504, 60, 32, 16, GlobalHeads(4, 512, keys_are_values=True)),
+        "gemma4-12b": _large(3840, 15_360, 48, 16, 8, 1),
+        "gemma4-26b-a4b": replace(
+            _large(2816, 704, 30, 16, 8, 2), experts=Experts(128, 8, shared=2112), feed_forward=DENSE_AND_EXPERTS
+        ),
+        "gemma4-31b": _large(5376, 21_504, 60, 32, 16, 4),
     },
-    small=_gemma4(
-        *(64, 192, 6, 4, 2, GlobalHeads(1, 64, keys_are_values=True)),
+    small=sized(
+        *(_GEMMA4, 64, 192, 6, 4, 2, 32),
+        local=five_to_one,
+        gemma4=Gemma4(1, 64, keys_are_values=True),
         vocab_size=512,
         max_positions=2048,
-        head_dim=32,
         window=256,
     ),
     local=five_to_one,

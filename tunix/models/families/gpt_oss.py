@@ -12,44 +12,47 @@ from dataclasses import replace
 from typing import Any
 
 from tunix.models.config import EXPERTS, Clamp, DecoderConfig, Experts, Rope
-from tunix.models.families.base import SHARED, SMALL, TWO_NORMS, FamilyText, in_layers, layer_types, sizes, written
+from tunix.models.families.base import (
+    SHARED,
+    SMALL,
+    STACKED,
+    TWO_NORMS,
+    FamilyText,
+    decoder,
+    in_layers,
+    layer_types,
+    sized,
+    sizes,
+    written,
+)
 from tunix.models.families.gemma import alternating, windows
 from tunix.models.families.hf_config import Fields
 
 NUMBER, ACTIVE, WINDOW = 128, 4, 128
 """What a config.json leaves out."""
-UNUSED = ("initial_context_length",)
-"""A field that the rope says again."""
-STACKED = {
-    ".gate_up_proj": (".gate_proj.weight", ".up_proj.weight"),
-    ".gate_up_proj_bias": (".gate_proj.bias", ".up_proj.bias"),
-    ".down_proj": (".down_proj.weight",),
-}
-"""How a folder holds the matrices of all experts of a layer."""
 
 
 def read_gpt_oss(fields: Fields) -> DecoderConfig:
     """A `gpt_oss` config.json."""
     fields.only("hidden_act", "silu")
-    fields.read |= set(UNUSED)
+    fields.get("initial_context_length")  # which the rope says again
     shape = sizes(fields, {"head_dim": 64, "max_position_embeddings": 131_072})
     biased, experts = fields.flag("attention_bias", True), fields.experts(NUMBER, ACTIVE)
     fields.only("experts_per_token", experts.active)
     clamp = Clamp(fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702))
-    return DecoderConfig(
+    return decoder(
+        fields,
+        shape,
+        eps=1e-5,
         family="gpt_oss",
         activation="silu",
-        norm_eps=fields.number("rms_norm_eps", 1e-5),
-        tied=fields.flag("tie_word_embeddings", False),
         rope=fields.rope(150_000.0, shape["max_positions"]),
         qkv_bias=biased,
         o_bias=biased,
         sinks=True,
         experts=replace(experts, biases=True, clamp=clamp),
         feed_forward=EXPERTS,
-        stops=fields.stops(),
         **windows(fields, alternating(shape["num_layers"]), WINDOW),
-        **shape,
     )
 
 
@@ -70,27 +73,19 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-_20B = DecoderConfig(
+_LARGE = DecoderConfig(
     family="gpt_oss",
-    vocab_size=201_088,
-    d_model=2880,
-    num_layers=24,
-    num_heads=64,
-    num_kv_heads=8,
-    head_dim=64,
-    ffn=2880,
     activation="silu",
     norm_eps=1e-5,
     tied=False,
-    max_positions=131_072,
     rope=Rope(theta=150_000.0, kind="yarn", factor=32.0, original_length=4096, truncate=False),
     qkv_bias=True,
     o_bias=True,
     sinks=True,
     window=WINDOW,
-    local_layers=alternating(24),
     experts=Experts(32, ACTIVE, biases=True, clamp=Clamp()),
     feed_forward=EXPERTS,
+    **{**SMALL, "vocab_size": 201_088, "max_positions": 131_072},
 )
 
 GPT_OSS = FamilyText(
@@ -122,11 +117,11 @@ GPT_OSS = FamilyText(
             }
         ),
     },
-    stacked=STACKED,
+    stacked={**STACKED, ".gate_up_proj_bias": (".gate_proj.bias", ".up_proj.bias")},
     alternate=True,
     writes_stacked=True,
     packed=("mxfp4",),
-    presets={"gpt-oss-20b": _20B},
-    small=replace(_20B, local_layers=alternating(2), experts=Experts(8, 2, biases=True, clamp=Clamp()), **SMALL),
+    presets={"gpt-oss-20b": sized(_LARGE, 2880, 2880, 24, 64, 8, 64, local=alternating)},
+    small=replace(_LARGE, local_layers=alternating(2), experts=Experts(8, 2, biases=True, clamp=Clamp()), **SMALL),
     local=alternating,
 )

@@ -19,43 +19,18 @@ STOPS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 HARMLESS = frozenset(
     (
-        "architectures",
-        "dtype",
-        "initializer_range",
-        "model_type",
-        "name_or_path",
-        "_name_or_path",
-        "torch_dtype",
-        "transformers_version",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_cache",
-        "cache_implementation",
-        "return_dict",
-        "num_labels",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "chunk_size_feed_forward",
-        "output_attentions",
-        "output_hidden_states",
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "_commit_hash",
-        "sep_token_id",
-        "cls_token_id",
-        "unk_token_id",
+        *("architectures", "dtype", "initializer_range", "model_type", "name_or_path", "_name_or_path", "torch_dtype"),
+        *("transformers_version", "unsloth_fixed", "unsloth_version", "use_cache", "cache_implementation"),
+        *("return_dict", "num_labels", "id2label", "label2id", "problem_type", "chunk_size_feed_forward"),
+        *("output_attentions", "output_hidden_states", "_attn_implementation", "_attn_implementation_autoset"),
+        *("_commit_hash", "sep_token_id", "cls_token_id", "unk_token_id"),
     )
 )
 """Fields that change nothing in the computation of a decoder, whatever their value."""
 
 HARMLESS_AT: Mapping[str, tuple[Any, ...]] = {
-    "attention_dropout": (0, None),
-    "hidden_dropout": (0, None),
-    "hidden_dropout_prob": (0, None),
-    "attention_probs_dropout_prob": (0, None),
-    "resid_pdrop": (0, None),
-    "embd_pdrop": (0, None),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "hidden_dropout_prob"), (0, None)),
+    **dict.fromkeys(("attention_probs_dropout_prob", "resid_pdrop", "embd_pdrop"), (0, None)),
     "pretraining_tp": (1, None),
     "partial_rotary_factor": (1, None),
     "is_encoder_decoder": (False,),
@@ -89,24 +64,23 @@ class Fields:
         self.read.add(name)
         return self.raw.get(name, default)
 
+    def _stated(self, name: str, default: int | float | None) -> Any:
+        """The raw value; missing and null mean `default`, and are an error where there is none."""
+        value = default if self.get(name) is None else self.raw[name]
+        if value is None:
+            self.refuse(name, "is missing; the model cannot be built without it.")
+        return value
+
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive integer; missing and null mean `default`, and are an error where there is none."""
-        value = self.get(name)
-        if value is None:
-            if default is None:
-                self.refuse(name, "is missing; the model cannot be built without it.")
-            return default
+        value = self._stated(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             self.refuse(name, "must be a positive integer.")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number; missing and null mean `default`, and are an error where there is none."""
-        value = self.get(name)
-        if value is None:
-            if default is None:
-                self.refuse(name, "is missing; the model cannot be built without it.")
-            return default
+        value = self._stated(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             self.refuse(name, "must be a positive number.")
         return float(value)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from tunix.models.config import EXPERTS, DecoderConfig, Experts, Rope
-from tunix.models.families.base import SHARED, SMALL, TWO_NORMS, FamilyText, in_layers, sizes, written
+from tunix.models.families.base import SHARED, SMALL, TWO_NORMS, FamilyText, decoder, in_layers, sized, sizes, written
 from tunix.models.families.hf_config import Fields
 
 
@@ -25,48 +25,25 @@ def read(fields: Fields) -> DecoderConfig:
     fields.only("attention_bias", False)
     fields.only("mlp_bias", False)
     shape = sizes(fields, {"max_position_embeddings": 2048})
-    return DecoderConfig(
-        family="llama",
-        activation="silu",
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tied=fields.flag("tie_word_embeddings", False),
-        rope=fields.rope(10_000.0, shape["max_positions"]),
-        stops=fields.stops(),
-        **shape,
-    )
+    rope = fields.rope(10_000.0, shape["max_positions"])
+    return decoder(fields, shape, family="llama", activation="silu", rope=rope)
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `llama` folder."""
-    return written(config) | {
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
+    return written(config) | {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
 
-def _preset(
-    d_model: int, ffn: int, layers: int, heads: int, head_dim: int, *, tied: bool, stretch: float | None
-) -> DecoderConfig:
-    plain = Rope(theta=500_000.0)
-    stretched = Rope(theta=500_000.0, kind="llama3", factor=stretch or 1.0, original_length=8192)
-    return DecoderConfig(
-        family="llama",
-        vocab_size=128_256,
-        d_model=d_model,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=8,
-        head_dim=head_dim,
-        ffn=ffn,
-        activation="silu",
-        norm_eps=1e-5,
-        tied=tied,
-        max_positions=8192 if stretch is None else 131_072,
-        rope=plain if stretch is None else stretched,
-    )
-
+_3 = DecoderConfig(
+    family="llama",
+    activation="silu",
+    norm_eps=1e-5,
+    tied=False,
+    rope=Rope(theta=500_000.0),
+    **{**SMALL, "vocab_size": 128_256, "max_positions": 8192},
+)
+_31 = replace(_3, max_positions=131_072, rope=Rope(theta=500_000.0, kind="llama3", factor=8.0))
+_32 = replace(_31, tied=True, rope=replace(_31.rope, factor=32.0))
 
 LLAMA = FamilyText(
     model_types=("llama",),
@@ -78,15 +55,13 @@ LLAMA = FamilyText(
     write=write,
     tensors={**SHARED, **TWO_NORMS},
     presets={
-        "llama3-8b": _preset(4096, 14_336, 32, 32, 128, tied=False, stretch=None),
-        "llama3.1-8b": _preset(4096, 14_336, 32, 32, 128, tied=False, stretch=8.0),
-        "llama3.1-70b": _preset(8192, 28_672, 80, 64, 128, tied=False, stretch=8.0),
-        "llama3.2-1b": _preset(2048, 8192, 16, 32, 64, tied=True, stretch=32.0),
-        "llama3.2-3b": _preset(3072, 8192, 28, 24, 128, tied=True, stretch=32.0),
+        "llama3-8b": sized(_3, 4096, 14_336, 32, 32, 8, 128),
+        "llama3.1-8b": sized(_31, 4096, 14_336, 32, 32, 8, 128),
+        "llama3.1-70b": sized(_31, 8192, 28_672, 80, 64, 8, 128),
+        "llama3.2-1b": sized(_32, 2048, 8192, 16, 32, 8, 64),
+        "llama3.2-3b": sized(_32, 3072, 8192, 28, 24, 8, 128),
     },
-    small=DecoderConfig(
-        family="llama", activation="silu", norm_eps=1e-5, tied=True, rope=Rope(theta=10_000.0), **SMALL
-    ),
+    small=replace(_3, tied=True, rope=Rope(theta=10_000.0), **SMALL),
     whole_heads=True,
 )
 
@@ -100,16 +75,15 @@ def read_mixtral(fields: Fields) -> DecoderConfig:
     fields.only("sliding_window", None)
     fields.only("router_jitter_noise", 0, 0.0)
     shape = sizes(fields, {"max_position_embeddings": 131_072})
-    return DecoderConfig(
+    return decoder(
+        fields,
+        shape,
+        eps=1e-5,
         family="mixtral",
         activation="silu",
-        norm_eps=fields.number("rms_norm_eps", 1e-5),
-        tied=fields.flag("tie_word_embeddings", False),
         rope=fields.rope(1_000_000.0, shape["max_positions"]),
         experts=fields.experts(NUMBER, ACTIVE),
         feed_forward=EXPERTS,
-        stops=fields.stops(),
-        **shape,
     )
 
 
@@ -125,22 +99,15 @@ def write_mixtral(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-_8X7B = DecoderConfig(
+_MIXTRAL = DecoderConfig(
     family="mixtral",
-    vocab_size=32_000,
-    d_model=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    ffn=14_336,
     activation="silu",
     norm_eps=1e-5,
     tied=False,
-    max_positions=32_768,
     rope=Rope(theta=1_000_000.0),
     experts=Experts(NUMBER, ACTIVE),
     feed_forward=EXPERTS,
+    **{**SMALL, "vocab_size": 32_000, "max_positions": 32_768},
 )
 
 MIXTRAL = FamilyText(
@@ -163,6 +130,6 @@ MIXTRAL = FamilyText(
             }
         ),
     },
-    presets={"mixtral-8x7b": _8X7B},
-    small=replace(_8X7B, **SMALL),
+    presets={"mixtral-8x7b": sized(_MIXTRAL, 4096, 14_336, 32, 32, 8, 128)},
+    small=replace(_MIXTRAL, **SMALL),
 )

@@ -21,8 +21,10 @@ from tunix.models.families.base import (
     SMALL,
     TWO_NORMS,
     FamilyText,
+    decoder,
     in_layers,
     layer_types,
+    sized,
     sizes,
     written,
 )
@@ -47,18 +49,16 @@ def _read(fields: Fields, family: Literal["qwen2", "qwen3"], head_dim: int | Non
     fields.only("hidden_act", "silu")
     shape = sizes(fields, {"head_dim": head_dim, "max_position_embeddings": 32_768})
     window, local = _windows(fields, shape["num_layers"])
-    return DecoderConfig(
+    return decoder(
+        fields,
+        shape,
         family=family,
         activation="silu",
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tied=fields.flag("tie_word_embeddings", False),
         rope=fields.rope(10_000.0, shape["max_positions"]),
         qk_norm=family == "qwen3",
         qkv_bias=family == "qwen2",
         window=window,
         local_layers=local,
-        stops=fields.stops(),
-        **shape,
     )
 
 
@@ -101,37 +101,9 @@ _QWEN2 = DecoderConfig(
 _QWEN3 = replace(_QWEN2, family="qwen3", qkv_bias=False, qk_norm=True)
 
 
-def _qwen2(d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, *, vocab: int, tied: bool) -> DecoderConfig:
-    return replace(
-        _QWEN2,
-        vocab_size=vocab,
-        d_model=d_model,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=d_model // heads,
-        ffn=ffn,
-        tied=tied,
-        max_positions=32_768,
-        rope=Rope(theta=THETA),
-    )
-
-
-def _qwen3(d_model: int, ffn: int, layers: int, heads: int, *, tied: bool, kv_heads: int = 8) -> DecoderConfig:
-    return replace(
-        _QWEN3,
-        vocab_size=151_936,
-        d_model=d_model,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=128,
-        ffn=ffn,
-        tied=tied,
-        max_positions=40_960,
-        rope=Rope(theta=THETA),
-    )
-
+_QWEN2_LARGE = replace(_QWEN2, vocab_size=152_064, tied=False, max_positions=32_768, rope=Rope(theta=THETA))
+_QWEN2_TIED = replace(_QWEN2_LARGE, vocab_size=151_936, tied=True)
+_QWEN3_LARGE = replace(_QWEN3, vocab_size=151_936, tied=False, max_positions=40_960, rope=Rope(theta=THETA))
 
 QWEN2 = FamilyText(
     model_types=("qwen2",),
@@ -153,13 +125,13 @@ QWEN2 = FamilyText(
         ),
     },
     presets={
-        "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, vocab=151_936, tied=True),
-        "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, vocab=151_936, tied=True),
-        "qwen2.5-3b": _qwen2(2048, 11_008, 36, 16, 2, vocab=151_936, tied=True),
-        "qwen2.5-7b": _qwen2(3584, 18_944, 28, 28, 4, vocab=152_064, tied=False),
-        "qwen2.5-14b": _qwen2(5120, 13_824, 48, 40, 8, vocab=152_064, tied=False),
-        "qwen2.5-32b": _qwen2(5120, 27_648, 64, 40, 8, vocab=152_064, tied=False),
-        "qwen2.5-72b": _qwen2(8192, 29_568, 80, 64, 8, vocab=152_064, tied=False),
+        "qwen2.5-0.5b": sized(_QWEN2_TIED, 896, 4864, 24, 14, 2, 64),
+        "qwen2.5-1.5b": sized(_QWEN2_TIED, 1536, 8960, 28, 12, 2, 128),
+        "qwen2.5-3b": sized(_QWEN2_TIED, 2048, 11_008, 36, 16, 2, 128),
+        "qwen2.5-7b": sized(_QWEN2_LARGE, 3584, 18_944, 28, 28, 4, 128),
+        "qwen2.5-14b": sized(_QWEN2_LARGE, 5120, 13_824, 48, 40, 8, 128),
+        "qwen2.5-32b": sized(_QWEN2_LARGE, 5120, 27_648, 64, 40, 8, 128),
+        "qwen2.5-72b": sized(_QWEN2_LARGE, 8192, 29_568, 80, 64, 8, 128),
     },
     small=_QWEN2,
 )
@@ -174,19 +146,17 @@ QWEN3 = FamilyText(
     write=write,
     tensors={**SHARED, **TWO_NORMS, **QK_NORMS},
     presets={
-        "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tied=True),
-        "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tied=True),
-        "qwen3-4b": _qwen3(2560, 9728, 36, 32, tied=True),
-        "qwen3-8b": _qwen3(4096, 12_288, 36, 32, tied=False),
-        "qwen3-14b": _qwen3(5120, 17_408, 40, 40, tied=False),
-        "qwen3-32b": _qwen3(5120, 25_600, 64, 64, tied=False),
+        "qwen3-0.6b": sized(_QWEN3_LARGE, 1024, 3072, 28, 16, 8, 128, tied=True),
+        "qwen3-1.7b": sized(_QWEN3_LARGE, 2048, 6144, 28, 16, 8, 128, tied=True),
+        "qwen3-4b": sized(_QWEN3_LARGE, 2560, 9728, 36, 32, 8, 128, tied=True),
+        "qwen3-8b": sized(_QWEN3_LARGE, 4096, 12_288, 36, 32, 8, 128),
+        "qwen3-14b": sized(_QWEN3_LARGE, 5120, 17_408, 40, 40, 8, 128),
+        "qwen3-32b": sized(_QWEN3_LARGE, 5120, 25_600, 64, 64, 8, 128),
     },
     small=_QWEN3,
 )
 
 
-UNUSED = ("max_window_layers", "sliding_window")
-"""Fields of windows, which no published size uses."""
 BANKS = in_layers(
     {
         "router/w": ("mlp.gate.weight", "E D", "D E"),
@@ -205,19 +175,18 @@ def read_qwen3_moe(fields: Fields) -> DecoderConfig:
     fields.only("use_sliding_window", False)
     fields.only("mlp_only_layers", [], None)
     fields.only("decoder_sparse_step", 1)
-    fields.read |= set(UNUSED)
+    fields.read |= {"max_window_layers", "sliding_window"}  # of windows, which no published size uses
     shape = sizes(fields, {"max_position_embeddings": 32_768})
-    return DecoderConfig(
+    return decoder(
+        fields,
+        shape,
         family="qwen3_moe",
         activation="silu",
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
-        tied=fields.flag("tie_word_embeddings", False),
         rope=fields.rope(10_000.0, shape["max_positions"]),
         qk_norm=True,
         experts=fields.experts(renormalise=fields.flag("norm_topk_prob", False)),
         feed_forward=EXPERTS,
-        stops=fields.stops(),
-        **{**shape, "ffn": fields.integer("moe_intermediate_size", 768)},
+        ffn=fields.integer("moe_intermediate_size", 768),
     )
 
 
@@ -244,10 +213,7 @@ def write_moe(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def _qwen3_moe(d_model: int, ffn: int, layers: int, heads: int) -> DecoderConfig:
-    dense = _qwen3(d_model, ffn, layers, heads, kv_heads=4, tied=False)
-    return replace(dense, family="qwen3_moe", experts=Experts(128, 8), feed_forward=EXPERTS)
-
+_MOE = replace(_QWEN3_LARGE, family="qwen3_moe", experts=Experts(128, 8), feed_forward=EXPERTS)
 
 QWEN3_MOE = FamilyText(
     model_types=("qwen3_moe",),
@@ -257,15 +223,10 @@ QWEN3_MOE = FamilyText(
     classifier="Qwen3MoeForSequenceClassification",
     read=read_qwen3_moe,
     write=write_moe,
-    tensors={
-        **SHARED,
-        **TWO_NORMS,
-        **QK_NORMS,
-        **BANKS,
-    },
+    tensors={**SHARED, **TWO_NORMS, **QK_NORMS, **BANKS},
     presets={
-        "qwen3-30b-a3b": _qwen3_moe(2048, 768, 48, 32),
-        "qwen3-235b-a22b": _qwen3_moe(4096, 1536, 94, 64),
+        "qwen3-30b-a3b": sized(_MOE, 2048, 768, 48, 32, 4, 128),
+        "qwen3-235b-a22b": sized(_MOE, 4096, 1536, 94, 64, 4, 128),
     },
-    small=replace(_qwen3_moe(64, 64, 2, 4), experts=Experts(8, 2), **SMALL),
+    small=replace(_MOE, experts=Experts(8, 2), **SMALL),
 )

@@ -21,7 +21,7 @@ square, Fm ffn width of a merger.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from tunix.models.config import (
     EXPERTS,
     FRAMES,
     ROPE_THETA,
-    TOWER,
+    TOWER_LAYER,
     DecoderConfig,
     DeltaNet,
     Experts,
@@ -41,14 +41,20 @@ from tunix.models.config import (
 from tunix.models.families.base import (
     QK_NORMS,
     SHARED,
+    SMALL,
+    STACKED,
     TWO_NORMS,
     FamilyText,
     Shape,
     Tensor,
     VisionText,
     axis_sizes,
+    biased,
+    decoder,
     in_layers,
+    sized,
     sizes,
+    text_part,
     written,
 )
 from tunix.models.families.hf_config import Fields, write_rope
@@ -105,15 +111,9 @@ def read_vision(fields: Fields) -> VisionConfig:
     return config
 
 
-def write_vision(config: DecoderConfig, text: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a `qwen3_5` folder, from that of its text part."""
-    c = config.vision
-    assert c is not None, "a model that sees pictures"
-    outside = {name: text[name] for name, _ in config.stops}
-    return outside | {
-        "model_type": "qwen3_5",
-        "tie_word_embeddings": config.tied,
-        "text_config": text,
+def write_vision(config: DecoderConfig, c: VisionConfig) -> dict[str, Any]:
+    """What the config.json of a `qwen3_5` folder says of the tower."""
+    return {
         "vision_config": {
             "model_type": VISION_TYPE,
             "hidden_size": c.width,
@@ -135,53 +135,27 @@ def write_vision(config: DecoderConfig, text: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def axes_of_tower(config: VisionConfig) -> dict[str, int]:
-    """The size of each axis of the tower's weights, by its letters."""
-    square = config.width * config.pool**2
-    return {
-        "Dt": config.width,
-        "Ft": config.ffn,
-        "Nt": config.num_heads,
-        "Ht": config.head_dim,
-        "Pl": config.positions**2,
-        "Pr": config.patch,
-        "Pc": config.patch,
-        "Rb": COLOURS,
-        "Fr": FRAMES,
-        "Qk": 3,
-        "Ds": square,
-        "Fm": square,
-    }
-
-
+_TOWER = {
+    "patch": ("patch_embed.proj", "Dt Rb Fr Pr Pc", "Fr Pr Pc Rb Dt"),
+    "norm": ("merger.norm", "Dt", "Dt"),
+    "merge_up": ("merger.linear_fc1", "Fm Ds", "Ds Fm"),
+    "merge_down": ("merger.linear_fc2", "D Fm", "Fm D"),
+}
+_TOWER_LAYER = {
+    "attn_norm": ("norm1", "Dt", "Dt"),
+    "qkv": ("attn.qkv", "(Qk Nt Ht) Dt", "Dt Qk Nt Ht"),
+    "o": ("attn.proj", "Dt (Nt Ht)", "Nt Ht Dt"),
+    "mlp_norm": ("norm2", "Dt", "Dt"),
+    "up": ("mlp.linear_fc1", "Ft Dt", "Dt Ft"),
+    "down": ("mlp.linear_fc2", "Dt Ft", "Ft Dt"),
+}
 VISION_TENSORS: dict[str, Tensor] = {
-    "vision/patch": Tensor("visual.patch_embed.proj.weight", "Dt Rb Fr Pr Pc", "Fr Pr Pc Rb Dt"),
-    "vision/patch_bias": Tensor("visual.patch_embed.proj.bias", "Dt", "Dt"),
+    **{
+        f"vision/{ours}": Tensor(f"visual.{name}", theirs, axes)
+        for ours, (name, theirs, axes) in biased(_TOWER).items()
+    },
     "vision/position": Tensor("visual.pos_embed.weight", "Pl Dt", "Pl Dt"),
-    **in_layers(
-        {
-            "attn_norm": ("norm1.weight", "Dt", "Dt"),
-            "attn_norm_bias": ("norm1.bias", "Dt", "Dt"),
-            "qkv": ("attn.qkv.weight", "(Qk Nt Ht) Dt", "Dt Qk Nt Ht"),
-            "qkv_bias": ("attn.qkv.bias", "(Qk Nt Ht)", "Qk Nt Ht"),
-            "o": ("attn.proj.weight", "Dt (Nt Ht)", "Nt Ht Dt"),
-            "o_bias": ("attn.proj.bias", "Dt", "Dt"),
-            "mlp_norm": ("norm2.weight", "Dt", "Dt"),
-            "mlp_norm_bias": ("norm2.bias", "Dt", "Dt"),
-            "up": ("mlp.linear_fc1.weight", "Ft Dt", "Dt Ft"),
-            "up_bias": ("mlp.linear_fc1.bias", "Ft", "Ft"),
-            "down": ("mlp.linear_fc2.weight", "Dt Ft", "Ft Dt"),
-            "down_bias": ("mlp.linear_fc2.bias", "Dt", "Dt"),
-        },
-        TOWER,
-        starts=("vision/layers/", "visual.blocks."),
-    ),
-    "vision/norm": Tensor("visual.merger.norm.weight", "Dt", "Dt"),
-    "vision/norm_bias": Tensor("visual.merger.norm.bias", "Dt", "Dt"),
-    "vision/merge_up": Tensor("visual.merger.linear_fc1.weight", "Fm Ds", "Ds Fm"),
-    "vision/merge_up_bias": Tensor("visual.merger.linear_fc1.bias", "Fm", "Fm"),
-    "vision/merge_down": Tensor("visual.merger.linear_fc2.weight", "D Fm", "Fm D"),
-    "vision/merge_down_bias": Tensor("visual.merger.linear_fc2.bias", "D", "D"),
+    **in_layers(biased(_TOWER_LAYER), TOWER_LAYER, starts=("vision/layers/", "visual.blocks.")),
 }
 
 QWEN35_VISION = VisionText(
@@ -189,7 +163,6 @@ QWEN35_VISION = VisionText(
     read=read_vision,
     write=write_vision,
     tensors=VISION_TENSORS,
-    axes=axes_of_tower,
     prefixes=(("model.language_model.", "model."), ("model.visual.", "visual."), ("mtp.", None)),
     written=(("model.", "model.language_model."), ("visual.", "model.visual.")),
     published=VisionConfig(
@@ -204,9 +177,7 @@ QWEN35_VISION = VisionText(
 )
 
 
-VISION = frozenset(
-    ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-)
+VISION = ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 """Fields of a multimodal folder that concern its vision part."""
 DRAFTING = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 """Fields of heads that draft several tokens, which nothing here computes with."""
@@ -220,7 +191,7 @@ TYPES = {"linear_attention": True, "full_attention": False}
 def read_qwen35(fields: Fields) -> DecoderConfig:
     """A `qwen3_5_text` config.json, or the text part of a multimodal `qwen3_5` one."""
     if "text_config" in fields.raw:
-        return read_multimodal(fields, read_qwen35)
+        return text_part(fields, read_qwen35, VISION)
     fields.only("mlp_only_layers", [], None)
     return read_text(fields, sizes(fields, DEFAULTS), family="qwen3_5")
 
@@ -239,18 +210,17 @@ def read_text(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
     fields.read |= set(DRAFTING)
     share = fields.number("partial_rotary_factor", 0.25)
     rope = fields.rope(10_000.0, shape["max_positions"], share=share)
-    return DecoderConfig(
+    return decoder(
+        fields,
+        shape,
         activation="silu",
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
         norm_offset=True,
-        tied=fields.flag("tie_word_embeddings", False),
         rope=rope if rope.sections else replace(rope, sections=SECTIONS),  # those of published folders
         qk_norm=True,
         output_gate=True,
         linear_layers=_linear_layers(fields, shape["num_layers"]),
         delta=_delta(fields),
-        stops=fields.stops(),
-        **{**shape, **different},
+        **different,
     )
 
 
@@ -284,16 +254,6 @@ def _linear_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
     if all(linear) or not any(linear):
         fields.refuse("layer_types", "names one kind of layer only; this family alternates between the two.")
     return linear
-
-
-def read_multimodal(fields: Fields, read: Callable[[Fields], DecoderConfig]) -> DecoderConfig:
-    """The text part of a multimodal config.json, which `read` reads."""
-    text = Fields(fields.mapping("text_config"), fields.file, "text_config.")
-    config = read(text)
-    text.finish()
-    fields.only("tie_word_embeddings", config.tied)
-    fields.read |= VISION
-    return replace(config, stops=tuple({**dict(config.stops), **dict(fields.stops())}.items()))
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
@@ -343,33 +303,21 @@ def axes(config: DecoderConfig) -> dict[str, int]:
     }
 
 
-def _qwen35(
-    d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, value_heads: int, *, tied: bool, **different: Any
-) -> DecoderConfig:
-    usual = {
-        "vocab_size": 248_320,
-        "max_positions": 262_144,
-        "head_dim": 256,
-        "rope": Rope(theta=10_000_000.0, share=0.25, sections=SECTIONS),
-        "delta": DeltaNet(16, value_heads, 128, 128),
-    }
-    return DecoderConfig(
-        family="qwen3_5",
-        d_model=d_model,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        ffn=ffn,
-        activation="silu",
-        norm_eps=1e-6,
-        norm_offset=True,
-        tied=tied,
-        qk_norm=True,
-        output_gate=True,
-        linear_layers=three_to_one(layers),
-        **{**usual, **different},
-    )
-
+_QWEN35 = DecoderConfig(
+    family="qwen3_5",
+    activation="silu",
+    norm_eps=1e-6,
+    tied=False,
+    rope=Rope(theta=10_000_000.0, share=0.25, sections=SECTIONS),
+    norm_offset=True,
+    qk_norm=True,
+    output_gate=True,
+    delta=DeltaNet(16, 32, 128, 128),
+    **{**SMALL, "vocab_size": 248_320, "max_positions": 262_144},
+)
+_TIED = replace(_QWEN35, tied=True)
+_FEW, _MANY = DeltaNet(16, 16, 128, 128), DeltaNet(16, 48, 128, 128)
+"""Of 0.8B and 2B, and of 27B: with fewer and with more heads of values than the others."""
 
 _ATTENTION = (*(f"layers/{name}/w" for name in "kvo"), *QK_NORMS)
 """What attention alone has, as in other families; its queries come with gates."""
@@ -414,14 +362,18 @@ QWEN35 = FamilyText(
     write=write,
     tensors=TENSORS,
     presets={
-        "qwen3.5-0.8b": _qwen35(1024, 3584, 24, 8, 2, 16, tied=True),
-        "qwen3.5-2b": _qwen35(2048, 6144, 24, 8, 2, 16, tied=True),
-        "qwen3.5-4b": _qwen35(2560, 9216, 32, 16, 4, 32, tied=True),
-        "qwen3.5-9b": _qwen35(4096, 12_288, 32, 16, 4, 32, tied=False),
-        "qwen3.5-27b": _qwen35(5120, 17_408, 64, 24, 4, 48, tied=False),
+        "qwen3.5-0.8b": sized(_TIED, 1024, 3584, 24, 8, 2, 256, linear=three_to_one, delta=_FEW),
+        "qwen3.5-2b": sized(_TIED, 2048, 6144, 24, 8, 2, 256, linear=three_to_one, delta=_FEW),
+        "qwen3.5-4b": sized(_TIED, 2560, 9216, 32, 16, 4, 256, linear=three_to_one),
+        "qwen3.5-9b": sized(_QWEN35, 4096, 12_288, 32, 16, 4, 256, linear=three_to_one),
+        "qwen3.5-27b": sized(_QWEN35, 5120, 17_408, 64, 24, 4, 256, linear=three_to_one, delta=_MANY),
     },
-    small=_qwen35(
-        64, 192, 4, 4, 2, 4, tied=True, vocab_size=512, max_positions=2048, head_dim=16, delta=DeltaNet(2, 4, 16, 16)
+    small=sized(
+        *(_TIED, 64, 192, 4, 4, 2, 16),
+        linear=three_to_one,
+        vocab_size=512,
+        max_positions=2048,
+        delta=DeltaNet(2, 4, 16, 16),
     ),
     linear=three_to_one,
     axes=axes,
@@ -438,7 +390,7 @@ NUMBER, ACTIVE, FFN = 256, 8, 512
 def read_qwen35_moe(fields: Fields) -> DecoderConfig:
     """A `qwen3_5_moe_text` config.json, or the text part of a multimodal `qwen3_5_moe` one."""
     if "text_config" in fields.raw:
-        return read_multimodal(fields, read_qwen35_moe)
+        return text_part(fields, read_qwen35_moe, VISION)
     shape = sizes(fields, {**DEFAULTS, "intermediate_size": FFN})
     experts = fields.experts(NUMBER, ACTIVE)
     return read_text(
@@ -471,29 +423,7 @@ def axes_of_moe(config: DecoderConfig) -> dict[str, int]:
     return {**axes(config), "Fs": config.experts.shared}
 
 
-_35B_A3B = DecoderConfig(
-    family="qwen3_5_moe",
-    vocab_size=248_320,
-    d_model=2048,
-    num_layers=40,
-    num_heads=16,
-    num_kv_heads=2,
-    head_dim=256,
-    ffn=FFN,
-    activation="silu",
-    norm_eps=1e-6,
-    norm_offset=True,
-    tied=False,
-    max_positions=262_144,
-    rope=Rope(theta=10_000_000.0, share=0.25, sections=SECTIONS),
-    qk_norm=True,
-    output_gate=True,
-    linear_layers=three_to_one(40),
-    delta=DeltaNet(16, 32, 128, 128),
-    experts=Experts(NUMBER, ACTIVE, shared=FFN),
-    feed_forward=EXPERTS,
-)
-_SMALL = replace(QWEN35.small, family="qwen3_5_moe", ffn=32, feed_forward=EXPERTS)
+_MOE = replace(_QWEN35, family="qwen3_5_moe", experts=Experts(NUMBER, ACTIVE, shared=FFN), feed_forward=EXPERTS)
 
 QWEN35_MOE = FamilyText(
     model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
@@ -515,15 +445,12 @@ QWEN35_MOE = FamilyText(
             }
         ),
     },
-    presets={"qwen3.5-35b-a3b": _35B_A3B},
-    small=replace(_SMALL, experts=Experts(8, 2, shared=48)),
+    presets={"qwen3.5-35b-a3b": sized(_MOE, 2048, FFN, 40, 16, 2, 256, linear=three_to_one)},
+    small=replace(QWEN35.small, family="qwen3_5_moe", ffn=32, experts=Experts(8, 2, shared=48), feed_forward=EXPERTS),
     linear=three_to_one,
     axes=axes_of_moe,
     prefixes=PREFIXES,
-    stacked={
-        ".gate_up_proj": (".gate_proj.weight", ".up_proj.weight"),
-        ".down_proj": (".down_proj.weight",),
-    },
+    stacked=STACKED,
     passengers=QWEN35.passengers,
     passenger_fields=DRAFTING,
 )

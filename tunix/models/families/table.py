@@ -13,7 +13,7 @@ from typing import Any
 
 from tunix.errors import UserError, nearest
 from tunix.models.config import DENSE_AND_EXPERTS, DecoderConfig, VisionConfig
-from tunix.models.families.base import FamilyText, Tensor
+from tunix.models.families.base import FamilyText, Shape, Tensor, tower_axes
 from tunix.models.families.gemma import GEMMA, GEMMA2
 from tunix.models.families.gemma3 import GEMMA3
 from tunix.models.families.gemma4 import GEMMA4
@@ -25,17 +25,7 @@ from tunix.models.families.qwen35 import QWEN35, QWEN35_MOE
 from tunix.models.quantization.schemes import SECTION, check_section
 from tunix.util.atomic_io import refuse_foreign
 
-SIZE_NAMES = (
-    "vocab_size",
-    "d_model",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "ffn",
-    "max_positions",
-    "window",
-)
+SIZE_NAMES = (*Shape.__annotations__, "window")
 """What `sizes` in a recipe may replace; `window` only where layers are local."""
 
 
@@ -132,19 +122,12 @@ def with_vision(config: DecoderConfig, published: bool) -> DecoderConfig:
 def tensors_of(config: DecoderConfig) -> Mapping[str, Tensor]:
     """The tensors of a model by our parameters' names, those of its tower included where it has one."""
     family = FAMILIES[config.family]
-    if config.vision is None:
-        return family.tensors
-    assert family.vision is not None, "the config has a tower"
-    return {**family.tensors, **family.vision.tensors}
+    return {**family.tensors, **(family.vision.tensors if config.vision and family.vision else {})}
 
 
 def axes_of(config: DecoderConfig) -> dict[str, int]:
     """The size of each axis that `tensors_of` names."""
-    family = FAMILIES[config.family]
-    if config.vision is None:
-        return family.axes(config)
-    assert family.vision is not None, "the config has a tower"
-    return {**family.axes(config), **family.vision.axes(config.vision)}
+    return FAMILIES[config.family].axes(config) | (tower_axes(config.vision) if config.vision else {})
 
 
 def count_weights(config: DecoderConfig) -> dict[str, int]:
@@ -170,16 +153,23 @@ def _is_used(config: DecoderConfig, name: str) -> bool:
         return mixture
     if name == "layers/post_input_norm/w":
         return config.layer_inputs > 0
-    return not (name == "layers/global_v/w" and config.global_heads and config.global_heads.keys_are_values)
+    return not (name == "layers/global_v/w" and config.gemma4 and config.gemma4.keys_are_values)
 
 
 def to_hf(config: DecoderConfig) -> dict[str, Any]:
     """The config.json from which transformers builds the same model (without its dtype)."""
-    family, fields = FAMILIES[config.family], FAMILIES[config.family].write(config)
-    if config.vision is None:
-        return {"architectures": [family.architecture], **fields}
-    assert family.vision is not None, "the config has a tower"
-    return {"architectures": [family.vision.architecture], **family.vision.write(config, fields)}
+    family = FAMILIES[config.family]
+    text = family.write(config)
+    if config.vision is None or family.vision is None:
+        return {"architectures": [family.architecture], **text}
+    return {
+        "architectures": [family.vision.architecture],
+        **{name: text[name] for name, _ in config.stops},
+        "model_type": family.model_types[-1],
+        "tie_word_embeddings": config.tied,
+        "text_config": text,
+        **family.vision.write(config, config.vision),
+    }
 
 
 def preset(name: str) -> DecoderConfig:
@@ -233,11 +223,16 @@ def with_sizes(config: DecoderConfig, sizes: Mapping[str, int]) -> DecoderConfig
         new = replace(new, local_layers=FAMILIES[config.family].local(new.num_layers))
     if config.linear_layers and "num_layers" in sizes:
         new = replace(new, linear_layers=FAMILIES[config.family].linear(new.num_layers))
-    if config.shared_layers and "num_layers" in sizes:
-        new = replace(new, shared_layers=_shared(new, config.shared_layers * new.num_layers // config.num_layers))
-    if heads := config.global_heads:
-        width = heads.head_dim * new.head_dim // config.head_dim
-        new = replace(new, global_heads=replace(heads, head_dim=width, kv_heads=min(heads.kv_heads, new.num_kv_heads)))
+    if gemma4 := config.gemma4:
+        shared = gemma4.shared_layers
+        if shared and "num_layers" in sizes:
+            shared = _shared(new, shared * new.num_layers // config.num_layers)
+        width, kv_heads = (
+            gemma4.global_head_dim * new.head_dim // config.head_dim,
+            min(gemma4.global_kv_heads, new.num_kv_heads),
+        )
+        gemma4 = replace(gemma4, global_head_dim=width, global_kv_heads=kv_heads, shared_layers=shared)
+        new = replace(new, gemma4=gemma4)
     _check(new, "sizes")
     return new
 
@@ -270,12 +265,11 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _check(config: DecoderConfig, where: str) -> None:
     """Refuses shapes that cannot be computed, or that transformers would refuse after an export."""
-    c = config
-    heads = c.global_heads
-    for kv_heads in (c.num_kv_heads, *(() if heads is None else (heads.kv_heads,))):
+    c, gemma4 = config, config.gemma4
+    for kv_heads in (c.num_kv_heads, *(() if gemma4 is None else (gemma4.global_kv_heads,))):
         if c.num_heads % kv_heads:
             raise UserError(f"{where}: num_heads = {c.num_heads} is not a multiple of num_kv_heads = {kv_heads}.")
-    for head_dim in (c.head_dim, *(() if heads is None else (heads.head_dim,))):
+    for head_dim in (c.head_dim, *(() if gemma4 is None else (gemma4.global_head_dim,))):
         if head_dim < 2 or head_dim % 2:
             raise UserError(f"{where}: head_dim = {head_dim} must be even: rope turns pairs of dimensions.")
     if FAMILIES[c.family].whole_heads and c.d_model % c.num_heads:

@@ -65,12 +65,12 @@ MOST_LAYERS = 128
 
 def modules_of(config: "DecoderConfig") -> dict[str, tuple[str, ...]]:
     """Hugging Face's name -> ours, of the matrices that a model has."""
-    heads = config.global_heads
+    gemma4 = config.gemma4
 
     def has(ours: str) -> bool:
         if not ours.startswith(GLOBAL):
-            return config.shared_wide or not ours.startswith(WIDE)
-        return heads is not None and not (heads.keys_are_values and ours == f"{GLOBAL}v")
+            return not ours.startswith(WIDE) or (gemma4 is not None and gemma4.shared_wide)
+        return gemma4 is not None and not (gemma4.keys_are_values and ours == f"{GLOBAL}v")
 
     there = (name for name in MODULES if name.rpartition(".")[0] in config.parts)
     return {name: tuple(filter(has, MODULES[name])) for name in there}

@@ -20,11 +20,11 @@ from tunix.errors import UserError
 from tunix.lora.multi_lora import LoadedAdapter, Mixture
 from tunix.mesh import compile_on, row_shards, sharding
 from tunix.models.attention.decoding import unsaved
-from tunix.models.attention.gate import reader_here
+from tunix.models.config import is_adapter
 from tunix.models.deltanet import PIECE_CHUNK
+from tunix.models.kernel_gates import reader_here
 from tunix.models.kv_cache import Weights, decode_specs, gains, is_top, magnified, unstack
 from tunix.models.model import Model, Params
-from tunix.models.param_names import is_adapter
 from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Published
 from tunix.rollout.engine.page_tables import PageTables
 from tunix.rollout.engine.pieces import Piece, copies_of
