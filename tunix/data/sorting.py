@@ -12,8 +12,8 @@ import zlib
 Row = dict[str, str]
 
 LETTERS = 6
-SHARES = {"demonstrations": 6, "problems": 8, "validation": 1, "held_out": 1}
-"""Each split's share of the hash's values, in sixteenths."""
+SPLITS = ("demonstrations",) * 6 + ("problems",) * 8 + ("validation", "held_out")
+"""The split of each sixteenth of the hash's values."""
 SIZES = {"demonstrations": 4000, "problems": 20_000, "validation": 256, "held_out": 512}
 
 
@@ -46,16 +46,6 @@ def _rows(split: str) -> list[Row]:
         letters = "".join(rng.sample(string.ascii_lowercase, LETTERS))
         if letters not in seen:
             seen.add(letters)
-            if _split(letters) == split:
+            if SPLITS[zlib.crc32(letters.encode()) % len(SPLITS)] == split:
                 rows.append({"prompt": f"{letters}>", "completion": "".join(sorted(letters))})
     return rows
-
-
-def _split(letters: str) -> str:
-    """The split that a problem belongs to."""
-    place = zlib.crc32(letters.encode()) % sum(SHARES.values())
-    for name, share in SHARES.items():
-        if place < share:
-            return name
-        place -= share
-    raise AssertionError(place)
