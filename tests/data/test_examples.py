@@ -194,7 +194,7 @@ def test_pieces_keep_their_tokens_weights():
     row = {"input_ids": [9, 8, 7, 6, 5], "loss_weights": [0, 1, 2, 3, 4]}
     example = Kept((Sequence(np.arange(5), np.arange(5) > 0, per_token={"loss_weights": np.arange(5.0)}),), row=row)
     cut = Cutter(3, wrapped=False)
-    pieces = [cut.take(example).piece for _ in range(2)]
+    pieces = [cut.take(example)[0] for _ in range(2)]
     assert [piece and piece.sequences[0].per_token["loss_weights"].tolist() for piece in pieces] == [[0, 1, 2], [3, 4]]
 
 

@@ -18,10 +18,10 @@ from rich.text import Text
 
 from tunix.config import RowKind
 from tunix.data.accounting import CUT_AWAY, Accounting, Dropped, Kept
-from tunix.data.examples import to_example
+from tunix.data.examples import Examples, to_example
 from tunix.data.packing import waste
-from tunix.data.pipeline import Cutter, Layout, cutter, grouped
-from tunix.data.shapes import Rendering, rendering
+from tunix.data.pipeline import Cutter, Groups, Layout, cutter
+from tunix.data.shapes import Rendering
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.recipe.algorithms import algorithm_class
@@ -61,11 +61,8 @@ def _show_run(recipe: Recipe, rows: int, console: Console) -> None:
         algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)
         train, tokenizer = inputs.train, inputs.tokenizer
         # The settings with which the run renders its rows.
-        settings = rendering(recipe.data, train[0], f"row 1 of {train.name}", row_kind_of(recipe, algorithm))
-        seen = [
-            to_example(train[index], tokenizer, settings, f"row {index + 1} of {train.name}", train.folder)
-            for index in range(min(len(train), max(rows, ACCOUNTED)))
-        ]
+        examples = Examples(train, tokenizer, recipe.data, row_kind_of(recipe, algorithm))
+        settings, seen = examples.settings, list(examples.first(max(rows, ACCOUNTED)))
         shown = seen[:rows]
         pieces = _pieces(shown, cutter(recipe.data, settings.train_on), recipe.batch_size)
         lost = partial(_lost, train, tokenizer, settings)
@@ -78,7 +75,7 @@ def _show_run(recipe: Recipe, rows: int, console: Console) -> None:
                 console.print(text if said else f"{rule}: {text}", markup=False, soft_wrap=True)
             console.print()
         packed = None if algorithm.train_on == RowKind.PROMPT else layout(algorithm)
-        totals = _total(iter(seen), recipe, packed, cutter(recipe.data, settings.train_on))
+        totals = _total(seen, recipe, packed, cutter(recipe.data, settings.train_on))
         _show_totals(totals, train, settings, console)
         lines = ((i, rule, text) for i, example in enumerate(seen[rows:], rows) for rule, text in lost(i, example))
         for count, (i, rule, text) in enumerate(lines):
@@ -98,10 +95,9 @@ def _pieces(examples: list[Kept | Dropped], cut: Cutter, size: int) -> Iterator[
         while not finished:
             if taken_pieces and taken_pieces % size == 0 and cut.has_target(example):
                 cut.new_batch()
-            taken = cut.take(example)
-            finished = taken.finished
-            if taken.piece:
-                parts.append(taken.piece)
+            piece, _, finished = cut.take(example)
+            if piece:
+                parts.append(piece)
                 taken_pieces += 1
         yield parts or [example if isinstance(example, Dropped) else Dropped(CUT_AWAY)]
 
@@ -198,18 +194,19 @@ class _Totals:
     """Number of positions in a packed row."""
 
 
-def _total(examples: Iterator[Kept | Dropped], recipe: Recipe, packed: Layout | None, cut: Cutter) -> _Totals:
+def _total(examples: list[Kept | Dropped], recipe: Recipe, packed: Layout | None, cut: Cutter) -> _Totals:
     """Counts the examples, packed by batch as in a run; prompts alone are not packed."""
     totals = _Totals(row_length=packed.length(recipe.data) if packed else 0)
-    for group, account in grouped(examples, cut, recipe.batch_size):
-        totals.accounting += account
+    groups = Groups(examples.__getitem__, len(examples), cut, recipe.batch_size)
+    for group, _ in groups:
         sequences = [sequence for kept in group for sequence in kept.sequences]
         totals.tokens += sum(len(sequence.tokens) for sequence in sequences)
         totals.trained += sum(int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences)
-        if packed and group:
-            batch = packed.packed(group, recipe.batch_size, recipe.data, totals.accounting).batch
+        if packed:
+            batch = packed.packed(group, recipe.batch_size, recipe.data, groups.accounting).batch
             totals.packed_rows += len(batch.tokens)
             totals.empty += waste(batch) * len(batch.tokens) * totals.row_length
+    totals.accounting = groups.accounting
     return totals
 
 

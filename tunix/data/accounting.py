@@ -5,6 +5,7 @@ Kept plus dropped always equals the number of rows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -99,18 +100,10 @@ class Accounting:
         assert self.kept + sum(self.dropped.values()) == self.rows, self
 
     def __add__(self, other: Accounting) -> Accounting:
-        def added(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
-            return {name: first.get(name, 0) + second.get(name, 0) for name in {**first, **second}}
-
-        return Accounting(
-            self.rows + other.rows,
-            self.kept + other.kept,
-            self.truncated + other.truncated,
-            added(self.dropped, other.dropped),
-            self.pieces + other.pieces,
-            self.untrained + other.untrained,
-            added(self.notes, other.notes),
-        )
+        first, second = vars(self), vars(other)
+        sums = {name: x + second[name] for name, x in first.items() if isinstance(x, int)}
+        counts = {name: dict(Counter(x) + Counter(second[name])) for name, x in first.items() if name not in sums}
+        return Accounting(**sums, **counts)
 
     @staticmethod
     def of(example: Kept | Dropped) -> Accounting:

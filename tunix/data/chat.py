@@ -92,28 +92,19 @@ class Turn:
     """The character where it starts."""
 
 
+@dataclass(frozen=True)
 class Turns:
     """The turns of a conversation."""
 
-    def __init__(
-        self,
-        messages: Sequence[Message],
-        traced: Traced,
-        tokens: Tokens,
-        prompt: Render,
-        render: Render,
-    ) -> None:
-        """Keeps what the turns are read from.
-
-        Args:
-            messages: of the conversation.
-            traced: their text.
-            tokens: of that text.
-            prompt: renders messages that the assistant is to continue.
-            render: renders whole messages.
-        """
-        self._messages, self._traced, self._tokens = messages, traced, tokens
-        self._prompt, self._render = prompt, render
+    messages: Sequence[Message]
+    traced: Traced
+    """Their text."""
+    tokens: Tokens
+    """Of that text."""
+    prompt: Render
+    """Renders messages that the assistant is to continue."""
+    render: Render
+    """Renders whole messages."""
 
     def turn(self, k: int) -> Turn:
         """The turn of message `k`, an assistant's with text.
@@ -121,9 +112,9 @@ class Turns:
         Raises:
             Refused: its bounds cannot be proved.
         """
-        traced = self._traced
+        traced = self.traced
         places, earlier = traced.places_of(k, k + 1), traced.places_of(0, k)
-        later = traced.places_of(k + 1, len(self._messages))
+        later = traced.places_of(k + 1, len(self.messages))
         first, last = int(places.min()), int(places.max())
         before, limit = int(earlier.max(initial=-1)), int(later.min(initial=len(traced.text)))
         if not before < first <= last < limit:
@@ -132,7 +123,7 @@ class Turns:
             )
         start = self._start(k, first, before)
         end, stops = self._end(k, last, limit)
-        return Turn(slice(self._tokens.first_from(start), end), stops, start)
+        return Turn(slice(self.tokens.first_from(start), end), stops, start)
 
     def empty_turn(self, k: int) -> Turn | None:
         """The turn of message `k`, an assistant's without text: that of a turn that says `x`, without the `x`.
@@ -140,17 +131,17 @@ class Turns:
         Returns:
             None where the template writes another text around nothing than around something.
         """
-        filled = [*self._messages[:k], {**self._messages[k], "content": "x"}, *self._messages[k + 1 :]]
-        text = self._render(filled)
-        if (traced := trace(filled, text, self._render)) is None:
+        filled = [*self.messages[:k], {**self.messages[k], "content": "x"}, *self.messages[k + 1 :]]
+        text = self.render(filled)
+        if (traced := trace(filled, text, self.render)) is None:
             return None
         place = int(traced.places_of(k, k + 1).max(initial=-1))
-        if place < 0 or text[:place] + text[place + 1 :] != self._traced.text:
+        if place < 0 or text[:place] + text[place + 1 :] != self.traced.text:
             return None
-        tokens = Tokens.of(text, self._tokens.tokenizer)
-        turn = Turns(filled, traced, tokens, self._prompt, self._render).turn(k)
+        tokens = Tokens.of(text, self.tokens.tokenizer)
+        turn = Turns(filled, traced, tokens, self.prompt, self.render).turn(k)
         end = int(tokens.offsets[turn.tokens.stop - 1, 1]) - 1
-        return Turn(slice(self._tokens.first_from(turn.begin), self._tokens.first_from(end)), turn.stops, turn.begin)
+        return Turn(slice(self.tokens.first_from(turn.begin), self.tokens.first_from(end)), turn.stops, turn.begin)
 
     def marked(self, spans: Sequence[tuple[int, int]], trained: Sequence[int]) -> list[Turn]:
         """The turns between a template's generation marks, which are in characters, of the messages that are trained.
@@ -158,7 +149,7 @@ class Turns:
         Raises:
             Refused: a mark holds text of messages that are trained and of others.
         """
-        traced, turns = self._traced, []
+        traced, turns = self.traced, []
         for begin, end in spans:
             inside = np.unique(traced.messages[traced.codes[begin:end][traced.codes[begin:end] >= 0]])
             # A turn without a letter is that of the message after the last one before it.
@@ -168,9 +159,9 @@ class Turns:
                 continue
             if not owners.issubset(trained):
                 raise Refused(UNPROVED, "a generation mark of the chat template holds text that is not trained")
-            tokens = slice(self._tokens.first_from(begin), self._tokens.first_from(end))
-            said = [i for i in range(tokens.start, tokens.stop) if not self._tokens.is_blank(i)]
-            stops = bool(said) and self._tokens.tokenizer.is_added(self._tokens.ids[said[-1]])
+            tokens = slice(self.tokens.first_from(begin), self.tokens.first_from(end))
+            said = [i for i in range(tokens.start, tokens.stop) if not self.tokens.is_blank(i)]
+            stops = bool(said) and self.tokens.tokenizer.is_added(self.tokens.ids[said[-1]])
             turns.append(Turn(tokens, stops, begin))
         return turns
 
@@ -185,9 +176,9 @@ class Turns:
             first: where its first letter stands.
             before: where the last letter of an earlier message stands, -1 where there is none.
         """
-        traced = self._traced
+        traced = self.traced
         rest = traced.text[before + 1 :]
-        code, prompt = self._tail(self._prompt, k)
+        code, prompt = self._tail(self.prompt, k)
         continues = code == traced.code_at(before)
         if continues and rest.startswith(prompt) and before + len(prompt) < first:
             return before + 1 + len(prompt)
@@ -200,7 +191,7 @@ class Turns:
         if traced.field_at(first).kind != "call":
             return max(first - traced.untraced_before(first), before + 1 + shared)
         if shared and k:
-            code, closing = self._tail(self._render, k)
+            code, closing = self._tail(self.render, k)
             if code == traced.code_at(before) and rest.startswith(closing) and shared > len(closing):
                 return before + 1 + shared
         raise Refused(UNPROVED, f"message {k + 1} (assistant): where its tool call starts cannot be proved")
@@ -208,7 +199,7 @@ class Turns:
     def _tail(self, render: Render, number: int) -> tuple[int | None, str]:
         """The last code in the rendering of the first messages, -1 where there is none, and what the template wrote
         after it; None where it refuses them, as some refuse a conversation without a user's message."""
-        traced = self._traced
+        traced = self.traced
         try:
             text = render(traced.coded[:number])
         except UserError:
@@ -227,14 +218,14 @@ class Turns:
             last: where its last letter stands.
             limit: where the first letter of a later message stands.
         """
-        traced, tokens = self._traced, self._tokens
+        traced, tokens = self.traced, self.tokens
         ids, is_added = tokens.ids, tokens.tokenizer.is_added
         calls = traced.field_at(last).kind == "call"
         end = last + 1 + (0 if calls else traced.untraced_after(last))
         if (stopped := tokens.after_stop(end, limit)) is not None:
             return stopped, True
         # What the template writes after the message where the conversation ends with it, as far as the text has it too.
-        code, closing = self._tail(self._render, k + 1)
+        code, closing = self._tail(self.render, k + 1)
         shared = common_prefix(traced.text[last + 1 :], closing) if code == traced.code_at(last) else 0
         closed, first = max(end, last + 1 + shared), tokens.first_from(end)
         inside = range(first, tokens.first_from(closed))
@@ -285,6 +276,8 @@ class Rendered:
     """`[T]` bool: which of them are trained."""
     notes: tuple[Note, ...] = ()
     """What the chat template left out of the row."""
+    weights: np.ndarray | None = None
+    """`[T]` float32: by what each token counts in the loss; None where they all count alike."""
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return iter((self.tokens, self.mask))

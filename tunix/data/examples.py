@@ -4,11 +4,13 @@ The shapes: `messages`; `prompt` and `completion` (strings, or lists of messages
 `labels`, `loss_mask` or `loss_weights`, to which nothing is added. Pairs have `chosen` and `rejected`, labelled
 completions a `label`, and both may be given as ids too. Where the policy samples the completions (`RowKind.PROMPT`)
 only the prompt of a row is read. `shapes.rendering` derives the shape from a row, `to_example` renders it (`rendered`)
-and cuts or refuses what is too long, and `Accounting` counts: kept plus dropped is the number of rows.
+and cuts or refuses what is too long, and `Accounting` counts: kept plus dropped is the number of rows. `Examples` are
+the rows of a recipe by number: what batches, prompts, evaluations and `tunix inspect` are made of.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 from dataclasses import replace
 from pathlib import Path
@@ -31,13 +33,59 @@ from tunix.data.accounting import (
     Kept,
     Refused,
 )
+from tunix.data.config import DataConfig
 from tunix.data.packing import shared_tokens
 from tunix.data.pictures import IMAGES, images_of, with_marks
-from tunix.data.rendered import given_weights, render_pair, render_row
-from tunix.data.shapes import SHAPES, Rendering, Row, column, is_finite, refuse_half_texts
+from tunix.data.rendered import render_pair, render_row
+from tunix.data.shapes import SHAPES, Rendering, Row, column, is_finite, refuse_half_texts, rendering
+from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 from tunix.types import Sequence
+
+
+class Examples:
+    """The rows of a dataset by number, each rendered, cut to length and checked when it is asked for."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: Tokenizer | None,
+        config: DataConfig,
+        train_on: RowKind = RowKind.COMPLETION,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Reads the first row, which determines the shape of all.
+
+        Args:
+            rows: from `open_rows`.
+            tokenizer: None where rows are token ids.
+            config: the recipe's `data` section.
+            train_on: see `Rendering`.
+            vocab_size: see `Rendering`.
+
+        Raises:
+            UserError: the first row is of no known shape.
+        """
+        self.rows, self.tokenizer, self.config, self.train_on = rows, tokenizer, config, train_on
+        self.settings = rendering(config, rows[0], f"row 1 of {rows.name}", train_on, vocab_size)
+        """How they are rendered."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Kept | Dropped:
+        """The example of row `i`; raises UserError as `to_example` does."""
+        where = f"row {i + 1} of {self.rows.name}"
+        return to_example(self.rows[i], self.tokenizer, self.settings, where, self.rows.folder)
+
+    def first(self, limit: int | None = None) -> Iterator[Kept | Dropped]:
+        """The first `limit` of them in file order, or all."""
+        return (self[i] for i in range(len(self) if limit is None else min(limit, len(self))))
+
+    def sequences(self, limit: int | None = None) -> Iterator[Sequence]:
+        """The sequences of those of the first `limit` rows that are kept, in file order."""
+        return (sequence for x in self.first(limit) if isinstance(x, Kept) for sequence in x.sequences)
 
 
 def to_example(
@@ -103,7 +151,6 @@ def to_example(
             if not is_finite(margin):
                 raise UserError(f"{name} is {margin!r:.80}, not a finite number")
             values = {"margin": float(margin)}
-        loss_weights = None if isinstance(sides, Dropped) else given_weights(row, settings)
     except Refused as refused:
         return Dropped(refused.reason, str(refused))
     except UserError as error:
@@ -145,7 +192,8 @@ def to_example(
         if too_long and settings.on_overflow == "drop":
             return Dropped(TOO_LONG if key == "max_length" else COMPLETION_TOO_LONG)
         end = None if settings.on_overflow == "keep" else limit
-        per_token = {} if loss_weights is None else {LOSS_WEIGHTS: loss_weights[:end]}
+        weights = sides[0].weights
+        per_token = {} if weights is None else {LOSS_WEIGHTS: weights[:end]}
         sequences = tuple(Sequence(side.tokens[:end], side.mask[:end], weight, per_token, values) for side in sides)
         if not all(sequence.loss_mask.any() for sequence in sequences):
             return Dropped(CUT_AWAY)

@@ -14,7 +14,7 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +22,6 @@ from tunix.data.pictures import IMAGES, opened
 from tunix.data.seen import rope_positions
 from tunix.errors import UserError
 from tunix.types import Pictures
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -90,20 +87,18 @@ class PictureReader:
         grids = np.zeros((len(values), 2), np.int32)
         for number, value in enumerate(values):
             image, name = opened(value, number + 1, folder), f"picture {number + 1}"
-            if self.pixel_range is None:
-                side, grids[number] = math.isqrt(self.tokens) * self.pool, math.isqrt(self.tokens)
-                processor = _square_processor(side * self.patch, self.resample)
-                made = processor(image, do_rescale=False, do_normalize=False)
-                square = np.asarray(made["pixel_values"][0], np.uint8).transpose(1, 2, 0)
-                cut = square.reshape(side, self.patch, side, self.patch, 3).transpose(0, 2, 1, 3, 4)
-                pixels[number, : side**2] = cut.reshape(side**2, self.patch, self.patch, 3)  # row by row
-                continue
-            least, most = self.pixel_range
-            processor = _shape_processor(least, most, self.patch, self.pool, self.resample)
+            side = math.isqrt(self.tokens) * self.pool
+            processor = _processor(side * self.patch, self.pixel_range, self.patch, self.pool, self.resample)
             try:
                 made = processor(image, do_rescale=False, do_normalize=False)
             except ValueError as error:  # of a strip
                 raise UserError(f"{name} is {image.width} x {image.height} pixels: {error}") from error
+            if self.pixel_range is None:
+                grids[number] = side // self.pool
+                square = np.asarray(made["pixel_values"][0], np.uint8).transpose(1, 2, 0)
+                cut = square.reshape(side, self.patch, side, self.patch, 3).transpose(0, 2, 1, 3, 4)
+                pixels[number, : side**2] = cut.reshape(side**2, self.patch, self.patch, 3)  # row by row
+                continue
             _, *patches = made["image_grid_thw"][0].tolist()
             rows, columns = grids[number] = [size // self.pool for size in patches]
             if rows * columns > self.tokens:
@@ -142,15 +137,11 @@ class PictureReader:
 
 
 @lru_cache(maxsize=8)
-def _square_processor(size: int, resample: int) -> Any:
-    from transformers import Gemma3ImageProcessorPil
+def _processor(side: int, pixel_range: tuple[int, int] | None, patch: int, pool: int, resample: int) -> Any:
+    """What resizes pictures, to squares of `side` pixels or within a range of pixels."""
+    from transformers import Gemma3ImageProcessorPil, Qwen2VLImageProcessorPil
 
-    return Gemma3ImageProcessorPil(size={"height": size, "width": size}, resample=resample)
-
-
-@lru_cache(maxsize=8)
-def _shape_processor(least: int, most: int, patch: int, pool: int, resample: int) -> Any:
-    from transformers import Qwen2VLImageProcessorPil
-
-    size = {"shortest_edge": least, "longest_edge": most}
+    if pixel_range is None:
+        return Gemma3ImageProcessorPil(size={"height": side, "width": side}, resample=resample)
+    size = {"shortest_edge": pixel_range[0], "longest_edge": pixel_range[1]}
     return Qwen2VLImageProcessorPil(size=size, patch_size=patch, merge_size=pool, resample=resample)

@@ -56,8 +56,9 @@ _SPEAKS = re.compile("mask|label|weight|loss|target|position|segment|seq|documen
 """In the name of a column with a number for every token: it would change what is trained or seen."""
 
 
-def given_tokens(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of `input_ids`, `[T]` int32, and the mask of the trained ones, `[T]` bool, both without padding.
+def given_tokens(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Rendered:
+    """The tokens of `input_ids` without padding, the mask of the trained ones, and their weights where all rows have
+    `loss_weights`.
 
     The mask is that of `labels` (not shifted, -100 is not trained), `loss_mask`, `loss_weights`, or `completion_mask`
     and `assistant_masks`, which both have to be 1; without any of them every token is trained.
@@ -67,7 +68,18 @@ def given_tokens(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> 
     """
     ids = _integers(row, "input_ids", settings)
     refuse_unread(row, settings, [len(ids)], ("attention_mask", "position_ids", "token_type_ids", "labels", *MASKS))
-    attended = _attended(row, len(ids), settings)
+    # The tokens between the padding at both ends.
+    attended, attention = slice(0, len(ids)), _whole_numbers(row, "attention_mask", len(ids), settings)
+    if attention is not None:
+        kept = np.flatnonzero(attention)
+        attended = slice(int(kept[0]), int(kept[-1]) + 1) if len(kept) else slice(0, 0)
+        if len(kept) != attended.stop - attended.start:
+            inside = attended.start + int(np.argmin(attention[attended]))
+            raise UserError(
+                f"{settings.columns.get('attention_mask', 'attention_mask')} is 0 at token {inside + 1}, and 1 before "
+                "and after it: only padding at the ends is left out; for tokens that are seen and not trained use "
+                "loss_mask"
+            )
     positions = _whole_numbers(row, "position_ids", len(ids), settings)
     if positions is not None and (steps := np.diff(positions[attended])).size and (steps != 1).any():
         place = attended.start + int(np.argmax(steps != 1)) + 2
@@ -78,10 +90,32 @@ def given_tokens(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> 
     types = _whole_numbers(row, "token_type_ids", len(ids), settings)
     if types is not None and types[attended].any():
         raise UserError("token_type_ids is not all 0, and nothing reads types of tokens: leave the column out")
-    tokens, mask = ids[attended], _trained(row, ids, attended, settings)
-    if _read(row, "attention_mask", settings) is None:
+    tokens, masks, weights = ids[attended], dict[str, np.ndarray](), None
+    for name in ("labels", *MASKS):
+        if (values := _whole_numbers(row, name, len(ids), settings)) is not None:
+            values = values[attended]
+            masks[name] = values != (-100 if name == "labels" else 0)
+            if name == "labels" and len(wrong := np.flatnonzero(masks[name] & (values != tokens))):
+                i, theirs = int(wrong[0]), settings.columns.get("labels", "labels")
+                raise UserError(
+                    f"{theirs}[{i}] is {values[i]}, but input_ids[{i}] is {tokens[i]}: labels repeat the ids, "
+                    "unshifted, or are -100"
+                )
+    if LOSS_WEIGHTS in settings.fixed:
+        weights = as_weights(column(row, LOSS_WEIGHTS, settings.columns), LOSS_WEIGHTS, len(ids))[attended]
+        if masks:
+            raise UserError(f"it has loss_weights and {' and '.join(masks)}: a weight of 0 says what is not trained")
+        masks[LOSS_WEIGHTS] = weights > 0
+    if "completion_mask" in masks and "assistant_masks" in masks:
+        masks["completion_mask"] &= masks.pop("assistant_masks")
+    (first, mask), *others = masks.items() or [("", np.ones(len(tokens), bool))]
+    for name, other in others:
+        if (differ := mask != other).any():
+            place = attended.start + int(np.argmax(differ)) + 1
+            raise UserError(f"it has {first} and {name}, which differ at token {place}: leave one of them out")
+    if attention is None:
         _refuse_padding(tokens, settings.columns.get("input_ids", "input_ids"), tokenizer, mask)
-    return tokens, mask
+    return Rendered(tokens, mask, weights=weights)
 
 
 def given_ids(row: Row, names: tuple[str, ...], tokenizer: Tokenizer | None, settings: Rendering) -> list[np.ndarray]:
@@ -100,23 +134,6 @@ def given_ids(row: Row, names: tuple[str, ...], tokenizer: Tokenizer | None, set
     numbers = {*lengths, *(prompt + length for length in after)} - other
     refuse_unread(row, settings, sorted(numbers), ())
     return columns
-
-
-def given_weights(row: Row, settings: Rendering) -> np.ndarray | None:
-    """The loss weights of a row's tokens without padding, `[T]` float32; None where the rows have none.
-
-    Raises:
-        UserError: the row has weights and the first row has none, or the other way round.
-    """
-    if LOSS_WEIGHTS in settings.fixed:
-        number = len(_integers(row, "input_ids", settings))
-        weights = as_weights(column(row, LOSS_WEIGHTS, settings.columns), LOSS_WEIGHTS, number)
-        return weights[_attended(row, number, settings)]
-    if settings.train_on == RowKind.COMPLETION and _read(row, LOSS_WEIGHTS, settings) is not None:
-        raise UserError(
-            "it has loss_weights, which the first row has not, or not as input_ids: give them to all or none"
-        )
-    return None
 
 
 def refuse_unread(row: Row, settings: Rendering, numbers: list[int], known: tuple[str, ...]) -> None:
@@ -186,54 +203,6 @@ def _whole_numbers(row: Row, name: str, number: int, settings: Rendering) -> np.
     return values
 
 
-def _attended(row: Row, number: int, settings: Rendering) -> slice:
-    """The tokens between the padding at both ends, by `attention_mask`; all tokens without one."""
-    mask = _whole_numbers(row, "attention_mask", number, settings)
-    if mask is None:
-        return slice(0, number)
-    kept = np.flatnonzero(mask)
-    if len(kept) == 0:
-        return slice(0, 0)
-    begin, end = int(kept[0]), int(kept[-1]) + 1
-    if len(kept) != end - begin:
-        inside = begin + int(np.argmin(mask[begin:end]))
-        raise UserError(
-            f"{settings.columns.get('attention_mask', 'attention_mask')} is 0 at token {inside + 1}, and 1 before and "
-            "after it: only padding at the ends is left out; for tokens that are seen and not trained use loss_mask"
-        )
-    return slice(begin, end)
-
-
-def _trained(row: Row, ids: np.ndarray, attended: slice, settings: Rendering) -> np.ndarray:
-    """The mask of the trained tokens without padding, `[T]` bool."""
-    masks: dict[str, np.ndarray] = {}
-    for name in ("labels", *MASKS):
-        if (values := _whole_numbers(row, name, len(ids), settings)) is not None:
-            values = values[attended]
-            masks[name] = values != (-100 if name == "labels" else 0)
-            if name == "labels" and len(wrong := np.flatnonzero(masks[name] & (values != ids[attended]))):
-                i, theirs = int(wrong[0]), settings.columns.get("labels", "labels")
-                raise UserError(
-                    f"{theirs}[{i}] is {values[i]}, but input_ids[{i}] is {ids[attended][i]}: labels repeat the ids, "
-                    "unshifted, or are -100"
-                )
-    weights = given_weights(row, settings)
-    if weights is not None:
-        if masks:
-            raise UserError(f"it has loss_weights and {' and '.join(masks)}: a weight of 0 says what is not trained")
-        return weights > 0
-    if "completion_mask" in masks and "assistant_masks" in masks:
-        masks["completion_mask"] &= masks.pop("assistant_masks")
-    if not masks:
-        return np.ones(len(ids[attended]), bool)
-    (first, mask), *others = masks.items()
-    for name, other in others:
-        if (differ := mask != other).any():
-            place = attended.start + int(np.argmax(differ)) + 1
-            raise UserError(f"it has {first} and {name}, which differ at token {place}: leave one of them out")
-    return mask
-
-
 def _refuse_padding(tokens: np.ndarray, name: str, tokenizer: Tokenizer | None, mask: np.ndarray | None = None) -> None:
     """Refuses padding that later tokens would see, or that would be trained, where its id tells it.
 
@@ -277,10 +246,15 @@ def render_row(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Re
             return joined(tokenizer.encode(prompt, bos=tokenizer.adds_bos), [])
         messages = as_chat("user", prompt, settings) if isinstance(prompt, str) else asked(as_messages(prompt))
         return render_prompt(messages, tokenizer, **_variables(row, settings))
+    unread = settings.train_on == RowKind.COMPLETION and LOSS_WEIGHTS not in settings.fixed
+    if unread and _read(row, LOSS_WEIGHTS, settings) is not None:
+        raise UserError(
+            "it has loss_weights, which the first row has not, or not as input_ids: give them to all or none"
+        )
     if settings.format == "tokens" and settings.train_on == RowKind.LABELS:
         rendered = joined(*given_ids(row, ("prompt_ids", "completion_ids"), tokenizer, settings))
     elif settings.format == "tokens":
-        rendered = Rendered(*given_tokens(row, tokenizer, settings))
+        rendered = given_tokens(row, tokenizer, settings)
     else:
         tokenizer = needed(tokenizer, settings)
         if settings.format == "messages":

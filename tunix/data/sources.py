@@ -16,7 +16,7 @@ from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from tunix.data.config import DataConfig
 from tunix.data.files import (
@@ -39,20 +39,6 @@ COMPARED = 1 << 16
 """Rows that a digest reads at most: 25 us each."""
 COMPARED_OBJECTS = 256
 """Rows that it reads at most where they hold more than JSON does, such as pictures, which take milliseconds each."""
-
-
-@runtime_checkable
-class _Array(Protocol):
-    """An array of numbers, or a scalar of numpy."""
-
-    def tolist(self) -> Any: ...
-
-
-@runtime_checkable
-class _Picture(Protocol):
-    """A picture of PIL, whose values are bytes."""
-
-    def tobytes(self) -> bytes: ...
 
 
 class Rows:
@@ -135,9 +121,9 @@ def _as_json(value: Any) -> Any:
     """What stands for a value that JSON does not have, such as a picture, in a digest."""
     if isinstance(value, bytes):
         return hashlib.sha256(value).hexdigest()
-    if isinstance(value, _Array):
+    if hasattr(value, "tolist"):  # an array of any library, or a scalar of numpy
         return value.tolist()
-    if isinstance(value, _Picture):
+    if hasattr(value, "tobytes"):  # a picture of PIL
         return hashlib.sha256(value.tobytes()).hexdigest()
     return str(value) if isinstance(value, date | time | timedelta | Decimal) else type(value).__name__
 

@@ -33,6 +33,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 _OUTLINED = {"role", "content", "name", *REASONING}
 """Keys of a message in an outline."""
 _THOUGHT_END = "</think>"
+Kind = Literal["content", "reasoning", "call"]
+"""What a text is in its message."""
 Part = Literal["all", "answer", "none"]
 """What is written of a text: all of it, what follows its last `</think>`, or nothing."""
 
@@ -47,7 +49,7 @@ class Field:
 
     message: int
     """Index of the message."""
-    kind: Literal["content", "reasoning", "call"]
+    kind: Kind
     """What it is in the message."""
     text: str
     """Its letters, e.g. `It rains.`."""
@@ -275,9 +277,20 @@ class _Coder:
         if isinstance(content := message.get("content"), str):
             coded["content"] = self._text(number, "content", content)
         elif content is not None:
-            coded["content"] = [self._part(number, part) for part in content]
+            kinds: dict[str, Kind] = {"text": "content", "thinking": "reasoning"}
+            parts = ((part, part["type"]) for part in content)
+            coded["content"] = [
+                {**part, name: self._text(number, kinds[name], part[name])} if name in kinds else part
+                for part, name in parts
+            ]
         if calls := message.get("tool_calls"):
-            coded["tool_calls"] = [self._call(number, call) for call in calls]
+            coded["tool_calls"] = []
+            for call in calls:
+                function = dict(call["function"])
+                if self._names:
+                    function["name"] = self._text(number, "call", function["name"])
+                function["arguments"] = self._value(number, function["arguments"])
+                coded["tool_calls"].append({**call, "function": function})
         return coded
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -286,19 +299,6 @@ class _Coder:
             return np.zeros(0, int), np.zeros(0, int), np.zeros(0, int)
         letters, offsets, messages = zip(*self._parts, strict=True)
         return np.concatenate(letters), np.concatenate(offsets), np.repeat(messages, list(map(len, letters)))
-
-    def _part(self, number: int, part: Mapping[str, Any]) -> Mapping[str, Any]:
-        if part["type"] == "text":
-            return {**part, "text": self._text(number, "content", part["text"])}
-        if part["type"] == "thinking":
-            return {**part, "thinking": self._text(number, "reasoning", part["thinking"])}
-        return part
-
-    def _call(self, number: int, call: Mapping[str, Any]) -> Mapping[str, Any]:
-        function = dict(call["function"])
-        if self._names:
-            function["name"] = self._text(number, "call", function["name"])
-        return {**call, "function": {**function, "arguments": self._value(number, function["arguments"])}}
 
     def _value(self, number: int, value: Any) -> Any:
         """An argument with code points in all of its strings."""
@@ -310,7 +310,7 @@ class _Coder:
             return [self._value(number, item) for item in value]
         return value
 
-    def _text(self, number: int, kind: Literal["content", "reasoning", "call"], text: str) -> str:
+    def _text(self, number: int, kind: Kind, text: str) -> str:
         points = _code_points(text)
         coded = _CODED[np.minimum(points, len(_CODED) - 1)]
         if "<" in text or "[" in text:

@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 
 from tunix.algorithms.base import Algorithm
 from tunix.config import RowKind
-from tunix.data.pipeline import account, sequences_of
-from tunix.data.sources import Rows
+from tunix.data.examples import Examples
 from tunix.data.tokenizer import Tokenizer
 from tunix.distributed.global_arrays import own_part
 from tunix.hf.model_folder import require_classifier
@@ -101,8 +100,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     reference = None if reference_path is None else reference_source(reference_path, inputs.source)
     # Mistakes that affect every row (no tokenizer, no chat template, a mistyped column) are reported before weights are
     # read.
-    first, size = Rows(inputs.train.name, [inputs.train[0]], inputs.train.folder), inputs.source.decoder.vocab_size
-    account(first, inputs.tokenizer, recipe.data, row_kind_of(recipe, algorithm), size)
+    size = inputs.source.decoder.vocab_size
+    next(Examples(inputs.train, inputs.tokenizer, recipe.data, row_kind_of(recipe, algorithm), size).first())
     scorer = None
     if recipe.reward is not None and recipe.reward.functions:
         scorer = Scorer(recipe.reward.functions, recipe.reward.deadline, recipe.reward.workers)
@@ -252,10 +251,10 @@ def _precomputed_reference(
 ) -> ReferenceLogprobs:
     """The reference's log-probs of all given sequences, held-out ones included; then its weights are freed."""
     size = inputs.source.decoder.vocab_size
-    sequences = sequences_of(inputs.train, inputs.tokenizer, recipe.data, kind, size)
+    sequences = Examples(inputs.train, inputs.tokenizer, recipe.data, kind, size).sequences()
     if inputs.held_out is not None:
-        held_out = sequences_of(inputs.held_out, inputs.tokenizer, recipe.data, kind, size, limit=recipe.eval.rows)
-        sequences = itertools.chain(sequences, held_out)
+        held_out = Examples(inputs.held_out, inputs.tokenizer, recipe.data, kind, size)
+        sequences = itertools.chain(sequences, held_out.sequences(recipe.eval.rows))
     of = "policy" if client.learner.reference is None else "reference"
     logprobs = precompute(sequences, client, of, recipe.model.dtype, recipe.data.train, folder, display)
     client.learner.reference = None

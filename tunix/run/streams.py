@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from tunix.algorithms.base import Algorithm
 from tunix.algorithms.on_policy import OnPolicy
 from tunix.config import RowKind
+from tunix.data.examples import Examples
 from tunix.data.pipeline import Batches, Prompts, cut_steps, eval_batches, eval_prompts, pictures_of_row
 from tunix.distributed import processes
 from tunix.errors import UserError
@@ -59,27 +60,12 @@ def open_stream(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collector:
     data, vocab_size = recipe.data, inputs.source.decoder.vocab_size
     _, microbatcher = microbatcher_of(recipe, mesh, inputs.source.decoder, algorithm)
     if algorithm.train_on != RowKind.PROMPT:
-        return Batches(
-            inputs.train,
-            inputs.tokenizer,
-            data,
-            batch_size=recipe.batch_size,
-            seed=recipe.seed,
-            epochs=recipe.epochs,
-            train_on=algorithm.train_on,
-            vocab_size=vocab_size,
-            layout=layout(algorithm, microbatcher.multiple),
-        )
+        examples = Examples(inputs.train, inputs.tokenizer, data, algorithm.train_on, vocab_size)
+        packed = layout(algorithm, microbatcher.multiple)
+        return Batches(examples, recipe.batch_size, recipe.seed, recipe.epochs, packed)
     together = answers_together(recipe, mesh, inputs.source.decoder, algorithm)
-    stream = Prompts(
-        inputs.train,
-        inputs.tokenizer,
-        data,
-        seed=recipe.seed,
-        epochs=recipe.epochs,
-        vocab_size=vocab_size,
-        train_on=row_kind_of(recipe, algorithm),
-    )
+    examples = Examples(inputs.train, inputs.tokenizer, data, row_kind_of(recipe, algorithm), vocab_size)
+    stream = Prompts(examples, recipe.seed, recipe.epochs)
     spare = recipe.rollout.spare(recipe.batch_size)
     return RolloutStream(
         RolloutStep(
@@ -179,16 +165,9 @@ def steps_of(recipe: Recipe, inputs: Inputs, algorithm: Algorithm) -> int:
     epochs = recipe.epochs or 1
     if not recipe.data.cuts:
         return total_steps(len(inputs.train), recipe.batch_size, epochs)
-    return cut_steps(
-        inputs.train,
-        inputs.tokenizer,
-        recipe.data,
-        recipe.batch_size,
-        recipe.seed,
-        epochs,
-        algorithm.train_on,
-        inputs.source.decoder.vocab_size,
-    )
+    size = inputs.source.decoder.vocab_size
+    examples = Examples(inputs.train, inputs.tokenizer, recipe.data, algorithm.train_on, size)
+    return cut_steps(examples, recipe.batch_size, recipe.seed, epochs)
 
 
 def workload_of(recipe: Recipe, algorithm: Algorithm, evaluation: Evaluation) -> Workload | None:
@@ -217,19 +196,11 @@ def evaluation_of(recipe: Recipe, inputs: Inputs, algorithm: Algorithm, collecto
     held_out, prompts = [], []
     if algorithm.held_out_on is not None and not (algorithm.train_on == RowKind.PROMPT and collector.weights):
         _, microbatcher = microbatcher_of(recipe, mesh, inputs.source.decoder, algorithm)
-        held_out = eval_batches(
-            inputs.held_out,
-            inputs.tokenizer,
-            recipe.data,
-            batch_size=recipe.batch_size,
-            limit=limit,
-            train_on=algorithm.held_out_on,
-            vocab_size=size,
-            layout=layout(algorithm, microbatcher.multiple),
-        )
+        examples = Examples(inputs.held_out, inputs.tokenizer, recipe.data, algorithm.held_out_on, size)
+        held_out = eval_batches(examples, recipe.batch_size, limit, layout(algorithm, microbatcher.multiple))
     if collector.weights and recipe.algorithm.has_lm_head:
         kind = RowKind.PROMPT if recipe.rollout.environment is None else RowKind.ROW
-        prompts = eval_prompts(inputs.held_out, inputs.tokenizer, recipe.data, limit, size, kind)
+        prompts = eval_prompts(Examples(inputs.held_out, inputs.tokenizer, recipe.data, kind, size), limit)
     greedy = replace(collector, sampling=replace(collector.sampling, temperature=0.0))
     return Evaluation(algorithm, held_out, prompts, greedy, recipe.eval.until)
 
