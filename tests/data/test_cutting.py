@@ -11,7 +11,7 @@ from tunix.cli import main
 from tunix.data.accounting import CUT_AWAY, NOTHING_TRAINED, Accounting, Kept
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
-from tunix.data.pipeline import Batches, cut_steps, eval_batches
+from tunix.data.pipeline import Batches, eval_batches, shuffled
 from tunix.data.sources import open_rows
 from tunix.errors import UserError
 from tunix.recipe.recipe import Recipe
@@ -115,7 +115,7 @@ def ragged(number: int = 30) -> list[dict]:
 def test_every_target_is_trained_once_but_those_that_begin_a_piece(packing):
     rows, settings = ragged(), config(packing, max_length=8, shuffle=True)
     found = list(stream(rows, settings, batch_size=5))
-    assert len(found) == cut_steps(Examples(open_rows(rows), None, settings), 5, 3, 1)
+    assert len(found) == len(list(shuffled(Examples(open_rows(rows), None, settings), 5, 3, 1)))
     trained = [int(t) for one in found for t in one.batch.tokens[one.batch.loss_mask]]
     starts = [
         int(t) for one in found for t in one.batch.tokens[(one.batch.positions == 0) & (one.batch.segment_ids > 0)]

@@ -7,9 +7,8 @@ from tunix.config import RowKind
 from tunix.data.accounting import CUT_AWAY, NOTHING_TRAINED, TOO_LONG, Accounting, Dropped, Kept
 from tunix.data.chat import render_chat
 from tunix.data.config import DataConfig
-from tunix.data.examples import to_example
+from tunix.data.examples import prompt_text, to_example
 from tunix.data.pipeline import Cutter
-from tunix.data.rendered import prompt_text
 from tunix.data.shapes import Rendering, detect_format, rendering
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError

@@ -19,7 +19,6 @@ from rich.text import Text
 from tunix.config import RowKind
 from tunix.data.accounting import CUT_AWAY, Accounting, Dropped, Kept
 from tunix.data.examples import Examples, to_example
-from tunix.data.packing import waste
 from tunix.data.pipeline import Cutter, Groups, Layout, cutter
 from tunix.data.shapes import Rendering
 from tunix.data.sources import Rows
@@ -188,7 +187,7 @@ class _Totals:
     tokens: int = 0
     trained: int = 0
     packed_rows: int = 0
-    empty: float = 0.0
+    empty: int = 0
     """Number of positions without a token in packed rows."""
     row_length: int = 0
     """Number of positions in a packed row."""
@@ -205,7 +204,7 @@ def _total(examples: list[Kept | Dropped], recipe: Recipe, packed: Layout | None
         if packed:
             batch = packed.packed(group, recipe.batch_size, recipe.data, groups.accounting).batch
             totals.packed_rows += len(batch.tokens)
-            totals.empty += waste(batch) * len(batch.tokens) * totals.row_length
+            totals.empty += int(np.count_nonzero(batch.segment_ids == 0))
     totals.accounting = groups.accounting
     return totals
 

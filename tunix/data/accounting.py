@@ -47,7 +47,7 @@ class Note:
 class Refused(UserError):
     """A row that cannot be trained as it stands; where rows are counted it is dropped."""
 
-    def __init__(self, reason: str, message: str) -> None:
+    def __init__(self, reason: str, message: str = "") -> None:
         """See `Dropped`."""
         super().__init__(message)
         self.reason = reason
@@ -100,10 +100,13 @@ class Accounting:
         assert self.kept + sum(self.dropped.values()) == self.rows, self
 
     def __add__(self, other: Accounting) -> Accounting:
-        first, second = vars(self), vars(other)
-        sums = {name: x + second[name] for name, x in first.items() if isinstance(x, int)}
-        counts = {name: dict(Counter(x) + Counter(second[name])) for name, x in first.items() if name not in sums}
-        return Accounting(**sums, **counts)
+        second = vars(other)
+        return Accounting(
+            **{
+                name: x + second[name] if isinstance(x, int) else dict(Counter(x) + Counter(second[name]))
+                for name, x in vars(self).items()
+            }
+        )
 
     @staticmethod
     def of(example: Kept | Dropped) -> Accounting:

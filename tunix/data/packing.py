@@ -186,11 +186,6 @@ def pack(
     )
 
 
-def waste(batch: Batch) -> float:
-    """Share of padding among the batch's positions, e.g. 0.05."""
-    return float(np.mean(np.asarray(batch.segment_ids) == 0))
-
-
 @dataclass(frozen=True)
 class _Pieces:
     """Parts of sequences, unit by unit; arrays `[pieces]`."""

@@ -36,9 +36,8 @@ import numpy as np
 from tunix.config import RowKind
 from tunix.data.accounting import CUT_AWAY, Accounting, Dropped, Kept, Note
 from tunix.data.config import DataConfig
-from tunix.data.examples import Examples
+from tunix.data.examples import Examples, prompt_text
 from tunix.data.packing import pack, row_length
-from tunix.data.rendered import prompt_text
 from tunix.data.types import Packed, Prompt
 from tunix.distributed import processes
 from tunix.errors import UserError
@@ -538,9 +537,3 @@ def eval_prompts(examples: Examples, limit: int) -> list[Prompt]:
         return prompts
     total = sum(map(Accounting.of, read), Accounting())
     raise UserError(f"{examples.rows.name}: none of its first {len(read)} rows has a prompt: {reasons(total)}")
-
-
-def cut_steps(examples: Examples, batch_size: int, seed: int, epochs: int) -> int:
-    """Number of batches in `epochs` epochs where rows are cut into pieces. It depends on the lengths and the order, so
-    every row is rendered once for each epoch."""
-    return sum(1 for _ in shuffled(examples, batch_size, seed, epochs))

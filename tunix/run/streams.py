@@ -10,7 +10,7 @@ from tunix.algorithms.base import Algorithm
 from tunix.algorithms.on_policy import OnPolicy
 from tunix.config import RowKind
 from tunix.data.examples import Examples
-from tunix.data.pipeline import Batches, Prompts, cut_steps, eval_batches, eval_prompts, pictures_of_row
+from tunix.data.pipeline import Batches, Prompts, eval_batches, eval_prompts, pictures_of_row, shuffled
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.protocols import Client
@@ -167,7 +167,8 @@ def steps_of(recipe: Recipe, inputs: Inputs, algorithm: Algorithm) -> int:
         return total_steps(len(inputs.train), recipe.batch_size, epochs)
     size = inputs.source.decoder.vocab_size
     examples = Examples(inputs.train, inputs.tokenizer, recipe.data, algorithm.train_on, size)
-    return cut_steps(examples, recipe.batch_size, recipe.seed, epochs)
+    # Pieces depend on the lengths and the order, so every row is rendered once for each epoch.
+    return sum(1 for _ in shuffled(examples, recipe.batch_size, recipe.seed, epochs))
 
 
 def workload_of(recipe: Recipe, algorithm: Algorithm, evaluation: Evaluation) -> Workload | None:
