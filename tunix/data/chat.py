@@ -246,15 +246,8 @@ class Turns:
 
 
 def common_prefix(a: str, b: str) -> int:
-    """Length of the longest common prefix of two texts, by bisection: comparing slices runs in C."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    """Length of the longest common prefix of two texts."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -262,10 +262,6 @@ def _placed(
     """Where the pieces are placed, `[pieces]` each: the row, the first position in it, and the segment id (from 1).
 
     Args:
-        pieces: of all units.
-        max_length: T.
-        packing: how rows are filled.
-        multiple: the number of rows is one of it.
         seen: `[pieces]` pictures of each.
         pictures: the most of a row.
 
