@@ -100,12 +100,14 @@ class Accounting:
         assert self.kept + sum(self.dropped.values()) == self.rows, self
 
     def __add__(self, other: Accounting) -> Accounting:
-        second = vars(other)
         return Accounting(
-            **{
-                name: x + second[name] if isinstance(x, int) else dict(Counter(x) + Counter(second[name]))
-                for name, x in vars(self).items()
-            }
+            self.rows + other.rows,
+            self.kept + other.kept,
+            self.truncated + other.truncated,
+            dict(Counter(self.dropped) + Counter(other.dropped)),
+            self.pieces + other.pieces,
+            self.untrained + other.untrained,
+            dict(Counter(self.notes) + Counter(other.notes)),
         )
 
     @staticmethod

@@ -186,7 +186,7 @@ class Divided:
         self._stopped.clear()
 
 
-_SENT = {kind.__name__: kind for kind in (Kept, Dropped, Note, Sequence, Pictures)}
+_SENT: Mapping[str, Any] = {kind.__name__: kind for kind in (Kept, Dropped, Note, Sequence, Pictures)}
 """The records that a rendered row is made of."""
 
 

@@ -39,7 +39,7 @@ from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
 from tunix.hf.model_folder import STORED_DTYPE, copy_tokenizer, named_tensors, rename, write_generation_config
-from tunix.hf.safetensors_io import DTYPES, Entry, Stored, check_tensors, some, tensors_of_file, write_share
+from tunix.hf.safetensors_io import DTYPES, Entry, check_tensors, some, tensors_of_file, write_share
 from tunix.hf.tensor_transfer import sent
 from tunix.lora.adapt import plain_pairs, quantization, tables
 from tunix.lora.config import AdapterConfig, Table
@@ -460,11 +460,12 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[AdapterConfig, di
         rename(key.removeprefix(PREFIX), family.prefixes) or key: tensor
         for key, tensor in tensors_of_file(folder / WEIGHTS).items()
     }
-    parts = _parts(adapter, config)
-    whole = _whole(adapter, config, scores)
-    wanted = {tensor.key(None): tensor.their_shape(shape) for tensor, shape in whole.values()}
-    for tensor, shape in parts.values():
-        wanted |= {tensor.key(layer): tensor.their_shape(shape) for layer in config.layers_with(tensor.mixer)}
+    parts = _parts(adapter, config, scores)
+    keys = {
+        name: [tensor.key(layer) for layer in (config.layers_with(tensor.mixer) if tensor.layered else (None,))]
+        for name, (tensor, _) in parts.items()
+    }
+    wanted = {key: tensor.their_shape(shape) for name, (tensor, shape) in parts.items() for key in keys[name]}
     embed, head = family.tensors["embed/w"].name, family.tensors["head/w"].name
     if config.tied and adapter.also and head in stored:
         # A tied table may be there twice, as embedding and as head.
@@ -479,25 +480,23 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[AdapterConfig, di
     extra = sorted(set(stored) - set(wanted))
     if extra:
         raise UserError(f"{folder / WEIGHTS}: {len(extra)} tensor(s) have no place in this model: {some(extra)}.")
-    arrays = {name: _read(stored[tensor.key(None)], tensor, shape) for name, (tensor, shape) in whole.items()}
+    arrays: dict[str, np.ndarray] = {}
     for name, (tensor, shape) in parts.items():
-        layers = [_read(stored[tensor.key(layer)], tensor, shape) for layer in config.layers_with(tensor.mixer)]
-        arrays[name] = np.stack(layers)
+        layers = [tensor.read(stored[key].read(), shape) for key in keys[name]]
+        arrays[name] = np.stack(layers) if tensor.layered else layers[0]
     return adapter, arrays
-
-
-def _read(stored: Stored, tensor: Tensor, shape: tuple[int, ...]) -> np.ndarray:
-    return tensor.read(stored.read(), shape)
 
 
 Place = tuple[Tensor, tuple[int, ...]]
 """A parameter's tensor in a PEFT file, and its shape in our layout, in one layer."""
 
 
-def _parts(adapter: AdapterConfig, config: DecoderConfig) -> dict[str, Place]:
-    """The tensors of A, B and magnitudes. The layouts of A and B follow from that of the weight: its input axes are the
-    last group of PEFT's layout."""
-    family, tensors = FAMILIES[config.family], {}
+def _parts(adapter: AdapterConfig, config: DecoderConfig, scores: bool = False) -> dict[str, Place]:
+    """The tensors that are saved whole (tables that train, a reward model's head), and those of A, B and magnitudes. The
+    layouts of A and B follow from that of the weight: its input axes are the last group of PEFT's layout."""
+    family = FAMILIES[config.family]
+    tensors = {name: (family.tensors[name], (config.vocab_size, config.d_model)) for name in tables(adapter, config)}
+    tensors |= {HEAD: (family.tensors[HEAD], (config.d_model,))} if scores else {}
     sizes = family.axes(config)
     modules = adapter.modules_of(config)
     for name, low in modules.items():
@@ -532,13 +531,6 @@ def _parts(adapter: AdapterConfig, config: DecoderConfig) -> dict[str, Place]:
     return tensors
 
 
-def _whole(adapter: AdapterConfig, config: DecoderConfig, scores: bool) -> dict[str, Place]:
-    """The tensors that are saved whole: tables that train, and a reward model's head."""
-    table = FAMILIES[config.family].tensors
-    tensors = {name: (table[name], (config.vocab_size, config.d_model)) for name in tables(adapter, config)}
-    return tensors | ({HEAD: (table[HEAD], (config.d_model,))} if scores else {})
-
-
 def _entries(
     params: Mapping[str, jax.Array], adapter: AdapterConfig, config: DecoderConfig, scores: bool
 ) -> Iterator[Entry]:
@@ -553,12 +545,13 @@ def _entries(
         key = key if config.vision is None else re.sub(r"^model\.", LANGUAGE, key)
         return Entry(PREFIX + key, tensor.their_shape(shape), STORED_DTYPE[str(array.dtype)], send)
 
-    for name, (tensor, _) in _whole(adapter, config, scores).items():
-        yield entry(name, tensor, None)
+    parts = _parts(adapter, config, scores)
+    for name, (tensor, _) in parts.items():
+        if not tensor.layered:
+            yield entry(name, tensor, None)
         if name == "embed/w" and config.tied and not scores:  # PEFT looks for both ends of a tied table
             yield entry(name, FAMILIES[config.family].tensors["head/w"], None)
-    parts = _parts(adapter, config)
     for layer in range(config.num_layers):
         for name, (tensor, _) in parts.items():
-            if layer in config.layers_with(tensor.mixer):
+            if tensor.layered and layer in config.layers_with(tensor.mixer):
                 yield entry(name, tensor, layer)
