@@ -492,8 +492,8 @@ Place = tuple[Tensor, tuple[int, ...]]
 
 
 def _parts(adapter: AdapterConfig, config: DecoderConfig, scores: bool = False) -> dict[str, Place]:
-    """The tensors that are saved whole (tables that train, a reward model's head), and those of A, B and magnitudes. The
-    layouts of A and B follow from that of the weight: its input axes are the last group of PEFT's layout."""
+    """The tensors that are saved whole (tables that train, a reward model's head), and A, B and magnitudes.
+    The layouts of A and B follow from that of the weight: its input axes are the last group of PEFT's layout."""
     family = FAMILIES[config.family]
     tensors = {name: (family.tensors[name], (config.vocab_size, config.d_model)) for name in tables(adapter, config)}
     tensors |= {HEAD: (family.tensors[HEAD], (config.d_model,))} if scores else {}

@@ -40,6 +40,7 @@ from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 from flax.traverse_util import unflatten_dict
 from jaxtyping import Float32
 
@@ -48,7 +49,7 @@ from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
 from tunix.hf.model_folder import STORED_DTYPE, expected, has_score, named_tensors, reward_model, write_beside
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, write_shards
-from tunix.interop.orbax_arrays import ITEMS, STEP, Arrays, Deferred, write_step
+from tunix.interop.orbax_arrays import ITEMS, STEP, Arrays, Deferred, writing_handler
 from tunix.models.config import DecoderConfig, Rope
 from tunix.models.families.base import Tensor
 from tunix.models.families.table import FAMILIES, read_config, to_hf
@@ -391,7 +392,10 @@ def export_maxtext(source: Path, out: Path, *, scanned: bool = True) -> str:
     }
     with atomic_folder(out) as folder:
         write_beside(folder, config, {**to_hf(config), "dtype": "float32"}, source)
-        write_step(folder, {**unflatten_dict(arrays, sep="/"), "step": 0, "opt_state": {}})
+        # As MaxText's own manager writes a step.
+        tree = {**unflatten_dict(arrays, sep="/"), "step": 0, "opt_state": {}}
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(items=writing_handler())) as writer:
+            writer.save(folder / STEP, ocp.args.Composite(items=ocp.args.PyTreeSave(tree)))
     settings = {"load_parameters_path": f"{out}/{STEP}/{ITEMS}", **settings_of(config, scanned)}
     return " ".join(
         f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items()

@@ -5,7 +5,7 @@ makes when its turn has come, and lets go of once it is on the disk.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,24 +54,7 @@ class _InTurn(ocp.type_handlers.NumpyHandler):
         return []
 
 
-def write_step(folder: Path, tree: Mapping[str, Any]) -> None:
-    """Writes a checkpoint of one step as MaxText's own manager does: `0/items` below `folder`, which exists.
-
-    Args:
-        folder: where the folder of the step is made.
-        tree: nested dicts of `Deferred`, and whole numbers.
-    """
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(items=_handler())) as writer:  # as in ITEMS
-        writer.save(folder / STEP, ocp.args.Composite(items=ocp.args.PyTreeSave(dict(tree))))
-
-
-def write_arrays(folder: Path, arrays: Mapping[str, Deferred]) -> None:
-    """Writes arrays by name as the new folder `folder`."""
-    with ocp.Checkpointer(_handler()) as writer:
-        writer.save(folder, ocp.args.PyTreeSave(dict(arrays)))
-
-
-def _handler() -> ocp.PyTreeCheckpointHandler:
+def writing_handler() -> ocp.PyTreeCheckpointHandler:
     """Writes trees of `Deferred` in the format that MaxText writes by default."""
     handlers = ocp.type_handlers.create_type_handler_registry(
         # Without a handler of jax's arrays Orbax leaves out a file that says how arrays are split, and warns.

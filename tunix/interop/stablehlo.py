@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from jax import export
 from jaxtyping import Array, Float, Int
 
@@ -30,7 +31,7 @@ from tunix.config import MeshConfig
 from tunix.errors import UserError, install_command
 from tunix.hf.model_folder import copy_tokenizer, write_generation_config
 from tunix.hf.source import check_vocabulary, loaded, pretrained, require_lm_head
-from tunix.interop.orbax_arrays import Deferred, write_arrays
+from tunix.interop.orbax_arrays import Deferred, writing_handler
 from tunix.mesh import build_mesh
 from tunix.models.attention.pages import NOWHERE, Gathered, PieceView, SlotsView, Table, Visits, Writes
 from tunix.models.deltanet import PIECE_CHUNK, PieceStates, StepView
@@ -240,7 +241,8 @@ def export_stablehlo(source: Path, out: Path, *, shapes: Shapes) -> str:
             name: Deferred(x.shape, np.dtype(x.dtype), lambda name=name: np.asarray(weights.pop(name)))
             for name, x in weights.items()
         }
-        write_arrays(folder / "weights", arrays)
+        with ocp.Checkpointer(writing_handler()) as writer:
+            writer.save(folder / "weights", ocp.args.PyTreeSave(arrays))
     return f"python {out}/generate.py '[[1, 2, 3]]' --max-tokens 16"
 
 
