@@ -108,7 +108,7 @@ class Pictures:
     places: Int[Array | np.ndarray, "*B T"]
     """1 + the index among the soft tokens of all of them, 0 for text; e.g. `[0, 1, 2, 3, 4, 0]` of one with four."""
     rope: Int[Array | np.ndarray, "*B T 3"] | None = None
-    """The time, row and column to which rope turns each token (`data.seen`), e.g. `[[0, 0, 0], [1, 1, 1], [1, 1, 2]]`;
+    """Time, row and column to which rope turns each token (`rope_positions`), e.g. `[[0, 0, 0], [1, 1, 1], [1, 1, 2]]`;
     None where that is its place in the sequence."""
 
     @property

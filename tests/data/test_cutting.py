@@ -8,11 +8,11 @@ import pytest
 
 from tests.data.test_pipeline import flat
 from tunix.cli import main
-from tunix.data.accounting import CUT_AWAY, NOTHING_TRAINED, Accounting, Kept
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
 from tunix.data.pipeline import Batches, eval_batches, shuffled
 from tunix.data.sources import open_rows
+from tunix.data.types import CUT_AWAY, NOTHING_TRAINED, Accounting, Kept
 from tunix.errors import UserError
 from tunix.recipe.recipe import Recipe
 

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from tunix.config import RowKind
-from tunix.data.accounting import CUT_AWAY, NOTHING_TRAINED, TOO_LONG, Accounting, Dropped, Kept
 from tunix.data.chat import render_chat
 from tunix.data.config import DataConfig
 from tunix.data.examples import prompt_text, to_example
 from tunix.data.pipeline import Cutter
 from tunix.data.shapes import Rendering, detect_format, rendering
 from tunix.data.tokenizer import bytes_tokenizer
+from tunix.data.types import CUT_AWAY, NOTHING_TRAINED, TOO_LONG, Accounting, Dropped, Kept
 from tunix.errors import UserError
 from tunix.types import Sequence
 

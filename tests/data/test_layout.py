@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from tunix.config import RowKind
-from tunix.data.accounting import EMPTY, EQUAL, Accounting
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
 from tunix.data.pipeline import Batches, Layout, eval_batches
 from tunix.data.sources import open_rows
+from tunix.data.types import EMPTY, EQUAL, Accounting
 from tunix.errors import UserError
 from tunix.run.evaluation import prompts_of
 from tunix.types import Sequence

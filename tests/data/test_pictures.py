@@ -16,13 +16,13 @@ from transformers import AutoProcessor
 
 from tunix.config import RowKind
 from tunix.data import pictures as reading
-from tunix.data.accounting import PICTURE_CUT, Dropped, Kept
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples, to_example
 from tunix.data.pipeline import Batches, decoded, encoded
 from tunix.data.shapes import Rendering
 from tunix.data.sources import open_rows
 from tunix.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer
+from tunix.data.types import PICTURE_CUT, Dropped, Kept
 from tunix.errors import UserError
 from tunix.hf.picture_settings import with_reader, write_settings
 from tunix.models.config import DecoderConfig

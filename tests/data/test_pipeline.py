@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from tunix.config import RowKind
-from tunix.data.accounting import CUT_AWAY, NOTHING_TRAINED, Accounting
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
 from tunix.data.pipeline import Batches, Prompts, eval_batches
 from tunix.data.sources import open_rows
 from tunix.data.tokenizer import bytes_tokenizer
+from tunix.data.types import CUT_AWAY, NOTHING_TRAINED, Accounting
 from tunix.errors import UserError
 from tunix.recipe.notes import total_steps
 

@@ -11,12 +11,12 @@ from transformers import Qwen2VLImageProcessorPil, Qwen3VLProcessor
 
 from tests.data.test_pictures import MARK, TEXT, chat, image
 from tunix.config import RowKind
-from tunix.data.accounting import Kept
 from tunix.data.config import DataConfig
 from tunix.data.examples import to_example
 from tunix.data.pipeline import decoded, encoded
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import bytes_tokenizer
+from tunix.data.types import Kept
 from tunix.errors import UserError
 from tunix.hf.picture_settings import with_reader, write_settings
 from tunix.models.families.table import small, with_vision

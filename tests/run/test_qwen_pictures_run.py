@@ -27,11 +27,11 @@ from tests.run.test_pictures_run import (
 from tests.tiny_models import DELTA, randomise
 from tests.tiny_runs import losses, metrics, train, write_recipe, write_rows
 from tunix.cli import main
-from tunix.data.accounting import Kept
 from tunix.data.examples import to_example
-from tunix.data.seen import within
+from tunix.data.picture_reader import within
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import bytes_tokenizer, load_tokenizer
+from tunix.data.types import Kept
 from tunix.hf.picture_settings import with_reader, write_settings
 from tunix.hf.safetensors_io import tensors_of_folder
 from tunix.hf.source import read_folder

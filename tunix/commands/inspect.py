@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.text import Text
 
 from tunix.config import RowKind
-from tunix.data.accounting import CUT_AWAY, Accounting, Dropped, Kept
 from tunix.data.examples import Examples, to_example
 from tunix.data.pipeline import Cutter, Groups, Layout, cutter
 from tunix.data.shapes import Rendering
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
+from tunix.data.types import CUT_AWAY, Accounting, Dropped, Kept
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
 from tunix.run.inputs import layout, open_inputs, row_kind_of

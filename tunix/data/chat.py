@@ -37,7 +37,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tunix.data.accounting import (
+from tunix.data.templates import MARKERS, template_text
+from tunix.data.tokenizer import Tokenizer
+from tunix.data.types import (
     BEFORE_CALL,
     EMPTY_TURN,
     NO_STOP,
@@ -48,8 +50,6 @@ from tunix.data.accounting import (
     Note,
     Refused,
 )
-from tunix.data.templates import MARKERS, template_text
-from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError, nearest
 
 Message = Mapping[str, Any]

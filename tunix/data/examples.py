@@ -40,22 +40,6 @@ from typing import Any
 import numpy as np
 
 from tunix.config import LOSS_WEIGHTS, RowKind
-from tunix.data.accounting import (
-    COMPLETION_TOO_LONG,
-    CUT_AWAY,
-    CUT_EQUAL,
-    EMPTY,
-    EQUAL,
-    NO_COMMON_PROMPT,
-    NO_PROMPT,
-    NOTHING_TRAINED,
-    PICTURE_CUT,
-    PROMPT_TOO_LONG,
-    TOO_LONG,
-    Dropped,
-    Kept,
-    Refused,
-)
 from tunix.data.chat import Rendered, common_prefix, render_chat, render_prompt
 from tunix.data.config import DataConfig
 from tunix.data.packing import shared_tokens
@@ -79,6 +63,22 @@ from tunix.data.shapes import (
 )
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
+from tunix.data.types import (
+    COMPLETION_TOO_LONG,
+    CUT_AWAY,
+    CUT_EQUAL,
+    EMPTY,
+    EQUAL,
+    NO_COMMON_PROMPT,
+    NO_PROMPT,
+    NOTHING_TRAINED,
+    PICTURE_CUT,
+    PROMPT_TOO_LONG,
+    TOO_LONG,
+    Dropped,
+    Kept,
+    Refused,
+)
 from tunix.errors import UserError
 from tunix.types import Sequence
 

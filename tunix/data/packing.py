@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 
 from tunix.config import LOSS_WEIGHTS
-from tunix.data.seen import within
+from tunix.data.picture_reader import within
 from tunix.types import Batch, Pictures, Sequence
 
 LABEL = "label"

@@ -34,11 +34,10 @@ import grain
 import numpy as np
 
 from tunix.config import RowKind
-from tunix.data.accounting import CUT_AWAY, Accounting, Dropped, Kept, Note
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples, prompt_text
 from tunix.data.packing import pack, row_length
-from tunix.data.types import Packed, Prompt
+from tunix.data.types import CUT_AWAY, Accounting, Dropped, Kept, Note, Packed, Prompt
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.types import Pictures, Sequence

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from tunix.data.seen import followed
+from tunix.data.picture_reader import followed
 from tunix.data.types import Prompt
 from tunix.errors import UserError
 from tunix.protocols import Metered, SamplingClient

@@ -15,7 +15,7 @@ import numpy as np
 
 from tunix.algorithms.base import Algorithm
 from tunix.algorithms.episodes import require_scores, reward_means, rewards_of, total_rewards
-from tunix.data.seen import within
+from tunix.data.picture_reader import within
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Packed, Prompt
 from tunix.distributed import processes

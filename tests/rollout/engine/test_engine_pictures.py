@@ -17,7 +17,7 @@ from tests.models.test_vision import SOFT, load, made, sequence, whole
 from tests.tiny_models import one_device
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
-from tunix.data.seen import followed
+from tunix.data.picture_reader import followed
 from tunix.errors import UserError
 from tunix.hf.model_folder import load_params
 from tunix.mesh import build_mesh

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from tunix.data.seen import within
+from tunix.data.picture_reader import within
 from tunix.models.attention.pages import NOWHERE, Copies, Visits, block_of
 from tunix.rollout.engine.experts import Known, Recorded
 from tunix.rollout.engine.page_tables import Copy, Held, PageTables

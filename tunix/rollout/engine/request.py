@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tunix.data.seen import followed
+from tunix.data.picture_reader import followed
 from tunix.errors import UserError
 from tunix.models.config import VisionConfig
 from tunix.rollout.engine.experts import Known, Recorded, of_sequence
@@ -107,7 +107,9 @@ def check_pictures(number: int, prompt: np.ndarray, pictures: Pictures | None, v
             "each needs all of its own, one after the other, and text after the last"
         )
     if vision.turns and pictures.rope is None:
-        raise UserError(f"prompt {number} has pictures without places for rope: data.seen.rope_positions finds them")
+        raise UserError(
+            f"prompt {number} has pictures without places for rope: data.picture_reader.rope_positions finds them"
+        )
 
 
 class StopText:
