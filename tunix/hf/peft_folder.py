@@ -495,8 +495,10 @@ def _parts(adapter: AdapterConfig, config: DecoderConfig, scores: bool = False) 
     """The tensors that are saved whole (tables that train, a reward model's head), and A, B and magnitudes.
     The layouts of A and B follow from that of the weight: its input axes are the last group of PEFT's layout."""
     family = FAMILIES[config.family]
-    tensors = {name: (family.tensors[name], (config.vocab_size, config.d_model)) for name in tables(adapter, config)}
-    tensors |= {HEAD: (family.tensors[HEAD], (config.d_model,))} if scores else {}
+    table = (config.vocab_size, config.d_model)
+    tensors: dict[str, Place] = {name: (family.tensors[name], table) for name in tables(adapter, config)}
+    if scores:
+        tensors[HEAD] = (family.tensors[HEAD], (config.d_model,))
     sizes = family.axes(config)
     modules = adapter.modules_of(config)
     for name, low in modules.items():

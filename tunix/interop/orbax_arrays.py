@@ -96,7 +96,7 @@ class Arrays:
             tree = self._handler.metadata(self.folder).tree
         except Exception as error:  # Orbax and tensorstore raise whatever fails
             raise UserError(f"{self.folder} is no whole Orbax checkpoint: {first_line(error)}") from error
-        flat = {"/".join(map(str, path)): leaf for path, leaf in flatten_dict(tree).items()}
+        flat: dict[str, Any] = {"/".join(map(str, path)): leaf for path, leaf in flatten_dict(tree).items()}
         leaves = {path: leaf for path, leaf in flat.items() if getattr(leaf, "dtype", None) is not None}
         self.shapes: dict[str, tuple[int, ...]] = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
         """Shape of each array."""
@@ -115,6 +115,7 @@ class Arrays:
             partial_restore=True,
         )
         try:
-            return flatten_dict(self._handler.restore(self.folder, args=args), sep="/")[path]
+            restored: dict[str, Any] = flatten_dict(self._handler.restore(self.folder, args=args), sep="/")
+            return restored[path]
         except Exception as error:  # tensorstore raises a bare Exception for a damaged file
             raise UserError(f"{self.folder}: {path} cannot be read: {first_line(error)}") from error
