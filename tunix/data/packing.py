@@ -23,7 +23,6 @@ from typing import Literal
 import numpy as np
 
 from tunix.config import LOSS_WEIGHTS
-from tunix.data.picture_reader import within
 from tunix.types import Batch, Pictures, Sequence
 
 LABEL = "label"
@@ -110,16 +109,16 @@ def pack(
         for owner, begin, end in zip(pieces.owner, pieces.begin, pieces.end, strict=True):
             whole = sequences[owner].pictures
             assert whole is not None, "a sequence without pictures says so"
-            pictures_of.append(within(whole, int(begin), int(end)))
+            pictures_of.append(whole.within(int(begin), int(end)))
     seen = np.array([x.number for x in pictures_of]) if pictures else np.zeros_like(pieces.owner)
     row_of, start_of, segment_of = _placed(pieces, max_length, packing, multiple, seen, pictures)
     rows = -(-(int(row_of.max()) + 1) // multiple) * multiple
     sizes = pieces.end - pieces.begin
     piece = np.repeat(np.arange(len(sizes)), sizes)
-    within_piece = np.arange(len(piece)) - (np.cumsum(sizes) - sizes)[piece]
-    owner, position = pieces.owner[piece], within_piece + pieces.begin[piece]
+    within = np.arange(len(piece)) - (np.cumsum(sizes) - sizes)[piece]
+    owner, position = pieces.owner[piece], within + pieces.begin[piece]
     source = position + (np.cumsum(lengths) - lengths)[owner]
-    target = (row_of * max_length + start_of)[piece] + within_piece
+    target = (row_of * max_length + start_of)[piece] + within
     tokens = _Tokens(piece, owner, position, source, target, (rows, max_length))
     mask = tokens.joined([sequence.loss_mask for sequence in sequences]).astype(bool) & (tokens.position > 0)
     if not mask.any():

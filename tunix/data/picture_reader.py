@@ -2,8 +2,8 @@
 
 `expanded` writes the soft tokens of each picture in place of the mark that a chat template rendered, `read` cuts the
 pictures into patches, and `pictures` finds their tokens in a row. Gemma 3 makes squares of one size of all pictures;
-Qwen 3.5 keeps their proportions, so that each has as many tokens as it needs. At the end: the pictures of a part of a
-sequence, and of one that goes on, and where rope turns their tokens to.
+Qwen 3.5 keeps their proportions, so that each has as many tokens as it needs. `rope_positions`
+says where rope turns their tokens to.
 
 Axes: T time, Pi pictures, Pp patches, Pr rows of a patch, Pc columns of a patch, Rb colours.
 """
@@ -145,29 +145,6 @@ def _processor(side: int, pixel_range: tuple[int, int] | None, patch: int, pool:
         return Gemma3ImageProcessorPil(size={"height": side, "width": side}, resample=resample)
     size = {"shortest_edge": pixel_range[0], "longest_edge": pixel_range[1]}
     return Qwen2VLImageProcessorPil(size=size, patch_size=patch, merge_size=pool, resample=resample)
-
-
-def within(pictures: Pictures, begin: int, end: int) -> Pictures:
-    """The pictures of the tokens `begin` to `end` of a sequence, none of which is cut, numbered from the first one."""
-    at, counts = np.asarray(pictures.places)[begin:end], np.prod(pictures.grids, axis=-1)
-    seen, ends = at[at > 0], np.cumsum(counts)
-    first = np.searchsorted(ends, seen[0]) if len(seen) else 0
-    last = np.searchsorted(ends, seen[-1]) + 1 if len(seen) else 0
-    assert len(seen) == counts[first:last].sum(), "pictures are whole"
-    places = np.where(at > 0, at - counts[:first].sum(), 0).astype(np.int32)
-    rope = None if pictures.rope is None else pictures.rope[begin:end]
-    return Pictures(pictures.pixels[first:last], pictures.grids[first:last], places, rope)
-
-
-def followed(pictures: Pictures | None, number: int) -> Pictures | None:
-    """The pictures of a sequence that goes on with so many tokens of text, whatever their ids are; None without any."""
-    if pictures is None:
-        return None
-    rope = pictures.rope
-    if rope is not None:
-        after = np.max(rope[-1]) + np.arange(1, number + 1, dtype=np.int32)
-        rope = np.concatenate([rope, np.repeat(after[:, None], 3, axis=1)])
-    return Pictures(pictures.pixels, pictures.grids, np.pad(np.asarray(pictures.places), (0, number)), rope)
 
 
 def rope_positions(places: np.ndarray, grids: np.ndarray) -> np.ndarray:
