@@ -19,7 +19,7 @@ from tests.models.test_vision import assert_spread_computes_alike, loss_and_grad
 from tests.tiny_models import DELTA, SIZES, one_device, randomise
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
-from tunix.data.picture_reader import rope_positions
+from tunix.data.pictures import rope_positions
 from tunix.errors import UserError
 from tunix.hf.model_folder import load_params, save_folder
 from tunix.hf.source import read_folder

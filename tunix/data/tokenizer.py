@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from tunix.data.chat import Outline
-    from tunix.data.picture_reader import PictureReader
+    from tunix.data.pictures import PictureReader
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 GENERATION_CONFIG = "generation_config.json"

@@ -107,7 +107,7 @@ def check_pictures(number: int, prompt: np.ndarray, pictures: Pictures | None, v
         )
     if vision.turns and pictures.rope is None:
         raise UserError(
-            f"prompt {number} has pictures without places for rope: data.picture_reader.rope_positions finds them"
+            f"prompt {number} has pictures without places for rope: data.pictures.rope_positions finds them"
         )
 
 
