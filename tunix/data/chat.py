@@ -422,7 +422,7 @@ class Turns:
     traced: Traced
     """Their text."""
     tokens: Tokens
-    """Of that text."""
+    """The tokens of that text."""
     prompt: Render
     """Renders messages that the assistant is to continue."""
     render: Render
