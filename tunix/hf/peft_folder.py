@@ -25,7 +25,7 @@ import binascii
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,9 +100,6 @@ READ = frozenset(
 
 OF_LANGUAGE = r"(.*\.)?(language_model|model)\.layers\.\d+\.\w+\.(%s)"
 """A pattern of the text part's modules in a multimodal model, and in a model of text alone."""
-
-Refuse = Callable[[str, str], UserError]
-"""A function (field, reason) -> the error that refuses the field."""
 
 
 class Described(NamedTuple):
@@ -209,8 +206,26 @@ def described(file: Path, tied: bool) -> Described:
         modules = tuple(name for name in PROJECTIONS if name in adapted and not name.startswith(EXPERTS))
     targets = modules + parameters
     scores = raw.get("task_type") == TASKS[True]
-    ranks = _pattern(raw.get("rank_pattern"), "rank_pattern", int, targets, refuse)
-    alphas = _pattern(raw.get("alpha_pattern"), "alpha_pattern", int | float, targets, refuse)
+
+    def kept(name: str, kinds: Any) -> dict[str, Any]:
+        """The patterns of a field that match an adapted module; PEFT ignores others."""
+        patterns = {}
+        for pattern, value in (raw.get(name) or {}).items():
+            if not _positive(value, kinds):
+                raise refuse(name, f"gives {pattern!r} the value {value!r}; it must be a positive number.")
+            try:
+                means = matched(pattern)
+            except ValueError as error:
+                raise refuse(name, f"is not supported: {error}.") from None
+            if set(means) & set(targets):
+                patterns[pattern] = value
+            # A pattern of ours does not take `down_proj` for that of experts.
+            for expert in (name for name in targets if name.startswith(EXPERTS) and name not in means):
+                if re.fullmatch(rf"(.*\.)?({pattern})", f"model.layers.0.mlp.{expert}"):
+                    patterns.setdefault(expert, value)
+        return patterns
+
+    ranks, alphas = kept("rank_pattern", int), kept("alpha_pattern", int | float)
     # The tables that it saves whole; PEFT itself adds `model.embed_tokens` where the head is tied to it.
     saved = {name.split(".")[-1] for name in raw.get("modules_to_save") or ()}
     if scores and not saved & set(HEADS):
@@ -235,25 +250,6 @@ def described(file: Path, tied: bool) -> Described:
 
 def _positive(value: Any, kinds: Any) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and value > 0
-
-
-def _pattern(patterns: Any, name: str, kinds: Any, targets: tuple[str, ...], refuse: Refuse) -> dict[str, Any]:
-    """The patterns that match an adapted module; PEFT ignores others."""
-    kept = {}
-    for pattern, value in (patterns or {}).items():
-        if not _positive(value, kinds):
-            raise refuse(name, f"gives {pattern!r} the value {value!r}; it must be a positive number.")
-        try:
-            means = matched(pattern)
-        except ValueError as error:
-            raise refuse(name, f"is not supported: {error}.") from None
-        if set(means) & set(targets):
-            kept[pattern] = value
-        # A pattern of ours does not take `down_proj` for that of experts.
-        for expert in (name for name in targets if name.startswith(EXPERTS) and name not in means):
-            if re.fullmatch(rf"(.*\.)?({pattern})", f"model.layers.0.mlp.{expert}"):
-                kept.setdefault(expert, value)
-    return kept
 
 
 FILE = "tunix_base.json"
