@@ -170,8 +170,7 @@ def reads_of(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DT
         if kind not in targets:
             name, depth = names[0], len(place)  # all are alike; so many of our axes number the tensors
             layout = replace((table[name].turned if first.turned else table[name]).single, name="")
-            # Transposed when they are handed to a device: a CPU's compiler takes ten times as long.
-            turned = layout.is_transposed and mesh.devices.flat[0].platform == "cpu"
+            turned = layout.is_transposed and _host_turns(mesh)
             layout = layout.turned if turned else layout
             shape, axes = model.shapes[name][depth:], model.axes[name][depth:]
             if isinstance(first, Interleaved):
@@ -207,6 +206,11 @@ def places_of(config: DecoderConfig, tensor: Tensor, shape: tuple[int, ...]) -> 
 def _stacks_of(model: Model, name: str) -> tuple[str, ...]:
     """The names of a parameter's arrays: with its scales, where it is quantized."""
     return (name, name + SCALE) if name in model.quantized else (name,)
+
+
+def _host_turns(mesh: Mesh) -> bool:
+    """Whether arrays are transposed when they are handed to a device: a CPU's compiler takes ten times as long."""
+    return mesh.devices.flat[0].platform == "cpu"
 
 
 def _started(read: Read, pool: ThreadPoolExecutor) -> dict[Any, Part]:
