@@ -25,7 +25,9 @@ from benchmarks.shapes import LORA, SHAPES, Shape
 from benchmarks.train import interleaved
 from tunix.algorithms.grpo.algorithm import GRPO
 from tunix.algorithms.grpo.config import GRPOConfig
+from tunix.config import RowKind
 from tunix.data.config import DataConfig
+from tunix.data.examples import Examples
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.protocols import Sampler
@@ -69,7 +71,7 @@ def stream(sampling: Sampling, scorer: Scorer, shape: Shape, together: int, leng
     like = RolloutStep(
         prompts=[],
         collector=Collector(None, sampling, scorer),
-        stream=Prompts(open_rows(rows), None, config, seed=0),
+        stream=Prompts(Examples(open_rows(rows), None, config, RowKind.PROMPT), seed=0),
         size=sizes.prompts,
         seed=0,
         first=True,

@@ -24,7 +24,7 @@ from benchmarks.plain import plain_work
 from benchmarks.shapes import LORA, SHAPES, Shape
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
-from tunix.data.packing import pack, waste
+from tunix.data.packing import pack
 from tunix.models.token_logprobs import CHUNK_LOGITS, token_logprobs
 from tunix.trainer.perf import peak_memory
 from tunix.trainer.trainer import Trainer
@@ -136,7 +136,8 @@ def packing_waste(size: int = 256, longest: int = 1024) -> str:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(5.3, 0.8, size), 8, longest).astype(int)
     rows = [Sequence(np.zeros(n, np.int32), np.ones(n, bool)) for n in lengths]
-    packed, padded = (waste(pack(rows, size, longest, packing=packing)) for packing in (True, False))
+    ids = [pack(rows, size, longest, packing=packing).segment_ids for packing in (True, False)]
+    packed, padded = (float(np.mean(x == 0)) for x in ids)
     return f"packing {size} ragged sequences into rows of {longest}: {packed:.1%} padding, {padded:.1%} unpacked"
 
 

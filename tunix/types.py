@@ -109,13 +109,32 @@ class Pictures:
     places: Int[Array | np.ndarray, "*B T"]
     """1 + the index among the soft tokens of all of them, 0 for text; e.g. `[0, 1, 2, 3, 4, 0]` of one with four."""
     rope: Int[Array | np.ndarray, "*B T 3"] | None = None
-    """The time, row and column to which rope turns each token (`data.seen`), e.g. `[[0, 0, 0], [1, 1, 1], [1, 1, 2]]`;
+    """Time, row and column to which rope turns each token (`rope_positions`), e.g. `[[0, 0, 0], [1, 1, 1], [1, 1, 2]]`;
     None where that is its place in the sequence."""
 
     @property
     def number(self) -> int:
         """Pi."""
         return self.pixels.shape[-5]
+
+    def within(self, begin: int, end: int) -> Pictures:
+        """Those of the tokens `begin` to `end` of a sequence, none of which is cut, numbered from the first one."""
+        at, counts = np.asarray(self.places)[begin:end], np.prod(self.grids, axis=-1)
+        seen, ends = at[at > 0], np.cumsum(counts)
+        first = np.searchsorted(ends, seen[0]) if len(seen) else 0
+        last = np.searchsorted(ends, seen[-1]) + 1 if len(seen) else 0
+        assert len(seen) == counts[first:last].sum(), "pictures are whole"
+        places = np.where(at > 0, at - counts[:first].sum(), 0).astype(np.int32)
+        rope = None if self.rope is None else self.rope[begin:end]
+        return Pictures(self.pixels[first:last], self.grids[first:last], places, rope)
+
+    def followed(self, number: int) -> Pictures:
+        """Those of the sequence where it goes on with so many tokens of text, whatever their ids are."""
+        rope = self.rope
+        if rope is not None:
+            after = np.max(rope[-1]) + np.arange(1, number + 1, dtype=np.int32)
+            rope = np.concatenate([rope, np.repeat(after[:, None], 3, axis=1)])
+        return Pictures(self.pixels, self.grids, np.pad(np.asarray(self.places), (0, number)), rope)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ from rich.table import Table
 
 from benchmarks.scale.arithmetic import log_normal
 from benchmarks.scale.simulation import WARM, simulate
+from tunix.config import RowKind
 from tunix.data.config import DataConfig
+from tunix.data.examples import Examples
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.protocols import Client, SamplingClient
@@ -123,7 +125,8 @@ def beside(each: Durations, staleness: int, steps: int, folder: Path) -> float:
     rows = open_rows([{"prompt_ids": [number]} for number in range(len(each.sampling))])
     data = DataConfig(train="rows", max_length=32, completion_length=16, shuffle=False)
     common: dict[str, Any] = {"size": 1, "seed": 0, "first": True, "length": 32, "packing": True, "tolerance": 1e-3}
-    stream = RolloutStream(RolloutStep([], Collector(None, SAMPLING, None), Prompts(rows, None, data, 0, 1), **common))
+    prompts = Prompts(Examples(rows, None, data, RowKind.PROMPT), 0, 1)
+    stream = RolloutStream(RolloutStep([], Collector(None, SAMPLING, None), prompts, **common))
     sampler, began = SleepingSampler(each.sampling), 0.0
     ahead = AsyncRollouts(
         stream,

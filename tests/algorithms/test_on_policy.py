@@ -22,7 +22,9 @@ from tunix.algorithms.grpo.algorithm import GRPO
 from tunix.algorithms.grpo.config import PRESETS
 from tunix.algorithms.on_policy import PolicyGradient
 from tunix.algorithms.ppo.algorithm import PPO
+from tunix.config import RowKind
 from tunix.data.config import DataConfig
+from tunix.data.examples import Examples
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import bytes_tokenizer
@@ -142,7 +144,8 @@ def rollouts(
 ) -> Iterator[RolloutStep]:
     """One step's prompts out of twelve."""
     rows = Rows("rows", [{"prompt": f"{i:02}"} for i in range(12)])
-    stream = Prompts(rows, TOKENIZER, DataConfig(train="rows", max_length=32), seed=0, epochs=1)
+    examples = Examples(rows, TOKENIZER, DataConfig(train="rows", max_length=32), RowKind.PROMPT)
+    stream = Prompts(examples, seed=0, epochs=1)
     scorer = Scorer([scripted()]) if scored else None
     play = Player(EnvironmentConfig(name=environment), TOKENIZER) if environment else None
     like = RolloutStep(

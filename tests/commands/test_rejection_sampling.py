@@ -21,6 +21,7 @@ from tests.tiny_runs import files, lines, model_folder, train, write_recipe, wri
 from tunix.cli import main
 from tunix.commands.generate import Question, choose, ranked
 from tunix.commands.resumable_output import ResumableOutput
+from tunix.data.examples import Examples
 from tunix.data.pipeline import Batches
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.inference.model import InferenceModel, InferenceOptions
@@ -121,7 +122,7 @@ def trained(data: Path, model: Path) -> list[tuple[list[int], list[int]]]:
     changes = {"model": {"path": str(model), "dtype": "float32"}, "data.train": str(data), "data.shuffle": False}
     recipe = Recipe.load(write_recipe(Path("r.yaml"), {**changes, "steps": 1, "batch_size": 1}))
     found = open_inputs(recipe, Path("run"))
-    stream = Batches(found.train, found.tokenizer, recipe.data, 1, seed=0, epochs=1)
+    stream = Batches(Examples(found.train, found.tokenizer, recipe.data), 1, seed=0, epochs=1)
     sequences = [packed.sequences[0] for packed in stream]
     stream.close()
     return [(one.tokens[~one.loss_mask].tolist(), one.tokens[one.loss_mask].tolist()) for one in sequences]

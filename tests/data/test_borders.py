@@ -12,11 +12,11 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from tunix.config import RowKind
-from tunix.data.accounting import Kept
 from tunix.data.config import DataConfig
 from tunix.data.examples import to_example
 from tunix.data.shapes import rendering
 from tunix.data.tokenizer import Tokenizer, bytes_tokenizer
+from tunix.data.types import Kept
 from tunix.errors import UserError
 from tunix.rollout.environments.base import render_observation, render_start
 

@@ -12,10 +12,10 @@ import pytest
 
 from tests.data.test_chat import QWEN3, QWEN25, made
 from tests.data.test_chat_markup import GEMMA4, HARMONY, QWEN35
-from tunix.data.accounting import BEFORE_CALL, EMPTY_TURN, NO_STOP, NOT_WRITTEN, REWRITTEN, THOUGHTS, UNPROVED, Refused
 from tunix.data.chat import render_chat, render_prompt
 from tunix.data.templates import MARKERS, TEMPLATES
 from tunix.data.tokenizer import Tokenizer
+from tunix.data.types import BEFORE_CALL, EMPTY_TURN, NO_STOP, NOT_WRITTEN, REWRITTEN, THOUGHTS, UNPROVED, Refused
 from tunix.errors import UserError
 
 IM = ["<|im_start|>", "<|im_end|>"]

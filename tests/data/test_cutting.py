@@ -8,10 +8,11 @@ import pytest
 
 from tests.data.test_pipeline import flat
 from tunix.cli import main
-from tunix.data.accounting import CUT_AWAY, NOTHING_TRAINED, Accounting
 from tunix.data.config import DataConfig
-from tunix.data.pipeline import Batches, account, cut_steps, eval_batches
+from tunix.data.examples import Examples
+from tunix.data.pipeline import Batches, eval_batches, shuffled
 from tunix.data.sources import open_rows
+from tunix.data.types import CUT_AWAY, NOTHING_TRAINED, Accounting, Kept
 from tunix.errors import UserError
 from tunix.recipe.recipe import Recipe
 
@@ -25,7 +26,7 @@ def config(packing, max_length=4, **settings) -> DataConfig:
 
 
 def stream(rows, settings: DataConfig, batch_size=8, epochs: int | None = 1) -> Batches:
-    return Batches(open_rows(rows), None, settings, batch_size, 3, epochs)
+    return Batches(Examples(open_rows(rows), None, settings), batch_size, 3, epochs)
 
 
 def tokens_of(batch) -> list[list[int]]:
@@ -90,13 +91,13 @@ def test_pieces_without_a_target_are_left_out_and_counted():
     # Left out: 1's first and last, 2's both, 3's last. Row 4 never had a target.
     wanted = Accounting(5, 3, 0, {CUT_AWAY: 1, NOTHING_TRAINED: 1}, pieces=3, untrained=5)
     assert packed.accounting == wanted
-    (held_out,) = eval_batches(open_rows(rows), None, config("split"), 8, 10)
+    (held_out,) = eval_batches(Examples(open_rows(rows), None, config("split")), 8, 10)
     assert held_out.accounting == wanted
     assert flat(held_out.batch) == flat(packed.batch)
     with pytest.raises(UserError, match=f"nothing in it can be trained on: 1 x {CUT_AWAY}"):
         next(stream(rows[1:2], config("split")))
     # A text that is not cut by a whole row's length loses nothing: 4 + 2 of row 1 are one piece of 6.
-    assert account(open_rows(rows), None, config("split", max_length=9)).kept == 4
+    assert sum(isinstance(x, Kept) for x in Examples(open_rows(rows), None, config("split", max_length=9)).first()) == 4
 
 
 def ragged(number: int = 30) -> list[dict]:
@@ -114,7 +115,7 @@ def ragged(number: int = 30) -> list[dict]:
 def test_every_target_is_trained_once_but_those_that_begin_a_piece(packing):
     rows, settings = ragged(), config(packing, max_length=8, shuffle=True)
     found = list(stream(rows, settings, batch_size=5))
-    assert len(found) == cut_steps(open_rows(rows), None, settings, 5, 3, 1)
+    assert len(found) == len(list(shuffled(Examples(open_rows(rows), None, settings), 5, 3, 1)))
     trained = [int(t) for one in found for t in one.batch.tokens[one.batch.loss_mask]]
     starts = [
         int(t) for one in found for t in one.batch.tokens[(one.batch.positions == 0) & (one.batch.segment_ids > 0)]

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from tunix.config import RowKind
-from tunix.data.accounting import EMPTY, EQUAL, Accounting
 from tunix.data.config import DataConfig
-from tunix.data.pipeline import Batches, Layout, account, eval_batches
+from tunix.data.examples import Examples
+from tunix.data.pipeline import Batches, Layout, eval_batches
 from tunix.data.sources import open_rows
+from tunix.data.types import EMPTY, EQUAL, Accounting
 from tunix.errors import UserError
 from tunix.run.evaluation import prompts_of
 from tunix.types import Sequence
@@ -35,9 +36,12 @@ def spared(sequence: Sequence) -> Sequence:
     return replace(sequence, tokens=tokens, loss_mask=np.arange(len(tokens)) == len(tokens) - 1)
 
 
+def examples(rows=ROWS, config=CONFIG):
+    return Examples(open_rows(rows), None, config, RowKind.PAIRS)
+
+
 def stream(rows=ROWS, batch_size=4, layout=PAIRS, **changes):
-    config = CONFIG.model_copy(update=changes)
-    return Batches(open_rows(rows), None, config, batch_size, 0, 1, RowKind.PAIRS, layout=layout)
+    return Batches(examples(rows, CONFIG.model_copy(update=changes)), batch_size, 0, 1, layout)
 
 
 def chosen(packed):
@@ -51,7 +55,7 @@ def test_a_batch_has_pairs_and_the_account_has_rows():
     # The dropped row 5 follows the first batch's last row, and is taken with it.
     assert first.accounting == Accounting(6, 4, 0, {EQUAL: 1, EMPTY: 1})
     assert last.accounting == Accounting(8, 6, 0, {EQUAL: 1, EMPTY: 1})
-    assert last.accounting == account(open_rows(ROWS), None, CONFIG, RowKind.PAIRS)
+    assert last.accounting == sum(map(Accounting.of, examples().first()), Accounting())
     sides = [one.tokens.tolist() for one in first.sequences[:4]]
     assert sides == [[100, 10, 20], [100, 30], [101, 101, 11, 20], [101, 101, 31]]
     # Rows 0, 1, 2, 4 weigh 1, 2, 1, 1, and rows 6 and 7 weigh 1 and 2; a pair trains three tokens.
@@ -78,12 +82,12 @@ def test_the_algorithm_prepares_what_is_packed(packing):
 
 
 def test_held_out_pairs():
-    first, last = eval_batches(open_rows(ROWS), None, CONFIG, 4, 7, RowKind.PAIRS, layout=PAIRS)
+    first, last = eval_batches(examples(), 4, 7, PAIRS)
     assert (chosen(first), chosen(last)) == (GOOD[:4], GOOD[4:5])
     assert first.accounting == last.accounting == Accounting(7, 5, 0, {EQUAL: 1, EMPTY: 1})
     assert [float(one.batch.counts["pairs"]) for one in (first, last)] == [5, 1]
     with pytest.raises(UserError, match="none of its first 1 rows can be evaluated: 1 x chosen and rejected are equal"):
-        eval_batches(open_rows(ROWS[3:4]), None, CONFIG, 4, 7, RowKind.PAIRS, layout=PAIRS)
+        eval_batches(examples(ROWS[3:4]), 4, 7, PAIRS)
     with pytest.raises(UserError, match="nothing in it can be trained on: 1 x chosen and rejected are equal"):
         next(stream(ROWS[3:4]))
     with pytest.raises(UserError, match="a whole batch of 2 rows has weight 0"):
@@ -101,12 +105,12 @@ def test_resume_is_exact():
 
 
 def test_samples_show_what_is_wanted():
-    packed = eval_batches(open_rows(ROWS), None, CONFIG, 4, 8, RowKind.PAIRS, layout=PAIRS)
+    packed = eval_batches(examples(), 4, 8, PAIRS)
     prompts, rest, _ = prompts_of((one for batch in packed for one in batch.sequences[::2]), 3)
     # Row 0's prompt has a single token, which could as well be BOS: that asks nothing.
     assert [prompt.tolist() for prompt in prompts] == [[101, 101], [102] * 3, [104, 104]]
     assert [answer.tolist() for answer in rest] == [[11, 20], [12, 20], [14, 20]]
     labelled = [{"prompt_ids": [7, 8], "completion_ids": [i], "label": bool(i % 2)} for i in range(1, 6)]
-    (batch,) = eval_batches(open_rows(labelled), None, CONFIG, 8, 8, RowKind.LABELS)
+    (batch,) = eval_batches(Examples(open_rows(labelled), None, CONFIG, RowKind.LABELS), 8, 8)
     assert batch.batch.per_sequence["label"].tolist() == [1, 0, 1, 0, 1, 0, 0, 0]
     assert [answer.tolist() for answer in prompts_of(batch.sequences, 8)[1]] == [[1], [3], [5]]

@@ -11,7 +11,13 @@ import pytest
 from tests.data.test_chat import QWEN3, SPACE, chatml, made, marks
 from tunix.config import RowKind
 from tunix.data import tiny
-from tunix.data.accounting import (
+from tunix.data.config import DataConfig
+from tunix.data.examples import to_example
+from tunix.data.packing import pack
+from tunix.data.pipeline import Layout
+from tunix.data.shapes import PAIRS, Rendering, detect_format, rendering
+from tunix.data.tokenizer import bytes_tokenizer
+from tunix.data.types import (
     COMPLETION_TOO_LONG,
     CUT_AWAY,
     CUT_EQUAL,
@@ -24,12 +30,6 @@ from tunix.data.accounting import (
     Dropped,
     Kept,
 )
-from tunix.data.config import DataConfig
-from tunix.data.examples import to_example
-from tunix.data.packing import pack
-from tunix.data.pipeline import Layout
-from tunix.data.shapes import PAIRS, Rendering, detect_format, rendering
-from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
 
 TOKENIZER = bytes_tokenizer()

@@ -16,13 +16,13 @@ from transformers import AutoProcessor
 
 from tunix.config import RowKind
 from tunix.data import pictures as reading
-from tunix.data.accounting import PICTURE_CUT, Dropped, Kept
 from tunix.data.config import DataConfig
-from tunix.data.examples import to_example
-from tunix.data.pipeline import Batches, row_json, row_of_json
+from tunix.data.examples import Examples, to_example
+from tunix.data.pipeline import Batches, decoded, encoded
 from tunix.data.shapes import Rendering
 from tunix.data.sources import open_rows
 from tunix.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer
+from tunix.data.types import PICTURE_CUT, Dropped, Kept
 from tunix.errors import UserError
 from tunix.hf.picture_settings import with_reader, write_settings
 from tunix.models.config import DecoderConfig
@@ -289,7 +289,7 @@ def test_files_are_found_from_the_data_and_batches_have_room_whether_rows_have_p
 
 
 def next_batches(rows: Any, config: DataConfig) -> list[Any]:
-    stream = Batches(rows, TOKENIZER, config, 6, 0)
+    stream = Batches(Examples(rows, TOKENIZER, config), 6, 0)
     try:
         return [next(stream).batch for _ in range(2)]
     finally:
@@ -320,7 +320,7 @@ def test_settings_that_would_resize_in_another_way_are_refused(tmp_path):
 
 def test_rows_that_another_process_rendered_have_their_pictures():
     example = to_example({"messages": chat(MARK, TEXT), "images": [image()]}, TOKENIZER, SHAPE)
-    found = row_of_json(json.loads(json.dumps(row_json(lambda place: example, 0))))
+    found = decoded(encoded([example]))[0]
     (one,), (other,) = example.sequences, found.sequences
     np.testing.assert_array_equal(one.pictures.pixels, other.pictures.pixels)
     np.testing.assert_array_equal(one.pictures.places, other.pictures.places)

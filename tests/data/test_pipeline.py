@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from tunix.config import RowKind
-from tunix.data.accounting import CUT_AWAY, NOTHING_TRAINED, Accounting
 from tunix.data.config import DataConfig
-from tunix.data.pipeline import Batches, Prompts, account, eval_batches
+from tunix.data.examples import Examples
+from tunix.data.pipeline import Batches, Prompts, eval_batches
 from tunix.data.sources import open_rows
 from tunix.data.tokenizer import bytes_tokenizer
+from tunix.data.types import CUT_AWAY, NOTHING_TRAINED, Accounting
 from tunix.errors import UserError
 from tunix.recipe.notes import total_steps
 
@@ -31,7 +32,12 @@ GOOD = [100 + i for i in range(40) if i % 5 > 0]
 
 
 def stream(rows=ROWS, batch_size=6, seed=3, epochs=1, config=CONFIG, **settings):
-    return Batches(open_rows(rows), None, config, batch_size, seed, epochs, **settings)
+    return Batches(Examples(open_rows(rows), None, config, **settings), batch_size, seed, epochs)
+
+
+def counted(examples):
+    """The accounting of all rows."""
+    return sum(map(Accounting.of, examples.first()), Accounting())
 
 
 def firsts(batch):
@@ -63,7 +69,7 @@ def test_an_epoch_holds_every_good_row_once():
     assert len(packed) == total_steps(len(GOOD), 6, 1)
     # Rows 0, 7, 14, 21, 28, 35 are too long; 0 and 35 of them have nothing to train on anyway.
     assert packed[-1].accounting == Accounting(40, 32, 4, {NOTHING_TRAINED: 8})
-    assert packed[-1].accounting == account(open_rows(ROWS), None, CONFIG)
+    assert packed[-1].accounting == counted(Examples(open_rows(ROWS), None, CONFIG))
     for one, later in itertools.pairwise(packed):
         assert later.accounting.kept - one.accounting.kept == len(firsts(later.batch))
 
@@ -172,7 +178,8 @@ def test_prompts_go_on_with_the_same_rows_only(tmp_path):
     (tmp_path / "other.jsonl").write_text((tmp_path / "a.jsonl").read_text().replace("5?", "6?"))
 
     def prompts(name):
-        return Prompts(open_rows(tmp_path / name), bytes_tokenizer(), DataConfig(train="x", max_length=16), 3, 2)
+        rows, config = open_rows(tmp_path / name), DataConfig(train="x", max_length=16)
+        return Prompts(Examples(rows, bytes_tokenizer(), config, RowKind.PROMPT), 3, 2)
 
     first = prompts("a.jsonl")
     first.take(2)
@@ -220,17 +227,17 @@ def test_weights_reach_the_batch():
 
 
 def test_eval_batches_are_the_first_rows_in_file_order():
-    batches = eval_batches(open_rows(ROWS), None, CONFIG, batch_size=4, limit=12)
+    batches = eval_batches(Examples(open_rows(ROWS), None, CONFIG), batch_size=4, limit=12)
     # Rows 0, 5 and 10 have nothing to train on: nine are left.
     assert [first for one in batches for first in firsts(one.batch)] == [first for first in GOOD if first < 112]
     assert [int((one.batch.weights > 0).sum()) for one in batches] == [4, 4, 1]
     with pytest.raises(UserError, match="none of its first 1 rows can be evaluated: 1 x nothing to train on"):
-        eval_batches(open_rows(ROWS), None, CONFIG, batch_size=4, limit=1)
+        eval_batches(Examples(open_rows(ROWS), None, CONFIG), batch_size=4, limit=1)
 
 
 def test_text_rows_train_on_all():
     rows = [{"prompt": "ab", "completion": "c"}]
     tokenizer = bytes_tokenizer()
     for train_on, count in ((RowKind.COMPLETION, 2), (RowKind.ALL, 4)):
-        batch = next(Batches(open_rows(rows), tokenizer, CONFIG, 1, 0, 1, train_on)).batch
+        batch = next(Batches(Examples(open_rows(rows), tokenizer, CONFIG, train_on), 1, 0, 1)).batch
         assert float(batch.counts["tokens"]) == count

@@ -11,12 +11,12 @@ from transformers import Qwen2VLImageProcessorPil, Qwen3VLProcessor
 
 from tests.data.test_pictures import MARK, TEXT, chat, image
 from tunix.config import RowKind
-from tunix.data.accounting import Kept
 from tunix.data.config import DataConfig
 from tunix.data.examples import to_example
-from tunix.data.pipeline import row_json, row_of_json
+from tunix.data.pipeline import decoded, encoded
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import bytes_tokenizer
+from tunix.data.types import Kept
 from tunix.errors import UserError
 from tunix.hf.picture_settings import with_reader, write_settings
 from tunix.models.families.table import small, with_vision
@@ -110,7 +110,7 @@ def test_rows_that_another_process_rendered_have_their_pictures():
     example = to_example(
         {"messages": chat(MARK, TEXT), "images": [image()]}, TOKENIZER, Rendering("messages", max_length=200)
     )
-    (one,), (other,) = example.sequences, row_of_json(row_json(lambda place: example, 0)).sequences
+    (one,), (other,) = example.sequences, decoded(encoded([example]))[0].sequences
     for name, value in vars(one.pictures).items():
         np.testing.assert_array_equal(value, getattr(other.pictures, name), err_msg=name)
 

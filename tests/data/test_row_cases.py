@@ -13,13 +13,13 @@ from tests.data.test_chat import made
 from tests.data.test_chat_manners import CALL, DEVELOPER, IM, NAMED, THOUGHT, THOUGHTS, TOKENIZERS
 from tunix.cli import main
 from tunix.config import RowKind
-from tunix.data.accounting import NO_STOP, NOT_WRITTEN, Accounting, Dropped, Kept
 from tunix.data.chat import render_chat
 from tunix.data.examples import to_example
 from tunix.data.shapes import Rendering
 from tunix.data.sources import open_rows
 from tunix.data.templates import TEMPLATES
 from tunix.data.tokenizer import Tokenizer
+from tunix.data.types import NO_STOP, NOT_WRITTEN, Accounting, Dropped, Kept
 from tunix.errors import UserError
 
 TOOLED = (

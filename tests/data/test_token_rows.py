@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from tunix.config import RowKind
-from tunix.data.accounting import NOTHING_TRAINED, Dropped, Kept
 from tunix.data.config import DataConfig
 from tunix.data.examples import to_example
 from tunix.data.shapes import rendering
 from tunix.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer
+from tunix.data.types import NOTHING_TRAINED, Dropped, Kept
 from tunix.errors import UserError
 
 TOKENIZER = bytes_tokenizer()

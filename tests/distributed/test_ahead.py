@@ -15,7 +15,9 @@ import pytest
 
 from tests.distributed.pretended import pretended
 from tests.rollout.test_ahead import LENGTH, SAMPLING, made
+from tunix.config import RowKind
 from tunix.data.config import DataConfig
+from tunix.data.examples import Examples
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.distributed import processes
@@ -77,7 +79,8 @@ class Learner(Client):
 def opened(path: Path, size: int, staleness: int, sampler: Sampler, state: dict[str, Any] | None) -> AsyncRollouts:
     """The stream of one process; the record is the lead's."""
     rows = open_rows([{"prompt_ids": [number]} for number in range(STEPS * size)])
-    prompts = Prompts(rows, None, DataConfig(train="rows", max_length=32, completion_length=16, shuffle=False), 0, 1)
+    config = DataConfig(train="rows", max_length=32, completion_length=16, shuffle=False)
+    prompts = Prompts(Examples(rows, None, config, RowKind.PROMPT), 0, 1)
     common = {"size": size, "seed": 5, "first": True, "length": 32, "packing": True, "tolerance": 1e-3}
     stream = RolloutStream(RolloutStep([], Collector(None, SAMPLING, None), prompts, **common))
     journal = Journal(path if processes.lead() else path.with_suffix(f".{processes.index()}"), "mine")

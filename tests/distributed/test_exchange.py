@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from tests.distributed.pretended import pretended
-from tunix.data.accounting import Dropped, Kept
 from tunix.data.pipeline import SHARE, Divided
-from tunix.data.types import Prompt
+from tunix.data.types import Dropped, Kept, Prompt
 from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError

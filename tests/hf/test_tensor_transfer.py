@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -123,12 +124,14 @@ def test_all_that_fits_is_started_before_the_first_is_used():
 
 def test_a_file_that_shrinks_meanwhile_is_named(tmp_path, monkeypatch):
     reference_folder(CASES["llama-grouped-tied"], tmp_path)
-    checked, file = safetensors_io._check_file, tmp_path / "model.safetensors"
+    checked, file = safetensors_io.safe_open, tmp_path / "model.safetensors"
 
-    def shrinking(path):
-        checked(path)
+    @contextmanager
+    def shrinking(path, framework):
+        with checked(path, framework):
+            yield
         file.write_bytes(file.read_bytes()[:-64])
 
-    monkeypatch.setattr(safetensors_io, "_check_file", shrinking)
+    monkeypatch.setattr(safetensors_io, "safe_open", shrinking)
     with pytest.raises(UserError, match=r"model\.safetensors has become shorter"):
         load(tmp_path)

@@ -19,7 +19,7 @@ from tests.models.test_vision import assert_spread_computes_alike, loss_and_grad
 from tests.tiny_models import DELTA, SIZES, one_device, randomise
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
-from tunix.data.seen import followed, rope_positions
+from tunix.data.pictures import rope_positions
 from tunix.errors import UserError
 from tunix.hf.model_folder import load_params, save_folder
 from tunix.hf.source import read_folder
@@ -142,7 +142,7 @@ def test_rope_turns_tokens_where_transformers_does(made):
         # What follows a sequence counts on, as transformers' generate does.
         longer = Sequence(np.append(one.tokens, [7, 8]), np.ones(len(one.tokens) + 2, bool))
         again = seen(one.pictures.pixels, one.pictures.grids, longer.tokens)
-        np.testing.assert_array_equal(followed(one.pictures, 2).rope, again.rope)
+        np.testing.assert_array_equal(one.pictures.followed(2).rope, again.rope)
 
 
 def test_gradients_equal_those_of_transformers(made):

@@ -19,7 +19,9 @@ import pytest
 
 from tests.marks import slow
 from tests.rollout import test_oversample as oversampled
+from tunix.config import RowKind
 from tunix.data.config import DataConfig
+from tunix.data.examples import Examples
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.distributed import processes
@@ -95,7 +97,8 @@ def run(
 ) -> Iterator[AsyncRollouts]:
     """Steps of one prompt each, which is its step's number. The first is sampled by the caller: not here."""
     rows = open_rows([{"prompt_ids": [number]} for number in range(STEPS)])
-    prompts = Prompts(rows, None, DataConfig(train="rows", max_length=32, completion_length=16, shuffle=False), 0, 1)
+    config = DataConfig(train="rows", max_length=32, completion_length=16, shuffle=False)
+    prompts = Prompts(Examples(rows, None, config, RowKind.PROMPT), 0, 1)
     common = {"size": 1, "seed": 5, "first": True, "length": 32, "packing": True, "tolerance": 1e-3}
     stream = RolloutStream(RolloutStep([], Collector(None, SAMPLING, None), prompts, **common))
     how = {"staleness": staleness, "total": STEPS, "goes_on": goes_on, "stop": threading.Event()}

@@ -12,7 +12,9 @@ import numpy as np
 
 from tunix.algorithms.episodes import as_sequence, flat
 from tunix.algorithms.ops import CURRENT
+from tunix.config import RowKind
 from tunix.data.config import DataConfig
+from tunix.data.examples import Examples
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.protocols import SamplingClient
@@ -71,7 +73,7 @@ def stream(rows: int = 11, size: int = 3, spare: int = 2) -> RolloutStream:
     scorer = Scorer([Reward("sum", lambda completion, completion_ids: float(sum(completion_ids)))])
     given = [{"prompt_ids": [1, 2, number]} for number in range(rows)]
     config = DataConfig(train="rows", max_length=32, completion_length=LONGEST)
-    prompts = Prompts(open_rows(given), None, config, seed=5, epochs=1)
+    prompts = Prompts(Examples(open_rows(given), None, config, RowKind.PROMPT), seed=5, epochs=1)
     common = {"size": size, "seed": 5, "first": True, "length": 32, "packing": True, "tolerance": 1e-3}
     collector, backlog = Collector(None, SAMPLING, scorer), Backlog(prompts, SAMPLING)
     return RolloutStream(RolloutStep([], collector, prompts, backlog=backlog, spare=spare, **common))

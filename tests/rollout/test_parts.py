@@ -12,7 +12,9 @@ from tests.trainers import trainer
 from tunix.algorithms.grpo.algorithm import GRPO
 from tunix.algorithms.on_policy import PolicyGradient
 from tunix.algorithms.ppo.algorithm import PPO
+from tunix.config import RowKind
 from tunix.data.config import DataConfig
+from tunix.data.examples import Examples
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.rollout.backlog import Backlog
@@ -73,7 +75,8 @@ def grpo() -> PolicyGradient:
 
 def stream(together: int, spare: int = 0) -> RolloutStream:
     rows = open_rows([{"prompt_ids": [1, 2, number]} for number in range(3, 20)])
-    prompts = Prompts(rows, None, DataConfig(train="rows", max_length=24, completion_length=LONGEST), seed=5, epochs=1)
+    config = DataConfig(train="rows", max_length=24, completion_length=LONGEST)
+    prompts = Prompts(Examples(rows, None, config, RowKind.PROMPT), seed=5, epochs=1)
     scorer = Scorer([Reward("sum", lambda completion, completion_ids: float(sum(completion_ids) % 7))])
     common = {"size": PROMPTS, "seed": 5, "first": True, "length": 24, "packing": True, "tolerance": 1e-3}
     backlog = Backlog(prompts, SAMPLING) if spare else None

@@ -14,9 +14,8 @@ import pytest
 from tests.trainers import PLAIN
 from tunix.algorithms.base import Algorithm
 from tunix.algorithms.stream import rollouts
-from tunix.data.accounting import Accounting
 from tunix.data.packing import pack
-from tunix.data.types import Packed
+from tunix.data.types import Accounting, Packed
 from tunix.protocols import Client
 from tunix.recipe.algorithms import ALGORITHMS, algorithm_class
 from tunix.rollout.rewards.base import Reward

@@ -27,11 +27,10 @@ from tests.run.test_pictures_run import (
 from tests.tiny_models import DELTA, randomise
 from tests.tiny_runs import losses, metrics, train, write_recipe, write_rows
 from tunix.cli import main
-from tunix.data.accounting import Kept
 from tunix.data.examples import to_example
-from tunix.data.seen import within
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import bytes_tokenizer, load_tokenizer
+from tunix.data.types import Kept
 from tunix.hf.picture_settings import with_reader, write_settings
 from tunix.hf.safetensors_io import tensors_of_folder
 from tunix.hf.source import read_folder
@@ -100,7 +99,7 @@ def asked(folder: Path, picture: Any) -> Sequence:
     assert isinstance(found, Kept)
     (one,) = found.sequences
     start = int(np.argmax(one.loss_mask))
-    return Sequence(one.tokens[:start], one.loss_mask[:start], pictures=within(one.pictures, 0, start))
+    return Sequence(one.tokens[:start], one.loss_mask[:start], pictures=one.pictures.within(0, start))
 
 
 def test_a_run_learns_from_pictures_and_exports_the_whole_model(tmp_path):

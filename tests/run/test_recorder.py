@@ -10,8 +10,8 @@ import pytest
 
 from tests.trainers import PLAIN
 from tunix.algorithms.base import Update
-from tunix.data.accounting import THOUGHTS, Accounting
 from tunix.data.packing import pack
+from tunix.data.types import THOUGHTS, Accounting
 from tunix.lora.config import AdapterConfig
 from tunix.run import recorder as recorders
 from tunix.run.recorder import Recorder

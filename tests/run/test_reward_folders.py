@@ -17,7 +17,7 @@ from tests.tiny_runs import model_folder
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
 from tunix.hf import safetensors_io
-from tunix.hf.model_folder import Padding, has_score, load_params, padding, save_folder
+from tunix.hf.model_folder import has_score, load_params, padding, save_folder
 from tunix.hf.peft_folder import load_adapter, save_adapter
 from tunix.hf.source import loaded, pretrained, require_lm_head, weights
 from tunix.lora.adapt import adapt
@@ -132,13 +132,13 @@ def test_padding_is_a_token_that_ends_nothing(tmp_path):
     """transformers scores the rightmost token that is not padding: padding with EOS would score the one before EOS."""
     folder = model_folder(tmp_path / "model", bos_token_id=2, eos_token_id=1, pad_token_id=1)
     config = read_config(folder)
-    assert padding(config, folder) == Padding(0, "<pad>")  # the tokenizer's own
+    assert padding(config, folder) == (0, "<pad>")  # the tokenizer's own
     raw = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**raw, "pad_token": "<eos>"}))
-    assert padding(config, folder) == Padding(0, "<pad>")  # an added token that is named so
-    assert padding(config, None) == Padding(2)  # BOS
+    assert padding(config, folder) == (0, "<pad>")  # an added token that is named so
+    assert padding(config, None) == (2, None)  # BOS
     stated = read_config(model_folder(tmp_path / "other", eos_token_id=[1, 9], pad_token_id=7))
-    assert padding(stated, None) == Padding(7)
+    assert padding(stated, None) == (7, None)
 
     model = Model(config, has_scalar_head=True, has_lm_head=False)
     params = {name: jax.numpy.full(shape, 0.01) for name, shape in model.shapes.items()}

@@ -5,7 +5,9 @@ from collections.abc import Sequence as List
 from typing import Any
 
 from tunix.algorithms.base import Algorithm
+from tunix.config import RowKind
 from tunix.data.config import DataConfig
+from tunix.data.examples import Examples
 from tunix.data.packing import row_length
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import Rows, open_rows
@@ -60,7 +62,7 @@ def rollouts(
         RolloutStep(
             prompts=[],
             collector=Collector(tokenizer, algorithm.sampling, scorer),
-            stream=Prompts(table, tokenizer, config, seed, epochs),
+            stream=Prompts(Examples(table, tokenizer, config, RowKind.PROMPT), seed, epochs),
             size=batch_size,
             seed=seed,
             first=True,

@@ -25,13 +25,13 @@ from jaxtyping import Float, Int, Num
 from tunix.algorithms.episodes import rewards_of, total_rewards
 from tunix.commands.sampling import Bar, ProgressSampler, open_collector, score_fields
 from tunix.config import RowKind
-from tunix.data.accounting import Accounting, Kept
 from tunix.data.config import DataConfig
 from tunix.data.examples import to_example
 from tunix.data.packing import as_scored
 from tunix.data.pipeline import prompt_of
 from tunix.data.shapes import rendering
 from tunix.data.sources import Rows, held_out_rows, open_held_out
+from tunix.data.types import Accounting, Kept
 from tunix.errors import UserError
 from tunix.hf.source import require_lm_head
 from tunix.inference.model import InferenceModel, InferenceOptions

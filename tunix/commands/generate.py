@@ -34,12 +34,10 @@ import numpy as np
 from tunix.algorithms.episodes import total_rewards
 from tunix.commands.resumable_output import ResumableOutput, digest_of_folder, digest_of_rows, resumable_output
 from tunix.commands.sampling import Bar, ProgressSampler, digest_of_source, fingerprint, open_collector, score_fields
-from tunix.data.accounting import Kept
-from tunix.data.examples import to_example
-from tunix.data.rendered import prompt_text
+from tunix.data.examples import prompt_text, to_example
 from tunix.data.shapes import TEMPLATE_KWARGS, Rendering
 from tunix.data.sources import Rows, open_rows
-from tunix.data.types import Prompt
+from tunix.data.types import Kept, Prompt
 from tunix.errors import Interrupted, UserError
 from tunix.hf.peft_folder import foreign_base, rounding_of
 from tunix.hf.source import as_rounded, beside

@@ -17,13 +17,12 @@ from rich.console import Console
 from rich.text import Text
 
 from tunix.config import RowKind
-from tunix.data.accounting import CUT_AWAY, Accounting, Dropped, Kept
-from tunix.data.examples import to_example
-from tunix.data.packing import waste
-from tunix.data.pipeline import Cutter, Layout, cutter, grouped
-from tunix.data.shapes import Rendering, rendering
+from tunix.data.examples import Examples, to_example
+from tunix.data.pipeline import Cutter, Groups, Layout, cutter
+from tunix.data.shapes import Rendering
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
+from tunix.data.types import CUT_AWAY, Dropped, Kept
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
 from tunix.run.inputs import open_inputs
@@ -62,11 +61,8 @@ def _show_run(recipe: Recipe, rows: int, console: Console) -> None:
         algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)
         train, tokenizer = inputs.train, inputs.tokenizer
         # The settings with which the run renders its rows.
-        settings = rendering(recipe.data, train[0], f"row 1 of {train.name}", row_kind_of(recipe, algorithm))
-        seen = [
-            to_example(train[index], tokenizer, settings, f"row {index + 1} of {train.name}", train.folder)
-            for index in range(min(len(train), max(rows, ACCOUNTED)))
-        ]
+        examples = Examples(train, tokenizer, recipe.data, row_kind_of(recipe, algorithm))
+        settings, seen = examples.settings, list(examples.first(max(rows, ACCOUNTED)))
         shown = seen[:rows]
         pieces = _pieces(shown, cutter(recipe.data, settings.train_on), recipe.batch_size)
         lost = partial(_lost, train, tokenizer, settings)
@@ -98,10 +94,9 @@ def _pieces(examples: list[Kept | Dropped], cut: Cutter, size: int) -> Iterator[
         while not finished:
             if taken_pieces and taken_pieces % size == 0 and cut.has_target(example):
                 cut.new_batch()
-            taken = cut.take(example)
-            finished = taken.finished
-            if taken.piece:
-                parts.append(taken.piece)
+            piece, _, finished = cut.take(example)
+            if piece:
+                parts.append(piece)
                 taken_pieces += 1
         yield parts or [example if isinstance(example, Dropped) else Dropped(CUT_AWAY)]
 
@@ -189,17 +184,18 @@ def _show_totals(
 ) -> None:
     """Counts the examples, packed by batch as in a run (prompts alone are not packed), and prints the accounting as a
     table whose counts add up: rows = kept + dropped, and dropped rows by reason."""
-    account, tokens, trained, packed_rows, empty = Accounting(), 0, 0, 0, 0.0
+    tokens, trained, packed_rows, empty = 0, 0, 0, 0
     length = packed.length(recipe.data) if packed else 0
-    for group, counts in grouped(iter(examples), cutter(recipe.data, settings.train_on), recipe.batch_size):
-        account += counts
+    groups = Groups(examples.__getitem__, len(examples), cutter(recipe.data, settings.train_on), recipe.batch_size)
+    for group, _ in groups:
         sequences = [sequence for kept in group for sequence in kept.sequences]
         tokens += sum(len(sequence.tokens) for sequence in sequences)
         trained += sum(int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences)
-        if packed and group:
-            batch = packed.packed(group, recipe.batch_size, recipe.data, account).batch
+        if packed:
+            batch = packed.packed(group, recipe.batch_size, recipe.data, groups.accounting).batch
             packed_rows += len(batch.tokens)
-            empty += waste(batch) * len(batch.tokens) * length  # positions without a token
+            empty += int(np.count_nonzero(batch.segment_ids == 0))  # positions without a token
+    account = groups.accounting
     if account.rows < len(rows):
         console.print(f"The first {account.rows:,} of {len(rows):,} rows of {rows.name}:", markup=False)
     else:

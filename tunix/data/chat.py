@@ -1,12 +1,20 @@
 r"""Renders a conversation as tokens and a mask of trained tokens, using the tokenizer's own chat template only.
 
 The template renders the whole conversation once, and that text is tokenized once, so the tokens are those of
-`apply_chat_template` by construction. `traced.py` proves which letters of the text are whose; `Turns` finds where the
+`apply_chat_template` by construction. `trace` proves which letters of the text are whose; `Turns` finds where the
 assistant's turns begin and end beside them, in characters and then in tokens. Where a template has `{% generation %}`
 marks, they decide.
 
     <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n
                       ^^ message 0                           ^^^^^^ message 1
+
+For the proof the conversation is rendered twice: as it is, and with each letter of its messages replaced by a private
+code point of its own. A template writes, trims, cuts and escapes code points as it does letters. Where putting the
+letters back gives the first text, the second one proves where each letter stands, which letters the template left out,
+and that everything else is the template's own text. Where it does not (the template decides by what a message says),
+fewer letters are replaced; where that does not help either, the row is refused. White space, quotes, brackets and tags
+such as `<think>` stay as they are, since templates trim, escape and split by them. They stand between letters whose
+places are known.
 
 A turn starts where the prompt that inference would send ends, and ends with its stop token. Both are the template's own
 text, compared with what it writes where the conversation ends there, between two letters whose messages are proved.
@@ -19,15 +27,19 @@ Axes: T time.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from tunix.data.accounting import (
+from tunix.data.templates import MARKERS, template_text
+from tunix.data.tokenizer import Tokenizer
+from tunix.data.types import (
     BEFORE_CALL,
     EMPTY_TURN,
     NO_STOP,
@@ -38,10 +50,320 @@ from tunix.data.accounting import (
     Note,
     Refused,
 )
-from tunix.data.templates import MARKERS, template_text
-from tunix.data.tokenizer import Tokenizer
-from tunix.data.traced import REASONING, Message, Outline, Render, Traced, trace
 from tunix.errors import UserError, nearest
+
+Message = Mapping[str, Any]
+Render = Callable[[Sequence[Message]], str]
+"""Renders messages with the template."""
+
+_FIRST, _LAST = 0xF0000, 0x10FFFF
+"""Unicode's private planes."""
+_TAG = re.compile(r"<[^<>\n]{1,60}>|\[/?[A-Z_]+\]")
+_KEPT = "\"'\\<>[]{}|/&"
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""The names of a message's thoughts, as transformers knows them."""
+_OUTLINED = {"role", "content", "name", *REASONING}
+"""Keys of a message in an outline."""
+_THOUGHT_END = "</think>"
+Kind = Literal["content", "reasoning", "call"]
+"""What a text is in its message."""
+Part = Literal["all", "answer", "none"]
+"""What is written of a text: all of it, what follows its last `</think>`, or nothing."""
+
+_LETTER = re.compile(r"[^\s\0-\x1f" + re.escape(_KEPT) + "]")
+_CODED = np.array([not (chr(i).isspace() or chr(i) in _KEPT or i < 32) for i in range(0x3002)])
+"""Whether the letter of each code point is replaced; the last one stands for all behind it, where no white space is."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """A text of a message."""
+
+    message: int
+    """Index of the message."""
+    kind: Kind
+    """What it is in the message."""
+    text: str
+    """Its letters, e.g. `It rains.`."""
+    begin: int
+    """Its first code."""
+    end: int
+    """One more than its last code; `begin` where no letter is replaced, as in an empty text."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """The text of a conversation, and the code of each of its letters."""
+
+    text: str
+    """The template's text."""
+    fields: tuple[Field, ...]
+    """The texts of all messages, in their order."""
+    codes: np.ndarray
+    """`[text]` int32: the code of each letter, also where the template repeats it (a called function's name before the
+    result); -1 for the template's own text, and for what is not replaced."""
+    places: np.ndarray
+    """`[codes]` int32: where in the text each code stands first; -1 where the template left it out."""
+    offsets: np.ndarray
+    """`[codes]`: the letter's index in its field."""
+    messages: np.ndarray
+    """`[codes]`: the letter's message; it never falls."""
+    coded: tuple[Message, ...]
+    """The messages with the code points in them, to render parts of the conversation."""
+    base: int
+    """The code point of code 0."""
+
+    def places_of(self, first: int, end: int) -> np.ndarray:
+        """Where the letters of the messages `first` to `end` stand, those that are written, in the messages' order."""
+        begin, stop = np.searchsorted(self.messages, (first, end))
+        places = self.places[begin:stop]
+        return places[places >= 0]
+
+    def code_at(self, place: int) -> int:
+        """The code at a place of the text; -1 for none, and for the place -1 before it."""
+        return int(self.codes[place]) if place >= 0 else -1
+
+    def field_at(self, place: int) -> Field:
+        """The field of a letter in the text."""
+        code = self.codes[place]
+        return next(field for field in self.fields if field.begin <= code < field.end)
+
+    def untraced_before(self, place: int) -> int:
+        """How many characters right before a letter are its field's too: quotes, brackets or tags that begin it."""
+        field, code = self.field_at(place), self.codes[place]
+        begin = self.offsets[code - 1] + 1 if code > field.begin else 0
+        before, number = field.text[begin : self.offsets[code]], 0
+        if code > field.begin:  # what stood before was left out, up to a tag
+            before = re.split(r"[>\]]", before)[-1]
+        while number < len(before) and self.text[place - number - 1] == before[-number - 1]:
+            number += 1
+        return len(before[len(before) - number :].lstrip())
+
+    def untraced_after(self, place: int) -> int:
+        """How many characters right after a field's last letter are its own too: quotes, brackets, white space."""
+        field, code = self.field_at(place), self.codes[place]
+        after = field.text[self.offsets[code] + 1 :]
+        for end in (after, after.rstrip()):
+            if self.text.startswith(end, place + 1):
+                return len(end)
+        return 0
+
+    def is_whole(self, field: Field) -> bool:
+        """Whether a field stands in the text as it is, but for white space."""
+        if field.begin == field.end:
+            return True
+        if min(self.places[field.begin], self.places[field.end - 1]) < 0:
+            return False
+        first, last = int(self.places[field.begin]), int(self.places[field.end - 1])
+        written = self.text[first : last + 1 + self.untraced_after(last)]
+        return "".join(written.split()) == "".join(field.text[self.offsets[field.begin] :].split())
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a template writes around conversations of one shape: the same roles, one text in each message, thoughts.
+
+    A text that equals the literals with the messages' texts between them has each letter where the outline says, and
+    needs no second rendering.
+    """
+
+    literals: tuple[str, ...]
+    """The template's own text before each text, and at the end."""
+    written: tuple[Part, ...]
+    """What the template writes of each text."""
+    starts: Mapping[int, int]
+    """Message -> how many characters of the literal before it belong to the assistant's turn."""
+
+    @staticmethod
+    def key(messages: Sequence[Message], template_kwargs: Mapping[str, Any], trained: Sequence[int]) -> Hashable:
+        """The shape of a conversation; None where its texts are not one in each message, or there are tools."""
+        shape = []
+        for message in messages:
+            texts = _texts(message)
+            if not message.keys() <= _OUTLINED or not all(isinstance(x, str) and _has_letters(x) for x in texts):
+                return None
+            marks = [("<" in text or "[" in text, _THOUGHT_END in text, text[0].isspace()) for text in texts]
+            shape.append((message["role"], *message, *marks))
+        variables = tuple(template_kwargs.items())
+        if any(not isinstance(value, str | int | float | None) for _, value in variables):
+            return None
+        return tuple(shape), variables, tuple(trained)
+
+    @classmethod
+    def of(cls, traced: Traced, begins: Mapping[int, int]) -> Outline | None:
+        """The outline of a traced conversation; None where the template changes a text otherwise.
+
+        Args:
+            traced: the conversation.
+            begins: the character where each of the assistant's turns starts.
+        """
+        literals, written, starts, at = [], list[Part](), dict[int, int](), 0
+        for field in traced.fields:
+            places = traced.places[field.begin : field.end]
+            begin, text, part = at, "", "none"
+            if (places >= 0).any():
+                first = int(np.argmax(places >= 0))
+                part = "all" if first == 0 else "answer"
+                if (text := _part(field.text, part)) is None:
+                    return None
+                begin = int(places[first] - traced.offsets[field.begin + first]) + len(field.text) - len(text)
+                if begin < at or not traced.text.startswith(text, begin):
+                    return None
+                if field.message in begins:
+                    starts.setdefault(field.message, begin - begins[field.message])
+            literals.append(traced.text[at:begin])
+            written.append(part)
+            at = begin + len(text)
+        if min(starts.values(), default=0) < 0:
+            return None
+        return cls((*literals, traced.text[at:]), tuple(written), starts)
+
+    def bounds(self, messages: Sequence[Message], text: str) -> tuple[list[tuple[int, int]], list[str]] | None:
+        """Where the text of each message begins and ends, and the thoughts that are left out; None where the text is
+        not the outline's."""
+        bounds, thoughts, at, parts = [], [], 0, zip(self.literals, self.written, strict=False)
+        for message in messages:
+            begins = []
+            for whole, (literal, part) in zip(_texts(message), parts, strict=False):
+                if (written := _part(whole, part)) is None or not text.startswith(literal + written, at):
+                    return None
+                if part != "all":
+                    thoughts.append(whole.removesuffix(written).rstrip().removesuffix(_THOUGHT_END).strip())
+                if part != "none":
+                    begins.append(at + len(literal))
+                at += len(literal) + len(written)
+            bounds.append((begins[0], at))
+        return (bounds, thoughts) if text[at:] == self.literals[-1] else None
+
+
+def _texts(message: Message) -> list[Any]:
+    """The texts of a message in the order of its fields: thoughts, content."""
+    thoughts = [message[name] for name in REASONING if name in message]
+    return [*thoughts[:1], message.get("content")]
+
+
+def _part(text: str, part: Part) -> str | None:
+    """A part of a text; None where it should be an answer after thoughts and there is none."""
+    if part == "answer":
+        thought, _, answer = text.rpartition(_THOUGHT_END)
+        return answer.lstrip() if _has_letters(thought) and _has_letters(answer) else None
+    return text if part == "all" else ""
+
+
+def _has_letters(text: str) -> bool:
+    """Whether a text has letters that are replaced, beside tags and brackets."""
+    return _LETTER.search(_TAG.sub("", text) if "<" in text or "[" in text else text) is not None
+
+
+def trace(messages: Sequence[Message], text: str, render: Render) -> Traced | None:
+    """Finds each letter of a conversation in its text.
+
+    Args:
+        messages: with content, reasoning and tool calls as the template reads them.
+        text: the template's.
+        render: renders messages, the same text for the same messages.
+
+    Returns:
+        None where the template decides by what the messages say, so that no place is proved.
+    """
+    points = _code_points(text)
+    base = max(_FIRST, int(points.max(initial=0)) + 1)
+    for names, ends in ((True, False), (False, False), (False, True)):
+        coder = _Coder(base, names, ends)
+        coded = tuple(map(coder.message, itertools.count(), messages))
+        if coder.used > _LAST - base:
+            continue
+        letters, offsets, owners = coder.arrays()
+        written = _code_points(render(coded))
+        if len(written) != len(points):
+            continue
+        at = np.flatnonzero((written >= base) & (written < base + coder.used))
+        number = written[at] - base
+        back = written.copy()
+        back[at] = letters[number]
+        if (back == points).all():
+            places, codes = np.full(coder.used, -1, np.int32), np.full(len(points), -1, np.int32)
+            places[number[::-1]] = at[::-1]  # the first place of each, which is assigned last
+            codes[at] = number
+            traced = Traced(text, tuple(coder.fields), codes, places, offsets, owners, coded, base)
+            # Between its ends a text is proved by standing there as it is.
+            if not ends or all(field.kind == "call" or traced.is_whole(field) for field in traced.fields):
+                return traced
+    return None
+
+
+class _Coder:
+    """Replaces letters of messages by code points, counting on."""
+
+    def __init__(self, base: int, names: bool, ends: bool) -> None:
+        self.fields: list[Field] = []
+        self.used = 0
+        self._base, self._names, self._ends = base, names, ends
+        self._parts: list[tuple[np.ndarray, np.ndarray, int]] = []
+
+    def message(self, number: int, message: Message) -> Message:
+        """The message with code points in its texts."""
+        coded = dict(message)
+        if names := [name for name in REASONING if name in message]:
+            coded |= dict.fromkeys(names, self._text(number, "reasoning", message[names[0]]))
+        if isinstance(content := message.get("content"), str):
+            coded["content"] = self._text(number, "content", content)
+        elif content is not None:
+            kinds: dict[str, Kind] = {"text": "content", "thinking": "reasoning"}
+            parts = ((part, part["type"]) for part in content)
+            coded["content"] = [
+                {**part, name: self._text(number, kinds[name], part[name])} if name in kinds else part
+                for part, name in parts
+            ]
+        if calls := message.get("tool_calls"):
+            coded["tool_calls"] = []
+            for call in calls:
+                function = dict(call["function"])
+                if self._names:
+                    function["name"] = self._text(number, "call", function["name"])
+                function["arguments"] = self._value(number, function["arguments"])
+                coded["tool_calls"].append({**call, "function": function})
+        return coded
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The code point of each code's letter, its index in its field, and its message."""
+        if not self._parts:
+            return np.zeros(0, int), np.zeros(0, int), np.zeros(0, int)
+        letters, offsets, messages = zip(*self._parts, strict=True)
+        return np.concatenate(letters), np.concatenate(offsets), np.repeat(messages, list(map(len, letters)))
+
+    def _value(self, number: int, value: Any) -> Any:
+        """An argument with code points in all of its strings."""
+        if isinstance(value, str):
+            return self._text(number, "call", value)
+        if isinstance(value, Mapping):
+            return {key: self._value(number, item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._value(number, item) for item in value]
+        return value
+
+    def _text(self, number: int, kind: Kind, text: str) -> str:
+        points = _code_points(text)
+        coded = _CODED[np.minimum(points, len(_CODED) - 1)]
+        if "<" in text or "[" in text:
+            for tag in _TAG.finditer(text):
+                coded[tag.start() : tag.end()] = False
+        if not coded.any():  # nothing but tags and brackets
+            coded = np.array([not letter.isspace() for letter in text], bool)
+        at = np.flatnonzero(coded)
+        if self._ends:
+            at = at[[0, -1]] if len(at) > 1 else at
+        self.fields.append(Field(number, kind, text, self.used, self.used + len(at)))
+        self._parts.append((points[at], at, number))
+        points = points.copy()
+        points[at] = np.arange(self._base + self.used, self._base + self.used + len(at))
+        self.used += len(at)
+        return points.tobytes().decode("utf-32-le", "surrogatepass")
+
+
+def _code_points(text: str) -> np.ndarray:
+    """`[text]` int32."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<i4")
 
 
 @dataclass(frozen=True)
@@ -92,28 +414,19 @@ class Turn:
     """The character where it starts."""
 
 
+@dataclass(frozen=True)
 class Turns:
     """The turns of a conversation."""
 
-    def __init__(
-        self,
-        messages: Sequence[Message],
-        traced: Traced,
-        tokens: Tokens,
-        prompt: Render,
-        render: Render,
-    ) -> None:
-        """Keeps what the turns are read from.
-
-        Args:
-            messages: of the conversation.
-            traced: their text.
-            tokens: of that text.
-            prompt: renders messages that the assistant is to continue.
-            render: renders whole messages.
-        """
-        self._messages, self._traced, self._tokens = messages, traced, tokens
-        self._prompt, self._render = prompt, render
+    messages: Sequence[Message]
+    traced: Traced
+    """Their text."""
+    tokens: Tokens
+    """The tokens of that text."""
+    prompt: Render
+    """Renders messages that the assistant is to continue."""
+    render: Render
+    """Renders whole messages."""
 
     def turn(self, k: int) -> Turn:
         """The turn of message `k`, an assistant's with text.
@@ -121,9 +434,9 @@ class Turns:
         Raises:
             Refused: its bounds cannot be proved.
         """
-        traced = self._traced
+        traced = self.traced
         places, earlier = traced.places_of(k, k + 1), traced.places_of(0, k)
-        later = traced.places_of(k + 1, len(self._messages))
+        later = traced.places_of(k + 1, len(self.messages))
         first, last = int(places.min()), int(places.max())
         before, limit = int(earlier.max(initial=-1)), int(later.min(initial=len(traced.text)))
         if not before < first <= last < limit:
@@ -132,7 +445,7 @@ class Turns:
             )
         start = self._start(k, first, before)
         end, stops = self._end(k, last, limit)
-        return Turn(slice(self._tokens.first_from(start), end), stops, start)
+        return Turn(slice(self.tokens.first_from(start), end), stops, start)
 
     def empty_turn(self, k: int) -> Turn | None:
         """The turn of message `k`, an assistant's without text: that of a turn that says `x`, without the `x`.
@@ -140,17 +453,17 @@ class Turns:
         Returns:
             None where the template writes another text around nothing than around something.
         """
-        filled = [*self._messages[:k], {**self._messages[k], "content": "x"}, *self._messages[k + 1 :]]
-        text = self._render(filled)
-        if (traced := trace(filled, text, self._render)) is None:
+        filled = [*self.messages[:k], {**self.messages[k], "content": "x"}, *self.messages[k + 1 :]]
+        text = self.render(filled)
+        if (traced := trace(filled, text, self.render)) is None:
             return None
         place = int(traced.places_of(k, k + 1).max(initial=-1))
-        if place < 0 or text[:place] + text[place + 1 :] != self._traced.text:
+        if place < 0 or text[:place] + text[place + 1 :] != self.traced.text:
             return None
-        tokens = Tokens.of(text, self._tokens.tokenizer)
-        turn = Turns(filled, traced, tokens, self._prompt, self._render).turn(k)
+        tokens = Tokens.of(text, self.tokens.tokenizer)
+        turn = Turns(filled, traced, tokens, self.prompt, self.render).turn(k)
         end = int(tokens.offsets[turn.tokens.stop - 1, 1]) - 1
-        return Turn(slice(self._tokens.first_from(turn.begin), self._tokens.first_from(end)), turn.stops, turn.begin)
+        return Turn(slice(self.tokens.first_from(turn.begin), self.tokens.first_from(end)), turn.stops, turn.begin)
 
     def marked(self, spans: Sequence[tuple[int, int]], trained: Sequence[int]) -> list[Turn]:
         """The turns between a template's generation marks, which are in characters, of the messages that are trained.
@@ -158,7 +471,7 @@ class Turns:
         Raises:
             Refused: a mark holds text of messages that are trained and of others.
         """
-        traced, turns = self._traced, []
+        traced, turns = self.traced, []
         for begin, end in spans:
             inside = np.unique(traced.messages[traced.codes[begin:end][traced.codes[begin:end] >= 0]])
             # A turn without a letter is that of the message after the last one before it.
@@ -168,9 +481,9 @@ class Turns:
                 continue
             if not owners.issubset(trained):
                 raise Refused(UNPROVED, "a generation mark of the chat template holds text that is not trained")
-            tokens = slice(self._tokens.first_from(begin), self._tokens.first_from(end))
-            said = [i for i in range(tokens.start, tokens.stop) if not self._tokens.is_blank(i)]
-            stops = bool(said) and self._tokens.tokenizer.is_added(self._tokens.ids[said[-1]])
+            tokens = slice(self.tokens.first_from(begin), self.tokens.first_from(end))
+            said = [i for i in range(tokens.start, tokens.stop) if not self.tokens.is_blank(i)]
+            stops = bool(said) and self.tokens.tokenizer.is_added(self.tokens.ids[said[-1]])
             turns.append(Turn(tokens, stops, begin))
         return turns
 
@@ -185,9 +498,9 @@ class Turns:
             first: where its first letter stands.
             before: where the last letter of an earlier message stands, -1 where there is none.
         """
-        traced = self._traced
+        traced = self.traced
         rest = traced.text[before + 1 :]
-        code, prompt = self._tail(self._prompt, k)
+        code, prompt = self._tail(self.prompt, k)
         continues = code == traced.code_at(before)
         if continues and rest.startswith(prompt) and before + len(prompt) < first:
             return before + 1 + len(prompt)
@@ -200,7 +513,7 @@ class Turns:
         if traced.field_at(first).kind != "call":
             return max(first - traced.untraced_before(first), before + 1 + shared)
         if shared and k:
-            code, closing = self._tail(self._render, k)
+            code, closing = self._tail(self.render, k)
             if code == traced.code_at(before) and rest.startswith(closing) and shared > len(closing):
                 return before + 1 + shared
         raise Refused(UNPROVED, f"message {k + 1} (assistant): where its tool call starts cannot be proved")
@@ -208,7 +521,7 @@ class Turns:
     def _tail(self, render: Render, number: int) -> tuple[int | None, str]:
         """The last code in the rendering of the first messages, -1 where there is none, and what the template wrote
         after it; None where it refuses them, as some refuse a conversation without a user's message."""
-        traced = self._traced
+        traced = self.traced
         try:
             text = render(traced.coded[:number])
         except UserError:
@@ -227,14 +540,14 @@ class Turns:
             last: where its last letter stands.
             limit: where the first letter of a later message stands.
         """
-        traced, tokens = self._traced, self._tokens
+        traced, tokens = self.traced, self.tokens
         ids, is_added = tokens.ids, tokens.tokenizer.is_added
         calls = traced.field_at(last).kind == "call"
         end = last + 1 + (0 if calls else traced.untraced_after(last))
         if (stopped := tokens.after_stop(end, limit)) is not None:
             return stopped, True
         # What the template writes after the message where the conversation ends with it, as far as the text has it too.
-        code, closing = self._tail(self._render, k + 1)
+        code, closing = self._tail(self.render, k + 1)
         shared = common_prefix(traced.text[last + 1 :], closing) if code == traced.code_at(last) else 0
         closed, first = max(end, last + 1 + shared), tokens.first_from(end)
         inside = range(first, tokens.first_from(closed))
@@ -255,15 +568,8 @@ class Turns:
 
 
 def common_prefix(a: str, b: str) -> int:
-    """Length of the longest common prefix of two texts, by bisection: comparing slices runs in C."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    """Length of the longest common prefix of two texts."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -285,6 +591,8 @@ class Rendered:
     """`[T]` bool: which of them are trained."""
     notes: tuple[Note, ...] = ()
     """What the chat template left out of the row."""
+    weights: np.ndarray | None = None
+    """`[T]` float32: by what each token counts in the loss; None where they all count alike."""
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return iter((self.tokens, self.mask))

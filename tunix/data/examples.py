@@ -1,27 +1,75 @@
-"""Turns each row into one example: a sequence, a pair of sequences, or a reason why it is dropped.
+r"""Turns each row into one example: a sequence, a pair of sequences, or a reason why it is dropped.
 
 The shapes: `messages`; `prompt` and `completion` (strings, or lists of messages); `text`; and `input_ids` with
 `labels`, `loss_mask` or `loss_weights`, to which nothing is added. Pairs have `chosen` and `rejected`, labelled
 completions a `label`, and both may be given as ids too. Where the policy samples the completions (`RowKind.PROMPT`)
-only the prompt of a row is read. `shapes.rendering` derives the shape from a row, `to_example` renders it (`rendered`)
-and cuts or refuses what is too long, and `Accounting` counts: kept plus dropped is the number of rows.
+only the prompt of a row is read. `shapes.rendering` derives the shape from a row; `render_row` and `render_pair` make
+tokens and a mask of trained tokens of it; `to_example` cuts or refuses what is too long; and `Accounting` counts: kept
+plus dropped is the number of rows. `Examples` are the rows of a recipe by number: what batches, prompts, evaluations
+and `tunix inspect` are made of.
+
+Ids stay as they are, and nothing that speaks of single tokens is passed over: a column with a number for every token is
+read, or known to change nothing, or refused by its name. What `attention_mask` leaves out at the ends is padding, which
+is cut off with everything that belongs to it. Other padding is known by its ids: it is refused where it would be
+trained, or seen by later tokens.
+
+Of preference pairs with a `prompt`, strings and messages are rendered as prompt and completion are. Without one, the
+prompt is the beginning that both sides have in common:
+
+  messages      the messages that both share (UltraFeedback). A `prompt` that is a string is not read then.
+  transcripts   "\n\nHuman: ...\n\nAssistant: ..." (Anthropic HH): up to the last "Assistant:" that both share. From
+                there on the assistant's turns are trained, and no others.
+  other texts   the tokens that both share.
+
+Each side of the last two is tokenized as a whole, so that no merge is split: a token that begins before the completion
+is not trained, and where it merges differently with the two completions, the prompts differ by it. The masks are
+correct in any case.
+
+Axes: T time.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tunix.config import LOSS_WEIGHTS, RowKind
-from tunix.data.accounting import (
+from tunix.data.chat import Rendered, common_prefix, render_chat, render_prompt
+from tunix.data.config import DataConfig
+from tunix.data.packing import shared_tokens
+from tunix.data.pictures import IMAGES, images_of, with_marks
+from tunix.data.shapes import (
+    MASKS,
+    SHAPES,
+    TEMPLATE_KWARGS,
+    Rendering,
+    Row,
+    as_integers,
+    as_messages,
+    as_string,
+    as_template_kwargs,
+    as_tools,
+    as_weights,
+    column,
+    is_finite,
+    refuse_half_texts,
+    rendering,
+)
+from tunix.data.sources import Rows
+from tunix.data.tokenizer import Tokenizer
+from tunix.data.types import (
     COMPLETION_TOO_LONG,
     CUT_AWAY,
     CUT_EQUAL,
     EMPTY,
     EQUAL,
+    NO_COMMON_PROMPT,
     NO_PROMPT,
     NOTHING_TRAINED,
     PICTURE_CUT,
@@ -31,13 +79,57 @@ from tunix.data.accounting import (
     Kept,
     Refused,
 )
-from tunix.data.packing import shared_tokens
-from tunix.data.pictures import IMAGES, images_of, with_marks
-from tunix.data.rendered import given_weights, render_pair, render_row
-from tunix.data.shapes import SHAPES, Rendering, Row, column, is_finite, refuse_half_texts
-from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
 from tunix.types import Sequence
+
+HARMLESS = ("special_tokens_mask",)
+"""Columns with a number for every token that say nothing of what is trained or seen."""
+_SPEAKS = re.compile("mask|label|weight|loss|target|position|segment|seq|document", re.IGNORECASE)
+"""In the name of a column with a number for every token: it would change what is trained or seen."""
+
+
+class Examples:
+    """The rows of a dataset by number, each rendered, cut to length and checked when it is asked for."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: Tokenizer | None,
+        config: DataConfig,
+        train_on: RowKind = RowKind.COMPLETION,
+        vocab_size: int | None = None,
+    ) -> None:
+        """Reads the first row, which determines the shape of all.
+
+        Args:
+            rows: from `open_rows`.
+            tokenizer: None where rows are token ids.
+            config: the recipe's `data` section.
+            train_on: see `Rendering`.
+            vocab_size: see `Rendering`.
+
+        Raises:
+            UserError: the first row is of no known shape.
+        """
+        self.rows, self.tokenizer, self.config, self.train_on = rows, tokenizer, config, train_on
+        self.settings = rendering(config, rows[0], f"row 1 of {rows.name}", train_on, vocab_size)
+        """How they are rendered."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Kept | Dropped:
+        """The example of row `i`; raises UserError as `to_example` does."""
+        where = f"row {i + 1} of {self.rows.name}"
+        return to_example(self.rows[i], self.tokenizer, self.settings, where, self.rows.folder)
+
+    def first(self, limit: int | None = None) -> Iterator[Kept | Dropped]:
+        """The first `limit` of them in file order, or all."""
+        return (self[i] for i in range(len(self) if limit is None else min(limit, len(self))))
+
+    def sequences(self, limit: int | None = None) -> Iterator[Sequence]:
+        """The sequences of those of the first `limit` rows that are kept, in file order."""
+        return (sequence for x in self.first(limit) if isinstance(x, Kept) for sequence in x.sequences)
 
 
 def to_example(
@@ -103,13 +195,10 @@ def to_example(
             if not is_finite(margin):
                 raise UserError(f"{name} is {margin!r:.80}, not a finite number")
             values = {"margin": float(margin)}
-        loss_weights = None if isinstance(sides, Dropped) else given_weights(row, settings)
     except Refused as refused:
         return Dropped(refused.reason, str(refused))
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    if isinstance(sides, Dropped):
-        return sides
     for tokens, _ in sides:
         if settings.vocab_size is not None and len(tokens) and tokens.max() >= settings.vocab_size:
             raise UserError(
@@ -145,7 +234,8 @@ def to_example(
         if too_long and settings.on_overflow == "drop":
             return Dropped(TOO_LONG if key == "max_length" else COMPLETION_TOO_LONG)
         end = None if settings.on_overflow == "keep" else limit
-        per_token = {} if loss_weights is None else {LOSS_WEIGHTS: loss_weights[:end]}
+        weights = sides[0].weights
+        per_token = {} if weights is None else {LOSS_WEIGHTS: weights[:end]}
         sequences = tuple(Sequence(side.tokens[:end], side.mask[:end], weight, per_token, values) for side in sides)
         if not all(sequence.loss_mask.any() for sequence in sequences):
             return Dropped(CUT_AWAY)
@@ -186,3 +276,415 @@ def _equal(tokens: List[np.ndarray]) -> bool:
 def _renamed(row: Row, settings: Rendering) -> Row:
     """The row with our names for the columns that `data.columns` maps."""
     return {**row, **{ours: row[theirs] for ours, theirs in settings.columns.items() if theirs in row}}
+
+
+def given_tokens(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Rendered:
+    """The tokens of `input_ids` without padding, the mask of the trained ones, and their weights where all rows have
+    `loss_weights`.
+
+    The mask is that of `labels` (not shifted, -100 is not trained), `loss_mask`, `loss_weights`, or `completion_mask`
+    and `assistant_masks`, which both have to be 1; without any of them every token is trained.
+
+    Raises:
+        UserError: a column is malformed, says another thing than a second one, or is not read.
+    """
+    ids = _integers(row, "input_ids", settings)
+    refuse_unread(row, settings, [len(ids)], ("attention_mask", "position_ids", "token_type_ids", "labels", *MASKS))
+    # The tokens between the padding at both ends.
+    attended, attention = slice(0, len(ids)), _whole_numbers(row, "attention_mask", len(ids), settings)
+    if attention is not None:
+        kept = np.flatnonzero(attention)
+        attended = slice(int(kept[0]), int(kept[-1]) + 1) if len(kept) else slice(0, 0)
+        if len(kept) != attended.stop - attended.start:
+            inside = attended.start + int(np.argmin(attention[attended]))
+            raise UserError(
+                f"{settings.columns.get('attention_mask', 'attention_mask')} is 0 at token {inside + 1}, and 1 before "
+                "and after it: only padding at the ends is left out; for tokens that are seen and not trained use "
+                "loss_mask"
+            )
+    positions = _whole_numbers(row, "position_ids", len(ids), settings)
+    if positions is not None and (steps := np.diff(positions[attended])).size and (steps != 1).any():
+        place = attended.start + int(np.argmax(steps != 1)) + 2
+        raise UserError(
+            f"position_ids does not count on at token {place}, and nothing reads it: leave the column out. Where "
+            "several texts share the row, give each its own: tunix packs them itself (data.packing)"
+        )
+    types = _whole_numbers(row, "token_type_ids", len(ids), settings)
+    if types is not None and types[attended].any():
+        raise UserError("token_type_ids is not all 0, and nothing reads types of tokens: leave the column out")
+    tokens, masks, weights = ids[attended], dict[str, np.ndarray](), None
+    for name in ("labels", *MASKS):
+        if (values := _whole_numbers(row, name, len(ids), settings)) is not None:
+            values = values[attended]
+            masks[name] = values != (-100 if name == "labels" else 0)
+            if name == "labels" and len(wrong := np.flatnonzero(masks[name] & (values != tokens))):
+                i, theirs = int(wrong[0]), settings.columns.get("labels", "labels")
+                raise UserError(
+                    f"{theirs}[{i}] is {values[i]}, but input_ids[{i}] is {tokens[i]}: labels repeat the ids, "
+                    "unshifted, or are -100"
+                )
+    if LOSS_WEIGHTS in settings.fixed:
+        weights = as_weights(column(row, LOSS_WEIGHTS, settings.columns), LOSS_WEIGHTS, len(ids))[attended]
+        if masks:
+            raise UserError(f"it has loss_weights and {' and '.join(masks)}: a weight of 0 says what is not trained")
+        masks[LOSS_WEIGHTS] = weights > 0
+    if "completion_mask" in masks and "assistant_masks" in masks:
+        masks["completion_mask"] &= masks.pop("assistant_masks")
+    (first, mask), *others = masks.items() or [("", np.ones(len(tokens), bool))]
+    for name, other in others:
+        if (differ := mask != other).any():
+            place = attended.start + int(np.argmax(differ)) + 1
+            raise UserError(f"it has {first} and {name}, which differ at token {place}: leave one of them out")
+    if attention is None:
+        _refuse_padding(tokens, settings.columns.get("input_ids", "input_ids"), tokenizer, mask)
+    return Rendered(tokens, mask, weights=weights)
+
+
+def given_ids(row: Row, names: tuple[str, ...], tokenizer: Tokenizer | None, settings: Rendering) -> list[np.ndarray]:
+    """The ids of columns that are taken whole, `[T]` int32 each: a prompt's, a completion's, or those of a pair.
+
+    Raises:
+        UserError: a column is malformed, begins or ends with padding, or has a mask.
+    """
+    columns = [_integers(row, name, settings) for name in names]
+    for name, ids in zip(names, columns, strict=True):
+        _refuse_padding(ids, settings.columns.get(name, name), tokenizer)
+    lengths = [len(ids) for ids in columns]
+    prompt, *after = lengths
+    # A row may have input_ids too; the columns of their length belong to them.
+    other = {len(row["input_ids"])} if isinstance(row.get("input_ids"), list | np.ndarray) else set()
+    numbers = {*lengths, *(prompt + length for length in after)} - other
+    refuse_unread(row, settings, sorted(numbers), ())
+    return columns
+
+
+def refuse_unread(row: Row, settings: Rendering, numbers: list[int], known: tuple[str, ...]) -> None:
+    """Refuses a column that has a number for every token, which differ, and is not read.
+
+    Args:
+        row: the columns of one example.
+        settings: its columns' names.
+        numbers: the numbers of tokens that a column may speak of.
+        known: our names of the columns of single tokens that are read.
+
+    Raises:
+        UserError: there is one; the message names it.
+    """
+    ids = {name for shapes in SHAPES.values() for name in shapes.get("tokens", ())}
+    read = {settings.columns.get(name, name) for name in (*known, *ids, *HARMLESS, LOSS_WEIGHTS)}
+    read |= set(settings.columns.values())
+    packed = row.get("seq_lengths")
+    if isinstance(packed, list | np.ndarray) and len(packed) > 1:
+        raise UserError(
+            f"seq_lengths says that {len(packed)} sequences share the row, which nothing would keep apart: give each "
+            "its own row, tunix packs them itself (data.packing)"
+        )
+    for name, value in row.items():
+        if not isinstance(value, list | tuple | np.ndarray) or len(value) not in numbers:
+            continue
+        try:
+            array = np.asarray(value)
+        except ValueError:  # a ragged list
+            continue
+        if name in read or array.ndim != 1 or array.dtype.kind not in "iubf" or (array == array[:1]).all():
+            continue
+        if _SPEAKS.search(name) or np.isin(array, (0, 1)).all():
+            remedy = (
+                f"map it in data.columns, as in {{loss_mask: {name}}}, if it says what is trained, or leave it out"
+                if "labels" in known
+                else "give only the ids that it keeps, and leave it out"
+            )
+            raise UserError(f"the column {name!r} has a number for every token and is not read: {remedy}")
+
+
+def _read(row: Row, name: str, settings: Rendering) -> Any:
+    """An optional column; None where it is absent, or where `data.columns` makes it another one of ours."""
+    taken = name not in settings.columns and name in settings.columns.values()
+    return None if taken else column(row, name, settings.columns, None)
+
+
+def _integers(row: Row, name: str, settings: Rendering) -> np.ndarray:
+    """The token ids of a column, `[T]` int32."""
+    theirs = settings.columns.get(name, name)
+    ids = as_integers(column(row, name, settings.columns), theirs)
+    if len(ids) and ids.min() < 0:
+        raise UserError(f"{theirs} holds {ids.min()}, which is no token id")
+    return ids
+
+
+def _whole_numbers(row: Row, name: str, number: int, settings: Rendering) -> np.ndarray | None:
+    """The whole numbers of a column, one for each of `number` tokens, `[T]`; None where the row has none."""
+    if (value := _read(row, name, settings)) is None:
+        return None
+    theirs = settings.columns.get(name, name)
+    values = as_integers(value, theirs)
+    if len(values) != number:
+        raise UserError(f"{theirs} has {len(values)} values for {number} input_ids")
+    if (name in MASKS or name == "attention_mask") and not np.isin(values, (0, 1)).all():
+        raise UserError(f"{theirs} holds 0 and 1, not {values[~np.isin(values, (0, 1))][0]}")
+    return values
+
+
+def _refuse_padding(tokens: np.ndarray, name: str, tokenizer: Tokenizer | None, mask: np.ndarray | None = None) -> None:
+    """Refuses padding that later tokens would see, or that would be trained, where its id tells it.
+
+    A PAD that is also a BOS or EOS begins or ends a text once.
+
+    Args:
+        tokens: `[T]` ids.
+        name: of their column.
+        tokenizer: says which id is padding; without it, or without a pad_token, nothing is refused.
+        mask: `[T]` which tokens are trained; None where ids are taken whole.
+    """
+    pad = None if tokenizer is None else tokenizer.hf.pad_token_id
+    if tokenizer is None or pad is None:
+        return
+    once = int(pad in (tokenizer.bos_id, *tokenizer.stop_ids))
+    other = np.flatnonzero(tokens != pad)
+    begin = int(other[0]) if len(other) else len(tokens)
+    kept = tokens != pad if mask is None else (tokens != pad) | ~mask
+    end = int(np.argmax(kept[::-1])) if len(other) else 0
+    for number, where in ((begin, "begins"), (end, "ends")):
+        if number > once:
+            marked = "" if mask is None else ", or mark it in attention_mask"
+            raise UserError(
+                f"{name} {where} with {number} x {tokenizer.hf.pad_token} (id {pad}), padding that would be trained or "
+                f"seen by later tokens: leave it out, tunix packs rows itself{marked}"
+            )
+
+
+def render_row(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Rendered:
+    """Tokens and mask of a row that becomes one sequence.
+
+    Raises:
+        UserError: a missing or malformed column.
+    """
+    if settings.train_on == RowKind.PROMPT:  # ids, a string, or a chat up to the start of the assistant's turn
+        if settings.format == "tokens":
+            return joined(given_ids(row, ("prompt_ids",), tokenizer, settings)[0], [])
+        tokenizer = needed(tokenizer, settings)
+        prompt = column(row, "messages" if settings.format == "messages" else "prompt", settings.columns)
+        if isinstance(prompt, str) and not settings.chat:
+            return joined(tokenizer.encode(prompt, bos=tokenizer.adds_bos), [])
+        messages = as_chat("user", prompt, settings) if isinstance(prompt, str) else asked(as_messages(prompt))
+        return render_prompt(messages, tokenizer, **_variables(row, settings))
+    unread = settings.train_on == RowKind.COMPLETION and LOSS_WEIGHTS not in settings.fixed
+    if unread and _read(row, LOSS_WEIGHTS, settings) is not None:
+        raise UserError(
+            "it has loss_weights, which the first row has not, or not as input_ids: give them to all or none"
+        )
+    if settings.format == "tokens" and settings.train_on == RowKind.LABELS:
+        rendered = joined(*given_ids(row, ("prompt_ids", "completion_ids"), tokenizer, settings))
+    elif settings.format == "tokens":
+        rendered = given_tokens(row, tokenizer, settings)
+    else:
+        tokenizer = needed(tokenizer, settings)
+        if settings.format == "messages":
+            messages = as_messages(column(row, "messages", settings.columns))
+            rendered = render_messages(messages, row, tokenizer, settings)
+        elif settings.format == "prompt_completion":
+            prompt, completion = (column(row, name, settings.columns) for name in ("prompt", "completion"))
+            rendered = render_completion(prompt, completion, row, tokenizer, settings)
+        else:
+            text = as_string(column(row, "text", settings.columns), "text")
+            rendered = joined([], tokenizer.ended(tokenizer.encode(text, bos=tokenizer.adds_bos)))
+    return replace(rendered, mask=np.ones_like(rendered.mask)) if settings.train_on == RowKind.ALL else rendered
+
+
+def prompt_messages(row: Row) -> list[dict[str, Any]] | None:
+    """The messages of a prompt, without the assistant's turns at its end; None where it is a string or token ids.
+
+    Raises:
+        UserError: they are no messages, or all the assistant's.
+    """
+    prompt = next((row[name] for name in ("prompt", "messages") if row.get(name) is not None), "")
+    return None if isinstance(prompt, str) else asked(as_messages(prompt))
+
+
+def prompt_text(row: Row) -> str:
+    """The prompt that rewards read: the string, or the text of the last message's content; empty for token ids."""
+    messages = prompt_messages(row)
+    if messages is None:
+        return row.get("prompt") or ""
+    content = messages[-1].get("content")
+    if not isinstance(content, list | tuple | np.ndarray):
+        return "" if content is None else str(content)
+    # As templates join them; a picture has no text.
+    return "".join(part if isinstance(part, str) else part.get("text") or "" for part in content)
+
+
+def render_completion(prompt: Any, completion: Any, row: Row, tokenizer: Tokenizer, settings: Rendering) -> Rendered:
+    """Renders two strings, the second as the continuation of the first, up to EOS; or two lists of messages as a chat.
+
+    The prompt's ids are those that a sampler is given, and the completion's follow them: no token crosses the border.
+
+    Args:
+        prompt: the row's prompt.
+        completion: the text after it, which is trained; of messages the assistant's turns are.
+        row: may contain `tools`.
+        tokenizer: its chat template renders messages.
+        settings: columns and template variables.
+
+    Raises:
+        UserError: one of the two is a string and the other a list, or the template refuses the messages.
+    """
+    if isinstance(prompt, str) and isinstance(completion, str) and settings.chat:
+        prompt, completion = as_chat("user", prompt, settings), as_chat("assistant", completion, settings)
+    if isinstance(prompt, str) and isinstance(completion, str):
+        start = tokenizer.encode(tokenizer.expanded(prompt), bos=tokenizer.adds_bos)
+        return joined(start, tokenizer.ended(tokenizer.encode_after(start, completion)))
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise UserError("prompt and completion are both strings or both lists of messages, not one of each")
+    before, after = as_messages(prompt), as_messages(completion)
+    return render_messages([*before, *after], row, tokenizer, settings, trained_from=len(before))
+
+
+def render_messages(
+    messages: List[dict[str, Any]], row: Row, tokenizer: Tokenizer, settings: Rendering, trained_from: int = 0
+) -> Rendered:
+    """Renders a chat with the row's tools; the assistant's turns from message `trained_from` on are trained."""
+    return render_chat(messages, tokenizer, trained_from=trained_from, **_variables(row, settings))
+
+
+def _variables(row: Row, settings: Rendering) -> dict[str, Any]:
+    """The variables of the chat template: the recipe's, the row's own, which take precedence, and its tools."""
+    more = as_template_kwargs(column(row, TEMPLATE_KWARGS, settings.columns, None))
+    return {**settings.template_kwargs, **more, **as_tools(column(row, "tools", settings.columns, None))}
+
+
+def needed(tokenizer: Tokenizer | None, settings: Rendering) -> Tokenizer:
+    """The tokenizer, which rows that are not token ids need.
+
+    Raises:
+        UserError: the model has no tokenizer.
+    """
+    if tokenizer is None:
+        shape = "chosen and rejected" if settings.format == "pairs" else settings.format.replace("_", " and ")
+        raise UserError(
+            f"it has {shape}, but the model's folder has no tokenizer: "
+            f"add one, or give {_GIVEN.get(settings.train_on, 'input_ids (prompt_ids where only prompts are read)')}"
+        )
+    return tokenizer
+
+
+def joined(prompt: List[int] | np.ndarray, completion: List[int] | np.ndarray) -> Rendered:
+    """Tokens of prompt and completion, trained from the completion's first token."""
+    tokens = np.asarray([*prompt, *completion], np.int32)
+    return Rendered(tokens, np.arange(len(tokens)) >= len(prompt))
+
+
+def as_chat(role: str, text: str, settings: Rendering) -> list[dict[str, Any]]:
+    """A string as a list of messages; a user's message follows the system message, where there is one."""
+    before = [{"role": "system", "content": settings.system}] if settings.system and role == "user" else []
+    return [*before, {"role": role, "content": text}]
+
+
+def asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation without the assistant's turns at its end.
+
+    Raises:
+        UserError: no message is left.
+    """
+    last = next((i for i, message in enumerate(reversed(messages)) if message["role"] != "assistant"), len(messages))
+    if last == len(messages):
+        raise UserError("messages holds nothing but the assistant's: there is no prompt")
+    return messages[: len(messages) - last]
+
+
+_GIVEN = {
+    RowKind.PAIRS: "prompt_ids, chosen_ids and rejected_ids",
+    RowKind.LABELS: "prompt_ids, completion_ids and label",
+}
+
+
+Pair = tuple[Rendered, Rendered]
+"""The chosen side, then the rejected side."""
+Messages = list[dict[str, Any]]
+
+_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+"""The beginning of a turn in a transcript."""
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+def render_pair(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Pair:
+    """Tokens and mask of both sides before any limit.
+
+    Raises:
+        Refused: they have no common prompt.
+        UserError: a missing or malformed column.
+    """
+    if settings.format == "tokens":
+        names = ("prompt_ids", "chosen_ids", "rejected_ids")
+        prompt, chosen, rejected = given_ids(row, names, tokenizer, settings)
+        return joined(prompt, chosen), joined(prompt, rejected)
+    tokenizer = needed(tokenizer, settings)
+    chosen, rejected = column(row, "chosen", settings.columns), column(row, "rejected", settings.columns)
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise UserError("chosen and rejected are both strings or both lists of messages, not one of each")
+    prompt = column(row, "prompt", settings.columns) if "prompt" in settings.fixed else None
+    if not isinstance(chosen, str):
+        return _pair_of_messages(prompt, as_messages(chosen), as_messages(rejected), row, tokenizer, settings)
+    rejected = as_string(rejected, "rejected")
+    if prompt is not None:
+        sides = (render_completion(prompt, side, row, tokenizer, settings) for side in (chosen, rejected))
+        return next(sides), next(sides)
+    if _TURN.match(chosen) and _TURN.match(rejected):
+        if settings.chat:
+            system = [{"role": "system", "content": settings.system}] if settings.system else []
+            conversations: list[Messages] = []
+            for text in (chosen, rejected):
+                _, *parts = _TURN.split(text)
+                said = zip(parts[::2], parts[1::2], strict=True)
+                turns = ({"role": _ROLES[who], "content": words.strip()} for who, words in said)
+                conversations.append([*system, *turns])
+            return _pair_of_messages(None, conversations[0], conversations[1], row, tokenizer, settings)
+        # Transcripts are trained on the assistant's turns from the last one whose beginning both share.
+        common = common_prefix(chosen, rejected)
+        starts = [turn.end() for turn in _TURN.finditer(chosen, 0, common) if turn[1] == "Assistant"]
+        if not starts:
+            raise Refused(NO_COMMON_PROMPT)
+        return _transcript(chosen, starts[-1], tokenizer), _transcript(rejected, starts[-1], tokenizer)
+    if settings.chat:
+        raise UserError(
+            "data.chat is true, but chosen and rejected are strings without a prompt, and no transcripts of Human: and "
+            "Assistant: either; add the column 'prompt'"
+        )
+    # Two texts between BOS and EOS, trained from the first token that differs.
+    bos = tokenizer.adds_bos
+    first, second = (tokenizer.ended(tokenizer.encode(text, bos=bos)) for text in (chosen, rejected))
+    most = min(len(first), len(second)) - 1
+    start = next((i for i in range(most) if first[i] != second[i]), most)
+    if start <= int(bos):
+        raise Refused(NO_COMMON_PROMPT)
+    return joined(first[:start], first[start:]), joined(second[:start], second[start:])
+
+
+def _pair_of_messages(
+    prompt: Any, chosen: Messages, rejected: Messages, row: Row, tokenizer: Tokenizer, settings: Rendering
+) -> Pair:
+    """The pair of two lists of messages, which follow a prompt or are whole conversations with a common beginning."""
+    before = [] if prompt is None or isinstance(prompt, str) else as_messages(prompt)
+    if before and not (chosen[: len(before)] == before == rejected[: len(before)]):
+        chosen, rejected = [*before, *chosen], [*before, *rejected]
+    elif not before:
+        # The messages that both sides begin with, except the last one of each side, which is compared.
+        most = min(len(chosen), len(rejected)) - 1
+        before = chosen[: next((i for i in range(most) if chosen[i] != rejected[i]), most)]
+    if not before:
+        raise Refused(NO_COMMON_PROMPT)
+    sides = (render_messages(side, row, tokenizer, settings, trained_from=len(before)) for side in (chosen, rejected))
+    return next(sides), next(sides)
+
+
+def _transcript(text: str, start: int, tokenizer: Tokenizer) -> Rendered:
+    """A transcript between BOS and EOS; EOS is trained where the last turn is the assistant's."""
+    offsets = tokenizer.encode_with_offsets(text)[1]
+    turns = list(_TURN.finditer(text))
+    mask = np.zeros(len(offsets), bool)
+    for turn, after in zip(turns, [*(turn.start() for turn in turns[1:]), len(text)], strict=True):
+        if turn[1] == "Assistant" and turn.end() >= start:
+            mask |= (offsets[:, 0] >= turn.end()) & (offsets[:, 0] < after)
+    ids = tokenizer.encode(text, bos=tokenizer.adds_bos)
+    before, tokens = len(ids) - len(mask), tokenizer.ended(ids)
+    ending = [turns[-1][1] == "Assistant"] * (len(tokens) - len(ids))
+    return Rendered(np.asarray(tokens, np.int32), np.asarray([*[False] * before, *mask, *ending]))

@@ -23,7 +23,6 @@ from typing import Literal
 import numpy as np
 
 from tunix.config import LOSS_WEIGHTS
-from tunix.data.seen import within
 from tunix.types import Batch, Pictures, Sequence
 
 LABEL = "label"
@@ -110,11 +109,17 @@ def pack(
         for owner, begin, end in zip(pieces.owner, pieces.begin, pieces.end, strict=True):
             whole = sequences[owner].pictures
             assert whole is not None, "a sequence without pictures says so"
-            pictures_of.append(within(whole, int(begin), int(end)))
+            pictures_of.append(whole.within(int(begin), int(end)))
     seen = np.array([x.number for x in pictures_of]) if pictures else np.zeros_like(pieces.owner)
-    row_of, start_of, segment_of = _placed(pieces, max_length, packing, multiple, (seen, pictures))
+    row_of, start_of, segment_of = _placed(pieces, max_length, packing, multiple, seen, pictures)
     rows = -(-(int(row_of.max()) + 1) // multiple) * multiple
-    tokens = _tokens(pieces, row_of * max_length + start_of, lengths, (rows, max_length))
+    sizes = pieces.end - pieces.begin
+    piece = np.repeat(np.arange(len(sizes)), sizes)
+    within = np.arange(len(piece)) - (np.cumsum(sizes) - sizes)[piece]
+    owner, position = pieces.owner[piece], within + pieces.begin[piece]
+    source = position + (np.cumsum(lengths) - lengths)[owner]
+    target = (row_of * max_length + start_of)[piece] + within
+    tokens = _Tokens(piece, owner, position, source, target, (rows, max_length))
     mask = tokens.joined([sequence.loss_mask for sequence in sequences]).astype(bool) & (tokens.position > 0)
     if not mask.any():
         raise ValueError("no token of the batch is trained")
@@ -180,11 +185,6 @@ def pack(
     )
 
 
-def waste(batch: Batch) -> float:
-    """Share of padding among the batch's positions, e.g. 0.05."""
-    return float(np.mean(np.asarray(batch.segment_ids) == 0))
-
-
 @dataclass(frozen=True)
 class _Pieces:
     """Parts of sequences, unit by unit; arrays `[pieces]`."""
@@ -229,16 +229,6 @@ class _Tokens:
         return rows
 
 
-def _tokens(pieces: _Pieces, place: np.ndarray, lengths: np.ndarray, shape: tuple[int, int]) -> _Tokens:
-    """The tokens of pieces, given where each piece begins among the concatenated rows (`place`, `[pieces]`)."""
-    sizes = pieces.end - pieces.begin
-    piece = np.repeat(np.arange(len(sizes)), sizes)
-    within = np.arange(len(piece)) - (np.cumsum(sizes) - sizes)[piece]
-    owner, position = pieces.owner[piece], within + pieces.begin[piece]
-    source = position + (np.cumsum(lengths) - lengths)[owner]
-    return _Tokens(piece, owner, position, source, place[piece] + within, shape)
-
-
 def _pieces(sequences: List[Sequence], lengths: np.ndarray, per_unit: int, share: bool) -> _Pieces:
     number = np.arange(len(sequences))
     if per_unit == 1:
@@ -266,101 +256,63 @@ def shared_tokens(group: List[Sequence]) -> int:
 
 
 def _placed(
-    pieces: _Pieces, max_length: int, packing: Packing, multiple: int, pictures: tuple[np.ndarray, int]
+    pieces: _Pieces, max_length: int, packing: Packing, multiple: int, seen: np.ndarray, pictures: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Where the pieces are placed, `[pieces]` each: the row, the first position in it, and the segment id (from 1).
+
+    Args:
+        seen: `[pieces]` pictures of each.
+        pictures: the most of a row.
 
     Raises:
         ValueError: a unit does not fit into a row.
     """
     sizes = pieces.end - pieces.begin
-    units, seen = (np.bincount(pieces.unit, weights=x).astype(np.int64) for x in (sizes, pictures[0]))
-    if units.max() > max_length:
-        raise ValueError(f"sequences that share a row have {units.max()} tokens; 1 to {max_length} fit in a row")
-    if seen.max() > pictures[1]:
-        raise ValueError(f"sequences that share a row have {seen.max()} pictures; rows have room for {pictures[1]}")
-    pictures = (seen, pictures[1])
-    number = np.bincount(pieces.unit)
+    lengths, seen = (np.bincount(pieces.unit, weights=x).astype(np.int64) for x in (sizes, seen))
+    if lengths.max() > max_length:
+        raise ValueError(f"sequences that share a row have {lengths.max()} tokens; 1 to {max_length} fit in a row")
+    if seen.max() > pictures:
+        raise ValueError(f"sequences that share a row have {seen.max()} pictures; rows have room for {pictures}")
+    units, number, wrapped = len(lengths), np.bincount(pieces.unit), packing == "wrapped"
+    order = np.arange(units) if wrapped else np.argsort(-lengths, kind="stable")
+
+    def placed(rows: int, evenly: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """Row, first position and first segment id (from 1) of each unit, `[units]` each: first fit (next fit where
+        rows are wrapped), or each into the emptiest row; None where one then has no room."""
+        room, unused, used = (np.full(rows, x) for x in (max_length, pictures, 1))
+        row_of, start_of, segment_of = (np.empty_like(lengths) for _ in range(3))
+        opened = 0
+        for i in order:
+            if evenly:
+                row = int(np.argmax(room))
+            else:
+                # Rows that are not open yet have full room, so the first that fits always exists.
+                first = max(opened - 1, 0) if wrapped else 0
+                fits = room[first : opened + 1] >= lengths[i]
+                if pictures:
+                    fits &= unused[first : opened + 1] >= seen[i]
+                row = first + int(np.argmax(fits))
+                opened = max(opened, row + 1)
+            row_of[i], start_of[i], segment_of[i] = row, max_length - room[row], used[row]
+            room[row] -= lengths[i]
+            unused[row] -= seen[i]
+            used[row] += number[i]
+        return None if min(room.min(), unused.min()) < 0 else (row_of, start_of, segment_of)
+
     if packing:
-        order = np.arange(len(units)) if packing == "wrapped" else np.argsort(-units, kind="stable")
-        row_of, start_of, segment_of = _fit(units, number, max_length, order, pictures, back=packing != "wrapped")
-        rows = -(-(int(row_of.max()) + 1) // multiple) * multiple
-        even = None
-        if multiple > 1 and packing != "wrapped":
-            even = _evenly(units, number, max_length, order, rows, pictures)
-        if even is not None:
-            row_of, start_of, segment_of = even
+        places = placed(units, evenly=False)
+        assert places is not None, "every unit fits into a row of its own"
+        if multiple > 1 and not wrapped:
+            rows = -(-(int(places[0].max()) + 1) // multiple) * multiple
+            places = placed(rows, evenly=True) or places
+        row_of, start_of, segment_of = places
     else:
-        row_of, start_of, segment_of = np.arange(len(units)), np.zeros_like(units), np.ones_like(units)
+        row_of, start_of, segment_of = np.arange(units), np.zeros_like(lengths), np.ones_like(lengths)
     first = np.cumsum(number) - number
     before = np.cumsum(sizes) - sizes
     start = start_of[pieces.unit] + before - before[first][pieces.unit]
     segment = segment_of[pieces.unit] + np.arange(len(sizes)) - first[pieces.unit]
     return row_of[pieces.unit], start, segment
-
-
-def _fit(
-    lengths: np.ndarray,
-    pieces: np.ndarray,
-    max_length: int,
-    order: np.ndarray,
-    pictures: tuple[np.ndarray, int],
-    back: bool,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """First fit: each unit into the first row with room; or next fit: into the last one or a new one.
-
-    Args:
-        lengths: `[units]` tokens of each unit.
-        pieces: `[units]` segments of each unit.
-        max_length: T.
-        order: the order in which units are placed.
-        pictures: `[units]` pictures of each unit (of sequences that share nothing), and the most of a row.
-        back: whether rows before the last are considered.
-
-    Returns:
-        Row, first position and first segment id (from 1) of each unit, `[units]` each.
-    """
-    room, (seen, most) = np.full(len(lengths), max_length), pictures
-    unused = np.full(len(lengths), most)
-    used = np.ones(len(lengths), np.int64)
-    row_of, start_of, segment_of = (np.empty_like(lengths) for _ in range(3))
-    rows = 0
-    for i in order:
-        first = 0 if back else max(rows - 1, 0)
-        # Rows that are not open yet have full room, so the first that fits always exists.
-        fits = room[first : rows + 1] >= lengths[i]
-        if most:
-            fits &= unused[first : rows + 1] >= seen[i]
-        row = first + int(np.argmax(fits))
-        rows = max(rows, row + 1)
-        row_of[i], start_of[i], segment_of[i] = row, max_length - room[row], used[row]
-        used[row] += pieces[i]
-        room[row] -= lengths[i]
-        if most:
-            unused[row] -= seen[i]
-    return row_of, start_of, segment_of
-
-
-def _evenly(
-    lengths: np.ndarray,
-    pieces: np.ndarray,
-    max_length: int,
-    order: np.ndarray,
-    rows: int,
-    pictures: tuple[np.ndarray, int],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Each unit into the emptiest of so many rows, with `_fit`'s arguments and results; None where one has no room."""
-    filled = np.zeros(rows, np.int64)
-    used = np.ones(rows, np.int64)
-    row_of, start_of, segment_of = (np.empty_like(lengths) for _ in range(3))
-    for i in order:
-        row = int(np.argmin(filled))
-        row_of[i], start_of[i], segment_of[i] = row, filled[row], used[row]
-        used[row] += pieces[i]
-        filled[row] += lengths[i]
-    seen, most = pictures
-    crowded = bool(most) and np.bincount(row_of, seen, minlength=rows).max() > most
-    return None if crowded or filled.max() > max_length else (row_of, start_of, segment_of)
 
 
 def with_spare(tokens: np.ndarray) -> Sequence:

@@ -249,7 +249,13 @@ class Rendering:
     """Most tokens of a pair's side after what both have in common; None for what `max_length` leaves."""
 
 
-def rendering(config: DataConfig, first: Row, where: str, train_on: RowKind = RowKind.COMPLETION) -> Rendering:
+def rendering(
+    config: DataConfig,
+    first: Row,
+    where: str,
+    train_on: RowKind = RowKind.COMPLETION,
+    vocab_size: int | None = None,
+) -> Rendering:
     """The rendering of a recipe's `data` section, with the shape of the first row where it says `auto`.
 
     Args:
@@ -257,6 +263,7 @@ def rendering(config: DataConfig, first: Row, where: str, train_on: RowKind = Ro
         first: the first row.
         where: that row's name in messages.
         train_on: what the algorithm reads of a row.
+        vocab_size: see `Rendering`.
 
     Raises:
         UserError: an unknown name in `data.columns`, or a row of no known shape.
@@ -289,6 +296,7 @@ def rendering(config: DataConfig, first: Row, where: str, train_on: RowKind = Ro
         chat=config.chat,
         system=config.system,
         template_kwargs=config.template_kwargs,
+        vocab_size=vocab_size,
         fixed=tuple(name for name in optional if first.get(config.columns.get(name, name)) is not None),
     )
 

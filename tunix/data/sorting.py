@@ -8,33 +8,14 @@ for no decision at all (`held_out`).
 import random
 import string
 import zlib
+from functools import partial
 
 Row = dict[str, str]
 
 LETTERS = 6
-SHARES = {"demonstrations": 6, "problems": 8, "validation": 1, "held_out": 1}
-"""Each split's share of the hash's values, in sixteenths."""
+SPLITS = ("demonstrations",) * 6 + ("problems",) * 8 + ("validation", "held_out")
+"""The split of each sixteenth of the hash's values."""
 SIZES = {"demonstrations": 4000, "problems": 20_000, "validation": 256, "held_out": 512}
-
-
-def demonstrations() -> list[Row]:
-    """Problems with their answers, for supervised training."""
-    return _rows("demonstrations")
-
-
-def problems() -> list[Row]:
-    """Problems for reinforcement learning."""
-    return _rows("problems")
-
-
-def validation() -> list[Row]:
-    """Problems for early stopping and model selection."""
-    return _rows("validation")
-
-
-def held_out() -> list[Row]:
-    """Problems that are used for no decision."""
-    return _rows("held_out")
 
 
 def _rows(split: str) -> list[Row]:
@@ -46,16 +27,16 @@ def _rows(split: str) -> list[Row]:
         letters = "".join(rng.sample(string.ascii_lowercase, LETTERS))
         if letters not in seen:
             seen.add(letters)
-            if _split(letters) == split:
+            if SPLITS[zlib.crc32(letters.encode()) % len(SPLITS)] == split:
                 rows.append({"prompt": f"{letters}>", "completion": "".join(sorted(letters))})
     return rows
 
 
-def _split(letters: str) -> str:
-    """The split that a problem belongs to."""
-    place = zlib.crc32(letters.encode()) % sum(SHARES.values())
-    for name, share in SHARES.items():
-        if place < share:
-            return name
-        place -= share
-    raise AssertionError(place)
+demonstrations = partial(_rows, "demonstrations")
+"""Problems with their answers, for supervised training."""
+problems = partial(_rows, "problems")
+"""Problems for reinforcement learning."""
+validation = partial(_rows, "validation")
+"""Problems for early stopping and model selection."""
+held_out = partial(_rows, "held_out")
+"""Problems that are used for no decision."""

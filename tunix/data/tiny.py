@@ -19,14 +19,19 @@ COLOURS = {"red": (220, 20, 20), "green": (20, 200, 40), "blue": (30, 40, 220), 
 
 def messages() -> list[dict[str, Any]]:
     """Conversations; every third one has a second question. Rewards score the last answer."""
-    return [{"messages": _turns(index), **_judged(index + (index % 3 == 0))} for index in range(ROWS)]
+    rows = []
+    for index in range(ROWS):
+        problems = [_problem(index), _problem(index + 1)][: 2 if index % 3 == 0 else 1]
+        turns = [turn for problem in problems for turn in _chat(problem["question"], problem["right"])]
+        rows.append({"messages": turns, **problems[-1]["judged"]})
+    return rows
 
 
 def prompt_completion() -> list[dict[str, Any]]:
     """Questions and their answers, with the further columns that rewards and environments read."""
     return [
-        {"prompt": question, "completion": answer, "question": question, **_judged(index)}
-        for index, (question, answer) in enumerate(map(_sum, range(ROWS)))
+        {"prompt": x["question"], "completion": x["right"], "question": x["question"], **x["judged"]}
+        for x in map(_problem, range(ROWS))
     ]
 
 
@@ -40,32 +45,30 @@ def pictures() -> list[dict[str, Any]]:
     for index in range(ROWS):
         number = 0 if index % 4 == 3 else PICTURES if index % 5 == 4 else 1
         colours = [names[(index + 3 * more) % len(names)] for more in range(number)]
-        asked = [*({"type": "image"} for _ in colours), {"type": "text", "text": "Which colours do you see?"}]
+        question = [*({"type": "image"} for _ in colours), {"type": "text", "text": "Which colours do you see?"}]
         answer = " and ".join(colours) if colours else "none"
         images = [Image.new("RGB", (20 + index, 30), COLOURS[name]) for name in colours]
-        turns = [{"role": "user", "content": asked}, _said("assistant", answer)]
-        rows.append({"messages": turns, "images": images, "answer": answer})
+        rows.append({"messages": _chat(question, answer), "images": images, "answer": answer})
     return rows
 
 
 def text() -> list[dict[str, Any]]:
     """Questions and answers as running text."""
-    return [{"text": " ".join(_sum(index))} for index in range(ROWS)]
+    return [{"text": f"{x['question']} {x['right']}"} for x in map(_problem, range(ROWS))]
 
 
 def tokens() -> list[dict[str, Any]]:
     """Rows that are already tokenized: the bytes of the text as ids; the question's labels are -100, so untrained."""
     rows = []
-    for index in range(ROWS):
-        question, answer = _sum(index)
-        prompt, right, wrong = list(question.encode()), list(answer.encode()), list(_wrong(index).encode())
+    for index, problem in enumerate(map(_problem, range(ROWS))):
+        prompt, right, wrong = (list(problem[name].encode()) for name in ("question", "right", "wrong"))
         row = {
             "input_ids": prompt + right,
             "labels": [-100] * len(prompt) + right,
             "prompt_ids": prompt,
             "chosen_ids": right,
             "rejected_ids": wrong,
-            "margin": _margin(index),
+            "margin": problem["margin"],
             "completion_ids": right if index % 2 else wrong,
             "label": bool(index % 2),
         }
@@ -76,16 +79,14 @@ def tokens() -> list[dict[str, Any]]:
 def pairs() -> list[dict[str, Any]]:
     """Questions with a correct and a wrong answer; the margin is how far the wrong one is off."""
     return [
-        {"prompt": _sum(index)[0], "chosen": _sum(index)[1], "rejected": _wrong(index), "margin": _margin(index)}
-        for index in range(ROWS)
+        {"prompt": x["question"], "chosen": x["right"], "rejected": x["wrong"], "margin": x["margin"]}
+        for x in map(_problem, range(ROWS))
     ]
 
 
 def conversations() -> list[dict[str, Any]]:
     """Pairs in UltraFeedback's form: two whole conversations, and the question in a separate column."""
-    return [
-        {**row, **{side: list(_turn(row["prompt"], row[side])) for side in ("chosen", "rejected")}} for row in pairs()
-    ]
+    return [{**row, **{side: _chat(row["prompt"], row[side]) for side in ("chosen", "rejected")}} for row in pairs()]
 
 
 def labels() -> list[dict[str, Any]]:
@@ -98,50 +99,31 @@ def labels() -> list[dict[str, Any]]:
 
 def chat_labels() -> list[dict[str, Any]]:
     """Labelled completions whose prompt and completion are lists of messages."""
-    return [
-        {**row, "prompt": [_said("user", row["prompt"])], "completion": [_said("assistant", row["completion"])]}
-        for row in labels()
-    ]
+    rows = []
+    for row in labels():
+        question, answer = _chat(row["prompt"], row["completion"])
+        rows.append({**row, "prompt": [question], "completion": [answer]})
+    return rows
 
 
-def _judged(index: int) -> dict[str, Any]:
-    """The columns that the shipped rewards read: the `answer`, a JSON `schema`, and `tests` of a program."""
-    left, right = _addends(index)
-    answer = str(left + right)
-    return {"answer": answer, "schema": {"const": left + right}, "tests": f"assert add({left}, {right}) == {answer}"}
+def _problem(index: int) -> dict[str, Any]:
+    """The `index`-th question with a right and a wrong answer, and how far that is off; `judged` has the columns that
+    the shipped rewards read: the `answer`, a JSON `schema`, and `tests` of a program."""
+    left, right, margin = index % 8, index // 8 % 8, 1.0 + index % 3  # all pairs of 0..7
+    total = left + right
+    return {
+        "question": f"What is {left} plus {right}?",
+        "right": f"{left} plus {right} is {total}.",
+        "wrong": f"{left} plus {right} is {total + margin:g}.",
+        "margin": margin,
+        "judged": {
+            "answer": str(total),
+            "schema": {"const": total},
+            "tests": f"assert add({left}, {right}) == {total}",
+        },
+    }
 
 
-def _addends(index: int) -> tuple[int, int]:
-    """The addends of the `index`-th question; they run through all pairs of 0..7."""
-    return index % 8, index // 8 % 8
-
-
-def _sum(index: int) -> tuple[str, str]:
-    """The `index`-th question and its answer."""
-    left, right = _addends(index)
-    return f"What is {left} plus {right}?", f"{left} plus {right} is {left + right}."
-
-
-def _margin(index: int) -> float:
-    """By how much the wrong answer to the `index`-th question is too large."""
-    return 1.0 + index % 3
-
-
-def _wrong(index: int) -> str:
-    """A wrong answer to the `index`-th question."""
-    left, right = _addends(index)
-    return f"{left} plus {right} is {left + right + _margin(index):g}."
-
-
-def _turns(index: int) -> list[dict[str, str]]:
-    """One or two questions with their answers, as chat messages."""
-    asked = (index, index + 1) if index % 3 == 0 else (index,)
-    return [turn for number in asked for turn in _turn(*_sum(number))]
-
-
-def _turn(question: str, answer: str) -> tuple[dict[str, str], dict[str, str]]:
-    return _said("user", question), _said("assistant", answer)
-
-
-def _said(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
+def _chat(question: Any, answer: str) -> list[dict[str, Any]]:
+    """A question and its answer as messages."""
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

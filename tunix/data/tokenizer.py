@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tunix.data.templates import END_OF_TURN, MARKERS, PICTURE_MARKERS, STARTS_WITH_BOS, TEMPLATES, TemplateName
-from tunix.data.traced import Outline
 from tunix.errors import UserError
 from tunix.util.atomic_io import refuse_foreign
 
@@ -33,7 +32,8 @@ if TYPE_CHECKING:
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from tunix.data.picture_reader import PictureReader
+    from tunix.data.chat import Outline
+    from tunix.data.pictures import PictureReader
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 GENERATION_CONFIG = "generation_config.json"

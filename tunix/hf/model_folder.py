@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -43,7 +43,7 @@ from tunix.hf.packed_weights import (
 )
 from tunix.hf.picture_settings import write_settings
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, local_copy, some, tensors_of_folder, write_shards
-from tunix.hf.tensor_transfer import load, reads_of, sent, sent_rounded
+from tunix.hf.tensor_transfer import load, places_of, reads_of, sent, sent_rounded
 from tunix.models.config import DecoderConfig, Stops, is_adapter, is_own
 from tunix.models.families.base import SCORE
 from tunix.models.families.table import FAMILIES, read_json, tensors_of, to_hf
@@ -88,15 +88,6 @@ TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 LABEL = "reward"
 
 
-class Padding(NamedTuple):
-    """The token that fills up the shorter sequences of a batch."""
-
-    id: int | None
-    """Its id, e.g. 0; None where no token is suitable: transformers then scores one sequence at a time."""
-    token: str | None = None
-    """Its text, e.g. `<pad>`, where the tokenizer's files contain it."""
-
-
 def require_classifier(config: DecoderConfig) -> None:
     """Refuses a reward model of a family that transformers could not load.
 
@@ -110,13 +101,17 @@ def require_classifier(config: DecoderConfig) -> None:
         )
 
 
-def padding(config: DecoderConfig, files: Path | None) -> Padding:
+def padding(config: DecoderConfig, files: Path | None) -> tuple[int | None, str | None]:
     """The padding of a reward model: the first that no sequence ends with of the folder's padding id, the tokenizer's
     padding token, any added token with `pad` in its name, and BOS.
 
     Args:
         config: has the special ids of the folder's config.json.
         files: folder of the tokenizer's files, or None.
+
+    Returns:
+        Its id, e.g. 0; None where no token is suitable: transformers then scores one sequence at a time. And its text,
+        e.g. `<pad>`, where the tokenizer's files contain it.
     """
     stops = dict(config.stops)
     eos = stops.get("eos_token_id")
@@ -130,7 +125,7 @@ def padding(config: DecoderConfig, files: Path | None) -> Padding:
     named = [number for token, number in added.items() if "pad" in token.lower()]
     candidates = (stops.get("pad_token_id"), padded, *named, stops.get("bos_token_id"))
     chosen = next((x for x in candidates if isinstance(x, int) and x >= 0 and x not in ends), None)
-    return Padding(chosen, next((token for token, number in added.items() if number == chosen), None))
+    return chosen, next((token for token, number in added.items() if number == chosen), None)
 
 
 def _tokenizer_config(files: Path | None) -> dict[str, Any]:
@@ -305,15 +300,10 @@ def named_tensors(folder: Path, family: str, pictures: bool = False) -> dict[str
 
 def expected(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The tensors that a folder must contain for our parameters -> their shapes in the file."""
-    table = tensors_of(config)
-    wanted: dict[str, tuple[int, ...]] = {}
+    table, wanted = tensors_of(config), dict[str, tuple[int, ...]]()
     for name, shape in shapes.items():
-        if table[name].layered:
-            layers = config.layers_with(table[name].mixer)
-            keys = [key for layer in layers for key in table[name].keys(layer, shape[1:])]
-            wanted |= dict.fromkeys(keys, table[name].their_shape(shape[1:]))
-        else:
-            wanted[table[name].name] = table[name].their_shape(shape)
+        theirs = table[name].their_shape(shape[1:] if table[name].layered else shape)
+        wanted |= dict.fromkeys(places_of(config, table[name], shape), theirs)
     return wanted
 
 
@@ -421,15 +411,15 @@ def write_beside(
         copy_tokenizer(source, folder)
     write_generation_config(folder, (source, base), stops, config.stops)
     if scores:
-        pad = padding(config, source)
+        pad_id, pad_token = padding(config, source)
         fields |= {
             "architectures": [FAMILIES[config.family].classifier],
             "id2label": {"0": LABEL},
             "label2id": {LABEL: 0},
-            "pad_token_id": pad.id,
+            "pad_token_id": pad_id,
         }
-        if (raw := _tokenizer_config(folder)) and pad.token is not None:
-            text = json.dumps({**raw, "pad_token": pad.token}, indent=2, ensure_ascii=False) + "\n"
+        if (raw := _tokenizer_config(folder)) and pad_token is not None:
+            text = json.dumps({**raw, "pad_token": pad_token}, indent=2, ensure_ascii=False) + "\n"
             (folder / TOKENIZER_CONFIG).write_text(text, encoding="utf-8")
     if rules is not None:
         write_rules(folder, rules)

@@ -25,7 +25,7 @@ import binascii
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
 from tunix.hf.model_folder import STORED_DTYPE, copy_tokenizer, named_tensors, rename, write_generation_config
-from tunix.hf.safetensors_io import DTYPES, Entry, Stored, check_tensors, some, tensors_of_file, write_share
+from tunix.hf.safetensors_io import DTYPES, Entry, check_tensors, some, tensors_of_file, write_share
 from tunix.hf.tensor_transfer import sent
 from tunix.lora.adapt import plain_pairs, quantization, tables
 from tunix.lora.config import AdapterConfig, Table
@@ -100,9 +100,6 @@ READ = frozenset(
 
 OF_LANGUAGE = r"(.*\.)?(language_model|model)\.layers\.\d+\.\w+\.(%s)"
 """A pattern of the text part's modules in a multimodal model, and in a model of text alone."""
-
-Refuse = Callable[[str, str], UserError]
-"""A function (field, reason) -> the error that refuses the field."""
 
 
 class Described(NamedTuple):
@@ -209,8 +206,26 @@ def described(file: Path, tied: bool) -> Described:
         modules = tuple(name for name in PROJECTIONS if name in adapted and not name.startswith(EXPERTS))
     targets = modules + parameters
     scores = raw.get("task_type") == TASKS[True]
-    ranks = _pattern(raw.get("rank_pattern"), "rank_pattern", int, targets, refuse)
-    alphas = _pattern(raw.get("alpha_pattern"), "alpha_pattern", int | float, targets, refuse)
+
+    def kept(name: str, kinds: Any) -> dict[str, Any]:
+        """The patterns of a field that match an adapted module; PEFT ignores others."""
+        patterns = {}
+        for pattern, value in (raw.get(name) or {}).items():
+            if not _positive(value, kinds):
+                raise refuse(name, f"gives {pattern!r} the value {value!r}; it must be a positive number.")
+            try:
+                means = matched(pattern)
+            except ValueError as error:
+                raise refuse(name, f"is not supported: {error}.") from None
+            if set(means) & set(targets):
+                patterns[pattern] = value
+            # A pattern of ours does not take `down_proj` for that of experts.
+            for expert in (name for name in targets if name.startswith(EXPERTS) and name not in means):
+                if re.fullmatch(rf"(.*\.)?({pattern})", f"model.layers.0.mlp.{expert}"):
+                    patterns.setdefault(expert, value)
+        return patterns
+
+    ranks, alphas = kept("rank_pattern", int), kept("alpha_pattern", int | float)
     # The tables that it saves whole; PEFT itself adds `model.embed_tokens` where the head is tied to it.
     saved = {name.split(".")[-1] for name in raw.get("modules_to_save") or ()}
     if scores and not saved & set(HEADS):
@@ -235,25 +250,6 @@ def described(file: Path, tied: bool) -> Described:
 
 def _positive(value: Any, kinds: Any) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool) and value > 0
-
-
-def _pattern(patterns: Any, name: str, kinds: Any, targets: tuple[str, ...], refuse: Refuse) -> dict[str, Any]:
-    """The patterns that match an adapted module; PEFT ignores others."""
-    kept = {}
-    for pattern, value in (patterns or {}).items():
-        if not _positive(value, kinds):
-            raise refuse(name, f"gives {pattern!r} the value {value!r}; it must be a positive number.")
-        try:
-            means = matched(pattern)
-        except ValueError as error:
-            raise refuse(name, f"is not supported: {error}.") from None
-        if set(means) & set(targets):
-            kept[pattern] = value
-        # A pattern of ours does not take `down_proj` for that of experts.
-        for expert in (name for name in targets if name.startswith(EXPERTS) and name not in means):
-            if re.fullmatch(rf"(.*\.)?({pattern})", f"model.layers.0.mlp.{expert}"):
-                kept.setdefault(expert, value)
-    return kept
 
 
 FILE = "tunix_base.json"
@@ -460,11 +456,12 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[AdapterConfig, di
         rename(key.removeprefix(PREFIX), family.prefixes) or key: tensor
         for key, tensor in tensors_of_file(folder / WEIGHTS).items()
     }
-    parts = _parts(adapter, config)
-    whole = _whole(adapter, config, scores)
-    wanted = {tensor.key(None): tensor.their_shape(shape) for tensor, shape in whole.values()}
-    for tensor, shape in parts.values():
-        wanted |= {tensor.key(layer): tensor.their_shape(shape) for layer in config.layers_with(tensor.mixer)}
+    parts = _parts(adapter, config, scores)
+    keys = {
+        name: [tensor.key(layer) for layer in (config.layers_with(tensor.mixer) if tensor.layered else (None,))]
+        for name, (tensor, _) in parts.items()
+    }
+    wanted = {key: tensor.their_shape(shape) for name, (tensor, shape) in parts.items() for key in keys[name]}
     embed, head = family.tensors["embed/w"].name, family.tensors["head/w"].name
     if config.tied and adapter.also and head in stored:
         # A tied table may be there twice, as embedding and as head.
@@ -479,25 +476,25 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[AdapterConfig, di
     extra = sorted(set(stored) - set(wanted))
     if extra:
         raise UserError(f"{folder / WEIGHTS}: {len(extra)} tensor(s) have no place in this model: {some(extra)}.")
-    arrays = {name: _read(stored[tensor.key(None)], tensor, shape) for name, (tensor, shape) in whole.items()}
+    arrays: dict[str, np.ndarray] = {}
     for name, (tensor, shape) in parts.items():
-        layers = [_read(stored[tensor.key(layer)], tensor, shape) for layer in config.layers_with(tensor.mixer)]
-        arrays[name] = np.stack(layers)
+        layers = [tensor.read(stored[key].read(), shape) for key in keys[name]]
+        arrays[name] = np.stack(layers) if tensor.layered else layers[0]
     return adapter, arrays
-
-
-def _read(stored: Stored, tensor: Tensor, shape: tuple[int, ...]) -> np.ndarray:
-    return tensor.read(stored.read(), shape)
 
 
 Place = tuple[Tensor, tuple[int, ...]]
 """A parameter's tensor in a PEFT file, and its shape in our layout, in one layer."""
 
 
-def _parts(adapter: AdapterConfig, config: DecoderConfig) -> dict[str, Place]:
-    """The tensors of A, B and magnitudes. The layouts of A and B follow from that of the weight: its input axes are the
-    last group of PEFT's layout."""
-    family, tensors = FAMILIES[config.family], {}
+def _parts(adapter: AdapterConfig, config: DecoderConfig, scores: bool = False) -> dict[str, Place]:
+    """The tensors that are saved whole (tables that train, a reward model's head), and A, B and magnitudes.
+    The layouts of A and B follow from that of the weight: its input axes are the last group of PEFT's layout."""
+    family = FAMILIES[config.family]
+    table = (config.vocab_size, config.d_model)
+    tensors: dict[str, Place] = {name: (family.tensors[name], table) for name in tables(adapter, config)}
+    if scores:
+        tensors[HEAD] = (family.tensors[HEAD], (config.d_model,))
     sizes = family.axes(config)
     modules = adapter.modules_of(config)
     for name, low in modules.items():
@@ -532,13 +529,6 @@ def _parts(adapter: AdapterConfig, config: DecoderConfig) -> dict[str, Place]:
     return tensors
 
 
-def _whole(adapter: AdapterConfig, config: DecoderConfig, scores: bool) -> dict[str, Place]:
-    """The tensors that are saved whole: tables that train, and a reward model's head."""
-    table = FAMILIES[config.family].tensors
-    tensors = {name: (table[name], (config.vocab_size, config.d_model)) for name in tables(adapter, config)}
-    return tensors | ({HEAD: (table[HEAD], (config.d_model,))} if scores else {})
-
-
 def _entries(
     params: Mapping[str, jax.Array], adapter: AdapterConfig, config: DecoderConfig, scores: bool
 ) -> Iterator[Entry]:
@@ -553,12 +543,13 @@ def _entries(
         key = key if config.vision is None else re.sub(r"^model\.", LANGUAGE, key)
         return Entry(PREFIX + key, tensor.their_shape(shape), STORED_DTYPE[str(array.dtype)], send)
 
-    for name, (tensor, _) in _whole(adapter, config, scores).items():
-        yield entry(name, tensor, None)
+    parts = _parts(adapter, config, scores)
+    for name, (tensor, _) in parts.items():
+        if not tensor.layered:
+            yield entry(name, tensor, None)
         if name == "embed/w" and config.tied and not scores:  # PEFT looks for both ends of a tied table
             yield entry(name, FAMILIES[config.family].tensors["head/w"], None)
-    parts = _parts(adapter, config)
     for layer in range(config.num_layers):
         for name, (tensor, _) in parts.items():
-            if layer in config.layers_with(tensor.mixer):
+            if tensor.layered and layer in config.layers_with(tensor.mixer):
                 yield entry(name, tensor, layer)

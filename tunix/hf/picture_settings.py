@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tunix.data.picture_reader import PictureReader
+from tunix.data.pictures import PictureReader
 from tunix.data.templates import PICTURE_MARKERS
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError

@@ -215,7 +215,13 @@ def tensors_of_file(file: Path) -> dict[str, Stored]:
         UserError: it is damaged, or a link out of its folder.
     """
     refuse_foreign(file.parent, file.name)
-    _check_file(file)
+    try:
+        with safe_open(file, "numpy"):
+            pass  # the library checks the header, and that the file holds what it names
+    except SafetensorError as error:
+        raise UserError(f"{file} is not a whole safetensors file ({error}). Download or export it again.") from error
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}.") from error
     with open(file, "rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         header = json.loads(opened.read(length))
@@ -305,17 +311,6 @@ def read_range(file: Path, begin: int, into: memoryview) -> None:
             raise UserError(f"{file} cannot be read: {error.strerror or error}.") from error
     if into:
         raise UserError(f"{file} has become shorter while it was read. Download or export it again.")
-
-
-def _check_file(file: Path) -> None:
-    """Raises UserError unless the library accepts a file: its header, and that the file holds what that names."""
-    try:
-        with safe_open(file, "numpy"):
-            return
-    except SafetensorError as error:
-        raise UserError(f"{file} is not a whole safetensors file ({error}). Download or export it again.") from error
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror or error}.") from error
 
 
 def _refuse_folder(folder: Path) -> NoReturn:

@@ -158,7 +158,7 @@ def reads_of(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DT
     table = tensors_of(model.config)
     together = dict[Any, list[tuple[str, Stored, Place]]]()
     for name in (name for name in dtypes if not is_scale(name)):
-        for key, place in _places(model.config, table[name], model.shapes[name]).items():
+        for key, place in places_of(model.config, table[name], model.shapes[name]).items():
             tensor = stored[key]
             whole = tensor.whole if isinstance(tensor, Interleaved) else (name, key)
             together.setdefault(whole, []).append((name, tensor, place))
@@ -191,7 +191,7 @@ def reads_of(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DT
     return reads
 
 
-def _places(config: DecoderConfig, tensor: Tensor, shape: tuple[int, ...]) -> dict[str, Place]:
+def places_of(config: DecoderConfig, tensor: Tensor, shape: tuple[int, ...]) -> dict[str, Place]:
     """The tensors that hold a parameter, and where each belongs in it."""
     if not tensor.layered:
         return dict.fromkeys(tensor.keys(None, shape), ())

@@ -19,12 +19,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tunix.config import DType, MeshConfig, RowKind
-from tunix.data.accounting import Dropped
 from tunix.data.config import DataConfig
 from tunix.data.examples import to_example
 from tunix.data.shapes import Format, Rendering
 from tunix.data.sources import open_rows
 from tunix.data.tokenizer import Tokenizer
+from tunix.data.types import Dropped
 from tunix.errors import UserError, nearest
 from tunix.hf.run_export import exported
 from tunix.hf.source import Source, check_vocabulary, loaded, pretrained, require_lm_head

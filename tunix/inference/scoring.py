@@ -18,11 +18,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tunix.config import DType, RowKind
-from tunix.data.accounting import Kept
 from tunix.data.examples import to_example
 from tunix.data.shapes import Rendering, detect_format
 from tunix.data.sources import Rows, open_rows
 from tunix.data.tokenizer import Tokenizer
+from tunix.data.types import Kept
 from tunix.errors import UserError
 from tunix.hf.source import require_lm_head
 from tunix.inference.model import InferenceModel, InferenceOptions

@@ -32,14 +32,16 @@ rounded once each way, in float32: what was bfloat16 comes back to the bit (1 + 
 Axes: V vocabulary, D model width, N query heads, K kv heads, H head dim, L layers.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
+from flax.traverse_util import unflatten_dict
 from jaxtyping import Float32
 
 from tunix.config import DType
@@ -47,7 +49,7 @@ from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
 from tunix.hf.model_folder import STORED_DTYPE, expected, has_score, named_tensors, reward_model, write_beside
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, write_shards
-from tunix.interop.orbax_arrays import ITEMS, STEP, Arrays, Deferred, nested, write_step
+from tunix.interop.orbax_arrays import ITEMS, STEP, Arrays, Deferred, writing_handler
 from tunix.models.config import DecoderConfig, Rope
 from tunix.models.families.base import Tensor
 from tunix.models.families.table import FAMILIES, read_config, to_hf
@@ -111,12 +113,16 @@ def differences(config: DecoderConfig) -> Iterator[str]:
             yield f"rope_theta = {each.theta} is no whole number, which MaxText's has to be"
 
 
-def settings_of(config: DecoderConfig, rows: int, scanned: bool) -> Mapping[str, str | int | float | bool]:
+def rows_of(config: DecoderConfig) -> int:
+    """The rows of MaxText's embedding."""
+    return VOCABULARY.get((config.family, config.vocab_size), config.vocab_size)
+
+
+def settings_of(config: DecoderConfig, scanned: bool) -> Mapping[str, str | int | float | bool]:
     """MaxText's settings for a model.
 
     Args:
         config: of the model, without `differences`.
-        rows: of MaxText's embedding.
         scanned: whether layers are stacked.
     """
     name = NAMES[config.family]
@@ -138,7 +144,7 @@ def settings_of(config: DecoderConfig, rows: int, scanned: bool) -> Mapping[str,
         "base_num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "base_mlp_dim": config.ffn,
-        "vocab_size": rows,
+        "vocab_size": rows_of(config),
         # It divides logits by sqrt(D) where the head is the embedding, unless told otherwise: right for Gemma, whose
         # embedding is multiplied by that.
         "logits_via_embedding": config.tied,
@@ -153,35 +159,52 @@ def settings_of(config: DecoderConfig, rows: int, scanned: bool) -> Mapping[str,
 
 
 Array = Float32[np.ndarray, "..."]
-Step = Callable[[Array, DecoderConfig], Array]
 PERIOD = 6
 """Layers of one step of MaxText's scan over Gemma 3."""
+VOCABULARY = {("gemma2", 256_000): 256_128, ("gemma3", 262_208): 262_144}
+"""A family and the rows of its published embedding -> rows of MaxText's: the others are zeros, or left out."""
 
 
-class Change(NamedTuple):
-    """How the values of a weight change; both ways take and give our layout."""
-
-    there: Step
-    """Ours -> MaxText's."""
-    back: Step
-    """MaxText's -> ours."""
-
-    def then(self, other: "Change") -> "Change":
-        """Both changes, one after the other."""
-        return Change(
-            lambda x, c: other.there(self.there(x, c), c),
-            lambda x, c: self.back(other.back(x, c), c),
-        )
-
-
-class Leaf(NamedTuple):
-    """One weight's name in MaxText."""
+@dataclass(frozen=True)
+class Leaf:
+    """One weight's name in MaxText, and how its values lie there."""
 
     path: str
     """Below `params`, or below its layer: `self_attention/query/kernel`."""
-    change: Change
+    scaled: bool = False
+    """Whether it is multiplied by what scores are."""
+    rotated: bool = False
+    """Whether the two halves that rope turns together are interleaved (`neighbours`)."""
+    offset: bool = False
+    """Whether it is 1 + w."""
+    embedding: type | None = None
+    """The type that sqrt(D) is rounded to, by which it is multiplied; None where it is not."""
     turned: bool = False
     """Whether a matrix lies the other way round than here."""
+
+    def there(self, x: Array, config: DecoderConfig) -> Array:
+        """Our values -> MaxText's, in our layout."""
+        if self.scaled:
+            x = x * np.float32(config.scale)
+        if self.embedding:
+            x = x * np.float32(self.embedding(config.d_model**0.5))
+        if self.offset:
+            x = x + np.float32(1)
+        if self.rotated and neighbours(config):
+            x = np.stack(np.split(x, 2, axis=-1), axis=-1).reshape(x.shape)
+        return x
+
+    def back(self, x: Array, config: DecoderConfig) -> Array:
+        """MaxText's values -> ours, in our layout."""
+        if self.rotated and neighbours(config):
+            x = np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+        if self.offset:
+            x = x - np.float32(1)
+        if self.embedding:
+            x = x / np.float32(self.embedding(config.d_model**0.5))
+        if self.scaled:
+            x = x * np.float32(1 / config.scale)
+        return x
 
 
 class Block(NamedTuple):
@@ -197,123 +220,57 @@ class Block(NamedTuple):
     """Added to the first part of their weights' names: `self_attention_local`."""
 
 
-class Table(NamedTuple):
-    """Everything that MaxText has of one family."""
-
-    leaves: Mapping[str, Leaf]
-    """By our names."""
-    blocks: Callable[[int, bool], Sequence[Block]]
-    """Number of layers, whether they are scanned -> where they are."""
-    vocabulary: Mapping[int, int]
-    """Rows of the published embedding -> rows of MaxText's, where they differ: the others are zeros, or left out."""
-
-    def rows(self, config: DecoderConfig) -> int:
-        """The rows of MaxText's embedding."""
-        return self.vocabulary.get(config.vocab_size, config.vocab_size)
-
-
-def table_of(config: DecoderConfig, names: Sequence[str], where: str) -> Table:
-    """The table of a model's family.
+def blocks(family: str, layers: int, scanned: bool) -> list[Block]:
+    """Where MaxText has the layers of a model.
 
     Args:
-        config: of the model.
-        names: of its parameters.
-        where: the folder for the message.
-
-    Raises:
-        UserError: MaxText's mapping has no such family, or the model differs from what MaxText computes.
+        family: of the model.
+        layers: how many it has.
+        scanned: whether they are stacked.
     """
-    table = TABLES.get(config.family)
-    if table is None:
-        raise UserError(
-            f"{where}: {config.family} has no table for MaxText, whose mapping we know of {', '.join(TABLES)}; "
-            "a new one is a line of tunix/interop/maxtext.py"
-        )
-    lost = [name for name in names if name not in table.leaves]
-    if lost:
-        raise UserError(f"{where}: MaxText's {config.family} has no place for {', '.join(lost)} of this model")
-    for difference in differences(config):
-        raise UserError(f"{where}: {difference}")
-    return table
-
-
-def _embedding(kind: type) -> Change:
-    """The embedding times sqrt(D), which is rounded to this type."""
-
-    def factor(config: DecoderConfig) -> np.float32:
-        return np.float32(kind(config.d_model**0.5))
-
-    return Change(lambda x, c: x * factor(c), lambda x, c: x / factor(c))
-
-
-def _interleaved(x: Array, config: DecoderConfig) -> Array:
-    if not neighbours(config):
-        return x
-    first, second = np.split(x, 2, axis=-1)
-    return np.stack([first, second], axis=-1).reshape(x.shape)
-
-
-def _halved(x: Array, config: DecoderConfig) -> Array:
-    return np.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1) if neighbours(config) else x
-
-
-MOVED = Change(lambda x, c: x, lambda x, c: x)
-SCALED = Change(lambda x, c: x * np.float32(c.scale), lambda x, c: x * np.float32(1 / c.scale))
-ROTATED = Change(_interleaved, _halved)
-OFFSET = Change(lambda x, c: x + np.float32(1), lambda x, c: x - np.float32(1))
-
-
-def _plain(layers: int, scanned: bool) -> list[Block]:
-    if scanned:
-        return [Block("layers", tuple(range(layers)), True)]
-    return [Block(f"layers_{layer}", (layer,), False) for layer in range(layers)]
-
-
-def _paired(layers: int, scanned: bool) -> list[Block]:
-    """Gemma 2: even layers are local, odd ones global."""
-    kinds = ("_local", "_global")
-    if scanned:
-        return [Block("layers", tuple(range(kind, layers, 2)), True, kinds[kind]) for kind in range(2)]
-    return [Block(f"layers_{layer // 2}", (layer,), False, kinds[layer % 2]) for layer in range(layers)]
-
-
-def _in_sixes(layers: int, scanned: bool) -> list[Block]:
-    """Gemma 3: a scan over six layers at a time, and what is left over."""
+    if family == "gemma2":  # even layers are local, odd ones global
+        kinds = ("_local", "_global")
+        if scanned:
+            return [Block("layers", tuple(range(kind, layers, 2)), True, kinds[kind]) for kind in range(2)]
+        return [Block(f"layers_{layer // 2}", (layer,), False, kinds[layer % 2]) for layer in range(layers)]
     if not scanned:
-        return _plain(layers, False)
+        return [Block(f"layers_{layer}", (layer,), False) for layer in range(layers)]
+    if family != "gemma3":
+        return [Block("layers", tuple(range(layers)), True)]
+    # A scan over six layers at a time, and what is left over.
     whole = layers - layers % PERIOD
     scan = [Block(f"layers/layers_{place}", tuple(range(place, whole, PERIOD)), True) for place in range(PERIOD)]
     rest = [Block(f"layers_remainder/layers_{layer - whole}", (layer,), False) for layer in range(whole, layers)]
     return (scan if whole else []) + rest
 
 
-def _layers(
-    query: Change, key: Change, norms: Mapping[str, str], of_norms: Change = MOVED, **more: str
+def _leaves(
+    query: Leaf, key: Leaf, norms: Mapping[str, str], embedding: type | None = None, **biases: str
 ) -> dict[str, Leaf]:
-    """A layer's weights by our names; `norms` and `more` are those that not all families have."""
+    """A family's weights by our names; `norms` and `biases` are those that not all families have. A Gemma, whose
+    embedding is multiplied, has no head of its own in MaxText, and its norms are 1 + w."""
+    gemma = embedding is not None
     matrices = {
-        "q/w": Leaf("self_attention/query/kernel", query),
-        "k/w": Leaf("self_attention/key/kernel", key),
-        "v/w": Leaf("self_attention/value/kernel", MOVED),
-        "o/w": Leaf("self_attention/out/kernel", MOVED),
-        "gate/w": Leaf("mlp/wi_0/kernel", MOVED),
-        "up/w": Leaf("mlp/wi_1/kernel", MOVED),
-        "down/w": Leaf("mlp/wo/kernel", MOVED),
+        "q/w": query,
+        "k/w": key,
+        "v/w": Leaf("self_attention/value/kernel"),
+        "o/w": Leaf("self_attention/out/kernel"),
+        "gate/w": Leaf("mlp/wi_0/kernel"),
+        "up/w": Leaf("mlp/wi_1/kernel"),
+        "down/w": Leaf("mlp/wo/kernel"),
     }
-    scales = {f"{ours}/w": Leaf(f"{theirs}/scale", of_norms) for ours, theirs in norms.items()}
-    biases = {f"{ours}/b": Leaf(f"self_attention/{theirs}/bias", MOVED) for ours, theirs in more.items()}
-    return {f"layers/{ours}": leaf for ours, leaf in {**matrices, **scales, **biases}.items()}
-
-
-def _tops(embedding: Change = MOVED, norm: Change = MOVED) -> dict[str, Leaf]:
+    scales = {f"{ours}/w": Leaf(f"{theirs}/scale", offset=gemma) for ours, theirs in norms.items()}
+    added = {f"{ours}/b": Leaf(f"self_attention/{theirs}/bias") for ours, theirs in biases.items()}
     return {
-        "embed/w": Leaf("token_embedder/embedding", embedding),
-        "norm/w": Leaf("decoder/decoder_norm/scale", norm),
+        "embed/w": Leaf("token_embedder/embedding", embedding=embedding),
+        "norm/w": Leaf("decoder/decoder_norm/scale", offset=gemma),
+        **({} if gemma else {"head/w": Leaf("decoder/logits_dense/kernel", turned=True)}),
+        **{f"layers/{ours}": leaf for ours, leaf in {**matrices, **scales, **added}.items()},
     }
 
 
-HEAD = {"head/w": Leaf("decoder/logits_dense/kernel", MOVED, turned=True)}
-"""Gemma's head is its embedding in every MaxText model."""
+QUERY, KEY = Leaf("self_attention/query/kernel"), Leaf("self_attention/key/kernel")
+SCALED_QUERY = replace(QUERY, scaled=True)
 TWO = {"pre_attn_norm": "pre_self_attention_layer_norm", "pre_mlp_norm": "post_self_attention_layer_norm"}
 FOUR = {
     "pre_attn_norm": "pre_self_attention_norm",
@@ -322,27 +279,37 @@ FOUR = {
     "post_mlp_norm": "post_ffw_norm",
 }
 OF_HEADS = {"q_norm": "self_attention/query_norm", "k_norm": "self_attention/key_norm"}
-
-TABLES: Mapping[str, Table] = {
-    "llama": Table({**_tops(), **HEAD, **_layers(SCALED.then(ROTATED), ROTATED, TWO)}, _plain, {}),
-    "gemma2": Table(
-        {**_tops(_embedding(np.float32), OFFSET), **_layers(SCALED, MOVED, FOUR, OFFSET)},
-        _paired,
-        {256_000: 256_128},
-    ),
-    "gemma3": Table(
-        {**_tops(_embedding(ml_dtypes.bfloat16), OFFSET), **_layers(MOVED, MOVED, FOUR | OF_HEADS, OFFSET)},
-        _in_sixes,
-        {262_208: 262_144},
-    ),
-    "qwen2": Table(
-        {**_tops(), **HEAD, **_layers(MOVED, MOVED, TWO, q="query", k="key", v="value")},
-        _plain,
-        {},
-    ),
-    "qwen3": Table({**_tops(), **HEAD, **_layers(MOVED, MOVED, TWO | OF_HEADS)}, _plain, {}),
+LEAVES: Mapping[str, Mapping[str, Leaf]] = {
+    "llama": _leaves(replace(SCALED_QUERY, rotated=True), replace(KEY, rotated=True), TWO),
+    "gemma2": _leaves(SCALED_QUERY, KEY, FOUR, np.float32),
+    "gemma3": _leaves(QUERY, KEY, FOUR | OF_HEADS, ml_dtypes.bfloat16),
+    "qwen2": _leaves(QUERY, KEY, TWO, q="query", k="key", v="value"),
+    "qwen3": _leaves(QUERY, KEY, TWO | OF_HEADS),
 }
-"""The families that can be converted."""
+"""The families that can be converted -> their weights by our names."""
+
+
+def checked_config(folder: Path, where: str) -> DecoderConfig:
+    """The structure of a model that MaxText has a place for.
+
+    Args:
+        folder: has its config.json.
+        where: what the message names.
+
+    Raises:
+        UserError: MaxText's mapping has no such family, or the model differs from what MaxText computes.
+    """
+    config = read_config(folder)
+    if config.family not in LEAVES:
+        raise UserError(
+            f"{where}: {config.family} has no table for MaxText, whose mapping we know of {', '.join(LEAVES)}; "
+            "a new one is a line of tunix/interop/maxtext.py"
+        )
+    if lost := [name for name in Model(config).shapes if name not in LEAVES[config.family]]:
+        raise UserError(f"{where}: MaxText's {config.family} has no place for {', '.join(lost)} of this model")
+    for difference in differences(config):
+        raise UserError(f"{where}: {difference}")
+    return config
 
 
 ROOT = "params/params/"
@@ -372,22 +339,21 @@ class Slot:
     """Shape of the weight here, in one layer, e.g. `[D N H]`."""
 
 
-def slots(config: DecoderConfig, table: Table, scanned: bool) -> dict[str, Slot]:
+def slots(config: DecoderConfig, scanned: bool) -> dict[str, Slot]:
     """The arrays of a checkpoint by their paths below `params/params`.
 
     Args:
         config: of the model.
-        table: of its family.
         scanned: whether layers are stacked.
     """
     arrays: dict[str, Slot] = {}
     for name, shape in Model(config).shapes.items():
-        leaf = table.leaves[name]
+        leaf = LEAVES[config.family][name]
         if not name.startswith("layers/"):
-            there = (table.rows(config), *shape[1:]) if name in TABLES_OF_WORDS else shape
+            there = (rows_of(config), *shape[1:]) if name in TABLES_OF_WORDS else shape
             arrays[leaf.path] = Slot(name, (None,), leaf, False, there[::-1] if leaf.turned else there, shape)
             continue
-        for block in table.blocks(config.num_layers, scanned):
+        for block in blocks(config.family, config.num_layers, scanned):
             first, _, rest = leaf.path.partition("/")
             ours = shape[1:]
             whole = (ours[0], len(block.layers), *ours[1:]) if block.stacked else ours
@@ -415,24 +381,22 @@ def export_maxtext(source: Path, out: Path, *, scanned: bool = True) -> str:
         UserError: the family has no table, a tensor is missing or misshapen, or something exists at `out`.
     """
     refuse_taken(out)
-    config = read_config(source)
+    config = checked_config(source, str(source))
     if has_score(source):
         raise reward_model(source)
-    shapes = Model(config).shapes
-    table = table_of(config, list(shapes), str(source))
     stored = named_tensors(source, config.family)
-    check_tensors(stored, expected(config, shapes), source)
+    check_tensors(stored, expected(config, Model(config).shapes), source)
     arrays = {
         ROOT + path: Deferred(slot.shape, np.dtype(np.float32), partial(_stack, slot, config, stored))
-        for path, slot in slots(config, table, scanned).items()
+        for path, slot in slots(config, scanned).items()
     }
     with atomic_folder(out) as folder:
         write_beside(folder, config, {**to_hf(config), "dtype": "float32"}, source)
-        write_step(folder, {**nested(arrays), "step": 0, "opt_state": {}})
-    settings = {
-        "load_parameters_path": f"{out}/{STEP}/{ITEMS}",
-        **settings_of(config, TABLES[config.family].rows(config), scanned),
-    }
+        # As MaxText's own manager writes a step.
+        tree = {**unflatten_dict(arrays, sep="/"), "step": 0, "opt_state": {}}
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(items=writing_handler())) as writer:
+            writer.save(folder / STEP, ocp.args.Composite(items=ocp.args.PyTreeSave(tree)))
+    settings = {"load_parameters_path": f"{out}/{STEP}/{ITEMS}", **settings_of(config, scanned)}
     return " ".join(
         f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items()
     )
@@ -443,7 +407,7 @@ def _stack(slot: Slot, config: DecoderConfig, stored: Mapping[str, Stored]) -> A
     array, tensor = np.zeros(slot.shape, np.float32), FAMILIES[config.family].tensors[slot.name]
     for place, layer in enumerate(slot.layers):
         read = tensor.read(stored[tensor.key(layer)].read(), slot.ours)
-        ours = slot.leaf.change.there(read.astype(np.float32), config)
+        ours = slot.leaf.there(read.astype(np.float32), config)
         there = array[:, place] if slot.stacked else array.T if slot.leaf.turned else array
         rows = min(len(ours), len(there))  # of a vocabulary MaxText may have more or fewer
         there[:rows] = ours[:rows]
@@ -470,14 +434,13 @@ def import_maxtext(source: Path, out: Path, *, like: Path | None = None, dtype: 
             "of the same model in Hugging Face's format, --like FOLDER"
         )
     like = like or source
-    config = read_config(like)
-    table = table_of(config, list(Model(config).shapes), str(like / "config.json"))
+    config = checked_config(like, str(like / "config.json"))
     arrays = Arrays(source)
     if not any(path.startswith(ROOT) for path in arrays.shapes):
         tops = some(sorted({path.partition("/")[0] for path in arrays.shapes})) or "nothing"
         raise UserError(f"{arrays.folder} holds {tops}, and no {ROOT}: it is no train state of MaxText")
     scanned = any(path.startswith(tuple(ROOT + stack for stack in STACKS)) for path in arrays.shapes)
-    wanted = slots(config, table, scanned)
+    wanted = slots(config, scanned)
     there = {
         path.removeprefix(ROOT): shape
         for path, shape in arrays.shapes.items()
@@ -503,7 +466,7 @@ def import_maxtext(source: Path, out: Path, *, like: Path | None = None, dtype: 
             f"{arrays.folder}: {len(foreign)} array(s) are {kind}: {some(foreign)}. Only {', '.join(STORED_DTYPE)} are "
             "read"
         )
-    written = dtype or str(arrays.dtypes[ROOT + table.leaves["embed/w"].path])
+    written = dtype or str(arrays.dtypes[ROOT + LEAVES[config.family]["embed/w"].path])
     with shared_folder(out) as folder:
         write_beside(folder.path, config, {**to_hf(config), "dtype": written}, like)
         write_shards(folder, list(_entries(arrays, wanted, config, dtype)), SHARD)
@@ -519,7 +482,7 @@ def _entries(arrays: Arrays, wanted: Mapping[str, Slot], config: DecoderConfig, 
             held[path] = arrays.read(ROOT + path)
         whole, rows = held[path], slot.ours[0]
         layer = whole[:, place] if slot.stacked else whole.T if slot.leaf.turned else whole
-        ours = slot.leaf.change.back(layer.astype(np.float32), config)
+        ours = slot.leaf.back(layer.astype(np.float32), config)
         if len(ours) != rows:
             ours = np.concatenate([ours[:rows], np.zeros((max(rows - len(ours), 0), *ours.shape[1:]), np.float32)])
         return tensor.write(ours).astype(kind)

@@ -5,7 +5,7 @@ makes when its turn has come, and lets go of once it is on the disk.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
+from tunix.distributed.processes import first_line
 from tunix.errors import UserError
 from tunix.util.object_store import path_of
-from tunix.util.trees import tree_of
 
 STEP, ITEMS = "0", "items"
 """MaxText's folder of the first step, and the folder in it that holds the train state."""
@@ -53,24 +54,7 @@ class _InTurn(ocp.type_handlers.NumpyHandler):
         return []
 
 
-def write_step(folder: Path, tree: Mapping[str, Any]) -> None:
-    """Writes a checkpoint of one step as MaxText's own manager does: `0/items` below `folder`, which exists.
-
-    Args:
-        folder: where the folder of the step is made.
-        tree: nested dicts of `Deferred`, and whole numbers.
-    """
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(items=_handler())) as writer:  # as in ITEMS
-        writer.save(folder / STEP, ocp.args.Composite(items=ocp.args.PyTreeSave(dict(tree))))
-
-
-def write_arrays(folder: Path, arrays: Mapping[str, Deferred]) -> None:
-    """Writes arrays by name as the new folder `folder`."""
-    with ocp.Checkpointer(_handler()) as writer:
-        writer.save(folder, ocp.args.PyTreeSave(dict(arrays)))
-
-
-def _handler() -> ocp.PyTreeCheckpointHandler:
+def writing_handler() -> ocp.PyTreeCheckpointHandler:
     """Writes trees of `Deferred` in the format that MaxText writes by default."""
     handlers = ocp.type_handlers.create_type_handler_registry(
         # Without a handler of jax's arrays Orbax leaves out a file that says how arrays are split, and warns.
@@ -111,8 +95,9 @@ class Arrays:
         try:
             tree = self._handler.metadata(self.folder).tree
         except Exception as error:  # Orbax and tensorstore raise whatever fails
-            raise UserError(f"{self.folder} is no whole Orbax checkpoint: {_line(error)}") from error
-        leaves = {path: leaf for path, leaf in _leaves(tree).items() if getattr(leaf, "dtype", None) is not None}
+            raise UserError(f"{self.folder} is no whole Orbax checkpoint: {first_line(error)}") from error
+        flat: dict[str, Any] = {"/".join(map(str, path)): leaf for path, leaf in flatten_dict(tree).items()}
+        leaves = {path: leaf for path, leaf in flat.items() if getattr(leaf, "dtype", None) is not None}
         self.shapes: dict[str, tuple[int, ...]] = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
         """Shape of each array."""
         self.dtypes: dict[str, np.dtype] = {path: np.dtype(leaf.dtype) for path, leaf in leaves.items()}
@@ -125,31 +110,12 @@ class Arrays:
             UserError: they cannot be read.
         """
         args = ocp.args.PyTreeRestore(
-            item=nested({path: 0}),
-            restore_args=nested({path: ocp.RestoreArgs(restore_type=np.ndarray)}),
+            item=unflatten_dict({path: 0}, sep="/"),
+            restore_args=unflatten_dict({path: ocp.RestoreArgs(restore_type=np.ndarray)}, sep="/"),
             partial_restore=True,
         )
         try:
-            restored = self._handler.restore(self.folder, args=args)
+            restored: dict[str, Any] = flatten_dict(self._handler.restore(self.folder, args=args), sep="/")
+            return restored[path]
         except Exception as error:  # tensorstore raises a bare Exception for a damaged file
-            raise UserError(f"{self.folder}: {path} cannot be read: {_line(error)}") from error
-        for part in path.split("/"):
-            restored = restored[part]
-        return restored
-
-
-def _leaves(tree: Any, path: str = "") -> dict[str, Any]:
-    if not isinstance(tree, Mapping):
-        return {path: tree}
-    return {
-        name: leaf for key, part in tree.items() for name, leaf in _leaves(part, f"{path}/{key}".strip("/")).items()
-    }
-
-
-def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree of dicts, from its leaves by their paths."""
-    return tree_of({tuple(path.split("/")): leaf for path, leaf in flat.items()})
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+            raise UserError(f"{self.folder}: {path} cannot be read: {first_line(error)}") from error

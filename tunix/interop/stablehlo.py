@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from jax import export
 from jaxtyping import Array, Float, Int
 
@@ -30,7 +31,7 @@ from tunix.config import MeshConfig
 from tunix.errors import UserError, install_command
 from tunix.hf.model_folder import copy_tokenizer, write_generation_config
 from tunix.hf.source import check_vocabulary, loaded, pretrained, require_lm_head
-from tunix.interop.orbax_arrays import Deferred, write_arrays
+from tunix.interop.orbax_arrays import Deferred, writing_handler
 from tunix.mesh import build_mesh
 from tunix.models.attention.pages import NOWHERE, Gathered, PieceView, SlotsView, Table, Visits, Writes
 from tunix.models.deltanet import PIECE_CHUNK, PieceStates, StepView
@@ -135,7 +136,7 @@ class Programs:
         gathered, table = Gathered(rows.T, rows.T, 0 * rows.T), Table(rows, 0 * rows[:, 0])
         paged = self.model.config.paged_kinds
         views = [SlotsView(writes, at, table, gathered, kind.window) for kind in paged]
-        caches = jax.tree.unflatten(self._tree, cache)
+        caches = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(self._empty)), cache)
         live = StepView(jnp.ones(s.batch, bool))
         hidden, caches, _ = extend(self.model, unflattened, caches, tokens[:, None], at, views, live)
         return self.model.logits(unflattened.top, hidden)[:, 0], jax.tree.leaves(caches)
@@ -144,10 +145,6 @@ class Programs:
         c, s = self.model.config, self.shapes
         numbers = [s.batch] * len(c.paged_kinds)
         return empty(c, numbers, s.length, self.model.dtype, slots=s.batch, dtype=self.model.dtype)
-
-    @property
-    def _tree(self) -> Any:
-        return jax.tree.structure(jax.eval_shape(self._empty))
 
     def arguments(self, weights: Flat) -> dict[str, tuple[Callable, tuple]]:
         """Both functions by name, and what they are called with, as shapes.
@@ -170,8 +167,6 @@ class Programs:
 
 PLATFORMS = ("cpu", "tpu", "cuda")
 """What the programs run on, by jax's names."""
-SCRIPT = Path(__file__).with_name("standalone.py")
-"""Goes along as `generate.py`."""
 
 
 def export_stablehlo(source: Path, out: Path, *, shapes: Shapes) -> str:
@@ -238,7 +233,7 @@ def export_stablehlo(source: Path, out: Path, *, shapes: Shapes) -> str:
             "weights": {name: _shape(x) for name, x in weights.items()},
         }
         (folder / "description.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
-        shutil.copyfile(SCRIPT, folder / "generate.py")
+        shutil.copyfile(Path(__file__).with_name("standalone.py"), folder / "generate.py")
         copy_tokenizer(source, folder)
         write_generation_config(folder, (source,), ())
         # Each leaves the devices' memory when its turn has come.
@@ -246,7 +241,8 @@ def export_stablehlo(source: Path, out: Path, *, shapes: Shapes) -> str:
             name: Deferred(x.shape, np.dtype(x.dtype), lambda name=name: np.asarray(weights.pop(name)))
             for name, x in weights.items()
         }
-        write_arrays(folder / "weights", arrays)
+        with ocp.Checkpointer(writing_handler()) as writer:
+            writer.save(folder / "weights", ocp.args.PyTreeSave(arrays))
     return f"python {out}/generate.py '[[1, 2, 3]]' --max-tokens 16"
 
 

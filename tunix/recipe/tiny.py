@@ -15,8 +15,7 @@ from typing import Any
 
 from tunix.config import TINY_BATCH, TINY_COMPLETION, TINY_GROUP, AlgorithmConfig, ModelConfig, RowKind
 from tunix.data.config import DataConfig
-from tunix.data.files import SUFFIXES
-from tunix.data.sources import open_rows
+from tunix.data.sources import SUFFIXES, open_rows
 from tunix.data.tiny import PICTURE_TOKENS, PICTURES, ROWS
 from tunix.data.tokenizer import VOCABULARY_FILES
 from tunix.errors import UserError

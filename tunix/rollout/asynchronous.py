@@ -22,8 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from tunix.data.accounting import Accounting
-from tunix.data.types import Prompt
+from tunix.data.types import Accounting, Prompt
 from tunix.distributed import processes
 from tunix.errors import Doubtful, UserError
 from tunix.protocols import Client, Metered, SamplingClient

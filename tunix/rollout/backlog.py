@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from tunix.data.accounting import Accounting
 from tunix.data.pipeline import Prompts
-from tunix.data.types import Prompt
+from tunix.data.types import Accounting, Prompt
 from tunix.rollout.types import Scored
 from tunix.types import Begun, Completion, Sampling
 from tunix.util.coded import array_of, coded

@@ -22,12 +22,11 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from tunix.data.accounting import Accounting
+from tunix.data.examples import prompt_messages
 from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
-from tunix.data.rendered import prompt_messages
 from tunix.data.tokenizer import Tokenizer
-from tunix.data.types import Prompt
+from tunix.data.types import Accounting, Prompt
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.protocols import SamplingClient

@@ -15,7 +15,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from tunix.data.seen import followed
 from tunix.data.types import Prompt
 from tunix.errors import Score, UserError
 from tunix.protocols import Metered, SamplingClient
@@ -110,7 +109,7 @@ def sequence_of(prompt: Prompt, completion: Completion) -> Sequence:
     return Sequence(
         tokens=np.concatenate([prompt.tokens, completion.tokens]).astype(np.int32),
         loss_mask=np.concatenate([np.zeros(len(prompt.tokens), bool), completion.drawn]),
-        pictures=followed(prompt.pictures, len(completion.tokens)),
+        pictures=prompt.pictures and prompt.pictures.followed(len(completion.tokens)),
         experts=completion.experts,
     )
 

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from tunix.algorithms.base import Algorithm
-from tunix.data.pipeline import account
-from tunix.data.sources import Rows
+from tunix.data.examples import Examples
 from tunix.distributed.global_arrays import own_part
 from tunix.hf.model_folder import require_classifier
 from tunix.hf.source import settled
@@ -86,8 +85,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
 
     # Mistakes that affect every row (no tokenizer, no chat template, a mistyped column) are reported before weights are
     # read.
-    first = Rows(inputs.train.name, [inputs.train[0]], inputs.train.folder)
-    account(first, inputs.tokenizer, data, row_kind_of(recipe, algorithm), source.decoder.vocab_size)
+    kind, size = row_kind_of(recipe, algorithm), source.decoder.vocab_size
+    next(Examples(inputs.train, inputs.tokenizer, data, kind, size).first())
     scorer = None
     if recipe.reward is not None and recipe.reward.functions:
         scorer = Scorer(recipe.reward.functions, recipe.reward.deadline, recipe.reward.workers)

@@ -15,7 +15,6 @@ import numpy as np
 
 from tunix.algorithms.base import Algorithm
 from tunix.algorithms.episodes import require_scores, reward_means, rewards_of, total_rewards
-from tunix.data.seen import within
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Packed, Prompt
 from tunix.distributed import processes
@@ -158,7 +157,7 @@ def prompts_of(
     starts = ((sequence, int(np.argmax(sequence.loss_mask))) for sequence in desirable)
     split = list(itertools.islice(((sequence, start) for sequence, start in starts if start > 1), number))
     sides = ([one.tokens[:start] for one, start in split], [one.tokens[start:] for one, start in split])
-    return *sides, [one.pictures and within(one.pictures, 0, start) for one, start in split]
+    return *sides, [one.pictures and one.pictures.within(0, start) for one, start in split]
 
 
 def unigram_entropy(batches: List[Batch]) -> float:

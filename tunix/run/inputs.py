@@ -6,7 +6,8 @@ from pathlib import Path
 
 from tunix.algorithms.on_policy import OnPolicy
 from tunix.config import RowKind
-from tunix.data.pipeline import Batches, Prompts, cut_steps, eval_batches, eval_prompts, pictures_of_row
+from tunix.data.examples import Examples
+from tunix.data.pipeline import Batches, Prompts, eval_batches, eval_prompts, pictures_of_row, shuffled
 from tunix.data.sources import Rows, held_out_rows, open_rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.distributed import processes
@@ -121,26 +122,11 @@ def open_stream(setup: Setup, inputs: Inputs, collector: Collector) -> Stream:
     recipe, algorithm, microbatcher = setup.recipe, setup.algorithm, setup.microbatcher
     data, vocab_size = recipe.data, inputs.source.decoder.vocab_size
     if not setup.samples:
-        return Batches(
-            inputs.train,
-            inputs.tokenizer,
-            data,
-            batch_size=recipe.batch_size,
-            seed=recipe.seed,
-            epochs=recipe.epochs,
-            train_on=algorithm.train_on,
-            vocab_size=vocab_size,
-            layout=layout(algorithm, microbatcher.multiple),
-        )
-    stream = Prompts(
-        inputs.train,
-        inputs.tokenizer,
-        data,
-        seed=recipe.seed,
-        epochs=recipe.epochs,
-        vocab_size=vocab_size,
-        train_on=row_kind_of(recipe, algorithm),
-    )
+        examples = Examples(inputs.train, inputs.tokenizer, data, algorithm.train_on, vocab_size)
+        packed = layout(algorithm, microbatcher.multiple)
+        return Batches(examples, recipe.batch_size, recipe.seed, recipe.epochs, packed)
+    examples = Examples(inputs.train, inputs.tokenizer, data, row_kind_of(recipe, algorithm), vocab_size)
+    stream = Prompts(examples, recipe.seed, recipe.epochs)
     spare, together = recipe.rollout.spare(recipe.batch_size), setup.answers_together
     return RolloutStream(
         RolloutStep(
@@ -238,16 +224,10 @@ def steps_of(setup: Setup, inputs: Inputs) -> int:
     epochs = recipe.epochs or 1
     if not recipe.data.cuts:
         return total_steps(len(inputs.train), recipe.batch_size, epochs)
-    return cut_steps(
-        inputs.train,
-        inputs.tokenizer,
-        recipe.data,
-        recipe.batch_size,
-        recipe.seed,
-        epochs,
-        setup.algorithm.train_on,
-        inputs.source.decoder.vocab_size,
-    )
+    size = inputs.source.decoder.vocab_size
+    examples = Examples(inputs.train, inputs.tokenizer, recipe.data, setup.algorithm.train_on, size)
+    # Pieces depend on the lengths and the order, so every row is rendered once for each epoch.
+    return sum(1 for _ in shuffled(examples, recipe.batch_size, recipe.seed, epochs))
 
 
 def evaluation_of(setup: Setup, inputs: Inputs, collector: Collector) -> Evaluation:
@@ -258,19 +238,11 @@ def evaluation_of(setup: Setup, inputs: Inputs, collector: Collector) -> Evaluat
     size, limit = inputs.source.decoder.vocab_size, recipe.eval.rows
     held_out, prompts = [], []
     if algorithm.held_out_on is not None and not (setup.samples and collector.weights):
-        held_out = eval_batches(
-            inputs.held_out,
-            inputs.tokenizer,
-            recipe.data,
-            batch_size=recipe.batch_size,
-            limit=limit,
-            train_on=algorithm.held_out_on,
-            vocab_size=size,
-            layout=layout(algorithm, setup.microbatcher.multiple),
-        )
+        examples = Examples(inputs.held_out, inputs.tokenizer, recipe.data, algorithm.held_out_on, size)
+        held_out = eval_batches(examples, recipe.batch_size, limit, layout(algorithm, setup.microbatcher.multiple))
     if collector.weights and recipe.algorithm.has_lm_head:
         kind = RowKind.PROMPT if recipe.rollout.environment is None else RowKind.ROW
-        prompts = eval_prompts(inputs.held_out, inputs.tokenizer, recipe.data, limit, size, kind)
+        prompts = eval_prompts(Examples(inputs.held_out, inputs.tokenizer, recipe.data, kind, size), limit)
     greedy = replace(collector, sampling=replace(collector.sampling, temperature=0.0))
     return Evaluation(algorithm, held_out, prompts, greedy, recipe.eval.until)
 

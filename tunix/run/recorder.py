@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from tunix.algorithms.base import Update
-from tunix.data.accounting import Accounting
+from tunix.data.types import Accounting
 from tunix.errors import UserError
 from tunix.trainer.config import LoggingConfig
 from tunix.trainer.metrics import Sink

@@ -22,7 +22,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from tunix.data.pipeline import sequences_of
+from tunix.data.examples import Examples
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.protocols import Client
@@ -69,10 +69,10 @@ def reference_logprobs(
     """
     recipe, size = setup.recipe, setup.source.decoder.vocab_size
     kind, tokenizer = setup.algorithm.train_on, inputs.tokenizer
-    sequences = sequences_of(inputs.train, tokenizer, recipe.data, kind, size)
+    sequences = Examples(inputs.train, tokenizer, recipe.data, kind, size).sequences()
     if inputs.held_out is not None:
-        held_out = sequences_of(inputs.held_out, tokenizer, recipe.data, kind, size, limit=recipe.eval.rows)
-        sequences = itertools.chain(sequences, held_out)
+        held_out = Examples(inputs.held_out, tokenizer, recipe.data, kind, size)
+        sequences = itertools.chain(sequences, held_out.sequences(recipe.eval.rows))
     of = "policy" if client.learner.reference is None else "reference"
     logprobs = precompute(sequences, client, of, recipe.model.dtype, recipe.data.train, folder, display)
     client.learner.reference = None

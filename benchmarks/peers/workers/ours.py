@@ -16,7 +16,9 @@ from tunix.algorithms.grpo.algorithm import GRPO  # noqa: E402
 from tunix.algorithms.grpo.config import GRPOConfig  # noqa: E402
 from tunix.algorithms.sft.algorithm import SFT  # noqa: E402
 from tunix.algorithms.sft.config import SFTConfig  # noqa: E402
+from tunix.config import RowKind  # noqa: E402
 from tunix.data.config import DataConfig  # noqa: E402
+from tunix.data.examples import Examples  # noqa: E402
 from tunix.data.packing import pack  # noqa: E402
 from tunix.data.pipeline import Layout, Prompts  # noqa: E402
 from tunix.data.sources import open_rows  # noqa: E402
@@ -72,12 +74,14 @@ def grpo() -> None:
     trainer = SHAPE.trainer(**rows, reference=True)
     algorithm = GRPO(GRPOConfig(group_size=case["group"], kl=case["kl"]), sampling)
     config = DataConfig(train="given", max_length=prompt + new, completion_length=new)
+    prompts = open_rows([{"prompt_ids": ids} for ids in case["prompts"]])
+    examples = Examples(prompts, None, config, RowKind.PROMPT)
     tokenizer = load_tokenizer(case["weights"])
     with Scorer([reward]) as scorer:
         like = RolloutStep(
             prompts=[],
             collector=Collector(tokenizer, sampling, scorer),
-            stream=Prompts(open_rows([{"prompt_ids": ids} for ids in case["prompts"]]), None, config, seed=0),
+            stream=Prompts(examples, seed=0),
             size=case["groups"],
             seed=0,
             first=True,

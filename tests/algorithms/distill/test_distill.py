@@ -15,8 +15,9 @@ from tests.trainer.test_step import assert_close, gradients
 from tests.trainers import PLAIN, RICH, sequences, trainer
 from tunix.algorithms.distill.algorithm import Distill
 from tunix.algorithms.distill.config import DistillConfig, TeacherMesh
-from tunix.config import DType, MeshConfig
+from tunix.config import DType, MeshConfig, RowKind
 from tunix.data.config import DataConfig
+from tunix.data.examples import Examples
 from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import Rows
@@ -184,7 +185,8 @@ def test_a_student_comes_near_its_teacher(divergence):
 def drawing(steps: int) -> Iterator[RolloutStep]:
     """The steps of an on-policy run on prompts of two tokens, eight a step."""
     rows = Rows("rows", [{"prompt_ids": [i, i + 1]} for i in range(32)])
-    stream = Prompts(rows, None, DataConfig(train="rows", max_length=16), seed=0, epochs=None)
+    examples = Examples(rows, None, DataConfig(train="rows", max_length=16), RowKind.PROMPT)
+    stream = Prompts(examples, seed=0, epochs=None)
     like = RolloutStep(
         prompts=[],
         collector=Collector(None, SAMPLING, None),

@@ -18,9 +18,8 @@ from tests.preference_batches import LENGTH, PROMPT, Side
 from tunix.algorithms.dpo.algorithm import DPO
 from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.dpo.loss import BASELINE, slope
-from tunix.data.accounting import Accounting
 from tunix.data.packing import pack
-from tunix.data.types import Packed
+from tunix.data.types import Accounting, Packed
 from tunix.protocols import Client
 from tunix.types import Batch, Loss, LossInputs, Sequence
 

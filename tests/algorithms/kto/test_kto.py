@@ -12,9 +12,8 @@ from tests.policy_batches import gradients, reduced, rows
 from tests.preference_batches import PROMPT, Side, batch_of, inputs_of
 from tunix.algorithms.kto.algorithm import KTO, mismatched, without_absent
 from tunix.algorithms.kto.config import KTOConfig
-from tunix.data.accounting import Accounting
 from tunix.data.packing import pack
-from tunix.data.types import Packed
+from tunix.data.types import Accounting, Packed
 from tunix.protocols import Client
 from tunix.types import Sequence
 

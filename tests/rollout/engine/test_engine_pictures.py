@@ -17,7 +17,6 @@ from tests.models.test_vision import SOFT, load, made, sequence, whole
 from tests.tiny_models import one_device
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
-from tunix.data.seen import followed
 from tunix.errors import UserError
 from tunix.hf.model_folder import load_params
 from tunix.mesh import build_mesh
@@ -59,7 +58,7 @@ def full_logprobs(model: Model, params: Params, prompt: Sequence, one: Completio
     both = Sequence(
         np.concatenate([prompt.tokens, one.tokens]),
         np.concatenate([np.zeros(len(prompt.tokens), bool), np.ones(number, bool)]),
-        pictures=followed(prompt.pictures, number),
+        pictures=prompt.pictures.followed(number),
     )
     batch = jax.tree.map(jnp.asarray, pack([both], 1, 64, pictures=max(2, prompt.pictures.number)))
     return np.asarray(forward(model, params, batch))[0, len(prompt.tokens) : len(both.tokens)]

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tunix.data.accounting import Kept
 from tunix.data.chat import render_prompt
 from tunix.data.examples import to_example
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import Tokenizer, bytes_tokenizer
+from tunix.data.types import Kept
 from tunix.errors import UserError
 from tunix.rollout.environments.base import Environment, Episode, Episodes, Observation, Row, Step
 from tunix.rollout.environments.calculator import Calculator, calculate, held_out_problems, problems

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from tunix.data.seen import within
 from tunix.models.attention.pages import NOWHERE, Copies, Visits, block_of
 from tunix.rollout.engine.experts import Known, Recorded
 from tunix.rollout.engine.page_tables import Copy, Held, PageTables
@@ -251,7 +250,7 @@ class Piece:
         if seen is not None and seen.rope is not None:
             seen.rope[at] = positions[:, None]
         if seen is not None and job.pictures is not None:
-            pictures, used = within(job.pictures, job.start, end), seen.pixels.shape[1] - self._room(row)
+            pictures, used = job.pictures.within(job.start, end), seen.pixels.shape[1] - self._room(row)
             free = np.s_[row, used : used + pictures.number]
             seen.places[at] = np.where(pictures.places > 0, pictures.places + np.max(seen.places[row]), 0)
             seen.pixels[free], seen.grids[free] = pictures.pixels, pictures.grids

@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tunix.data.seen import followed
 from tunix.errors import UserError
 from tunix.models.config import VisionConfig
 from tunix.rollout.engine.experts import Known, Recorded, of_sequence
@@ -107,7 +106,9 @@ def check_pictures(number: int, prompt: np.ndarray, pictures: Pictures | None, v
             "each needs all of its own, one after the other, and text after the last"
         )
     if vision.turns and pictures.rope is None:
-        raise UserError(f"prompt {number} has pictures without places for rope: data.seen.rope_positions finds them")
+        raise UserError(
+            f"prompt {number} has pictures without places for rope: data.pictures.rope_positions finds them"
+        )
 
 
 class StopText:
@@ -216,7 +217,8 @@ class Episode:
 
     def pictures(self, tokens: int) -> Pictures | None:
         """The pictures of so many of its tokens, the prompt's included; None without any."""
-        return followed(self.request.pictures, tokens - len(self.request.prompt))
+        pictures = self.request.pictures
+        return pictures and pictures.followed(tokens - len(self.request.prompt))
 
     def keep_top(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
         """Keeps the alternatives `[T A]` of some tokens, where the request wants them."""
