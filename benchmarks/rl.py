@@ -137,9 +137,9 @@ class Silent:
         self.engine = engine
         self.publish, self.warm = engine.publish, engine.warm
 
-    def sample(self, prompts, n, sampling, seed, reply=None, on_done=None, begun=None) -> list[list[Completion]]:
+    def run(self, requests, reply=None, on_done=None) -> list[Completion]:
         """Samples without `on_done`."""
-        return self.engine.sample(prompts, n, sampling, seed, reply, begun=begun)
+        return self.engine.run(requests, reply)
 
 
 def slow_steps(silent: bool) -> Iterator[dict[str, Any]]:

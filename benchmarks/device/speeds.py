@@ -35,8 +35,8 @@ from tunix.models.families.table import preset, small, with_sizes
 from tunix.models.scan import Remat
 from tunix.plan import arithmetic
 from tunix.plan.chips import CHIPS
-from tunix.rollout.engine.request import Request
 from tunix.trainer.perf import matmul_weights, peak_flops, peak_memory
+from tunix.types import Request
 from tunix.util.trees import bytes_of
 
 TURNS, LONGEST = 5, 25.0

@@ -25,8 +25,7 @@ from tunix.models.model import Params
 from tunix.models.param_names import is_adapter
 from tunix.models.quantization.formats import Quantization
 from tunix.rollout.engine.engine import Engine
-from tunix.rollout.engine.request import Request
-from tunix.types import Completion, Sampling
+from tunix.types import Completion, Request, Sampling
 from tunix.util.atomic_io import write_text_atomic
 
 Completions = dict[Path, list[Completion]]
@@ -89,7 +88,7 @@ def _sampled(inference: InferenceModel, adapters: List[Path], requests: List[Req
     decode = inference.tokenizer.decode if inference.tokenizer else None
     mixtures = list(_mixtures(loaded))
     moving = {name for tables, _ in mixtures for name in tables}
-    engine = Engine(model, mesh, slots=inference.slots, length=inference.limit, decode=decode, moving=moving)
+    engine = Engine(model, mesh, slots=inference.slots, max_length=inference.limit, decode=decode, moving=moving)
     completions: Completions = {}
     with closing(Bar("generate", len(requests) * len(adapters))) as bar:
         for version, (tables, batched) in enumerate(mixtures):

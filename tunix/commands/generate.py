@@ -39,11 +39,10 @@ from tunix.data.types import Prompt
 from tunix.errors import Interrupted, UserError
 from tunix.inference.model import InferenceModel, InferenceOptions, TextStream, prompt_column
 from tunix.rollout.collect import Collector
-from tunix.rollout.engine.request import Request
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.rollout.types import Scored
 from tunix.trainer.progress import readable
-from tunix.types import Completion, Sampling
+from tunix.types import Completion, Request, Sampling
 from tunix.util.atomic_io import refuse_out
 
 UNTRAINED = -100
@@ -228,11 +227,8 @@ def open_questions(
 def _show(inference: InferenceModel, requests: List[Request]) -> None:
     """Prints texts to stdout: a single one as it is sampled, several with numbers when all are done."""
     if len(requests) > 1:
-        first = requests[0]
         with closing(Bar("generate", len(requests))) as bar:
-            (sampled,) = ProgressSampler(inference.engine, bar).sample(
-                [first.prompt], len(requests), first.sampling, first.seed
-            )
+            sampled = ProgressSampler(inference.engine, bar).run(requests)
         for number, completion in enumerate(sampled, start=1):
             print(f"--- {number} of {len(requests)} ({completion.finish})\n{inference.text(completion)}")
         return

@@ -260,7 +260,7 @@ def _sampling(subject: Subject) -> list[Program]:
         filling.times = float(-(-prompts * work.prompt_length // piece))
         config, looked_up = spec.model.config, 0 if spec.model.config.tied else bytes_of(sampled.weights.top["embed/w"])
         read, devices = bytes_of(sampled.weights) - looked_up, mesh.size
-        context, item = work.length - drawn // 2, 1 if sizes.cache in ("int8", "fp8") else arithmetic.ITEM
+        context, item = work.length - drawn // 2, 1 if sizes.cache_dtype in ("int8", "fp8") else arithmetic.ITEM
         decoding.work = arithmetic.sampling(config, sizes.slots, context, weights=read, devices=devices, item=item)
         filling.work = arithmetic.sampling(
             config, piece, work.prompt_length // 2 + 1, weights=read, devices=devices, head=False

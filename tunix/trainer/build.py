@@ -341,12 +341,12 @@ def engine_of(
         spec.model,
         mesh,
         slots=slots,
-        length=length or spec.length,
-        cache=cache,
+        max_length=length or spec.length,
+        cache_dtype=cache,
         decode=decode,
         moving=() if spec.adapter is None else tuple(params),
         room=room,
-        guesses=guesses,
+        speculate=guesses,
         bring=bring_of(spec.model, spec.mesh, mesh),
     )
 

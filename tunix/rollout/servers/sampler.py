@@ -1,6 +1,6 @@
 """The sampler whose completions come from servers; a `protocols.Sampler`.
 
-`publish` writes the weights, has every server load them, and compares a probe; `sample` sends all requests at once and
+`publish` writes the weights, has every server load them, and compares a probe; `run` sends all requests at once and
 hands completions on as they end. The HTTP calls run in a thread of their own (`EventLoop`), environments in further
 ones, callbacks in the caller's.
 
@@ -26,6 +26,7 @@ import numpy as np
 
 from tunix.distributed import processes
 from tunix.errors import UserError
+from tunix.protocols import Sampler
 from tunix.rollout.engine.batch import THREADS
 from tunix.rollout.engine.experts import UNKNOWN, Known, Recorded, of_sequence
 from tunix.rollout.engine.request import Decode, StopText, check_prompt
@@ -49,8 +50,8 @@ from tunix.rollout.servers.protocol import (
     written_experts,
 )
 from tunix.rollout.servers.server import Pool, Server
-from tunix.rollout.types import Pause, requests_of
-from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
+from tunix.rollout.types import Pause
+from tunix.types import Completion, OnDone, Reply, Request, Usage, Workload
 from tunix.util.coded import array_of, coded
 
 _log = logging.getLogger(__name__)
@@ -64,18 +65,18 @@ LOOK = 1.0
 class Turns:
     """One completion as it grows: what is asked next, and what was sampled and observed so far."""
 
-    def __init__(self, prompt: np.ndarray, sampling: Sampling, begun: Begun, length: int, decode: Decode | None):
+    def __init__(self, request: Request, length: int, decode: Decode | None):
         """A request at its beginning, or where an earlier call has paused it.
 
         Args:
-            prompt: `[T]` token ids.
-            sampling: how its tokens are sampled.
-            begun: its seed and number, and what it has.
+            request: what is completed.
             length: tokens of prompt and completion at most.
             decode: token ids -> text, in which stop strings are found.
         """
-        self._prompt, self._sampling, self._begun, self._length = prompt, sampling, begun, length
-        n, before = sampling.top_logprobs, begun.so_far
+        self._request, self._length = request, length
+        self._prompt, self._sampling = request.prompt, request.sampling
+        sampling, before = request.sampling, request.so_far
+        n = sampling.top_logprobs
         self._stop_text = StopText(sampling.stop_strings, decode) if sampling.stop_strings and decode else None
         self._tokens, self._logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
         self._versions = np.zeros(0, np.int32)
@@ -103,7 +104,7 @@ class Turns:
             identity: of the call and the completion.
             expected: of the servers.
         """
-        seed = seed_of(self._begun.seed, self._begun.index, len(self._tokens))
+        seed = seed_of(self._request.seed, self._request.index, len(self._tokens))
         prompt = (*self._prompt.tolist(), *self._tokens.tolist())
         what = settings(self._sampling, self.left, seed)
         return Ask(f"{identity}-{len(self._tokens)}", prompt, what, expected.vocab_size, expected.routing)
@@ -203,7 +204,7 @@ class EventLoop:
             raise
 
 
-class ServerSampler:
+class ServerSampler(Sampler):
     """Samples on servers, from the weights that were published last."""
 
     def __init__(
@@ -237,7 +238,7 @@ class ServerSampler:
         self._name, self._calls = f"{secrets.token_hex(4)}-{processes.index()}", itertools.count()
         self._told = False
         self.usage: Usage | None = None
-        """What the last call of `sample` took; None where there was none."""
+        """What the last call of `run` took; None where there was none."""
 
     @property
     def servers(self) -> Sequence[Server]:
@@ -319,7 +320,7 @@ class ServerSampler:
         return True
 
     def hold(self) -> WeightsFolder:
-        """The present weights, which the servers keep until the call of `sample` that is given them has ended.
+        """The present weights, which the servers keep until the call of `run` that is given them has ended.
 
         Raises:
             ValueError: no weights were published.
@@ -330,19 +331,15 @@ class ServerSampler:
             self._holds += 1
             return self._held
 
-    def sample(
+    def run(
         self,
-        prompts: Sequence[np.ndarray],
-        n: int,
-        sampling: Sampling,
-        seed: int,
+        requests: Sequence[Request],
         reply: Reply | None = None,
         on_done: OnDone | None = None,
-        begun: Sequence[Begun] | None = None,
         pause: Pause | None = None,
         held: WeightsFolder | None = None,
-    ) -> list[list[Completion]]:
-        """`n` completions for each prompt; see `protocols.SamplingClient.sample`.
+    ) -> list[Completion]:
+        """Completes each request; see `protocols.SamplingClient.run`.
 
         A server's draws depend on the seed of each request, but also on its kernels and on what else it computes.
 
@@ -354,28 +351,28 @@ class ServerSampler:
             UserError: a setting or a prompt is invalid, or no server is left.
             ValueError: no weights were published.
         """
-        expected, requests = self._expected, requests_of(prompts, n, seed, begun)
-        refuse(sampling, expected.vocab_size, self._decode is not None)
-        for number, prompt in enumerate(prompts):
-            check_prompt(number, prompt, expected.length, expected.vocab_size)
-        turns = [Turns(prompt, sampling, x, expected.length, self._decode) for prompt, x in requests]
+        vocab_size, length = self._expected.vocab_size, self._expected.length
+        for number, request in enumerate(requests):
+            refuse(request.sampling, vocab_size, self._decode is not None)
+            check_prompt(number, request.prompt, length, vocab_size)
+        turns = [Turns(request, length, self._decode) for request in requests]
         weights = held or self.hold()
         assert weights is self._held, "weights are published only when nobody holds earlier ones"
         try:
             with self._lock:
-                self._run(turns, reply, on_done, pause)
+                self._complete_all(turns, reply, on_done, pause)
         finally:
             with self._free:
                 self._holds -= 1
                 self._free.notify_all()
         completions = [x.completion() for x in turns]
         drawn = [sum(end - start for start, end in completion.turns) for completion in completions]
-        before = [0 if x.so_far is None else int(x.so_far.drawn.sum()) for _, x in requests]
+        before = [0 if x.so_far is None else int(x.so_far.drawn.sum()) for x in requests]
         self.usage = Usage(sum(drawn) - sum(before), 0, 0.0)
-        return [completions[i : i + n] for i in range(0, len(completions), n)]
+        return completions
 
-    def _run(
-        self, turns: Sequence[Turns], reply: Reply | None, on_done: OnDone | None, pause: Pause | None = None
+    def _complete_all(
+        self, turns: Sequence[Turns], reply: Reply | None, on_done: OnDone | None, pause: Pause | None
     ) -> None:
         """Completes all, unless `on_done` has enough before, or it is paused."""
         done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
