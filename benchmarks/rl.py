@@ -107,7 +107,7 @@ def measure(
     client = shape.trainer(LORA if lora else None, **rows, reference=bool(kl))
     algorithm = GRPO(GRPOConfig(group_size=sizes.group, kl=kl), sampling)
     seconds: dict[str, list[float]] = {name: [] for name in ("step", *PARTS)}
-    client.warm(Workload(answers, sizes.prompts, sizes.length, longest))
+    client.warm(Workload(answers, sizes.length, longest))
     with Scorer([even]) as scorer:
         data = stream(sampling, scorer, shape, together, length, sizes)
         for step in range(steps + 2):

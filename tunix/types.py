@@ -410,11 +410,7 @@ class Workload:
 
     requests: int
     """Requests at a time, e.g. 512."""
-    prompts: int
-    """Different prompts among them, e.g. 64."""
     prompt_length: int
     """Tokens of a prompt, e.g. 256."""
     length: int
     """Tokens of a prompt and all that follows it, e.g. 1024."""
-    replies: bool = False
-    """Whether an environment answers."""

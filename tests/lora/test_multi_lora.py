@@ -160,7 +160,7 @@ def test_a_prompt_is_computed_once_for_each_adapter(monkeypatch):
 def test_another_mixture_and_moved_adapters_compile_nothing():
     model, base, beside = setting(PLAIN, names=("wide", "turned"))
     engine = mixed_engine(model, base, beside)
-    engine.warm(Workload(requests=9, prompts=9, prompt_length=37, length=64))
+    engine.warm(Workload(requests=9, prompt_length=37, length=64))
     requests = mixture(beside)
     before = engine.run(requests)
     assert engine.weights is not None

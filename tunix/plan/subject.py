@@ -269,5 +269,5 @@ def _workload(recipe: Recipe, algorithm: Algorithm) -> Workload | None:
     shown = recipe.eval.samples if held_out else 0
     if work is None and shown:
         prompt = max(recipe.data.max_length - recipe.eval.sample_tokens, 1)
-        return Workload(shown, shown, prompt, recipe.data.max_length)
+        return Workload(shown, prompt, recipe.data.max_length)
     return work

@@ -201,11 +201,8 @@ def workload_of(recipe: Recipe, algorithm: Algorithm, evaluation: Evaluation) ->
     group, replies = recipe.algorithm.samples_per_prompt, recipe.rollout.environment is not None
     return Workload(
         requests=max(held_out, trained * group),
-        # An environment starts each episode with a different prompt.
-        prompts=max(held_out, trained * (group if replies else 1)),
         prompt_length=recipe.data.max_length if replies else recipe.data.longest_prompt,
         length=recipe.data.max_length,
-        replies=replies,
     )
 
 

@@ -201,7 +201,7 @@ class Service:
 
     def warm(self) -> None:
         """Compiles what the longest requests need, so that nothing compiles while they are answered."""
-        self.engine.warm(Workload(self.engine.slots, self.engine.slots, self.length, self.length))
+        self.engine.warm(Workload(self.engine.slots, self.length, self.length))
 
     def complete(self, body: CompletionBody) -> tuple[np.ndarray, Future[Completion]]:
         """The tokens `[T]` of a request's prompt, and its completion, to come.

@@ -143,7 +143,7 @@ def test_a_sampler_over_a_pipe_is_the_engine(here, elsewhere):
     """Weights, settings, an environment's replies, completions and errors all cross."""
     assert isinstance(here, Sampler)
     assert isinstance(elsewhere, Sampler)
-    elsewhere.warm(Workload(requests=1, prompts=1, prompt_length=6, length=40))
+    elsewhere.warm(Workload(requests=1, prompt_length=6, length=40))
 
     def reply(number: int, so_far: Completion) -> np.ndarray | None:
         return np.array([4, 5], np.int32) if len(so_far.turns) < 2 else None
@@ -224,7 +224,7 @@ def test_warming_up_compiles_each_program_once(params):
     """In threads, for the mesh of the calls: else each would be compiled again when it is called."""
     engine, compilations = small_engine(MODEL, params, slots=6, max_length=88, page=4, steps=7), Compilations()
     compilations.settled()
-    engine.warm(Workload(requests=6, prompts=6, prompt_length=20, length=88, replies=False))
+    engine.warm(Workload(requests=6, prompt_length=20, length=88))
     with jax.set_mesh(engine.mesh):
         calls = list(warmup_calls(MODEL, engine.weights, engine.sizes.of_requests([88] * 6)))
     # Beside them the empty slots.
@@ -244,7 +244,7 @@ def test_nothing_compiles_after_warm_up(params):
 
     # The cache of 40 + 30 + 3 + 30 tokens is 128 long, that of 200 the longest there is.
     engine = small_engine(MODEL, params, slots=5, max_length=200)
-    engine.warm(Workload(requests=6, prompts=6, prompt_length=130, length=200, replies=True))
+    engine.warm(Workload(requests=6, prompt_length=130, length=200))
     moved = {name: x * 1.5 for name, x in params.items()}
     compilations = Compilations()
     for seed in range(4):

@@ -113,7 +113,7 @@ def test_a_request_that_lost_its_pages_sees_its_pictures_again(made):
 
 def assert_nothing_compiles_after_warm_up(model: Model, params: Params, prompts: tuple[Sequence, ...]) -> None:
     warmed = engine(model, params, steps=3)  # no other test has compiled for it
-    warmed.warm(Workload(8, 4, 40, 56))
+    warmed.warm(Workload(8, 40, 56))
     compilations = Compilations()
     sample(warmed, prompts, 2, Sampling(max_tokens=8))
     assert compilations.since_warmup == 0

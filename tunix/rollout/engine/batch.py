@@ -250,9 +250,9 @@ class Batch:
             self.replies.close()
         while self.in_flight:  # what they sample is kept for the call that continues it
             self._retire(self.in_flight.popleft())
-        nothing = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        tokens, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
         for episode in [*self.waiting, *(self.slots.suspend(slot, self.version) for slot in self.slots.taken.tolist())]:
-            paused = episode.so_far or episode.completion(*nothing, self.version, "paused", None)
+            paused = episode.so_far or episode.completion(tokens, logprobs, self.version, "paused", None)
             self.done[episode.number] = paused
         assert all(self.done)
         return [completion for completion in self.done if completion is not None]

@@ -39,7 +39,7 @@ class Scorer:
         with Scorer([RewardFunction(name="exact_match"), my_function]) as scorer:
             scores = scorer.score(prompts, completions, {"answer": answers})
 
-    `start` returns at once, so that scoring overlaps with other work. A function of a notebook's cell runs in a thread
+    `open` returns at once, so that scoring overlaps with other work. A function of a notebook's cell runs in a thread
     of this process (see `WorkerThread` for its limits), every other function in worker processes.
     """
 
@@ -94,16 +94,6 @@ class Scorer:
             columns: the rows' columns by name, one value for each sample.
 
         Raises:
-            UserError: see `start`.
-        """
-        return self.start(prompts, completions, columns).result()
-
-    def start(
-        self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]] | None = None
-    ) -> "Scoring":
-        """Begins to score, and returns a handle on the result.
-
-        Raises:
             UserError: a column is missing, or has values that cannot be sent to a worker.
         """
         columns = columns or {}
@@ -113,8 +103,7 @@ class Scorer:
         scoring = self.open(list(columns))
         for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             scoring.add(number, prompt, completion, {name: values[number] for name, values in columns.items()})
-        scoring.seal()
-        return scoring
+        return scoring.result()
 
     def open(self, columns: Sequence[str]) -> "Scoring":
         """Begins to score samples that come one after the other, with these columns.
@@ -199,15 +188,11 @@ class Scoring:
             if not reward.batched and len(waiting) == (TOGETHER if reward.asynchronous else 1):
                 self._start(reward)
 
-    def seal(self) -> None:
-        """Starts the calls that were waiting for more samples: there are no more."""
-        for reward in self._scorer.rewards:
-            if self._waiting[reward.name]:
-                self._start(reward)
-
     def result(self) -> dict[str, list[Score]]:
         """Waits for all scores; returns them by reward name, in the order of the samples' numbers."""
-        self.seal()
+        for reward in self._scorer.rewards:  # those that were waiting for more samples: there are no more
+            if self._waiting[reward.name]:
+                self._start(reward)
         self.metrics, self.logged = {}, {}
         by_name = {
             name: dict(pair for call, future in calls for pair in self._scores(call, future))

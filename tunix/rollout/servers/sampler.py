@@ -20,6 +20,7 @@ import secrets
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -42,7 +43,6 @@ from tunix.rollout.servers.protocol import (
     Gone,
     Refused,
     Unfit,
-    WeightsFolder,
     read_experts,
     refuse,
     seed_of,
@@ -232,7 +232,8 @@ class ServerSampler(Sampler):
         """Calls that were promised the present weights, and have not ended."""
         self._handover, self._probe, self._expected, self._decode = handover, probe, expected, decode
         self._pool = Pool([Server(url, timeout) for url in urls])
-        self._held: WeightsFolder | None = None
+        self._held: Path | None = None
+        """The folder of the weights that servers answer from; None before the first."""
         self._version = 0
         # No two processes give a request the same name.
         self._name, self._calls = f"{secrets.token_hex(4)}-{processes.index()}", itertools.count()
@@ -261,7 +262,7 @@ class ServerSampler(Sampler):
         """
         with self._free:
             self._free.wait_for(lambda: not self._holds)
-            held = self._handover.written(params, version)
+            folder = self._handover.written(params, version)
             # A server that any process asks no more, such as one that it alone does not reach, is so in all, and is
             # looked at again.
             own_reasons = json.dumps([server.reason for server in self.servers]).encode()
@@ -271,7 +272,7 @@ class ServerSampler(Sampler):
                         self._pool.drain(server, reason)
 
             def load() -> list[dict[str, Any]]:
-                loaded = self._loop.run(self._renewed(held))
+                loaded = self._loop.run(self._renewed(folder))
                 return [_saved(server, answer) for server, answer in zip(self.servers, loaded, strict=True)]
 
             states = processes.broadcast("servers", load)
@@ -295,7 +296,7 @@ class ServerSampler(Sampler):
                     self._pool.drain(server, str(error))
             self._tell_of_experts(answers)
             self._handover.forget()
-            self._held, self._version = held, version
+            self._held, self._version = folder, version
             if not self._pool.living:
                 raise self._pool.none_left()
 
@@ -319,7 +320,7 @@ class ServerSampler(Sampler):
         """Whether a publication waits until nobody holds the weights before: a server has one set."""
         return True
 
-    def hold(self) -> WeightsFolder:
+    def hold(self) -> Path:
         """The present weights, which the servers keep until the call of `run` that is given them has ended.
 
         Raises:
@@ -337,7 +338,7 @@ class ServerSampler(Sampler):
         reply: Reply | None = None,
         on_done: OnDone | None = None,
         pause: Pause | None = None,
-        held: WeightsFolder | None = None,
+        held: Path | None = None,
     ) -> list[Completion]:
         """Completes each request; see `protocols.SamplingClient.run`.
 
@@ -440,11 +441,11 @@ class ServerSampler(Sampler):
                 break
         done.put(number)
 
-    async def _renewed(self, held: WeightsFolder) -> list[Answer | Exception]:
+    async def _renewed(self, folder: Path) -> list[Answer | Exception]:
         """Each server's answer to the probe, when it has loaded the weights; or why there is none."""
-        return list(await asyncio.gather(*(self._renew(server, held) for server in self.servers)))
+        return list(await asyncio.gather(*(self._renew(server, folder) for server in self.servers)))
 
-    async def _renew(self, server: Server, held: WeightsFolder) -> Answer | Exception:
+    async def _renew(self, server: Server, folder: Path) -> Answer | Exception:
         drained = server.reason
         try:
             if (unwell := await server.well()) is not None:
@@ -457,7 +458,7 @@ class ServerSampler(Sampler):
                     await server.post("/resume")
                 await inspect(server, self._expected)
                 await self._handover.tidy(server)
-            await self._handover.load(server, held)
+            await self._handover.load(server, folder)
             answer = await server.complete(self._probe.ask)
             if drained is not None:
                 self._pool.readmit(server)
