@@ -141,7 +141,7 @@ class Arrivals:
         def begin_judging(places: range) -> Callable[[], list[Score]]:
             assert judge is not None
             began, numbers = time.monotonic(), [self._numbers[place] for place in places]
-            completions, texts = ([self._ended[number][i] for number in numbers] for i in range(2))
+            completions, texts = zip(*(self._ended[number] for number in numbers), strict=True)
             wait = judge.begin([owners[number] for number in numbers], completions, texts)
             if self._sampled == math.inf:
                 self._overlapped += time.monotonic() - began

@@ -245,7 +245,22 @@ class Batch:
             while (self.waiting or len(self.slots.taken)) and not self.enough:
                 if self._pause is not None and self._pause(self._sent):
                     break
-                self._proceed()
+                for slot, observation in self.replies.arrived():
+                    episode = self.slots.episodes[slot]
+                    assert episode is not None
+                    new = None if observation is None else self.slots.observe(slot, np.asarray(observation, np.int32))
+                    if new is None:
+                        self._complete(slot, episode)
+                    else:
+                        self._observed(slot, episode, new)
+                with self._lock:
+                    self._admit()
+                    self._compute()
+                    sent = self._dispatch()
+                if len(self.in_flight) > (self.sizes.ahead if sent else 0):
+                    self._retire(self.in_flight.popleft())
+                elif not sent and self.replies:
+                    self.replies.wait()
         finally:
             self.replies.close()
         while self.in_flight:  # what they sample is kept for the call that continues it
@@ -256,25 +271,6 @@ class Batch:
             self.done[episode.number] = paused
         assert all(self.done)
         return [completion for completion in self.done if completion is not None]
-
-    def _proceed(self) -> None:
-        """Takes the answers that have arrived, sends what can be sent, and reads what has to be read."""
-        for slot, observation in self.replies.arrived():
-            episode = self.slots.episodes[slot]
-            assert episode is not None
-            new = None if observation is None else self.slots.observe(slot, np.asarray(observation, np.int32))
-            if new is None:
-                self._complete(slot, episode)
-            else:
-                self._observed(slot, episode, new)
-        with self._lock:
-            self._admit()
-            self._compute()
-            sent = self._dispatch()
-        if len(self.in_flight) > (self.sizes.ahead if sent else 0):
-            self._retire(self.in_flight.popleft())
-        elif not sent and self.replies:
-            self.replies.wait()
 
     def _admit(self) -> None:
         """Fills free slots from the queue, in its order, as far as there are pages."""

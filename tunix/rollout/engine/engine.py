@@ -277,8 +277,19 @@ class Engine(Sampler):
             UserError: a sampling setting or a prompt is invalid.
             ValueError: no weights were loaded.
         """
+        vocab = self.model.config.vocab_size
         for number, request in enumerate(requests):
-            self._check(number, request)
+            check(request.sampling, vocab)
+            if request.adapter is not None and request.adapter not in self.adapters:
+                there = f"there are {', '.join(self.adapters)}" if self.adapters else "none was loaded"
+                raise UserError(f"request {number} asks for the adapter {request.adapter!r}: {there}")
+            if request.sampling.stop_strings and self.decode is None:
+                raise UserError(
+                    f"sampling: stop_strings is {request.sampling.stop_strings!r}, but the engine was built without a "
+                    "tokenizer's decode; use stop_ids, or give it one"
+                )
+            check_prompt(number, request.prompt, self.sizes.max_length, vocab)
+            check_pictures(number, request.prompt, request.pictures, self.model.config.vision)
         published = held or self.hold()
         if not requests:
             return []
@@ -323,21 +334,6 @@ class Engine(Sampler):
         shared = {name: x for name, x in right.items() if x.sharding.is_equivalent_to(read_at[name], x.ndim)}
         views = _unstack(self.model, {name: x for name, x in base.items() if name not in shared})
         return views._replace(top={**views.top, **shared})
-
-    def _check(self, number: int, request: Request) -> None:
-        """Refuses a request that cannot be answered."""
-        vocab = self.model.config.vocab_size
-        check(request.sampling, vocab)
-        if request.adapter is not None and request.adapter not in self.adapters:
-            there = f"there are {', '.join(self.adapters)}" if self.adapters else "none was loaded"
-            raise UserError(f"request {number} asks for the adapter {request.adapter!r}: {there}")
-        if request.sampling.stop_strings and self.decode is None:
-            raise UserError(
-                f"sampling: stop_strings is {request.sampling.stop_strings!r}, but the engine was built without a "
-                "tokenizer's decode; use stop_ids, or give it one"
-            )
-        check_prompt(number, request.prompt, self.sizes.max_length, vocab)
-        check_pictures(number, request.prompt, request.pictures, self.model.config.vision)
 
 
 _unstack = jit(unstack, static_argnames="model")

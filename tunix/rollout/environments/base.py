@@ -36,20 +36,6 @@ Observation = str | Sequence[Message] | np.ndarray
 renders, or token ids."""
 
 
-def render_start(start: Observation, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any]) -> np.ndarray:
-    """`[T]` int32 ids of a prompt; a text begins with BOS where the tokenizer's own encoding does.
-
-    Raises:
-        UserError: it cannot be rendered.
-    """
-    if isinstance(start, np.ndarray):
-        return token_ids(start)
-    known = _needed(tokenizer)
-    if isinstance(start, str):
-        return np.asarray(known.encode(start, bos=known.adds_bos), np.int32)
-    return render_prompt(start, known, **template_kwargs).tokens
-
-
 def render_observation(
     start: Observation,
     observation: Observation,
@@ -222,8 +208,15 @@ class Episode:
             raise UserError(f"the environment {self.name} does not start: it {error}") from error
         except Exception as error:  # the author's own code: only they can fix the prompt of a row
             raise UserError(f"the environment {self.name} does not start: it {raised(error)}") from error
-        self.prompt = render_start(self.start, tokenizer, self._template_kwargs)
-        """`[T]` int32 token ids that the model continues."""
+        if isinstance(self.start, np.ndarray):
+            self.prompt = token_ids(self.start)
+        elif isinstance(self.start, str):
+            known = _needed(tokenizer)
+            self.prompt = np.asarray(known.encode(self.start, bos=known.adds_bos), np.int32)
+        else:
+            self.prompt = render_prompt(self.start, _needed(tokenizer), **self._template_kwargs).tokens
+        """`[T]` int32 token ids that the model continues; a text begins with BOS where the tokenizer's own encoding
+        does."""
         if not len(self.prompt):
             raise UserError(f"the environment {self.name} starts with an empty prompt: a model needs something to read")
 

@@ -332,7 +332,7 @@ class Player:
         except BaseException:
             self.close()
             raise
-        self.scores: bool = answer["scores"]
+        self.scores = bool(answer["scores"])
         """Whether the environment gives rewards."""
         self.stop_strings: tuple[str, ...] = tuple(answer["stop_strings"])
         """Texts that end a turn."""

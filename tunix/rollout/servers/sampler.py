@@ -294,23 +294,18 @@ class ServerSampler(Sampler):
                     if self._held is None:
                         raise UserError(f"rollout.servers: {server.url}: {error}") from None
                     self._pool.drain(server, str(error))
-            self._tell_of_experts(answers)
+            pairs = zip(self.servers, answers, strict=True)
+            silent = [server.url for server, answer in pairs if isinstance(answer, Answer) and answer.experts is None]
+            if self._expected.routing is not None and silent and not self._told:
+                self._told = True
+                _log.warning(
+                    f"{', '.join(silent)}: the experts that a token used are not returned, and the trainer's routers "
+                    f"choose themselves, which can make RL on a mixture unstable: start vLLM with {FLAG}"
+                )
             self._handover.forget()
             self._held, self._version = folder, version
             if not self._pool.living:
                 raise self._pool.none_left()
-
-    def _tell_of_experts(self, answers: Sequence[Answer | Failed]) -> None:
-        """Tells the user once which servers of a mixture do not say what experts they used."""
-        pairs = zip(self.servers, answers, strict=True)
-        silent = [server.url for server, answer in pairs if isinstance(answer, Answer) and answer.experts is None]
-        if self._expected.routing is None or not silent or self._told:
-            return
-        self._told = True
-        _log.warning(
-            f"{', '.join(silent)}: the experts that a token used are not returned, and the trainer's routers choose "
-            f"themselves, which can make RL on a mixture unstable: start vLLM with {FLAG}"
-        )
 
     def warm(self, work: Workload) -> None:
         """Nothing is compiled here; servers prepare by themselves."""
