@@ -75,7 +75,7 @@ def measured(case: EngineCase, model: Model | None = None) -> dict[str, Any]:
     mesh = build_mesh(case.mesh, chips.devices_of(case.topology)[: case.devices])
     model = model or Model(preset(case.preset), dtype="bfloat16")
     mesh, _ = sampler_mesh(mesh, RolloutMeshConfig(tensor=case.mesh.tensor), model, None)
-    engine = Engine(model, mesh, slots=case.slots, length=case.length, cache=case.cache)
+    engine = Engine(model, mesh, slots=case.slots, max_length=case.length, cache_dtype=case.cache)
     weights = programs.views(model, mesh, model.abstract(dict.fromkeys(model.shapes, model.dtype), mesh))
     state = programs.state_of(model, mesh, engine.sizes)
     start = time.perf_counter()

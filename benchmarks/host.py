@@ -24,10 +24,9 @@ from tunix.models.model import Model
 from tunix.rollout.engine import batch
 from tunix.rollout.engine.batch import Batch, Published
 from tunix.rollout.engine.programs import Computed, Steps
-from tunix.rollout.engine.request import Request
 from tunix.rollout.engine.sampling import MOST_TOP, Draw
 from tunix.rollout.engine.shapes import PAGE, Sizes
-from tunix.types import Sampling
+from tunix.types import Request, Sampling
 
 LENGTH, PROMPT, GROUP, DISPATCHES = 1024, 200, 8, 8
 CASES = {

@@ -23,8 +23,7 @@ from tunix.mesh import build_mesh
 from tunix.models.config import is_adapter
 from tunix.models.model import Model
 from tunix.rollout.engine.engine import Engine
-from tunix.rollout.engine.request import Request
-from tunix.types import Sampling
+from tunix.types import Request, Sampling
 
 
 def engine_of(shape: Shape, number: int) -> Engine:
@@ -35,7 +34,7 @@ def engine_of(shape: Shape, number: int) -> Engine:
     own = Model(shape.config, dtype=shape.dtype, adapt=adapt(LORA, shape.config))
     dtypes: dict[str, DType] = {name: shape.dtype for name in own.shapes if is_adapter(name)}
     beside = {str(i): LoadedAdapter(LORA, own.init(jax.random.key(i + 1), dtypes, mesh)) for i in range(number)}
-    engine = Engine(model, mesh, slots=SLOTS, length=PROMPT + NEW)
+    engine = Engine(model, mesh, slots=SLOTS, max_length=PROMPT + NEW)
     engine.publish(base, 1, adapters=beside)
     return engine
 

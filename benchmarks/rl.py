@@ -109,7 +109,7 @@ def measure(
     client = shape.trainer(LORA if lora else None, **rows, reference=bool(kl))
     algorithm = GRPO(GRPOConfig(group_size=sizes.group, kl=kl), sampling)
     seconds: dict[str, list[float]] = {name: [] for name in ("step", *PARTS)}
-    client.warm(Workload(answers, sizes.prompts, sizes.length, longest))
+    client.warm(Workload(answers, sizes.length, longest))
     with Scorer([even]) as scorer:
         data = stream(sampling, scorer, shape, together, length, sizes)
         for step in range(steps + 2):
@@ -132,16 +132,16 @@ def half_slow(completion: str, completion_ids: list[int]) -> float:
     return sum(number % 2 == 0 for number in completion_ids) / len(completion_ids)
 
 
-class Silent:
+class Silent(Sampler):
     """A sampler that reports nothing before all have been sampled."""
 
     def __init__(self, engine: Sampler):
         self.engine = engine
         self.publish, self.warm = engine.publish, engine.warm
 
-    def sample(self, prompts, n, sampling, seed, reply=None, on_done=None, begun=None) -> list[list[Completion]]:
+    def run(self, requests, reply=None, on_done=None) -> list[Completion]:
         """Samples without `on_done`."""
-        return self.engine.sample(prompts, n, sampling, seed, reply, begun=begun)
+        return self.engine.run(requests, reply)
 
 
 def slow_steps(silent: bool) -> Iterator[dict[str, Any]]:

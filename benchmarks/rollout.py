@@ -24,9 +24,8 @@ from tunix.mesh import build_mesh
 from tunix.models.config import DecoderConfig
 from tunix.models.model import Model
 from tunix.rollout.engine.engine import Engine
-from tunix.rollout.engine.request import Request
 from tunix.trainer.perf import matmul_weights
-from tunix.types import Completion, Sampling
+from tunix.types import Completion, Request, Sampling
 
 CONFIG = SHAPES["small"].config
 SLOTS, PROMPT, NEW = 16, 64, 128
@@ -43,7 +42,7 @@ def engines(
     mesh = build_mesh(MeshConfig(), jax.devices()[:1])
     model = Model(config, dtype=dtype)
     params = model.init(jax.random.key(0), dict.fromkeys(model.shapes, dtype), mesh)
-    made = {number: Engine(model, mesh, slots=number, length=length) for number in slots}
+    made = {number: Engine(model, mesh, slots=number, max_length=length) for number in slots}
     for engine in made.values():
         engine.publish(params, 0)
     return made

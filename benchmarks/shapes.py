@@ -121,7 +121,7 @@ class Shape:
             adapter=adapter,
         )
         frozen = {name: x for name, x in params.items() if name not in trained}
-        engine = engine_of(spec, trained, length=longest, cache=cache)
+        engine = engine_of(spec, trained, max_length=longest, cache_dtype=cache)
         return local_client(spec, trained, frozen, keep_reference=reference, sampler=engine)
 
 

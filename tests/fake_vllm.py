@@ -19,11 +19,10 @@ import jax
 import numpy as np
 
 from tunix.inference.model import InferenceModel, InferenceOptions
-from tunix.rollout.engine.request import Request
 from tunix.rollout.servers.protocol import FIELD
 from tunix.serving.body import CompletionBody
 from tunix.serving.service import Refusal, Service
-from tunix.types import Sampling
+from tunix.types import Request, Sampling
 
 LENGTH = 64
 

@@ -14,16 +14,17 @@ import numpy as np
 
 from tunix.types import (
     Batch,
-    Begun,
     Completion,
     Loss,
     Metrics,
     OnDone,
     Reply,
+    Request,
     Sampling,
     Sequence,
     Usage,
     Workload,
+    requests_of,
 )
 
 
@@ -38,36 +39,39 @@ class Saving(Protocol):
 
 @runtime_checkable
 class SamplingClient(Protocol):
-    """Anything that completes prompts: a client, or a sampler alone."""
+    """Anything that completes prompts: a client, or a sampler alone. What extends it writes `run`, and has `sample`."""
 
-    def sample(
-        self,
-        prompts: List[np.ndarray],
-        n: int,
-        sampling: Sampling,
-        seed: int,
-        reply: Reply | None = None,
-        on_done: OnDone | None = None,
-        begun: List[Begun] | None = None,
-    ) -> list[list[Completion]]:
-        """Samples `n` completions of each prompt from the weights that were published last.
+    def run(
+        self, requests: List[Request], reply: Reply | None = None, on_done: OnDone | None = None
+    ) -> list[Completion]:
+        """Completes each request with the weights that were published last.
+
+        Args:
+            requests: a sampled token depends on (seed, index, token index) of its request alone.
+            reply: the environment's answer to a finished turn, or None; called in threads, for one turn of a request
+                at a time.
+            on_done: receives each completion as soon as it has ended, and may end the call by that where no
+                environment answers. A sampler need not call it; what it returns then has been sampled to the end.
+
+        Returns:
+            The completions, in the order of the requests; those that `on_done` did not wait for are paused.
+        """
+        ...
+
+    def sample(self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int) -> list[list[Completion]]:
+        """Samples `n` completions of each prompt.
 
         Args:
             prompts: `[T]` int32 token ids each, at least one.
             n: completions of a prompt; request i is sample i % n of prompt i // n.
             sampling: how tokens are sampled.
             seed: a sampled token depends on (seed, request, token index) alone.
-            reply: the environment's answer to a finished turn, or None; called in threads, for one turn of a request
-                at a time.
-            on_done: receives each completion as soon as it has ended, and may end the call by that where no
-                environment answers. A sampler need not call it; what it returns then has been sampled to the end.
-            begun: of each request its seed and its index, in place of `seed` and its number here, and what an earlier
-                call has sampled for it.
 
-        Returns:
-            For each prompt its `n` completions; those that `on_done` did not wait for are paused.
+        Raises:
+            UserError: no completion is asked for.
         """
-        ...
+        completions = self.run(requests_of(prompts, n, sampling, seed))
+        return [completions[i : i + n] for i in range(0, len(completions), n)]
 
 
 @runtime_checkable
@@ -76,7 +80,7 @@ class Metered(Protocol):
 
     @property
     def usage(self) -> Usage | None:
-        """What the last call of `sample` took; None where there was none."""
+        """What the last call of `run` took; None where there was none."""
         ...
 
 
@@ -161,7 +165,7 @@ class Client(SamplingClient, Protocol):
         ...
 
     def publish(self) -> int:
-        """Makes `sample` use the current weights from the next call on. Returns their version, a number that grows with
+        """Makes `run` use the current weights from the next call on. Returns their version, a number that grows with
         every update and goes on where a saved state is loaded."""
         ...
 

@@ -81,12 +81,15 @@ suffixes such as `rewards_PG`. Two letters stand where the initial is taken; tho
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
 from typing import Literal, no_type_check
 
 import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Num, UInt8
+
+from tunix.errors import UserError
 
 Over = Literal["tokens", "sequences", "pairs"]
 Metrics = Mapping[str, jax.Array | float]
@@ -379,17 +382,34 @@ OnDone = Callable[[int, Completion], bool]
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A request with random numbers of its own, which another call may have begun."""
+class Request:
+    """A prompt to complete once."""
 
+    prompt: np.ndarray
+    """`[T]` int32 token ids, at least one, e.g. `[2, 651, 603]`."""
+    sampling: Sampling
+    """How its tokens are sampled, e.g. `Sampling(max_tokens=256, temperature=0.7)`."""
     seed: int
-    """The seed of its random numbers, e.g. 2968811710."""
-    index: int
+    """The seed of its random numbers, e.g. 2968811710: a token's depend on (seed, index, token index) alone."""
+    index: int = 0
     """Its number among the requests of that seed, e.g. 3."""
+    adapter: str | None = None
+    """Name of the loaded adapter that answers, e.g. `"poet"`; None for the weights alone."""
     so_far: Completion | None = None
-    """What an earlier call returned, e.g. a paused completion of 12 tokens; None where nothing has been sampled yet."""
+    """The partial rollout that is continued, e.g. a paused completion of 12 tokens; None for a new one."""
     pictures: Pictures | None = None
-    """Those of its prompt, e.g. one, the same object for all of its requests; None without any."""
+    """Those of its prompt, e.g. one, the same object for all requests that share them; None without any."""
+
+
+def requests_of(prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int) -> list[Request]:
+    """`n` requests for each prompt `[T]`: number i is sample i % n of prompt i // n.
+
+    Raises:
+        UserError: no completion is asked for.
+    """
+    if n < 1:
+        raise UserError(f"n is {n}: ask for at least one completion of each prompt")
+    return [Request(prompt, sampling, seed, i * n + j) for i, prompt in enumerate(prompts) for j in range(n)]
 
 
 @dataclass(frozen=True)
@@ -410,11 +430,7 @@ class Workload:
 
     requests: int
     """Requests at a time, e.g. 512."""
-    prompts: int
-    """Different prompts among them, e.g. 64."""
     prompt_length: int
     """Tokens of a prompt, e.g. 256."""
     length: int
     """Tokens of a prompt and all that follows it, e.g. 1024."""
-    replies: bool = False
-    """Whether an environment answers."""

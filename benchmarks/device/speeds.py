@@ -34,8 +34,8 @@ from tunix.models.config import DecoderConfig
 from tunix.models.families.table import preset, small, with_sizes
 from tunix.models.scan import Remat
 from tunix.plan import arithmetic
-from tunix.rollout.engine.request import Request
 from tunix.trainer.perf import matmul_weights, peak_memory
+from tunix.types import Request
 from tunix.util.chips import chip_named
 from tunix.util.trees import bytes_of
 

@@ -127,7 +127,7 @@ def publisher(case: Case, made: Setting, moved: Callable[[jax.Array], jax.Array]
     assert bring is not None, "the sampler's devices are others"
     moving = tuple(filter(is_adapter, model.shapes))
     engine = Engine(
-        model, made.sampling, slots=8, length=64, moving=moving, bring=lambda name, x: moved(bring(name, x))
+        model, made.sampling, slots=8, max_length=64, moving=moving, bring=lambda name, x: moved(bring(name, x))
     )
 
     def publish(version: int) -> None:

@@ -28,7 +28,7 @@ from tunix.protocols import Client, SamplingClient
 from tunix.rollout.asynchronous import AsyncRollouts, Holding, Journal
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.types import Scored
-from tunix.types import Begun, Completion, OnDone, Reply, Sampling
+from tunix.types import Completion, OnDone, Reply, Request, Sampling
 
 STALENESS = (0, 1, 2, 4)
 MEAN = 0.05
@@ -72,22 +72,18 @@ class SleepingSampler(Holding):
         """The version of the weights that were published last."""
         return self.version
 
-    def sample(
+    def run(
         self,
-        prompts: Sequence[np.ndarray],
-        n: int,
-        sampling: Sampling,
-        seed: int,
+        requests: Sequence[Request],
         reply: Reply | None = None,
         on_done: OnDone | None = None,
-        begun: Sequence[Begun] | None = None,
         pause: Callable[[int], bool] | None = None,
         held: Any = None,
-    ) -> list[list[Completion]]:
+    ) -> list[Completion]:
         """One completion of one prompt."""
         time.sleep(next(self._left))
-        own = np.array([self.version if held is None else held], np.int32)
-        return [[Completion(own, -np.ones(1, np.float32), "stop", own, sampling, ((0, 1),))]]
+        version = np.array([self.version if held is None else held], np.int32)
+        return [Completion(version, -np.ones(1, np.float32), "stop", version, requests[0].sampling, ((0, 1),))]
 
 
 class SleepingLearner:
@@ -143,7 +139,7 @@ def beside(each: Durations, staleness: int, steps: int, folder: Path) -> float:
         for number in range(steps):
             step = next(ahead)
             if step.sampled is None:
-                sampler.sample([], 1, SAMPLING, 0)
+                sampler.run([Request(np.zeros(1, np.int32), SAMPLING, 0)])
             time.sleep(each.learning[number])
             if number + 1 == WARM:
                 began = time.monotonic()

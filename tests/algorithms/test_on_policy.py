@@ -37,7 +37,6 @@ from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import Clock
 from tunix.types import (
     Batch,
-    Begun,
     Completion,
     Loss,
     LossInputs,
@@ -45,6 +44,7 @@ from tunix.types import (
     Metrics,
     OnDone,
     Reply,
+    Request,
     Sampling,
     Sequence,
 )
@@ -70,20 +70,12 @@ class Fake(Client):
         self.calls.append("publish")
         return 1
 
-    def sample(
-        self,
-        prompts: List[np.ndarray],
-        n: int,
-        sampling: Sampling,
-        seed: int,
-        reply: Reply | None = None,
-        on_done: OnDone | None = None,
-        begun: List[Begun] | None = None,
-    ) -> list[list[Completion]]:
-        self.calls.append(f"sample {len(prompts)} x {n}")
-        self.seeds.append(seed)
-        found = [completion(next(self.answers), i, reply) for i in range(len(prompts) * n)]
-        return [found[i : i + n] for i in range(0, len(found), n)]
+    def run(
+        self, requests: List[Request], reply: Reply | None = None, on_done: OnDone | None = None
+    ) -> list[Completion]:
+        self.calls.append(f"sample {len(requests)}")
+        self.seeds.append(requests[0].seed)
+        return [completion(next(self.answers), i, reply) for i in range(len(requests))]
 
     def logprobs(
         self,
@@ -201,7 +193,7 @@ def trained(batch: Batch, name: str) -> list[list[float]]:
 def test_a_step_publishes_samples_and_updates_and_asks_nothing_more():
     client = Fake("1", "0", "1", "1")
     update = updated(grpo(), client)
-    assert client.calls == ["publish", "sample 2 x 2", "step policy"]
+    assert client.calls == ["publish", "sample 4", "step policy"]
     assert update.metrics["reward/mean"] == 0.75
     assert update.metrics["reward/std"] == pytest.approx(np.sqrt(3) / 4)
     assert update.metrics["reward/signal"] == 0.5
@@ -278,7 +270,7 @@ def test_of_groups_without_signal_nothing_is_measured():
     with rollouts() as data:
         data.more = lambda number: []
         grpo(**settings).update(client, data)
-    assert client.calls == ["publish", "sample 2 x 2", "2 of 4", "step policy"]
+    assert client.calls == ["publish", "sample 4", "2 of 4", "step policy"]
 
 
 def test_parts_and_epochs():
@@ -505,7 +497,7 @@ def test_dynamic_sampling_replaces_exactly_the_groups_without_signal():
     """Four groups, of which two teach something; one of two refilled ones does, and then the last one."""
     client = Fake("1", "1", "1", "0", "2", "2", "0", "3", *("5", "5", "0", "7"), *("8", "0"))
     update = updated(grpo(dynamic_sampling=True), client, prompts=4)
-    assert client.calls[:4] == ["publish", "sample 4 x 2", "sample 2 x 2", "sample 1 x 2"]
+    assert client.calls[:4] == ["publish", "sample 8", "sample 4", "sample 2"]
     assert len(set(client.seeds)) == 3
     found = trained(client.steps[0][1], "advantages")
     assert found == [[0.5], [-0.5], [-1.5], [1.5], [-3.5], [3.5], [4.0], [-4.0]]
@@ -518,7 +510,7 @@ def test_dynamic_sampling_goes_on_with_fewer_groups(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(grpo_module, "MAX_REFILLS", 1)
     client = Fake("1", "0", "2", "2", "3", "3")
     updated(grpo(dynamic_sampling=True), client)
-    assert client.calls == ["publish", "sample 2 x 2", "sample 1 x 2", "step policy"]
+    assert client.calls == ["publish", "sample 4", "sample 2", "step policy"]
     assert (client.steps[0][1].weights > 0).sum() == 2
     client = Fake("1", "1", "2", "2", "3", "3", "4", "4")
     update = updated(grpo(dynamic_sampling=True), client)
@@ -529,7 +521,7 @@ def test_dynamic_sampling_goes_on_with_fewer_groups(monkeypatch: pytest.MonkeyPa
 def test_a_refill_that_fails_is_a_refill_without_signal():
     client = Fake("1", "0", "2", "2", "1!", "1!", "4", "5")
     updated(grpo(dynamic_sampling=True), client)
-    assert client.calls[1:4] == ["sample 2 x 2", "sample 1 x 2", "sample 1 x 2"]
+    assert client.calls[1:4] == ["sample 4", "sample 2", "sample 2"]
     assert trained(client.steps[0][1], "advantages") == [[0.5], [-0.5], [-0.5], [0.5]]
 
 
@@ -689,14 +681,13 @@ class Reporting(Fake):
         super().__init__(*answers)
         self.begun = begun
 
-    def sample(self, prompts, n, sampling, seed, reply=None, on_done=None, begun=None) -> list[list[Completion]]:
-        groups = super().sample(prompts, n, sampling, seed, reply)
-        listed = [one for group in groups for one in group]
+    def run(self, requests, reply=None, on_done=None) -> list[Completion]:
+        completions = super().run(requests, reply)
         assert on_done is not None
-        for number in reversed(range(len(listed))):
-            assert not on_done(number, listed[number])
+        for number in reversed(range(len(completions))):
+            assert not on_done(number, completions[number])
             assert self.begun is None or self.begun.wait(60)
-        return groups
+        return completions
 
 
 @pytest.mark.parametrize("make", [grpo, ppo])

@@ -50,15 +50,15 @@ class Sampler(Holding):
     def hold(self) -> int:
         return self.server.version
 
-    def sample(self, prompts, n, sampling, seed, reply=None, on_done=None, begun=None, pause=None, held=None):
+    def run(self, requests, reply=None, on_done=None, pause=None, held=None):
         versions: list[int] = []
         for dispatch in range(LENGTH):
             self.before()
             if pause(dispatch):
-                return [[made(versions, "paused") for _ in range(n)] for _ in prompts]
+                return [made(versions, "paused") for _ in requests]
             assert self.server.version == held, "another process has had other weights loaded"
             versions.append(held)
-        return [[made(versions, "stop") for _ in range(n)] for _ in prompts]
+        return [made(versions, "stop") for _ in requests]
 
 
 class Learner(Client):
@@ -183,10 +183,10 @@ def test_where_one_is_stopped_all_are_at_the_same_step_and_go_on(
 class Silent(Sampler):
     """Answers nothing from the third step on, until it is given up."""
 
-    def sample(self, prompts, n, sampling, seed, reply=None, on_done=None, begun=None, pause=None, held=None):
-        while int(prompts[0][0]) >= 4 and not pause(0):
+    def run(self, requests, reply=None, on_done=None, pause=None, held=None):
+        while int(requests[0].prompt[0]) >= 4 and not pause(0):
             time.sleep(0.01)
-        return super().sample(prompts, n, sampling, seed, reply, on_done, begun, pause, held)
+        return super().run(requests, reply, on_done, pause, held)
 
 
 @pytest.mark.parametrize("who", [0, 1])

@@ -14,7 +14,7 @@ import pytest
 from tests.distributed.pretended import pretended
 from tests.distributed.test_mistakes import until_step
 from tests.distributed.test_runs import assert_same_export, assert_same_numbers, write_judged
-from tests.rollout.test_oversample import DISPATCH, GROUP, Sampler, drawn, names, step, stream
+from tests.rollout.test_oversample import DISPATCH, GROUP, SAMPLING, Sampler, drawn, names, step, stream
 from tests.several import several
 from tests.tiny_runs import metrics
 from tunix.algorithms.episodes import flat
@@ -74,7 +74,7 @@ def test_each_process_takes_what_is_complete_first_of_its_own(monkeypatch: pytes
             data.backlog.put_back(spare)
             ends = []
             for place, prompt in enumerate([*data.prompts, *spare]):
-                longest = max(len(drawn(own)) for own in prompt.requests(GROUP, 5))  # pyright: ignore
+                longest = max(len(drawn(x)) for x in prompt.requests(GROUP, SAMPLING, 5))  # pyright: ignore
                 ends.append((-(-longest // DISPATCH), place, int(prompt.tokens[-1])))
             own = sorted(ends[0::2])[:2] + sorted(ends[1::2])[:1]
             expected = [name for _, place, name in sorted(own, key=lambda end: end[1])]

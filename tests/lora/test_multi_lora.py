@@ -24,10 +24,9 @@ from tunix.models.model import Model
 from tunix.models.quantization.formats import Quantization
 from tunix.rollout.engine import batch as batch_file
 from tunix.rollout.engine import engine as engine_file
-from tunix.rollout.engine.request import Request
 from tunix.trainer.perf import Compilations
 from tunix.trainer.trainer import local_client
-from tunix.types import Completion, Sampling, Sequence, Workload
+from tunix.types import Completion, Request, Sampling, Sequence, Workload
 
 SETTINGS = {
     "wide": AdapterConfig(rank=4, alpha=6.0, ranks={"mlp.*": 3}),
@@ -161,7 +160,7 @@ def test_a_prompt_is_computed_once_for_each_adapter(monkeypatch):
 def test_another_mixture_and_moved_adapters_compile_nothing():
     model, base, beside = setting(PLAIN, names=("wide", "turned"))
     engine = mixed_engine(model, base, beside)
-    engine.warm(Workload(requests=9, prompts=9, prompt_length=37, length=64))
+    engine.warm(Workload(requests=9, prompt_length=37, length=64))
     requests = mixture(beside)
     before = engine.run(requests)
     assert engine.weights is not None
@@ -199,7 +198,7 @@ def test_two_trainers_and_an_engine_on_one_frozen_base():
     assert all(one.learner.frozen[name] is x for one in ours.values() for name, x in frozen.items())
 
     model = replace(alone["one"].learner.spec.model, adapt=None)
-    engine = engine_file.Engine(model, one_device(), slots=3, length=24)
+    engine = engine_file.Engine(model, one_device(), slots=3, max_length=24)
     engine.publish(
         frozen, 1, adapters={name: LoadedAdapter(kinds[name], one.state.params) for name, one in ours.items()}
     )

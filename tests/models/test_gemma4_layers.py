@@ -44,7 +44,7 @@ def test_terms_of_several_scans_are_in_the_order_of_the_layers(monkeypatch: pyte
 
 def test_a_plan_places_what_each_layer_keeps():
     model, mesh = Model(CONFIG), one_device()
-    state = state_of(model, mesh, Engine(model, mesh, slots=2, length=64).sizes)
+    state = state_of(model, mesh, Engine(model, mesh, slots=2, max_length=64).sizes)
     kept = [cache is not None for cache in state.caches]
     assert kept == [kind.mixer not in SHARED for kind in CONFIG.kinds]
     assert kept.count(False) == 5

@@ -53,7 +53,7 @@ def compile_pieces_for(topology: str) -> None:
     chips.prepare()
     devices = chips.devices_of(topology)
     model, mesh = Model(CONFIG, dtype="bfloat16"), build_mesh(MeshConfig(data=len(devices), fsdp=1), devices)
-    sizes = Engine(model, mesh, slots=8 * len(devices), length=2048).sizes
+    sizes = Engine(model, mesh, slots=8 * len(devices), max_length=2048).sizes
     weights = programs.views(model, mesh, model.abstract(dict.fromkeys(model.shapes, model.dtype), mesh))
     lowered = programs.prefilling(model, mesh, weights, programs.state_of(model, mesh, sizes), sizes)
     text = lowered.compile().as_text()
@@ -88,7 +88,7 @@ def compile_sampler_for(topology: str, kinds: str, layers: str, *names: str) -> 
         "deltanet": replace(FAMILIES["qwen3_5"].small, vocab_size=4096),
     }
     model = Model(configs[kinds], dtype="bfloat16")
-    sizes = Engine(model, mesh, slots=64, length=2048).sizes
+    sizes = Engine(model, mesh, slots=64, max_length=2048).sizes
     weights = programs.views(model, mesh, model.abstract(dict.fromkeys(model.shapes, model.dtype), mesh))
     state, answer = programs.state_of(model, mesh, sizes), []
     with jax.set_mesh(mesh):

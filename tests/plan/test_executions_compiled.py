@@ -69,7 +69,7 @@ def compile_for(topology: str, name: str) -> None:
     elif name == "scoring":
         lowered = programs.scoring(Scorer(model, microbatcher, LENGTH), rounded, batch, "logprobs")
     else:
-        sizes = Engine(model, mesh, slots=16, length=1024).sizes
+        sizes = Engine(model, mesh, slots=16, max_length=1024).sizes
         weights, state = programs.views(model, mesh, rounded), programs.state_of(model, mesh, sizes)
         lower = {"prefill": programs.prefilling, "decode": programs.decoding}[name]
         lowered = lower(model, mesh, weights, state, sizes)

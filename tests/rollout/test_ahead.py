@@ -31,7 +31,7 @@ from tunix.rollout.asynchronous import AsyncRollouts, Holding, Journal
 from tunix.rollout.backlog import Pending, Race
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.types import Scored
-from tunix.types import Begun, Completion, Sampling
+from tunix.types import Completion, Request, Sampling
 from tunix.util.atomic_io import read_rows
 
 SAMPLING, LENGTH, STEPS = Sampling(max_tokens=6), 6, 7
@@ -52,15 +52,15 @@ class Sampler(Holding):
     def hold(self) -> int:
         return self.version
 
-    def sample(self, prompts, n, sampling, seed, reply=None, on_done=None, begun=None, pause=None, held=None):
-        (prompt,), (own,) = prompts, begun
-        versions = [] if own.so_far is None else list(own.so_far.versions)
+    def run(self, requests, reply=None, on_done=None, pause=None, held=None):
+        (request,) = requests
+        versions = [] if request.so_far is None else list(request.so_far.versions)
         for dispatches in range(LENGTH - len(versions)):
-            self.before(int(prompt[0]), len(versions))
+            self.before(int(request.prompt[0]), len(versions))
             if pause(dispatches):
-                return [[made(versions, "paused")]]
+                return [made(versions, "paused")]
             versions.append(self.version if held is None else held)
-        return [[made(versions, "stop")]]
+        return [made(versions, "stop")]
 
 
 class Learner(Client):
@@ -412,13 +412,13 @@ class Tailed(Sampler):
         super().__init__()
         self.wait, self.inner = wait, oversampled.Sampler()
 
-    def sample(self, prompts, n, sampling, seed, reply=None, on_done=None, begun=None, pause=None, held=None):
+    def run(self, requests, reply=None, on_done=None, pause=None, held=None):
         def done(number: int, completion: Completion) -> bool:
             self.wait()
             return on_done(number, completion)
 
         self.inner.version = held
-        return self.inner.sample(prompts, n, sampling, seed, reply, done, begun)
+        return self.inner.run(requests, reply, done)
 
 
 def raced(path: Path, staleness: int, seed: int, stops: bool = False) -> list[list[list[Scored]]]:
@@ -469,8 +469,8 @@ class First(Client):
     def __init__(self, sampler: Tailed):
         self._sampler = sampler
 
-    def sample(self, *given, **named):
-        return self._sampler.sample(*given, **named, held=self._sampler.version)
+    def run(self, requests, reply=None, on_done=None):
+        return self._sampler.run(requests, reply, on_done, held=self._sampler.version)
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -487,8 +487,8 @@ def test_long_completions_go_on_in_the_next_step_within_the_bound(tmp_path: Path
         for group in groups:
             for episode in group:
                 if isinstance(episode.prompt, Pending):  # what was saved does not know its place any more
-                    given = oversampled.drawn(Begun(*own(episode, group)))
-                    np.testing.assert_array_equal(episode.completion.tokens, given)
+                    expected = oversampled.drawn(request_of(episode, group))
+                    np.testing.assert_array_equal(episode.completion.tokens, expected)
         again = [group for step in raced(tmp_path / f"{seed}.jsonl", staleness, seed + 10) for group in step]
         assert oversampled.names(again) == oversampled.names(groups)
         for name in ("versions", "tokens"):
@@ -496,13 +496,12 @@ def test_long_completions_go_on_in_the_next_step_within_the_bound(tmp_path: Path
             assert ours == theirs
 
 
-def own(episode: Scored, group: list[Scored]) -> tuple[int, int]:
-    """The seed and the number of an episode's request."""
+def request_of(episode: Scored, group: list[Scored]) -> Request:
+    """An episode's request."""
     place, number = int(episode.prompt.tokens[-1]), [x is episode for x in group].index(True)
     assert isinstance(episode.prompt, Pending)
-    request = episode.prompt.requests(oversampled.GROUP, 5)[number]
     assert oversampled.names([group]) == [place]
-    return request.seed, request.index
+    return episode.prompt.requests(oversampled.GROUP, SAMPLING, 5)[number]
 
 
 def test_a_race_with_groups_that_cannot_wait():

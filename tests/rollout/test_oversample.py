@@ -23,14 +23,14 @@ from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.rewards.base import Reward
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import Scored
-from tunix.types import Begun, Completion, Sampling
+from tunix.types import Completion, Request, Sampling
 
 SAMPLING, LONGEST, DISPATCH, GROUP = Sampling(max_tokens=16), 16, 2, 2
 
 
-def drawn(own: Begun) -> np.ndarray:
+def drawn(request: Request) -> np.ndarray:
     """All tokens of a request: one to sixteen, few of them many."""
-    rng = np.random.default_rng([own.seed, own.index])
+    rng = np.random.default_rng([request.seed, request.index])
     return rng.integers(3, 90, min(int(rng.geometric(0.25)), LONGEST)).astype(np.int32)
 
 
@@ -45,20 +45,19 @@ class Sampler(SamplingClient):
     def __init__(self) -> None:
         self.version, self.sampled = 0, 0
 
-    def sample(self, prompts, n, sampling, seed, reply=None, on_done=None, begun=None):
-        own = begun or [Begun(seed, i) for i in range(len(prompts) * n)]
-        found = [x.so_far or self._made(x, 0, None) for x in own]
+    def run(self, requests, reply=None, on_done=None):
+        found = [x.so_far or self._made(x, 0, None) for x in requests]
         enough = False
         while not enough and any(x.finish == "paused" for x in found):
             for i, before in enumerate(found):
                 if before.finish == "paused":
-                    found[i] = self._made(own[i], len(before.tokens) + DISPATCH, before)
+                    found[i] = self._made(requests[i], len(before.tokens) + DISPATCH, before)
                     if found[i].finish != "paused":
                         enough |= on_done(i, found[i])
-        return [found[i : i + n] for i in range(0, len(found), n)]
+        return found
 
-    def _made(self, own: Begun, end: int, before: Completion | None) -> Completion:
-        every = drawn(own)
+    def _made(self, request: Request, end: int, before: Completion | None) -> Completion:
+        every = drawn(request)
         tokens = every[:end]
         versions = np.full(len(tokens), self.version, np.int32)
         if before is not None:
@@ -120,7 +119,7 @@ def test_a_step_takes_what_is_complete_first():
         data.backlog.put_back(spare)
         ends = []
         for place, prompt in enumerate([*data.prompts, *spare]):
-            longest = max(len(drawn(own)) for own in prompt.requests(GROUP, 5))  # pyright: ignore
+            longest = max(len(drawn(own)) for own in prompt.requests(GROUP, SAMPLING, 5))  # pyright: ignore
             ends.append((-(-longest // DISPATCH), place, int(prompt.tokens[-1])))
         expected = sorted(ends)[:3]
         assert names(step(data, Sampler())) == [name for _, place, name in sorted(expected, key=lambda end: end[1])]

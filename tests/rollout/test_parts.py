@@ -18,10 +18,9 @@ from tunix.data.examples import Examples
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.rollout.backlog import Backlog
-from tunix.rollout.collect import Collector, Parts, RolloutStep, RolloutStream
+from tunix.rollout.collect import Collector, Judge, Parts, RolloutStep, RolloutStream
 from tunix.rollout.rewards.base import Reward
 from tunix.rollout.rewards.scorer import Scorer
-from tunix.rollout.types import Judge
 from tunix.trainer.trainer import Trainer
 from tunix.types import Batch, Completion, Sampling, Sequence
 
@@ -35,7 +34,7 @@ def test_a_part_begins_when_all_of_it_have_ended():
     begun = []
     for place in (6, 4, 0, 3, 1, 5, 2):
         parts.add(place)
-        begun.append(list(parts.found.values()))
+        begun.append(list(parts.begun.values()))
     assert begun[0] == begun[1] == [[6]]
     assert begun[5] == [[6], [3, 4, 5]]
     assert begun[6] == [[6], [3, 4, 5], [0, 1, 2]]
@@ -48,12 +47,12 @@ class Noted(Trainer):
         super().__init__(client.learner, client.sampler, client.exporter, client.critic)
         self.ended, self.calls = 0, []
 
-    def sample(self, prompts, n, sampling, seed, reply=None, on_done=None, begun=None):
+    def run(self, requests, reply=None, on_done=None):
         def counted(number: int, completion: Completion) -> bool:
             self.ended += 1
             return on_done(number, completion)
 
-        return super().sample(prompts, n, sampling, seed, reply, counted, begun)
+        return super().run(requests, reply, counted)
 
     def logprobs(self, sequences, of="policy", temperature=1.0, size=None):
         self.calls.append((of, len(sequences), size, self.ended))

@@ -36,13 +36,13 @@ class FakeClient(Client):
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def sample(self, prompts, n, sampling, seed, reply=None, on_done=None, begun=None):
+    def run(self, requests, reply=None, on_done=None):
         self.calls.append("sample")
-        rng, ones = np.random.default_rng(seed), np.ones(4)
-        made = lambda: Completion(  # noqa: E731
+        rng, ones = np.random.default_rng(requests[0].seed), np.ones(4)
+        made = lambda sampling: Completion(  # noqa: E731
             rng.integers(3, 90, 4).astype(np.int32), -ones, "stop", ones.astype(np.int32), sampling, ((0, 4),)
         )
-        return [[made() for _ in range(n)] for _ in prompts]
+        return [made(request.sampling) for request in requests]
 
     def logprobs(self, sequences, of="policy", temperature=1.0, size=None):
         self.calls.append(f"logprobs of {of}")

@@ -17,7 +17,7 @@ from tests.tiny_runs import ADAPTER, lines, losses, metrics, model_folder, train
 from tunix.cli import main
 from tunix.models.model import Params
 from tunix.rollout.engine.engine import Engine
-from tunix.types import Sampling
+from tunix.types import Request
 
 PLAIN = {"rollout__temperature": 0.7, "algorithm": {"name": "grpo", "group_size": 4, "updates": 2, "kl": 0.05}}
 
@@ -107,12 +107,12 @@ def test_a_sampler_with_other_weights_stops_the_run(
 def test_a_sampler_with_another_temperature_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    real = Engine.sample
+    real = Engine.run
 
-    def sample(self: Engine, prompts: Any, n: int, sampling: Sampling, *rest: Any) -> Any:
-        return real(self, prompts, n, replace(sampling, temperature=1.0), *rest)
+    def run(self: Engine, requests: list[Request], *rest: Any) -> Any:
+        return real(self, [replace(x, sampling=replace(x.sampling, temperature=1.0)) for x in requests], *rest)
 
-    monkeypatch.setattr(Engine, "sample", sample)
+    monkeypatch.setattr(Engine, "run", run)
     write_policy(tmp_path, **PLAIN)
     assert "rollout.mismatch_tolerance: at token" in stopped(capsys)
 

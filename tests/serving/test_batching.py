@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from tunix.rollout.engine.engine import Engine
-from tunix.rollout.engine.request import Request
 from tunix.serving.service import Batcher
-from tunix.types import Completion, Sampling
+from tunix.types import Completion, Request, Sampling
 
 SLOTS = 2
 

@@ -22,10 +22,9 @@ from tunix.data.tokenizer import bytes_tokenizer
 from tunix.distributed.meeting import Place, join
 from tunix.errors import UserError
 from tunix.inference.model import InferenceModel, InferenceOptions
-from tunix.rollout.engine.request import Request
 from tunix.serving.body import HALF
 from tunix.serving.service import Service
-from tunix.types import Sampling
+from tunix.types import Request, Sampling
 
 Serve = Callable[..., tuple[Service, str]]
 

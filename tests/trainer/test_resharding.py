@@ -32,7 +32,7 @@ def elsewhere(learning: Trainer, tensor: int) -> Engine:
     assert sampling is not None
     mesh_there, _ = sampler_mesh(sampling, RolloutMeshConfig(tensor=tensor), model, None)
     moving = () if learning.learner.spec.adapter is None else tuple(learning.learner.state.params)
-    return Engine(model, mesh_there, slots=8, length=64, moving=moving, bring=bring_of(model, mesh, mesh_there))
+    return Engine(model, mesh_there, slots=8, max_length=64, moving=moving, bring=bring_of(model, mesh, mesh_there))
 
 
 @pytest.mark.parametrize("tensor", [*slow([1]), 2])

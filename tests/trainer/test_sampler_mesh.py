@@ -102,7 +102,7 @@ def test_no_weights_are_sent_for_a_token(given: MeshConfig):
 
     def sent(mesh: jax.sharding.Mesh) -> list[int]:
         weights = programs.views(model, mesh, params)
-        sizes = Engine(model, mesh, slots=16, length=128, page=32, steps=8).sizes
+        sizes = Engine(model, mesh, slots=16, max_length=128, page=32, steps=8).sizes
         state = programs.state_of(model, mesh, sizes)
         found = account(programs.decoding(model, mesh, weights, state, sizes).compile().as_text()).collectives
         return [one.bytes for one in found if one.loops and not one.scope.endswith("top_k")]
@@ -118,7 +118,7 @@ def test_no_weights_are_sent_for_a_token(given: MeshConfig):
 def test_a_layer_is_lowered_once_for_all_of_its_kind():
     """A kernel's lowering takes half a second, and layers are unrolled."""
     mesh = one_device()
-    sizes = Engine(MODEL, mesh, slots=4, length=64, piece=64, page=16).sizes
+    sizes = Engine(MODEL, mesh, slots=4, max_length=64, piece=64, page=16).sizes
     weights = programs.views(MODEL, mesh, MODEL.abstract(dict.fromkeys(MODEL.shapes, "float32"), mesh))
     text = programs.prefilling(MODEL, mesh, weights, programs.state_of(MODEL, mesh, sizes), sizes).as_text()
     assert text.count("func.func private @_layer") == 1

@@ -16,8 +16,7 @@ from tunix.data.chat import Message, render_prompt
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError, nearest
 from tunix.inference.model import InferenceModel, InferenceOptions, TextStream
-from tunix.rollout.engine.request import Request
-from tunix.types import Sampling
+from tunix.types import Request, Sampling
 
 COMMANDS = ("/quit", "/reset")
 

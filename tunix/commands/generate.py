@@ -46,10 +46,9 @@ from tunix.lora.multi_lora import LoadedAdapter
 from tunix.models.config import is_adapter
 from tunix.models.model import Params
 from tunix.rollout.engine.engine import Engine
-from tunix.rollout.engine.request import Request
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.trainer.progress import readable
-from tunix.types import Completion, Sampling
+from tunix.types import Completion, Request, Sampling
 from tunix.util.atomic_io import refuse_out
 
 UNTRAINED = -100
@@ -205,7 +204,7 @@ class ComparedAdapters:
             model,
             mesh,
             slots=inference.slots,
-            length=inference.limit,
+            max_length=inference.limit,
             decode=inference.tokenizer.decode if inference.tokenizer else None,
             moving={name for tables, _ in self.mixtures for name in tables},
         )
@@ -343,10 +342,7 @@ class _Call:
             if self.compared:
                 groups = self.compared.sample(self.requests(0, 1), bar, done=0).items()
             else:
-                (sampled,) = ProgressSampler(self.inference.engine, bar).sample(
-                    [self.questions[0].tokens], self.n, self.sampling, self.seed
-                )
-                groups = [(None, sampled)]
+                groups = [(None, ProgressSampler(self.inference.engine, bar).run(self.requests(0, 1)))]
         for adapter, completions in groups:
             for number, completion in enumerate(completions, start=1):
                 name = f"{number} of {self.n}"

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as List
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ from tunix.errors import UserError
 from tunix.hf.source import Source, pretrained
 from tunix.inference.model import InferenceModel
 from tunix.mesh import build_mesh
+from tunix.protocols import SamplingClient
 from tunix.rollout.collect import Collector
 from tunix.rollout.engine.engine import Engine
-from tunix.rollout.engine.request import Request
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
@@ -39,7 +39,7 @@ from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import Scored
 from tunix.run.reward_model import judge as reward_judge
 from tunix.trainer.progress import Display
-from tunix.types import Begun, Completion, OnDone, Reply, Sampling
+from tunix.types import Completion, OnDone, Reply, Request, Sampling
 from tunix.util.yaml_io import parse_yaml, problems
 
 
@@ -173,7 +173,7 @@ class Bar:
 
 
 @dataclass
-class ProgressSampler:
+class ProgressSampler(SamplingClient):
     """A sampler over an engine that updates a progress bar."""
 
     engine: Engine
@@ -183,27 +183,15 @@ class ProgressSampler:
     tokens: int = 0
     """Tokens that this object has sampled."""
 
-    def sample(
-        self,
-        prompts: List[np.ndarray],
-        n: int,
-        sampling: Sampling,
-        seed: int,
-        reply: Reply | None = None,
-        on_done: OnDone | None = None,
-        begun: List[Begun] | None = None,
-    ) -> list[list[Completion]]:
-        """Implements `protocols.Sampler.sample`; the first request has the number `done`."""
-        first = self.done
-        begun_at = begun or [Begun(seed, first + i) for i in range(n * len(prompts))]
-        requests = [
-            Request(prompts[i // n], sampling, x.seed, x.index, so_far=x.so_far, pictures=x.pictures)
-            for i, x in enumerate(begun_at)
-        ]
-        sampled = self.engine.run(requests, reply, self._on_tokens, on_done)
-        self.done = first + len(sampled)
+    def run(
+        self, requests: List[Request], reply: Reply | None = None, on_done: OnDone | None = None
+    ) -> list[Completion]:
+        """Implements `protocols.SamplingClient.run`; the numbers of the requests go on after `done`."""
+        numbered = [replace(request, index=self.done + request.index) for request in requests]
+        sampled = self.engine.run(numbered, reply, on_done, on_tokens=self._on_tokens)
+        self.done += len(sampled)
         self.bar.show(self.done, self.tokens)
-        return [sampled[i : i + n] for i in range(0, len(sampled), n)]
+        return sampled
 
     def _on_tokens(self, request: int, tokens: np.ndarray) -> None:
         """Counts tokens. Requests start in order, so all but the latest `slots` of those seen have ended."""

@@ -193,7 +193,7 @@ class InferenceModel:
         """The engine, with the weights published to it."""
         model, params, mesh = self.weights()
         decode = self.tokenizer.decode if self.tokenizer else None
-        engine = Engine(model, mesh, slots=self.slots, length=self.limit, decode=decode)
+        engine = Engine(model, mesh, slots=self.slots, max_length=self.limit, decode=decode)
         engine.publish(params, version=0)
         return engine
 

@@ -55,9 +55,9 @@ def microbatches_of(
         return shapes
     tokens, by_row = shapes.rows["tokens"], NamedSharding(microbatcher.mesh, PartitionSpec(None, RULES["rows"]))
     by_picture = (*tokens.shape[:2], pictures)
-    pixels = jax.ShapeDtypeStruct((*by_picture, *vision.shape), jnp.uint8, sharding=by_row)
-    grids = jax.ShapeDtypeStruct((*by_picture, 2), jnp.int32, sharding=by_row)
-    rope = jax.ShapeDtypeStruct((*tokens.shape, 3), jnp.int32, sharding=tokens.sharding) if vision.turns else None
+    pixels: Any = jax.ShapeDtypeStruct((*by_picture, *vision.shape), jnp.uint8, sharding=by_row)
+    grids: Any = jax.ShapeDtypeStruct((*by_picture, 2), jnp.int32, sharding=by_row)
+    rope: Any = jax.ShapeDtypeStruct((*tokens.shape, 3), jnp.int32, sharding=tokens.sharding) if vision.turns else None
     return replace(shapes, pictures=Pictures(pixels, grids, tokens, rope))
 
 
@@ -186,7 +186,7 @@ def state_of(model: Model, mesh: Mesh, sizes: Sizes) -> State:
 def decoding(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: Sizes) -> jax.stages.Lowered:
     """A dispatch of the engine: up to `sizes.steps` tokens in each slot, with all the pages that there may be."""
     every, nothing = np.arange(sizes.slots), np.int32(0)
-    slots = Slots(sizes.slots, sizes.length, sizes.guesses, turns=sizes.turns)
+    slots = Slots(sizes.slots, sizes.max_length, sizes.speculate, turns=sizes.turns)
     reads = PageTables(sizes).reads(every, sizes.gathered(sizes.slots)[0])
     with jax.set_mesh(mesh):
         return decode.lower(model, sizes.steps, weights, state, slots.flow(every), reads, nothing, nothing)

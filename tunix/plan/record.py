@@ -252,7 +252,7 @@ def programs_of(subject: Subject) -> list[Program]:
         decoding.times = float(-(-requests // sizes.slots) * drawn)
         filling.times = float(-(-prompts * work.prompt_length // piece))
         read = bytes_of(weights) - (0 if config.tied else bytes_of(weights.top["embed/w"]))
-        cache = 1 if sizes.cache in ("int8", "fp8") else arithmetic.ITEM
+        cache = 1 if sizes.cache_dtype in ("int8", "fp8") else arithmetic.ITEM
         context, devices = work.length - drawn // 2, mesh.size
         decoding.work = arithmetic.sampling(config, sizes.slots, context, weights=read, devices=devices, item=cache)
         filling.work = arithmetic.sampling(

@@ -234,7 +234,7 @@ def _sampled(setup: Setup, policy: Trained) -> Sampled | None:
     work, shown = setup.workload(recipe.eval.rows if held_out and rewarded else 0), recipe.eval.samples
     if work is None and held_out and shown:
         prompt = max(recipe.data.max_length - recipe.eval.sample_tokens, 1)
-        work = Workload(shown, shown, prompt, recipe.data.max_length)
+        work = Workload(shown, prompt, recipe.data.max_length)
     if work is None or recipe.rollout.engine == "vllm":
         return None
     engine = local_engine(setup)

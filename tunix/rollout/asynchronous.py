@@ -28,8 +28,8 @@ from tunix.errors import Doubtful, UserError
 from tunix.protocols import Client, Metered, SamplingClient
 from tunix.rollout.backlog import episode_of, saved_episode
 from tunix.rollout.collect import RolloutStep, RolloutStream
-from tunix.rollout.types import Pause, Scored, requests_of
-from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage
+from tunix.rollout.types import Pause, Scored
+from tunix.types import Completion, OnDone, Reply, Request, Usage
 from tunix.util.atomic_io import append_rows, read_rows, write_lines_atomic
 
 FILE = "replay.jsonl"
@@ -129,25 +129,21 @@ class Holding(Protocol):
         """Whether a publication waits until nobody holds the weights before."""
         ...
 
-    def sample(
+    def run(
         self,
-        prompts: List[np.ndarray],
-        n: int,
-        sampling: Sampling,
-        seed: int,
+        requests: List[Request],
         reply: Reply | None = None,
         on_done: OnDone | None = None,
-        begun: List[Begun] | None = None,
         pause: Pause | None = None,
         held: Any = None,
-    ) -> list[list[Completion]]:
-        """As `SamplingClient.sample`, with held weights; `pause` is asked before each dispatch."""
+    ) -> list[Completion]:
+        """As `SamplingClient.run`, with held weights; `pause` is asked before each dispatch."""
         ...
 
 
-class Feeder:
-    """The sampler as one step of an asynchronous run sees it, a `SamplingClient`: its calls take weights that are
-    recorded, go on where they were paused, and end in all processes together."""
+class StepSampler(SamplingClient):
+    """The sampler as one step of an asynchronous run sees it: its calls take weights that are recorded, go on where
+    they were paused, and end in all processes together."""
 
     def __init__(self, calls: "AsyncRollouts", sampler: Holding, step: int):
         """Calls nothing yet.
@@ -159,60 +155,41 @@ class Feeder:
         """
         self._calls, self._sampler, self._step, self._called = calls, sampler, step, 0
         self.usage: Usage | None = None
-        """What the last call of `sample` took; None where there was none."""
+        """What the last call of `run` took; None where there was none."""
 
-    def sample(
-        self,
-        prompts: List[np.ndarray],
-        n: int,
-        sampling: Sampling,
-        seed: int,
-        reply: Reply | None = None,
-        on_done: OnDone | None = None,
-        begun: List[Begun] | None = None,
-    ) -> list[list[Completion]]:
-        """See `protocols.SamplingClient.sample`."""
-        requests = requests_of(prompts, n, seed, begun)
-        done: dict[int, Completion] = {}
-        self.usage, enough = None, False
-        if not requests:  # other processes have some, and a call is one of all processes
-            return self._called_once([], sampling, seed, reply, None, [])
-        while (left := [i for i in range(len(requests)) if i not in done]) and not enough:
+    def run(
+        self, requests: List[Request], reply: Reply | None = None, on_done: OnDone | None = None
+    ) -> list[Completion]:
+        """See `protocols.SamplingClient.run`."""
+        begun, done, enough = list(requests), dict[int, Completion](), False
+        self.usage = None
+        while True:  # once even without requests: other processes have some, and a call is one of all processes
+            left = [i for i in range(len(begun)) if i not in done]
 
-            def hear(number: int, completion: Completion, left: list[int] = left) -> bool:
+            def receive(number: int, completion: Completion, left: list[int] = left) -> bool:
                 nonlocal enough
                 enough |= on_done is not None and on_done(left[number], completion)
                 return enough
 
-            asked, asked_begun = [requests[i][0] for i in left], [requests[i][1] for i in left]
-            answers = self._called_once(asked, sampling, seed, reply, hear, asked_begun)
-            for i, (completion,) in zip(left, answers, strict=True):
+            for i, completion in zip(left, self._call([begun[i] for i in left], reply, receive), strict=True):
                 if completion.finish == "paused" and not enough:
-                    prompt, so_far = requests[i]
-                    requests[i] = prompt, replace(so_far, so_far=completion)
+                    begun[i] = replace(begun[i], so_far=completion)
                 else:
                     done[i] = completion
-        return [[done[i * n + j] for j in range(n)] for i in range(len(prompts))]
+            if enough or len(done) == len(begun):
+                return [done[i] for i in range(len(begun))]
 
-    def _called_once(
-        self,
-        prompts: List[np.ndarray],
-        sampling: Sampling,
-        seed: int,
-        reply: Reply | None,
-        hear: OnDone | None,
-        begun: List[Begun],
-    ) -> list[list[Completion]]:
+    def _call(self, requests: List[Request], reply: Reply | None, on_done: OnDone) -> list[Completion]:
         """One call of the sampler, which has ended when it has in all processes."""
         call, self._called = self._called, self._called + 1
         held, pause = self._calls.begin(self._step, call)
-        answers: list[list[Completion]] = []
+        answers: list[Completion] = []
 
-        def act() -> bytes:
-            answers.extend(self._sampler.sample(prompts, 1, sampling, seed, reply, hear, begun, pause, held))
+        def sample() -> bytes:
+            answers.extend(self._sampler.run(requests, reply, on_done, pause, held))
             return b""
 
-        processes.all_done("call", act)
+        processes.all_done("call", sample)
         if isinstance(self._sampler, Metered) and (new := self._sampler.usage) is not None:
             old = self.usage or Usage(0, 0, 0.0)
             self.usage = Usage(old.tokens + new.tokens, old.slot_steps + new.slot_steps, old.bytes + new.bytes)
@@ -343,7 +320,13 @@ class AsyncRollouts:
         ahead = state["ahead"]
         self._asked = self._published = ahead["step"]
         self._ages = {int(version): learned for version, learned in ahead["ages"].items()}
-        self._steps = {int(number): self._read(saved) for number, saved in ahead["steps"].items()}
+        like, sampling, self._steps = self._inner.like, self._inner.like.collector.sampling, {}
+        # Without the columns of the rows, which nobody reads once there are rewards.
+        prompt = Prompt(np.zeros(0, np.int32), "", {})
+        for number, saved in ahead["steps"].items():
+            groups = [[episode_of(x, prompt, sampling) for x in group] for group in saved["groups"]]
+            prompts, read = [group[0].prompt for group in groups], Accounting.from_dict(saved["accounting"])
+            self._steps[int(number)] = replace(like, prompts=prompts, first=False, sampled=groups, read=read)
         self._sampled = max([self._asked, 1, *(number + 1 for number in self._steps)])
         self._journal.keep(range(self._sampled, self._total))
         self._journal.forget_before(self._asked)
@@ -481,7 +464,7 @@ class AsyncRollouts:
         step = next(self._inner, None)
         if step is not None:
             step = replace(step, due=lambda begun: self._age(begun, number + 1) > self._staleness)
-            groups = self._gather(Feeder(self, self._sampler, number), step)
+            groups = self._gather(StepSampler(self, self._sampler, number), step)
             share = waited / max(time.monotonic() - began, 1e-9)
             step = replace(step, sampled=groups, read=step.accounting, ahead={"rollout/sampler_waits": share})
         with self._changed:
@@ -519,23 +502,12 @@ class AsyncRollouts:
         with self._changed:
             self._until(lambda: self._oldest >= number or NEVER > self._wanted > self._published)
             place = self._inner.get_state() if self._place is None else self._place
-            steps = {str(sampled): _saved(step) for sampled, step in self._steps.items()}
+            steps = {
+                str(sampled): {
+                    "groups": [[saved_episode(x) for x in group] for group in step.sampled or ()],
+                    "accounting": step.accounting.to_dict(),
+                }
+                for sampled, step in self._steps.items()
+            }
             ages = {str(version): learned for version, learned in self._ages.items()}
         return {"stream": place, "ahead": {"step": number, "steps": steps, "ages": ages}}
-
-    def _read(self, saved: Mapping[str, Any]) -> RolloutStep:
-        """The inverse of `_saved`, but for the columns of the rows, which nobody reads once there are rewards."""
-        like, sampling = self._inner.like, self._inner.like.collector.sampling
-        groups = [
-            [episode_of(x, Prompt(np.zeros(0, np.int32), "", {}), sampling) for x in group] for group in saved["groups"]
-        ]
-        read = Accounting.from_dict(saved["accounting"])
-        prompts = [group[0].prompt for group in groups]
-        return replace(like, prompts=prompts, first=False, sampled=groups, read=read)
-
-
-def _saved(step: RolloutStep) -> dict[str, Any]:
-    """A sampled step as JSON values."""
-    assert step.sampled is not None
-    groups = [[saved_episode(x) for x in group] for group in step.sampled]
-    return {"groups": groups, "accounting": step.accounting.to_dict()}

@@ -17,7 +17,7 @@ import numpy as np
 from tunix.data.pipeline import Prompts
 from tunix.data.types import Accounting, Prompt
 from tunix.rollout.types import Scored
-from tunix.types import Begun, Completion, Sampling
+from tunix.types import Completion, Request, Sampling
 from tunix.util.coded import array_of, coded
 
 ARRAYS = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32}
@@ -86,11 +86,13 @@ class Pending(Prompt):
     so_far: tuple[Completion | None, ...] = ()
     """`[G]` completions, ended, paused, or None; empty where nothing was begun, e.g. `()`."""
 
-    def requests(self, n: int, seed: int) -> list[Begun]:
+    def requests(self, n: int, sampling: Sampling, seed: int) -> list[Request]:
         """Its `n` requests; the random numbers of each follow from the run's seed, its place and its number."""
         seed = int(np.random.SeedSequence([seed, self.place]).generate_state(1)[0])
-        begun = enumerate(self.so_far or (None,) * n)
-        return [Begun(seed, index, completion, self.pictures) for index, completion in begun]
+        return [
+            Request(self.tokens, sampling, seed, index, so_far=completion, pictures=self.pictures)
+            for index, completion in enumerate(self.so_far or (None,) * n)
+        ]
 
 
 class Backlog:

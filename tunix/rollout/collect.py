@@ -34,12 +34,26 @@ from tunix.rollout.backlog import Backlog, Pending, Race, decoded, encoded, epis
 from tunix.rollout.environments.base import Episodes
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED, Score, parted
-from tunix.rollout.rewards.scorer import Scorer
-from tunix.rollout.types import ENVIRONMENT, Clock, Judge, Measure, Scored, sequence_of
-from tunix.types import Batch, Begun, Completion, Sampling, Sequence
+from tunix.rollout.rewards.scorer import Scorer, Scoring
+from tunix.rollout.types import ENVIRONMENT, Clock, Measure, Scored, sequence_of
+from tunix.types import Batch, Completion, Request, Sampling, Sequence
 
-Found = TypeVar("Found")
 Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A reward that reads tokens and runs in this process, such as a reward model."""
+
+    name: str
+    """Name in metrics and messages, e.g. `model`."""
+    weight: float
+    """Factor of its scores in the weighted sum."""
+    together: int
+    """Completions of a part, e.g. 64."""
+    begin: Callable[[List[Prompt], List[Completion], List[str]], Callable[[], list[Score]]]
+    """(prompts, completions, their texts) -> what waits for the score of each completion, or the reason why it has
+    none; begins to compute them."""
 
 
 @dataclass(frozen=True)
@@ -51,43 +65,47 @@ class LogprobPass:
     """Completions of a part, e.g. 32."""
 
 
-class Parts(Generic[Found]):
+class Parts(Generic[Item]):
     """The places 0, 1, ... of completions, divided in their order; work on a part begins when all of its have ended.
 
     A part has the same completions whatever ended when, so that a run that is killed and resumed computes the same
     bits, and parts have one size, so that one program is compiled.
     """
 
-    def __init__(self, total: int, size: int, begin: Callable[[range], Found]):
+    def __init__(self, total: int, size: int, begin: Callable[[range], Callable[[], List[Item]]]):
         """Nothing has ended.
 
         Args:
             total: number of places.
             size: places of a part; the last one may have fewer.
-            begin: begins the work on the completions of these places.
+            begin: begins the work on the completions of these places, and returns what waits for its results.
         """
         self._places = [range(start, min(start + size, total)) for start in range(0, total, size)]
         self._waiting, self._size, self._begin = [len(places) for places in self._places], size, begin
-        self.found: dict[range, Found] = {}
-        """The places of each part that was begun -> what `begin` returned."""
+        self.begun: dict[range, Callable[[], List[Item]]] = {}
+        """The places of each part whose work was begun -> what waits for it."""
 
     def add(self, place: int) -> None:
         """The completion of a place has ended."""
         part = place // self._size
         self._waiting[part] -= 1
         if not self._waiting[part]:
-            self.found[self._places[part]] = self._begin(self._places[part])
+            self.begun[self._places[part]] = self._begin(self._places[part])
+
+    def results(self) -> dict[int, Item]:
+        """Waits for the result of each place."""
+        return {place: x for places, wait in self.begun.items() for place, x in zip(places, wait(), strict=True)}
 
 
-def columns_of(owners: List[Prompt]) -> list[str]:
-    """The columns that rewards of these prompts' completions may read."""
-    return list(dict.fromkeys([*(name for owner in owners for name in owner.row), *ADDED]))
+def open_scoring(scorer: Scorer, owners: List[Prompt]) -> Scoring:
+    """Begins to score completions of these prompts, with the columns that their rows have."""
+    return scorer.open(list(dict.fromkeys([*(name for owner in owners for name in owner.row), *ADDED])))
 
 
-def columns(owner: Prompt, completion: Completion) -> dict[str, Any]:
-    """The columns that rewards of a completion may read."""
+def score(scoring: Scoring, number: int, owner: Prompt, completion: Completion, text: str) -> None:
+    """Adds a completion, to be scored under a number."""
     added = {"completion_ids": completion.tokens.tolist(), "completion_tokens": int(completion.drawn.sum())}
-    return {**owner.row, **added}
+    scoring.add(number, owner.text, text, {**owner.row, **added}, prompt_messages(owner.row))
 
 
 class Arrivals:
@@ -95,33 +113,48 @@ class Arrivals:
 
     def __init__(
         self,
-        tokenizer: Tokenizer | None,
-        scorer: Scorer | None,
+        collector: "Collector",
         owners: List[Prompt],
+        clock: Clock,
+        measuring: LogprobPass | None,
         total: int | None = None,
-        judge: Judge | None = None,
-        measuring: LogprobPass | None = None,
     ):
         """Nothing has ended.
 
         Args:
-            tokenizer: decodes the texts; None where there are none.
-            scorer: the reward functions; None where there are none.
+            collector: its tokenizer decodes the texts; its rewards that read single completions score them.
             owners: the prompt of each number.
-            total: how many completions are waited for; None for one of each number.
-            judge: a reward model; None where there is none.
+            clock: receives the seconds of scoring and measuring.
             measuring: what is computed for the loss; None for nothing.
+            total: how many completions are waited for; None for one of each number.
         """
-        self._tokenizer, self._owners = tokenizer, owners
-        self._scoring = None if scorer is None else scorer.open(columns_of(owners))
+        self._collector, self._owners, self._clock = collector, owners, clock
+        scorer, _ = collector.scorers
+        self._scoring = scorer and open_scoring(scorer, owners)
         self._ended: dict[int, tuple[Completion, str]] = {}
-        self._places: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
         """Place of a completion among those that are waited for -> its number."""
-        self._sampled = math.inf
-        self._judge, self._measuring, self._overlapped = judge, measuring, 0.0
-        number = len(owners) if total is None else total
-        self._judged = judge and Parts(number, judge.together, self._begin_judging)
-        self._measured = measuring and Parts(number, measuring.together, self._begin_measuring)
+        self._sampled, self._overlapped = math.inf, 0.0
+        places, judge = len(owners) if total is None else total, collector.judge
+
+        def begin_judging(places: range) -> Callable[[], list[Score]]:
+            assert judge is not None
+            began, numbers = time.monotonic(), [self._numbers[place] for place in places]
+            completions, texts = zip(*(self._ended[number] for number in numbers), strict=True)
+            wait = judge.begin([owners[number] for number in numbers], completions, texts)
+            if self._sampled == math.inf:
+                self._overlapped += time.monotonic() - began
+            return wait
+
+        def begin_measuring(places: range) -> Callable[[], list[dict[str, np.ndarray]]]:
+            assert measuring is not None
+            numbers = [self._numbers[place] for place in places]
+            sequences = [sequence_of(owners[number], self._ended[number][0]) for number in numbers]
+            by_name = measuring.measure(sequences, measuring.together)
+            return lambda: [{name: arrays[i] for name, arrays in by_name.items()} for i in range(len(numbers))]
+
+        self._judged = judge and Parts(places, judge.together, begin_judging)
+        self._measured = measuring and Parts(places, measuring.together, begin_measuring)
 
     def add(self, number: int, completion: Completion, place: int | None = None) -> None:
         """Begins the rewards of a completion, unless they have been.
@@ -133,88 +166,63 @@ class Arrivals:
         """
         if number in self._ended:
             return
-        text = self._tokenizer.decode(completion.tokens, skip_special=True) if self._tokenizer else ""
+        tokenizer = self._collector.tokenizer
+        text = tokenizer.decode(completion.tokens, skip_special=True) if tokenizer else ""
         self._ended[number] = completion, text
         if self._scoring is not None:
-            owner = self._owners[number]
-            self._scoring.add(number, owner.text, text, columns(owner, completion), prompt_messages(owner.row))
-        self._places[number if place is None else place] = number
+            score(self._scoring, number, self._owners[number], completion, text)
+        place = number if place is None else place
+        self._numbers[place] = number
         for parts in filter(None, (self._judged, self._measured)):
-            parts.add(number if place is None else place)
+            parts.add(place)
 
     def close(self) -> None:
         """Sampling is over: from now on rewards have a time of their own."""
         self._sampled = time.monotonic()
 
-    @property
-    def numbers(self) -> list[int]:
-        """The numbers that have ended, in order."""
-        return sorted(self._ended)
+    def scored(self, played: Episodes | None = None) -> list[Scored]:
+        """The completions with their scores, for which it waits, in the order of their numbers; their time while others
+        were sampled has cost nothing.
 
-    @property
-    def completions(self) -> list[Completion]:
-        """The completions, in the order of their numbers."""
-        return [self._ended[number][0] for number in self.numbers]
-
-    @property
-    def texts(self) -> list[str]:
-        """What rewards read of each completion."""
-        return [self._ended[number][1] for number in self.numbers]
-
-    def scores(self, clock: Clock) -> dict[str, list[Score]]:
-        """Waits for the scores by reward, in the order of the numbers; their time while others were sampled has cost
-        nothing."""
-        scores: dict[str, list[Score]] = {}
-        if self._scoring is not None:
-            scores |= self._scoring.result()
-            clock.logged |= self._scoring.metrics
-            overlapped, total = self._scoring.seconds(self._sampled)
-            clock.count(overlapped=overlapped, rewards=total)
-        if self._judge is not None and self._judged is not None:
-            began = time.monotonic()
-            scores[self._judge.name] = self._by_number({places: wait() for places, wait in self._judged.found.items()})
-            waited = time.monotonic() - began
-            clock.count(overlapped=self._overlapped, rewards=self._overlapped + waited)
-        return scores
-
-    @property
-    def logged(self) -> list[dict[str, Any]]:
-        """What rewards logged of each completion, in the order of the numbers; nothing before `scores`."""
-        logged = {} if self._scoring is None else self._scoring.logged
-        return [logged.get(number, {}) for number in self.numbers]
-
-    def measured(self, clock: Clock) -> list[dict[str, np.ndarray]]:
-        """Waits for what was computed of each completion for the loss, in the order of the numbers."""
-        if self._measured is None:
-            return [{} for _ in self._ended]
-        with clock.part("logprobs"):
-            rows = {
-                places: [{name: arrays[i] for name, arrays in by_name.items()} for i in range(len(places))]
-                for places, by_name in self._measured.found.items()
-            }
-        return self._by_number(rows)
-
-    def _by_number(self, parts: Mapping[range, List[Any]]) -> list[Any]:
-        """What there is of each part, in the order of the numbers."""
-        by_number = {
-            self._places[place]: x for places, all in parts.items() for place, x in zip(places, all, strict=True)
-        }
-        return [by_number[number] for number in self.numbers]
-
-    def _begin_judging(self, places: range) -> Callable[[], list[Score]]:
-        assert self._judge is not None
-        began, ended = time.monotonic(), [self._ended[self._places[place]] for place in places]
-        owners = [self._owners[self._places[place]] for place in places]
-        later = self._judge.begin(owners, [completion for completion, _ in ended], [text for _, text in ended])
-        if self._sampled == math.inf:
-            self._overlapped += time.monotonic() - began
-        return later
-
-    def _begin_measuring(self, places: range) -> Mapping[str, List[np.ndarray]]:
-        assert self._measuring is not None
-        numbers = [self._places[place] for place in places]
-        sequences = [sequence_of(self._owners[number], self._ended[number][0]) for number in numbers]
-        return self._measuring.measure(sequences, self._measuring.together)
+        Args:
+            played: the environment's episodes, one for each number; None where no environment answers.
+        """
+        numbers, clock, judge = sorted(self._ended), self._clock, self._collector.judge
+        scores: dict[str, Mapping[int, Score]] = {}
+        logged: dict[int, dict[str, Any]] = {}
+        measured: dict[int, dict[str, np.ndarray]] = {}
+        with clock.part("reward"):
+            if self._scoring is not None:
+                scores = {name: dict(zip(numbers, x, strict=True)) for name, x in self._scoring.result().items()}
+                logged = self._scoring.logged
+                clock.logged |= self._scoring.metrics
+                overlapped, total = self._scoring.seconds(self._sampled)
+                clock.count(overlapped=overlapped, rewards=total)
+            if judge is not None and self._judged is not None:
+                began = time.monotonic()
+                scores[judge.name] = {self._numbers[place]: x for place, x in self._judged.results().items()}
+                waited = time.monotonic() - began
+                clock.count(overlapped=self._overlapped, rewards=self._overlapped + waited)
+        if self._measured is not None:
+            with clock.part("logprobs"):
+                measured = {self._numbers[place]: x for place, x in self._measured.results().items()}
+        turns: dict[int, tuple[float, ...]] = {}
+        if played is not None:
+            played.finish([self._ended[number][0] for number in numbers])
+            if ENVIRONMENT in self._collector.weights:
+                scores[ENVIRONMENT] = dict(enumerate(played.scores))
+            turns = {i: tuple(reward or 0.0 for reward in x.rewards) for i, x in enumerate(played.episodes)}
+        return [
+            Scored(
+                self._owners[number],
+                *self._ended[number],
+                *parted({name: by_number[number] for name, by_number in scores.items()}),
+                turns.get(number, ()),
+                measured=measured.get(number, {}),
+                logged=logged.get(number, {}),
+            )
+            for number in numbers
+        ]
 
 
 def shard(items: List[Item]) -> list[Item]:
@@ -222,13 +230,17 @@ def shard(items: List[Item]) -> list[Item]:
     return list(items[processes.index() :: processes.number()])
 
 
+Outcome = list[Scored] | Pending
+"""What became of a prompt: its group, or what has been sampled for it where enough others were complete before."""
+
+
 def allgathered(
-    sample: Callable[[], list[list[Scored]]], prompts: List[Prompt], sampling: Sampling, clock: Clock
-) -> list[list[Scored]]:
-    """Hands this process's groups to all, and returns those of all, in the order of the prompts.
+    sample: Callable[[], List[Outcome]], prompts: List[Prompt], sampling: Sampling, clock: Clock
+) -> list[Outcome]:
+    """Hands what became of this process's prompts to all, and returns that of all, in the order of the prompts.
 
     Args:
-        sample: the groups of the prompts in this process's `shard`.
+        sample: samples the prompts in this process's `shard`.
         prompts: of all processes.
         sampling: the settings of the completions.
         clock: its counts become those of all.
@@ -237,70 +249,29 @@ def allgathered(
         UserError: that of the first process that has none, in all of them.
     """
     if processes.number() == 1:
-        return sample()
-    parts = _of_all(lambda: [[saved_episode(x) for x in group] for group in sample()], clock)
-    rows = [parts[i % len(parts)][i // len(parts)] for i in range(len(prompts))]
-    return [[episode_of(x, prompt, sampling) for x in row] for prompt, row in zip(prompts, rows, strict=True)]
+        return list(sample())
 
+    def act() -> bytes:
+        outcomes = [
+            {"begun": [y and encoded(y) for y in x.so_far]}
+            if isinstance(x, Pending)
+            else {"group": [saved_episode(y) for y in x]}
+            for x in sample()
+        ]
+        return json.dumps({"outcomes": outcomes, "counted": clock.counted}).encode()
 
-def allgathered_race(
-    race: Callable[[List[Pending], int], tuple[list[list[Scored]], list[Pending]]],
-    prompts: List[Pending],
-    wanted: int,
-    sampling: Sampling,
-    clock: Clock,
-) -> tuple[list[list[Scored]], list[Pending]]:
-    """The groups that are complete first, and the other prompts with what has been sampled for them; both in the order
-    of the prompts.
-
-    Each process races its own prompts for its own share of the groups. So no clock decides which come first, only how
-    many processes there are.
-
-    Args:
-        race: (prompts, groups to take, at least one) -> the groups and the other prompts of this process.
-        prompts: of all processes.
-        wanted: groups to take, in all processes together.
-        sampling: the settings of the completions.
-        clock: its counts become those of all.
-
-    Raises:
-        UserError: see `allgathered`.
-    """
-    if processes.number() == 1:
-        return race(prompts, wanted)
-
-    def give() -> dict[str, Any]:
-        of_process, share = shard(prompts), len(shard(range(wanted)))
-        groups, left = race(of_process, share) if share else ([], of_process)
-        begun = {pending.place: [x and encoded(x) for x in pending.so_far] for pending in left}
-        return {"groups": [[saved_episode(x) for x in group] for group in groups], "left": begun}
-
-    taken: dict[int, list[Scored]] = {}
-    left: dict[int, Pending] = {}
-    for process, part in enumerate(_of_all(give, clock)):
-        groups = iter(part["groups"])
-        for prompt in prompts[process :: processes.number()]:
-            begun = part["left"].get(str(prompt.place))
-            if begun is None:
-                taken[prompt.place] = [episode_of(x, prompt, sampling) for x in next(groups)]
-            else:
-                so_far = tuple(x and decoded(x, sampling) for x in begun)
-                left[prompt.place] = replace(prompt, so_far=so_far)
-    order = [prompt.place for prompt in prompts]
-    return [taken[place] for place in order if place in taken], [left[place] for place in order if place in left]
-
-
-def _of_all(give: Callable[[], Any], clock: Clock) -> list[Any]:
-    """What each process gives, as JSON values; the clock's counts become those of all.
-
-    Raises:
-        UserError: see `allgathered`.
-    """
-    texts = processes.all_done("groups", lambda: json.dumps({"given": give(), "counted": clock.counted}).encode())
-    parts = [json.loads(text) for text in texts]
+    parts = [json.loads(text) for text in processes.all_done("groups", act)]
     names = dict.fromkeys(name for part in parts for name in part["counted"])
     clock.counted = {name: sum(part["counted"].get(name, 0) for part in parts) for name in names}
-    return [part["given"] for part in parts]
+    outcomes: list[Outcome] = []
+    for i, prompt in enumerate(prompts):
+        saved = parts[i % len(parts)]["outcomes"][i // len(parts)]
+        if "group" in saved:
+            outcomes.append([episode_of(x, prompt, sampling) for x in saved["group"]])
+        else:
+            assert isinstance(prompt, Pending)
+            outcomes.append(replace(prompt, so_far=tuple(x and decoded(x, sampling) for x in saved["begun"])))
+    return outcomes
 
 
 @dataclass(frozen=True)
@@ -327,7 +298,7 @@ class Collector:
         return {**environment, **(self.scorer.weights if self.scorer else {}), **judged}
 
     @property
-    def _scorers(self) -> tuple[Scorer | None, Scorer | None]:
+    def scorers(self) -> tuple[Scorer | None, Scorer | None]:
         """The reward functions that are called where completions end, and those that need all of a step."""
         if self.scorer is None or processes.number() == 1:
             return self.scorer, None
@@ -356,35 +327,58 @@ class Collector:
             measuring: what is computed of each for the loss; None for nothing.
         """
         clock = Clock() if clock is None else clock
-        places = shard(range(len(prompts)))
 
-        def sample() -> list[list[Scored]]:
-            if places:
-                return self._of_these(sampler, [prompts[i] for i in places], n, places, seed, clock, measuring)
-            # As often as the processes that have prompts: the sampler's calls may be counted in all of them.
-            nothing = sampler.sample([], 1, self.sampling, 0)
-            assert not nothing
-            return []
+        def sample() -> List[Outcome]:
+            places = shard(range(len(prompts)))
+            if not places:
+                # As often as the processes that have prompts: the sampler's calls may be counted in all of them.
+                sampler.run([])
+                return []
+            numbers, owners = [place * n + i for place in places for i in range(n)], [prompts[i] for i in places]
+            owners = [owner for owner in owners for _ in range(n)]
+            with clock.part("rollout"):
+                played, reply = None, None
+                if self.play is not None:
+                    played = self.play([owner.row for owner in owners], seed, numbers)
+                    reply, starts = played.reply, [episode.prompt for episode in played.episodes]
+                    owners = [self._started(owner, start) for owner, start in zip(owners, starts, strict=True)]
+                arrivals = Arrivals(self, owners, clock, measuring)
 
-        return self.whole(allgathered(sample, prompts, self.sampling, clock), clock)
+                def arrive(number: int, completion: Completion) -> bool:
+                    arrivals.add(number, completion)
+                    return False
+
+                requests = [
+                    Request(owner.tokens, self.sampling, seed, number, pictures=owner.pictures)
+                    for number, owner in zip(numbers, owners, strict=True)
+                ]
+                completions = sampler.run(requests, reply, arrive)
+                arrivals.close()
+                for number, completion in enumerate(completions):
+                    arrivals.add(number, completion)
+            clock.meter(sampler)
+            episodes = arrivals.scored(played)
+            return [episodes[i : i + n] for i in range(0, len(episodes), n)]
+
+        groups = allgathered(sample, prompts, self.sampling, clock)
+        return self.whole([group for group in groups if not isinstance(group, Pending)], clock)
 
     def whole(self, groups: list[list[Scored]], clock: Clock) -> list[list[Scored]]:
         """The groups of all processes with the rewards that read the whole batch: the lead calls them, and broadcasts
         what they return and log."""
-        scorer = self._scorers[1]
+        _, scorer = self.scorers
+        if scorer is None:
+            return groups
 
-        def score() -> tuple[list[tuple[dict[str, float], dict[str, str], dict[str, Any]]], dict[str, list[float]]]:
+        def scored() -> tuple[list[tuple[dict[str, float], dict[str, str], dict[str, Any]]], dict[str, list[float]]]:
             """The rewards of each episode, why some failed and what was logged of it; and the values logged."""
-            assert scorer is not None
             episodes = [episode for group in groups for episode in group]
-            scoring = scorer.open(columns_of([episode.prompt for episode in episodes]))
+            scoring = open_scoring(scorer, [episode.prompt for episode in episodes])
             for number, episode in enumerate(episodes):
-                prompt, row = episode.prompt, columns(episode.prompt, episode.completion)
-                scoring.add(number, prompt.text, episode.text, row, prompt_messages(prompt.row))
+                score(scoring, number, episode.prompt, episode.completion, episode.text)
             by_name = scoring.result()
-            scores = [parted(dict(zip(by_name, row, strict=True))) for row in zip(*by_name.values(), strict=True)]
-            logged = [scoring.logged.get(number, {}) for number in range(len(scores))]
-            return [(*parts, log) for parts, log in zip(scores, logged, strict=True)], scoring.metrics
+            rows = [parted(dict(zip(by_name, row, strict=True))) for row in zip(*by_name.values(), strict=True)]
+            return [(*row, scoring.logged.get(number, {})) for number, row in enumerate(rows)], scoring.metrics
 
         def joined(episode: Scored) -> Scored:
             rewards, failures, logged = next(scores)
@@ -396,48 +390,10 @@ class Collector:
             )
 
         with clock.part("reward"):
-            if scorer is None:
-                return groups
-            scored, metrics = processes.broadcast("rewards", score)
+            rows, metrics = processes.broadcast("rewards", scored)
             clock.logged |= metrics
-            scores = iter(scored)
+            scores = iter(rows)
             return [[joined(episode) for episode in group] for group in groups]
-
-    def _of_these(
-        self,
-        sampler: SamplingClient,
-        prompts: List[Prompt],
-        n: int,
-        places: List[int],
-        seed: int,
-        clock: Clock,
-        measuring: LogprobPass | None,
-    ) -> list[list[Scored]]:
-        """As `collect`, for some prompts, of which these are the places among all."""
-        owners = [prompt for prompt in prompts for _ in range(n)]
-        numbers = [place * n + i for place in places for i in range(n)]
-        with clock.part("rollout"):
-            played = self.play([owner.row for owner in owners], seed, numbers) if self.play else None
-            starts, each, reply = [prompt.tokens for prompt in prompts], n, None
-            if played is not None:
-                starts, each, reply = [episode.prompt for episode in played.episodes], 1, played.reply
-                owners = [self._started(owner, start) for owner, start in zip(owners, starts, strict=True)]
-            arrivals = Arrivals(self.tokenizer, self._scorers[0], owners, None, self.judge, measuring)
-
-            def arrive(number: int, completion: Completion) -> bool:
-                arrivals.add(number, completion)
-                return False
-
-            begun = [
-                Begun(seed, number, pictures=owner.pictures) for number, owner in zip(numbers, owners, strict=True)
-            ]
-            groups = sampler.sample(starts, each, self.sampling, seed, reply, arrive, begun)
-            arrivals.close()
-            for number, completion in enumerate(itertools.chain.from_iterable(groups)):
-                arrivals.add(number, completion)
-        clock.meter(sampler)
-        episodes = self._scored(owners, arrivals, clock, played)
-        return [episodes[i : i + n] for i in range(0, len(episodes), n)]
 
     def first(
         self,
@@ -449,13 +405,13 @@ class Collector:
         clock: Clock,
         measuring: LogprobPass | None = None,
         due: Callable[[Completion], bool] | None = None,
-    ) -> tuple[list[list[Scored]], list[Pending]]:
+    ) -> list[Outcome]:
         """Samples until `wanted` groups are complete, and scores these but for rewards of several processes' batch.
 
         Args:
             sampler: completes the prompts.
             prompts: with what has been sampled for them before; those of this process.
-            wanted: the groups that are complete first, at least one and at most all.
+            wanted: the groups that are complete first, at most all.
             n: completions of each prompt.
             seed: the run's.
             clock: as in `collect`.
@@ -463,14 +419,16 @@ class Collector:
             due: whether what was begun of a completion cannot wait for another step; None for never.
 
         Returns:
-            The groups, in the order of the prompts; and the other prompts, with what has been sampled for them.
+            Of each prompt its group, or the prompt with what has been sampled for it.
         """
+        if not wanted:
+            return list(prompts)
         owners = [prompt for prompt in prompts for _ in range(n)]
         with clock.part("rollout"):
             late = [i for i, x in enumerate(prompts) if due is not None and any(y and due(y) for y in x.so_far)]
             race = Race([list(prompt.so_far) or [None] * n for prompt in prompts], wanted, late)
-            arrivals = Arrivals(self.tokenizer, self._scorers[0], owners, race.wanted * n, self.judge, measuring)
-            begun = [request for prompt in prompts for request in prompt.requests(n, seed)]
+            arrivals = Arrivals(self, owners, clock, measuring, race.wanted * n)
+            begun = [request for prompt in prompts for request in prompt.requests(n, self.sampling, seed)]
             asked, places = race.missing, itertools.count()
 
             def arrive(number: int, completion: Completion) -> bool:
@@ -480,37 +438,16 @@ class Collector:
 
             for member, ended in race.start():
                 arrivals.add(member, ended, place=next(places))
-            sampled: list[list[Completion]] = []
-            if not race.over:
-                starts, requests = [owners[i].tokens for i in asked], [begun[i] for i in asked]
-                sampled = sampler.sample(starts, 1, self.sampling, seed, None, arrive, requests)
+            sampled = [] if race.over else sampler.run([begun[i] for i in asked], None, arrive)
             arrivals.close()
-            for number, (completion,) in enumerate(sampled):
+            for number, completion in enumerate(sampled):
                 arrive(number, completion)
         if sampled:
             clock.meter(sampler)
-        episodes = self._scored([owners[i] for i in arrivals.numbers], arrivals, clock)
-        left = [replace(x, so_far=tuple(race.groups[i])) for i, x in enumerate(prompts) if i not in race.taken]
-        return [episodes[i : i + n] for i in range(0, len(episodes), n)], left
-
-    def _scored(
-        self, owners: List[Prompt], arrivals: Arrivals, clock: Clock, played: Episodes | None = None
-    ) -> list[Scored]:
-        """The completions with their scores, for which it waits."""
-        completions, texts = arrivals.completions, arrivals.texts
-        with clock.part("reward"):
-            scores: dict[str, List[Any]] = dict(arrivals.scores(clock))
-        measured, logged = arrivals.measured(clock), arrivals.logged
-        turns: list[tuple[float, ...]] = [()] * len(owners)
-        if played is not None:
-            played.finish(completions)
-            if ENVIRONMENT in self.weights:
-                scores[ENVIRONMENT] = played.scores
-            turns = [tuple(reward or 0.0 for reward in episode.rewards) for episode in played.episodes]
-        rows = [{name: column[i] for name, column in scores.items()} for i in range(len(owners))]
+        episodes = arrivals.scored()
+        groups = (episodes[i : i + n] for i in range(0, len(episodes), n))
         return [
-            Scored(owner, completion, text, *parted(row), turns[i], measured=measured[i], logged=logged[i])
-            for i, (owner, completion, text, row) in enumerate(zip(owners, completions, texts, rows, strict=True))
+            next(groups) if i in race.taken else replace(x, so_far=tuple(race.groups[i])) for i, x in enumerate(prompts)
         ]
 
     def _started(self, prompt: Prompt, start: np.ndarray) -> Prompt:
@@ -608,12 +545,16 @@ class RolloutStep:
         pending = [prompt for prompt in prompts if isinstance(prompt, Pending)]
         assert len(pending) == len(prompts), "a step that oversamples takes prompts of its own, and of `more`"
 
-        def race(prompts: List[Pending], wanted: int) -> tuple[list[list[Scored]], list[Pending]]:
-            return self.collector.first(client, prompts, wanted, n, self.seed, self.clock, measuring, self.due)
-
         asked = [*pending, *self.backlog.take(self.spare)]
-        groups, left = allgathered_race(race, asked, len(pending), self.collector.sampling, self.clock)
-        self.backlog.put_back(left)
+
+        def race() -> list[Outcome]:
+            # Each process has its share of the groups: no clock decides which come first, only how many there are.
+            share = len(shard(range(len(pending))))
+            return self.collector.first(client, shard(asked), share, n, self.seed, self.clock, measuring, self.due)
+
+        outcomes = allgathered(race, asked, self.collector.sampling, self.clock)
+        self.backlog.put_back([x for x in outcomes if isinstance(x, Pending)])
+        groups = [x for x in outcomes if not isinstance(x, Pending)]
         return self._with_version(self.collector.whole(groups, self.clock))
 
     def _with_version(self, groups: list[list[Scored]]) -> list[list[Scored]]:

@@ -16,9 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from tunix.data.types import Prompt
-from tunix.errors import Score, UserError
 from tunix.protocols import Metered, SamplingClient
-from tunix.types import Batch, Begun, Completion, Sequence
+from tunix.types import Batch, Completion, Sequence
 
 ENVIRONMENT = "environment"
 """The name of the reward that an environment gives."""
@@ -89,21 +88,6 @@ class Scored:
         return self.completion.finish == "length"
 
 
-@dataclass(frozen=True)
-class Judge:
-    """A reward that reads tokens and runs in this process, such as a reward model."""
-
-    name: str
-    """Name in metrics and messages, e.g. `model`."""
-    weight: float
-    """Factor of its scores in the weighted sum."""
-    together: int
-    """Completions of a part, e.g. 64."""
-    begin: Callable[[List[Prompt], List[Completion], List[str]], Callable[[], list[Score]]]
-    """(prompts, completions, their texts) -> what waits for the score of each completion, or the reason why it has
-    none; begins to compute them."""
-
-
 def sequence_of(prompt: Prompt, completion: Completion) -> Sequence:
     """A prompt and its completion, of which the sampled tokens are trained, with the experts that they used."""
     return Sequence(
@@ -112,27 +96,6 @@ def sequence_of(prompt: Prompt, completion: Completion) -> Sequence:
         pictures=prompt.pictures and prompt.pictures.followed(len(completion.tokens)),
         experts=completion.experts,
     )
-
-
-def requests_of(
-    prompts: List[np.ndarray], n: int, seed: int, begun: List[Begun] | None
-) -> list[tuple[np.ndarray, Begun]]:
-    """The requests for `n` completions of each prompt, with their random numbers.
-
-    Args:
-        prompts: `[T]` token ids each.
-        n: completions of a prompt; request i is sample i % n of prompt i // n.
-        seed: of those that none has begun.
-        begun: of each request what another call has begun; None where it is the first.
-
-    Raises:
-        UserError: no completion is asked for.
-    """
-    if n < 1:
-        raise UserError(f"n is {n}: ask for at least one completion of each prompt")
-    repeated = [prompt for prompt in prompts for _ in range(n)]
-    begun = [Begun(seed, index) for index in range(len(repeated))] if begun is None else begun
-    return list(zip(repeated, begun, strict=True))
 
 
 class Clock(dict[str, float]):

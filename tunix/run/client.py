@@ -168,8 +168,8 @@ def stored_policy(setup: Setup, *, adapter: bool = False, packed: bool = False) 
     spec, adapted = setup.spec, setup.recipe.adapter is not None
     dtypes, _ = setup.dtypes(spec.model)
     if not adapted and not (spec.model.simulated or packed):
-        written: DType = spec.model.dtype
-        dtypes = dict.fromkeys(dtypes, written)
+        for name in dtypes:
+            dtypes[name] = spec.model.dtype
     reads_frozen = spec.model.config.vision or (adapted and not adapter)
     return StoredPolicy(_exporter(setup), spec, dtypes, _weights(setup)[1] if reads_frozen else {})
 

@@ -21,7 +21,7 @@ from tunix.distributed import processes
 from tunix.protocols import Client
 from tunix.rollout.collect import Collector
 from tunix.trainer.progress import Display
-from tunix.types import Batch, Begun, Pictures, Sampling, Sequence
+from tunix.types import Batch, Pictures, Request, Sampling, Sequence
 from tunix.util.atomic_io import append_rows
 
 
@@ -102,8 +102,8 @@ class Samples:
 
     def _answered(self, step: int) -> list[dict[str, Any]]:
         """The rows of all prompts."""
-        begun = [Begun(0, index, pictures=one) for index, one in enumerate(self.pictures)]
-        answers = self.client.sample(self.prompts, 1, self.sampling, seed=0, begun=begun)
+        asked = enumerate(zip(self.prompts, self.pictures, strict=True))
+        requests = [Request(prompt, self.sampling, 0, index, pictures=seen) for index, (prompt, seen) in asked]
         return [
             {
                 "step": step,
@@ -112,7 +112,7 @@ class Samples:
                 "expected": expected,
                 "finish": answer.finish,
             }
-            for prompt, expected, (answer,) in zip(self.prompts, self.expected, answers, strict=True)
+            for prompt, expected, answer in zip(self.prompts, self.expected, self.client.run(requests), strict=True)
         ]
 
     def add(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -21,22 +21,21 @@ from tunix.data.sources import Rows
 from tunix.distributed import processes
 from tunix.hf.source import Source
 from tunix.mesh import compile_on
-from tunix.protocols import Saving
-from tunix.rollout.collect import Collector, RolloutStream
+from tunix.protocols import Client, Saving
+from tunix.rollout.collect import Collector, Judge, RolloutStream
 from tunix.rollout.rewards.base import Score
-from tunix.rollout.types import Judge
 from tunix.run.inputs import Inputs, open_stream
 from tunix.run.loop import Stream
 from tunix.run.setup import Setup
 from tunix.trainer.logprobs import Scores
 from tunix.trainer.trainer import Trainer
-from tunix.types import Batch, Begun, Completion, Loss, Metrics, OnDone, Reply, Sampling, Sequence, Workload
+from tunix.types import Batch, Completion, Loss, Metrics, OnDone, Reply, Request, Sequence, Workload
 
 Scored = Literal["policy", "reference", "teacher", "critic"]
 """Whose numbers are asked for; a critic's may be those of the policy's value head."""
 
 
-class Rehearsal:
+class Rehearsal(Client):
     """What the clients of a rehearsal have in common: completions are made up, and nothing is trained."""
 
     def __init__(self, setup: Setup):
@@ -82,26 +81,19 @@ class Rehearsal:
         """Needs less than a step: left out."""
         return {}
 
-    def sample(
-        self,
-        prompts: List[np.ndarray],
-        n: int,
-        sampling: Sampling,
-        seed: int,
-        reply: Reply | None = None,
-        on_done: OnDone | None = None,
-        begun: List[Begun] | None = None,
-    ) -> list[list[Completion]]:
+    def run(
+        self, requests: List[Request], reply: Reply | None = None, on_done: OnDone | None = None
+    ) -> list[Completion]:
         """Completions of made-up tokens, as long as can be."""
         limit, played = self.recipe.data.max_length, self.recipe.rollout.environment is not None
 
-        def completed(prompt: np.ndarray) -> Completion:
-            room = limit - len(prompt)
-            number = max(room if played else min(sampling.max_tokens, room), 1)
+        def completed(request: Request) -> Completion:
+            room = limit - len(request.prompt)
+            number = max(room if played else min(request.sampling.max_tokens, room), 1)
             tokens, zeros = np.ones(number, np.int32), np.zeros(number, np.float32)
-            return Completion(tokens, zeros, "length", tokens, sampling, ((0, number),))
+            return Completion(tokens, zeros, "length", tokens, request.sampling, ((0, number),))
 
-        return [[completed(prompt) for _ in range(n)] for prompt in prompts]
+        return list(map(completed, requests))
 
     def publish(self) -> int:
         """There are no weights to pass on."""

@@ -24,9 +24,9 @@ from tunix.data.types import Prompt
 from tunix.errors import UserError
 from tunix.hf.source import Source, check_vocabulary, loaded, pretrained
 from tunix.models.model import Params
+from tunix.rollout.collect import Judge
 from tunix.rollout.rewards.base import Failure, Score
 from tunix.rollout.rewards.config import RewardConfig
-from tunix.rollout.types import Judge
 from tunix.trainer.logprobs import Scorer
 from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
 from tunix.types import Completion

@@ -57,8 +57,8 @@ def local_engine(setup: Setup) -> Engine:
             tokenizer and tokenizer.decode,
             mesh,
             room,
-            cache=rollout.cache_dtype,
-            guesses=rollout.speculate,
+            cache_dtype=rollout.cache_dtype,
+            speculate=rollout.speculate,
         )
     except NoRoom as error:
         assert room is not None, "where the memory is not known there is room for everything"

@@ -303,12 +303,9 @@ class Setup:
         trained = begun if self.samples else 0
         if not held_out + trained:
             return None
-        group, replies = recipe.algorithm.samples_per_prompt, recipe.rollout.environment is not None
+        replies = recipe.rollout.environment is not None
         return Workload(
-            requests=max(held_out, trained * group),
-            # An environment starts each episode with a different prompt.
-            prompts=max(held_out, trained * (group if replies else 1)),
+            requests=max(held_out, trained * recipe.algorithm.samples_per_prompt),
             prompt_length=recipe.data.max_length if replies else recipe.data.longest_prompt,
             length=recipe.data.max_length,
-            replies=replies,
         )

@@ -13,9 +13,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
 
-from tunix.rollout.engine.request import Request
 from tunix.rollout.servers.protocol import FIELD, written_experts
-from tunix.types import Completion, Sampling
+from tunix.types import Completion, Request, Sampling
 
 HALF = 32
 """Bits of a request's seed that seed the engine; the rest counts as the request's number."""

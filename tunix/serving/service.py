@@ -25,11 +25,11 @@ from tunix.inference.model import InferenceModel
 from tunix.lora.multi_lora import LoadedAdapter
 from tunix.models.model import Params
 from tunix.rollout.engine.engine import Engine
-from tunix.rollout.engine.request import Request, check_prompt
+from tunix.rollout.engine.request import check_prompt
 from tunix.rollout.engine.sampling import check
 from tunix.rollout.servers.protocol import ID
 from tunix.serving.body import CompletionBody
-from tunix.types import Completion, Workload
+from tunix.types import Completion, Request, Workload
 
 GATHER = 0.005
 """Seconds in which requests that arrive together are waited for."""
@@ -189,7 +189,7 @@ class Service:
         self.name, self.length, self.version = inference.options.model, inference.limit, FIRST
         model, params, self._mesh = inference.weights(devices)
         decode = inference.tokenizer.decode if inference.tokenizer else None
-        self.engine = Engine(model, self._mesh, slots=inference.slots, length=self.length, decode=decode)
+        self.engine = Engine(model, self._mesh, slots=inference.slots, max_length=self.length, decode=decode)
         self._adapters: dict[str, LoadedAdapter] = {}
         self._folders: dict[str, Path] = {}
         self.params: Params | None = params
@@ -201,7 +201,7 @@ class Service:
 
     def warm(self) -> None:
         """Compiles what the longest requests need, so that nothing compiles while they are answered."""
-        self.engine.warm(Workload(self.engine.slots, self.engine.slots, self.length, self.length))
+        self.engine.warm(Workload(self.engine.slots, self.length, self.length))
 
     def complete(self, body: CompletionBody) -> tuple[np.ndarray, Future[Completion]]:
         """The tokens `[T]` of a request's prompt, and its completion, to come.

@@ -206,24 +206,24 @@ def engine_of(
     spec: TrainerSpec,
     params: Collection[str],
     slots: int | None = None,
-    length: int | None = None,
+    max_length: int | None = None,
     decode: Decode | None = None,
     mesh: Mesh | None = None,
     room: float | None = None,
-    cache: CacheType | None = None,
-    guesses: int = 0,
+    cache_dtype: CacheType | None = None,
+    speculate: int = 0,
 ) -> Engine:
     """An engine beside a learner.
 
     Args:
         params: names of the trainable weights; with an adapter, only these are copied at each publication.
         slots: completions at a time; None for as many as there is room for.
-        length: maximum tokens of a prompt and its completion; None for the length of a row.
+        max_length: maximum tokens of a prompt and its completion; None for the length of a row.
         decode: token ids -> text, for stop strings.
         mesh: how the devices are divided to sample; None as they are for training.
         room: bytes for keys and values on each device; None for as many as slots can need.
-        cache: what keys and values are kept in; None for the model's dtype.
-        guesses: next tokens that are guessed at each step.
+        cache_dtype: what keys and values are kept in; None for the model's dtype.
+        speculate: next tokens that are guessed at each step.
 
     Raises:
         UserError: the slots are not split evenly over the mesh, or there is no room for a request.
@@ -235,12 +235,12 @@ def engine_of(
         spec.model,
         mesh,
         slots=slots,
-        length=length or spec.length,
-        cache=cache,
+        max_length=max_length or spec.length,
+        cache_dtype=cache_dtype,
         decode=decode,
         moving=() if spec.adapter is None else tuple(params),
         room=room,
-        guesses=guesses,
+        speculate=speculate,
         bring=bring_of(spec.model, spec.mesh, mesh),
     )
 

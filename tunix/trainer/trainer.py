@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from tunix.models.model import Params
-from tunix.protocols import Metered, Sampler, Saving
+from tunix.protocols import Client, Metered, Sampler, Saving
 from tunix.trainer.digest import digest_of_weights
 from tunix.trainer.export import Exporter
 from tunix.trainer.frozen_model import reference_of, snapshot, unreplayed
@@ -26,20 +26,19 @@ from tunix.trainer.state_files import load_state, save_state
 from tunix.trainer.step import TrainState
 from tunix.types import (
     Batch,
-    Begun,
     Completion,
     Loss,
     Metrics,
     OnDone,
     Reply,
-    Sampling,
+    Request,
     Sequence,
     Usage,
     Workload,
 )
 
 
-class Trainer:
+class Trainer(Client):
     """The client of one process: trains, samples, saves and exports one policy."""
 
     def __init__(
@@ -140,28 +139,21 @@ class Trainer:
             return self.critic.scores("values", unreplayed(sequences), size)
         return self.learner.scores("values", sequences, size)
 
-    def sample(
-        self,
-        prompts: List[np.ndarray],
-        n: int,
-        sampling: Sampling,
-        seed: int,
-        reply: Reply | None = None,
-        on_done: OnDone | None = None,
-        begun: List[Begun] | None = None,
-    ) -> list[list[Completion]]:
-        """`n` completions of each prompt, sampled with the published weights.
+    def run(
+        self, requests: List[Request], reply: Reply | None = None, on_done: OnDone | None = None
+    ) -> list[Completion]:
+        """Completes each request with the published weights.
 
         Raises:
             ValueError: the weights have changed since the last `publish`.
         """
         if self._stale:
             raise ValueError("the weights have changed: publish() before sample()")
-        return self.sampler.sample(prompts, n, sampling, seed, reply, on_done, begun)
+        return self.sampler.run(requests, reply, on_done)
 
     @property
     def usage(self) -> Usage | None:
-        """What the last call of `sample` took, where the sampler counts it."""
+        """What the last call of `run` took, where the sampler counts it."""
         return self.sampler.usage if isinstance(self.sampler, Metered) else None
 
     def publish(self) -> int:

@@ -25,10 +25,16 @@ from tunix.data.sources import open_rows  # noqa: E402
 from tunix.data.tokenizer import load_tokenizer  # noqa: E402
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream  # noqa: E402
 from tunix.rollout.engine.engine import Engine  # noqa: E402
-from tunix.rollout.engine.request import Request  # noqa: E402
 from tunix.rollout.rewards.scorer import Scorer  # noqa: E402
 from tunix.trainer.trainer import Trainer  # noqa: E402
-from tunix.types import Batch, Completion, Loss, Sampling, Sequence  # noqa: E402
+from tunix.types import (  # noqa: E402
+    Batch,
+    Completion,
+    Loss,
+    Request,
+    Sampling,
+    Sequence,
+)
 
 SHAPE = SHAPES[case["shape"]]
 """Its trainer has the weights of the case's folder, which were exported from one."""
@@ -116,7 +122,7 @@ def generate() -> None:
     length = max(len(ids) + new for ids, new in zip(case["prompts"], case["new"], strict=True))
     length += case["turns"] * len(case["observation"]) if several else 0
     spec = trainer.learner.spec
-    engine = Engine(spec.model, spec.mesh, slots=case["slots"], length=length, decode=text_of)
+    engine = Engine(spec.model, spec.mesh, slots=case["slots"], max_length=length, decode=text_of)
     engine.publish(trainer.learner.params, 0)
     ends = (".",) if several else ()
     asked = [

@@ -48,7 +48,7 @@ def test_a_new_family_trains_is_read_back_and_sampled(toy, tmp_path, monkeypatch
     assert source.decoder.family == "toy"
     assert "<|im_end|>" in (tmp_path / "run/export/tokenizer.json").read_text()
     model, params = loaded(source, "float32", one_device())
-    engine = Engine(model, one_device(), slots=2, length=32)
+    engine = Engine(model, one_device(), slots=2, max_length=32)
     engine.publish(params, 1)
     (found,) = engine.sample([np.arange(5, 11, dtype=np.int32)], 2, Sampling(max_tokens=7), seed=0)
     assert [len(one.tokens) for one in found] == [7, 7]

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Workload
+from tunix.protocols import Sampler
+from tunix.types import Completion, OnDone, Reply, Request, Workload
 
 
-class PipedSampler:
-    """Implements `Sampler`; `run` goes over the pipe too, so that the engine's own tests can be asked of it."""
+class PipedSampler(Sampler):
+    """Implements `Sampler` so that the engine's own tests can be asked of it."""
 
     def __init__(self, make: Callable[[], Any]):
         """Starts the process.
@@ -35,30 +36,22 @@ class PipedSampler:
     def warm(self, work: Workload) -> None:
         self._call("warm", work)
 
-    def sample(
+    def run(
         self,
-        prompts: Sequence[np.ndarray],
-        n: int,
-        sampling: Sampling,
-        seed: int,
+        requests: Sequence[Request],
         reply: Reply | None = None,
         on_done: OnDone | None = None,
-        begun: Sequence[Begun] | None = None,
-    ) -> list[list[Completion]]:
-        return self._call("sample", prompts, n, sampling, seed, given={"begun": begun}, reply=reply, on_done=on_done)
-
-    def run(
-        self, requests, reply: Reply | None = None, on_tokens=None, on_done: OnDone | None = None
+        on_tokens: Callable | None = None,
     ) -> list[Completion]:
-        return self._call("run", requests, reply=reply, on_tokens=on_tokens, on_done=on_done)
+        return self._call("run", requests, reply=reply, on_done=on_done, on_tokens=on_tokens)
 
     def close(self) -> None:
         self._pipe.send(None)
         self._process.join()
 
-    def _call(self, name: str, *args: Any, given: Mapping[str, Any] | None = None, **callbacks: Callable | None) -> Any:
+    def _call(self, name: str, *args: Any, **callbacks: Callable | None) -> Any:
         """The answer of the engine there; what it asks of the callbacks meanwhile is answered here."""
-        self._pipe.send((name, args, given or {}, [key for key, x in callbacks.items() if x is not None]))
+        self._pipe.send((name, args, [key for key, x in callbacks.items() if x is not None]))
         while True:
             kind, value = self._pipe.recv()
             if kind == "error":
@@ -83,8 +76,8 @@ def _serve(pipe: Connection, make: Callable[[], Any]) -> None:
         return ask
 
     while (call := pipe.recv()) is not None:
-        name, args, given, callbacks = call
+        name, args, callbacks = call
         try:
-            pipe.send(("done", getattr(engine, name)(*args, **given, **{key: asked(key) for key in callbacks})))
+            pipe.send(("done", getattr(engine, name)(*args, **{key: asked(key) for key in callbacks})))
         except Exception as error:
             pipe.send(("error", error))

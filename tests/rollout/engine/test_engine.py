@@ -23,11 +23,10 @@ from tunix.protocols import Sampler
 from tunix.rollout.engine import batch as batch_file
 from tunix.rollout.engine import engine as engine_file
 from tunix.rollout.engine.engine import Engine, warmup_calls
-from tunix.rollout.engine.request import Request
 from tunix.rollout.engine.shapes import page_bytes
 from tunix.rollout.engine.slots import Slots
 from tunix.trainer.perf import Compilations
-from tunix.types import Begun, Completion, Sampling, Workload
+from tunix.types import Completion, Request, Sampling, Workload, requests_of
 
 MODEL = Model(PLAIN)
 VOCAB = PLAIN.vocab_size
@@ -45,7 +44,7 @@ def params():
 
 def make() -> Engine:
     """The engine of the tests, without weights."""
-    return Engine(MODEL, one_device(), slots=3, length=64, piece=16, page=8, steps=5, ahead=1, decode=text_of)
+    return Engine(MODEL, one_device(), slots=3, max_length=64, piece=16, page=8, steps=5, ahead=1, decode=text_of)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +119,9 @@ def test_requests_that_make_room_for_others_are_continued_as_they_were(model, mo
     plenty = ample.run(asked, reply)
     suspended = []
     leave = Slots.suspend
-    monkeypatch.setattr(Slots, "suspend", lambda self, slot: suspended.append(slot) or leave(self, slot))
+    monkeypatch.setattr(
+        Slots, "suspend", lambda self, slot, version: suspended.append(slot) or leave(self, slot, version)
+    )
     # Eight pages for the longest and four more, each twice, beside all that windows need.
     each = page_bytes(model.config, ample.mesh, ample.sizes)
     pages = [
@@ -142,18 +143,19 @@ def test_a_sampler_over_a_pipe_is_the_engine(here, elsewhere):
     """Weights, settings, an environment's replies, completions and errors all cross."""
     assert isinstance(here, Sampler)
     assert isinstance(elsewhere, Sampler)
-    elsewhere.warm(Workload(requests=1, prompts=1, prompt_length=6, length=40))
+    elsewhere.warm(Workload(requests=1, prompt_length=6, length=40))
 
     def reply(number: int, so_far: Completion) -> np.ndarray | None:
         return np.array([4, 5], np.int32) if len(so_far.turns) < 2 else None
 
     settings = Sampling(max_tokens=12, temperature=3.0, stop_ids=tuple(range(16)))
-    asked = prompts(VOCAB, (6, 11)), 4, settings, 5, reply
-    for mine, theirs in zip(here.sample(*asked), elsewhere.sample(*asked), strict=True):
-        for a, b in zip(mine, theirs, strict=True):
-            same(a, b)
-            np.testing.assert_array_equal(a.versions, b.versions)
-        assert any(len(one.turns) > 1 for one in mine)
+    asked = requests_of(prompts(VOCAB, (6, 11)), 4, settings, 5)
+    ours, theirs = here.run(asked, reply), elsewhere.run(asked, reply)
+    for a, b in zip(ours, theirs, strict=True):
+        same(a, b)
+        np.testing.assert_array_equal(a.versions, b.versions)
+    for group in (ours[:4], ours[4:]):
+        assert any(len(x.turns) > 1 for x in group)
     with pytest.raises(UserError, match="prompt 0 has no token"):
         elsewhere.sample([np.zeros(0, np.int32)], 1, settings, 0)
 
@@ -220,9 +222,9 @@ def test_sampled_frequencies_are_those_of_the_model(engine):
 @pytest.mark.slow
 def test_warming_up_compiles_each_program_once(params):
     """In threads, for the mesh of the calls: else each would be compiled again when it is called."""
-    engine, compilations = small_engine(MODEL, params, slots=6, length=88, page=4, steps=7), Compilations()
+    engine, compilations = small_engine(MODEL, params, slots=6, max_length=88, page=4, steps=7), Compilations()
     compilations.settled()
-    engine.warm(Workload(requests=6, prompts=6, prompt_length=20, length=88, replies=False))
+    engine.warm(Workload(requests=6, prompt_length=20, length=88))
     with jax.set_mesh(engine.mesh):
         calls = list(warmup_calls(MODEL, engine.weights, engine.sizes.of_requests([88] * 6)))
     # Beside them the empty slots.
@@ -241,8 +243,8 @@ def test_nothing_compiles_after_warm_up(params):
         engine.run(requests, reply=lambda i, so_far: np.array([3, 4, 5], np.int32) if len(so_far.turns) < 2 else None)
 
     # The cache of 40 + 30 + 3 + 30 tokens is 128 long, that of 200 the longest there is.
-    engine = small_engine(MODEL, params, slots=5, length=200)
-    engine.warm(Workload(requests=6, prompts=6, prompt_length=130, length=200, replies=True))
+    engine = small_engine(MODEL, params, slots=5, max_length=200)
+    engine.warm(Workload(requests=6, prompt_length=130, length=200))
     moved = {name: x * 1.5 for name, x in params.items()}
     compilations = Compilations()
     for seed in range(4):
@@ -442,7 +444,7 @@ def test_a_slot_that_waits_for_an_environment_makes_room_for_nobody(params, monk
     """It would be sampled on without the answer. The other one leaves, and only then the answer comes."""
     left = threading.Event()
     suspend = Slots.suspend
-    monkeypatch.setattr(Slots, "suspend", lambda self, slot: left.set() or suspend(self, slot))
+    monkeypatch.setattr(Slots, "suspend", lambda self, *given: left.set() or suspend(self, *given))
 
     def reply(number: int, so_far: Completion) -> np.ndarray | None:
         if len(so_far.turns) > 1:
@@ -517,7 +519,7 @@ def test_sizes_and_weights_that_are_missing(params):
     with pytest.raises(UserError, match="n is 0"):
         small_engine(MODEL, params).sample(prompts(VOCAB, (3,)), 0, Sampling(), 0)
     with pytest.raises(ValueError, match="publish"):
-        engine_file.Engine(MODEL, one_device(), slots=1, length=8).run([])
+        engine_file.Engine(MODEL, one_device(), slots=1, max_length=8).run([])
 
 
 def test_one_copy_of_the_weights_lives_at_most(params, monkeypatch: pytest.MonkeyPatch):
@@ -560,15 +562,14 @@ def test_what_is_paused_is_continued_as_it_was(engine):
 def test_each_token_has_the_version_that_it_was_sampled_from(params):
     engine = small_engine(MODEL, params, slots=3, steps=5, ahead=1)  # what is on its way when the call ends counts
     prompt = prompts(VOCAB, (6,))
-    asked = {"n": 3, "sampling": Sampling(max_tokens=12), "seed": 4}
-    (first,) = engine.sample(prompt, **asked, on_done=lambda *_: True)
+    first = engine.run(requests_of(prompt, 3, Sampling(max_tokens=12), 4), on_done=lambda *_: True)
     assert [found.finish for found in first] == ["length"] * 3  # all ended in one dispatch
     ends = [Sampling(max_tokens=number) for number in (3, 12)]
     requests = [Request(prompt[0], sampling, 4, index) for index, sampling in enumerate(ends)]
     version = engine.version
     _, paused = engine.run(requests, on_done=lambda *_: True)
     engine.publish(params, version + 1)
-    ((found,),) = engine.sample(prompt, 1, ends[1], 0, begun=[Begun(4, 1, paused)])
+    (found,) = engine.run([replace(requests[1], so_far=paused)])
     number = len(paused.tokens)
     assert 0 < number < 12
     assert found.versions.tolist() == [version] * number + [version + 1] * (12 - number)

@@ -42,8 +42,8 @@ def prompts(vocab: int, lengths=LENGTHS, seed: int = 0) -> list[np.ndarray]:
     return [rng.integers(3, vocab, length).astype(np.int32) for length in lengths]
 
 
-def small_engine(model, params, *, mesh=None, slots=3, length=64, piece=16, page=8, steps=5, **options):
-    sizes = {"slots": slots, "length": length, "piece": piece, "page": page, "steps": steps}
+def small_engine(model, params, *, mesh=None, slots=3, max_length=64, piece=16, page=8, steps=5, **options):
+    sizes = {"slots": slots, "max_length": max_length, "piece": piece, "page": page, "steps": steps}
     engine = Engine(model, mesh or one_device(), **sizes, **options)
     engine.publish(params, 1)
     return engine
@@ -140,7 +140,7 @@ def test_a_bfloat16_model_has_a_bfloat16_cache_and_stays_near():
     model = Model(RICH, dtype="bfloat16")
     params = random_params(model)
     engine = small_engine(model, params)
-    assert engine.sizes.cache == "bfloat16"
+    assert engine.sizes.cache_dtype == "bfloat16"
     # Logits are capped to 5 here and keep 8 bits: a rounding step is 2^-6 of a nat, and a few of them meet.
     assert_logprobs_of_full_forward(model, params, engine, atol=0.1)
 
@@ -195,13 +195,13 @@ def test_a_mesh_gives_the_same_logprobs(devices, shape):
     assert_logprobs_of_full_forward(model, local, engine)
 
 
-@pytest.mark.parametrize(("guesses", "config"), [(2, RICH), *slow([(0, RICH), (0, SINKS)])])
-def test_a_kernel_that_reads_pages_in_their_places_samples_the_same(monkeypatch, guesses, config):
+@pytest.mark.parametrize(("speculate", "config"), [(2, RICH), *slow([(0, RICH), (0, SINKS)])])
+def test_a_kernel_that_reads_pages_in_their_places_samples_the_same(monkeypatch, speculate, config):
     """The kernel for GPUs, interpreted: with windows, soft caps and shared kv heads, and pages of 16."""
     monkeypatch.setattr(engine_file, "reader_here", lambda spec, mesh: BY_NAME["triton"])
     model = Model(config)
     params = random_params(model)
-    engine = small_engine(model, params, page=16, guesses=guesses)
+    engine = small_engine(model, params, page=16, speculate=speculate)
     assert engine.sizes.in_place
     assert_logprobs_of_full_forward(model, params, engine)
 
@@ -211,12 +211,12 @@ def test_a_cache_of_8_bits_stays_near(cache, most):
     """Heads of 8 numbers average little: 0.03 and 0.24 were measured, eight times as much for 2^-4 as for 2^-7."""
     model = Model(PLAIN)
     params = random_params(model)
-    engine = small_engine(model, params, cache=cache)
-    assert engine.sizes.cache == cache
+    engine = small_engine(model, params, cache_dtype=cache)
+    assert engine.sizes.cache_dtype == cache
     assert_logprobs_of_full_forward(model, params, engine, atol=most)
     # Prompts read their own tokens as they are kept: longer pieces, in which more of them are, change little.
     sampling = Sampling(max_tokens=8)
-    whole = small_engine(model, params, cache=cache, piece=64).sample(prompts(PLAIN.vocab_size), 1, sampling, 0)
+    whole = small_engine(model, params, cache_dtype=cache, piece=64).sample(prompts(PLAIN.vocab_size), 1, sampling, 0)
     for (one,), (other,) in zip(engine.sample(prompts(PLAIN.vocab_size), 1, sampling, 0), whole, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)

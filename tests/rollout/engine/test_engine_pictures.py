@@ -24,7 +24,7 @@ from tunix.models.model import Model, Params
 from tunix.rollout.engine.engine import Engine
 from tunix.trainer.perf import Compilations
 from tunix.trainer.step import hidden_of
-from tunix.types import Batch, Begun, Completion, Sampling, Sequence, Workload
+from tunix.types import Batch, Completion, Request, Sampling, Sequence, Workload
 
 __all__ = ["made"]
 
@@ -32,18 +32,20 @@ PROMPTS = (sequence(3, 40, 6, 21), sequence(4, 11), sequence(5, 14, 3), sequence
 
 
 def engine(model: Model, params: Params, mesh: jax.sharding.Mesh | None = None, **sizes) -> Engine:
-    sizes = {"slots": 4, "length": 64, "piece": 16, "page": 8, "steps": 4, **sizes}
+    sizes = {"slots": 4, "max_length": 64, "piece": 16, "page": 8, "steps": 4, **sizes}
     found = Engine(model, mesh or one_device(), **sizes)
     found.publish(params, 1)
     return found
 
 
-def begun(prompts: tuple[Sequence, ...], n: int) -> list[Begun]:
-    return [Begun(7, i, pictures=prompts[i // n].pictures) for i in range(n * len(prompts))]
+def requests(prompts: tuple[Sequence, ...], n: int, sampling: Sampling) -> list[Request]:
+    repeated = [prompt for prompt in prompts for _ in range(n)]
+    return [Request(x.tokens, sampling, 7, i, pictures=x.pictures) for i, x in enumerate(repeated)]
 
 
 def sample(engine: Engine, prompts: tuple[Sequence, ...], n: int, sampling: Sampling) -> list[list[Completion]]:
-    return engine.sample([one.tokens for one in prompts], n, sampling, 7, begun=begun(prompts, n))
+    completions = engine.run(requests(prompts, n, sampling))
+    return [completions[i : i + n] for i in range(0, len(completions), n)]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -102,7 +104,7 @@ def test_prompts_of_equal_tokens_and_other_pictures_are_not_shared(made):
 def test_a_request_that_lost_its_pages_sees_its_pictures_again(made):
     """There is room for two of four: those that came last leave, and are computed again."""
     model, params = load(made[0])
-    tight = engine(model, params, length=56, room=90_000.0)
+    tight = engine(model, params, max_length=56, room=90_000.0)
     assert tight.sizes.pages[-1] < 4 * 7, "pages are short"
     found = sample(tight, PROMPTS, 1, Sampling(max_tokens=14))
     assert_trainers_logprobs(model, params, PROMPTS, found)
@@ -110,7 +112,7 @@ def test_a_request_that_lost_its_pages_sees_its_pictures_again(made):
 
 def assert_nothing_compiles_after_warm_up(model: Model, params: Params, prompts: tuple[Sequence, ...]) -> None:
     warmed = engine(model, params, steps=3)  # no other test has compiled for it
-    warmed.warm(Workload(8, 4, 40, 56))
+    warmed.warm(Workload(8, 40, 56))
     compilations = Compilations()
     sample(warmed, prompts, 2, Sampling(max_tokens=8))
     assert compilations.since_warmup == 0

@@ -13,8 +13,8 @@ from tests.rollout.engine.test_engine_pictures import (
     assert_nothing_compiles_after_warm_up,
     assert_spread_samples_alike,
     assert_trainers_logprobs,
-    begun,
     engine,
+    requests,
     sample,
 )
 from tunix.errors import UserError
@@ -51,7 +51,7 @@ def test_greedy_tokens_are_those_of_transformers(made):
 
 def test_a_request_that_lost_its_pages_sees_its_pictures_again(made):
     model, params = load(made[0])
-    tight = engine(model, params, length=56, room=115_000.0)
+    tight = engine(model, params, max_length=56, room=115_000.0)
     assert tight.sizes.pages[-1] < 4 * 7, "pages are short"
     found = sample(tight, PROMPTS, 1, Sampling(max_tokens=14))
     assert_trainers_logprobs(model, params, PROMPTS, found)
@@ -64,8 +64,8 @@ def test_a_paused_request_goes_on_where_it_was(made):
         replace(whole[0], tokens=whole[0].tokens[:4], logprobs=whole[0].logprobs[:4], versions=whole[0].versions[:4])
     ]
     first = replace(short[0], finish="paused", turns=((0, 4),))
-    again = [replace(begun(PROMPTS[:1], 1)[0], so_far=first)]
-    (found,) = engine(model, params).sample([PROMPTS[0].tokens], 1, sampling, 7, begun=again)
+    again = [replace(requests(PROMPTS[:1], 1, sampling)[0], so_far=first)]
+    found = engine(model, params).run(again)
     assert found[0].tokens.tolist() == whole[0].tokens.tolist()
     np.testing.assert_allclose(found[0].logprobs, whole[0].logprobs, atol=1e-5)
 

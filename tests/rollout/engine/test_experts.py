@@ -14,7 +14,7 @@ from tunix.models.model import Model
 from tunix.rollout.backlog import decoded, encoded
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.experts import Known, Recorded, of_sequence
-from tunix.types import Begun, Completion, Sampling
+from tunix.types import Completion, Sampling, requests_of
 
 SAMPLING = Sampling(max_tokens=12)
 QWEN = Case(
@@ -62,19 +62,19 @@ def test_an_environments_tokens(qwen, engine):
     asked = prompts(97, (5, 9))
     stops = replace(SAMPLING, stop_ids=tuple(range(3, 19)), max_tokens=24)
     new = np.array([61, 7, 11], np.int32)
-    found = engine.sample(asked, 1, stops, seed=5, reply=lambda _, x: new if len(x.turns) < 3 else None)
-    assert any(len(x.turns) > 1 for (x,) in found), "no turn stopped: the test shows nothing"
-    assert_those_of(qwen[0], asked, [x for (x,) in found])
+    found = engine.run(requests_of(asked, 1, stops, seed=5), lambda _, x: new if len(x.turns) < 3 else None)
+    assert any(len(x.turns) > 1 for x in found), "no turn stopped: the test shows nothing"
+    assert_those_of(qwen[0], asked, found)
 
 
 def test_a_paused_request_keeps_what_was_recorded(qwen, engine):
     asked = prompts(97, (5, 9))
-    (paused,), (other,) = engine.sample(asked, 1, SAMPLING, seed=5, pause=lambda sent: sent == 1)
+    requests = requests_of(asked, 1, SAMPLING, seed=5)
+    paused, other = engine.run(requests, pause=lambda sent: sent == 1)
     assert 0 < len(paused.tokens) < 12
     assert paused.finish == "paused"
     marked = replace(paused, experts=np.full_like(paused.experts, 6))
-    begun = [Begun(5, 0, marked), Begun(5, 1, other)]
-    (first,), (second,) = engine.sample(asked, 1, SAMPLING, seed=5, begun=begun)
+    first, second = engine.run([replace(x, so_far=y) for x, y in zip(requests, (marked, other), strict=True)])
     before = len(asked[0]) + len(paused.tokens)
     assert np.all(first.experts[:before] == 6)
     np.testing.assert_array_equal(np.sort(first.experts[before:]), chosen_by(qwen[0], asked[0], first)[before:])
@@ -83,7 +83,7 @@ def test_a_paused_request_keeps_what_was_recorded(qwen, engine):
 
 @pytest.mark.slow
 def test_layers_with_states_guesses_and_sinks(tmp_path):
-    cases = ((CASES["qwen3_5_moe-five-of-two"], {}), (QWEN, {"guesses": 2}), (CASES["gpt_oss-five-of-two"], {}))
+    cases = ((CASES["qwen3_5_moe-five-of-two"], {}), (QWEN, {"speculate": 2}), (CASES["gpt_oss-five-of-two"], {}))
     for number, (case, options) in enumerate(cases):
         folder = tmp_path / str(number)
         reference = reference_folder(case, folder)

@@ -12,9 +12,8 @@ from tests.rollout.engine.test_engine_parity import prompts, random_params, smal
 from tests.trainers import RICH
 from tunix.models.model import Model
 from tunix.rollout.engine.lookup import GRAM, NO_TOKEN, DraftCaches, draft_tokens
-from tunix.rollout.engine.request import Request
 from tunix.rollout.engine.slots import Slots
-from tunix.types import Completion, Sampling
+from tunix.types import Completion, Request, Sampling
 
 
 def looked_up(caches: DraftCaches, slot: int, tokens: list[int]) -> list[int]:
@@ -25,7 +24,7 @@ def looked_up(caches: DraftCaches, slot: int, tokens: list[int]) -> list[int]:
 
 
 def test_what_followed_the_same_tokens_is_guessed():
-    caches = DraftCaches(slots=3, length=64, guesses=3)
+    caches = DraftCaches(slots=3, max_length=64, speculate=3)
     caches.open(0, ("prompt",), np.array([5, 6, 7, 8, 9]))
     assert looked_up(caches, 0, [5, 6]) == [7, 8, 9]
     assert looked_up(caches, 0, [6, 7]) == [8, 9, NO_TOKEN]
@@ -41,7 +40,7 @@ def test_what_followed_the_same_tokens_is_guessed():
 
 
 def test_a_prompts_requests_share_a_book_and_others_have_their_own():
-    caches = DraftCaches(slots=3, length=64, guesses=2)
+    caches = DraftCaches(slots=3, max_length=64, speculate=2)
     caches.open(0, ("a",), np.array([1, 2, 3]))
     caches.open(1, ("b",), np.array([1, 2, 4]))
     caches.open(2, ("a",), np.array([1, 2, 3]))
@@ -80,7 +79,7 @@ def test_guesses_change_no_sample(model, ahead):
     texts = Request(MIXED[0].prompt, Sampling(max_tokens=40, stop_strings=("#", "A")), 7, len(MIXED))
     asked = [*MIXED, texts]
     plain = small_engine(model, weights, decode=text_of).run(asked, reply)
-    guessing = small_engine(model, weights, decode=text_of, guesses=3, ahead=ahead).run(asked, reply)
+    guessing = small_engine(model, weights, decode=text_of, speculate=3, ahead=ahead).run(asked, reply)
     for one, other in zip(plain, guessing, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
@@ -101,7 +100,7 @@ def test_no_guess_stands_behind_a_stop_id(params, monkeypatch):
     settings = [Sampling(max_tokens=40, temperature=0.0), Sampling(max_tokens=6, temperature=0.0), ends]
     asked = [Request(prompt, x, 7, number) for number, x in enumerate(settings)]
     # The third request enters when the second one has ended; a step of it has guesses from the first one's text.
-    found = small_engine(MODEL, weights, slots=2, steps=16, guesses=3).run(asked)[2]
+    found = small_engine(MODEL, weights, slots=2, steps=16, speculate=3).run(asked)[2]
     first = text.tokens.tolist().index(stop)
     assert (found.tokens.tolist(), found.finish) == (text.tokens[: first + 1].tolist(), "stop")
 
@@ -116,7 +115,7 @@ def test_right_guesses_save_steps(params, monkeypatch):
     for number in (0, 3):
         dispatches.clear()
         # A dispatch is four steps of one token, or a step of up to four.
-        engine = small_engine(MODEL, weights, slots=1, steps=4, guesses=number)
+        engine = small_engine(MODEL, weights, slots=1, steps=4, speculate=number)
         tokens.append(engine.run(asked)[0].tokens.tolist())
         taken.append(len(dispatches))
     assert tokens[0] == tokens[1]
@@ -133,7 +132,7 @@ def test_frequencies_with_guesses_are_those_of_the_model(params):
     prompt = prompts(MODEL.config.vocab_size, (6,))[0]
     number = 3000
     asked = [Request(prompt, Sampling(max_tokens=3, top_k=3), 5, index) for index in range(number)]
-    found = small_engine(MODEL, params, slots=64, guesses=2, steps=3).run(asked)
+    found = small_engine(MODEL, params, slots=64, speculate=2, steps=3).run(asked)
     counts = Counter(tuple(completion.tokens.tolist()) for completion in found)
     chances = {tuple(c.tokens.tolist()): float(np.exp(c.logprobs.sum())) for c in found}
     # 27 sequences; those that nobody sampled are one cell.

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tunix.rollout.engine.programs import Flow
-from tunix.rollout.engine.request import Episode, Request, StopText
+from tunix.rollout.engine.request import Episode, StopText
 from tunix.rollout.engine.sampling import MOST_TOP, Draw
 from tunix.rollout.engine.slots import Slots
-from tunix.types import Sampling
+from tunix.types import Request, Sampling
 
 LENGTH = 400
 
@@ -99,7 +99,7 @@ def test_an_observation_that_leaves_no_room_ends_the_episode():
 def test_an_episode_that_leaves_its_slot_keeps_everything():
     slots = filled(*(episode(number, prompt=number + 1, max_tokens=9) for number in range(4)))
     take(slots, np.arange(8, dtype=np.int32).reshape(2, 4), [2, 1, 2, 1])
-    one = slots.suspend(2)
+    one = slots.suspend(2, 1)
     assert (one.number, slots.taken.tolist()) == (2, [0, 1, 3])
     assert slots.admit(2, one).tolist() == [1, 1, 1, 2, 6]
     assert slots.running.tolist() == [0, 1, 3]

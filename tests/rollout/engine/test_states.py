@@ -25,8 +25,7 @@ from tunix.mesh import build_mesh
 from tunix.models.config import DeltaNet
 from tunix.models.families.table import small
 from tunix.models.model import Model
-from tunix.rollout.engine.request import Request
-from tunix.types import Sampling
+from tunix.types import Request, Sampling
 
 CONFIG = replace(
     small("qwen3_5"), vocab_size=97, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn=48, norm_eps=1e-2,
@@ -132,7 +131,7 @@ def test_a_bfloat16_model_stays_near(params):
 
 
 def test_guesses_and_short_pieces_are_refused(model, params):
-    with pytest.raises(ValueError, match="guesses=2: qwen3_5 has states, which cannot go back"):
-        small_engine(model, params, guesses=2)
+    with pytest.raises(ValueError, match="speculate=2: qwen3_5 has states, which cannot go back"):
+        small_engine(model, params, speculate=2)
     with pytest.raises(ValueError, match="a piece of 2 tokens is shorter than the convolutions of 4"):
         small_engine(model, params, piece=2)

@@ -365,7 +365,7 @@ def test_episodes_that_are_over_are_forgotten(playing: Any):
     """A worker that has forgotten an episode cannot answer for it."""
     player = playing()
     (first,) = player([{}], seed=0).episodes
-    player._pool._workers[0].forget(0)
+    player._workers[0].forget(0)
     assert say(first, "on") is None
     assert first.score == Failure("the environment Obeys raised KeyError: 0")
 

@@ -236,9 +236,10 @@ def test_a_worker_starts_without_the_heavy_imports(functions: Path):
 
 
 def test_scoring_overlaps_with_other_work(functions: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    """The reward waits for a file that is written only after `start` has returned. What it prints is no output."""
+    """The reward waits for a file that is written only after `add` has returned. What it prints is no output."""
     with Scorer([mine("wait_for")]) as scorer:
-        scoring = scorer.start(["p"], [str(tmp_path / "flag")])
+        scoring = scorer.open([])
+        scoring.add(0, "p", str(tmp_path / "flag"), {})
         (tmp_path / "flag").touch()
         assert scoring.result() == {"wait_for": [1.0]}
     out, err = capfd.readouterr()
@@ -268,7 +269,7 @@ def test_a_child_left_behind_hides_no_death(functions: Path, tmp_path: Path):
 
 def test_closing_does_not_wait_for_a_hanging_reward(functions: Path, tmp_path: Path):
     scorer = Scorer([mine("spawn_and_hang")], deadline=3600.0)
-    scorer.start(["p"], ["pids"])
+    scorer.open([]).add(0, "p", "pids", {})
     pids = pids_in(tmp_path / "pids")
     scorer.close()
     assert all(gone(pid) for pid in pids)

@@ -91,7 +91,7 @@ def sampler_of(
 
 
 def engine(policy: Policy, params: Params | None = None) -> Engine:
-    own = Engine(policy.model, policy.mesh, slots=1, length=LENGTH, decode=policy.text)
+    own = Engine(policy.model, policy.mesh, slots=1, max_length=LENGTH, decode=policy.text)
     own.publish(policy.params if params is None else params, 0)
     return own
 

@@ -14,13 +14,13 @@ import pytest
 
 from tests.distributed.pretended import pretended
 from tests.fake_vllm import FakeVLLM, served
-from tests.rollout.servers.conftest import PROMPTS, WARM, Policy, flat, sampler_of
+from tests.rollout.servers.conftest import PROMPTS, WARM, Policy, sampler_of
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.hf import safetensors_io
 from tunix.rollout.collect import shard
 from tunix.rollout.servers.sampler import ServerSampler
-from tunix.types import Begun, Completion
+from tunix.types import Completion, Request
 
 NUMBER = 2
 """Processes that are pretended."""
@@ -48,8 +48,8 @@ def servers(policy: Policy, tmp_path: Path) -> Iterator[Servers]:
 def sampled(sampler: ServerSampler) -> list[Completion]:
     """What this process samples of its share of the prompts, two completions each."""
     places = shard(range(len(PROMPTS)))
-    begun = [Begun(7, 2 * place + i) for place in places for i in range(2)]
-    return flat(sampler.sample([PROMPTS[place] for place in places], 2, WARM, 7, begun=begun)) if places else []
+    requests = [Request(PROMPTS[place], WARM, 7, 2 * place + i) for place in places for i in range(2)]
+    return sampler.run(requests) if places else []
 
 
 def error_of(act: Callable[[], Any]) -> str:

@@ -18,7 +18,7 @@ import pytest
 
 from tests.fake_vllm import LENGTH, FakeVLLM, Manners, served
 from tests.rollout.engine.test_experts import chosen_by
-from tests.rollout.servers.conftest import PROMPTS, Policy, flat, sampler_of
+from tests.rollout.servers.conftest import PROMPTS, Policy, sampler_of
 from tests.tiny_models import Case, reference_folder
 from tunix.config import MeshConfig
 from tunix.data.tokenizer import bytes_tokenizer
@@ -40,7 +40,7 @@ from tunix.rollout.servers.protocol import (
 )
 from tunix.rollout.servers.sampler import ServerSampler, Turns
 from tunix.rollout.servers.server import Server
-from tunix.types import Begun, Completion, Sampling
+from tunix.types import Completion, Request, Sampling, requests_of
 
 ROUTING = Routing(2, 3, 7)
 """Layers, experts of a token, experts of a layer."""
@@ -115,7 +115,7 @@ def test_completions_have_the_experts_that_their_tokens_used(
     assert not caplog.records
     new = np.array([9, 9, 7], np.int32)
     stops = replace(SETTINGS, stop_ids=tuple(range(0, 272, 17)), max_tokens=20)
-    found = flat(sampler.sample(PROMPTS[:2], 2, stops, 5, lambda _, x: new if len(x.turns) < 3 else None))
+    found = sampler.run(requests_of(PROMPTS[:2], 2, stops, 5), lambda _, x: new if len(x.turns) < 3 else None)
     assert any(len(one.turns) > 1 for one in found), "no turn stopped: the test shows less"
     for prompt, one in zip([x for x in PROMPTS[:2] for _ in range(2)], found, strict=True):
         assert_recorded(mixture[0], prompt, one)
@@ -235,7 +235,7 @@ def answer(tokens: list[int], experts: np.ndarray | None, stopped: bool = True) 
 
 def turns_of(so_far: Completion | None = None, **settings: Any) -> Turns:
     decode = lambda ids: "".join(chr(int(i)) for i in ids)  # noqa: E731
-    return Turns(PROMPT, Sampling(20, **settings), Begun(0, 0, so_far), LENGTH, decode)
+    return Turns(Request(PROMPT, Sampling(20, **settings), 0, so_far=so_far), LENGTH, decode)
 
 
 def test_a_token_keeps_what_was_recorded_first_and_later_turns_fill_in_the_rest():

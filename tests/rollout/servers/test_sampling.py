@@ -15,7 +15,7 @@ from tests.fake_vllm import FakeVLLM
 from tests.marks import slow
 from tests.rollout.servers.conftest import PROMPTS, WARM, Policy, engine, flat, scored
 from tunix.errors import UserError
-from tunix.types import Begun, Completion, Sampling
+from tunix.types import Completion, Request, Sampling, requests_of
 
 # --- What a server samples ------------------------------------------------------------------------------------------
 
@@ -44,7 +44,7 @@ def test_draws_follow_from_seed_and_number(policy: Policy, start: Any):
     sampler.publish(policy.params, 0)
     first, again = (flat(sampler.sample(PROMPTS, 2, WARM, seed=5)) for _ in range(2))
     other = flat(sampler.sample(PROMPTS, 2, WARM, seed=6))
-    one = flat(sampler.sample(PROMPTS[1:2], 1, WARM, 0, begun=[Begun(5, 3)]))[0]
+    (one,) = sampler.run([Request(PROMPTS[1], WARM, 5, 3)])
     assert [x.tokens.tolist() for x in first] == [x.tokens.tolist() for x in again]
     assert [x.tokens.tolist() for x in first] != [x.tokens.tolist() for x in other]
     assert one.tokens.tolist() == first[3].tokens.tolist()
@@ -109,7 +109,7 @@ def test_an_environment_answers_between_turns(policy: Policy, start: Any):
         return np.array([9, 9], np.int32) if len(so_far.turns) < 3 else None
 
     settings = Sampling(20, temperature=0.7, stop_ids=stops[:16])
-    (found,), (other,) = sampler.sample(PROMPTS[:2], 1, settings, 5, reply)
+    found, other = sampler.run(requests_of(PROMPTS[:2], 1, settings, 5), reply)
     for prompt, one in ((PROMPTS[0], found), (PROMPTS[1], other)):
         drawn = one.drawn
         assert (one.logprobs[~drawn] == 0).all()
@@ -135,18 +135,17 @@ def test_completions_are_handed_on_as_they_end_and_the_call_ends_when_that_is_en
         return len(arrived) == 2
 
     fake.manners.delay = 0.05
-    found = flat(sampler.sample(PROMPTS, 2, WARM, 5, on_done=done))
+    requests = requests_of(PROMPTS, 2, WARM, 5)
+    found = sampler.run(requests, on_done=done)
     assert len(arrived) == 2
     for number, tokens in arrived:
         assert found[number].tokens.tolist() == tokens
     left = [one for number, one in enumerate(found) if number not in dict(arrived)]
     assert any(one.finish == "paused" and not len(one.tokens) for one in left)
     fake.manners.delay = 0.0
-    before = [Begun(5, number, one) for number, one in enumerate(found) if number not in dict(arrived)]
-    owners = [prompt for prompt in PROMPTS for _ in range(2)]
-    rest = flat(sampler.sample([owners[x.index] for x in before], 1, WARM, 0, begun=before))
-    whole = flat(sampler.sample(PROMPTS, 2, WARM, 5))
-    assert [x.tokens.tolist() for x in rest] == [whole[x.index].tokens.tolist() for x in before]
+    begun = [replace(requests[i], so_far=x) for i, x in enumerate(found) if i not in dict(arrived)]
+    rest, whole = sampler.run(begun), sampler.run(requests)
+    assert [x.tokens.tolist() for x in rest] == [whole[x.index].tokens.tolist() for x in begun]
 
 
 # --- What goes wrong while it samples -------------------------------------------------------------------------------
@@ -184,7 +183,7 @@ def test_what_a_server_does_not_answer_is_asked_elsewhere_once(
     misbehave(fakes[0], how)
     arrived: list[int] = []
     with caplog.at_level(logging.WARNING):
-        found = flat(sampler.sample(PROMPTS, 4, WARM, 5, on_done=lambda i, _: arrived.append(i) or False))
+        found = sampler.run(requests_of(PROMPTS, 4, WARM, 5), on_done=lambda i, _: arrived.append(i) or False)
     assert [one.tokens.tolist() for one in found] == whole
     assert sorted(arrived) == list(range(12))
     assert sampler.servers[0].reason is not None
@@ -256,10 +255,10 @@ def test_a_callback_that_fails_ends_the_call_with_its_error(policy: Policy, star
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        sampler.sample(PROMPTS, 2, WARM, 5, on_done=done)
+        sampler.run(requests_of(PROMPTS, 2, WARM, 5), on_done=done)
     stopping = replace(WARM, max_tokens=40, stop_ids=tuple(range(16)))
     with pytest.raises(KeyError, match="mine"):
-        sampler.sample(PROMPTS * 4, 2, stopping, 5, reply=done)
+        sampler.run(requests_of(PROMPTS * 4, 2, stopping, 5), reply=done)
     assert len(flat(sampler.sample(PROMPTS, 2, WARM, 5))) == 6
 
 

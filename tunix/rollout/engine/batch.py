@@ -29,11 +29,11 @@ from tunix.rollout.engine.experts import Recorded
 from tunix.rollout.engine.page_tables import PageTables
 from tunix.rollout.engine.pieces import Job, Piece
 from tunix.rollout.engine.programs import State, Steps, copy_pages, decode, initial_state, prefill, score
-from tunix.rollout.engine.request import Decode, Episode, Request, StopText, prompt_key
+from tunix.rollout.engine.request import Decode, Episode, StopText, prompt_key
 from tunix.rollout.engine.shapes import Sizes, page_bytes, state_bytes
 from tunix.rollout.engine.slots import Slots
 from tunix.rollout.types import Pause
-from tunix.types import Completion, OnDone, Reply, Usage
+from tunix.types import Completion, OnDone, Reply, Request, Usage
 
 
 class Meter:
@@ -110,11 +110,6 @@ class Replies:
         self._asked: dict[int, int] = {}
         """The round in which each was asked."""
         self._round, self._patient = 0, True
-
-    @property
-    def are_asked_for(self) -> bool:
-        """Whether there is an environment."""
-        return self._reply is not None
 
     def __bool__(self) -> bool:
         """Whether an answer is waited for."""
@@ -218,7 +213,7 @@ class Batch:
             pause: see there.
             lock: held while programs are sent, so that those of other threads reach all devices in one order.
         """
-        self._pause, self._lock, self._sent = pause, lock or nullcontext(), 0
+        self._reply, self._pause, self._lock, self._sent = reply, pause, lock or nullcontext(), 0
         self.version, self.sizes = published.version, sizes
         self.model, self.weights = published.model, published.weights
         self.replies, self.on_tokens, self.on_done = Replies(reply), on_tokens, on_done
@@ -227,13 +222,13 @@ class Batch:
         for number, (request, adapter) in enumerate(zip(requests, numbers, strict=True)):
             strings = request.sampling.stop_strings
             stop_text = StopText(strings, decode) if strings and decode is not None else None
-            episodes.append(Episode.of(request, number, stop_text, adapter, self.sizes.length))
+            episodes.append(Episode.of(request, number, stop_text, adapter))
         self.waiting = deque(episodes)
-        self.expected = Counter(prompt_key(x.request) for x in episodes if x.suspended is None)
+        self.expected = Counter(prompt_key(x.request) for x in episodes if x.so_far is None)
         self.leaders: dict[tuple, Job] = {}
         """Jobs that compute a prompt, which others may follow."""
         self.jobs: list[deque[Job]] = [deque() for _ in range(self.sizes.shards)]
-        self.slots = Slots(sizes.slots, sizes.length, sizes.guesses, self.model.config.routed, sizes.turns)
+        self.slots = Slots(sizes.slots, sizes.max_length, sizes.speculate, self.model.config.routed, sizes.turns)
         self.page_tables = PageTables(self.sizes)
         self.state: State = initial_state(self.model, self.sizes)
         self.in_flight: deque[InFlight] = deque()
@@ -250,27 +245,32 @@ class Batch:
             while (self.waiting or len(self.slots.taken)) and not self.enough:
                 if self._pause is not None and self._pause(self._sent):
                     break
-                self._proceed()
+                for slot, observation in self.replies.arrived():
+                    episode = self.slots.episodes[slot]
+                    assert episode is not None
+                    new = None if observation is None else self.slots.observe(slot, np.asarray(observation, np.int32))
+                    if new is None:
+                        self._complete(slot, episode)
+                    else:
+                        self._observed(slot, episode, new)
+                with self._lock:
+                    self._admit()
+                    self._compute()
+                    sent = self._dispatch()
+                if len(self.in_flight) > (self.sizes.ahead if sent else 0):
+                    self._retire(self.in_flight.popleft())
+                elif not sent and self.replies:
+                    self.replies.wait()
         finally:
             self.replies.close()
         while self.in_flight:  # what they sample is kept for the call that continues it
             self._retire(self.in_flight.popleft())
-        for episode in [*self.waiting, *(self.slots.suspend(slot) for slot in self.slots.taken.tolist())]:
-            self.done[episode.number] = episode.paused(self.version)
+        tokens, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        for episode in [*self.waiting, *(self.slots.suspend(slot, self.version) for slot in self.slots.taken.tolist())]:
+            paused = episode.so_far or episode.completion(tokens, logprobs, self.version, "paused", None)
+            self.done[episode.number] = paused
         assert all(self.done)
         return [completion for completion in self.done if completion is not None]
-
-    def _proceed(self) -> None:
-        """Sends what can be sent, and reads what has to be read."""
-        self._poll()
-        with self._lock:
-            self._admit()
-            self._compute()
-            sent = self._dispatch()
-        if len(self.in_flight) > (self.sizes.ahead if sent else 0):
-            self._retire(self.in_flight.popleft())
-        elif not sent and self.replies:
-            self.replies.wait()
 
     def _admit(self) -> None:
         """Fills free slots from the queue, in its order, as far as there are pages."""
@@ -295,9 +295,9 @@ class Batch:
             idle: whether each slot of a shard is idle.
             taken: how many are not, in each shard.
         """
-        owner = self._owner_shard(prompt_key(episode.request)) if episode.suspended is None else None
+        owner = self._owner_shard(prompt_key(episode.request)) if episode.so_far is None else None
         for shard in sorted(range(self.sizes.shards), key=lambda shard: (shard != owner, taken[shard])):
-            tokens = len(episode.request.prompt) + (0 if episode.suspended is None else len(episode.suspended.tokens))
+            tokens = len(episode.request.prompt) + (0 if episode.so_far is None else len(episode.so_far.tokens))
             # Every slot at work may want one more page soon.
             free = taken[shard] < self.sizes.slots_of_shard
             if free and self.page_tables.fits(shard, tokens + 1, taken[shard], shared=shard == owner):
@@ -312,7 +312,7 @@ class Batch:
 
     def _enter(self, slot: int, episode: Episode) -> None:
         """Puts an episode into a slot, and queues what has to be computed for it."""
-        request, again = episode.request, episode.suspended is not None
+        request, again = episode.request, episode.so_far is not None
         key, shard = prompt_key(request), self.page_tables.shard(slot)
         owner, tokens = None if again else self._owner_shard(key), self.slots.admit(slot, episode)
         scored = request.sampling if request.sampling.prompt_logprobs and episode.prompt_logprobs is None else None
@@ -400,7 +400,8 @@ class Batch:
     def _dispatch(self) -> bool:
         """Sends a dispatch that samples some tokens in every slot; whether there is anything to sample."""
         watched = self.on_tokens is not None and len(self.done) == 1  # nobody reads many answers word by word
-        most = min(SHORT if watched or self.slots.cut_by_text else self.sizes.steps, self.sizes.steps)
+        cut_by_text = any(episode is not None and episode.stop_text is not None for episode in self.slots.episodes)
+        most = min(SHORT if watched or cut_by_text else self.sizes.steps, self.sizes.steps)
         ahead = sum(flight.most for flight in self.in_flight)
         self._reserve(ahead + most)
         running = self.slots.running
@@ -409,7 +410,7 @@ class Batch:
         slots = self.sizes.dispatched(running)
         flow, reads, generations = self.slots.flow(slots), self.page_tables.reads(slots), self.slots.generations[slots]
         # The number of running slots at which the dispatch ends.
-        if self.waiting or self.replies.are_asked_for or any(self.jobs):
+        if self.waiting or self._reply is not None or any(self.jobs):
             enough = len(running) - max(1, len(running) // REFILL)
         else:
             enough = max((width for width in self.sizes.widths if width < len(running)), default=0)
@@ -470,7 +471,7 @@ class Batch:
 
     def _preempt(self, slot: int) -> None:
         """Takes an episode out of its slot; it is the next to enter one, where all of its tokens are computed."""
-        self.waiting.appendleft(self.slots.suspend(slot))
+        self.waiting.appendleft(self.slots.suspend(slot, self.version))
         self.page_tables.release(slot)
 
     def _unqueue(self, slot: int) -> None:
@@ -486,17 +487,6 @@ class Batch:
                     self.leaders = {key: one for key, one in self.leaders.items() if one is not job}
                     if job.reads is not None:
                         self.page_tables.drop(self.page_tables.shard(slot), job.reads)
-
-    def _poll(self) -> None:
-        """Continues the requests whose environment has answered: the tokens of an answer are computed next."""
-        for slot, observation in self.replies.arrived():
-            episode = self.slots.episodes[slot]
-            assert episode is not None
-            new = None if observation is None else self.slots.observe(slot, np.asarray(observation, np.int32))
-            if new is None:
-                self._complete(slot, episode)
-            else:
-                self._observed(slot, episode, new)
 
     def _observed(self, slot: int, episode: Episode, new: np.ndarray) -> None:
         """Queues the tokens `[T]` of an observation, unless the slot has to make room for others."""

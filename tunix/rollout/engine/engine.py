@@ -25,16 +25,17 @@ from tunix.models.deltanet import PIECE_CHUNK
 from tunix.models.kernel_gates import reader_here
 from tunix.models.kv_cache import Weights, decode_specs, gains, is_top, magnified, unstack
 from tunix.models.model import Model, Params
+from tunix.protocols import Sampler
 from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Published
 from tunix.rollout.engine.page_tables import PageTables
 from tunix.rollout.engine.pieces import Piece, copies_of
 from tunix.rollout.engine.programs import Compiled, State, copy_pages, decode, initial_state, prefill
-from tunix.rollout.engine.request import Decode, Request, check_pictures, check_prompt
+from tunix.rollout.engine.request import Decode, check_pictures, check_prompt
 from tunix.rollout.engine.sampling import check
 from tunix.rollout.engine.shapes import AHEAD, AHEAD_ELSEWHERE, PAGE, Sizes, within
 from tunix.rollout.engine.slots import Slots
-from tunix.rollout.types import Pause, requests_of
-from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
+from tunix.rollout.types import Pause
+from tunix.types import Completion, OnDone, Reply, Request, Usage, Workload
 from tunix.util.exact import jit
 
 
@@ -59,7 +60,7 @@ class Call(NamedTuple):
 def warmup_calls(model: Model, weights: Weights, sizes: Sizes) -> Iterator[Call]:
     """Calls of all programs, in all shapes, that leave the state as it is."""
     nothing, page_tables = np.int32(0), PageTables(sizes)
-    slots = Slots(sizes.slots, sizes.length, sizes.guesses, turns=sizes.turns)
+    slots = Slots(sizes.slots, sizes.max_length, sizes.speculate, turns=sizes.turns)
     for width in sizes.widths:
         chosen = np.flatnonzero(np.arange(sizes.slots) % sizes.slots_of_shard < width // sizes.shards)
         flow = slots.flow(chosen)
@@ -71,24 +72,24 @@ def warmup_calls(model: Model, weights: Weights, sizes: Sizes) -> Iterator[Call]
     yield Call(copy_pages, (model,), (tuple(copies_of([[]] * sizes.shards) for _ in sizes.windows),))
 
 
-class Engine:
-    """Samples from the weights that were published last; a `protocols.Sampler` on this process's devices."""
+class Engine(Sampler):
+    """Samples from the weights that were published last, on this process's devices."""
 
     def __init__(
         self,
         model: Model,
         mesh: Mesh,
         *,
+        max_length: int,
         slots: int | None = None,
-        length: int,
-        cache: CacheType | None = None,
+        cache_dtype: CacheType | None = None,
+        speculate: int = 0,
         decode: Decode | None = None,
         moving: Collection[str] = (),
         piece: int = 2048,
         page: int = PAGE,
         steps: int = 32,
         ahead: int | None = None,
-        guesses: int = 0,
         room: float | None = None,
         bring: Callable[[str, jax.Array], jax.Array] | None = None,
     ):
@@ -97,66 +98,77 @@ class Engine:
         Args:
             model: what is sampled from.
             mesh: the devices.
+            max_length: tokens of prompt and completion at most.
             slots: requests that are answered at a time, rounded up to as many in each shard of the rows; None for as
                 many as there is room for.
-            length: tokens of prompt and completion at most.
-            cache: what keys and values are kept in; None for the model's dtype.
+            cache_dtype: what keys and values are kept in; None for the model's dtype.
+            speculate: draft tokens of each step, from what followed the same tokens before; fewer than 8 and `steps`.
+                They change nothing but the time.
             decode: token ids -> text, for stop strings.
             moving: names of tables that train along with an adapter, and so change with every `publish`.
             piece: tokens of prompts that each shard of the slots computes at a time; a power of two.
             page: tokens of a page of the cache; a power of two.
             steps: tokens that a slot samples in one dispatch at most.
             ahead: dispatches that are sent before the last one is read; None for what suits the platform.
-            guesses: next tokens that are guessed at each step, from what followed the same tokens before; fewer than 8
-                and `steps`. They change nothing but the time.
             room: bytes for keys and values on each device; None for as many as slots can ever need.
             bring: (name, published array) -> the array on these devices; None where they hold what is published.
 
         Raises:
             UserError: there is no room for one request, these devices have no use for such a cache, or the model has
-                states and cannot take guesses.
-            ValueError: a size is not positive, a piece or page is no power of two, guesses are too many, or a piece is
-                shorter than a convolution or a picture.
+                states and cannot take draft tokens.
+            ValueError: a size is not positive, a piece or page is no power of two, draft tokens are too many, or a
+                piece is shorter than a convolution or a picture.
         """
         if (
-            min(1 if slots is None else slots, length, piece, page, steps) < 1
+            min(1 if slots is None else slots, max_length, piece, page, steps) < 1
             or piece & (piece - 1)
             or page & (page - 1)
-            or not 0 <= guesses < min(SHORT, steps)
+            or not 0 <= speculate < min(SHORT, steps)
         ):
             raise ValueError(
-                f"sizes must be positive, piece and page powers of two, and guesses fewer than {SHORT} and steps, "
-                f"not slots={slots} length={length} piece={piece} page={page} steps={steps} guesses={guesses}"
+                f"sizes must be positive, piece and page powers of two, and speculate less than {SHORT} and steps, not "
+                f"{slots=} {max_length=} {piece=} {page=} {steps=} {speculate=}"
             )
         self.model, self.mesh, self.decode, self.moving = model, mesh, decode, moving
         self._bring = bring
-        windows = tuple(kind.window for kind in model.config.paged_kinds)
         if ahead is None:
             ahead = AHEAD.get(mesh.devices.flat[0].platform, AHEAD_ELSEWHERE)
-        cache = cache or model.dtype
-        specs = decode_specs(model.config, mesh, model.dtype, cache, page)
+        cache_dtype = cache_dtype or model.dtype
+        specs = decode_specs(model.config, mesh, model.dtype, cache_dtype, page)
         if reason := unsaved(specs):
             where = specs[0].platform
             raise UserError(
-                f"rollout.cache_dtype: {cache} saves nothing on these devices ({where}): {reason}. Leave it out"
+                f"rollout.cache_dtype: {cache_dtype} saves nothing on these devices ({where}): {reason}. Leave it out"
             )
-        read_by = reader_here(specs, mesh).name
         chunk, delta, vision = None, model.config.delta, model.config.vision
         if delta is not None:
             if piece < delta.taps:
                 raise ValueError(
                     f"a piece of {piece} tokens is shorter than the convolutions of {delta.taps} of the model"
                 )
-            if guesses:
+            if speculate:
                 raise UserError(
-                    f"rollout.speculate: guesses={guesses}: {model.config.family} has states, which cannot go back "
-                    "behind a wrong one; leave it out"
+                    f"rollout.speculate={speculate}: {model.config.family} has states, which cannot go back behind a "
+                    "wrong draft token; leave it out"
                 )
             chunk = min(PIECE_CHUNK, piece)
         if vision is not None and piece < vision.tokens:
             raise ValueError(f"a piece of {piece} tokens is shorter than a picture of {vision.tokens}")
         bare = Sizes(
-            0, length, piece, page, steps, ahead, guesses, windows, (), row_shards(mesh), cache, read_by, chunk, vision
+            slots=0,
+            max_length=max_length,
+            piece=piece,
+            page=page,
+            steps=steps,
+            ahead=ahead,
+            speculate=speculate,
+            windows=tuple(kind.window for kind in model.config.paged_kinds),
+            pages=(),
+            shards=row_shards(mesh),
+            cache_dtype=cache_dtype,
+            reader=reader_here(specs, mesh).name,
+            chunk=chunk,
+            vision=vision,
         )
         self.sizes = within(bare, model.config, mesh, slots, room)
         self.weights: Weights | None = None
@@ -179,11 +191,6 @@ class Engine:
     def slots(self) -> int:
         """Requests that are answered at a time."""
         return self.sizes.slots
-
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and completion at most."""
-        return self.sizes.length
 
     def publish(
         self, params: Mapping[str, Any], version: int, adapters: Mapping[str, LoadedAdapter] | None = None
@@ -237,10 +244,10 @@ class Engine:
         Raises:
             ValueError: no weights were loaded.
         """
-        self._warm = self.sizes.of_requests([work.length] * work.requests)
+        self._warm, published = self.sizes.of_requests([work.length] * work.requests), self.hold()
         with jax.set_mesh(self.mesh):
-            state = initial_state(self.sampled_model, self._warm)
-            calls = list(warmup_calls(self.sampled_model, self._loaded, self._warm))
+            state = initial_state(published.model, self._warm)
+            calls = list(warmup_calls(published.model, published.weights, self._warm))
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 mesh = jax.sharding.get_mesh()
                 for waiting in [pool.submit(compile_on, mesh, call.lowered(state)) for call in calls]:
@@ -248,59 +255,46 @@ class Engine:
             for call in calls:
                 state = call(state)
 
-    def sample(
-        self,
-        prompts: Sequence[np.ndarray],
-        n: int,
-        sampling: Sampling,
-        seed: int,
-        reply: Reply | None = None,
-        on_done: OnDone | None = None,
-        begun: Sequence[Begun] | None = None,
-        pause: Pause | None = None,
-        held: Published | None = None,
-    ) -> list[list[Completion]]:
-        """`n` completions for each prompt; see `protocols.SamplingClient.sample`, and `run`.
-
-        Raises:
-            UserError: a sampling setting or a prompt is invalid.
-        """
-        requests = [
-            Request(prompt, sampling, x.seed, x.index, so_far=x.so_far, pictures=x.pictures)
-            for prompt, x in requests_of(prompts, n, seed, begun)
-        ]
-        completions = self.run(requests, reply, on_done=on_done, pause=pause, held=held)
-        return [completions[i : i + n] for i in range(0, len(completions), n)]
-
     def run(
         self,
         requests: Sequence[Request],
         reply: Reply | None = None,
-        on_tokens: OnTokens | None = None,
         on_done: OnDone | None = None,
         pause: Pause | None = None,
         held: Published | None = None,
+        on_tokens: OnTokens | None = None,
     ) -> list[Completion]:
         """Completes each request; the completions are in the order of the requests. One call at a time does so.
 
         Args:
             reply: (index of the request, completion so far) -> an observation to continue with, or None.
-            on_tokens: receives new tokens while the requests run.
             on_done: receives completions while others run; see `types.OnDone`.
             pause: whether all requests are paused where they are, instead of the next dispatch.
             held: the weights, from `hold`; None for those that were published last.
+            on_tokens: receives new tokens while the requests run.
 
         Raises:
             UserError: a sampling setting or a prompt is invalid.
             ValueError: no weights were loaded.
         """
+        vocab = self.model.config.vocab_size
         for number, request in enumerate(requests):
-            self._check(number, request)
+            check(request.sampling, vocab)
+            if request.adapter is not None and request.adapter not in self.adapters:
+                there = f"there are {', '.join(self.adapters)}" if self.adapters else "none was loaded"
+                raise UserError(f"request {number} asks for the adapter {request.adapter!r}: {there}")
+            if request.sampling.stop_strings and self.decode is None:
+                raise UserError(
+                    f"sampling: stop_strings is {request.sampling.stop_strings!r}, but the engine was built without a "
+                    "tokenizer's decode; use stop_ids, or give it one"
+                )
+            check_prompt(number, request.prompt, self.sizes.max_length, vocab)
+            check_pictures(number, request.prompt, request.pictures, self.model.config.vision)
         published = held or self.hold()
         if not requests:
             return []
         # An environment's answers may take all that is left.
-        most = [self.length if reply else len(x.prompt) + x.sampling.max_tokens for x in requests]
+        most = [self.sizes.max_length if reply else len(x.prompt) + x.sampling.max_tokens for x in requests]
         sizes = self.sizes.of_requests(most)
         if self._warm is not None and self._warm.covers(sizes):  # compiled in advance, however few the requests
             sizes = self._warm
@@ -322,18 +316,10 @@ class Engine:
             ValueError: no weights were loaded.
         """
         with self._lock:
-            return Published(self.sampled_model, self._loaded, self.version, self.adapters)
-
-    @property
-    def sampled_model(self) -> Model:
-        """The model that is sampled from, with the adapters that are loaded with it."""
-        return self.model if self._mixture is None else self._mixture.model
-
-    @property
-    def _loaded(self) -> Weights:
-        if self.weights is None:
-            raise ValueError("the engine has no weights: publish() them before sampling")
-        return self.weights
+            if self.weights is None:
+                raise ValueError("the engine has no weights: publish() them before sampling")
+            model = self.model if self._mixture is None else self._mixture.model
+            return Published(model, self.weights, self.version, self.adapters)
 
     def _copy(self, base: Params, *, frozen: bool) -> Weights:
         """A copy of the base; where it is frozen, tables that have the right dtype are shared instead."""
@@ -348,21 +334,6 @@ class Engine:
         shared = {name: x for name, x in right.items() if x.sharding.is_equivalent_to(read_at[name], x.ndim)}
         views = _unstack(self.model, {name: x for name, x in base.items() if name not in shared})
         return views._replace(top={**views.top, **shared})
-
-    def _check(self, number: int, request: Request) -> None:
-        """Refuses a request that cannot be answered."""
-        vocab = self.model.config.vocab_size
-        check(request.sampling, vocab)
-        if request.adapter is not None and request.adapter not in self.adapters:
-            there = f"there are {', '.join(self.adapters)}" if self.adapters else "none was loaded"
-            raise UserError(f"request {number} asks for the adapter {request.adapter!r}: {there}")
-        if request.sampling.stop_strings and self.decode is None:
-            raise UserError(
-                f"sampling: stop_strings is {request.sampling.stop_strings!r}, but the engine was built without a "
-                "tokenizer's decode; use stop_ids, or give it one"
-            )
-        check_prompt(number, request.prompt, self.length, vocab)
-        check_pictures(number, request.prompt, request.pictures, self.model.config.vision)
 
 
 _unstack = jit(unstack, static_argnames="model")

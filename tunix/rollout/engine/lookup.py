@@ -60,19 +60,19 @@ def _hash(grams: jax.Array | np.ndarray, size: int) -> jax.Array | np.ndarray:
 class DraftCaches:
     """The draft caches as the host writes them."""
 
-    def __init__(self, slots: int, length: int, guesses: int):
+    def __init__(self, slots: int, max_length: int, speculate: int):
         """Empty ones, one for each slot at most.
 
         Args:
             slots: of the engine.
-            length: tokens of prompt and completion at most.
-            guesses: Gs, e.g. 4.
+            max_length: tokens of prompt and completion at most.
+            speculate: Gs, e.g. 4.
         """
-        size = min(LARGEST, 1 << max(4, (2 * length - 1).bit_length()))
-        self._entries = np.full((slots, size, guesses), NO_TOKEN, np.int32)
+        size = min(LARGEST, 1 << max(4, (2 * max_length - 1).bit_length()))
+        self._entries = np.full((slots, size, speculate), NO_TOKEN, np.int32)
         self._of_slot = np.zeros(slots, np.int32)
         # Tokens whose continuation is not complete, and the n-gram before them.
-        self._tail = np.full((slots, GRAM - 1 + guesses), NO_TOKEN, np.int32)
+        self._tail = np.full((slots, GRAM - 1 + speculate), NO_TOKEN, np.int32)
         self._keys: dict[int, tuple] = {}
         self._cache: dict[tuple, int] = {}
         self._free = list(range(slots))[::-1]
@@ -106,11 +106,11 @@ class DraftCaches:
             tokens: `[Sl T]`.
             counts: `[Sl]` how many of them there are; the rest means nothing.
         """
-        guesses, width = self._entries.shape[2], self._tail.shape[1]
+        speculate, width = self._entries.shape[2], self._tail.shape[1]
         # Right behind each other, from the left; what is behind a slot's last token is NO_TOKEN.
         known = np.where(np.arange(tokens.shape[1]) < counts[:, None], tokens, NO_TOKEN)
-        every = np.concatenate([self._tail[slots], known, np.full((len(slots), guesses), NO_TOKEN)], axis=1)
-        windows = np.lib.stride_tricks.sliding_window_view(every, GRAM + guesses, axis=1)
+        every = np.concatenate([self._tail[slots], known, np.full((len(slots), speculate), NO_TOKEN)], axis=1)
+        windows = np.lib.stride_tricks.sliding_window_view(every, GRAM + speculate, axis=1)
         grams, after = windows[..., :GRAM], windows[..., GRAM:]
         row, at = np.nonzero(np.all(grams >= 0, axis=-1) & (after[..., 0] >= 0))
         places = _hash(grams[row, at].astype(np.uint32), self._entries.shape[1])

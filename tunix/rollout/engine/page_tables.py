@@ -126,7 +126,7 @@ class PageTables:
         Where a dispatch gathers the pages of its slots, all slots hold no more than there are, shared ones included.
         """
         pools = [(len(pools[shard].free), self._left(kind, shard)) for kind, pools, _ in self._kinds[False]]
-        return min((min(both) for both in pools), default=self.sizes.slots * self.sizes.length)
+        return min((min(both) for both in pools), default=self.sizes.slots * self.sizes.max_length)
 
     def fits(self, shard: int, tokens: int, spare: int, *, shared: bool) -> bool:
         """Whether a shard has pages for another sequence of so many tokens, and some to spare.

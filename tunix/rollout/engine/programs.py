@@ -168,7 +168,7 @@ def initial_state(model: Model, sizes: Sizes) -> State:
     nothing = Progress(*(constrain(jnp.zeros(sizes.slots, jnp.int32), "rows") for _ in Progress._fields))
     layout = BY_NAME[sizes.reader].layout
     recent = constrain(jnp.full((sizes.slots, GRAM - 1), NO_TOKEN), "rows", None)
-    caches = empty(model.config, numbers, sizes.page, sizes.cache, layout, slots=sizes.slots, dtype=model.dtype)
+    caches = empty(model.config, numbers, sizes.page, sizes.cache_dtype, layout, slots=sizes.slots, dtype=model.dtype)
     return State(caches, hidden, nothing, recent)
 
 

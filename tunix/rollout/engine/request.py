@@ -7,40 +7,21 @@ sampled after it are dropped.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
 from tunix.errors import UserError
 from tunix.models.config import VisionConfig
 from tunix.rollout.engine.experts import Known, Recorded, of_sequence
-from tunix.types import Completion, Pictures, Sampling
+from tunix.types import Completion, Pictures, Request
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text."""
+Finish = Literal["stop", "length", "paused"]
 SPARE = 8
 """Tokens by which the tail of a text is longer than a stop string has bytes: characters of several tokens, and the
 spaces that a tokenizer takes off the first one."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt to complete once."""
-
-    prompt: np.ndarray
-    """`[T]` token ids, at least one."""
-    sampling: Sampling
-    """How its tokens are sampled."""
-    seed: int
-    """A token's random numbers depend on (seed, index, token index) alone."""
-    index: int = 0
-    """Number of the request among those of one seed."""
-    adapter: str | None = None
-    """Name of the loaded adapter that answers; None for the weights alone."""
-    so_far: Completion | None = None
-    """The paused completion that is continued; None for a new one."""
-    pictures: Pictures | None = None
-    """The prompt's; None without any. Requests share a prompt's pages where they have the same object."""
 
 
 def prompt_key(request: Request) -> tuple:
@@ -146,35 +127,6 @@ class StopText:
         return any(string in text for string in self._strings)
 
 
-class Suspended(NamedTuple):
-    """What a request has before it enters a slot: nothing yet, or all that it sampled before it had to leave one."""
-
-    tokens: np.ndarray
-    """`[T]` after the prompt, sampled and observed."""
-    logprobs: np.ndarray
-    """`[T]`."""
-    drawn: int
-    """How many of them were sampled."""
-    left: int
-    """Tokens that may still be sampled."""
-    experts: np.ndarray | None = None
-    """`[T L k]` that each of them used; None where nothing is known."""
-
-    @classmethod
-    def start(cls, request: Request, length: int) -> "Suspended":
-        """A request that has nothing yet, with so many tokens for its prompt and completion."""
-        left = min(request.sampling.max_tokens, length - len(request.prompt))
-        return cls(np.zeros(0, np.int32), np.zeros(0, np.float32), 0, left)
-
-    @classmethod
-    def again(cls, request: Request, so_far: Completion, length: int) -> "Suspended":
-        """A request that another call has paused."""
-        drawn = int(so_far.drawn.sum())
-        left = min(request.sampling.max_tokens - drawn, length - len(request.prompt) - len(so_far.tokens))
-        experts = None if so_far.experts is None else so_far.experts[len(request.prompt) :]
-        return cls(so_far.tokens, so_far.logprobs, drawn, left, experts)
-
-
 @dataclass
 class Episode:
     """A request that is being answered; its tokens are in its slot."""
@@ -192,8 +144,8 @@ class Episode:
     """Start and end of each turn among the tokens after the prompt; the end of the last one is 0 while it goes on."""
     prompt_logprobs: np.ndarray | None = None
     """`[T]` log-probs of the prompt's tokens; None where the request does not want them."""
-    suspended: Suspended | None = None
-    """What it had when it left a slot to others; None where it never had to, or is in a slot again."""
+    so_far: Completion | None = None
+    """What it had when it was preempted, or another call sampled; None where that is nothing, or it is in a slot."""
     ended: Literal["stop", "length"] | None = None
     """Why the current turn has ended; None while it goes on."""
     versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -202,11 +154,11 @@ class Episode:
     """What pieces tell about the experts of the prompt and of observations."""
 
     @classmethod
-    def of(cls, request: Request, number: int, stop_text: StopText | None, adapter: int, length: int) -> "Episode":
-        """A request's episode at its beginning, or where another call has paused it; for `length` see `Suspended`."""
+    def of(cls, request: Request, number: int, stop_text: StopText | None, adapter: int) -> "Episode":
+        """A request's episode at its beginning, or where another call has paused it."""
         episode, before = cls(request, number, stop_text, adapter), request.so_far
         if before is not None and len(before.tokens):
-            episode.suspended, episode.versions = Suspended.again(request, before, length), before.versions
+            episode.so_far, episode.versions = before, before.versions
             episode.turns = [*before.turns[:-1], (before.turns[-1][0], 0)]
             episode.prompt_logprobs = before.prompt_logprobs
             episode.top = [] if before.top is None else [before.top]
@@ -225,19 +177,8 @@ class Episode:
         if n := self.request.sampling.top_logprobs:
             self.top.append((ids[:, :n].copy(), logprobs[:, :n].copy()))
 
-    def paused(self, version: int) -> Completion:
-        """The completion so far of an episode that is in no slot, to be continued by another call."""
-        suspended = self.suspended or Suspended.start(self.request, len(self.request.prompt))
-        self.turns[-1] = (self.turns[-1][0], len(suspended.tokens))
-        return self.completion(suspended.tokens, suspended.logprobs, version, "paused", suspended.experts)
-
     def completion(
-        self,
-        tokens: np.ndarray,
-        logprobs: np.ndarray,
-        version: int,
-        finish: Literal["stop", "length", "paused"],
-        experts: np.ndarray | None,
+        self, tokens: np.ndarray, logprobs: np.ndarray, version: int, finish: Finish, experts: np.ndarray | None
     ) -> Completion:
         """The completion so far.
 
@@ -259,7 +200,7 @@ class Episode:
             finish=finish,
             versions=np.append(self.versions, np.full(len(tokens) - len(self.versions), version, np.int32)),
             sampling=self.request.sampling,
-            turns=tuple(self.turns),
+            turns=(*self.turns[:-1], (self.turns[-1][0], len(tokens))),
             top=top,
             prompt_logprobs=self.prompt_logprobs,
             experts=of_sequence(len(self.request.prompt), experts, self.experts),

@@ -64,7 +64,7 @@ class Sizes:
 
     slots: int
     """Requests that are answered at a time; the shards divide them."""
-    length: int
+    max_length: int
     """Tokens of prompt and completion at most."""
     piece: int
     """Tokens that a shard computes of prompts at a time, at most, e.g. 2048; a power of two."""
@@ -74,15 +74,15 @@ class Sizes:
     """St: tokens that a slot samples in one dispatch at most."""
     ahead: int
     """Dispatches that are sent before the last one is read, e.g. 1."""
-    guesses: int
-    """Next tokens that are guessed at each step, to be checked in one pass (`lookup.py`); 0 for none."""
+    speculate: int
+    """Draft tokens of each step, which are checked in one pass (`lookup.py`); 0 for none."""
     windows: tuple[int | None, ...]
     """Window of each kind of layer; None where it sees everything."""
     pages: tuple[int, ...]
     """Pages of each kind of layer, in each shard."""
     shards: int
     """Into how many shards the slots are split: each has its own pages, and computes its own pieces."""
-    cache: CacheType
+    cache_dtype: CacheType
     """What keys and values are kept in."""
     reader: str = "gathered"
     """Who reads pages while slots decode (`models/attention/decoding.py`)."""
@@ -94,7 +94,7 @@ class Sizes:
     def of_requests(self, tokens: Sequence[int]) -> "Sizes":
         """The shapes for requests that take so many tokens each: fewer slots and pages where they need no more."""
         slots = self.width(min(-(-len(tokens) // self.shards), self.slots_of_shard)) // self.shards
-        longest = sorted((min(number, self.length) for number in tokens), reverse=True)[:slots]
+        longest = sorted((min(number, self.max_length) for number in tokens), reverse=True)[:slots]
         # One more for each: a slot may want the next page early, and prompts are kept for requests that come later.
         need, most = sum(-(-number // self.page) + 1 for number in longest), self.most_pages(slots)
 
@@ -196,13 +196,13 @@ class Sizes:
         Those of everything, or of the window before a dispatch, and of all tokens that may be sampled before one is
         read.
         """
-        whole, window = -(-self.length // self.page), self.windows[kind]
+        whole, window = -(-self.max_length // self.page), self.windows[kind]
         most = (1 + self.ahead) * self.steps
         return whole if window is None else min(whole, -(-(window + most) // self.page) + 1)
 
     def visits(self, piece: int, kind: int) -> int:
         """Vi for a piece: each of its blocks may see all pages of one sequence."""
-        return piece // block_of(piece) * min(-(-self.length // self.page), self.columns(kind) + 1)
+        return piece // block_of(piece) * min(-(-self.max_length // self.page), self.columns(kind) + 1)
 
 
 MOST_SLOTS = 1024
@@ -222,7 +222,7 @@ class NoRoom(UserError):
 
 def page_bytes(config: DecoderConfig, mesh: Mesh, sizes: Sizes) -> tuple[int, ...]:
     """Bytes of a page (Pt) in all layers of each kind with pages, on each device."""
-    number, scale = jnp.dtype(STORED[sizes.cache]).itemsize, SCALE_BYTES if sizes.cache == "int8" else 0
+    number, scale = jnp.dtype(STORED[sizes.cache_dtype]).itemsize, SCALE_BYTES if sizes.cache_dtype == "int8" else 0
 
     def layer(kind: LayerKind) -> int:
         return 2 * _heads(kind, mesh) * sizes.page * (kind.head_dim * number + scale)
@@ -286,7 +286,7 @@ def within(sizes: Sizes, config: DecoderConfig, mesh: Mesh, slots: int | None, r
         need = taken + longest
         raise NoRoom(
             f"rollout.memory: {max(room, 0) / 1e9:.3g} GB are left for keys and values on each device, and one request "
-            f"of {sizes.length} tokens beside {slots} slot(s) takes {need / 1e9:.3g} GB; allow more memory, fewer "
+            f"of {sizes.max_length} tokens beside {slots} slot(s) takes {need / 1e9:.3g} GB; allow more memory, fewer "
             "rollout.slots, a larger rollout.mesh.tensor or a shorter data.max_length",
             float(need),
         )

@@ -12,7 +12,7 @@ import numpy as np
 from tunix.rollout.engine.experts import UNKNOWN
 from tunix.rollout.engine.lookup import DraftCaches
 from tunix.rollout.engine.programs import Flow, Progress
-from tunix.rollout.engine.request import Episode, Suspended
+from tunix.rollout.engine.request import Episode, Finish
 from tunix.rollout.engine.sampling import MOST_STOPS, Draw, Transform
 from tunix.types import Completion, Sampling
 
@@ -21,20 +21,25 @@ class Slots:
     """Slots, each of which is idle or has an episode."""
 
     def __init__(
-        self, number: int, length: int, guesses: int = 0, routed: tuple[int, int] | None = None, turns: bool = False
+        self,
+        number: int,
+        max_length: int,
+        speculate: int = 0,
+        routed: tuple[int, int] | None = None,
+        turns: bool = False,
     ):
         """Idle slots.
 
         Args:
             number: of slots.
-            length: tokens of prompt and completion at most.
-            guesses: next tokens that are guessed at each step (`lookup.py`); 0 for none.
+            max_length: tokens of prompt and completion at most.
+            speculate: draft tokens of each step (`lookup.py`); 0 for none.
             routed: layers with experts and experts of a token (L, k); None where no layer has several.
             turns: whether rope turns tokens after a picture to other places than theirs.
         """
-        self._drafts = DraftCaches(number, length, guesses) if guesses else None
+        self._drafts = DraftCaches(number, max_length, speculate) if speculate else None
         self.episodes: list[Episode | None] = [None] * number
-        self._length = length
+        self._length = max_length
         held, left, drawn, request, adapter = np.zeros((5, number), np.int32)
         seeds, stops = np.zeros((number, 2), np.uint32), np.full((number, MOST_STOPS), -1, np.int32)
         settings, every = Transform.of([Sampling()] * number), np.arange(number, dtype=np.int32)
@@ -42,9 +47,9 @@ class Slots:
         turned = np.zeros(number, np.int32) if turns else None
         self._flow = Flow(every, Progress(held, left, drawn), fresh, seeds, request, adapter, stops, settings, turned)
         # Memory that nothing is written to is never taken.
-        self._tokens = np.empty((number, length), np.int32)
-        self._logprobs = np.empty((number, length), np.float32)
-        self._experts = None if routed is None else np.empty((number, length, *routed), np.int16)
+        self._tokens = np.empty((number, max_length), np.int32)
+        self._logprobs = np.empty((number, max_length), np.float32)
+        self._experts = None if routed is None else np.empty((number, max_length, *routed), np.int16)
         self._written, self._before = np.zeros((2, number), np.int32)
         self._looked_at, self._waits, self._taken, self.beyond = np.zeros((4, number), bool)
         """`beyond`: the devices have gone on behind the end of a turn, as they could not know of a stop string."""
@@ -88,11 +93,6 @@ class Slots:
         """`[Sl]` a number of each slot's generation, a copy: what was sampled in an earlier one is dropped."""
         return self._generations.copy()
 
-    @property
-    def cut_by_text(self) -> bool:
-        """Whether an episode has stop strings."""
-        return any(episode is not None and episode.stop_text is not None for episode in self.episodes)
-
     def flow(self, slots: np.ndarray) -> Flow:
         """What a dispatch of these slots reads, which is sent now: copies, which stay as they are while it runs."""
         flow = jax.tree.map(lambda x: x[slots], self._flow)
@@ -105,22 +105,23 @@ class Slots:
     def admit(self, slot: int, episode: Episode) -> np.ndarray:
         """Puts an episode into an idle slot, which waits for its tokens to be computed; returns these tokens."""
         request, flow, progress = episode.request, self._flow, self._flow.progress
-        sampling, suspended = request.sampling, episode.suspended or Suspended.start(request, self._length)
-        prompt, number = np.asarray(request.prompt, np.int32), len(suspended.tokens)
-        self.episodes[slot], episode.suspended = episode, None
-        self._written[slot] = self._before[slot] = number
-        self._tokens[slot, :number], self._logprobs[slot, :number] = suspended.tokens, suspended.logprobs
-        if self._experts is not None:
-            self._experts[slot, :number] = UNKNOWN if suspended.experts is None else suspended.experts
+        sampling, tokens, drawn, so_far = request.sampling, np.asarray(request.prompt, np.int32), 0, episode.so_far
+        prompt, self.episodes[slot], episode.so_far = len(tokens), episode, None
+        if so_far is not None:
+            tokens, drawn, number = np.concatenate([tokens, so_far.tokens]), int(so_far.drawn.sum()), len(so_far.tokens)
+            self._tokens[slot, :number], self._logprobs[slot, :number] = so_far.tokens, so_far.logprobs
+            if self._experts is not None:
+                self._experts[slot, :number] = UNKNOWN if so_far.experts is None else so_far.experts[prompt:]
+        self._written[slot] = self._before[slot] = len(tokens) - prompt
         self._looked_at[slot] = episode.stop_text is not None or sampling.top_logprobs > 0
         self.beyond[slot] = False
-        progress.held[slot], progress.drawn[slot] = len(prompt) + number, suspended.drawn
-        progress.left[slot] = suspended.left
+        progress.held[slot], progress.drawn[slot] = len(tokens), drawn
+        progress.left[slot] = min(sampling.max_tokens - drawn, self._length - len(tokens))
         flow.seeds[slot] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
         flow.request[slot], flow.adapter[slot] = request.index, episode.adapter
         if flow.turned is not None:
             rope = None if request.pictures is None else request.pictures.rope
-            flow.turned[slot] = 0 if rope is None else np.max(rope[-1]) - (len(prompt) - 1)
+            flow.turned[slot] = 0 if rope is None else np.max(rope[-1]) - (prompt - 1)
         flow.stops[slot] = -1
         flow.stops[slot, : len(sampling.stop_ids)] = sampling.stop_ids
         if sampling != self._settings[0]:  # most requests of a batch have the same
@@ -130,26 +131,19 @@ class Slots:
         self._order[slot], self._taken[slot] = self._entered, True
         self._entered += 1
         self._begin(slot)
-        tokens = np.concatenate([prompt, suspended.tokens])
         if self._drafts is not None:
-            self._drafts.open(slot, (prompt.tobytes(), episode.adapter), tokens)
+            self._drafts.open(slot, (tokens[:prompt].tobytes(), episode.adapter), tokens)
         return tokens
 
     def start(self, slot: int) -> None:
         """A slot's tokens have been computed, or will have been before it is decoded."""
         self._waits[slot] = False
 
-    def suspend(self, slot: int) -> Episode:
-        """Takes an episode out of its slot, to be continued in another."""
-        episode, number, progress = self.episodes[slot], self._written[slot], self._flow.progress
+    def suspend(self, slot: int, version: int) -> Episode:
+        """Takes an episode out of its slot, to be continued in another or by another call."""
+        episode = self.episodes[slot]
         assert episode is not None
-        episode.suspended = Suspended(
-            self._tokens[slot, :number].copy(),
-            self._logprobs[slot, :number].copy(),
-            int(progress.drawn[slot]),
-            int(progress.left[slot]),
-            self._experts_of(slot),
-        )
+        episode.so_far = self.completion(slot, version, "paused")
         self.release(slot)
         return episode
 
@@ -238,17 +232,15 @@ class Slots:
             self._drafts.write(np.array([slot]), observation[None], np.array([len(observation)]))
         return self._tokens[slot, start - 1 : end].copy()
 
-    def completion(self, slot: int, version: int) -> Completion:
-        """The completion so far, whose current turn has ended."""
+    def completion(self, slot: int, version: int, finish: Finish | None = None) -> Completion:
+        """The completion so far; without a `finish` its current turn has ended."""
         episode, number = self.episodes[slot], int(self._written[slot])
         assert episode is not None
-        assert episode.ended is not None
+        finish = finish or episode.ended
+        assert finish is not None
         tokens, logprobs = self._tokens[slot, :number].copy(), self._logprobs[slot, :number].copy()
-        return episode.completion(tokens, logprobs, version, episode.ended, self._experts_of(slot))
-
-    def _experts_of(self, slot: int) -> np.ndarray | None:
-        """`[T L k]` the experts of a slot's tokens after the prompt; None for a model without."""
-        return None if self._experts is None else self._experts[slot, : self._written[slot]].copy()
+        experts = None if self._experts is None else self._experts[slot, :number].copy()
+        return episode.completion(tokens, logprobs, version, finish, experts)
 
     def _look(self, slot: int, row: int, draws: Draw) -> bool:
         """Drops what was sampled behind a stop string, and keeps alternatives; whether there was a stop string.

@@ -6,7 +6,7 @@
 
 The sampled tokens are what counts; `action` is their text. An observation is encoded alone and appended to them, so
 that a trajectory is extended and never tokenized again. `Episode` is one completion's state, `Episodes` a whole
-batch's, whose `reply` is called by `protocols.SamplingClient.sample` between the turns. Prompts and observations are
+batch's, whose `reply` is called by `protocols.SamplingClient.run` between the turns. Prompts and observations are
 rendered from any of three forms: texts, messages, token ids. In a run the environment of an episode lives in a worker
 (`remote.py`), and only what is said between it and the model passes here. Loads without jax.
 

@@ -221,17 +221,17 @@ class EnvironmentWorker:
 
 
 class RemoteEnvironment(Environment):
-    """An environment that lives in a worker; of each, `EnvironmentPool` makes a class with its name."""
+    """An environment that lives in a worker; of each, `Player` makes a class with its name."""
 
-    def __init__(self, pool: "EnvironmentPool", worker: EnvironmentWorker, number: int) -> None:
+    def __init__(self, player: "Player", worker: EnvironmentWorker, number: int) -> None:
         """Calls nothing yet.
 
         Args:
-            pool: does not end before its episodes.
+            player: does not end before its episodes.
             worker: where it lives.
             number: of the episode, unlike that of any other in the worker.
         """
-        self._pool, self._worker, self._number, self._process = pool, worker, number, 0
+        self._player, self._worker, self._number, self._process = player, worker, number, 0
         self._history: list[tuple[dict[str, Any], Answer]] = []
         """Requests and answers so far."""
         weakref.finalize(self, worker.forget, number).atexit = False
@@ -258,7 +258,9 @@ class RemoteEnvironment(Environment):
             answer = self._answer(request)
         if "advice" in answer:
             raise UserError(answer["advice"])
-        return read(_unless_failed(answer)["observation"])
+        if "failure" in answer:
+            raise EpisodeError(answer["failure"])
+        return read(answer["observation"])
 
     def step(self, action: str, tokens: np.ndarray) -> Step:
         """The environment's answer to a turn.
@@ -266,7 +268,9 @@ class RemoteEnvironment(Environment):
         Raises:
             EpisodeError: it failed, and how.
         """
-        answer = _unless_failed(self._answer({"action": action, "tokens": coded(tokens)}))
+        answer = self._answer({"action": action, "tokens": coded(tokens)})
+        if "failure" in answer:
+            raise EpisodeError(answer["failure"])
         observation = answer["observation"]
         return Step(None if observation is None else read(observation), answer["reward"], answer["done"])
 
@@ -293,25 +297,28 @@ class RemoteEnvironment(Environment):
         return answer
 
 
-class EnvironmentPool:
-    """The workers of an environment; episodes are dealt out in turn."""
+def _close(workers: Sequence[EnvironmentWorker]) -> None:
+    for worker in workers:
+        worker.close()
 
-    def __init__(self, make: EnvironmentMaker, deadline: float = 10.0, workers: int | None = None) -> None:
-        """Makes a first environment in a worker; the others start with their first episodes.
 
-        Args:
-            make: the environment.
-            deadline: seconds of a call.
-            workers: their number; None takes the number of cores, at most 8.
+class Player:
+    """Starts the episodes of an environment, each in the next of its workers."""
+
+    def __init__(
+        self, config: EnvironmentConfig, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any] | None = None
+    ):
+        """Loads the environment's class, and makes one in a worker; the others start with their first episodes.
 
         Raises:
-            UserError: a worker cannot import the class, or the constructor fails.
+            UserError: see `read_environment`; or a worker cannot import the class, or the constructor fails.
         """
-        count = workers or min(8, os.cpu_count() or 1)
-        self._workers = [EnvironmentWorker(make, deadline) for _ in range(count)]
+        make, count = read_environment(config), config.workers or min(8, os.cpu_count() or 1)
+        self._turns, self._tokenizer, self._template_kwargs = config.turns, tokenizer, template_kwargs or {}
+        self._workers = [EnvironmentWorker(make, config.deadline) for _ in range(count)]
         self._numbers = itertools.count()
         self.close = weakref.finalize(self, _close, self._workers)
-        """Ends all workers; so does the end of this object."""
+        """Ends the workers, as the end of this object does; episodes that have not ended are lost."""
         name, first = make.kind.__name__, self._workers[0]
         try:
             try:
@@ -325,65 +332,27 @@ class EnvironmentPool:
         except BaseException:
             self.close()
             raise
-        facts = {"scores": answer["scores"], "stop_strings": tuple(answer["stop_strings"])}
-        self.kind: type[RemoteEnvironment] = type(name, (RemoteEnvironment,), facts)
+        self.scores = bool(answer["scores"])
+        """Whether the environment gives rewards."""
+        self.stop_strings: tuple[str, ...] = tuple(answer["stop_strings"])
+        """Texts that end a turn."""
+        facts = {"scores": self.scores, "stop_strings": self.stop_strings}
+        self._kind: type[RemoteEnvironment] = type(name, (RemoteEnvironment,), facts)
         """Stands for the environment's class: has its name and its class variables."""
 
-    def __len__(self) -> int:
-        """How many can be called at a time."""
-        return len(self._workers)
-
-    def make(self) -> RemoteEnvironment:
-        """A new environment, in the next worker."""
-        number = next(self._numbers)
-        return self.kind(self, self._workers[number % len(self._workers)], number)
-
-
-def _close(workers: Sequence[EnvironmentWorker]) -> None:
-    for worker in workers:
-        worker.close()
-
-
-def _unless_failed(answer: Answer) -> Answer:
-    if "failure" in answer:
-        raise EpisodeError(answer["failure"])
-    return answer
-
-
-class Player:
-    """Starts the episodes of an environment."""
-
-    def __init__(
-        self, config: EnvironmentConfig, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any] | None = None
-    ):
-        """Loads the environment's class, and makes one in a worker.
-
-        Raises:
-            UserError: see `read_environment` and `EnvironmentPool`.
-        """
-        self._pool = EnvironmentPool(read_environment(config), config.deadline, config.workers)
-        self._turns, self._tokenizer, self._template_kwargs = config.turns, tokenizer, template_kwargs or {}
-        self.scores: bool = self._pool.kind.scores
-        """Whether the environment gives rewards."""
-        self.stop_strings: tuple[str, ...] = self._pool.kind.stop_strings
-        """Texts that end a turn."""
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]], seed: int, numbers: Sequence[int] | None = None) -> Episodes:
+    def __call__(self, rows: Sequence[Row], seed: int, numbers: Sequence[int] | None = None) -> Episodes:
         """Starts an episode for each row; random numbers follow from the seed and these numbers, or the places.
 
         Raises:
             UserError: an environment does not start.
         """
-        numbered = list(zip(range(len(rows)) if numbers is None else numbers, rows, strict=True))
-        made = [self._pool.make() for _ in numbered]
+        numbers, together = range(len(rows)) if numbers is None else numbers, len(self._workers)
+        places = [next(self._numbers) for _ in rows]
+        made = [self._kind(self, self._workers[place % together], place) for place in places]
 
-        def start(environment: Any, of: tuple[int, Mapping[str, Any]]) -> Episode:
-            rng = np.random.default_rng([seed, of[0]])
-            return Episode(environment, of[1], rng, self._tokenizer, self._turns, self._template_kwargs)
+        def start(environment: RemoteEnvironment, number: int, row: Row) -> Episode:
+            rng = np.random.default_rng([seed, number])
+            return Episode(environment, row, rng, self._tokenizer, self._turns, self._template_kwargs)
 
-        with ThreadPoolExecutor(len(self._pool), thread_name_prefix="environment") as threads:
-            return Episodes(list(threads.map(start, made, numbered)), len(self._pool))
-
-    def close(self) -> None:
-        """Ends the workers; episodes that have not ended are lost."""
-        self._pool.close()
+        with ThreadPoolExecutor(together, thread_name_prefix="environment") as threads:
+            return Episodes(list(threads.map(start, made, numbers, rows)), together)

@@ -117,22 +117,19 @@ class Reward:
                 arguments |= {argument: name for argument, name in self.columns.items() if name in present}
             elif column in present:
                 arguments[parameter.name] = column
+            elif parameter.name in (*LOGS, *ABSENT) and parameter.default is parameter.empty:
+                raise UserError(
+                    f"the reward {self.name} wants {parameter.name}, which TRL gives to its reward functions: if it is "
+                    "one of those, say `style: trl`"
+                )
             elif parameter.default is parameter.empty:
-                raise UserError(self._missing(parameter.name, column, present))
+                raise UserError(
+                    f"the reward {self.name} wants the column {column!r}; there are "
+                    f"{', '.join(map(repr, present)) or 'none'}.{nearest(column, present)} Name yours in its "
+                    f"`columns`, as in {{{parameter.name}: their_name}}, or give one value for all rows in its "
+                    "`options`"
+                )
         return arguments
-
-    def _missing(self, argument: str, column: str, present: Sequence[str]) -> str:
-        """The message for a missing column."""
-        if argument in (*LOGS, *ABSENT):
-            return (
-                f"the reward {self.name} wants {argument}, which TRL gives to its reward functions: if it is one of "
-                "those, say `style: trl`"
-            )
-        return (
-            f"the reward {self.name} wants the column {column!r}; there are {', '.join(map(repr, present)) or 'none'}."
-            f"{nearest(column, present)} Name yours in its `columns`, as in {{{argument}: their_name}}, "
-            "or give one value for all rows in its `options`"
-        )
 
 
 def read_reward(spec: RewardFunction | Reward | Callable[..., Any], deadline: float) -> Reward:
@@ -148,47 +145,29 @@ def read_reward(spec: RewardFunction | Reward | Callable[..., Any], deadline: fl
     if isinstance(spec, Reward):
         reward = spec
     elif isinstance(spec, RewardFunction):
-        reward = _named(spec, deadline)
+        modules: tuple[str, ...] = ()
+        if spec.name in SHIPPED:
+            shipped = SHIPPED[spec.name]
+            shipped.check(spec.title, spec.options, deadline)
+            if spec.style != "tunix":
+                raise UserError(f"the reward {spec.title} is tunix's own: leave `style: {spec.style}` out")
+            function, modules = shipped.function, shipped.modules
+            source = f"{function.__module__}:{function.__name__}"
+        elif not is_reference(spec.name):
+            raise UserError(
+                f"reward.functions has {spec.name!r}, which is not shipped ({', '.join(SHIPPED)}) and is no "
+                f"`module:function` or `file.py:function`.{nearest(spec.name, SHIPPED)}"
+            )
+        else:
+            function, source = load_object(spec.name), absolute(spec.name)
+        if not callable(function):
+            raise UserError(f"reward.functions has {spec.name!r}, which is a {type(function).__name__}, not a function")
+        reward = Reward(
+            spec.title, function, spec.weight, spec.options, spec.columns, source, modules, spec.clip, spec.style
+        )
     else:  # a callable object has its class's name
         name = spec.__name__ if hasattr(spec, "__name__") else type(spec).__name__
         reward = Reward(name, spec, source=_source(spec))
-    _check_signature(reward)
-    return reward
-
-
-def _named(spec: RewardFunction, deadline: float) -> Reward:
-    """The reward that a recipe's entry names."""
-    if spec.name in SHIPPED:
-        shipped = SHIPPED[spec.name]
-        shipped.check(spec.title, spec.options, deadline)
-        source = f"{shipped.function.__module__}:{shipped.function.__name__}"
-        if spec.style != "tunix":
-            raise UserError(f"the reward {spec.title} is tunix's own: leave `style: {spec.style}` out")
-        return Reward(
-            spec.title, shipped.function, spec.weight, spec.options, spec.columns, source, shipped.modules, spec.clip
-        )
-    if not is_reference(spec.name):
-        raise UserError(
-            f"reward.functions has {spec.name!r}, which is not shipped ({', '.join(SHIPPED)}) and is no "
-            f"`module:function` or `file.py:function`.{nearest(spec.name, SHIPPED)}"
-        )
-    function = load_object(spec.name)
-    if not callable(function):
-        raise UserError(f"reward.functions has {spec.name!r}, which is a {type(function).__name__}, not a function")
-    return Reward(
-        spec.title,
-        function,
-        spec.weight,
-        spec.options,
-        spec.columns,
-        absolute(spec.name),
-        clip=spec.clip,
-        style=spec.style,
-    )
-
-
-def _check_signature(reward: Reward) -> None:
-    """Refuses a function whose parameters cannot be filled, and options that it does not have."""
     parameters = _parameters(reward.function)
     first = parameters[0].name if parameters else None
     if reward.style == "trl":
@@ -216,6 +195,7 @@ def _check_signature(reward: Reward) -> None:
                     f"the reward {reward.name} has no parameter {name!r} for its `{key}`; "
                     f"it has {', '.join(known) or 'none'}.{nearest(name, known)}"
                 )
+    return reward
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

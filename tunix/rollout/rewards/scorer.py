@@ -33,48 +33,13 @@ TOGETHER = 32
 """Samples of an async function that one worker awaits at a time."""
 
 
-class RewardWorker:
-    """A worker that calls rewards; the next call starts it again after it hung or died."""
-
-    def __init__(self, rewards: Sequence[Reward], *, thread: bool) -> None:
-        """Starts nothing yet.
-
-        Args:
-            rewards: of a process those that it can import (`Reward.source`).
-            thread: whether it is a thread of this process.
-        """
-        self._rewards = rewards
-        calls = [{"batched": x.batched, "logs": x.logs} for x in rewards]
-        if thread:
-            functions = [partial(x.function, **x.options) for x in rewards]
-            self.worker: WorkerProcess | WorkerThread = WorkerThread(answering(functions, calls))
-        else:
-            sources = [{"source": x.source, "options": dict(x.options), "modules": x.modules} for x in rewards]
-            loaded = [{**source, **call} for source, call in zip(sources, calls, strict=True)]
-            self.worker = WorkerProcess("tunix.rollout.rewards.calls", loaded, "a reward")
-
-    def call(self, reward: int, arguments: Mapping[str, Sequence[Any]], count: int, deadline: float) -> Answer:
-        """Calls reward number `reward` for `count` samples; their outcomes, or one text where the call failed.
-
-        Raises:
-            UserError: the process cannot import the rewards.
-        """
-        together = self._rewards[reward].asynchronous and not self._rewards[reward].batched
-        self.worker.ensure()
-        try:
-            request = (reward, arguments, count, deadline)
-            return Answer(*self.worker.ask(request, deadline, GRACE if together else 0.0))
-        except Lost as lost:
-            return Answer(str(lost), {}, {})
-
-
 class Scorer:
     """Scores completions with one or several rewards, each call within a deadline.
 
         with Scorer([RewardFunction(name="exact_match"), my_function]) as scorer:
             scores = scorer.score(prompts, completions, {"answer": answers})
 
-    `start` returns at once, so that scoring overlaps with other work. A function of a notebook's cell runs in a thread
+    `open` returns at once, so that scoring overlaps with other work. A function of a notebook's cell runs in a thread
     of this process (see `WorkerThread` for its limits), every other function in worker processes.
     """
 
@@ -99,12 +64,10 @@ class Scorer:
         names = [reward.name for reward in self.rewards]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise UserError(f"two rewards are called {twice[0]!r}: give one of them another label")
-        self._deadline = deadline
-        self._remote = [reward for reward in self.rewards if reward.source is not None]
-        self._local = [reward for reward in self.rewards if reward.source is None]
-        count = workers or min(8, os.cpu_count() or 1)
-        self._processes = _Pool([RewardWorker(self._remote, thread=False) for _ in range(count)])
-        self._threads = _Pool([RewardWorker(self._local, thread=True)])
+        remote = [reward for reward in self.rewards if reward.source is not None]
+        local = [reward for reward in self.rewards if reward.source is None]
+        self._processes = _Pool(remote, deadline, workers or min(8, os.cpu_count() or 1))
+        self._threads = _Pool(local, deadline, 1)
 
     @property
     def weights(self) -> dict[str, float]:
@@ -131,16 +94,6 @@ class Scorer:
             columns: the rows' columns by name, one value for each sample.
 
         Raises:
-            UserError: see `start`.
-        """
-        return self.start(prompts, completions, columns).result()
-
-    def start(
-        self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]] | None = None
-    ) -> "Scoring":
-        """Begins to score, and returns a handle on the result.
-
-        Raises:
             UserError: a column is missing, or has values that cannot be sent to a worker.
         """
         columns = columns or {}
@@ -150,8 +103,7 @@ class Scorer:
         scoring = self.open(list(columns))
         for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             scoring.add(number, prompt, completion, {name: values[number] for name, values in columns.items()})
-        scoring.seal()
-        return scoring
+        return scoring.result()
 
     def open(self, columns: Sequence[str]) -> "Scoring":
         """Begins to score samples that come one after the other, with these columns.
@@ -180,9 +132,7 @@ class Scorer:
         self.close()
 
     def _submit(self, call: "_Call", spans: "list[_Span]") -> "Future[Answer]":
-        remote = call.reward.source is not None
-        pool, rewards = (self._processes, self._remote) if remote else (self._threads, self._local)
-        return pool.submit(spans, rewards.index(call.reward), call.arguments, len(call.samples), self._deadline)
+        return (self._threads if call.reward.source is None else self._processes).submit(call, spans)
 
 
 class Scoring:
@@ -238,15 +188,11 @@ class Scoring:
             if not reward.batched and len(waiting) == (TOGETHER if reward.asynchronous else 1):
                 self._start(reward)
 
-    def seal(self) -> None:
-        """Starts the calls that were waiting for more samples: there are no more."""
-        for reward in self._scorer.rewards:
-            if self._waiting[reward.name]:
-                self._start(reward)
-
     def result(self) -> dict[str, list[Score]]:
         """Waits for all scores; returns them by reward name, in the order of the samples' numbers."""
-        self.seal()
+        for reward in self._scorer.rewards:  # those that were waiting for more samples: there are no more
+            if self._waiting[reward.name]:
+                self._start(reward)
         self.metrics, self.logged = {}, {}
         by_name = {
             name: dict(pair for call, future in calls for pair in self._scores(call, future))
@@ -312,24 +258,49 @@ _Span = tuple[float, float]
 
 
 class _Pool:
-    """A pool of workers, with a thread for each that waits for its answers."""
+    """Workers that call some rewards: processes for those that can be imported, else threads of this process.
 
-    def __init__(self, workers: Sequence[RewardWorker]) -> None:
-        self._workers = workers
-        self._idle: queue.LifoQueue[RewardWorker] = queue.LifoQueue()
-        for worker in reversed(workers):
-            self._idle.put(worker)
-        self._executor = ThreadPoolExecutor(len(workers), thread_name_prefix="reward")
+    For each a thread waits for its answers; the next call starts it again after it hung or died.
+    """
+
+    def __init__(self, rewards: Sequence[Reward], deadline: float, count: int) -> None:
+        self._rewards, self._deadline = rewards, deadline
+        calls = [{"batched": x.batched, "logs": x.logs} for x in rewards]
+        functions = [partial(x.function, **x.options) for x in rewards]
+        sources = [{"source": x.source, "options": dict(x.options), "modules": x.modules} for x in rewards]
+        loaded = [{**source, **call} for source, call in zip(sources, calls, strict=True)]
+
+        def worker() -> WorkerProcess | WorkerThread:
+            if any(x.source is None for x in rewards):
+                return WorkerThread(answering(functions, calls))
+            return WorkerProcess("tunix.rollout.rewards.calls", loaded, "a reward")
+
+        self._workers = [worker() for _ in range(count)]
+        self._idle: queue.LifoQueue[WorkerProcess | WorkerThread] = queue.LifoQueue()
+        for idle in reversed(self._workers):
+            self._idle.put(idle)
+        self._executor = ThreadPoolExecutor(count, thread_name_prefix="reward")
         self._closed = threading.Event()
 
-    def submit(self, spans: list[_Span], *request: Any) -> "Future[Answer]":
-        """Queues a call for the next free worker; its time is added to the spans when it has ended."""
-        return self._executor.submit(self._call, spans, request)
+    def submit(self, call: _Call, spans: list[_Span]) -> "Future[Answer]":
+        """Queues a call for the next free worker: the outcomes of its samples, or one text where it failed.
 
-    def _call(self, spans: list[_Span], request: tuple[Any, ...]) -> Answer:
-        worker, start = self._idle.get(), time.monotonic()
+        Its time is added to the spans when it has ended. The future has a UserError where no worker can import the
+        rewards.
+        """
+        return self._executor.submit(self._call, call, spans)
+
+    def _call(self, call: _Call, spans: list[_Span]) -> Answer:
+        worker, start, reward = self._idle.get(), time.monotonic(), call.reward
         try:
-            return Answer("was given up", {}, {}) if self._closed.is_set() else worker.call(*request)
+            if self._closed.is_set():
+                return Answer("was given up", {}, {})
+            worker.ensure()
+            together = reward.asynchronous and not reward.batched
+            request = (self._rewards.index(reward), call.arguments, len(call.samples), self._deadline)
+            return Answer(*worker.ask(request, self._deadline, GRACE if together else 0.0))
+        except Lost as lost:
+            return Answer(str(lost), {}, {})
         finally:
             spans.append((start, time.monotonic()))
             self._idle.put(worker)
@@ -337,10 +308,10 @@ class _Pool:
     def close(self) -> None:
         self._closed.set()
         for worker in self._workers:
-            worker.worker.kill()  # a thread that waits for it notices its end
+            worker.kill()  # a thread that waits for it notices its end
         self._executor.shutdown(cancel_futures=True)
         for worker in self._workers:
-            worker.worker.close()
+            worker.close()
 
 
 def _check_sendable(reward: Reward, column: str, value: Any) -> None:

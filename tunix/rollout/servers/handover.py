@@ -14,7 +14,7 @@ from typing import Any
 
 from tunix.distributed import processes
 from tunix.lora.config import AdapterConfig
-from tunix.rollout.servers.protocol import Failed, Refused, Unfit, WeightsFolder
+from tunix.rollout.servers.protocol import Failed, Refused, Unfit
 from tunix.rollout.servers.server import Server
 
 Write = Callable[[Path, Mapping[str, Any], bool], Any]
@@ -46,32 +46,35 @@ class Handover:
         self._run = secrets.token_hex(4)
         self._before: list[Path] = []
 
-    def written(self, params: Mapping[str, Any], version: int) -> WeightsFolder:
-        """Writes these weights, in the folder of the lead; to be called by all processes.
+    def written(self, params: Mapping[str, Any], version: int) -> Path:
+        """Writes these weights, in a folder of the lead; to be called by all processes.
+
+        Returns:
+            The folder, e.g. `runs/grpo/weights/tunix-1f03-3`. Its name is of no other weights: the adapter's, or the
+            version that a server reports.
 
         Raises:
             UserError: the disk refuses.
         """
 
-        def place() -> tuple[str, str]:
-            tag = f"{NAME}{self._run}-{version}"
-            shutil.rmtree(self._folder / tag, ignore_errors=True)
-            return str(self._folder / tag), tag
+        def place() -> str:
+            new = self._folder / f"{NAME}{self._run}-{version}"
+            shutil.rmtree(new, ignore_errors=True)
+            return str(new)
 
-        folder, tag = processes.broadcast("weights", place)
-        held = WeightsFolder(Path(folder), tag)
-        self._write(held.folder, params, self.adapter)
+        folder = Path(processes.broadcast("weights", place))
+        self._write(folder, params, self.adapter)
         if processes.lead():
-            self._before.append(held.folder)
-        return held
+            self._before.append(folder)
+        return folder
 
     def forget(self) -> None:
         """Deletes all folders but the last, which servers that come back may still have to read; the lead has them."""
         while len(self._before) > 1:
             shutil.rmtree(self._before.pop(0), ignore_errors=True)
 
-    async def load(self, server: Server, held: WeightsFolder) -> None:
-        """Has a server load the weights, and answer requests from them.
+    async def load(self, server: Server, folder: Path) -> None:
+        """Has a server load the weights of a folder, and answer requests from them.
 
         Raises:
             Failed: it did not load them.
@@ -80,14 +83,14 @@ class Handover:
         if self.adapter:
             before = server.model
             try:
-                await server.post("/v1/load_lora_adapter", {"lora_name": held.tag, "lora_path": str(held.folder)})
+                await server.post("/v1/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)})
             except Refused as error:
                 hint = "start it with --enable-lora --max-lora-rank RANK and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-                raise Unfit(f"it loads no adapter ({error}): {hint}; it has to see {held.folder}") from None
+                raise Unfit(f"it loads no adapter ({error}): {hint}; it has to see {folder}") from None
             except Failed as error:
-                raise Failed(f"it loads no adapter from {held.folder} ({error}): does it see that folder?") from None
-            server.model = held.tag
-            if before.startswith(NAME) and before != held.tag:
+                raise Failed(f"it loads no adapter from {folder} ({error}): does it see that folder?") from None
+            server.model = folder.name
+            if before.startswith(NAME) and before != folder.name:
                 await _unload(server, before)
             return
         try:
@@ -98,12 +101,12 @@ class Handover:
             ) from None
         try:
             try:
-                reload = {"method": "reload_weights", "kwargs": {"weights_path": str(held.folder)}}
+                reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
                 await server.post("/collective_rpc", reload)
             except (Failed, Refused) as error:
                 raise Failed(
-                    f"it could not load the weights in {held.folder} ({error}): it has to see that folder under this "
-                    "path, and to have been started with a model of the same structure"
+                    f"it could not load the weights in {folder} ({error}): it has to see that folder under this path, "
+                    "and to have been started with a model of the same structure"
                 ) from None
             for attempt in range(RESETS):
                 if (await server.post("/reset_prefix_cache")).get("success"):
@@ -111,11 +114,11 @@ class Handover:
                 await asyncio.sleep(0.2 * 2**attempt)
             else:
                 raise Failed("its prefix cache still holds keys and values of earlier weights")
-            await server.post("/update_weight_version", {"new_version": held.tag})
+            await server.post("/update_weight_version", {"new_version": folder.name})
         finally:
             await server.post("/resume")
-        if not await self.holds(server, held):
-            raise Failed(f"it does not report the version {held.tag} that it was told to load")
+        if not await self.holds(server, folder):
+            raise Failed(f"it does not report the version {folder.name} that it was told to load")
 
     async def tidy(self, server: Server) -> None:
         """Unloads adapters of this folder that a run which was killed has left behind."""
@@ -123,15 +126,15 @@ class Handover:
             if card["id"].startswith(NAME) and Path(str(card.get("root"))).parent == self._folder:
                 await _unload(server, card["id"])
 
-    async def holds(self, server: Server, held: WeightsFolder) -> bool:
+    async def holds(self, server: Server, folder: Path) -> bool:
         """Whether a server still has weights that it has loaded; it loses them where it is started anew.
 
         Raises:
             Failed: it does not answer.
         """
         if self.adapter:
-            return any(card["id"] == held.tag for card in await cards(server))
-        return (await server.get("/weight_info")).get("weight_version") == held.tag
+            return any(card["id"] == folder.name for card in await cards(server))
+        return (await server.get("/weight_info")).get("weight_version") == folder.name
 
 
 async def cards(server: Server) -> list[dict[str, Any]]:

@@ -16,7 +16,6 @@ import base64
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -114,16 +113,6 @@ class Expected:
     """Largest difference of its log-probs to the trainer's, e.g. 0.05."""
     routing: Routing | None = None
     """The experts of the run's mixture, e.g. `Routing(48, 8, 128)`; None for another model."""
-
-
-@dataclass(frozen=True)
-class WeightsFolder:
-    """Weights that servers are to load."""
-
-    folder: Path
-    """Where they are, e.g. `runs/grpo/weights/tunix-1f03-3`."""
-    tag: str
-    """Their name, of no other weights: the adapter's, or the version that a server reports; e.g. `"tunix-1f03-3"`."""
 
 
 FIELD = "routed_experts"

@@ -1,6 +1,6 @@
 """The sampler whose completions come from servers; a `protocols.Sampler`.
 
-`publish` writes the weights, has every server load them, and compares a probe; `sample` sends all requests at once and
+`publish` writes the weights, has every server load them, and compares a probe; `run` sends all requests at once and
 hands completions on as they end. The HTTP calls run in a thread of their own (`EventLoop`), environments in further
 ones, callbacks in the caller's.
 
@@ -20,12 +20,14 @@ import secrets
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from tunix.distributed import processes
 from tunix.errors import UserError
+from tunix.protocols import Sampler
 from tunix.rollout.engine.batch import THREADS
 from tunix.rollout.engine.experts import UNKNOWN, Known, Recorded, of_sequence
 from tunix.rollout.engine.request import Decode, StopText, check_prompt
@@ -41,7 +43,6 @@ from tunix.rollout.servers.protocol import (
     Gone,
     Refused,
     Unfit,
-    WeightsFolder,
     read_experts,
     refuse,
     seed_of,
@@ -49,8 +50,8 @@ from tunix.rollout.servers.protocol import (
     written_experts,
 )
 from tunix.rollout.servers.server import Pool, Server
-from tunix.rollout.types import Pause, requests_of
-from tunix.types import Begun, Completion, OnDone, Reply, Sampling, Usage, Workload
+from tunix.rollout.types import Pause
+from tunix.types import Completion, OnDone, Reply, Request, Usage, Workload
 from tunix.util.coded import array_of, coded
 
 _log = logging.getLogger(__name__)
@@ -64,18 +65,18 @@ LOOK = 1.0
 class Turns:
     """One completion as it grows: what is asked next, and what was sampled and observed so far."""
 
-    def __init__(self, prompt: np.ndarray, sampling: Sampling, begun: Begun, length: int, decode: Decode | None):
+    def __init__(self, request: Request, length: int, decode: Decode | None):
         """A request at its beginning, or where an earlier call has paused it.
 
         Args:
-            prompt: `[T]` token ids.
-            sampling: how its tokens are sampled.
-            begun: its seed and number, and what it has.
+            request: what is completed.
             length: tokens of prompt and completion at most.
             decode: token ids -> text, in which stop strings are found.
         """
-        self._prompt, self._sampling, self._begun, self._length = prompt, sampling, begun, length
-        n, before = sampling.top_logprobs, begun.so_far
+        self._request, self._length = request, length
+        self._prompt, self._sampling = request.prompt, request.sampling
+        sampling, before = request.sampling, request.so_far
+        n = sampling.top_logprobs
         self._stop_text = StopText(sampling.stop_strings, decode) if sampling.stop_strings and decode else None
         self._tokens, self._logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
         self._versions = np.zeros(0, np.int32)
@@ -103,7 +104,7 @@ class Turns:
             identity: of the call and the completion.
             expected: of the servers.
         """
-        seed = seed_of(self._begun.seed, self._begun.index, len(self._tokens))
+        seed = seed_of(self._request.seed, self._request.index, len(self._tokens))
         prompt = (*self._prompt.tolist(), *self._tokens.tolist())
         what = settings(self._sampling, self.left, seed)
         return Ask(f"{identity}-{len(self._tokens)}", prompt, what, expected.vocab_size, expected.routing)
@@ -203,7 +204,7 @@ class EventLoop:
             raise
 
 
-class ServerSampler:
+class ServerSampler(Sampler):
     """Samples on servers, from the weights that were published last."""
 
     def __init__(
@@ -231,13 +232,14 @@ class ServerSampler:
         """Calls that were promised the present weights, and have not ended."""
         self._handover, self._probe, self._expected, self._decode = handover, probe, expected, decode
         self._pool = Pool([Server(url, timeout) for url in urls])
-        self._held: WeightsFolder | None = None
+        self._held: Path | None = None
+        """The folder of the weights that servers answer from; None before the first."""
         self._version = 0
         # No two processes give a request the same name.
         self._name, self._calls = f"{secrets.token_hex(4)}-{processes.index()}", itertools.count()
         self._told = False
         self.usage: Usage | None = None
-        """What the last call of `sample` took; None where there was none."""
+        """What the last call of `run` took; None where there was none."""
 
     @property
     def servers(self) -> Sequence[Server]:
@@ -260,7 +262,7 @@ class ServerSampler:
         """
         with self._free:
             self._free.wait_for(lambda: not self._holds)
-            held = self._handover.written(params, version)
+            folder = self._handover.written(params, version)
             # A server that any process asks no more, such as one that it alone does not reach, is so in all, and is
             # looked at again.
             own_reasons = json.dumps([server.reason for server in self.servers]).encode()
@@ -270,7 +272,7 @@ class ServerSampler:
                         self._pool.drain(server, reason)
 
             def load() -> list[dict[str, Any]]:
-                loaded = self._loop.run(self._renewed(held))
+                loaded = self._loop.run(self._renewed(folder))
                 return [_saved(server, answer) for server, answer in zip(self.servers, loaded, strict=True)]
 
             states = processes.broadcast("servers", load)
@@ -292,23 +294,18 @@ class ServerSampler:
                     if self._held is None:
                         raise UserError(f"rollout.servers: {server.url}: {error}") from None
                     self._pool.drain(server, str(error))
-            self._tell_of_experts(answers)
+            pairs = zip(self.servers, answers, strict=True)
+            silent = [server.url for server, answer in pairs if isinstance(answer, Answer) and answer.experts is None]
+            if self._expected.routing is not None and silent and not self._told:
+                self._told = True
+                _log.warning(
+                    f"{', '.join(silent)}: the experts that a token used are not returned, and the trainer's routers "
+                    f"choose themselves, which can make RL on a mixture unstable: start vLLM with {FLAG}"
+                )
             self._handover.forget()
-            self._held, self._version = held, version
+            self._held, self._version = folder, version
             if not self._pool.living:
                 raise self._pool.none_left()
-
-    def _tell_of_experts(self, answers: Sequence[Answer | Failed]) -> None:
-        """Tells the user once which servers of a mixture do not say what experts they used."""
-        pairs = zip(self.servers, answers, strict=True)
-        silent = [server.url for server, answer in pairs if isinstance(answer, Answer) and answer.experts is None]
-        if self._expected.routing is None or not silent or self._told:
-            return
-        self._told = True
-        _log.warning(
-            f"{', '.join(silent)}: the experts that a token used are not returned, and the trainer's routers choose "
-            f"themselves, which can make RL on a mixture unstable: start vLLM with {FLAG}"
-        )
 
     def warm(self, work: Workload) -> None:
         """Nothing is compiled here; servers prepare by themselves."""
@@ -318,8 +315,8 @@ class ServerSampler:
         """Whether a publication waits until nobody holds the weights before: a server has one set."""
         return True
 
-    def hold(self) -> WeightsFolder:
-        """The present weights, which the servers keep until the call of `sample` that is given them has ended.
+    def hold(self) -> Path:
+        """The present weights, which the servers keep until the call of `run` that is given them has ended.
 
         Raises:
             ValueError: no weights were published.
@@ -330,19 +327,15 @@ class ServerSampler:
             self._holds += 1
             return self._held
 
-    def sample(
+    def run(
         self,
-        prompts: Sequence[np.ndarray],
-        n: int,
-        sampling: Sampling,
-        seed: int,
+        requests: Sequence[Request],
         reply: Reply | None = None,
         on_done: OnDone | None = None,
-        begun: Sequence[Begun] | None = None,
         pause: Pause | None = None,
-        held: WeightsFolder | None = None,
-    ) -> list[list[Completion]]:
-        """`n` completions for each prompt; see `protocols.SamplingClient.sample`.
+        held: Path | None = None,
+    ) -> list[Completion]:
+        """Completes each request; see `protocols.SamplingClient.run`.
 
         A server's draws depend on the seed of each request, but also on its kernels and on what else it computes.
 
@@ -354,28 +347,28 @@ class ServerSampler:
             UserError: a setting or a prompt is invalid, or no server is left.
             ValueError: no weights were published.
         """
-        expected, requests = self._expected, requests_of(prompts, n, seed, begun)
-        refuse(sampling, expected.vocab_size, self._decode is not None)
-        for number, prompt in enumerate(prompts):
-            check_prompt(number, prompt, expected.length, expected.vocab_size)
-        turns = [Turns(prompt, sampling, x, expected.length, self._decode) for prompt, x in requests]
+        vocab_size, length = self._expected.vocab_size, self._expected.length
+        for number, request in enumerate(requests):
+            refuse(request.sampling, vocab_size, self._decode is not None)
+            check_prompt(number, request.prompt, length, vocab_size)
+        turns = [Turns(request, length, self._decode) for request in requests]
         weights = held or self.hold()
         assert weights is self._held, "weights are published only when nobody holds earlier ones"
         try:
             with self._lock:
-                self._run(turns, reply, on_done, pause)
+                self._complete_all(turns, reply, on_done, pause)
         finally:
             with self._free:
                 self._holds -= 1
                 self._free.notify_all()
         completions = [x.completion() for x in turns]
         drawn = [sum(end - start for start, end in completion.turns) for completion in completions]
-        before = [0 if x.so_far is None else int(x.so_far.drawn.sum()) for _, x in requests]
+        before = [0 if x.so_far is None else int(x.so_far.drawn.sum()) for x in requests]
         self.usage = Usage(sum(drawn) - sum(before), 0, 0.0)
-        return [completions[i : i + n] for i in range(0, len(completions), n)]
+        return completions
 
-    def _run(
-        self, turns: Sequence[Turns], reply: Reply | None, on_done: OnDone | None, pause: Pause | None = None
+    def _complete_all(
+        self, turns: Sequence[Turns], reply: Reply | None, on_done: OnDone | None, pause: Pause | None
     ) -> None:
         """Completes all, unless `on_done` has enough before, or it is paused."""
         done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -443,11 +436,11 @@ class ServerSampler:
                 break
         done.put(number)
 
-    async def _renewed(self, held: WeightsFolder) -> list[Answer | Exception]:
+    async def _renewed(self, folder: Path) -> list[Answer | Exception]:
         """Each server's answer to the probe, when it has loaded the weights; or why there is none."""
-        return list(await asyncio.gather(*(self._renew(server, held) for server in self.servers)))
+        return list(await asyncio.gather(*(self._renew(server, folder) for server in self.servers)))
 
-    async def _renew(self, server: Server, held: WeightsFolder) -> Answer | Exception:
+    async def _renew(self, server: Server, folder: Path) -> Answer | Exception:
         drained = server.reason
         try:
             if (unwell := await server.well()) is not None:
@@ -460,7 +453,7 @@ class ServerSampler:
                     await server.post("/resume")
                 await inspect(server, self._expected)
                 await self._handover.tidy(server)
-            await self._handover.load(server, held)
+            await self._handover.load(server, folder)
             answer = await server.complete(self._probe.ask)
             if drained is not None:
                 self._pool.readmit(server)
