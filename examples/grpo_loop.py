@@ -17,8 +17,8 @@ import random
 import sys
 from dataclasses import dataclass
 from functools import partial
+from itertools import permutations
 from pathlib import Path
-from string import ascii_lowercase
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,35 +32,25 @@ from tunix.types import Completion
 class Config:
     """Each setting can be given on the command line, as `name=value`."""
 
-    model: str = "runs/sft_loop"
-    """Where the weights come from: a hub id or a folder in Hugging Face's format."""
-    rows: str = ""
-    """A JSONL file with `prompt` and `answer`; empty for letters to sort."""
-    output: str = "runs/grpo_loop"
-    """The trained model goes here."""
-    prompts: int = 32
-    """P: prompts of a step."""
-    group_size: int = 16
-    """G: completions of each prompt, which are compared with each other."""
-    updates: int = 2
-    """Updates of a step, each on its share of the prompts; from the second on the ratio is no longer 1."""
+    model: str = "runs/sft_loop"  # where the weights come from: a hub id or a folder in Hugging Face's format
+    rows: str = ""  # A JSONL file with `prompt` and `answer`; empty for letters to sort
+    output: str = "runs/grpo_loop"  # the trained model goes here
+    prompts: int = 16  # P: prompts of a step
+    group_size: int = 8  # G: completions of each prompt, which are compared with each other
+    updates: int = 2  # updates of a step, each on its share of the prompts; the ratio is 1 at the first
     max_tokens: int = 8
-    """Tokens of a completion at most."""
-    length: int = 64
-    """T: tokens of a packed row; a prompt with its completion has to fit in."""
-    steps: int = 20
+    length: int = 64  # T: tokens of a packed row, and of a prompt with its completion at most
+    steps: int = 25
     learning_rate: float = 1e-3
-    clip: float = 0.2
-    """How far the ratio may move from 1 before a token stops counting."""
+    clip: float = 0.2  # how far the ratio may move from 1 before a token stops counting
     dtype: str = "float32"
-    """In which the model computes; `bfloat16` on accelerators."""
     seed: int = 0
 
 
-def to_sort(number: int, seed: int) -> list[dict[str, str]]:
-    """Three letters to put in order: `cab>` is answered by `abc`."""
-    rng = random.Random(seed)
-    problems = ["".join(rng.sample(ascii_lowercase, 3)) for _ in range(number)]
+def to_sort(seed: int) -> list[dict[str, str]]:
+    """Three of ten letters to put in order, all 720 problems: `cab>` is answered by `abc`."""
+    problems = ["".join(letters) for letters in permutations("abcdefghij", 3)]
+    random.Random(seed).shuffle(problems)
     return [{"prompt": f"{letters}>", "answer": "".join(sorted(letters))} for letters in problems]
 
 
@@ -96,7 +86,7 @@ def clipped_surrogate(inputs: tunix.LossInputs, clip: float) -> tunix.LossOutput
 
 def as_sequence(prompt: np.ndarray, completion: Completion, advantage: float) -> tunix.Sequence:
     """Prompt and completion as one sequence; the completion is trained, each token with the advantage of the whole."""
-    before, sampled = np.zeros(len(prompt), np.float32), np.ones(len(completion.tokens), np.float32)
+    before, sampled = np.zeros_like(prompt, np.float32), np.ones_like(completion.logprobs)
     return tunix.Sequence(
         tokens=np.concatenate([prompt, completion.tokens]),
         loss_mask=np.concatenate([before, sampled]) > 0,
@@ -113,7 +103,7 @@ def main(config: Config) -> list[dict[str, float]]:
         sys.exit(f"{config.output} is there already: give another output=FOLDER, or move it away")
     tokenizer = load_tokenizer(config.model)
     assert tokenizer is not None, f"{config.model} has no tokenizer"
-    rows = to_sort(4096, config.seed + 1)
+    rows = to_sort(config.seed)
     if config.rows:
         rows = [json.loads(line) for line in Path(config.rows).read_text(encoding="utf-8").splitlines()]
     P, G = config.prompts, config.group_size
@@ -121,7 +111,7 @@ def main(config: Config) -> list[dict[str, float]]:
     loss = tunix.Loss(partial(clipped_surrogate, clip=config.clip))
     client = tunix.client(
         {"path": config.model, "dtype": config.dtype},
-        optimizer={"learning_rate": config.learning_rate},
+        optimizer={"learning_rate": config.learning_rate, "warmup": 3, "b2": 0.95},
         length=config.length,
         batch_size=P * G // config.updates,
         seed=config.seed,
@@ -142,8 +132,10 @@ def main(config: Config) -> list[dict[str, float]]:
         for part in np.array_split(np.arange(P), config.updates):
             sequences = [as_sequence(prompts[p], groups[p][g], advantages_PG[p, g]) for p in part for g in range(G)]
             updates.append(client.step(tunix.pack(sequences, len(sequences), config.length), loss))
-        history.append({"reward/mean": float(rewards_PG.mean()), "mismatch/max": float(updates[0]["mismatch/max"])})
-        history[-1] |= {name: float(updates[-1][name]) for name in ("train/loss", "policy/clipped")}
+
+        numbers = {"reward/mean": rewards_PG.mean(), "mismatch/max": updates[0]["mismatch/max"]}
+        numbers |= {name: updates[-1][name] for name in ("policy/clipped", "train/grad_norm")}
+        history.append({name: float(value) for name, value in numbers.items()})
         print(f"step {step + 1:4}  " + "  ".join(f"{name} {value:.5f}" for name, value in history[-1].items()))
 
     client.export(Path(config.output))

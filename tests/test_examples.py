@@ -1,4 +1,4 @@
-"""The loops in the open learn: both scripts are run as a user starts them, one after the other, on one device."""
+"""The loops in the open learn: both scripts run as a user starts them, the second on what the first leaves."""
 
 import os
 import re
@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NUMBER = r"(-?\d+\.\d+)"
+NUMBER = r"(\d+\.\d+)"
 
 
-def printed(name: str, folder: Path, *settings: str) -> str:
-    """What an example prints."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
+def run(name: str, folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    """Runs an example on one device, with the compiler that users have: its loops are long enough."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": ""}
     command = [sys.executable, str(ROOT / f"examples/{name}.py"), *settings]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -29,21 +27,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sft(folder: Path) -> str:
-    return printed("sft_loop", folder)
+    """What the SFT loop prints."""
+    done = run("sft_loop", folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_the_sft_loop_learns(sft: str):
-    losses = [float(loss) for loss in re.findall(rf"^step +\d+  loss {NUMBER}", sft, re.M)]
-    held_out = float(re.findall(rf"^held out   loss {NUMBER}", sft, re.M)[0])
-    print(losses, held_out)
-    assert len(losses) == 8
+    losses = [float(loss) for loss in re.findall(rf"^step +\d+  loss {NUMBER}", sft, re.MULTILINE)]
+    (held_out,) = re.findall(rf"^held out   loss {NUMBER}", sft, re.MULTILINE)
+    assert losses == sorted(losses, reverse=True)
+    # Of 512 equally likely ids the loss is ln 512 = 6.2. The three letters of a prompt cannot be known: with them trained
+    # too, the mean over 8 tokens (3 letters, `>`, 3 letters, EOS) is at least (ln 10 + ln 9 + ln 8) / 8 = 0.82.
+    assert float(held_out) < 0.75
 
 
 def test_the_grpo_loop_learns_from_there(sft: str, folder: Path):
-    steps = re.findall(rf"reward/mean {NUMBER}  mismatch/max {NUMBER}", printed("grpo_loop", folder))
+    done = run("grpo_loop", folder)
+    assert done.returncode == 0, done.stderr
+    steps = re.findall(rf"reward/mean {NUMBER}  mismatch/max {NUMBER}", done.stdout)
     rewards, mismatches = np.array(steps, float).T
-    print(rewards, mismatches)
-    assert len(rewards) == 20
+    assert rewards[-5:].mean() > rewards[:5].mean() + 0.15
+    assert mismatches.max() < 1e-3  # sampler and trainer are one model, in float32
 
 
-def test_an_unknown_setting_is_refused(folder: Path): ...
+def test_a_folder_that_is_there_is_not_trained_for(sft: str, folder: Path):
+    done = run("sft_loop", folder)
+    assert done.returncode == 1
+    assert done.stderr == "runs/sft_loop is there already: give another output=FOLDER, or move it away\n"
