@@ -33,7 +33,7 @@ class Config:
     """Each setting can be given on the command line, as `name=value`."""
 
     model: str = "runs/sft_loop"  # where the weights come from: a hub id or a folder in Hugging Face's format
-    rows: str = ""  # A JSONL file with `prompt` and `answer`; empty for letters to sort
+    rows: str = ""  # a JSONL file with `prompt` and `answer`; empty for letters to sort
     output: str = "runs/grpo_loop"  # the trained model goes here
     prompts: int = 16  # P: prompts of a step
     group_size: int = 8  # G: completions of each prompt, which are compared with each other

@@ -31,9 +31,9 @@ class Config:
     """Each setting can be given on the command line, as `name=value`."""
 
     model: str = ""  # where the weights come from; empty for random ones
-    rows: str = ""  # A JSONL file with `prompt` and `completion`; empty for letters to sort
+    rows: str = ""  # a JSONL file with `prompt` and `completion`; empty for letters to sort
     output: str = "runs/sft_loop"  # the trained model goes here
-    length: int = 64  # T: tokens of a packed row. A longer sequence is left out
+    length: int = 64  # T: tokens of a packed row; a longer sequence is left out
     batch_size: int = 64  # sequences of an update
     steps: int = 30
     learning_rate: float = 3e-3

@@ -37,7 +37,7 @@ def test_the_sft_loop_learns(sft: str):
     losses = [float(loss) for loss in re.findall(rf"^step +\d+  loss {NUMBER}", sft, re.MULTILINE)]
     (held_out,) = re.findall(rf"^held out   loss {NUMBER}", sft, re.MULTILINE)
     assert losses == sorted(losses, reverse=True)
-    # Of 512 equally likely ids the loss is ln 512 = 6.2. The three letters of a prompt cannot be known: with them trained
+    # Of 512 equally likely ids the loss is ln 512 = 6.2. Nobody knows the three letters of a prompt: with them trained
     # too, the mean over 8 tokens (3 letters, `>`, 3 letters, EOS) is at least (ln 10 + ln 9 + ln 8) / 8 = 0.82.
     assert float(held_out) < 0.75
 
