@@ -5,6 +5,7 @@ Read from the source with `ast`: names are compared as words, so that a method a
 
 import ast
 import inspect
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -19,8 +20,11 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tunix"
 SHORT_FUNCTION, SHORT_FILE = 8, 110
 """Lines of code of a function, and lines of a file, below which it should earn its name."""
-BANNED = {"one", "found", "own", "given", "how", "mine", "told", "gives", "here", "those"}
+_UNWRITTEN = (ROOT / "docs/glossary.md").read_text().partition("\n## Words that we do not write")[2]
+BANNED = set(re.findall(r"`(\w+)`", _UNWRITTEN))
 """Names of local values that say nothing."""
+PHRASES = [phrase for phrases in re.findall(r"^\| ([^|]+) \|", _UNWRITTEN, re.M)[1:] for phrase in phrases.split(", ")]
+"""Odd words, for which the glossary has the usual ones."""
 PRIVATE = ("jax._src", "tokamax._src")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

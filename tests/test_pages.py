@@ -227,6 +227,25 @@ def test_every_link_leads_somewhere(page: str):
     assert not re.search(r"\bQ[A-Z]{4,}\b|SCREEN", PAGES[page]), "a number was never filled in"
 
 
+def test_every_entry_of_the_log_has_its_verdict_in_the_index():
+    entries = [
+        f"log/{Path(page).name}#{re.sub(r'[^a-z0-9_ -]', '', heading.lower()).replace(' ', '-')}"
+        for page in PAGES
+        if page.startswith("docs/log/")
+        for heading in re.findall(r"^## (.+)$", PAGES[page], re.MULTILINE)
+    ]
+    assert len(entries) > 90
+    assert sorted(re.findall(r"\]\((log/[^)]+#[^)]+)\)", PAGES["docs/log.md"])) == sorted(entries)
+
+
+@pytest.mark.parametrize("name", ["step", "step_rl"])
+def test_a_drawing_of_a_step_names_files_that_are_there(name: str):
+    shown = " ".join(re.findall(r">([^<]+)<", (ROOT / f"docs/{name}.svg").read_text(encoding="utf-8")))
+    files = re.findall(r"\b(?:[a-z_]+/)+(?:[a-z_]+\.py)?", shown)
+    assert len(files) >= 10
+    assert [file for file in files if not (ROOT / "tunix" / file).exists()] == []
+
+
 OPENING = ("json", "yaml", "sh")
 ALGORITHMS = sorted(page for page in PAGES if page.startswith("tunix/algorithms/"))
 
