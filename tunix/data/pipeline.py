@@ -248,7 +248,7 @@ class Groups(Generic[T]):
             cut: cuts rows into pieces.
             size: kept rows or pieces of a group.
             make: turns a group, and the accounting up to there, into an item.
-            unusable: after how many rows of which none is kept it is an error, and what is said of them; None for
+            unusable: after how many rows of which none is kept it is an error, and the rows' name; None for
                 never.
         """
         self._render, self._places, self._cut, self._size = render, places, cut, size
@@ -277,7 +277,9 @@ class Groups(Generic[T]):
                 self._example = None
             if self._unusable and not self.accounting.kept and self.accounting.rows >= self._unusable[0]:
                 last = f"; of the last one, {example.detail}" if isinstance(example, Dropped) and example.detail else ""
-                raise UserError(f"{self._unusable[1]}: {reasons(self.accounting)}{last}")
+                raise UserError(
+                    f"{self._unusable[1]}: nothing in it can be trained on: {reasons(self.accounting)}{last}"
+                )
             if piece:
                 group.append(piece)
         if not group:
@@ -330,8 +332,8 @@ def shuffled(
         return examples[number]
 
     source = Divided(render, len(order), f"rows/{next(_streams)}") if divided and processes.number() > 1 else render
-    unusable = len(examples), f"{examples.rows.name}: nothing in it can be trained on"
-    return Groups(source, len(order), cutter(examples.config, examples.train_on), size, make, unusable)
+    cut = cutter(examples.config, examples.train_on)
+    return Groups(source, len(order), cut, size, make, (len(examples), examples.rows.name))
 
 
 def pictures_of_row(config: DataConfig, together: int) -> int:
