@@ -96,7 +96,7 @@ class Setup:
     """A recipe with its model's structure, its algorithm and its devices."""
 
     recipe: Sections
-    """Of one stage, with an adapter that is `settled`."""
+    """The sections of one stage, with an adapter that is `settled`."""
     source: Source
     """The model's structure and the location of its weights."""
     algorithm: Algorithm

@@ -317,7 +317,7 @@ _QWEN35 = DecoderConfig(
 )
 _TIED = replace(_QWEN35, tied=True)
 _FEW, _MANY = DeltaNet(16, 16, 128, 128), DeltaNet(16, 48, 128, 128)
-"""Of 0.8B and 2B, and of 27B: with fewer and with more heads of values than the others."""
+"""The mixers of 0.8B and 2B, and of 27B, which have fewer and more heads of values than the other sizes."""
 
 _ATTENTION = (*(f"layers/{name}/w" for name in "kvo"), *QK_NORMS)
 """What attention alone has, as in other families; its queries come with gates."""
