@@ -69,9 +69,9 @@ def test_pages_that_are_read_in_their_places_count_once():
 
 
 def test_numbers_of_8_bits_are_half_and_int8_has_scales():
-    assert page_bytes(WIDE, one_device(), replace(BARE, cache="fp8")) == (PAGE // 2,)
+    assert page_bytes(WIDE, one_device(), replace(BARE, cache_dtype="fp8")) == (PAGE // 2,)
     # Beside a head's 8 bytes there are 4 of a scale.
-    assert page_bytes(WIDE, one_device(), replace(BARE, cache="int8")) == (PAGE // 2 * 12 // 8,)
+    assert page_bytes(WIDE, one_device(), replace(BARE, cache_dtype="int8")) == (PAGE // 2 * 12 // 8,)
 
 
 def test_slots_give_way_where_a_kernel_cannot_count_the_pages_of_their_windows(monkeypatch: pytest.MonkeyPatch):

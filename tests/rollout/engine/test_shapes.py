@@ -11,7 +11,7 @@ BARE = Sizes(1, 64, 2048, 128, 32, 0, 0, (None,), (), 1, "bfloat16")
 
 
 def sizes_of(slots: int, length: int, shards: int = 1, windows: tuple[int | None, ...] = (None,)) -> Sizes:
-    bare = replace(BARE, slots=slots, length=length, shards=shards, windows=windows)
+    bare = replace(BARE, slots=slots, max_length=length, shards=shards, windows=windows)
     return replace(bare, pages=bare.most_pages(slots // shards))
 
 
