@@ -132,3 +132,19 @@ def test_pairs_that_are_drawn_fit_where_nothing_is_shared():
 
 def test_pairs_are_no_group():
     assert DPO(DPO.Config(online=True)).group == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rollout", "tolerance"),
+    [
+        ("float32", {}, 1e-3),
+        ("bfloat16", {}, 0.25),
+        # A rounded cache counts where it rounds more than the model does.
+        ("float32", {"cache_dtype": "int8"}, 1.0),
+        ("bfloat16", {"cache_dtype": "float32"}, 0.25),
+        ("float32", {"engine": "vllm", "servers": ["http://host:8000"]}, 0.01),
+        ("bfloat16", {"mismatch_tolerance": 0.5}, 0.5),
+    ],
+)
+def test_what_the_sampler_may_differ_by(dtype: str, rollout: dict, tolerance: float):
+    assert setup(model={"path": "folder", "dtype": dtype}, rollout=rollout).tolerance == tolerance

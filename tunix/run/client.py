@@ -29,7 +29,7 @@ from tunix.protocols import Sampler
 from tunix.recipe.recipe import known_keys
 from tunix.recipe.sections import Sections
 from tunix.run.frozen_models import build_teacher, reference_weights
-from tunix.run.sampler import sampler_of
+from tunix.run.sampler import local_engine, servers_of
 from tunix.run.setup import Setup
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.export import Exporter, StoredPolicy
@@ -134,12 +134,15 @@ def client_of(
         reference: the source of the reference, if it is not the initial weights.
 
     Raises:
-        UserError: weights are missing or do not fit, or this device does not support the requested types.
+        UserError: weights are missing or do not fit, this device does not support the requested types, or the sampler's
+            mesh or slots do not divide or have no room.
     """
     source, spec = setup.source, setup.spec
     check_unrounded(source.folder, source.rules, setup.recipe.quantization)
     exporter = _exporter(setup)
-    sampler = sampler or sampler_of(setup, exporter)
+    if sampler is None:
+        on_servers = setup.recipe.rollout.engine == "vllm"
+        sampler = servers_of(setup, exporter) if on_servers else local_engine(setup)
     params, frozen = _weights(setup)
     critic = _critic(setup, params, frozen)
     client = local_client(spec, params, frozen, setup.keeps_reference, sampler, exporter, critic)

@@ -7,7 +7,6 @@ from pathlib import Path
 import jax
 
 from tunix.errors import UserError
-from tunix.protocols import Sampler
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.shapes import NoRoom
 from tunix.rollout.servers.handover import Handover, moves_alone
@@ -17,19 +16,6 @@ from tunix.rollout.servers.sampler import ServerSampler
 from tunix.run.setup import Setup
 from tunix.trainer.export import Exporter
 from tunix.trainer.sampler_mesh import engine_of, room_of, sampler_mesh, shares
-
-
-def sampler_of(setup: Setup, exporter: Exporter) -> Sampler:
-    """The sampler of a run.
-
-    Args:
-        setup: names the devices, or the servers.
-        exporter: writes weights for servers.
-
-    Raises:
-        UserError: the engine's mesh or its slots do not divide, or there is no room for a request.
-    """
-    return servers_of(setup, exporter) if setup.recipe.rollout.engine == "vllm" else local_engine(setup)
 
 
 def local_engine(setup: Setup) -> Engine:

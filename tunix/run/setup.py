@@ -1,6 +1,6 @@
 """What follows from a recipe before weights are read: the mesh, the rows of a batch, the model and its optimizer.
 
-A run, its export, its plan and `tunix.client` begin with a `Setup`; `weights.py` and `sampler.py` go on from there.
+A run, its export, its plan and `tunix.client` begin with a `Setup`; `client.py` and `sampler.py` go on from there.
 
 Axes: T time.
 """
