@@ -25,11 +25,12 @@ SEEN = for name in $(CANDIDATES); do command -v $$name >/dev/null && \
 	echo "  $$name is $$($$name --version 2>&1 || echo not runnable)"; done
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help quickstart test test-slow test-newest lint format house docs notebooks peers device-wheels
+.PHONY: help quickstart test test-models test-slow test-newest lint format house docs notebooks peers device-wheels
 
 help:
 	@echo "make quickstart   install and train the first model (minutes)"
 	@echo "make test         install what the tests need and run them"
+	@echo "make test-models  the families of models and what they are combined with (minutes)"
 	@echo "make test-slow    the tests that take minutes or gigabytes"
 	@echo "make test-newest  kernels, programs and tiny runs with the newest Python here, jax and tokamax (minutes)"
 	@echo "make lint         ruff and pyright; make format lets ruff mend what it can"
@@ -43,7 +44,10 @@ quickstart: $(VENV)/installed
 	$(BIN)/tunix run recipes/quickstart.yaml $(ARGS)
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not models" -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-models: $(VENV)/installed-test
+	$(BIN)/python -m pytest -m "models and not slow" -n $(WORKERS) --dist worksteal $(ARGS)
 
 # With the compiler at its best: these run long enough to be worth it (tests/conftest.py turns it down for the others).
 test-slow: $(VENV)/installed-test

@@ -14,6 +14,8 @@ from tests.tiny_models import EACH, HEAVY
 from tunix.models.families.table import FAMILIES, from_hf
 from tunix.models.model import Model
 
+pytestmark = pytest.mark.models
+
 STORED = json.loads(REFERENCE.read_text())
 
 

@@ -85,9 +85,12 @@ def test_nothing_is_said_about_a_torch_that_is_not_needed():
 def test_continuous_integration_runs_what_a_person_runs():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert script.read_text().endswith("\nmake lint\nmake test\nmake test-newest\n")
+    assert script.read_text().endswith("\nmake lint\nmake test\nmake test-models\nmake test-newest\n")
     makefile = (ROOT / "Makefile").read_text()
-    assert all(f"\n{target}: " in makefile for target in ("quickstart", "test", "test-slow", "test-newest", "lint"))
+    assert all(
+        f"\n{target}: " in makefile
+        for target in ("quickstart", "test", "test-models", "test-slow", "test-newest", "lint")
+    )
 
 
 def test_the_developers_tools_have_one_version_each():

@@ -32,6 +32,8 @@ from tunix.models.quantization.rules import RULES_FILE, QuantizationConfig, Rule
 from tunix.recipe.recipe import Recipe
 from tunix.util.yaml_io import parse_yaml
 
+pytestmark = pytest.mark.models
+
 QAT = {"mode": "qat", "rules": [{"module": "o_proj"}, {"module": ".*", "weights": "int4", "tile": 16}]}
 QUERY, DOWN, OUTPUT = (
     f"model.layers.1.{name}.weight" for name in ("self_attn.q_proj", "mlp.down_proj", "self_attn.o_proj")

@@ -79,6 +79,7 @@ def test_processes_that_never_come_are_waited_for_no_longer_than_the_deadline():
         join(Place(f"127.0.0.1:{free_port()}", 2, 0), deadline=3.0)
 
 
+@pytest.mark.slow
 def test_another_recipe_is_named(tmp_path: Path):
     write_recipe(tmp_path / "r.yaml", SFT)
     with several(tmp_path, 0) as run:

@@ -58,6 +58,7 @@ def assert_same_export(one: Path, other: Path) -> None:
             np.testing.assert_allclose(theirs[name], array, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_given_rows_are_shared_out_and_weights_are_sharded_over_processes(tmp_path: Path):
     write_recipe(tmp_path / "r.yaml", SFT)
     one, two = alone_and_together(tmp_path, 2)
@@ -75,7 +76,7 @@ def write_judged(folder: Path, **changes: Any) -> None:
     write_policy(folder, **{"reward__functions": functions, "data__eval": "held.jsonl", "eval": {"rows": 4}, **changes})
 
 
-@pytest.mark.slow  # the one before starts processes too; tests/distributed/test_exchange.py deals prompts
+@pytest.mark.slow
 def test_prompts_are_dealt_and_rewards_of_all_answers_see_all_of_them(tmp_path: Path):
     write_judged(tmp_path)
     one, two = alone_and_together(tmp_path, 2)

@@ -28,6 +28,8 @@ from tunix.models.quantization.formats import simulated
 from tunix.models.quantization.rules import Rules
 from tunix.models.quantization.schemes import SECTION, check_section
 
+pytestmark = pytest.mark.models
+
 UP, QUERY = (f"model.layers.1.{name}" for name in ("mlp.up_proj", "self_attn.q_proj"))
 NAMES = list({case.model_type: name for name, case in CASES.items() if "experts" not in str(case)}.values())
 """A case of every family but those with experts, which have a test of their own."""

@@ -12,6 +12,8 @@ from tests.tiny_models import CASES, load, reference_folder
 from tunix.errors import UserError
 from tunix.models.families.table import read_config
 
+pytestmark = pytest.mark.models
+
 NAME = "qwen3_5_moe-five-of-two"
 
 

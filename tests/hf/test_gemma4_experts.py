@@ -21,6 +21,8 @@ from tunix.models.model import rounded
 from tunix.models.quantization.formats import simulated
 from tunix.models.quantization.rules import Rules
 
+pytestmark = pytest.mark.models
+
 NAME = "gemma4_moe-five-of-three"
 LAYER = "model.layers.1.experts"
 

@@ -21,6 +21,8 @@ from tunix.hf.source import read_folder
 from tunix.models.config import Gemma4, Rope
 from tunix.models.families.table import FAMILIES, from_hf, preset, small, to_hf, with_sizes
 
+pytestmark = pytest.mark.models
+
 
 def test_a_multimodal_gemma4_gives_its_text_part(tmp_path):
     """As published: the text part under `model.language_model.`, towers, and keys that no layer reads any more."""

@@ -36,6 +36,8 @@ from tunix.trainer.mesh_choice import state_bytes
 from tunix.trainer.optimizer import decays
 from tunix.trainer.perf import matmul_weights
 
+pytestmark = pytest.mark.models
+
 NAME = "gpt_oss-five-of-two"
 EXPERTS = "model.layers.1.mlp.experts"
 WIDE = Case("gpt_oss", {**CASES[NAME].fields, "intermediate_size": 64})

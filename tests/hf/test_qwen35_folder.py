@@ -16,6 +16,8 @@ from tunix.models.families.table import from_hf
 from tunix.recipe.recipe import Recipe
 from tunix.run.train import train
 
+pytestmark = pytest.mark.models
+
 
 def test_a_multimodal_qwen35_gives_its_text_part_and_keeps_its_drafting_head(tmp_path):
     """As published: text under `model.language_model.`, a vision tower, and `mtp.`, which transformers drops."""

@@ -19,6 +19,8 @@ from tunix.errors import UserError
 from tunix.hf.model_folder import named_tensors
 from tunix.interop.maxtext import export_maxtext, import_maxtext
 
+pytestmark = pytest.mark.models
+
 ROOT = Path(__file__).parents[2]
 EVERY = [
     *[(family, True) for family in by_hand.FAMILIES if family != "gemma3"],

@@ -20,6 +20,8 @@ from tunix.errors import UserError
 from tunix.interop import stablehlo, standalone
 from tunix.interop.stablehlo import Shapes, export_stablehlo
 
+pytestmark = pytest.mark.models
+
 SHAPES = Shapes(batch=3, prompt=64, length=96)
 PROMPTS = [[5, 6, 7, 8, 9, 3, 4], [11, 4, 30] * 20, [1]]
 """Shorter than a chunk of the states and longer than one, longer than the windows; the last as short as can be."""

@@ -25,6 +25,8 @@ from tunix.models.families.table import read_config
 from tunix.models.model import Model
 from tunix.models.quantization.modules import EXPERTS
 
+pytestmark = pytest.mark.models
+
 ADAPTERS = {
     "llama-multiquery-linear-wide-heads": AdapterConfig(
         rank=4, alpha=10.0, ranks={"q_proj": 2, r"mlp\..*": 3}, alphas={"down_proj": 7.0}

@@ -38,6 +38,8 @@ from tunix.models.quantization.formats import Quantization, is_scale, plain
 from tunix.trainer.perf import adapter_weights
 from tunix.types import Sampling
 
+pytestmark = pytest.mark.models
+
 LOSS = SFT(SFTConfig()).objective
 
 

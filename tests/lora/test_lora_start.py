@@ -18,6 +18,8 @@ from tunix.models.model import Model
 from tunix.trainer.config import OptimizerConfig
 from tunix.types import Sequence
 
+pytestmark = pytest.mark.models
+
 STEPS, RATE = 5, 3e-3
 STARTS = {
     "lora": {},

@@ -21,6 +21,8 @@ from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.optimizer import build_optimizer
 from tunix.types import Sampling, Sequence
 
+pytestmark = pytest.mark.models
+
 SFT_LOSS = SFT(SFTConfig()).objective
 EVERYTHING = AdapterConfig(rank=2, ranks={"mlp.*": 3}, dora=True, start="pissa", also=("embed_tokens", "lm_head"))
 

@@ -28,6 +28,8 @@ from tunix.trainer.perf import Compilations
 from tunix.trainer.trainer import local_client
 from tunix.types import Completion, Request, Sampling, Sequence, Workload
 
+pytestmark = pytest.mark.models
+
 SETTINGS = {
     "wide": AdapterConfig(rank=4, alpha=6.0, ranks={"mlp.*": 3}),
     "narrow": AdapterConfig(rank=2, rslora=True, targets=("q_proj", "down_proj")),

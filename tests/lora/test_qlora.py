@@ -30,6 +30,8 @@ from tunix.trainer.frozen_model import reference_of
 from tunix.trainer.trainer import Trainer
 from tunix.types import Sampling, Sequence
 
+pytestmark = pytest.mark.models
+
 QLORA = AdapterConfig(kind="qlora", rank=4, tile=16)
 LOSS = SFT(SFTConfig()).objective
 # RICH has every switch of the decoder on.

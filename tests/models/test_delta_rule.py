@@ -15,6 +15,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 from tests.marks import slow
 from tunix.models.deltanet import Begins, Chunks, Gates, chunked, convolved, convolved_after, recurrent, unit
 
+pytestmark = pytest.mark.models
+
 HK, JV, DK, DV = 2, 2, 8, 12
 
 

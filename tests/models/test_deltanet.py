@@ -27,6 +27,8 @@ from tunix.trainer.perf import adapter_weights, matmul_weights, training_flops
 from tunix.trainer.remat import LAYER, Held, step_bytes
 from tunix.types import Sequence
 
+pytestmark = pytest.mark.models
+
 MIXED = replace(
     PLAIN, num_layers=4, linear_layers=(True, True, True, False), delta=DeltaNet(2, 4, 8, 16), output_gate=True
 )

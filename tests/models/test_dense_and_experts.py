@@ -19,6 +19,8 @@ from tunix.trainer.mesh_choice import state_bytes
 from tunix.trainer.optimizer import decays
 from tunix.trainer.perf import idle_weights, matmul_weights
 
+pytestmark = pytest.mark.models
+
 B, T, D, F = 2, 6, 16, 8
 CONFIG = replace(
     small("gemma4"), d_model=D, ffn=F, experts=Experts(4, 2, shared=24), feed_forward=DENSE_AND_EXPERTS, norm_eps=1e-3

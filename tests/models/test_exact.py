@@ -19,6 +19,8 @@ from tunix.trainer.trainer import Trainer, local_client
 from tunix.types import Loss, LossInputs, LossOutputs, Term
 from tunix.util.exact import jit
 
+pytestmark = pytest.mark.models
+
 
 def started(config, rules=None) -> Trainer:
     """float32 masters with a reference, computed in bfloat16; norms are random too, and need more than its 8 bits."""

@@ -17,6 +17,8 @@ from tunix.models.kernel_gates import exchange_difference
 from tunix.models.moe import AXIS, combine, destinations, dispatch
 from tunix.run import kernels
 
+pytestmark = pytest.mark.models
+
 DEVICES, OWN, TOKENS, WIDTH = 4, 2, 5, 3
 ROWS = jax.P(AXIS)
 

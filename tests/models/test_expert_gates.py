@@ -18,6 +18,8 @@ from tunix.models.kernel_gates import grouped_difference
 from tunix.run import describe
 from tunix.run import kernels as kernels_of_run
 
+pytestmark = pytest.mark.models
+
 
 def test_right_products_pass_and_are_remembered(tmp_path, monkeypatch):
     found = tmp_path / "found.json"

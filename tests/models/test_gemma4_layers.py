@@ -18,6 +18,8 @@ from tunix.rollout.engine.engine import Engine
 from tunix.trainer.optimizer import decays
 from tunix.trainer.perf import matmul_weights
 
+pytestmark = pytest.mark.models
+
 SIZES = {"vocab_size": 96, "d_model": 16, "num_layers": 12, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "ffn": 24}
 SIZED = with_sizes(preset("gemma4-e4b"), SIZES)
 CONFIG = replace(SIZED, gemma4=replace(SIZED.gemma4, layer_inputs=4))

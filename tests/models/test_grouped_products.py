@@ -29,6 +29,8 @@ from tunix.models.grouped_products import (
     triton_products,
 )
 
+pytestmark = pytest.mark.models
+
 E, D, F, TOKENS = 5, 128, 128, 24
 SIZES = (0, 3, 17, 0, 9)
 """Rows of each expert: two have none, one of them after others; 19 pairs more are of other devices."""

@@ -13,6 +13,8 @@ from tunix.models.divergence import Side, compared
 from tunix.models.token_logprobs import token_logprobs
 from tunix.types import Divergence
 
+pytestmark = pytest.mark.models
+
 B, T, V, D, E = 4, 13, 602, 8, 6
 MESHES = [MeshConfig(fsdp=2, tensor=4), *slow([MeshConfig(fsdp=4, tensor=2), MeshConfig(data=2, fsdp=2, tensor=2)])]
 

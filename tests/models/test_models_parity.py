@@ -36,6 +36,8 @@ from tunix.models.attention.inputs import Segments
 from tunix.models.families.table import read_config
 from tunix.models.model import Model
 
+pytestmark = pytest.mark.models
+
 LONG = (
     *("qwen3_5_moe-three-of-four-tied", "qwen3_5-three-to-one", "gemma4-shared-keys", "qwen3_5-alone-key-heads"),
     *("gemma4-inputs-of-layers", "gemma4-last-layer-global-untied", "qwen3_moe-one-of-four-tied"),

@@ -25,6 +25,8 @@ from tunix.models.moe import MixtureOfExperts
 from tunix.trainer.mesh_choice import Demand, require, state_bytes
 from tunix.trainer.perf import matmul_weights
 
+pytestmark = pytest.mark.models
+
 CONFIG = replace(small("qwen3_moe"), d_model=16, ffn=8, experts=Experts(4, 2))
 B, T = 4, 24
 

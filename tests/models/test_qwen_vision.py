@@ -29,6 +29,8 @@ from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.step import hidden_of
 from tunix.types import Pictures, Sequence
 
+pytestmark = pytest.mark.models
+
 BEGIN, END, SOFT, FILM, TOKENS, PATCHES = 90, 91, 92, 93, 12, 48
 TEXT = {
     **SIZES,

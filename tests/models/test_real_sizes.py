@@ -23,6 +23,8 @@ from tunix.models.families.table import preset
 from tunix.trainer.config import OptimizerConfig
 from tunix.types import Sequence
 
+pytestmark = pytest.mark.models
+
 # Parameters as the model cards count them, with the embedding once where it is tied.
 SIZES = {"qwen3-0.6b": 0.596e9, "gemma3-1b": 1.000e9, "llama3.2-1b": 1.236e9}
 

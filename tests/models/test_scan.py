@@ -15,6 +15,8 @@ from tunix.models.families.table import small
 from tunix.models.model import Model, Params
 from tunix.models.scan import KEEPS
 
+pytestmark = pytest.mark.models
+
 B, T = 2, 12
 C = replace(PLAIN, num_layers=3)
 SHAPES = {

@@ -33,6 +33,8 @@ from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.step import hidden_of
 from tunix.types import Batch, Pictures, Sequence
 
+pytestmark = pytest.mark.models
+
 SOFT, BEGIN, END, TOKENS, SIDE = 92, 90, 91, 9, 24
 TEXT = {"sliding_window": 6, "layer_types": TYPES, "rope_parameters": GEMMA3_ROPE, "query_pre_attn_scalar": 24}
 TOWER = {

@@ -4,6 +4,7 @@ and one that only copies pages.
 The programs are those that warm-up calls (`rollout/engine/engine.py`), made from shapes: nothing is compiled.
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -27,6 +28,7 @@ HARDWARE = json.loads((Path(__file__).parents[2] / "docs/hardware.json").read_te
 """The topologies that recipes have been planned for, by name; one for a laptop has none."""
 
 
+@functools.cache
 def stages(name: str) -> list[Recipe]:
     """The stages of a recipe, all with the model of the first, which the later ones would continue."""
     recipe = Recipe.load(PATHS[name])

@@ -3,6 +3,7 @@
 Three kinds, by what the last stage learns from: given completions, given preferences, completions that the model draws.
 """
 
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable
@@ -13,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.tiny_runs import metrics, train
 from tunix.recipe.recipe import Recipe
+
+pytestmark = pytest.mark.models
 
 SLOW = (
     *("qlora_grpo_llama", "dapo_qwen", "grpo_llama_gsm8k", "distill_gemma"),
@@ -29,6 +32,7 @@ tests/commands/test_quantize.py and tests/rollout/environments/test_environments
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
 
+@functools.cache
 def last(path: Path) -> Recipe:
     """The recipe, or its last stage."""
     recipe = Recipe.load(path)

@@ -571,6 +571,7 @@ def settle(folder: Path) -> None:
         time.sleep(0.5)
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_a_save_and_the_run_goes_on_when_there_is_room(
     done: Path, capsys: pytest.CaptureFixture[str]
 ):

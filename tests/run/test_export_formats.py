@@ -11,6 +11,8 @@ from tests.interop import by_hand
 from tests.tiny_runs import model_folder, train, write_recipe
 from tunix.cli import main
 
+pytestmark = pytest.mark.models
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -211,6 +211,7 @@ def assert_killed_it_ends_alike(folder: Path, write: Callable[[Path], object], a
     assert_same_end(killed / "run", whole / "run")
 
 
+@pytest.mark.slow
 def test_killed_while_it_saves_it_ends_like_the_uninterrupted_run(whole: Path, started: Callable[[], Run]):
     """While one of the last checkpoints is written, so that there are others to go on from."""
     run = started()

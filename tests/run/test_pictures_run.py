@@ -23,6 +23,8 @@ from tunix.hf.picture_settings import write_settings
 from tunix.hf.safetensors_io import tensors_of_folder
 from tunix.hf.source import read_folder
 
+pytestmark = pytest.mark.models
+
 COLOURS = {"red": (220, 20, 20), "green": (20, 200, 40), "blue": (30, 40, 220)}
 CHANGES: dict[str, Any] = {
     "model": {"path": "base", "dtype": "float32"},

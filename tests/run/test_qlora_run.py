@@ -21,6 +21,8 @@ from tunix.hf.peft_folder import FILE
 from tunix.hf.source import adapted, pretrained, weights
 from tunix.lora.config import AdapterConfig
 
+pytestmark = pytest.mark.models
+
 QLORA = {"kind": "qlora", "rank": 4, "alpha": 8.0, "tile": 16}
 STEPS = {"steps": 3, "optimizer.learning_rate": 1e-2}
 

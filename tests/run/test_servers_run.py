@@ -82,6 +82,7 @@ def test_a_merged_adapter_is_handed_over_where_servers_could_not_apply_it(server
     assert all(not fake.adapters and fake.version != "default" for fake in servers.fakes)
 
 
+@pytest.mark.slow
 def test_a_server_dies_and_the_run_goes_on(servers: Servers, caplog: pytest.LogCaptureFixture):
     servers.recipe()
     servers.fakes[0].manners.dies_after = 12

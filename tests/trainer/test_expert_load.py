@@ -22,6 +22,8 @@ from tunix.models.quantization.rules import QuantizationConfig
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.step import COUNTS, MEANS, load_metrics, load_sums
 
+pytestmark = pytest.mark.models
+
 SFT_LOSS = SFT(SFTConfig()).objective
 CONFIG = replace(small("qwen3_moe"), vocab_size=96, d_model=16, ffn=8, experts=Experts(4, 2))
 

@@ -17,6 +17,8 @@ from tunix.models.families.table import small
 from tunix.models.moe import MixtureOfExperts
 from tunix.types import Loss, LossInputs, LossOutputs, Sequence, Term
 
+pytestmark = pytest.mark.models
+
 CONFIG = replace(
     small("qwen3_moe"), vocab_size=96, d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, ffn=8,
     experts=Experts(6, 2),

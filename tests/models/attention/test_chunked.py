@@ -11,6 +11,8 @@ from tests.marks import slow
 from tunix.models.attention import chunked, einsum
 from tunix.models.attention.inputs import Segments
 
+pytestmark = pytest.mark.models
+
 B, T, N, K, H = 2, 75, 4, 2, 8
 BLOCK = 16  # 75 tokens: five blocks, the last one partly filled
 

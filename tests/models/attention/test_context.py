@@ -22,6 +22,8 @@ from tunix.models.attention.inputs import Segments
 from tunix.models.config import DecoderConfig
 from tunix.types import Batch, Sequence
 
+pytestmark = pytest.mark.models
+
 LENGTH = 48
 SOFT = replace(RICH, num_kv_heads=2)
 """Windows, a soft cap, two kinds of layers and a tied table."""

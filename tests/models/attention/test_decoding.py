@@ -35,6 +35,8 @@ from tunix.models.kernel_gates import LIMIT, reader_difference
 from tunix.models.kv_cache import decode_specs
 from tunix.rollout.engine.page_tables import Reads
 
+pytestmark = pytest.mark.models
+
 HELD = np.array([1, 40, 100, 64, 0])
 """Tokens of each slot; the last one is idle."""
 PAGE, COLUMNS = 16, 7

@@ -19,6 +19,8 @@ from tunix.models.attention.attend import Implementation, spec_of
 from tunix.models.attention.inputs import Segments
 from tunix.run.kernels import attention_of
 
+pytestmark = pytest.mark.models
+
 MODEL = ModelConfig(init="random", family="llama", dtype="float32")
 
 

@@ -15,6 +15,8 @@ from tunix.models.attention import einsum, mosaic
 from tunix.models.attention.attend import described, implementation, spec_of
 from tunix.models.attention.inputs import Segments, past_sinks
 
+pytestmark = pytest.mark.models
+
 
 def reference(parents: bool) -> Any:
     """The operation that the kernel is tested against by its authors, who take no part of a merged result back."""

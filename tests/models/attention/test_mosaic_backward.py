@@ -12,6 +12,8 @@ from tunix.models.attention import einsum, mosaic
 from tunix.models.attention.inputs import Gradients, Mixed, Segments, past_sinks
 from tunix.models.attention.mosaic_backward import BLOCK, TILE, ranges
 
+pytestmark = pytest.mark.models
+
 T, N, K, H = 256, 2, 1, 16
 
 

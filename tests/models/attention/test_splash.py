@@ -15,6 +15,8 @@ from tunix.models.attention import einsum, splash
 from tunix.models.attention.attend import spec_of
 from tunix.models.attention.inputs import Segments, past_sinks
 
+pytestmark = pytest.mark.models
+
 B, T, N, K, H = 1, 256, 4, 2, 128
 
 

@@ -10,6 +10,8 @@ import pytest
 from tunix.models.attention import tokamax_ops
 from tunix.models.attention.tokamax_ops import OPERATIONS, attention_mask, missing, operation
 
+pytestmark = pytest.mark.models
+
 
 @pytest.fixture(autouse=True)
 def _asked_anew() -> Iterator[None]:

@@ -28,6 +28,8 @@ from tunix.recipe.recipe import Recipe
 from tunix.rollout.engine.engine import Engine
 from tunix.types import Sampling
 
+pytestmark = pytest.mark.models
+
 ROW = '{"prompt": "a", "completion": "b"}\n'
 
 

@@ -36,6 +36,8 @@ from tunix.models.quantization.formats import (
 from tunix.models.quantization.modules import projections_of
 from tunix.rollout.engine.programs import IN_TURN
 
+pytestmark = pytest.mark.models
+
 BASES = ("nf4", "int8", "int4", "fp8")
 
 # Two inputs, four outputs, one tile: the scale of an output follows from its larger input, 1, 2, 1 and 3.

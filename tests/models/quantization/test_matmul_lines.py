@@ -13,6 +13,8 @@ from benchmarks.kernels import compiled, operations
 from benchmarks.programs import Product, account, elements, products
 from tunix.models.quantization.rules import WAYS, matmul_line, matmuls_line
 
+pytestmark = pytest.mark.models
+
 PAGE = Path(__file__).parents[3] / "docs" / "kernels.md"
 FUSED = """HloModule jit_f, is_scheduled=true
 

@@ -22,6 +22,8 @@ from tunix.models.quantization.formats import LARGEST, Quantization, Simulated, 
 from tunix.models.quantization.rules import Rules
 from tunix.types import Sampling
 
+pytestmark = pytest.mark.models
+
 LOSS = SFT(SFTConfig()).objective
 # o stays as it is, whatever the last rule says.
 MIXED = Rules.model_validate(

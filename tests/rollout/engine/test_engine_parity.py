@@ -28,6 +28,8 @@ from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.shapes import page_bytes
 from tunix.types import Completion, Sampling
 
+pytestmark = pytest.mark.models
+
 LENGTHS = (3, 17, 37, 9)
 """Of the prompts: within a piece of 16, two, three."""
 EOS = 2

@@ -26,6 +26,8 @@ from tunix.trainer.perf import Compilations
 from tunix.trainer.step import hidden_of
 from tunix.types import Batch, Completion, Request, Sampling, Sequence, Workload
 
+pytestmark = pytest.mark.models
+
 __all__ = ["made"]
 
 PROMPTS = (sequence(3, 40, 6, 21), sequence(4, 11), sequence(5, 14, 3), sequence(6, 33, 12, 22))

@@ -21,6 +21,8 @@ from tunix.errors import UserError
 from tunix.rollout.engine.pieces import Job
 from tunix.types import Sampling
 
+pytestmark = pytest.mark.models
+
 __all__ = ["made"]
 
 PROMPTS = (

@@ -16,6 +16,8 @@ from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.experts import Known, Recorded, of_sequence
 from tunix.types import Completion, Sampling, requests_of
 
+pytestmark = pytest.mark.models
+
 SAMPLING = Sampling(max_tokens=12)
 QWEN = Case(
     "qwen3_moe",

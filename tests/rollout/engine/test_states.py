@@ -27,6 +27,8 @@ from tunix.models.families.table import small
 from tunix.models.model import Model
 from tunix.types import Request, Sampling
 
+pytestmark = pytest.mark.models
+
 CONFIG = replace(
     small("qwen3_5"), vocab_size=97, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn=48, norm_eps=1e-2,
     delta=DeltaNet(2, 4, 8, 8),

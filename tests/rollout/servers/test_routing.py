@@ -42,6 +42,8 @@ from tunix.rollout.servers.sampler import ServerSampler, Turns
 from tunix.rollout.servers.server import Server
 from tunix.types import Completion, Request, Sampling, requests_of
 
+pytestmark = pytest.mark.models
+
 ROUTING = Routing(2, 3, 7)
 """Layers, experts of a token, experts of a layer."""
 CASE = Case(
