@@ -58,6 +58,15 @@ def _away_from_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of which a tier has no test is not read: transformers, torch and peft take seconds to import."""
+    if not collection_path.match("test_*.py"):
+        return None
+    tier, text = config.getoption("markexpr"), collection_path.read_text()
+    whole = "\npytestmark = pytest.mark.models\n" in text
+    return (whole if "not models" in tier else tier.startswith("models") and "mark.models" not in text) or None
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: looking through it for garbage, again and again, is a twelfth of the tests' time."""
     gc.collect()

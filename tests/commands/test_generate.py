@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import tunix.commands.chat
@@ -161,7 +160,10 @@ def test_a_stop_string_ends_an_answer_and_is_left_out(base: Path, capsys: pytest
     assert cut["finish"] == "stop"
 
 
+@pytest.mark.models
 def test_an_adapter_is_merged(base: Path, tmp_path: Path):
+    from peft import LoraConfig, PeftModel, get_peft_model  # takes seconds
+
     torch.manual_seed(0)
     config = LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
@@ -177,6 +179,8 @@ def test_an_adapter_is_merged(base: Path, tmp_path: Path):
 @pytest.mark.slow  # tests/lora/test_multi_lora.py compares such a batch with each alone
 def test_adapters_are_compared_on_one_base(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Each answers as it does alone: those that share a batch, of several ranks, and one with a table of its own."""
+    from peft import LoraConfig, get_peft_model  # takes seconds
+
     kinds = {
         "one": {"r": 4, "target_modules": ["q_proj", "down_proj"]},
         "tabled": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},

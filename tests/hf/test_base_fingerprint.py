@@ -16,6 +16,8 @@ from tunix.errors import UserError
 from tunix.hf.peft_folder import FILE, distance, fingerprint, foreign_base
 from tunix.models.families.table import read_config
 
+pytestmark = pytest.mark.models
+
 
 def saved(path: Path, change) -> Path:
     """The base, changed and saved again."""

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_runs import RECIPE, lines, metrics, model_folder, train, write_recipe
@@ -116,6 +115,8 @@ LAID: dict[str, Any] = {
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
     """A PEFT folder on the student's own base."""
+    from peft import LoraConfig, get_peft_model  # takes seconds
+
     model_folder(tmp_path / "base")
     torch.manual_seed(0)
     settings = LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
@@ -151,6 +152,7 @@ def test_an_adapter_of_the_students_base_teaches_without_a_second_base(tmp_path:
     assert stepped("shared")[0]["train/loss"] > 1e-3  # the student starts at the base, which the teacher is not
 
 
+@pytest.mark.models
 @pytest.mark.parametrize(
     "changes",
     [

@@ -23,6 +23,8 @@ from tunix.run.build import assemble
 from tunix.trainer.progress import Display
 from tunix.types import Sequence
 
+pytestmark = pytest.mark.models
+
 PLAIN = {"r": 3, "lora_alpha": 5, "rank_pattern": {"q_proj": 2}, "target_modules": ["q_proj", "down_proj"]}
 KINDS = {"plain": PLAIN, "dora": {**PLAIN, "use_dora": True, "use_rslora": True}}
 ROWS = np.random.default_rng(0).integers(3, 250, (2, 20)).astype(np.int32)

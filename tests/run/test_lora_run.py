@@ -12,6 +12,8 @@ from tests.tiny_runs import EVAL, files, lines, losses, model_folder, train, wri
 from tunix.cli import main
 from tunix.data.tokenizer import bytes_tokenizer
 
+pytestmark = pytest.mark.models
+
 ADAPTER = {
     "rank": 4,
     "ranks": {"mlp.*": 2},

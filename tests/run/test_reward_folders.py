@@ -29,6 +29,8 @@ from tunix.trainer.logprobs import Scorer
 from tunix.trainer.microbatches import Microbatcher
 from tunix.types import Sequence
 
+pytestmark = pytest.mark.models
+
 PAD, LENGTHS = 0, (5, 17, 11, 1, 24)
 FAMILIES = (
     "llama-multihead-untied-llama3",

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tunix
@@ -365,7 +364,10 @@ def test_mesh_packing_and_passes_do_not_change_the_losses(tmp_path: Path):
 # --- Folders of transformers ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.models
 def test_an_adapter_trains_alone_and_goes_to_peft_and_back(tmp_path: Path):
+    from peft import PeftModel  # takes seconds
+
     base = model_folder(tmp_path / "base")
     adapter = {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj", "down_proj"]}
     model = {"path": "base", "dtype": "float32"}

@@ -17,6 +17,8 @@ from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.trainer import local_client
 from tunix.types import Sequence
 
+pytestmark = pytest.mark.models
+
 BETA = 0.3
 
 

@@ -23,6 +23,8 @@ from tunix.data.types import Accounting, Packed
 from tunix.protocols import Client
 from tunix.types import Batch, Loss, LossInputs, Sequence
 
+pytestmark = pytest.mark.models
+
 CHOSEN, REJECTED = [-6.0, -5.4, -6.55, -7.78, -6.91], [-7.98, -5.88, -3.32, -6.98, -7.24]
 REFERENCE_CHOSEN, REFERENCE_REJECTED = [-5.27, -4.86, -6.39, -9.18, -6.95], [-6.94, -7.9, -4.01, -9.83, -9.17]
 SIDES = [
