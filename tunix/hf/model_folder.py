@@ -33,17 +33,10 @@ from tunix.data.tokenizer import GENERATION_CONFIG, eos_ids
 from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
-from tunix.hf.packed_weights import (
-    VALUES,
-    packed_entries,
-    split_experts,
-    stack_experts,
-    with_mxfp4,
-    with_quantized,
-)
+from tunix.hf.packed_weights import VALUES, split_experts, stack_experts, unpacked
 from tunix.hf.picture_settings import write_settings
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, local_copy, some, tensors_of_folder, write_shards
-from tunix.hf.tensor_transfer import load, places_of, reads_of, sent, sent_rounded
+from tunix.hf.tensor_transfer import load, packed_entries, places_of, reads_of, sent
 from tunix.models.config import DecoderConfig, Stops, is_adapter, is_own
 from tunix.models.families.base import SCORE
 from tunix.models.families.table import FAMILIES, read_json, tensors_of, to_hf
@@ -291,7 +284,7 @@ def named_tensors(folder: Path, family: str, pictures: bool = False) -> dict[str
     named: dict[str, Stored] = {}
     vision = FAMILIES[family].vision if pictures else None
     prefixes = FAMILIES[family].prefixes if vision is None else vision.prefixes
-    for key, tensor in with_quantized(with_mxfp4(tensors_of_folder(folder))).items():
+    for key, tensor in unpacked(tensors_of_folder(folder)).items():
         name = rename(key, prefixes)
         if name is not None and not HARMLESS_BUFFERS.search(name):
             named |= dict(split_experts(name, tensor, FAMILIES[family]))
@@ -452,8 +445,8 @@ def _entries(
         for number, key in enumerate(tensor.keys(layer, shape)):
             index = (*place, number) if tensor.by_expert else place
             if name in packed:
-                values, scales = sent_rounded(params[name], index, tensor.outputs_first, packed[name])
-                yield from packed_entries(key.removesuffix(VALUES), packed[name], values, scales)
+                module = key.removesuffix(VALUES)
+                yield from packed_entries(module, params[name], index, tensor.outputs_first, packed[name])
             else:
                 send = partial(sent, params[name], index, tensor.write, written)
                 yield Entry(key, tensor.their_shape(shape), STORED_DTYPE[written], send)
