@@ -13,7 +13,7 @@ from tunix.models.families.table import axes_of, count_weights, tensors_of
 from tunix.models.quantization.modules import BANKS, EXPERTS, PROJECTIONS, matched, projections_of
 
 Table = Literal["embed_tokens", "lm_head"]
-TABLES: dict[str, str] = {"embed_tokens": "embed/w", "lm_head": "head/w"}
+TABLES: dict[Table, str] = {"embed_tokens": "embed/w", "lm_head": "head/w"}
 """Hugging Face's names of the tables -> ours."""
 
 

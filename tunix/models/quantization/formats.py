@@ -110,10 +110,12 @@ def _of_experts(name: str) -> bool:
     return name.split("/")[1] in BANKS
 
 
-def over_matrices(name: str, function: Callable, w: Float[Array, "L ..."]) -> Any:
-    """A function of one matrix, of each layer's in a stacked weight, or each expert's, one after the other."""
-    of_layer = partial(jax.lax.map, function) if _of_experts(name) else function
-    return jax.lax.map(of_layer, w)
+def quantize_stack(
+    name: str, w: Float[Array, "L ..."], quantization: Quantization, contracted: int
+) -> tuple[jax.Array, jax.Array]:
+    """`quantize` of each layer's matrix in a stacked weight, or of each expert's, one after the other."""
+    each = partial(quantize, quantization=quantization, contracted=contracted)
+    return jax.lax.map(partial(jax.lax.map, each) if _of_experts(name) else each, w)
 
 
 def tile_of(inputs: int, most: int) -> int:
