@@ -43,7 +43,7 @@ from tunix.models.families.table import FAMILIES, read_json, tensors_of, to_hf
 from tunix.models.model import Model, Params
 from tunix.models.quantization.formats import is_scale, simulated, tile_of
 from tunix.models.quantization.modules import BANKS, modules_of
-from tunix.models.quantization.rules import Rules, write_rules
+from tunix.models.quantization.rules import RULES_FILE, Rules
 from tunix.models.quantization.schemes import SECTION, Packing, check_packs, section
 from tunix.util.object_store import url_of
 
@@ -415,7 +415,8 @@ def write_beside(
             text = json.dumps({**raw, "pad_token": pad_token}, indent=2, ensure_ascii=False) + "\n"
             (folder / TOKENIZER_CONFIG).write_text(text, encoding="utf-8")
     if rules is not None:
-        write_rules(folder, rules)
+        stated = {**rules.model_dump(mode="json", include={"rules"}), "weights": "on their grid"}
+        (folder / RULES_FILE).write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
     if packing:
         head = SCORE if scores else FAMILIES[config.family].tensors["head/w"].name
         table = tensors_of(config)

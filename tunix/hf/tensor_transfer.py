@@ -30,7 +30,7 @@ from tunix.models.families.base import Tensor
 from tunix.models.families.table import tensors_of
 from tunix.models.model import Model, Params
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale, quantize
-from tunix.models.quantization.schemes import BITS, WORDS, Packing, format_of
+from tunix.models.quantization.schemes import BITS, WORDS, Packing
 from tunix.util.ahead import ahead, limit_of
 from tunix.util.exact import jit
 
@@ -298,7 +298,7 @@ def packed_entries(module: str, array: jax.Array, place: Place, tensor: Tensor, 
     """
     kind, (outputs, inputs) = packing.rule.weights, packing.shape
     assert kind is not None
-    words, rounding = format_of(packing.rule) == WORDS, Quantization(kind, packing.tile)
+    words, rounding = packing.format == WORDS, Quantization(kind, packing.tile)
 
     def send(part: int) -> Sent:
         rounded = jit(quantize, static_argnums=(1, 2))(_taken(array, place), rounding, tensor.contracted)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_serializer, model_validator
 
@@ -81,29 +81,11 @@ class AdapterConfig(Config):
             return {"base": "nf4", "tile": 128, **stated}
         return values
 
-    @model_validator(mode="after")
-    def _given(self) -> "AdapterConfig":
-        if self.source is not None and self.start != "zero":
-            raise ValueError(f"start: {self.start} changes nothing with from: A and B start as the folder has them")
-        return self
-
-    @model_validator(mode="after")
-    def _full(self) -> "AdapterConfig":
-        for key in ("base", "tile"):
-            if self.kind == "lora" and getattr(self, key) is not None:
-                raise ValueError(f"{key} changes nothing for lora, which leaves the base as it is; set kind to qlora")
-        return self
-
-    @field_validator("targets", mode="before")
+    @field_validator("targets", "also", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
         if isinstance(value, str) and value != "all-linear":
             return (value,)
-        return tuple(value) if isinstance(value, list) else value
-
-    @field_validator("also", mode="before")
-    @classmethod
-    def _tables(cls, value: Any) -> Any:
         return tuple(value) if isinstance(value, list) else value
 
     @field_validator("targets", "ranks", "alphas")
@@ -114,7 +96,7 @@ class AdapterConfig(Config):
         if info.field_name == "targets" and not value:
             raise ValueError("targets is empty: nothing would train")
         for pattern in value:
-            if pattern in get_args(Table):
+            if pattern in TABLES:
                 raise ValueError(
                     f"{pattern!r} is a table, which takes no low-rank matrices. `also: [{pattern}]` trains it whole"
                 )
@@ -122,7 +104,12 @@ class AdapterConfig(Config):
         return value
 
     @model_validator(mode="after")
-    def _targeted(self) -> "AdapterConfig":
+    def _agrees(self) -> "AdapterConfig":
+        if self.source is not None and self.start != "zero":
+            raise ValueError(f"start: {self.start} changes nothing with from: A and B start as the folder has them")
+        for key in ("base", "tile"):
+            if self.kind == "lora" and getattr(self, key) is not None:
+                raise ValueError(f"{key} changes nothing for lora, which leaves the base as it is; set kind to qlora")
         for key, patterns in (("ranks", self.ranks), ("alphas", self.alphas)):
             for pattern in patterns:
                 if not set(matched(pattern)) & set(self.targeted):

@@ -23,13 +23,6 @@ NUMBER = r"\d+"
 BITS = {"int4": 4, "int8": 8, "fp8": 8}
 
 
-def format_of(rule: Rule) -> str:
-    """The format in which a module that a rule rounds is stored."""
-    if rule.weights == "fp8":
-        return FLOATS
-    return INTEGERS if rule.weights == "int8" and rule.activations else WORDS
-
-
 def check_packs(rules: Rules) -> None:
     """Refuses rules that the format cannot express.
 
@@ -55,6 +48,13 @@ class Packing:
     """Inputs that share a scale."""
 
     @property
+    def format(self) -> str:
+        """The format in which it is stored."""
+        if self.rule.weights == "fp8":
+            return FLOATS
+        return INTEGERS if self.rule.weights == "int8" and self.rule.activations else WORDS
+
+    @property
     def scheme(self) -> dict[str, Any]:
         """The group in config.json that describes it, without the targets."""
         assert self.rule.weights is not None
@@ -66,7 +66,7 @@ class Packing:
         if kind := self.rule.activations:
             inputs = {"num_bits": 8, "type": kinds[kind], "symmetric": True, "strategy": "token", "dynamic": True}
         weights = {**bits, **shared, "dynamic": False}
-        return {"weights": weights, "input_activations": inputs, "format": format_of(self.rule)}
+        return {"weights": weights, "input_activations": inputs, "format": self.format}
 
 
 def section(packing: Mapping[str, Packing], head: str, there: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
