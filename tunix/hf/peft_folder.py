@@ -348,7 +348,7 @@ def save_adapter(
     Raises:
         UserError: something is at `path`, or the disk refuses.
     """
-    parts, pairs = _parts(adapter, config, scores), plain_pairs(dict(params), adapter)
+    parts, pairs = _parts(adapter, config, scores), plain_pairs(dict(params))
     entries: list[Entry] = []
 
     def add(name: str, tensor: Tensor, layer: int | None) -> None:
