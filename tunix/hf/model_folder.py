@@ -41,7 +41,7 @@ from tunix.models.config import DecoderConfig, Stops, is_adapter, is_own
 from tunix.models.families.base import SCORE
 from tunix.models.families.table import FAMILIES, read_json, tensors_of, to_hf
 from tunix.models.model import Model, Params
-from tunix.models.quantization.formats import is_scale, simulated, tile_of
+from tunix.models.quantization.formats import is_scale, tile_of
 from tunix.models.quantization.modules import BANKS, modules_of
 from tunix.models.quantization.rules import RULES_FILE, Rules
 from tunix.models.quantization.schemes import SECTION, Packing, check_packs, section
@@ -65,8 +65,9 @@ def write_generation_config(
     """
     files = [source / GENERATION_CONFIG for source in sources if source is not None]
     file = next((file for file in files if file.is_file()), None)
-    fields = {name: list(ids) if isinstance(ids, tuple) else ids for name, ids in special}
-    if file is not None:
+    if file is None:
+        fields = {name: list(ids) if isinstance(ids, tuple) else ids for name, ids in special}
+    else:
         fields = read_json(file)
     eos = eos_ids(fields, str(file))
     if file is not None and set(stops) <= set(eos):
@@ -109,21 +110,16 @@ def padding(config: DecoderConfig, files: Path | None) -> tuple[int | None, str 
     stops = dict(config.stops)
     eos = stops.get("eos_token_id")
     ends = set(eos if isinstance(eos, tuple) else (eos,))
-    added: dict[str, int] = {}
-    if files is not None and (files / TOKENIZER).is_file():
-        tokens = read_json(files / TOKENIZER).get("added_tokens", [])
-        added = {token["content"]: token["id"] for token in tokens}
-    pad = _tokenizer_config(files).get("pad_token")
+    read = {
+        name: read_json(files / name) for name in (TOKENIZER, TOKENIZER_CONFIG) if files and (files / name).is_file()
+    }
+    added = {token["content"]: token["id"] for token in read.get(TOKENIZER, {}).get("added_tokens", [])}
+    pad = read.get(TOKENIZER_CONFIG, {}).get("pad_token")
     padded = added.get(str(pad["content"] if isinstance(pad, Mapping) else pad))  # older folders write an object
     named = [number for token, number in added.items() if "pad" in token.lower()]
     candidates = (stops.get("pad_token_id"), padded, *named, stops.get("bos_token_id"))
     chosen = next((x for x in candidates if isinstance(x, int) and x >= 0 and x not in ends), None)
     return chosen, next((token for token, number in added.items() if number == chosen), None)
-
-
-def _tokenizer_config(files: Path | None) -> dict[str, Any]:
-    known = files is not None and (files / TOKENIZER_CONFIG).is_file()
-    return read_json(files / TOKENIZER_CONFIG) if files is not None and known else {}
 
 
 def rename(key: str, prefixes: Sequence[tuple[str, str | None]]) -> str | None:
@@ -135,9 +131,9 @@ def rename(key: str, prefixes: Sequence[tuple[str, str | None]]) -> str | None:
 
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
+    TOKENIZER,
+    TOKENIZER_CONFIG,
     "tokenizer.model",
-    "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -212,8 +208,12 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
     stored = named_tensors(folder, config.family, pictures=config.vision is not None)
     if model.has_lm_head and SCORE in stored:
         raise reward_model(folder)
-    unscaled = {name: shape for name, shape in model.shapes.items() if not is_scale(name)}
-    wanted = expected(config, {name: shape for name, shape in unscaled.items() if name in dtypes or not is_own(name)})
+    shapes = {
+        name: shape
+        for name, shape in model.shapes.items()
+        if not is_scale(name) and (name in dtypes or not is_own(name))
+    }
+    wanted = expected(config, shapes)
     axes = "inputs, outputs" if family.alternate else "rows, columns"
     # A folder may have one tensor of all experts in place of one for each.
     stacks = (
@@ -223,32 +223,25 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
     )
     hint = f"Of all experts of a layer {', '.join(stacks)}." if family.stacked else ""
     check_tensors(stored, wanted, folder, hint)
-    extra = [name for name in stored if name not in wanted]
     embed, head = family.tensors["embed/w"].name, family.tensors["head/w"].name
-    if not model.has_lm_head:  # a language model's head is not needed for scores
-        extra = [name for name in extra if name != head]
-    if config.tied and head in extra:
+    extra = sorted(name for name in stored if name not in wanted and not family.spare(config, name))
+    if head in extra and (config.tied or not model.has_lm_head):
+        extra.remove(head)
         a, b = stored[head], stored[embed]
-        equal = a.shape == b.shape
-        if equal:
-            rows = max(TIE_CHUNK // a.shape[1], 1)
-            starts = range(0, a.shape[0], rows)
-            equal = all(np.array_equal(a.read(i, i + rows), b.read(i, i + rows)) for i in starts)
-        if not equal:
+        rows = max(TIE_CHUNK // b.shape[1], 1)
+        if model.has_lm_head and (  # a language model's head is not needed for scores
+            a.shape != b.shape
+            or any(not np.array_equal(a.read(i, i + rows), b.read(i, i + rows)) for i in range(0, a.shape[0], rows))
+        ):
             raise UserError(
                 f"{a.file}: {head} differs from {embed}, although config.json ties them. "
                 "Set tie_word_embeddings to false there, or remove the tensor."
             )
-        extra = [name for name in extra if name != head]
-    if extra := [name for name in extra if not family.spare(config, name)]:
-        layers = (int(at[1]) for name in extra if (at := LAYER.match(name)))
+    if extra:
         reason = ""
-        if any(layer >= config.num_layers for layer in layers):
-            reason = f"The files have more layers than num_hidden_layers = {config.num_layers}."
-        raise UserError(
-            f"{folder}: {len(extra)} tensor(s) that config.json has no place for: {some(sorted(extra))}. "
-            f"{reason}".rstrip()
-        )
+        if any(int(at[1]) >= config.num_layers for name in extra if (at := LAYER.match(name))):
+            reason = f" The files have more layers than num_hidden_layers = {config.num_layers}."
+        raise UserError(f"{folder}: {len(extra)} tensor(s) that config.json has no place for: {some(extra)}.{reason}")
     return load(reads_of(model, stored, dtypes, mesh))
 
 
@@ -343,14 +336,11 @@ def save_folder(
         if packed:
             assert rules is not None, "packing follows rules"
             check_packs(rules)
-            for ours, simulation in simulated(rules):
+            for ours, rule in rules.modules.items():
                 name = f"layers/{ours}/w"
-                if name not in params:
-                    continue  # a matrix of another family
-                outputs, inputs = family.tensors[name].outputs_first.their_shape(params[name].shape[1:])
-                assert simulation.weights is not None
-                tile = tile_of(inputs, simulation.weights.tile)
-                packing[ours] = Packing(rules.modules[ours], (outputs, inputs), tile)
+                if name in params:  # else it is a matrix of another family
+                    outputs, inputs = family.tensors[name].outputs_first.their_shape(params[name].shape[1:])
+                    packing[ours] = Packing(rule, (outputs, inputs), tile_of(inputs, rule.tile or inputs))
         along: list[Stored] = []
         if base is not None and not scores and family.passengers:
             along = [x for key, x in tensors_of_folder(base).items() if key.startswith(family.passengers)]
@@ -411,9 +401,10 @@ def write_beside(
             "label2id": {LABEL: 0},
             "pad_token_id": pad_id,
         }
-        if (raw := _tokenizer_config(folder)) and pad_token is not None:
-            text = json.dumps({**raw, "pad_token": pad_token}, indent=2, ensure_ascii=False) + "\n"
-            (folder / TOKENIZER_CONFIG).write_text(text, encoding="utf-8")
+        file = folder / TOKENIZER_CONFIG
+        if pad_token is not None and file.is_file():
+            text = json.dumps({**read_json(file), "pad_token": pad_token}, indent=2, ensure_ascii=False) + "\n"
+            file.write_text(text, encoding="utf-8")
     if rules is not None:
         stated = {**rules.model_dump(mode="json", include={"rules"}), "weights": "on their grid"}
         (folder / RULES_FILE).write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
