@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -169,9 +169,19 @@ def tensors_of_folder(folder: Path) -> dict[str, Stored]:
     """
     is_whole = (folder / SINGLE).is_file()
     if not (folder / INDEX).is_file():
-        return tensors_of_file(folder / SINGLE) if is_whole else _refuse_folder(folder)
-    index = read_json(folder / INDEX)
-    places = index.get("weight_map")
+        if is_whole:
+            return tensors_of_file(folder / SINGLE)
+        pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+        reason = f"{folder} holds no weights: neither {SINGLE} nor {INDEX} is there."
+        if others := sorted(file.name for file in folder.glob("*.safetensors")):
+            reason = f"{folder} has {some(others)}, but neither {SINGLE} nor {INDEX}. Rename it or add the index."
+        elif pickles:
+            reason = (
+                f"{folder} has its weights only as {some(pickles)}. tunix loads no pickles: convert them with "
+                "transformers' `AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)`."
+            )
+        raise UserError(reason)
+    places = read_json(folder / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
         raise UserError(f"{folder / INDEX}: weight_map must name the file of each tensor.")
     shards = sorted(set(places.values()))
@@ -311,19 +321,6 @@ def read_range(file: Path, begin: int, into: memoryview) -> None:
             raise UserError(f"{file} cannot be read: {error.strerror or error}.") from error
     if into:
         raise UserError(f"{file} has become shorter while it was read. Download or export it again.")
-
-
-def _refuse_folder(folder: Path) -> NoReturn:
-    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
-    others = sorted(file.name for file in folder.glob("*.safetensors"))
-    if others:
-        raise UserError(f"{folder} has {some(others)}, but neither {SINGLE} nor {INDEX}. Rename it or add the index.")
-    if pickles:
-        raise UserError(
-            f"{folder} has its weights only as {some(pickles)}. tunix loads no pickles: convert them with "
-            "transformers' `AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)`."
-        )
-    raise UserError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX} is there.")
 
 
 def write_shards(folder: SharedFolder, entries: Sequence[Entry], max_shard_bytes: int) -> None:
