@@ -18,7 +18,7 @@ is set in the tokenizer's files too.
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -355,16 +355,40 @@ def save_folder(
                 write_beside(folder.path, config, fields, source, scores, rules, packing, stops, base)
                 if config.vision is not None:
                     write_settings(folder.path, config.vision, [x for x in (source, base) if x is not None])
-        ours = _entries(config, params, dtype, packing)
+        entries: list[Entry] = []
+
+        def add(name: str, layer: int | None, shape: tuple[int, ...]) -> None:
+            tensor, written = table[name], dtype or str(params[name].dtype)
+            place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
+            for number, key in enumerate(tensor.keys(layer, shape)):
+                index = (*place, number) if tensor.by_expert else place
+                if name in packed_by_name:
+                    module, pack = key.removesuffix(VALUES), packed_by_name[name]
+                    entries.extend(packed_entries(module, params[name], index, tensor.outputs_first, pack))
+                else:
+                    send = partial(sent, params[name], index, tensor.write, written)
+                    entries.append(Entry(key, tensor.their_shape(shape), STORED_DTYPE[written], send))
+
+        # In the order of the model: embedding, layer by layer, norm, head.
+        table, packed_by_name = tensors_of(config), {f"layers/{ours}/w": pack for ours, pack in packing.items()}
+        ends = {name: array.shape for name, array in params.items() if not table[name].layered}
+        inner = {name: array.shape[1:] for name, array in params.items() if table[name].layered}
+        add("embed/w", None, ends.pop("embed/w"))
+        for layer in range(max(config.num_layers, config.vision.num_layers if config.vision else 0)):
+            for name, shape in inner.items():
+                if layer in config.layers_with(table[name].mixer):
+                    add(name, layer, shape)
+        for name, shape in sorted(ends.items(), reverse=True):
+            add(name, None, shape)
         if config.vision is not None and family.vision is not None:
             # A multimodal export keeps the names of the folder that the weights were loaded from.
             keys, written = () if base is None else tensors_of_folder(base), family.vision.written
             theirs = {rename(key, family.vision.prefixes): key for key in keys}
-            ours = (replace(x, key=theirs.get(x.key) or str(rename(x.key, written))) for x in ours)
+            entries = [replace(x, key=theirs.get(x.key) or str(rename(x.key, written))) for x in entries]
         if family.writes_stacked:
-            ours = stack_experts(ours, family)
-        unchanged = (Entry(x.key, x.shape, x.dtype, lambda x=x: x.read) for x in along)
-        write_shards(folder, [*ours, *unchanged], max_shard_bytes)
+            entries = list(stack_experts(entries, family))
+        entries += (Entry(x.key, x.shape, x.dtype, lambda x=x: x.read) for x in along)
+        write_shards(folder, entries, max_shard_bytes)
 
 
 def write_beside(
@@ -423,32 +447,3 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-
-
-def _entries(
-    config: DecoderConfig, params: Mapping[str, jax.Array], dtype: DType | None, packing: Mapping[str, Packing]
-) -> Iterator[Entry]:
-    """The tensors to write in the order of the model: embedding, layer by layer, norm, head."""
-    table, packed = tensors_of(config), {f"layers/{ours}/w": packing[ours] for ours in packing}
-
-    def entry(name: str, layer: int | None, shape: tuple[int, ...]) -> Iterator[Entry]:
-        tensor, written = table[name], dtype or str(params[name].dtype)
-        place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
-        for number, key in enumerate(tensor.keys(layer, shape)):
-            index = (*place, number) if tensor.by_expert else place
-            if name in packed:
-                module = key.removesuffix(VALUES)
-                yield from packed_entries(module, params[name], index, tensor.outputs_first, packed[name])
-            else:
-                send = partial(sent, params[name], index, tensor.write, written)
-                yield Entry(key, tensor.their_shape(shape), STORED_DTYPE[written], send)
-
-    ends = {name: array.shape for name, array in params.items() if not table[name].layered}
-    inner = {name: array.shape[1:] for name, array in params.items() if table[name].layered}
-    yield from entry("embed/w", None, ends.pop("embed/w"))
-    for layer in range(max(config.num_layers, config.vision.num_layers if config.vision else 0)):
-        for name, shape in inner.items():
-            if layer in config.layers_with(table[name].mixer):
-                yield from entry(name, layer, shape)
-    for name, shape in sorted(ends.items(), reverse=True):
-        yield from entry(name, None, shape)

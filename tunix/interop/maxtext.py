@@ -32,7 +32,7 @@ rounded once each way, in float32: what was bfloat16 comes back to the bit (1 + 
 Axes: V vocabulary, D model width, N query heads, K kv heads, H head dim, L layers.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -436,18 +436,11 @@ def import_maxtext(source: Path, out: Path, *, like: Path | None = None, dtype: 
             "read"
         )
     written = dtype or str(arrays.dtypes[ROOT + LEAVES[config.family]["embed/w"].path])
-    with shared_folder(out) as folder:
-        write_beside(folder.path, config, {**to_hf(config), "dtype": written}, like)
-        write_shards(folder, list(_entries(arrays, wanted, config, dtype)), SHARD)
-
-
-def _entries(arrays: Arrays, wanted: Mapping[str, Slot], config: DecoderConfig, dtype: DType | None) -> Iterator[Entry]:
-    """The tensors to write, array by array: each is read once and let go of before the next."""
     held: dict[str, np.ndarray] = {}
 
     def tensor_of(path: str, slot: Slot, place: int, tensor: Tensor, kind: str) -> np.ndarray:
         if path not in held:
-            held.clear()  # let go of before the next is read
+            held.clear()  # each array is read once and let go of before the next
             held[path] = arrays.read(ROOT + path)
         whole, rows = held[path], slot.ours[0]
         layer = whole[:, place] if slot.stacked else whole.T if slot.leaf.turned else whole
@@ -456,8 +449,12 @@ def _entries(arrays: Arrays, wanted: Mapping[str, Slot], config: DecoderConfig, 
             ours = np.concatenate([ours[:rows], np.zeros((max(rows - len(ours), 0), *ours.shape[1:]), np.float32)])
         return tensor.write(ours).astype(kind)
 
+    entries: list[Entry] = []
     for path, slot in wanted.items():
         kind, tensor = dtype or str(arrays.dtypes[ROOT + path]), FAMILIES[config.family].tensors[slot.name]
         for place, layer in enumerate(slot.layers):
-            read = partial(tensor_of, path, slot, place, tensor, kind)
-            yield Entry(tensor.key(layer), tensor.their_shape(slot.ours), STORED_DTYPE[kind], partial(partial, read))
+            read, shape = partial(tensor_of, path, slot, place, tensor, kind), tensor.their_shape(slot.ours)
+            entries.append(Entry(tensor.key(layer), shape, STORED_DTYPE[kind], partial(partial, read)))
+    with shared_folder(out) as folder:
+        write_beside(folder.path, config, {**to_hf(config), "dtype": written}, like)
+        write_shards(folder, entries, SHARD)
