@@ -36,7 +36,7 @@ from tunix.errors import UserError
 from tunix.hf.packed_weights import VALUES, split_experts, stack_experts, unpacked
 from tunix.hf.picture_settings import write_settings
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, local_copy, some, tensors_of_folder, write_shards
-from tunix.hf.tensor_transfer import load, packed_entries, places_of, reads_of, sent
+from tunix.hf.tensor_transfer import load, packed_entries, places_of, sent
 from tunix.models.config import DecoderConfig, Stops, is_adapter, is_own
 from tunix.models.families.base import SCORE
 from tunix.models.families.table import FAMILIES, read_json, tensors_of, to_hf
@@ -242,7 +242,7 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
         if any(int(at[1]) >= config.num_layers for name in extra if (at := LAYER.match(name))):
             reason = f" The files have more layers than num_hidden_layers = {config.num_layers}."
         raise UserError(f"{folder}: {len(extra)} tensor(s) that config.json has no place for: {some(extra)}.{reason}")
-    return load(reads_of(model, stored, dtypes, mesh))
+    return load(model, stored, dtypes, mesh)
 
 
 def has_score(folder: Path) -> bool:

@@ -9,7 +9,7 @@ them into the stack of the layers, in place. Readers are threads, and how far th
 Axes: D model width, N query heads, H head dim.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -48,9 +48,9 @@ class Target:
     """What tensors of one kind become. Equal ones, such as keys and values, share a compiled program."""
 
     tensor: Tensor
-    """The layout of what is read, under no name; its rows are the first axis, or the last where they are `turned`."""
-    turned: bool
-    """Whether the host hands over transposed arrays."""
+    """The layout of what is read, under no name."""
+    axis: int
+    """Which axis of it are rows, that the devices share out: 0, or 1 where the host hands over transposed matrices."""
     shape: tuple[int, ...]
     """Shape of the weight in our layout, e.g. `[D N H]` of a layer's queries."""
     single: NamedSharding
@@ -66,13 +66,8 @@ class Target:
 
     @property
     def rows(self) -> int:
-        """Length of the axis that the devices share out among each other."""
+        """How many rows there are."""
         return self.tensor.their_shape(self.shape)[self.axis]
-
-    @property
-    def axis(self) -> int:
-        """Which axis that is."""
-        return len(self.tensor.their_shape(self.shape)) - 1 if self.turned else 0
 
     @property
     def read_shape(self) -> tuple[int, ...]:
@@ -118,40 +113,15 @@ class Read:
         return self.stored.size * len(self.target.spread.addressable_devices) // mesh.size
 
 
-def load(reads: Sequence[Read]) -> Params:
-    """Reads tensors onto their mesh.
+def load(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DType], mesh: Mesh) -> Params:
+    """Reads a folder's tensors onto a mesh, each once, also where parts of several parameters take turns in it.
 
     Args:
-        reads: the tensors, on every host in the same order.
+        stored: the folder's tensors, among them those of the parameters; on every host in the same order.
+        dtypes: dtype by name of the wanted parameters; scales come with their values.
 
     Raises:
         UserError: a file cannot be read.
-    """
-    loaded = Params()
-    limit = limit_of(read.size for read in reads)
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="loading") as pool:
-        try:
-            for read, parts in ahead(reads, lambda read: read.size, lambda read: _started(read, pool), limit):
-                # The stacks to be written into, taken out of what is loaded, or new ones; none for a table.
-                stacks = tuple(
-                    loaded.pop(name) if name in loaded else jnp.zeros(stack.shape, stack.dtype, device=stack.sharding)
-                    for name, stack in (zip(read.names, read.target.stacks, strict=True) if read.place else ())
-                )
-                stacks = _put(read.target)(stacks, _whole(read, parts), np.array(read.place, np.int32))
-                # Without waiting, what was read would be held until the device gets to it.
-                loaded |= zip(read.names, jax.block_until_ready(stacks), strict=True)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return loaded
-
-
-def reads_of(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DType], mesh: Mesh) -> list[Read]:
-    """What is read of a folder: each tensor once, also where parts of several parameters take turns in it.
-
-    Args:
-        stored: the folder's tensors, among them those of the parameters.
-        dtypes: dtype by name of the wanted parameters; scales come with their values.
     """
     table = tensors_of(model.config)
     together = dict[Any, list[tuple[str, Stored, Place]]]()
@@ -169,14 +139,14 @@ def reads_of(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DT
         if kind not in targets:
             name, depth = names[0], len(place)  # all are alike; so many of our axes number the tensors
             layout = replace((table[name].turned if first.turned else table[name]).single, name="")
-            turned = layout.is_transposed and _host_turns(mesh)
-            layout = layout.turned if turned else layout
+            axis = int(layout.is_transposed and _host_turns(mesh))
+            layout = layout.turned if axis else layout
             shape, axes = model.shapes[name][depth:], model.axes[name][depth:]
             if isinstance(first, Interleaved):
                 layout, shape, axes = layout.in_turns(first.number), (first.number, *shape), (None, *axes)
             targets[kind] = Target(
                 layout,
-                turned,
+                axis,
                 shape,
                 sharding(axes, shape, mesh),
                 tuple(
@@ -191,7 +161,23 @@ def reads_of(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DT
                 taken,
             )
         reads.append(Read(stacks, first.whole if isinstance(first, Interleaved) else first, targets[kind], place))
-    return reads
+    loaded = Params()
+    limit = limit_of(read.size for read in reads)
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="loading") as pool:
+        try:
+            for read, parts in ahead(reads, lambda read: read.size, lambda read: _started(read, pool), limit):
+                # The stacks to be written into, taken out of what is loaded, or new ones; none for a table.
+                stacks = tuple(
+                    loaded.pop(name) if name in loaded else jnp.zeros(stack.shape, stack.dtype, device=stack.sharding)
+                    for name, stack in (zip(read.names, read.target.stacks, strict=True) if read.place else ())
+                )
+                stacks = _put(read.target)(stacks, _whole(read, parts), np.array(read.place, np.int32))
+                # Without waiting, what was read would be held until the device gets to it.
+                loaded |= zip(read.names, jax.block_until_ready(stacks), strict=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return loaded
 
 
 def places_of(config: DecoderConfig, tensor: Tensor, shape: tuple[int, ...]) -> dict[str, Place]:
@@ -234,7 +220,7 @@ def _whole(read: Read, parts: dict[Any, Part]) -> jax.Array:
     for device, (array, pieces) in parts.items():
         for piece in pieces:
             piece.result()
-        arrays.append(jax.device_put(array.T if read.target.turned else array, device))
+        arrays.append(jax.device_put(array.T if read.target.axis else array, device))
     parts.clear()
     shape, place = read.target.read_shape, read.target.spread
     return jax.make_array_from_single_device_arrays(shape, place, arrays, dtype=arrays[0].dtype)
