@@ -81,12 +81,10 @@ class AdapterConfig(Config):
             return {"base": "nf4", "tile": 128, **stated}
         return values
 
-    @field_validator("targets", "also", mode="before")
+    @field_validator("targets", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
-        if isinstance(value, str) and value != "all-linear":
-            return (value,)
-        return tuple(value) if isinstance(value, list) else value
+        return (value,) if isinstance(value, str) and value != "all-linear" else value
 
     @field_validator("targets", "ranks", "alphas")
     @classmethod

@@ -82,11 +82,6 @@ class Rules(Config):
     rules: tuple[Rule, ...]
     """The first whose pattern matches a module counts; a module that none matches stays as it is."""
 
-    @field_validator("rules", mode="before")
-    @classmethod
-    def _listed(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
-
     @field_validator("rules")
     @classmethod
     def _counting(cls, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
