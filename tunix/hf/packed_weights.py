@@ -20,13 +20,13 @@ Loads without jax. Axes: I inputs, O outputs.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float, Int, Shaped, UInt8
+from jaxtyping import Int, Shaped, UInt8
 
 from tunix.errors import UserError
 from tunix.hf.safetensors_io import Entry, Sent, Stored
@@ -85,8 +85,6 @@ class Packed(Stored):
     values: Stored
     scales: Stored
     """Their rows are those of the matrix."""
-    fill: Callable[[np.ndarray, np.ndarray, np.ndarray], None]
-    """Fills rows of numbers from the same rows of the values and of the scales."""
 
     @property
     def size(self) -> int:
@@ -102,7 +100,14 @@ class Packed(Stored):
     def read_into(self, rows: Shaped[np.ndarray, "rows columns"], start: int) -> None:
         """Fills `rows`, contiguous and of this matrix's dtype, from row `start` on."""
         stop = start + len(rows)
-        self.fill(rows, self.values.read(start, stop), self.scales.read(start, stop))
+        values, scales = self.values.read(start, stop), self.scales.read(start, stop)
+        if self.dtype == "BF16":  # MXFP4
+            rows[...] = dequantized(values, scales)
+            return
+        if self.values.dtype == "I32":
+            values = unpack_words(values, self.shape[1])
+        tiles, scales = (len(values), scales.shape[1], -1), scales.astype(np.float32)
+        np.multiply(values.reshape(tiles), scales[:, :, None], out=rows.reshape(tiles), dtype=np.float32)
 
 
 def unpacked(stored: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -125,7 +130,7 @@ def unpacked(stored: Mapping[str, Stored]) -> dict[str, Stored]:
             )
         number, rows, groups = scales.shape
         shape = (number, 32 * groups, rows)
-        tensors[name] = Packed(blocks.file, name, shape, "BF16", blocks.begin, blocks, scales, _fill_mxfp4)
+        tensors[name] = Packed(blocks.file, name, shape, "BF16", blocks.begin, blocks, scales)
     for key in (key for key in stored if key.endswith(f".{SCALES}")):
         module, scales = key.removesuffix(SCALES), tensors.pop(key)
         held = next((tensors.pop(module + part) for part in (PACKED, VALUES) if module + part in tensors), None)
@@ -147,24 +152,8 @@ def unpacked(stored: Mapping[str, Stored]) -> dict[str, Stored]:
                 f"{scales.file}: {key} has shape {scales.shape}, which is no scale for each output, or for each of its "
                 f"groups of inputs, of a matrix {shape}: take the model that the folder was made of"
             )
-        tensors[module + VALUES] = Packed(held.file, held.key, shape, "F32", held.begin, held, scales, _fill_scaled)
+        tensors[module + VALUES] = Packed(held.file, held.key, shape, "F32", held.begin, held, scales)
     return tensors
-
-
-def _fill_scaled(rows: Float[np.ndarray, "o I"], values: Shaped[np.ndarray, "o i"], scales: np.ndarray) -> None:
-    if values.dtype == np.int32:
-        values = unpack_words(values, rows.shape[1])
-    tiles = (len(values), scales.shape[1], -1)
-    scales = scales.astype(np.float32)[:, :, None]
-    np.multiply(values.reshape(tiles), scales, out=rows.reshape(tiles), dtype=np.float32)
-
-
-def _fill_mxfp4(
-    rows: Shaped[np.ndarray, "rows columns"],
-    blocks: UInt8[np.ndarray, "rows groups 16"],
-    scales: UInt8[np.ndarray, "rows groups"],
-) -> None:
-    rows[...] = dequantized(blocks, scales)
 
 
 WHOLE = ("F32", "BF16")

@@ -340,17 +340,16 @@ def weights(
             params = merged({name: dtype for name, dtype in base.items() if name not in model.kinds})
             # One after the other, so that only one matrix at a time is in memory unrounded.
             for name in (name for name in model.quantized if name in base):
-                pair, rounding = (name, name + SCALE), model.rounding(name)
-                rounded = jit(
-                    partial(quantize_stack, name), static_argnums=(1, 2), out_shardings=tuple(places[x] for x in pair)
-                )
-                values = rounded(merged({name: base[name]})[name], *rounding)
+                pair, (rounding, contracted) = (name, name + SCALE), model.rounding(name)
+                rounded = partial(quantize_stack, name, quantization=rounding, contracted=contracted)
+                rounded = jit(rounded, out_shardings=tuple(places[x] for x in pair))
+                values = rounded(merged({name: base[name]})[name])
                 params |= zip(pair, jax.block_until_ready(values), strict=True)
     missing: dict[str, DType] = {name: dtype for name, dtype in dtypes.items() if name not in params}
     if missing:
         params |= model.init(jax.random.key(seed), missing, mesh)
-    trainable = {name for name in dtypes if trains(name, full)}
-    return {n: params[n] for n in dtypes if n in trainable}, {n: params[n] for n in dtypes if n not in trainable}
+    trainable = {name: params[name] for name in dtypes if trains(name, full)}
+    return trainable, {name: params[name] for name in dtypes if name not in trainable}
 
 
 def loaded(source: Source, dtype: DType, mesh: Mesh) -> tuple[Model, Params]:

@@ -35,6 +35,8 @@ from tunix.util.ahead import ahead, limit_of
 from tunix.util.exact import jit
 
 THREADS = 8
+HOST_TURNS = ("cpu",)
+"""Platforms whose compilers take ten times as long to transpose an array as the host, which then does it."""
 PIECE = 1 << 23
 """Bytes of a file that one thread reads at a time: a large tensor is read by several."""
 Part = tuple[np.ndarray, list[Future[None]]]
@@ -139,7 +141,7 @@ def load(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DType]
         if kind not in targets:
             name, depth = names[0], len(place)  # all are alike; so many of our axes number the tensors
             layout = replace((table[name].turned if first.turned else table[name]).single, name="")
-            axis = int(layout.is_transposed and _host_turns(mesh))
+            axis = int(layout.is_transposed and mesh.devices.flat[0].platform in HOST_TURNS)
             layout = layout.turned if axis else layout
             shape, axes = model.shapes[name][depth:], model.axes[name][depth:]
             if isinstance(first, Interleaved):
@@ -190,11 +192,6 @@ def places_of(config: DecoderConfig, tensor: Tensor, shape: tuple[int, ...]) -> 
         for place, tensors in keys.items()
         for expert, key in enumerate(tensors)
     }
-
-
-def _host_turns(mesh: Mesh) -> bool:
-    """Whether arrays are transposed when they are handed to a device: a CPU's compiler takes ten times as long."""
-    return mesh.devices.flat[0].platform == "cpu"
 
 
 def _started(read: Read, pool: ThreadPoolExecutor) -> dict[Any, Part]:
