@@ -160,23 +160,6 @@ WHOLE = ("F32", "BF16")
 """What numbers that are not rounded are written as."""
 
 
-@dataclass(frozen=True)
-class Interleaved(Stored):
-    """A matrix, or a bias, whose outputs take turns in a file with those of others. Not read by itself: all of them are
-    read together, each byte once, and taken apart where they belong (`tensor_transfer.py`)."""
-
-    whole: Stored
-    """What they take turns in."""
-    place: int
-    """Whose turn comes first is 0."""
-    number: int
-    """How many take turns."""
-
-    def read_into(self, rows: Shaped[np.ndarray, "r ..."], start: int) -> None:
-        """Never called: whoever reads takes `whole`."""
-        raise AssertionError(f"{self.key} is read with what takes turns in it")
-
-
 def split_experts(name: str, tensor: Stored, family: FamilyText) -> list[tuple[str, Stored]]:
     """A tensor under its name, or the matrices of all experts that it holds, each at its place in the file.
 
@@ -202,9 +185,7 @@ def split_experts(name: str, tensor: Stored, family: FamilyText) -> list[tuple[s
             if number == 1:
                 matrix = whole
             elif family.alternate:
-                matrix = Interleaved(
-                    whole.file, whole.key, shape, whole.dtype, begin, whole, place, number, turned=whole.turned
-                )
+                matrix = replace(whole, shape=shape, turns=(whole, place, number))
             else:
                 matrix = replace(whole, shape=shape, begin=begin + place * size)
             matrices.append((f"{stem}.{expert}{part}", matrix))

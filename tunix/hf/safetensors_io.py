@@ -99,6 +99,10 @@ class Stored:
     """The byte of the file at which its values begin."""
     turned: bool = field(default=False, kw_only=True)
     """Whether `shape` is that of the transposed matrix: the file has it the other way round than its family's table."""
+    turns: tuple["Stored", int, int] | None = field(default=None, kw_only=True)
+    """`(whole, place, number)` of a matrix, or a bias, whose outputs take turns in the file with those of others: what
+    they take turns in, whose turn comes first is 0, and how many take turns. It is not read by itself: `whole` is, each
+    byte once, and taken apart where its parts belong (`tensor_transfer.py`)."""
 
     @property
     def laid(self) -> tuple[int, ...]:
@@ -132,6 +136,7 @@ class Stored:
         Raises:
             UserError: the file cannot be read, or has become shorter.
         """
+        assert self.turns is None, f"{self.key} is read with what takes turns in it"
         row = math.prod(self.shape[1:]) * rows.itemsize
         read_range(self.file, self.begin + start * row, rows.reshape(-1).view(np.uint8).data)
 

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.config import DType
 from tunix.distributed.global_arrays import everywhere
-from tunix.hf.packed_weights import PACKED, SCALES, SHAPE, VALUES, Interleaved, pack_words
+from tunix.hf.packed_weights import PACKED, SCALES, SHAPE, VALUES, pack_words
 from tunix.hf.safetensors_io import WRITTEN, Entry, Sent, Stored
 from tunix.mesh import sharding
 from tunix.models.config import DecoderConfig
@@ -130,12 +130,12 @@ def load(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DType]
     for name in (name for name in dtypes if not is_scale(name)):
         for key, place in places_of(model.config, table[name], model.shapes[name]).items():
             tensor = stored[key]
-            whole = tensor.whole if isinstance(tensor, Interleaved) else (name, key)
+            whole = tensor.turns[0] if tensor.turns else (name, key)
             together.setdefault(whole, []).append((name, tensor, place))
     targets, reads = dict[Any, Target](), list[Read]()
     for parts in together.values():
         names, (_, first, place) = tuple(name for name, _, _ in parts), parts[0]
-        taken = tuple(x.place for _, x, _ in parts if isinstance(x, Interleaved))
+        taken = tuple(x.turns[1] for _, x, _ in parts if x.turns)
         stacks = tuple(x for name in names for x in ((name, name + SCALE) if name in model.quantized else (name,)))
         kind = names, first.turned, taken
         if kind not in targets:
@@ -144,8 +144,9 @@ def load(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DType]
             axis = int(layout.is_transposed and mesh.devices.flat[0].platform in HOST_TURNS)
             layout = layout.turned if axis else layout
             shape, axes = model.shapes[name][depth:], model.axes[name][depth:]
-            if isinstance(first, Interleaved):
-                layout, shape, axes = layout.in_turns(first.number), (first.number, *shape), (None, *axes)
+            if first.turns:
+                _, _, number = first.turns
+                layout, shape, axes = layout.in_turns(number), (number, *shape), (None, *axes)
             targets[kind] = Target(
                 layout,
                 axis,
@@ -162,7 +163,7 @@ def load(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DType]
                 model.rounding(name) if name in model.quantized else None,
                 taken,
             )
-        reads.append(Read(stacks, first.whole if isinstance(first, Interleaved) else first, targets[kind], place))
+        reads.append(Read(stacks, first.turns[0] if first.turns else first, targets[kind], place))
     loaded = Params()
     limit = limit_of(read.size for read in reads)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="loading") as pool:
