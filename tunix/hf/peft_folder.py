@@ -433,11 +433,8 @@ def load_adapter(
     """
     adapter, scores = described(folder / CONFIG, config.tied)
     if not (folder / WEIGHTS).is_file():
-        remedy = (
-            "tunix loads no pickles: save it again with safe_serialization"
-            if (folder / PICKLE).is_file()
-            else "is it whole?"
-        )
+        pickled = "tunix loads no pickles: save it again with safe_serialization"
+        remedy = pickled if (folder / PICKLE).is_file() else "is it whole?"
         raise UserError(f"{folder / WEIGHTS} is missing: {remedy}.")
     family = FAMILIES[config.family]
     stored = {
@@ -447,10 +444,8 @@ def load_adapter(
     if lm_head and scores:
         raise reward_model(folder)
     parts = _parts(adapter, config, scores)
-    keys = {
-        name: [tensor.key(layer) for layer in (config.layers_with(tensor.mixer) if tensor.layered else (None,))]
-        for name, (tensor, _) in parts.items()
-    }
+    layers = {name: config.layers_with(x.mixer) if x.layered else (None,) for name, (x, _) in parts.items()}
+    keys = {name: [tensor.key(layer) for layer in layers[name]] for name, (tensor, _) in parts.items()}
     wanted = {key: tensor.their_shape(shape) for name, (tensor, shape) in parts.items() for key in keys[name]}
     embed, head = family.tensors["embed/w"].name, family.tensors["head/w"].name
     if config.tied and adapter.also and head in stored:
@@ -468,8 +463,8 @@ def load_adapter(
         raise UserError(f"{folder / WEIGHTS}: {len(extra)} tensor(s) have no place in this model: {some(extra)}.")
     arrays: dict[str, np.ndarray] = {}
     for name, (tensor, shape) in parts.items():
-        layers = [tensor.read(stored[key].read(), shape) for key in keys[name]]
-        arrays[name] = np.stack(layers) if tensor.layered else layers[0]
+        read = [tensor.read(stored[key].read(), shape) for key in keys[name]]
+        arrays[name] = np.stack(read) if tensor.layered else read[0]
     return adapter, arrays
 
 

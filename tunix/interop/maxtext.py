@@ -1,9 +1,8 @@
 """MaxText's checkpoints: a model folder becomes one, and one becomes a model folder, an array at a time.
 
-A checkpoint is an Orbax tree `params/params/...` of a train state (`orbax_arrays`). First the settings by which MaxText
-computes a model, and the models that it has none for; then a table for each family with what MaxText calls each weight,
-how it lies there and the arithmetic between; then both directions. Both ways the arrays that there must be are known
-before any is read: those that are missing, too many or of another shape are named.
+A checkpoint is an Orbax tree `params/params/...` of a train state (`orbax_arrays`). `LEAVES` is a table for each family
+of what MaxText calls each weight, how it lies there and the arithmetic between. Both ways the arrays that there must be
+are known before any is read: those that are missing, too many or of another shape are named.
 
 Settings are read from MaxText 0.2.5: `layers/attentions.py` and `layers/embeddings.py` for ropes, `models/gemma*.py`
 for scores and norms, `configs/models` for what a model's name stands for. Every size and number that a config.json
