@@ -48,7 +48,7 @@ from tunix.hf.model_folder import (
 )
 from tunix.hf.safetensors_io import DTYPES, Entry, check_tensors, some, tensors_of_file, write_share
 from tunix.hf.tensor_transfer import sent
-from tunix.lora.adapt import plain_pairs, quantization, tables
+from tunix.lora.adapt import plain_pairs, quantization
 from tunix.lora.config import TABLES, AdapterConfig
 from tunix.models.config import DecoderConfig
 from tunix.models.families.base import AXES, SCORE, Tensor
@@ -477,7 +477,7 @@ def _parts(adapter: AdapterConfig, config: DecoderConfig, scores: bool = False) 
     The layouts of A and B follow from that of the weight: its input axes are the last group of PEFT's layout."""
     family = FAMILIES[config.family]
     table = (config.vocab_size, config.d_model)
-    tensors: dict[str, Place] = {name: (family.tensors[name], table) for name in tables(adapter, config)}
+    tensors: dict[str, Place] = {name: (family.tensors[name], table) for name in adapter.tables_in(config)}
     if scores:
         tensors[HEAD] = (family.tensors[HEAD], (config.d_model,))
     sizes = family.axes(config)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from tunix.config import DType
 from tunix.errors import UserError
-from tunix.lora.config import TABLES, AdapterConfig, LowRank
+from tunix.lora.config import AdapterConfig, LowRank
 from tunix.models.blocks import Block
 from tunix.models.config import DecoderConfig, is_adapter
 from tunix.models.layers import Adapter
@@ -29,12 +29,6 @@ from tunix.util.exact import jit
 START_OF_A = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 """PEFT's initial A (`kaiming_uniform_(a=sqrt(5))`): uniform within 1 / sqrt(inputs), variance 1 / (3 inputs), so that
 published learning rates mean the same here. qwix's default, he_uniform, is sqrt(6) = 2.45 times as wide."""
-
-
-def tables(adapter: AdapterConfig, decoder: DecoderConfig) -> tuple[str, ...]:
-    """The tables that train along with the adapter, by our names; a tied head is the embedding."""
-    asked = {"embed_tokens" if decoder.tied else name for name in adapter.also}
-    return tuple(ours for name, ours in TABLES.items() if name in asked)
 
 
 def quantization(adapter: AdapterConfig | None) -> Quantization | None:
@@ -114,13 +108,13 @@ def started(adapter: AdapterConfig, model: Model, params: Params, frozen: Params
                 new |= _principal(name, w, low, contracted_axes(params, name))
             if adapter.dora:
                 new[f"{name}_lora_m"] = jnp.sqrt(jnp.sum(w**2, axis=tuple(range(1, 1 + contracted_axes(params, name)))))
-        tabled = {name: base[name].astype(dtype) for name in tables(adapter, model.config)}
+        tabled = {name: base[name].astype(dtype) for name in adapter.tables_in(model.config)}
         return {name: x.astype(params.get(name, x).dtype) for name, x in new.items()} | tabled
 
     if adapter.start == "zero" and not adapter.dora and not adapter.also:
         return params
     places = model.shardings(mesh)
-    return jit(start, out_shardings={name: places[name] for name in [*params, *tables(adapter, model.config)]})(
+    return jit(start, out_shardings={name: places[name] for name in [*params, *adapter.tables_in(model.config)]})(
         params, frozen
     )
 

@@ -155,6 +155,10 @@ class AdapterConfig(Config):
                 raise UserError(f"adapter.targets: {config.family} has no {pattern}; it has {', '.join(there)}")
         return tuple(name for name in self.targeted if name in there)
 
+    def tables_in(self, config: DecoderConfig) -> tuple[str, ...]:
+        """The tables that train along, by our names; a tied head is the embedding."""
+        return tuple(dict.fromkeys("embed/w" if config.tied else TABLES[name] for name in sorted(self.also)))
+
     def modules_of(self, config: DecoderConfig) -> dict[str, LowRank]:
         """Our name of each adapted module that a model has -> the rank and scale of its adapter; see `targeted_in`."""
         there = projections_of(config)
@@ -163,7 +167,7 @@ class AdapterConfig(Config):
     def count_weights(self, config: DecoderConfig) -> int:
         """How many weights train: those of the low-rank matrices, of DoRA's magnitudes and of the tables in `also`."""
         sizes, tensors, counts = axes_of(config), tensors_of(config), count_weights(config)
-        number = sum(counts[table] for table in {"embed/w" if config.tied else TABLES[name] for name in self.also})
+        number = sum(counts[table] for table in self.tables_in(config))
         for ours, low in self.modules_of(config).items():
             tensor = tensors[f"layers/{ours}/w"]
             layers = len(config.layers_with(tensor.mixer))
