@@ -77,27 +77,21 @@ def section(packing: Mapping[str, Packing], head: str, there: Mapping[str, tuple
         head: the name of the head, which stays as it is.
         there: the names of the matrices that the model has -> ours (`modules_of`); `{expert}` in one is any number.
     """
-    targets: dict[str, list[str]] = {}
-    ignored = [head]
-    schemes: dict[str, dict[str, Any]] = {}
+    ignored, groups = [head], dict[str, dict[str, Any]]()
     for theirs, ours in there.items():
         target = f"re:.*{re.escape(theirs).replace(re.escape('{expert}'), NUMBER)}$"
-        packings = [packing[one] for one in ours if one in packing]
-        if not packings:
+        if not (packings := [packing[name] for name in ours if name in packing]):
             ignored.append(target)
             continue
         # Where shapes differ, the tile may be a whole row of the narrower ones: its size is stated for all.
         scheme = max(packings, key=lambda packing: packing.shape[1]).scheme
-        name = json.dumps(scheme)
-        schemes[name] = scheme
-        targets.setdefault(name, []).append(target)
-    groups = {f"group_{i}": {"targets": targets[name], **scheme} for i, (name, scheme) in enumerate(schemes.items())}
-    formats = {scheme["format"] for scheme in schemes.values()}
+        groups.setdefault(json.dumps(scheme), {"targets": [], **scheme})["targets"].append(target)
+    formats = {group["format"] for group in groups.values()}
     return {
         "quant_method": METHOD,
         "quantization_status": "compressed",
         "format": formats.pop() if len(formats) == 1 else MIXED,
-        "config_groups": groups,
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups.values())},
         "ignore": ignored,
     }
 
