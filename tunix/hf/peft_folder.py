@@ -498,17 +498,17 @@ def _parts(adapter: AdapterConfig, config: DecoderConfig, scores: bool = False) 
             shape = tuple({**sizes, "r": low.rank}[axis] for axis in tensor.ours.split())
             tensors[f"layers/{name}/w_lora_{letter}"] = (tensor, shape)
     # PEFT wraps the parameters of a module of experts one after the other, down last.
-    sizes = {**sizes, "F": config.ffn, "2": 2}
-    inner = "base_layer." if "gates" in modules and "downs" in modules else ""
+    stem, sizes = f"model.layers.{{layer}}.{config.experts_module}", {**sizes, "F": config.ffn, "2": 2}
+    inner = "base_layer." if "downs" in modules else ""
     both = "(F 2)" if family.alternate else "(2 F)"
-    of_experts = {
-        "gates": (inner, {"A": ("(E r) D", "E D r"), "B": (f"{both} (r E)", "E r 2 F")}),
-        "downs": ("", {"A": ("(E r) F", "E F r"), "B": ("D (r E)", "E r D")}),
-    }
-    for name, (wrapper, layout) in of_experts.items():
-        for letter, (theirs, ours) in layout.items() if name in modules else ():
-            stem = f"model.layers.{{layer}}.{config.experts_module}"
-            tensor = Tensor(f"{stem}.{wrapper}lora_{letter}.weight", theirs, ours)
+    for name, theirs, layout, ours in (
+        ("gates", f"{stem}.{inner}lora_A", "(E r) D", "E D r"),
+        ("gates", f"{stem}.{inner}lora_B", f"{both} (r E)", "E r 2 F"),
+        ("downs", f"{stem}.lora_A", "(E r) F", "E F r"),
+        ("downs", f"{stem}.lora_B", "D (r E)", "E r D"),
+    ):
+        if name in modules:
             shape = tuple({**sizes, "r": modules[name].rank}[axis] for axis in ours.split())
-            tensors[f"layers/{name}/w_lora_{letter.lower()}"] = (tensor, shape)
+            tensor = Tensor(f"{theirs}.weight", layout, ours)
+            tensors[f"layers/{name}/w_lora_{theirs[-1].lower()}"] = (tensor, shape)
     return tensors

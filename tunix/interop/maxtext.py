@@ -324,8 +324,19 @@ def export_maxtext(source: Path, out: Path, *, scanned: bool = True) -> str:
         raise reward_model(source)
     stored = named_tensors(source, config.family)
     check_tensors(stored, expected(config, Model(config).shapes), source)
+
+    def array_of(slot: Slot) -> Array:
+        array, tensor = np.zeros(slot.shape, np.float32), FAMILIES[config.family].tensors[slot.name]
+        for place, layer in enumerate(slot.layers):
+            read = tensor.read(stored[tensor.key(layer)].read(), slot.ours)
+            ours = slot.leaf.there(read.astype(np.float32), config)
+            there = array[:, place] if slot.stacked else array.T if slot.leaf.turned else array
+            rows = min(len(ours), len(there))  # of a vocabulary MaxText may have more or fewer
+            there[:rows] = ours[:rows]
+        return array
+
     arrays = {
-        ROOT + path: Deferred(slot.shape, np.dtype(np.float32), partial(_stack, slot, config, stored))
+        ROOT + path: Deferred(slot.shape, np.dtype(np.float32), partial(array_of, slot))
         for path, slot in slots(config, scanned).items()
     }
     with atomic_folder(out) as folder:
@@ -368,18 +379,6 @@ def export_maxtext(source: Path, out: Path, *, scanned: bool = True) -> str:
     return " ".join(
         f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items()
     )
-
-
-def _stack(slot: Slot, config: DecoderConfig, stored: Mapping[str, Stored]) -> Array:
-    """An array of a checkpoint, from the tensors of a model folder."""
-    array, tensor = np.zeros(slot.shape, np.float32), FAMILIES[config.family].tensors[slot.name]
-    for place, layer in enumerate(slot.layers):
-        read = tensor.read(stored[tensor.key(layer)].read(), slot.ours)
-        ours = slot.leaf.there(read.astype(np.float32), config)
-        there = array[:, place] if slot.stacked else array.T if slot.leaf.turned else array
-        rows = min(len(ours), len(there))  # of a vocabulary MaxText may have more or fewer
-        there[:rows] = ours[:rows]
-    return array
 
 
 def import_maxtext(source: Path, out: Path, *, like: Path | None = None, dtype: DType | None = None) -> None:
