@@ -49,7 +49,7 @@ from tunix.hf.model_folder import (
 from tunix.hf.safetensors_io import DTYPES, Entry, check_tensors, some, tensors_of_file, write_share
 from tunix.hf.tensor_transfer import sent
 from tunix.lora.adapt import plain_pairs, quantization
-from tunix.lora.config import TABLES, AdapterConfig
+from tunix.lora.config import TABLES, AdapterConfig, Table
 from tunix.models.config import DecoderConfig
 from tunix.models.families.base import AXES, SCORE, Tensor
 from tunix.models.families.hf_config import Fields
@@ -170,7 +170,7 @@ def described(file: Path, tied: bool) -> Described:
         fields.refuse("modules_to_save", f"is not supported for scores; {[HEADS[0]]} is.")
     if not saved <= {*TABLES, *(HEADS if scores else ())}:
         fields.refuse("modules_to_save", f"is not supported; tunix trains {' and '.join(TABLES)} whole.")
-    tables = tuple(name for name in TABLES if name in saved)
+    tables: tuple[Table, ...] = tuple(name for name in TABLES if name in saved)
     if tied and not fields.raw.get("ensure_weight_tying") and len(tables) == 1 and not scores:
         fields.refuse("modules_to_save", "unties the head from the embedding, which config.json ties: save both.")
     rslora, dora = bool(fields.get("use_rslora")), bool(fields.get("use_dora"))

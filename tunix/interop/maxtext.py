@@ -47,7 +47,7 @@ from tunix.config import DType
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
 from tunix.hf.model_folder import STORED_DTYPE, expected, has_score, named_tensors, reward_model, write_beside
-from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, write_shards
+from tunix.hf.safetensors_io import Entry, check_tensors, some, write_shards
 from tunix.interop.orbax_arrays import ITEMS, STEP, Arrays, Deferred, writing_handler
 from tunix.models.config import DecoderConfig, Rope
 from tunix.models.families.base import Tensor
