@@ -452,7 +452,7 @@ def load_adapter(
         # A tied table may be there twice, as embedding and as head.
         copy = stored.pop(head)
         table = stored.setdefault(embed, copy)
-        if table is not copy and (table.shape != copy.shape or not np.array_equal(table.read(), copy.read())):
+        if table is not copy and not table.same_values(copy):
             raise UserError(
                 f"{folder / WEIGHTS}: {head} differs from {embed}, although the base's config.json ties them."
             )
