@@ -207,14 +207,14 @@ def pretrained(path: str, adapter: Path | None = None, pictures: bool = False) -
     folder = resolve_folder(path)
     name = str(folder.resolve()) if Path(path).expanduser().is_dir() else path
     decoder = read_folder(folder, pictures)
-    if merged is not None and (doubt := foreign_base(merged, name, folder, decoder)):
-        print(doubt, file=sys.stderr)
-    rounding = None if merged is None else fingerprint_of(merged).rounding
-    rules = read_rules(folder)
-    tokenizer, files = load_tokenizer(folder), folder
-    if merged is not None and (merged / TOKENIZER_CONFIG).is_file() and (changed := load_tokenizer(merged)):
-        # The run that trained the adapter had another tokenizer, or another chat template.
-        tokenizer, files = _stopping(changed, tokenizer), merged
+    rounding, rules, tokenizer, files = None, read_rules(folder), load_tokenizer(folder), folder
+    if merged is not None:
+        if doubt := foreign_base(merged, name, folder, decoder):
+            print(doubt, file=sys.stderr)
+        rounding = fingerprint_of(merged).rounding
+        if (merged / TOKENIZER_CONFIG).is_file() and (changed := load_tokenizer(merged)):
+            # The run that trained the adapter had another tokenizer, or another chat template.
+            tokenizer, files = _stopping(changed, tokenizer), merged
     return Source(decoder, tokenizer and _stopping(tokenizer), folder, merged, rounding, rules, name, files)
 
 
