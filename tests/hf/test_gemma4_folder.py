@@ -114,6 +114,13 @@ def test_a_folder_that_states_no_ropes_has_the_published_ones(tmp_path):
     assert (config.rope, config.rope_local) == (Rope(1_000_000.0, "proportional", share=0.25), Rope(10_000.0))
 
 
+def test_null_means_what_a_missing_field_does(tmp_path):
+    raw = new_keys(CASES["gemma4-last-layer-global-untied"].hf_config().to_dict())
+    for name in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
+        missing = {key: value for key, value in raw.items() if key != name}
+        assert from_hf({**raw, name: None}, tmp_path / "config.json") == from_hf(missing, tmp_path / "config.json")
+
+
 @pytest.mark.parametrize("name", ["gemma4-e2b", "gemma4-e4b", "gemma4-12b", "gemma4-31b"])
 def test_presets_are_read_back_from_what_an_export_writes(name, tmp_path):
     assert from_hf(new_keys(to_hf(preset(name))), tmp_path / "config.json") == preset(name)

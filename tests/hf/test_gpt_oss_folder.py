@@ -116,7 +116,7 @@ def test_gate_and_up_are_read_together_where_a_base_is_rounded(sizes, host, both
     model = Model(config, dtype="bfloat16", quantization=how)
     dtypes: dict[str, DType] = dict.fromkeys(model.shapes, "bfloat16")
     expected = load_params(model, both[1], dtypes, one_device())
-    monkeypatch.setattr(tensor_transfer, "_host_turns", lambda mesh: host)
+    monkeypatch.setattr(tensor_transfer, "HOST_TURNS", ("cpu",) if host else ())
     for folder in both:
         ranges.clear()
         found = load_params(model, folder, dtypes, mesh_of(sizes))

@@ -62,7 +62,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("sizes", [MESHES[2], *slow([MESHES[0], MESHES[1], MESHES[3], MESHES[4]])], ids=str)
 def test_each_byte_is_read_once_whatever_the_mesh(sizes, host, folder, ranges, monkeypatch):
     """And the numbers are the same where the host transposes, as for a CPU, and where the devices do."""
-    monkeypatch.setattr(tensor_transfer, "_host_turns", lambda mesh: host)
+    monkeypatch.setattr(tensor_transfer, "HOST_TURNS", ("cpu",) if host else ())
     model, spread = load(folder, mesh=mesh_of(sizes))
     assert_read_once(ranges, folder / "model.safetensors")
     theirs = load_file(folder / "model.safetensors")

@@ -13,7 +13,7 @@ from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
 from tunix.errors import UserError
-from tunix.lora.adapt import merge, tables
+from tunix.lora.adapt import merge
 from tunix.lora.config import AdapterConfig
 from tunix.models.layers import Adapter, Projection, dropped
 from tunix.recipe.recipe import Recipe
@@ -153,7 +153,7 @@ def test_all_at_once_trains_samples_and_merges(config):
     after = jax.device_get(client.state.params)
     still = {name for name in before if np.array_equal(before[name], after[name])}
     assert still == {name for name in before if name.endswith("0")}  # what PiSSA began as, and nothing else
-    assert set(tables(EVERYTHING, config)) <= set(after)
+    assert set(EVERYTHING.tables_in(config)) <= set(after)
     for found, reference in zip(start, client.logprobs(rows, of="reference"), strict=True):
         np.testing.assert_allclose(found, reference, atol=2e-5)
     drawn = client.sample([row.tokens[:4] for row in rows[:3]], 1, Sampling(max_tokens=6), seed=0)

@@ -9,7 +9,6 @@ import pytest
 from tests.tiny_runs import write_recipe
 from tunix.config import ModelConfig
 from tunix.hf.source import adapted
-from tunix.lora.adapt import tables
 from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig, is_adapter
 from tunix.models.families.table import FAMILIES, count_weights, presets, small
@@ -48,7 +47,7 @@ def test_the_weights_of_an_adapter_are_those_that_train(family: str, changes: di
         changes = {"targets": targets, **changes}
     config, adapter = small(family), AdapterConfig.model_validate({"rank": 2, **changes})
     shapes = adapted(config, ModelConfig(init="random", family=config.family), adapter).shapes
-    trained = {name for name in shapes if is_adapter(name)} | {*tables(adapter, config)}
+    trained = {name for name in shapes if is_adapter(name)} | {*adapter.tables_in(config)}
     assert adapter.count_weights(config) == sum(math.prod(shapes[name]) for name in trained)
 
 

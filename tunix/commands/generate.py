@@ -39,7 +39,7 @@ from tunix.data.shapes import TEMPLATE_KWARGS, Rendering
 from tunix.data.sources import Rows, open_rows
 from tunix.data.types import Kept, Prompt
 from tunix.errors import Interrupted, UserError
-from tunix.hf.peft_folder import foreign_base, rounding_of
+from tunix.hf.peft_folder import fingerprint_of, foreign_base
 from tunix.hf.source import as_rounded, beside
 from tunix.inference.model import InferenceModel, InferenceOptions, TextStream, prompt_column
 from tunix.lora.multi_lora import LoadedAdapter
@@ -175,7 +175,7 @@ class ComparedAdapters:
         for path in paths:
             if warning := foreign_base(path, source.name, source.folder, source.decoder):
                 print(warning, file=sys.stderr)
-        roundings = {path: rounding_of(path) for path in paths}
+        roundings = {path: fingerprint_of(path).rounding for path in paths}
         if len(set(roundings.values())) > 1:
             listed = "; ".join(
                 f"{path}: {f'{rounding.base} in tiles of {rounding.tile}' if rounding else 'no rounding'}"

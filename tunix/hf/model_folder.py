@@ -18,14 +18,13 @@ is set in the tokenizer's files too.
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from tunix.config import DType
@@ -33,24 +32,17 @@ from tunix.data.tokenizer import GENERATION_CONFIG, eos_ids
 from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
-from tunix.hf.packed_weights import (
-    VALUES,
-    packed_entries,
-    split_experts,
-    stack_experts,
-    with_mxfp4,
-    with_quantized,
-)
+from tunix.hf.packed_weights import VALUES, split_experts, stack_experts, unpacked
 from tunix.hf.picture_settings import write_settings
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, local_copy, some, tensors_of_folder, write_shards
-from tunix.hf.tensor_transfer import load, places_of, reads_of, sent, sent_rounded
+from tunix.hf.tensor_transfer import load, packed_entries, places_of, sent
 from tunix.models.config import DecoderConfig, Stops, is_adapter, is_own
 from tunix.models.families.base import SCORE
 from tunix.models.families.table import FAMILIES, read_json, tensors_of, to_hf
 from tunix.models.model import Model, Params
-from tunix.models.quantization.formats import is_scale, simulated, tile_of
+from tunix.models.quantization.formats import is_scale, tile_of
 from tunix.models.quantization.modules import BANKS, modules_of
-from tunix.models.quantization.rules import Rules, write_rules
+from tunix.models.quantization.rules import RULES_FILE, Rules
 from tunix.models.quantization.schemes import SECTION, Packing, check_packs, section
 from tunix.util.object_store import url_of
 
@@ -72,8 +64,9 @@ def write_generation_config(
     """
     files = [source / GENERATION_CONFIG for source in sources if source is not None]
     file = next((file for file in files if file.is_file()), None)
-    fields = {name: list(ids) if isinstance(ids, tuple) else ids for name, ids in special}
-    if file is not None:
+    if file is None:
+        fields = {name: list(ids) if isinstance(ids, tuple) else ids for name, ids in special}
+    else:
         fields = read_json(file)
     eos = eos_ids(fields, str(file))
     if file is not None and set(stops) <= set(eos):
@@ -116,21 +109,16 @@ def padding(config: DecoderConfig, files: Path | None) -> tuple[int | None, str 
     stops = dict(config.stops)
     eos = stops.get("eos_token_id")
     ends = set(eos if isinstance(eos, tuple) else (eos,))
-    added: dict[str, int] = {}
-    if files is not None and (files / TOKENIZER).is_file():
-        tokens = read_json(files / TOKENIZER).get("added_tokens", [])
-        added = {token["content"]: token["id"] for token in tokens}
-    pad = _tokenizer_config(files).get("pad_token")
+    read = {
+        name: read_json(files / name) for name in (TOKENIZER, TOKENIZER_CONFIG) if files and (files / name).is_file()
+    }
+    added = {token["content"]: token["id"] for token in read.get(TOKENIZER, {}).get("added_tokens", [])}
+    pad = read.get(TOKENIZER_CONFIG, {}).get("pad_token")
     padded = added.get(str(pad["content"] if isinstance(pad, Mapping) else pad))  # older folders write an object
     named = [number for token, number in added.items() if "pad" in token.lower()]
     candidates = (stops.get("pad_token_id"), padded, *named, stops.get("bos_token_id"))
     chosen = next((x for x in candidates if isinstance(x, int) and x >= 0 and x not in ends), None)
     return chosen, next((token for token, number in added.items() if number == chosen), None)
-
-
-def _tokenizer_config(files: Path | None) -> dict[str, Any]:
-    known = files is not None and (files / TOKENIZER_CONFIG).is_file()
-    return read_json(files / TOKENIZER_CONFIG) if files is not None and known else {}
 
 
 def rename(key: str, prefixes: Sequence[tuple[str, str | None]]) -> str | None:
@@ -142,9 +130,9 @@ def rename(key: str, prefixes: Sequence[tuple[str, str | None]]) -> str | None:
 
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
+    TOKENIZER,
+    TOKENIZER_CONFIG,
     "tokenizer.model",
-    "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -162,8 +150,6 @@ WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 """Begins the names of a layer's tensors."""
 STORED_DTYPE = {"float32": "F32", "bfloat16": "BF16"}
-TIE_CHUNK = 1 << 24
-"""Elements compared at a time where a folder with tied embeddings also contains a head."""
 
 
 def resolve_folder(path: str) -> Path:
@@ -219,8 +205,12 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
     stored = named_tensors(folder, config.family, pictures=config.vision is not None)
     if model.has_lm_head and SCORE in stored:
         raise reward_model(folder)
-    unscaled = {name: shape for name, shape in model.shapes.items() if not is_scale(name)}
-    wanted = expected(config, {name: shape for name, shape in unscaled.items() if name in dtypes or not is_own(name)})
+    shapes = {
+        name: shape
+        for name, shape in model.shapes.items()
+        if not is_scale(name) and (name in dtypes or not is_own(name))
+    }
+    wanted = expected(config, shapes)
     axes = "inputs, outputs" if family.alternate else "rows, columns"
     # A folder may have one tensor of all experts in place of one for each.
     stacks = (
@@ -230,33 +220,22 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
     )
     hint = f"Of all experts of a layer {', '.join(stacks)}." if family.stacked else ""
     check_tensors(stored, wanted, folder, hint)
-    extra = [name for name in stored if name not in wanted]
     embed, head = family.tensors["embed/w"].name, family.tensors["head/w"].name
-    if not model.has_lm_head:  # a language model's head is not needed for scores
-        extra = [name for name in extra if name != head]
-    if config.tied and head in extra:
-        a, b = stored[head], stored[embed]
-        equal = a.shape == b.shape
-        if equal:
-            rows = max(TIE_CHUNK // a.shape[1], 1)
-            starts = range(0, a.shape[0], rows)
-            equal = all(np.array_equal(a.read(i, i + rows), b.read(i, i + rows)) for i in starts)
-        if not equal:
+    extra = sorted(name for name in stored if name not in wanted and not family.spare(config, name))
+    if head in extra and (config.tied or not model.has_lm_head):
+        extra.remove(head)
+        # A language model's head is not needed for scores.
+        if model.has_lm_head and not stored[embed].same_values(stored[head]):
             raise UserError(
-                f"{a.file}: {head} differs from {embed}, although config.json ties them. "
+                f"{stored[head].file}: {head} differs from {embed}, although config.json ties them. "
                 "Set tie_word_embeddings to false there, or remove the tensor."
             )
-        extra = [name for name in extra if name != head]
-    if extra := [name for name in extra if not family.spare(config, name)]:
-        layers = (int(at[1]) for name in extra if (at := LAYER.match(name)))
+    if extra:
         reason = ""
-        if any(layer >= config.num_layers for layer in layers):
-            reason = f"The files have more layers than num_hidden_layers = {config.num_layers}."
-        raise UserError(
-            f"{folder}: {len(extra)} tensor(s) that config.json has no place for: {some(sorted(extra))}. "
-            f"{reason}".rstrip()
-        )
-    return load(reads_of(model, stored, dtypes, mesh))
+        if any(int(at[1]) >= config.num_layers for name in extra if (at := LAYER.match(name))):
+            reason = f" The files have more layers than num_hidden_layers = {config.num_layers}."
+        raise UserError(f"{folder}: {len(extra)} tensor(s) that config.json has no place for: {some(extra)}.{reason}")
+    return load(model, stored, dtypes, mesh)
 
 
 def has_score(folder: Path) -> bool:
@@ -291,7 +270,7 @@ def named_tensors(folder: Path, family: str, pictures: bool = False) -> dict[str
     named: dict[str, Stored] = {}
     vision = FAMILIES[family].vision if pictures else None
     prefixes = FAMILIES[family].prefixes if vision is None else vision.prefixes
-    for key, tensor in with_quantized(with_mxfp4(tensors_of_folder(folder))).items():
+    for key, tensor in unpacked(tensors_of_folder(folder)).items():
         name = rename(key, prefixes)
         if name is not None and not HARMLESS_BUFFERS.search(name):
             named |= dict(split_experts(name, tensor, FAMILIES[family]))
@@ -350,14 +329,11 @@ def save_folder(
         if packed:
             assert rules is not None, "packing follows rules"
             check_packs(rules)
-            for ours, simulation in simulated(rules):
+            for ours, rule in rules.modules.items():
                 name = f"layers/{ours}/w"
-                if name not in params:
-                    continue  # a matrix of another family
-                outputs, inputs = family.tensors[name].outputs_first.their_shape(params[name].shape[1:])
-                assert simulation.weights is not None
-                tile = tile_of(inputs, simulation.weights.tile)
-                packing[ours] = Packing(rules.modules[ours], (outputs, inputs), tile)
+                if name in params:  # else it is a matrix of another family
+                    outputs, inputs = family.tensors[name].outputs_first.their_shape(params[name].shape[1:])
+                    packing[ours] = Packing(rule, (outputs, inputs), tile_of(inputs, rule.tile or inputs))
         along: list[Stored] = []
         if base is not None and not scores and family.passengers:
             along = [x for key, x in tensors_of_folder(base).items() if key.startswith(family.passengers)]
@@ -372,16 +348,40 @@ def save_folder(
                 write_beside(folder.path, config, fields, source, scores, rules, packing, stops, base)
                 if config.vision is not None:
                     write_settings(folder.path, config.vision, [x for x in (source, base) if x is not None])
-        ours = _entries(config, params, dtype, packing)
+        entries: list[Entry] = []
+
+        def add(name: str, layer: int | None, shape: tuple[int, ...]) -> None:
+            tensor, written = table[name], dtype or str(params[name].dtype)
+            place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
+            for number, key in enumerate(tensor.keys(layer, shape)):
+                index = (*place, number) if tensor.by_expert else place
+                if name in packed_by_name:
+                    module, pack = key.removesuffix(VALUES), packed_by_name[name]
+                    entries.extend(packed_entries(module, params[name], index, tensor.outputs_first, pack))
+                else:
+                    send = partial(sent, params[name], index, tensor.write, written)
+                    entries.append(Entry(key, tensor.their_shape(shape), STORED_DTYPE[written], send))
+
+        # In the order of the model: embedding, layer by layer, norm, head.
+        table, packed_by_name = tensors_of(config), {f"layers/{ours}/w": pack for ours, pack in packing.items()}
+        ends = {name: array.shape for name, array in params.items() if not table[name].layered}
+        inner = {name: array.shape[1:] for name, array in params.items() if table[name].layered}
+        add("embed/w", None, ends.pop("embed/w"))
+        for layer in range(max(config.num_layers, config.vision.num_layers if config.vision else 0)):
+            for name, shape in inner.items():
+                if layer in config.layers_with(table[name].mixer):
+                    add(name, layer, shape)
+        for name, shape in sorted(ends.items(), reverse=True):
+            add(name, None, shape)
         if config.vision is not None and family.vision is not None:
             # A multimodal export keeps the names of the folder that the weights were loaded from.
             keys, written = () if base is None else tensors_of_folder(base), family.vision.written
             theirs = {rename(key, family.vision.prefixes): key for key in keys}
-            ours = (replace(x, key=theirs.get(x.key) or str(rename(x.key, written))) for x in ours)
+            entries = [replace(x, key=theirs.get(x.key) or str(rename(x.key, written))) for x in entries]
         if family.writes_stacked:
-            ours = stack_experts(ours, family)
-        unchanged = (Entry(x.key, x.shape, x.dtype, lambda x=x: x.read) for x in along)
-        write_shards(folder, [*ours, *unchanged], max_shard_bytes)
+            entries = list(stack_experts(entries, family))
+        entries += (Entry(x.key, x.shape, x.dtype, lambda x=x: x.read) for x in along)
+        write_shards(folder, entries, max_shard_bytes)
 
 
 def write_beside(
@@ -418,11 +418,13 @@ def write_beside(
             "label2id": {LABEL: 0},
             "pad_token_id": pad_id,
         }
-        if (raw := _tokenizer_config(folder)) and pad_token is not None:
-            text = json.dumps({**raw, "pad_token": pad_token}, indent=2, ensure_ascii=False) + "\n"
-            (folder / TOKENIZER_CONFIG).write_text(text, encoding="utf-8")
+        file = folder / TOKENIZER_CONFIG
+        if pad_token is not None and file.is_file():
+            text = json.dumps({**read_json(file), "pad_token": pad_token}, indent=2, ensure_ascii=False) + "\n"
+            file.write_text(text, encoding="utf-8")
     if rules is not None:
-        write_rules(folder, rules)
+        stated = {**rules.model_dump(mode="json", include={"rules"}), "weights": "on their grid"}
+        (folder / RULES_FILE).write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
     if packing:
         head = SCORE if scores else FAMILIES[config.family].tensors["head/w"].name
         table = tensors_of(config)
@@ -438,32 +440,3 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-
-
-def _entries(
-    config: DecoderConfig, params: Mapping[str, jax.Array], dtype: DType | None, packing: Mapping[str, Packing]
-) -> Iterator[Entry]:
-    """The tensors to write in the order of the model: embedding, layer by layer, norm, head."""
-    table, packed = tensors_of(config), {f"layers/{ours}/w": packing[ours] for ours in packing}
-
-    def entry(name: str, layer: int | None, shape: tuple[int, ...]) -> Iterator[Entry]:
-        tensor, written = table[name], dtype or str(params[name].dtype)
-        place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
-        for number, key in enumerate(tensor.keys(layer, shape)):
-            index = (*place, number) if tensor.by_expert else place
-            if name in packed:
-                values, scales = sent_rounded(params[name], index, tensor.outputs_first, packed[name])
-                yield from packed_entries(key.removesuffix(VALUES), packed[name], values, scales)
-            else:
-                send = partial(sent, params[name], index, tensor.write, written)
-                yield Entry(key, tensor.their_shape(shape), STORED_DTYPE[written], send)
-
-    ends = {name: array.shape for name, array in params.items() if not table[name].layered}
-    inner = {name: array.shape[1:] for name, array in params.items() if table[name].layered}
-    yield from entry("embed/w", None, ends.pop("embed/w"))
-    for layer in range(max(config.num_layers, config.vision.num_layers if config.vision else 0)):
-        for name, shape in inner.items():
-            if layer in config.layers_with(table[name].mixer):
-                yield from entry(name, layer, shape)
-    for name, shape in sorted(ends.items(), reverse=True):
-        yield from entry(name, None, shape)

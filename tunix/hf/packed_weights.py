@@ -20,47 +20,19 @@ Loads without jax. Axes: I inputs, O outputs.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float, Int, Shaped, UInt8
+from jaxtyping import Int, Shaped, UInt8
 
 from tunix.errors import UserError
 from tunix.hf.safetensors_io import Entry, Sent, Stored
 from tunix.models.families.base import FamilyText
-from tunix.models.quantization.schemes import BITS, WORDS, Packing, format_of
 
 VALUES, PACKED, SCALES, SHAPE = "weight", "weight_packed", "weight_scale", "weight_shape"
-
-
-def packed_entries(
-    module: str, packing: Packing, values: Callable[[], Sent], scales: Callable[[], Sent]
-) -> Iterator[Entry]:
-    """The tensors that a matrix is written as.
-
-    Args:
-        module: the name of the matrix in the file, up to `weight`.
-        packing: how it is packed.
-        values: computes and sends its values, `[O I]` of the rule's type.
-        scales: the same of its scales, `[O I/tile]`.
-    """
-    assert packing.rule.weights is not None
-    (outputs, inputs), kind = packing.shape, packing.rule.weights
-    if format_of(packing.rule) == WORDS:
-        packed = (outputs, -(-inputs * BITS[kind] // 32))
-
-        def send() -> Sent:
-            arriving = values()
-            return lambda: pack_words(arriving(), BITS[kind])
-
-        yield Entry(module + PACKED, packed, "I32", send)
-        yield Entry(module + SHAPE, (2,), "I64", lambda: partial(np.array, packing.shape))
-    else:
-        yield Entry(module + VALUES, packing.shape, "F8_E4M3" if kind == "fp8" else "I8", values)
-    yield Entry(module + SCALES, (outputs, inputs // packing.tile), "F32", scales)
 
 
 def pack_words(values: Int[np.ndarray, "O I"], bits: int) -> Int[np.ndarray, "O words"]:
@@ -77,66 +49,6 @@ def unpack_words(packed: Int[np.ndarray, "O words"], inputs: int) -> Int[np.ndar
     lanes = packed.view(np.uint32)[:, :, None] >> (np.arange(32 // bits, dtype=np.uint32) * bits)
     lifted = (lanes & ((1 << bits) - 1)).astype(np.int32) - (1 << bits - 1)
     return lifted.reshape(len(packed), -1)[:, :inputs]
-
-
-@dataclass(frozen=True)
-class QuantizedMatrix(Stored):
-    """A matrix that a file holds in few bits, and that is read as the float32 numbers it stands for."""
-
-    values: Stored
-    scales: Stored
-    packed: bool
-
-    @property
-    def size(self) -> int:
-        """Bytes of the numbers, and of what unpacking them needs meanwhile: as much again three times."""
-        return 4 * super().size
-
-    def read_into(self, rows: Float[np.ndarray, "o I"], start: int) -> None:
-        """Fills `rows`, float32, from row `start` on."""
-        stop = start + len(rows)
-        values: Shaped[np.ndarray, "o i"] = self.values.read(start, stop)
-        if self.packed:
-            values = unpack_words(values, self.shape[1])
-        scales = self.scales.read(start, stop).astype(np.float32)
-        tiles = (len(values), scales.shape[1], -1)
-        np.multiply(values.reshape(tiles), scales[:, :, None], out=rows.reshape(tiles), dtype=np.float32)
-
-
-def with_quantized(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """A folder's tensors, with each rounded matrix in place of its parts.
-
-    Raises:
-        UserError: a part is missing, or the parts do not fit each other.
-    """
-    tensors = dict(stored)
-    for key in (key for key in stored if key.endswith(f".{SCALES}")):
-        module, scales = key.removesuffix(SCALES), tensors.pop(key)
-        held = next((tensors.pop(module + part) for part in (PACKED, VALUES) if module + part in tensors), None)
-        if held is None:
-            raise UserError(f"{scales.file}: {key} is there without {module}{PACKED}. Download the folder again.")
-        packed = held.key.endswith(PACKED)
-        shape = _shape(tensors.pop(module + SHAPE, None), held) if packed else held.shape
-        if len(scales.shape) != 2 or scales.shape[0] != shape[0] or shape[1] % scales.shape[1]:
-            raise UserError(
-                f"{scales.file}: {key} has shape {scales.shape}, which is no scale for each output, or for each of its "
-                f"groups of inputs, of a matrix {shape}: take the model that the folder was made of"
-            )
-        tensors[module + VALUES] = QuantizedMatrix(held.file, held.key, shape, "F32", held.begin, held, scales, packed)
-    return tensors
-
-
-def _shape(stored: Stored | None, packed: Stored) -> tuple[int, ...]:
-    """The shape that a packed matrix has unpacked, read from its file."""
-    if stored is None or stored.shape != (2,):
-        raise UserError(f"{packed.file}: {packed.key} is there without its shape. Download the folder again.")
-    outputs, inputs = (int(size) for size in stored.read())
-    if packed.shape[0] != outputs or packed.shape[1] not in (-(-inputs * bits // 32) for bits in (4, 8)):
-        raise UserError(
-            f"{packed.file}: {packed.key} has shape {packed.shape}, which is no matrix ({outputs}, {inputs}) of 4 or 8 "
-            "bits: take the model that the folder was made of"
-        )
-    return outputs, inputs
 
 
 BLOCKS, BLOCK_SCALES = "_blocks", "_scales"
@@ -167,41 +79,39 @@ def dequantized(
 
 
 @dataclass(frozen=True)
-class Mxfp4Matrix(Stored):
-    """The numbers of an expert in a tensor in MXFP4, `[rows columns]`."""
+class Packed(Stored):
+    """A matrix that a file holds in few bits, or MXFP4's of all experts, read as the numbers that it stands for."""
 
-    blocks: Stored
-    """`[rows groups 16]` of the expert."""
+    values: Stored
     scales: Stored
-    """`[rows groups]` of the expert."""
+    """Their rows are those of the matrix."""
 
     @property
     def size(self) -> int:
-        """Bytes of the numbers, and of what unpacking them needs meanwhile."""
+        """Bytes of the numbers, and of what unpacking them needs meanwhile: as much again three times."""
         return 4 * super().size
 
+    def part(self, number: int) -> "Packed":
+        """The matrix of one expert, `[rows columns]`, of MXFP4's `[experts columns rows]`."""
+        values, scales = self.values.part(number), self.scales.part(number)
+        shape, begin = self.shape[:0:-1], values.begin
+        return replace(self, shape=shape, begin=begin, values=values, scales=scales, turned=True)
+
     def read_into(self, rows: Shaped[np.ndarray, "rows columns"], start: int) -> None:
-        """Fills `rows`, bfloat16, from row `start` on."""
+        """Fills `rows`, contiguous and of this matrix's dtype, from row `start` on."""
         stop = start + len(rows)
-        rows[...] = dequantized(self.blocks.read(start, stop), self.scales.read(start, stop))
+        values, scales = self.values.read(start, stop), self.scales.read(start, stop)
+        if self.dtype == "BF16":  # MXFP4
+            rows[...] = dequantized(values, scales)
+            return
+        if self.values.dtype == "I32":
+            values = unpack_words(values, self.shape[1])
+        tiles, scales = (len(values), scales.shape[1], -1), scales.astype(np.float32)
+        np.multiply(values.reshape(tiles), scales[:, :, None], out=rows.reshape(tiles), dtype=np.float32)
 
 
-@dataclass(frozen=True)
-class Mxfp4Stack(Stored):
-    """A tensor of all experts in MXFP4, `[experts columns rows]` as in transformers, taken apart before it is read."""
-
-    blocks: Stored
-    scales: Stored
-
-    def part(self, number: int) -> Mxfp4Matrix:
-        """The numbers of one expert."""
-        blocks, scales = self.blocks.part(number), self.scales.part(number)
-        shape = self.shape[:0:-1]
-        return Mxfp4Matrix(self.file, self.key, shape, "BF16", blocks.begin, blocks, scales, turned=True)
-
-
-def with_mxfp4(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """A folder's tensors, with each pair of blocks and scales in place of its parts.
+def unpacked(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """A folder's tensors, with what is stored in few bits in place of its parts.
 
     Raises:
         UserError: a part is missing, or the parts do not fit each other.
@@ -220,29 +130,34 @@ def with_mxfp4(stored: Mapping[str, Stored]) -> dict[str, Stored]:
             )
         number, rows, groups = scales.shape
         shape = (number, 32 * groups, rows)
-        tensors[name] = Mxfp4Stack(blocks.file, name, shape, "BF16", blocks.begin, blocks, scales)
+        tensors[name] = Packed(blocks.file, name, shape, "BF16", blocks.begin, blocks, scales)
+    for key in (key for key in stored if key.endswith(f".{SCALES}")):
+        module, scales = key.removesuffix(SCALES), tensors.pop(key)
+        held = next((tensors.pop(module + part) for part in (PACKED, VALUES) if module + part in tensors), None)
+        if held is None:
+            raise UserError(f"{scales.file}: {key} is there without {module}{PACKED}. Download the folder again.")
+        shape = held.shape
+        if held.key.endswith(PACKED):
+            stated = tensors.pop(module + SHAPE, None)
+            if stated is None or stated.shape != (2,):
+                raise UserError(f"{held.file}: {held.key} is there without its shape. Download the folder again.")
+            shape = outputs, inputs = tuple(int(size) for size in stated.read())
+            if held.shape[0] != outputs or held.shape[1] not in (-(-inputs * bits // 32) for bits in (4, 8)):
+                raise UserError(
+                    f"{held.file}: {held.key} has shape {held.shape}, which is no matrix {shape} of 4 or 8 bits: take "
+                    "the model that the folder was made of"
+                )
+        if len(scales.shape) != 2 or scales.shape[0] != shape[0] or shape[1] % scales.shape[1]:
+            raise UserError(
+                f"{scales.file}: {key} has shape {scales.shape}, which is no scale for each output, or for each of its "
+                f"groups of inputs, of a matrix {shape}: take the model that the folder was made of"
+            )
+        tensors[module + VALUES] = Packed(held.file, held.key, shape, "F32", held.begin, held, scales)
     return tensors
 
 
 WHOLE = ("F32", "BF16")
 """What numbers that are not rounded are written as."""
-
-
-@dataclass(frozen=True)
-class Interleaved(Stored):
-    """A matrix, or a bias, whose outputs take turns in a file with those of others. Not read by itself: all of them are
-    read together, each byte once, and taken apart where they belong (`tensor_transfer.py`)."""
-
-    whole: Stored
-    """What they take turns in."""
-    place: int
-    """Whose turn comes first is 0."""
-    number: int
-    """How many take turns."""
-
-    def read_into(self, rows: Shaped[np.ndarray, "r ..."], start: int) -> None:
-        """Never called: whoever reads takes `whole`."""
-        raise AssertionError(f"{self.key} is read with what takes turns in it")
 
 
 def split_experts(name: str, tensor: Stored, family: FamilyText) -> list[tuple[str, Stored]]:
@@ -251,7 +166,7 @@ def split_experts(name: str, tensor: Stored, family: FamilyText) -> list[tuple[s
     Args:
         family: whose folder has it.
     """
-    if isinstance(tensor, QuantizedMatrix):
+    if isinstance(tensor, Packed) and len(tensor.shape) == 2:
         # Rounded matrices have outputs before inputs in every family.
         return [(name, replace(tensor, turned=family.alternate and _of_an_expert(family, name) is not None))]
     end = next((end for end in family.stacked if name.endswith(end)), None)
@@ -270,9 +185,7 @@ def split_experts(name: str, tensor: Stored, family: FamilyText) -> list[tuple[s
             if number == 1:
                 matrix = whole
             elif family.alternate:
-                matrix = Interleaved(
-                    whole.file, whole.key, shape, whole.dtype, begin, whole, place, number, turned=whole.turned
-                )
+                matrix = replace(whole, shape=shape, turns=(whole, place, number))
             else:
                 matrix = replace(whole, shape=shape, begin=begin + place * size)
             matrices.append((f"{stem}.{expert}{part}", matrix))

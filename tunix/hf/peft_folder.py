@@ -25,7 +25,7 @@ import binascii
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,13 +38,21 @@ from jaxtyping import Float
 from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
-from tunix.hf.model_folder import STORED_DTYPE, copy_tokenizer, named_tensors, rename, write_generation_config
+from tunix.hf.model_folder import (
+    STORED_DTYPE,
+    copy_tokenizer,
+    named_tensors,
+    rename,
+    reward_model,
+    write_generation_config,
+)
 from tunix.hf.safetensors_io import DTYPES, Entry, check_tensors, some, tensors_of_file, write_share
 from tunix.hf.tensor_transfer import sent
-from tunix.lora.adapt import plain_pairs, quantization, tables
-from tunix.lora.config import AdapterConfig, Table
+from tunix.lora.adapt import plain_pairs, quantization
+from tunix.lora.config import TABLES, AdapterConfig, Table
 from tunix.models.config import DecoderConfig
 from tunix.models.families.base import AXES, SCORE, Tensor
+from tunix.models.families.hf_config import Fields
 from tunix.models.families.table import FAMILIES, read_json
 from tunix.models.quantization.formats import Quantization
 from tunix.models.quantization.modules import (
@@ -63,40 +71,20 @@ TASKS = {False: "CAUSAL_LM", True: "SEQ_CLS"}
 """PEFT's task types, by whether the model is a reward model."""
 HEADS = (SCORE.removesuffix(".weight"), "classifier")
 """Names of the scalar head that a reward model's adapter saves whole: the one we write, and PEFT's alternative."""
-TABLES: tuple[Table, ...] = ("embed_tokens", "lm_head")
 
-HARMLESS = frozenset(
-    (
-        "auto_mapping",
-        "base_model_name_or_path",
-        "ensure_weight_tying",  # a tied table is one here anyway
-        "inference_mode",
-        "lora_dropout",  # only while training, and its training is over
-        "megatron_core",
-        "peft_version",
-        "qalora_group_size",
-        "revision",
-        "runtime_config",
-    )
+HARMLESS = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",  # a tied table is one here anyway
+    "inference_mode",
+    "lora_dropout",  # only while training, and its training is over
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
 )
 """Fields of adapter_config.json that do not affect what the adapter computes."""
-READ = frozenset(
-    (
-        "peft_type",
-        "task_type",
-        "bias",
-        "init_lora_weights",
-        "r",
-        "lora_alpha",
-        "rank_pattern",
-        "alpha_pattern",
-        "use_rslora",
-        "use_dora",
-        "target_modules",
-        "target_parameters",
-        "modules_to_save",
-    )
-)
 
 OF_LANGUAGE = r"(.*\.)?(language_model|model)\.layers\.\d+\.\w+\.(%s)"
 """A pattern of the text part's modules in a multimodal model, and in a model of text alone."""
@@ -110,49 +98,6 @@ class Described(NamedTuple):
     """Whether the adapter is a reward model's, which includes its scalar head."""
 
 
-def text(adapter: AdapterConfig, base: str, scores: bool, config: DecoderConfig) -> str:
-    """The content of an adapter's adapter_config.json, as JSON text.
-
-    Args:
-        adapter: its settings; PiSSA is written as the equivalent plain adapter of twice the rank, with alphas that keep
-            its scale.
-        base: hub id or path of the base model, where PEFT will look for it.
-        scores: whether the model is a reward model.
-        config: the base model.
-    """
-    tied, targeted = config.tied, adapter.targeted_in(config)
-    wider = 2 if adapter.start == "pissa" else 1
-    louder = math.sqrt(wider) if adapter.rslora else wider
-    # PEFT's pattern `down_proj` would match the experts' too.
-    called = {short(name): name if config.experts else short(name) for name in modules_of(config)}
-    ranks = {called[name]: adapter.modules[PROJECTIONS[name][0]].rank for name in targeted}
-    alphas = {called[name]: adapter.alpha_of(name) for name in targeted}
-    modules = [name for name in targeted if not name.startswith(EXPERTS)]
-    whole = (["embed_tokens"] if tied and adapter.also else list(adapter.also)) + ([HEADS[0]] if scores else [])
-    fields = {
-        "peft_type": "LORA",
-        "task_type": TASKS[scores],
-        "modules_to_save": whole or None,
-        "ensure_weight_tying": tied and bool(adapter.also),
-        "base_model_name_or_path": base,
-        "r": wider * adapter.rank,
-        "lora_alpha": louder * adapter.alpha,
-        "rank_pattern": {name: wider * rank for name, rank in ranks.items() if rank != adapter.rank},
-        "alpha_pattern": {name: louder * alpha for name, alpha in alphas.items() if alpha != adapter.alpha},
-        "use_rslora": adapter.rslora,
-        "use_dora": adapter.dora,
-        # A tower has modules of the same names.
-        "target_modules": modules if config.vision is None else OF_LANGUAGE % "|".join(modules),
-        "target_parameters": [called[name] for name in targeted if name.startswith(EXPERTS)] or None,
-        "lora_dropout": adapter.dropout,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-    }
-    return json.dumps(fields, indent=2, sort_keys=True) + "\n"
-
-
 def described(file: Path, tied: bool) -> Described:
     """Reads an adapter_config.json.
 
@@ -163,60 +108,53 @@ def described(file: Path, tied: bool) -> Described:
     Raises:
         UserError: it is missing or damaged, or describes a kind that tunix does not support.
     """
-    raw = read_json(file)
-
-    def refuse(name: str, why: str) -> UserError:
-        return UserError(f"{file}: {name} = {raw.get(name)!r} {why}")
-
-    if raw.get("peft_type") != "LORA":
-        raise refuse("peft_type", "is not supported; only LORA is.")
-    if raw.get("task_type") not in (*TASKS.values(), None):
-        raise refuse("task_type", f"is not supported; {' and '.join(TASKS.values())} are.")
-    if raw.get("bias", "none") != "none":
-        raise refuse("bias", "is not supported; only 'none' is.")
-    if raw.get("init_lora_weights", True) not in (True, False, "gaussian"):
-        raise refuse("init_lora_weights", "changes the base's weights; convert the adapter to a plain LoRA first.")
-    for name in sorted(set(raw) - READ - HARMLESS):
-        if raw[name]:
-            raise refuse(name, "is not supported: tunix would compute another model.")
+    fields = Fields(read_json(file), file)
+    if fields.get("peft_type") != "LORA":
+        fields.refuse("peft_type", "is not supported; only LORA is.")
+    if fields.get("task_type") not in (*TASKS.values(), None):
+        fields.refuse("task_type", f"is not supported; {' and '.join(TASKS.values())} are.")
+    if fields.get("bias", "none") != "none":
+        fields.refuse("bias", "is not supported; only 'none' is.")
+    if fields.get("init_lora_weights", True) not in (True, False, "gaussian"):
+        fields.refuse("init_lora_weights", "changes the base's weights; convert the adapter to a plain LoRA first.")
     for name, kinds in (("r", int), ("lora_alpha", int | float)):
-        if not _positive(raw.get(name), kinds):
-            raise refuse(name, "must be a positive number.")
+        if not _positive(fields.get(name), kinds):
+            fields.refuse(name, "must be a positive number.")
     # Matrices of experts are parameters, which PEFT finds by the ends of their names.
-    ends = raw.get("target_parameters") or []
+    ends = fields.get("target_parameters") or []
     experts = {name: f"model.layers.0.mlp.{name}" for name in PROJECTIONS if name.startswith(EXPERTS)}
     if not isinstance(ends, list) or not all(isinstance(end, str) for end in ends):
-        raise refuse("target_parameters", "must be a list of names of parameters.")
+        fields.refuse("target_parameters", "must be a list of names of parameters.")
     foreign = sorted(end for end in ends if not any(name.endswith(f".{end}") for name in experts.values()))
     if foreign:
-        raise refuse("target_parameters", f"has {some(foreign)}; tunix adapts only {', '.join(experts)}.")
+        fields.refuse("target_parameters", f"has {some(foreign)}; tunix adapts only {', '.join(experts)}.")
     parameters = tuple(x for x, name in experts.items() if any(name.endswith(f".{end}") for end in ends))
     modules: tuple[str, ...] = ()
-    asked = raw.get("target_modules")
+    asked = fields.get("target_modules")
     if asked or not parameters:
         patterns = [".*"] if asked == "all-linear" else [asked] if isinstance(asked, str) else asked
         if not isinstance(patterns, list) or not patterns or not all(isinstance(name, str) for name in patterns):
-            raise refuse("target_modules", f"must be a list of module names, of {', '.join(PROJECTIONS)}.")
+            fields.refuse("target_modules", f"must be a list of module names, of {', '.join(PROJECTIONS)}.")
         if asked is patterns and (foreign := sorted(set(patterns) - set(PROJECTIONS) - set(MODULES))):
-            raise refuse("target_modules", f"has {some(foreign)}; tunix adapts only {', '.join(PROJECTIONS)}.")
+            fields.refuse("target_modules", f"has {some(foreign)}; tunix adapts only {', '.join(PROJECTIONS)}.")
         try:
             adapted = {name for pattern in patterns for name in matched(pattern)}
         except ValueError as error:
-            raise refuse("target_modules", f"is not supported: {error}.") from None
+            fields.refuse("target_modules", f"is not supported: {error}.")
         modules = tuple(name for name in PROJECTIONS if name in adapted and not name.startswith(EXPERTS))
     targets = modules + parameters
-    scores = raw.get("task_type") == TASKS[True]
+    scores = fields.get("task_type") == TASKS[True]
 
     def kept(name: str, kinds: Any) -> dict[str, Any]:
         """The patterns of a field that match an adapted module; PEFT ignores others."""
         patterns = {}
-        for pattern, value in (raw.get(name) or {}).items():
+        for pattern, value in (fields.get(name) or {}).items():
             if not _positive(value, kinds):
-                raise refuse(name, f"gives {pattern!r} the value {value!r}; it must be a positive number.")
+                fields.refuse(name, f"gives {pattern!r} the value {value!r}; it must be a positive number.")
             try:
                 means = matched(pattern)
             except ValueError as error:
-                raise refuse(name, f"is not supported: {error}.") from None
+                fields.refuse(name, f"is not supported: {error}.")
             if set(means) & set(targets):
                 patterns[pattern] = value
             # A pattern of ours does not take `down_proj` for that of experts.
@@ -227,23 +165,21 @@ def described(file: Path, tied: bool) -> Described:
 
     ranks, alphas = kept("rank_pattern", int), kept("alpha_pattern", int | float)
     # The tables that it saves whole; PEFT itself adds `model.embed_tokens` where the head is tied to it.
-    saved = {name.split(".")[-1] for name in raw.get("modules_to_save") or ()}
+    saved = {name.split(".")[-1] for name in fields.get("modules_to_save") or ()}
     if scores and not saved & set(HEADS):
-        raise refuse("modules_to_save", f"is not supported for scores; {[HEADS[0]]} is.")
+        fields.refuse("modules_to_save", f"is not supported for scores; {[HEADS[0]]} is.")
     if not saved <= {*TABLES, *(HEADS if scores else ())}:
-        raise refuse("modules_to_save", f"is not supported; tunix trains {' and '.join(TABLES)} whole.")
+        fields.refuse("modules_to_save", f"is not supported; tunix trains {' and '.join(TABLES)} whole.")
     tables: tuple[Table, ...] = tuple(name for name in TABLES if name in saved)
-    if tied and not raw.get("ensure_weight_tying") and len(tables) == 1 and not scores:
-        raise refuse("modules_to_save", "unties the head from the embedding, which config.json ties: save both.")
+    if tied and not fields.raw.get("ensure_weight_tying") and len(tables) == 1 and not scores:
+        fields.refuse("modules_to_save", "unties the head from the embedding, which config.json ties: save both.")
+    rslora, dora = bool(fields.get("use_rslora")), bool(fields.get("use_dora"))
+    for name in sorted(set(fields.raw) - fields.read - set(HARMLESS)):
+        if fields.raw[name]:
+            fields.refuse(name, "is not supported: tunix would compute another model.")
+    rank, alpha = fields.get("r"), float(fields.get("lora_alpha"))
     adapter = AdapterConfig(
-        rank=raw["r"],
-        alpha=float(raw["lora_alpha"]),
-        ranks=ranks,
-        alphas=alphas,
-        rslora=bool(raw.get("use_rslora", False)),
-        dora=bool(raw.get("use_dora", False)),
-        targets=targets,
-        also=tables,
+        rank=rank, alpha=alpha, ranks=ranks, alphas=alphas, rslora=rslora, dora=dora, targets=targets, also=tables
     )
     return Described(adapter, scores)
 
@@ -300,13 +236,22 @@ def named_base(adapter: Path) -> str:
     return str(read_json(adapter / CONFIG).get("base_model_name_or_path") or "")
 
 
-def rounding_of(adapter: Path) -> Quantization | None:
-    """How the base was rounded when an adapter was trained on it; None where the folder mentions no rounding.
+def fingerprint_of(adapter: Path) -> BaseFingerprint:
+    """What an adapter's folder says about its base.
 
     Raises:
         UserError: the fingerprint in the folder is damaged.
     """
-    return _fingerprint_of(adapter).rounding
+    if not (adapter / FILE).is_file():
+        return BaseFingerprint(named_base(adapter), None, None)
+    content = read_json(adapter / FILE)
+    try:
+        numbers = np.frombuffer(base64.b64decode(content["numbers"], validate=True), ml_dtypes.bfloat16)
+        rounded = content.get("rounded")
+        rounding = None if rounded is None else quantization(AdapterConfig.model_validate({"kind": "qlora", **rounded}))
+        return BaseFingerprint(str(content["base"]), rounding, numbers.astype(np.float32).reshape(-1, VALUES))
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        raise UserError(f"{adapter / FILE} is damaged ({error}): copy the adapter again, or remove this file") from None
 
 
 def foreign_base(adapter: Path, name: str, folder: Path, config: DecoderConfig) -> str:
@@ -321,7 +266,7 @@ def foreign_base(adapter: Path, name: str, folder: Path, config: DecoderConfig) 
     Raises:
         UserError: it belongs to weights that have nothing in common with these.
     """
-    known = _fingerprint_of(adapter)
+    known = fingerprint_of(adapter)
     numbers = None if known.numbers is None else _numbers(folder, config)
     # Where the shapes differ, loading reports which of the two does not fit.
     if known.numbers is None or numbers is None or numbers.shape != known.numbers.shape:
@@ -368,19 +313,6 @@ def _numbers(folder: Path, config: DecoderConfig) -> Numbers | None:
     return np.stack(numbers)
 
 
-def _fingerprint_of(adapter: Path) -> BaseFingerprint:
-    if not (adapter / FILE).is_file():
-        return BaseFingerprint(named_base(adapter), None, None)
-    content = read_json(adapter / FILE)
-    try:
-        numbers = np.frombuffer(base64.b64decode(content["numbers"], validate=True), ml_dtypes.bfloat16)
-        rounded = content.get("rounded")
-        rounding = None if rounded is None else quantization(AdapterConfig.model_validate({"kind": "qlora", **rounded}))
-        return BaseFingerprint(str(content["base"]), rounding, numbers.astype(np.float32).reshape(-1, VALUES))
-    except (KeyError, TypeError, ValueError, binascii.Error) as error:
-        raise UserError(f"{adapter / FILE} is damaged ({error}): copy the adapter again, or remove this file") from None
-
-
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
 HEAD = "value/w"
@@ -416,24 +348,80 @@ def save_adapter(
     Raises:
         UserError: something is at `path`, or the disk refuses.
     """
+    parts, pairs = _parts(adapter, config, scores), plain_pairs(dict(params))
+    entries: list[Entry] = []
+
+    def add(name: str, tensor: Tensor, layer: int | None) -> None:
+        array = pairs[name]
+        place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
+        send = partial(sent, array, place, tensor.write, str(array.dtype))
+        key = tensor.key(layer)
+        key = PREFIX + (key if config.vision is None else re.sub(r"^model\.", LANGUAGE, key))
+        shape = tensor.their_shape(array.shape[len(place) :])
+        entries.append(Entry(key, shape, STORED_DTYPE[str(array.dtype)], send))
+
+    for name, (tensor, _) in parts.items():
+        if not tensor.layered:
+            add(name, tensor, None)
+        if name == "embed/w" and config.tied and not scores:  # PEFT looks for both ends of a tied table
+            add(name, FAMILIES[config.family].tensors["head/w"], None)
+    for layer in range(config.num_layers):
+        for name, (tensor, _) in parts.items():
+            if tensor.layered and layer in config.layers_with(tensor.mixer):
+                add(name, tensor, layer)
+    targeted = adapter.targeted_in(config)
+    # PiSSA is written as the equivalent plain adapter of twice the rank, with alphas that keep its scale.
+    wider = 2 if adapter.start == "pissa" else 1
+    louder = math.sqrt(wider) if adapter.rslora else wider
+    # PEFT's pattern `down_proj` would match the experts' too.
+    called = {short(name): name if config.experts else short(name) for name in modules_of(config)}
+    ranks = {called[name]: adapter.modules[PROJECTIONS[name][0]].rank for name in targeted}
+    alphas = {called[name]: adapter.alpha_of(name) for name in targeted}
+    modules = [name for name in targeted if not name.startswith(EXPERTS)]
+    whole = ["embed_tokens"] if config.tied and adapter.also else list(adapter.also)
+    fields = {
+        "peft_type": "LORA",
+        "task_type": TASKS[scores],
+        "modules_to_save": whole + ([HEADS[0]] if scores else []) or None,
+        "ensure_weight_tying": config.tied and bool(adapter.also),
+        "base_model_name_or_path": base,
+        "r": wider * adapter.rank,
+        "lora_alpha": louder * adapter.alpha,
+        "rank_pattern": {name: wider * rank for name, rank in ranks.items() if rank != adapter.rank},
+        "alpha_pattern": {name: louder * alpha for name, alpha in alphas.items() if alpha != adapter.alpha},
+        "use_rslora": adapter.rslora,
+        "use_dora": adapter.dora,
+        # A tower has modules of the same names.
+        "target_modules": modules if config.vision is None else OF_LANGUAGE % "|".join(modules),
+        "target_parameters": [called[name] for name in targeted if name.startswith(EXPERTS)] or None,
+        "lora_dropout": adapter.dropout,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
     with shared_folder(path) as folder:
         with folder.in_step():
-            if processes.lead() and fingerprint is not None:
-                (folder.path / FILE).write_text(fingerprint, encoding="utf-8")
             if processes.lead():
-                (folder.path / CONFIG).write_text(text(adapter, base, scores, config), encoding="utf-8")
-            if processes.lead() and tokenizer is not None:
-                copy_tokenizer(tokenizer, folder.path)
-                write_generation_config(folder.path, (tokenizer,), stops, config.stops)
-        write_share(folder, 0, WEIGHTS, list(_entries(params, adapter, config, scores)))
+                text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
+                (folder.path / CONFIG).write_text(text, encoding="utf-8")
+                if fingerprint is not None:
+                    (folder.path / FILE).write_text(fingerprint, encoding="utf-8")
+                if tokenizer is not None:
+                    copy_tokenizer(tokenizer, folder.path)
+                    write_generation_config(folder.path, (tokenizer,), stops, config.stops)
+        write_share(folder, 0, WEIGHTS, entries)
 
 
-def load_adapter(folder: Path, config: DecoderConfig) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
+def load_adapter(
+    folder: Path, config: DecoderConfig, *, lm_head: bool = False
+) -> tuple[AdapterConfig, dict[str, np.ndarray]]:
     """Reads a PEFT folder.
 
     Args:
         folder: holds adapter_config.json and adapter_model.safetensors.
         config: the base model.
+        lm_head: whether a language model is needed, which a reward model's adapter is refused for.
 
     Returns:
         The adapter's settings, and its arrays by our names, stacked over layers. A reward model's includes the value
@@ -441,33 +429,30 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[AdapterConfig, di
 
     Raises:
         UserError: a file is missing or damaged, the adapter is of a kind that tunix does not compute, or its tensors do
-            not fit the model.
+            not fit the model; or it is a reward model's and a language model is needed.
     """
     adapter, scores = described(folder / CONFIG, config.tied)
     if not (folder / WEIGHTS).is_file():
-        remedy = (
-            "tunix loads no pickles: save it again with safe_serialization"
-            if (folder / PICKLE).is_file()
-            else "is it whole?"
-        )
+        pickled = "tunix loads no pickles: save it again with safe_serialization"
+        remedy = pickled if (folder / PICKLE).is_file() else "is it whole?"
         raise UserError(f"{folder / WEIGHTS} is missing: {remedy}.")
     family = FAMILIES[config.family]
     stored = {
         rename(key.removeprefix(PREFIX), family.prefixes) or key: tensor
         for key, tensor in tensors_of_file(folder / WEIGHTS).items()
     }
+    if lm_head and scores:
+        raise reward_model(folder)
     parts = _parts(adapter, config, scores)
-    keys = {
-        name: [tensor.key(layer) for layer in (config.layers_with(tensor.mixer) if tensor.layered else (None,))]
-        for name, (tensor, _) in parts.items()
-    }
+    layers = {name: config.layers_with(x.mixer) if x.layered else (None,) for name, (x, _) in parts.items()}
+    keys = {name: [tensor.key(layer) for layer in layers[name]] for name, (tensor, _) in parts.items()}
     wanted = {key: tensor.their_shape(shape) for name, (tensor, shape) in parts.items() for key in keys[name]}
     embed, head = family.tensors["embed/w"].name, family.tensors["head/w"].name
     if config.tied and adapter.also and head in stored:
         # A tied table may be there twice, as embedding and as head.
         copy = stored.pop(head)
         table = stored.setdefault(embed, copy)
-        if table is not copy and (table.shape != copy.shape or not np.array_equal(table.read(), copy.read())):
+        if table is not copy and not table.same_values(copy):
             raise UserError(
                 f"{folder / WEIGHTS}: {head} differs from {embed}, although the base's config.json ties them."
             )
@@ -478,8 +463,8 @@ def load_adapter(folder: Path, config: DecoderConfig) -> tuple[AdapterConfig, di
         raise UserError(f"{folder / WEIGHTS}: {len(extra)} tensor(s) have no place in this model: {some(extra)}.")
     arrays: dict[str, np.ndarray] = {}
     for name, (tensor, shape) in parts.items():
-        layers = [tensor.read(stored[key].read(), shape) for key in keys[name]]
-        arrays[name] = np.stack(layers) if tensor.layered else layers[0]
+        read = [tensor.read(stored[key].read(), shape) for key in keys[name]]
+        arrays[name] = np.stack(read) if tensor.layered else read[0]
     return adapter, arrays
 
 
@@ -492,7 +477,7 @@ def _parts(adapter: AdapterConfig, config: DecoderConfig, scores: bool = False) 
     The layouts of A and B follow from that of the weight: its input axes are the last group of PEFT's layout."""
     family = FAMILIES[config.family]
     table = (config.vocab_size, config.d_model)
-    tensors: dict[str, Place] = {name: (family.tensors[name], table) for name in tables(adapter, config)}
+    tensors: dict[str, Place] = {name: (family.tensors[name], table) for name in adapter.tables_in(config)}
     if scores:
         tensors[HEAD] = (family.tensors[HEAD], (config.d_model,))
     sizes = family.axes(config)
@@ -513,43 +498,17 @@ def _parts(adapter: AdapterConfig, config: DecoderConfig, scores: bool = False) 
             shape = tuple({**sizes, "r": low.rank}[axis] for axis in tensor.ours.split())
             tensors[f"layers/{name}/w_lora_{letter}"] = (tensor, shape)
     # PEFT wraps the parameters of a module of experts one after the other, down last.
-    sizes = {**sizes, "F": config.ffn, "2": 2}
-    inner = "base_layer." if "gates" in modules and "downs" in modules else ""
+    stem, sizes = f"model.layers.{{layer}}.{config.experts_module}", {**sizes, "F": config.ffn, "2": 2}
+    inner = "base_layer." if "downs" in modules else ""
     both = "(F 2)" if family.alternate else "(2 F)"
-    of_experts = {
-        "gates": (inner, {"A": ("(E r) D", "E D r"), "B": (f"{both} (r E)", "E r 2 F")}),
-        "downs": ("", {"A": ("(E r) F", "E F r"), "B": ("D (r E)", "E r D")}),
-    }
-    for name, (wrapper, layout) in of_experts.items():
-        for letter, (theirs, ours) in layout.items() if name in modules else ():
-            stem = f"model.layers.{{layer}}.{config.experts_module}"
-            tensor = Tensor(f"{stem}.{wrapper}lora_{letter}.weight", theirs, ours)
+    for name, theirs, layout, ours in (
+        ("gates", f"{stem}.{inner}lora_A", "(E r) D", "E D r"),
+        ("gates", f"{stem}.{inner}lora_B", f"{both} (r E)", "E r 2 F"),
+        ("downs", f"{stem}.lora_A", "(E r) F", "E F r"),
+        ("downs", f"{stem}.lora_B", "D (r E)", "E r D"),
+    ):
+        if name in modules:
             shape = tuple({**sizes, "r": modules[name].rank}[axis] for axis in ours.split())
-            tensors[f"layers/{name}/w_lora_{letter.lower()}"] = (tensor, shape)
+            tensor = Tensor(f"{theirs}.weight", layout, ours)
+            tensors[f"layers/{name}/w_lora_{theirs[-1].lower()}"] = (tensor, shape)
     return tensors
-
-
-def _entries(
-    params: Mapping[str, jax.Array], adapter: AdapterConfig, config: DecoderConfig, scores: bool
-) -> Iterator[Entry]:
-    params = plain_pairs(dict(params), adapter)
-
-    def entry(name: str, tensor: Tensor, layer: int | None) -> Entry:
-        array = params[name]
-        shape = array.shape if layer is None else array.shape[1:]
-        place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
-        send = partial(sent, array, place, tensor.write, str(array.dtype))
-        key = tensor.key(layer)
-        key = key if config.vision is None else re.sub(r"^model\.", LANGUAGE, key)
-        return Entry(PREFIX + key, tensor.their_shape(shape), STORED_DTYPE[str(array.dtype)], send)
-
-    parts = _parts(adapter, config, scores)
-    for name, (tensor, _) in parts.items():
-        if not tensor.layered:
-            yield entry(name, tensor, None)
-        if name == "embed/w" and config.tied and not scores:  # PEFT looks for both ends of a tied table
-            yield entry(name, FAMILIES[config.family].tensors["head/w"], None)
-    for layer in range(config.num_layers):
-        for name, (tensor, _) in parts.items():
-            if tensor.layered and layer in config.layers_with(tensor.mixer):
-                yield entry(name, tensor, layer)

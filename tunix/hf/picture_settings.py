@@ -20,6 +20,7 @@ SETTINGS = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"
 """The file in which transformers 5 writes the same settings, inside of `image_processor`."""
 HALF = [0.5, 0.5, 0.5]
+ALWAYS = ("do_resize", "do_rescale", "do_normalize")
 BILINEAR, BICUBIC = 2, 3
 """PIL's numbers of the resamplings that the processors of Gemma 3 and of Qwen use."""
 LEAST_PIXELS, MOST_PIXELS = 65_536, 16_777_216
@@ -64,9 +65,25 @@ def with_reader(
     names = [tokenizer.hf.convert_ids_to_tokens(i) for i in ids]
     if wrong := [i for i, name in zip(ids, names, strict=True) if name is None or not tokenizer.is_added(i)]:
         raise UserError(f"data.pictures: {tokenizer.name} has no special token of id {wrong[0]}, which marks pictures")
+    # Fields of the folder's file and the values of them that are handled, the usual one first.
+    handled: dict[str, tuple[Any, ...]]
     if vision.any_shape:
-        wanted = {"patch_size": (vision.patch,), "merge_size": (vision.pool,), "temporal_patch_size": (FRAMES,)}
-        raw = {} if folder is None else _settings(folder, wanted)
+        handled = {"patch_size": (vision.patch,), "merge_size": (vision.pool,), "temporal_patch_size": (FRAMES,)}
+    else:
+        handled = {"size": ({"height": vision.side, "width": vision.side},), "do_pan_and_scan": (None, False)}
+    handled |= {"image_mean": (HALF,), "image_std": (HALF,), **dict.fromkeys(ALWAYS, (True, None))}
+    files = [] if folder is None else [folder / SETTINGS, folder / PROCESSOR]
+    raw: Mapping[str, Any] = {}
+    if file := next((file for file in files if file.is_file()), None):
+        raw = read_json(file)
+        raw = raw.get("image_processor", raw)
+        for name, values in handled.items():
+            if name in raw and raw[name] not in values:
+                raise UserError(f"{file}: {name} = {raw[name]!r} is not supported; only {values[0]!r} is.")
+        if abs(raw.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
+            raise UserError(f"{file}: rescale_factor = {raw['rescale_factor']!r} is not supported; only 1 / 255 is.")
+    resample, pixel_range = BILINEAR, None
+    if vision.any_shape:
         size = raw.get("size") or {}
         least_pixels = raw.get("min_pixels") or size.get("shortest_edge") or LEAST_PIXELS
         most_pixels = raw.get("max_pixels") or size.get("longest_edge") or MOST_PIXELS
@@ -74,10 +91,6 @@ def with_reader(
         # Sides are rounded up where a picture is enlarged: this leaves room for it.
         least_pixels = min(least_pixels, max(math.isqrt(vision.tokens) - 1, 1) ** 2 * square)
         resample, pixel_range = BICUBIC, (least_pixels, min(most_pixels, vision.tokens * square))
-    else:
-        size = {"height": vision.side, "width": vision.side}
-        raw = {} if folder is None else _settings(folder, {"size": (size,), "do_pan_and_scan": (None, False)})
-        resample, pixel_range = BILINEAR, None
     begin, soft, end = map(str, names)
     reader = PictureReader(
         begin=begin,
@@ -92,30 +105,6 @@ def with_reader(
         pixel_range=pixel_range,
     )
     return replace(decoder, vision=vision), tokenizer.seeing(reader)
-
-
-def _settings(folder: Path, wanted: Mapping[str, tuple[Any, ...]]) -> Mapping[str, Any]:
-    """The settings that a folder has; empty where it has none.
-
-    Args:
-        folder: the model's.
-        wanted: fields and the values of them that are handled, the usual one first.
-
-    Raises:
-        UserError: it asks for something that is not handled.
-    """
-    file = next((folder / name for name in (SETTINGS, PROCESSOR) if (folder / name).is_file()), None)
-    if file is None:
-        return {}
-    raw: Mapping[str, Any] = read_json(file)
-    raw = raw.get("image_processor", raw)
-    always = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), (True, None))
-    for name, values in {**wanted, "image_mean": (HALF,), "image_std": (HALF,), **always}.items():
-        if name in raw and raw[name] not in values:
-            raise UserError(f"{file}: {name} = {raw[name]!r} is not supported; only {values[0]!r} is.")
-    if abs(raw.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-6:
-        raise UserError(f"{file}: rescale_factor = {raw['rescale_factor']!r} is not supported; only 1 / 255 is.")
-    return raw
 
 
 def write_settings(folder: Path, vision: VisionConfig, sources: list[Path]) -> None:
@@ -146,6 +135,6 @@ def write_settings(folder: Path, vision: VisionConfig, sources: list[Path]) -> N
             settings = {"image_processor_type": "Gemma3ImageProcessor", **about, "size": size, "resample": BILINEAR}
             about["image_seq_length"] = vision.tokens
         usual = {"image_mean": HALF, "image_std": HALF, "rescale_factor": 1 / 255}
-        usual |= dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True)
+        usual |= dict.fromkeys(ALWAYS, True)
         for name, values in ((SETTINGS, {**settings, **usual}), (PROCESSOR, about)):
             (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -36,6 +36,8 @@ from tunix.util.object_store import files_of, read
 
 COPIES = Path("~/.cache/tunix/folders")
 """Where the copies are; deleted at any time, they are made again."""
+COMPARED = 1 << 24
+"""Elements of two tensors that are compared at a time."""
 LONGEST_HEADER = 100_000_000
 """Bytes above which safetensors refuses a header."""
 
@@ -99,6 +101,10 @@ class Stored:
     """The byte of the file at which its values begin."""
     turned: bool = field(default=False, kw_only=True)
     """Whether `shape` is that of the transposed matrix: the file has it the other way round than its family's table."""
+    turns: tuple["Stored", int, int] | None = field(default=None, kw_only=True)
+    """`(whole, place, number)` of a matrix, or a bias, whose outputs take turns in the file with those of others: what
+    they take turns in, whose turn comes first is 0, and how many take turns. It is not read by itself: `whole` is, each
+    byte once, and taken apart where its parts belong (`tensor_transfer.py`)."""
 
     @property
     def laid(self) -> tuple[int, ...]:
@@ -126,12 +132,25 @@ class Stored:
         self.read_into(array, rows.start)
         return array
 
+    def same_values(self, other: "Stored") -> bool:
+        """Whether both hold the same numbers, of which some rows are compared at a time.
+
+        Raises:
+            UserError: a file cannot be read, or has become shorter.
+        """
+        if self.shape != other.shape:
+            return False
+        step = max(COMPARED // max(math.prod(self.shape[1:]), 1), 1)
+        starts = range(0, self.shape[0], step)
+        return all(np.array_equal(self.read(i, i + step), other.read(i, i + step)) for i in starts)
+
     def read_into(self, rows: np.ndarray, start: int) -> None:
         """Fills `rows`, contiguous and of the file's dtype, from row `start` on: a contiguous range of the file.
 
         Raises:
             UserError: the file cannot be read, or has become shorter.
         """
+        assert self.turns is None, f"{self.key} is read with what takes turns in it"
         row = math.prod(self.shape[1:]) * rows.itemsize
         read_range(self.file, self.begin + start * row, rows.reshape(-1).view(np.uint8).data)
 
@@ -169,9 +188,19 @@ def tensors_of_folder(folder: Path) -> dict[str, Stored]:
     """
     is_whole = (folder / SINGLE).is_file()
     if not (folder / INDEX).is_file():
-        return tensors_of_file(folder / SINGLE) if is_whole else _refuse_folder(folder)
-    index = read_json(folder / INDEX)
-    places = index.get("weight_map")
+        if is_whole:
+            return tensors_of_file(folder / SINGLE)
+        pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+        reason = f"{folder} holds no weights: neither {SINGLE} nor {INDEX} is there."
+        if others := sorted(file.name for file in folder.glob("*.safetensors")):
+            reason = f"{folder} has {some(others)}, but neither {SINGLE} nor {INDEX}. Rename it or add the index."
+        elif pickles:
+            reason = (
+                f"{folder} has its weights only as {some(pickles)}. tunix loads no pickles: convert them with "
+                "transformers' `AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)`."
+            )
+        raise UserError(reason)
+    places = read_json(folder / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
         raise UserError(f"{folder / INDEX}: weight_map must name the file of each tensor.")
     shards = sorted(set(places.values()))
@@ -311,19 +340,6 @@ def read_range(file: Path, begin: int, into: memoryview) -> None:
             raise UserError(f"{file} cannot be read: {error.strerror or error}.") from error
     if into:
         raise UserError(f"{file} has become shorter while it was read. Download or export it again.")
-
-
-def _refuse_folder(folder: Path) -> NoReturn:
-    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
-    others = sorted(file.name for file in folder.glob("*.safetensors"))
-    if others:
-        raise UserError(f"{folder} has {some(others)}, but neither {SINGLE} nor {INDEX}. Rename it or add the index.")
-    if pickles:
-        raise UserError(
-            f"{folder} has its weights only as {some(pickles)}. tunix loads no pickles: convert them with "
-            "transformers' `AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)`."
-        )
-    raise UserError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX} is there.")
 
 
 def write_shards(folder: SharedFolder, entries: Sequence[Entry], max_shard_bytes: int) -> None:

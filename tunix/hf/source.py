@@ -33,10 +33,9 @@ from tunix.hf.model_folder import (
     load_params,
     named_tensors,
     resolve_folder,
-    reward_model,
     write_generation_config,
 )
-from tunix.hf.peft_folder import CONFIG, HEAD, described, foreign_base, load_adapter, named_base, rounding_of
+from tunix.hf.peft_folder import CONFIG, HEAD, described, fingerprint_of, foreign_base, load_adapter, named_base
 from tunix.hf.picture_settings import with_reader
 from tunix.hf.run_export import exported
 from tunix.hf.safetensors_io import check_tensors, some
@@ -60,9 +59,8 @@ from tunix.models.quantization.formats import (
     SCALE,
     Quantization,
     check_supported,
-    over_matrices,
     plain,
-    quantize,
+    quantize_stack,
     simulated,
     supported,
 )
@@ -118,16 +116,13 @@ def check_tokens(key: str, name: str, theirs: Tokenizer, ours: Tokenizer) -> Non
     Raises:
         UserError: an id stands for another token there; the message names the first such id.
     """
-    their_tokens, our_tokens = ({i: token for token, i in x.hf.get_vocab().items()} for x in (theirs, ours))
-    every = range(max(their_tokens.keys() | our_tokens.keys()) + 1)
-    wrong = next((i for i in every if their_tokens.get(i) != our_tokens.get(i)), None)
+    there, here = ({i: repr(token) for token, i in x.hf.get_vocab().items()} for x in (theirs, ours))
+    wrong = next((i for i in sorted(there.keys() | here.keys()) if there.get(i) != here.get(i)), None)
     if wrong is not None:
-        their_token, our_token = (
-            repr(side[wrong]) if wrong in side else "no token" for side in (their_tokens, our_tokens)
-        )
         raise UserError(
-            f"{key}: {name} has another vocabulary than the model that trains: id {wrong} is {their_token} there and "
-            f"{our_token} here. Probabilities of ids are compared: take a model with the same tokenizer"
+            f"{key}: {name} has another vocabulary than the model that trains: id {wrong} is "
+            f"{there.get(wrong, 'no token')} there and {here.get(wrong, 'no token')} here. Probabilities of ids are "
+            "compared: take a model with the same tokenizer"
         )
 
 
@@ -154,6 +149,13 @@ class Source:
     """The base's name for adapters trained on it: a hub id or an absolute path; empty for random weights."""
     files: Path | None = None
     """Folder whose tokenizer files an export copies."""
+
+    def __post_init__(self) -> None:
+        if self.tokenizer and self.tokenizer.vocab_size > self.decoder.vocab_size:
+            raise UserError(
+                f"the tokenizer has {self.tokenizer.vocab_size} ids, the model only {self.decoder.vocab_size}: "
+                "they do not belong together (from scratch: raise model.sizes.vocab_size)"
+            )
 
     @property
     def stands_alone(self) -> bool:
@@ -205,14 +207,14 @@ def pretrained(path: str, adapter: Path | None = None, pictures: bool = False) -
     folder = resolve_folder(path)
     name = str(folder.resolve()) if Path(path).expanduser().is_dir() else path
     decoder = read_folder(folder, pictures)
-    if merged is not None and (doubt := foreign_base(merged, name, folder, decoder)):
-        print(doubt, file=sys.stderr)
-    rounding = None if merged is None else rounding_of(merged)
-    rules = read_rules(folder)
-    tokenizer, files = load_tokenizer(folder), folder
-    if merged is not None and (merged / TOKENIZER_CONFIG).is_file() and (changed := load_tokenizer(merged)):
-        # The run that trained the adapter had another tokenizer, or another chat template.
-        tokenizer, files = _stopping(changed, tokenizer), merged
+    rounding, rules, tokenizer, files = None, read_rules(folder), load_tokenizer(folder), folder
+    if merged is not None:
+        if doubt := foreign_base(merged, name, folder, decoder):
+            print(doubt, file=sys.stderr)
+        rounding = fingerprint_of(merged).rounding
+        if (merged / TOKENIZER_CONFIG).is_file() and (changed := load_tokenizer(merged)):
+            # The run that trained the adapter had another tokenizer, or another chat template.
+            tokenizer, files = _stopping(changed, tokenizer), merged
     return Source(decoder, tokenizer and _stopping(tokenizer), folder, merged, rounding, rules, name, files)
 
 
@@ -256,7 +258,6 @@ def of_recipe(config: ModelConfig, data: DataConfig, kept: Path, rows: Rows | No
                 write_generation_config(folder, (source.files, source.folder), _stopping(tokenizer).stop_ids)
     if kept.is_dir() and (tokenizer := load_tokenizer(kept)):
         source = replace(source, tokenizer=_stopping(tokenizer, source.tokenizer), files=kept)
-    check_vocabulary(source)
     if data.pictures is None:
         return source
     decoder, tokenizer = with_reader(
@@ -284,19 +285,6 @@ def _stopping(tokenizer: Tokenizer, replaced: Tokenizer | None = None) -> Tokeni
     if (end := turn_end(tokenizer)) is not None:
         stops.append(end)
     return replace(tokenizer, generation_stops=tuple(dict.fromkeys(stops)))
-
-
-def check_vocabulary(source: Source) -> None:
-    """Checks that every id of the tokenizer has a row in the embedding table.
-
-    Raises:
-        UserError: the tokenizer has more ids than the model.
-    """
-    if source.tokenizer and source.tokenizer.vocab_size > source.decoder.vocab_size:
-        raise UserError(
-            f"the tokenizer has {source.tokenizer.vocab_size} ids, the model only {source.decoder.vocab_size}: "
-            "they do not belong together (from scratch: raise model.sizes.vocab_size)"
-        )
 
 
 def with_stops(source: Source) -> DecoderConfig:
@@ -336,24 +324,32 @@ def weights(
         if source.merged is None:
             params = load_params(model, source.folder, base, mesh)
         else:
-            whole, adapter = replace(model, quantization=None), load_adapter(source.merged, source.decoder)
-            if model.has_lm_head and HEAD in adapter[1]:
-                raise reward_model(source.merged)
-            rest: dict[str, DType] = {name: dtype for name, dtype in base.items() if name not in model.kinds}
-            places = model.shardings(mesh)
-            params = _merged(load_params(whole, source.folder, rest, mesh), source, adapter, mesh)
+            folder, whole, places = source.folder, replace(model, quantization=None), model.shardings(mesh)
+            config, arrays = load_adapter(source.merged, source.decoder, lm_head=model.has_lm_head)
+            with_adapter = Model(source.decoder, adapt=adapt(config, source.decoder), has_scalar_head=True)
+
+            def merged(dtypes: Mapping[str, DType]) -> Params:
+                """Weights of the base with the adapter merged into them."""
+                params = load_params(whole, folder, dtypes, mesh)
+                if source.rounding is not None:
+                    params = as_rounded(params, source.decoder, source.rounding)
+                placed = _placed(arrays, params, with_adapter, mesh)
+                params = {name: x for name, x in params.items() if name not in placed}
+                return jit(lambda base, pairs: merge({**base, **pairs}, config), donate_argnums=0)(params, placed)
+
+            params = merged({name: dtype for name, dtype in base.items() if name not in model.kinds})
             # One after the other, so that only one matrix at a time is in memory unrounded.
             for name in (name for name in model.quantized if name in base):
-                single = load_params(whole, source.folder, {name: base[name]}, mesh)
-                pair = (name, name + SCALE)
-                rounded = jit(partial(_rounded, model, name), out_shardings=tuple(places[x] for x in pair))
-                values = rounded(_merged(single, source, adapter, mesh)[name])
+                pair, (rounding, contracted) = (name, name + SCALE), model.rounding(name)
+                rounded = partial(quantize_stack, name, quantization=rounding, contracted=contracted)
+                rounded = jit(rounded, out_shardings=tuple(places[x] for x in pair))
+                values = rounded(merged({name: base[name]})[name])
                 params |= zip(pair, jax.block_until_ready(values), strict=True)
     missing: dict[str, DType] = {name: dtype for name, dtype in dtypes.items() if name not in params}
     if missing:
         params |= model.init(jax.random.key(seed), missing, mesh)
-    trainable = {name for name in dtypes if trains(name, full)}
-    return {n: params[n] for n in dtypes if n in trainable}, {n: params[n] for n in dtypes if n not in trainable}
+    trainable = {name: params[name] for name in dtypes if trains(name, full)}
+    return trainable, {name: params[name] for name in dtypes if name not in trainable}
 
 
 def loaded(source: Source, dtype: DType, mesh: Mesh) -> tuple[Model, Params]:
@@ -421,37 +417,14 @@ def as_rounded(params: Params, decoder: DecoderConfig, rounding: Quantization) -
     """The weights with the layers' matrices rounded and dequantized, in the same dtype; donates `params`."""
     model = Model(decoder, quantization=rounding)
 
-    def dequantized(name: str, w: jax.Array) -> jax.Array:
-        return plain(dict(zip((name, name + SCALE), _rounded(model, name, w), strict=True)), name).astype(w.dtype)
-
     def rounded(params: Params) -> Params:
-        return {name: dequantized(name, w) if name in model.quantized else w for name, w in params.items()}
+        new = dict(params)
+        for name in (name for name in params if name in model.quantized):
+            values, scales = quantize_stack(name, params[name], *model.rounding(name))
+            new[name] = plain({name: values, name + SCALE: scales}, name).astype(params[name].dtype)
+        return new
 
     return jit(rounded, donate_argnums=0)(params)
-
-
-def _rounded(model: Model, name: str, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rounded values and scales of a stacked weight."""
-    return over_matrices(name, lambda matrix: quantize(matrix, *model.rounding(name)), w)
-
-
-def _merged(
-    params: Params, source: Source, adapter: tuple[AdapterConfig, Mapping[str, np.ndarray]], mesh: Mesh
-) -> Params:
-    """The base's weights with the source's adapter merged into them.
-
-    Args:
-        params: all of the base's weights, or some.
-        adapter: its settings and its arrays.
-    """
-    config, arrays = adapter
-    if source.rounding is not None:
-        params = as_rounded(params, source.decoder, source.rounding)
-    places = Model(source.decoder, adapt=adapt(config, source.decoder), has_scalar_head=True).shardings(mesh)
-    arrays = {name: array.astype(params[name].dtype) if name in params else array for name, array in arrays.items()}
-    placed = {name: jax.device_put(jnp.asarray(array), places[name]) for name, array in arrays.items()}
-    params = {name: x for name, x in params.items() if name not in placed}
-    return jit(lambda base, adapter: merge({**base, **adapter}, config), donate_argnums=0)(params, placed)
 
 
 def beside(model: Model, params: Params, mesh: Mesh, adapter: Path) -> tuple[AdapterConfig, Params]:
@@ -466,15 +439,15 @@ def beside(model: Model, params: Params, mesh: Mesh, adapter: Path) -> tuple[Ada
     Raises:
         UserError: the folder is missing or damaged, does not fit the base, or is a reward model's adapter.
     """
-    settings, arrays = load_adapter(adapter, model.config)
-    if HEAD in arrays:
-        raise reward_model(adapter)
-    places = replace(model, adapt=adapt(settings, model.config)).shardings(mesh)
-    placed = {
-        name: jax.device_put(jnp.asarray(array, params[name].dtype if name in params else None), places[name])
-        for name, array in arrays.items()
-    }
-    return settings, placed
+    settings, arrays = load_adapter(adapter, model.config, lm_head=True)
+    return settings, _placed(arrays, params, replace(model, adapt=adapt(settings, model.config)), mesh)
+
+
+def _placed(arrays: Mapping[str, np.ndarray], params: Params, model: Model, mesh: Mesh) -> Params:
+    """An adapter's arrays on the devices; tables in the dtype of those that they replace."""
+    places = model.shardings(mesh)
+    kinds = {name: params[name].dtype if name in params else None for name in arrays}
+    return {name: jax.device_put(jnp.asarray(array, kinds[name]), places[name]) for name, array in arrays.items()}
 
 
 def listed_ids(ids: int | tuple[int, ...] | None) -> tuple[int, ...]:
@@ -517,21 +490,19 @@ def settled(adapter: AdapterConfig | None, source: Source) -> tuple[AdapterConfi
     assert source.folder is not None, "the recipe is checked: there is a model.path"
     # The settings are checked before the base's numbers are read, because it costs nothing.
     theirs = described(folder / CONFIG, source.decoder.tied).adapter
-    named = adapter.model_fields_set
+    named, modules = adapter.model_fields_set, theirs.modules_of(source.decoder)
     for key in ("rank", "alpha", "ranks", "alphas", "targets", "rslora", "dora", "also"):
-        asked = getattr(adapter, key)
-        if key in ("rslora", "dora", "also"):
-            differs = getattr(theirs, key) != asked
-        else:  # different patterns may select the same modules
-            other = theirs.model_copy(update={key: asked})
-            differs = other.modules_of(source.decoder) != theirs.modules_of(source.decoder)
-        if key in named and differs:
+        asked, stated = getattr(adapter, key), getattr(theirs, key)
+        same = asked == stated
+        if key not in ("rslora", "dora", "also"):  # different patterns may select the same modules
+            same = theirs.model_copy(update={key: asked}).modules_of(source.decoder) == modules
+        if key in named and not same:
             raise UserError(
-                f"adapter.{key}: {asked} contradicts {folder}, which {KEY} names: its {key} is "
-                f"{getattr(theirs, key)}. Leave {key} out"
+                f"adapter.{key}: {asked} contradicts {folder}, which {KEY} names: its {key} is {stated}. Leave {key} "
+                "out"
             )
     # A folder does not record dropout, and rounding only where its base was rounded.
-    base, rounding = {"kind": adapter.kind, "base": adapter.base, "tile": adapter.tile}, rounding_of(folder)
+    base, rounding = {"kind": adapter.kind, "base": adapter.base, "tile": adapter.tile}, fingerprint_of(folder).rounding
     if rounding is not None:
         if "kind" in named and quantization(adapter) != rounding:
             raise UserError(
@@ -559,9 +530,7 @@ def adapter_weights(adapter: AdapterConfig, model: Model, fresh: Params, trained
         UserError: its tensors are damaged or do not fit the model.
     """
     folder = Path(str(adapter.source))
-    _, arrays = load_adapter(folder, model.config)
-    if model.has_lm_head and HEAD in arrays:
-        raise reward_model(folder)
+    _, arrays = load_adapter(folder, model.config, lm_head=model.has_lm_head)
     if foreign := sorted(set(arrays) - set(model.shapes)):
         raise UserError(f"{KEY}: {folder} brings {some(foreign)}, which the model that trains does not have")
     places = model.shardings(mesh)

@@ -9,10 +9,10 @@ them into the stack of the layers, in place. Readers are threads, and how far th
 Axes: D model width, N query heads, H head dim.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -22,19 +22,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.config import DType
 from tunix.distributed.global_arrays import everywhere
-from tunix.hf.packed_weights import Interleaved
-from tunix.hf.safetensors_io import WRITTEN, Sent, Stored
+from tunix.hf.packed_weights import PACKED, SCALES, SHAPE, VALUES, pack_words
+from tunix.hf.safetensors_io import WRITTEN, Entry, Sent, Stored
 from tunix.mesh import sharding
 from tunix.models.config import DecoderConfig
 from tunix.models.families.base import Tensor
 from tunix.models.families.table import tensors_of
 from tunix.models.model import Model, Params
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale, quantize
-from tunix.models.quantization.schemes import Packing
+from tunix.models.quantization.schemes import BITS, WORDS, Packing
 from tunix.util.ahead import ahead, limit_of
 from tunix.util.exact import jit
 
 THREADS = 8
+HOST_TURNS = ("cpu",)
+"""Platforms whose compilers take ten times as long to transpose an array as the host, which then does it."""
 PIECE = 1 << 23
 """Bytes of a file that one thread reads at a time: a large tensor is read by several."""
 Part = tuple[np.ndarray, list[Future[None]]]
@@ -48,17 +50,16 @@ class Target:
     """What tensors of one kind become. Equal ones, such as keys and values, share a compiled program."""
 
     tensor: Tensor
-    """The layout of what is read, under no name; its rows are the first axis, or the last where they are `turned`."""
-    turned: bool
-    """Whether the host hands over transposed arrays."""
+    """The layout of what is read, under no name."""
+    axis: int
+    """Which axis of it are rows, that the devices share out: 0, or 1 where the host hands over transposed matrices."""
     shape: tuple[int, ...]
     """Shape of the weight in our layout, e.g. `[D N H]` of a layer's queries."""
     single: NamedSharding
     """Where such a weight belongs."""
-    places: tuple[NamedSharding, ...]
-    """Where the stacks belong: a parameter's, or those of its rounded values and of their scales, then the next's."""
-    stacked: tuple[jax.ShapeDtypeStruct, ...]
-    """Shapes and dtypes of the stacks."""
+    stacks: tuple[jax.ShapeDtypeStruct, ...]
+    """What the stacks are, and where: a parameter's, or those of its rounded values and of their scales, then the
+    next's."""
     rounding: tuple[Quantization, int] | None = None
     """How the weight is rounded, and the number of its axes that are inputs."""
     taken: tuple[int, ...] = ()
@@ -67,13 +68,8 @@ class Target:
 
     @property
     def rows(self) -> int:
-        """Length of the axis that the devices share out among each other."""
+        """How many rows there are."""
         return self.tensor.their_shape(self.shape)[self.axis]
-
-    @property
-    def axis(self) -> int:
-        """Which axis that is."""
-        return len(self.tensor.their_shape(self.shape)) - 1 if self.turned else 0
 
     @property
     def read_shape(self) -> tuple[int, ...]:
@@ -88,9 +84,9 @@ class Target:
 
         The mesh axes that the rows stay split over come first, so that the others are gathered or exchanged alone.
         """
-        kept, others = _names(self.split[self.axis]), [name for part in self.split for name in _names(part)]
-        every = tuple(dict.fromkeys([*kept, *others, *self.single.mesh.axis_names]))
-        return NamedSharding(self.single.mesh, PartitionSpec(*[None] * self.axis, every))
+        mesh, names = self.single.mesh, [(x,) if isinstance(x, str) else x or () for x in self.split]
+        every = tuple(dict.fromkeys(name for part in (names[self.axis], *names, mesh.axis_names) for name in part))
+        return NamedSharding(mesh, PartitionSpec(*[None] * self.axis, every))
 
     @property
     def split(self) -> PartitionSpec:
@@ -119,25 +115,64 @@ class Read:
         return self.stored.size * len(self.target.spread.addressable_devices) // mesh.size
 
 
-def load(reads: Sequence[Read]) -> Params:
-    """Reads tensors onto their mesh.
+def load(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DType], mesh: Mesh) -> Params:
+    """Reads a folder's tensors onto a mesh, each once, also where parts of several parameters take turns in it.
 
     Args:
-        reads: the tensors, on every host in the same order.
+        stored: the folder's tensors, among them those of the parameters; on every host in the same order.
+        dtypes: dtype by name of the wanted parameters; scales come with their values.
 
     Raises:
         UserError: a file cannot be read.
     """
+    table = tensors_of(model.config)
+    together = dict[Any, list[tuple[str, Stored, Place]]]()
+    for name in (name for name in dtypes if not is_scale(name)):
+        for key, place in places_of(model.config, table[name], model.shapes[name]).items():
+            tensor = stored[key]
+            whole = tensor.turns[0] if tensor.turns else (name, key)
+            together.setdefault(whole, []).append((name, tensor, place))
+    targets, reads = dict[Any, Target](), list[Read]()
+    for parts in together.values():
+        names, (_, first, place) = tuple(name for name, _, _ in parts), parts[0]
+        taken = tuple(x.turns[1] for _, x, _ in parts if x.turns)
+        stacks = tuple(x for name in names for x in ((name, name + SCALE) if name in model.quantized else (name,)))
+        kind = names, first.turned, taken
+        if kind not in targets:
+            name, depth = names[0], len(place)  # all are alike; so many of our axes number the tensors
+            layout = replace((table[name].turned if first.turned else table[name]).single, name="")
+            axis = int(layout.is_transposed and mesh.devices.flat[0].platform in HOST_TURNS)
+            layout = layout.turned if axis else layout
+            shape, axes = model.shapes[name][depth:], model.axes[name][depth:]
+            if first.turns:
+                _, _, number = first.turns
+                layout, shape, axes = layout.in_turns(number), (number, *shape), (None, *axes)
+            targets[kind] = Target(
+                layout,
+                axis,
+                shape,
+                sharding(axes, shape, mesh),
+                tuple(
+                    jax.ShapeDtypeStruct(
+                        model.shapes[x],
+                        model.kinds.get(x, dtypes[x.removesuffix(SCALE)]),
+                        sharding=sharding(model.axes[x], model.shapes[x], mesh),
+                    )
+                    for x in stacks
+                ),
+                model.rounding(name) if name in model.quantized else None,
+                taken,
+            )
+        reads.append(Read(stacks, first.turns[0] if first.turns else first, targets[kind], place))
     loaded = Params()
     limit = limit_of(read.size for read in reads)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="loading") as pool:
         try:
             for read, parts in ahead(reads, lambda read: read.size, lambda read: _started(read, pool), limit):
                 # The stacks to be written into, taken out of what is loaded, or new ones; none for a table.
-                kinds = zip(read.names, read.target.stacked, read.target.places, strict=True) if read.place else ()
                 stacks = tuple(
-                    loaded.pop(name) if name in loaded else jnp.zeros(stack.shape, stack.dtype, device=where)
-                    for name, stack, where in kinds
+                    loaded.pop(name) if name in loaded else jnp.zeros(stack.shape, stack.dtype, device=stack.sharding)
+                    for name, stack in (zip(read.names, read.target.stacks, strict=True) if read.place else ())
                 )
                 stacks = _put(read.target)(stacks, _whole(read, parts), np.array(read.place, np.int32))
                 # Without waiting, what was read would be held until the device gets to it.
@@ -146,49 +181,6 @@ def load(reads: Sequence[Read]) -> Params:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return loaded
-
-
-def reads_of(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DType], mesh: Mesh) -> list[Read]:
-    """What is read of a folder: each tensor once, also where parts of several parameters take turns in it.
-
-    Args:
-        stored: the folder's tensors, among them those of the parameters.
-        dtypes: dtype by name of the wanted parameters; scales come with their values.
-    """
-    table = tensors_of(model.config)
-    together = dict[Any, list[tuple[str, Stored, Place]]]()
-    for name in (name for name in dtypes if not is_scale(name)):
-        for key, place in places_of(model.config, table[name], model.shapes[name]).items():
-            tensor = stored[key]
-            whole = tensor.whole if isinstance(tensor, Interleaved) else (name, key)
-            together.setdefault(whole, []).append((name, tensor, place))
-    targets, reads = dict[Any, Target](), list[Read]()
-    for parts in together.values():
-        names, (_, first, place) = tuple(name for name, _, _ in parts), parts[0]
-        taken = tuple(x.place for _, x, _ in parts if isinstance(x, Interleaved))
-        kind = names, first.turned, taken
-        if kind not in targets:
-            name, depth = names[0], len(place)  # all are alike; so many of our axes number the tensors
-            layout = replace((table[name].turned if first.turned else table[name]).single, name="")
-            turned = layout.is_transposed and _host_turns(mesh)
-            layout = layout.turned if turned else layout
-            shape, axes = model.shapes[name][depth:], model.axes[name][depth:]
-            if isinstance(first, Interleaved):
-                layout, shape, axes = layout.in_turns(first.number), (first.number, *shape), (None, *axes)
-            kinds = [(stack, dtypes[parameter]) for parameter in names for stack in _stacks_of(model, parameter)]
-            targets[kind] = Target(
-                layout,
-                turned,
-                shape,
-                sharding(axes, shape, mesh),
-                tuple(sharding(model.axes[x], model.shapes[x], mesh) for x, _ in kinds),
-                tuple(jax.ShapeDtypeStruct(model.shapes[x], model.kinds.get(x, dtype)) for x, dtype in kinds),
-                model.rounding(name) if name in model.quantized else None,
-                taken,
-            )
-        stacks = tuple(stack for name in names for stack in _stacks_of(model, name))
-        reads.append(Read(stacks, first.whole if isinstance(first, Interleaved) else first, targets[kind], place))
-    return reads
 
 
 def places_of(config: DecoderConfig, tensor: Tensor, shape: tuple[int, ...]) -> dict[str, Place]:
@@ -201,16 +193,6 @@ def places_of(config: DecoderConfig, tensor: Tensor, shape: tuple[int, ...]) -> 
         for place, tensors in keys.items()
         for expert, key in enumerate(tensors)
     }
-
-
-def _stacks_of(model: Model, name: str) -> tuple[str, ...]:
-    """The names of a parameter's arrays: with its scales, where it is quantized."""
-    return (name, name + SCALE) if name in model.quantized else (name,)
-
-
-def _host_turns(mesh: Mesh) -> bool:
-    """Whether arrays are transposed when they are handed to a device: a CPU's compiler takes ten times as long."""
-    return mesh.devices.flat[0].platform == "cpu"
 
 
 def _started(read: Read, pool: ThreadPoolExecutor) -> dict[Any, Part]:
@@ -236,15 +218,10 @@ def _whole(read: Read, parts: dict[Any, Part]) -> jax.Array:
     for device, (array, pieces) in parts.items():
         for piece in pieces:
             piece.result()
-        arrays.append(jax.device_put(array.T if read.target.turned else array, device))
+        arrays.append(jax.device_put(array.T if read.target.axis else array, device))
     parts.clear()
     shape, place = read.target.read_shape, read.target.spread
     return jax.make_array_from_single_device_arrays(shape, place, arrays, dtype=arrays[0].dtype)
-
-
-def _names(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes that one axis is split over."""
-    return (part,) if isinstance(part, str) else part or ()
 
 
 @cache
@@ -260,23 +237,21 @@ def _put(target: Target) -> Callable[..., tuple[jax.Array, ...]]:
         weight = target.tensor.read(there, target.shape)
         weights = [weight[i] for i in target.taken] if target.taken else [weight]
         parts = [part for x in weights for part in (quantize(x, *target.rounding) if target.rounding else (x,))]
-        cast = [part.astype(stack.dtype) for part, stack in zip(parts, target.stacked, strict=True)]
+        cast = [part.astype(stack.dtype) for part, stack in zip(parts, target.stacks, strict=True)]
         if not stacks:
             return tuple(cast)
-        return tuple(_written(stack, part, place) for stack, part in zip(stacks, cast, strict=True))
+        written = []
+        for stack, part in zip(stacks, cast, strict=True):
+            start, whole = [*place, *[0] * part.ndim], part.reshape([1] * len(place) + list(part.shape))
+            # As bits: XLA's CPU compiler would widen a whole bfloat16 stack, and narrow it again.
+            as_bits = stack.dtype.itemsize == 2
+            if as_bits:
+                stack, whole = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (stack, whole))
+            stack = jax.lax.dynamic_update_slice(stack, whole, start)
+            written.append(jax.lax.bitcast_convert_type(stack, part.dtype) if as_bits else stack)
+        return tuple(written)
 
-    return jit(put, donate_argnums=0, out_shardings=target.places)
-
-
-def _written(stack: jax.Array, part: jax.Array, place: jax.Array) -> jax.Array:
-    """The stack with one part replaced."""
-    start = [*place, *[0] * part.ndim]
-    whole = part.reshape([1] * len(place) + list(part.shape))
-    if stack.dtype.itemsize != 2:
-        return jax.lax.dynamic_update_slice(stack, whole, start)
-    # As bits: XLA's CPU compiler would widen the whole bfloat16 stack, and narrow it again.
-    bits = [jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (stack, whole)]
-    return jax.lax.bitcast_convert_type(jax.lax.dynamic_update_slice(bits[0], bits[1], start), stack.dtype)
+    return jit(put, donate_argnums=0, out_shardings=tuple(stack.sharding for stack in target.stacks))
 
 
 def sent(array: jax.Array, place: Place, write: Callable[[np.ndarray], np.ndarray], dtype: str) -> Sent:
@@ -293,36 +268,43 @@ def sent(array: jax.Array, place: Place, write: Callable[[np.ndarray], np.ndarra
     return lambda: write(np.asarray(there))
 
 
-def sent_rounded(
-    array: jax.Array, place: Place, tensor: Tensor, packing: Packing
-) -> tuple[Callable[[], Sent], Callable[[], Sent]]:
-    """How the rounded values of a layer's matrix are sent, and how their scales are.
+def packed_entries(module: str, array: jax.Array, place: Place, tensor: Tensor, packing: Packing) -> Iterator[Entry]:
+    """The tensors that one matrix of a stack is written as in few bits (`packed_weights`).
 
-    The matrix is rounded once for each: kept in between, all matrices would be on the host at once.
+    It is rounded once for its values and once for its scales: kept in between, all matrices would be on the host at
+    once.
+
+    Args:
+        module: the name of the matrix in the file, up to `weight`.
+        array, place: as in `sent`.
+        tensor: its layout in the file, outputs before inputs.
+        packing: how it is packed.
     """
+    kind, (outputs, inputs) = packing.rule.weights, packing.shape
+    assert kind is not None
+    words, rounding = packing.format == WORDS, Quantization(kind, packing.tile)
 
-    def rounded(part: int) -> jax.Array:
-        assert packing.rule.weights is not None
-        rounding = Quantization(packing.rule.weights, packing.tile)
-        arrays = jit(quantize, static_argnums=(1, 2))(_taken(array, place), rounding, tensor.contracted)
-        arriving = everywhere(arrays[part])
+    def send(part: int) -> Sent:
+        rounded = jit(quantize, static_argnums=(1, 2))(_taken(array, place), rounding, tensor.contracted)
+        arriving, runs = everywhere(rounded[part]), tensor.order_of_runs(array.shape[len(place) :])
         arriving.copy_to_host_async()
-        return arriving
 
-    def values() -> Sent:
-        arriving = rounded(0)
-        return lambda: tensor.write(np.asarray(arriving))
+        def values() -> np.ndarray:
+            laid = tensor.write(np.asarray(arriving))
+            return pack_words(laid, BITS[kind]) if words else laid
 
-    def scales() -> Sent:
-        arriving, runs = rounded(1), tensor.order_of_runs(array.shape[len(place) :])
+        def scales() -> np.ndarray:
+            laid = np.asarray(arriving).reshape(len(arriving), -1).T
+            return laid if runs is None else laid.take(runs, axis=0)
 
-        def laid() -> np.ndarray:
-            outputs = np.asarray(arriving).reshape(len(arriving), -1).T
-            return outputs if runs is None else outputs.take(runs, axis=0)
+        return scales if part else values
 
-        return laid
-
-    return values, scales
+    if words:
+        yield Entry(module + PACKED, (outputs, -(-inputs * BITS[kind] // 32)), "I32", partial(send, 0))
+        yield Entry(module + SHAPE, (2,), "I64", lambda: partial(np.array, packing.shape))
+    else:
+        yield Entry(module + VALUES, packing.shape, "F8_E4M3" if kind == "fp8" else "I8", partial(send, 0))
+    yield Entry(module + SCALES, (outputs, inputs // packing.tile), "F32", partial(send, 1))
 
 
 def _taken(array: jax.Array, place: Place) -> jax.Array:

@@ -1,9 +1,8 @@
 """MaxText's checkpoints: a model folder becomes one, and one becomes a model folder, an array at a time.
 
-A checkpoint is an Orbax tree `params/params/...` of a train state (`orbax_arrays`). First the settings by which MaxText
-computes a model, and the models that it has none for; then a table for each family with what MaxText calls each weight,
-how it lies there and the arithmetic between; then both directions. Both ways the arrays that there must be are known
-before any is read: those that are missing, too many or of another shape are named.
+A checkpoint is an Orbax tree `params/params/...` of a train state (`orbax_arrays`). `LEAVES` is a table for each family
+of what MaxText calls each weight, how it lies there and the arithmetic between. Both ways the arrays that there must be
+are known before any is read: those that are missing, too many or of another shape are named.
 
 Settings are read from MaxText 0.2.5: `layers/attentions.py` and `layers/embeddings.py` for ropes, `models/gemma*.py`
 for scores and norms, `configs/models` for what a model's name stands for. Every size and number that a config.json
@@ -32,11 +31,11 @@ rounded once each way, in float32: what was bfloat16 comes back to the bit (1 + 
 Axes: V vocabulary, D model width, N query heads, K kv heads, H head dim, L layers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -48,7 +47,7 @@ from tunix.config import DType
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
 from tunix.hf.model_folder import STORED_DTYPE, expected, has_score, named_tensors, reward_model, write_beside
-from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, write_shards
+from tunix.hf.safetensors_io import Entry, check_tensors, some, write_shards
 from tunix.interop.orbax_arrays import ITEMS, STEP, Arrays, Deferred, writing_handler
 from tunix.models.config import DecoderConfig, Rope
 from tunix.models.families.base import Tensor
@@ -79,83 +78,9 @@ def neighbours(config: DecoderConfig) -> bool:
     return config.family == "llama" and config.rope.kind == "llama3"
 
 
-def differences(config: DecoderConfig) -> Iterator[str]:
-    """What MaxText would compute in another way, whatever its settings are."""
-    family, none = config.family, (False,) * config.num_layers
-    if (config.local_layers or none) != (FAMILIES[family].local(config.num_layers) or none):
-        yield f"layer_types differ from the pattern of MaxText's {family}, which its code fixes"
-    if family == "gemma2" and config.num_layers % 2:
-        yield (
-            f"num_hidden_layers = {config.num_layers} is odd, and MaxText's gemma2 pairs a local with a global layer"
-        )
-    if family in ("gemma2", "gemma3") and config.norm_eps != GEMMAS_EPS:
-        yield f"rms_norm_eps = {config.norm_eps}, and MaxText's {family} has {GEMMAS_EPS} in its code"
-    wide = (config.d_model // config.num_heads) ** -0.5
-    if family == "gemma3" and config.scale not in (config.head_dim**-0.5, wide):
-        yield (
-            f"query_pre_attn_scalar is neither head_dim = {config.head_dim} nor hidden_size // num_attention_heads, "
-            "and MaxText's gemma3 has no other"
-        )
-    rope, local = config.rope, config.rope_local
-    if rope.kind not in ("default", "linear") and not neighbours(config):
-        yield f"a rope of the type {rope.kind} is not one that we know MaxText's {config.family} to compute"
-    numbers = (rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_length)
-    fixed = (LLAMA31.factor, LLAMA31.low_freq_factor, LLAMA31.high_freq_factor, LLAMA31.original_length)
-    if neighbours(config) and numbers != fixed:
-        yield (
-            "rope_parameters has the factors {:g}, {:g} and {:g} and the length {}, and MaxText has Llama 3.1's in its "
-            "code: {:g}, {:g}, {:g} and {}".format(*numbers, *fixed)
-        )
-    if local is not None and local.kind != "default":
-        yield f"the rope of its local layers is stretched, which that of MaxText's {config.family} is not"
-    for each in (rope, local):
-        if each is not None and each.theta % 1:
-            yield f"rope_theta = {each.theta} is no whole number, which MaxText's has to be"
-
-
 def rows_of(config: DecoderConfig) -> int:
     """The rows of MaxText's embedding."""
     return VOCABULARY.get((config.family, config.vocab_size), config.vocab_size)
-
-
-def settings_of(config: DecoderConfig, scanned: bool) -> Mapping[str, str | int | float | bool]:
-    """MaxText's settings for a model.
-
-    Args:
-        config: of the model, without `differences`.
-        scanned: whether layers are stacked.
-    """
-    name = NAMES[config.family]
-    if neighbours(config):
-        name = STRETCHED
-    elif config.family == "gemma3" and config.scale != config.head_dim**-0.5:
-        name = WIDE_SCORES
-    in_one = 2 if config.family == "gemma2" else 1
-    local = {} if config.window is None else {"sliding_window_size": config.window}
-    if config.rope_local is not None:
-        local["local_rope_max_timescale"] = int(config.rope_local.theta)
-    return {
-        "model_name": name,
-        "override_model_config": True,
-        "scan_layers": scanned,
-        "base_num_decoder_layers": config.num_layers // in_one,
-        "base_emb_dim": config.d_model,
-        "base_num_query_heads": config.num_heads,
-        "base_num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "base_mlp_dim": config.ffn,
-        "vocab_size": rows_of(config),
-        # It divides logits by sqrt(D) where the head is the embedding, unless told otherwise: right for Gemma, whose
-        # embedding is multiplied by that.
-        "logits_via_embedding": config.tied,
-        "normalize_embedding_logits": config.scale_embeddings,
-        "normalization_layer_epsilon": config.norm_eps,
-        "rope_max_timescale": int(config.rope.theta),
-        "rope_linear_scaling_factor": config.rope.factor if config.rope.kind == "linear" else 1.0,
-        "attn_logits_soft_cap": config.attention_softcap or 0.0,
-        "final_logits_soft_cap": config.logit_softcap or 0.0,
-        **local,
-    }
 
 
 Array = Float32[np.ndarray, "..."]
@@ -205,43 +130,6 @@ class Leaf:
         if self.scaled:
             x = x * np.float32(1 / config.scale)
         return x
-
-
-class Block(NamedTuple):
-    """Layers that MaxText keeps together."""
-
-    prefix: str
-    """Below `decoder`, e.g. `layers_3`."""
-    layers: tuple[int, ...]
-    """Their numbers here, from 0."""
-    stacked: bool
-    """Whether their weights are stacks, even of one layer."""
-    suffix: str = ""
-    """Added to the first part of their weights' names: `self_attention_local`."""
-
-
-def blocks(family: str, layers: int, scanned: bool) -> list[Block]:
-    """Where MaxText has the layers of a model.
-
-    Args:
-        family: of the model.
-        layers: how many it has.
-        scanned: whether they are stacked.
-    """
-    if family == "gemma2":  # even layers are local, odd ones global
-        kinds = ("_local", "_global")
-        if scanned:
-            return [Block("layers", tuple(range(kind, layers, 2)), True, kinds[kind]) for kind in range(2)]
-        return [Block(f"layers_{layer // 2}", (layer,), False, kinds[layer % 2]) for layer in range(layers)]
-    if not scanned:
-        return [Block(f"layers_{layer}", (layer,), False) for layer in range(layers)]
-    if family != "gemma3":
-        return [Block("layers", tuple(range(layers)), True)]
-    # A scan over six layers at a time, and what is left over.
-    whole = layers - layers % PERIOD
-    scan = [Block(f"layers/layers_{place}", tuple(range(place, whole, PERIOD)), True) for place in range(PERIOD)]
-    rest = [Block(f"layers_remainder/layers_{layer - whole}", (layer,), False) for layer in range(whole, layers)]
-    return (scan if whole else []) + rest
 
 
 def _leaves(
@@ -297,18 +185,50 @@ def checked_config(folder: Path, where: str) -> DecoderConfig:
         where: what the message names.
 
     Raises:
-        UserError: MaxText's mapping has no such family, or the model differs from what MaxText computes.
+        UserError: MaxText's mapping has no such family, or MaxText would compute the model in another way, whatever its
+            settings are.
     """
     config = read_config(folder)
-    if config.family not in LEAVES:
+    family, none = config.family, (False,) * config.num_layers
+    if family not in LEAVES:
         raise UserError(
-            f"{where}: {config.family} has no table for MaxText, whose mapping we know of {', '.join(LEAVES)}; "
-            "a new one is a line of tunix/interop/maxtext.py"
+            f"{where}: {family} has no table for MaxText, whose mapping we know of {', '.join(LEAVES)}; a new one is a "
+            "line of tunix/interop/maxtext.py"
         )
-    if lost := [name for name in Model(config).shapes if name not in LEAVES[config.family]]:
-        raise UserError(f"{where}: MaxText's {config.family} has no place for {', '.join(lost)} of this model")
-    for difference in differences(config):
-        raise UserError(f"{where}: {difference}")
+
+    def refuse(why: str) -> NoReturn:
+        raise UserError(f"{where}: {why}")
+
+    if lost := [name for name in Model(config).shapes if name not in LEAVES[family]]:
+        refuse(f"MaxText's {family} has no place for {', '.join(lost)} of this model")
+    if (config.local_layers or none) != (FAMILIES[family].local(config.num_layers) or none):
+        refuse(f"layer_types differ from the pattern of MaxText's {family}, which its code fixes")
+    if family == "gemma2" and config.num_layers % 2:
+        refuse(
+            f"num_hidden_layers = {config.num_layers} is odd, and MaxText's gemma2 pairs a local with a global layer"
+        )
+    if family in ("gemma2", "gemma3") and config.norm_eps != GEMMAS_EPS:
+        refuse(f"rms_norm_eps = {config.norm_eps}, and MaxText's {family} has {GEMMAS_EPS} in its code")
+    wide = (config.d_model // config.num_heads) ** -0.5
+    if family == "gemma3" and config.scale not in (config.head_dim**-0.5, wide):
+        refuse(
+            f"query_pre_attn_scalar is neither head_dim = {config.head_dim} nor hidden_size // num_attention_heads, "
+            "and MaxText's gemma3 has no other"
+        )
+    rope, local = config.rope, config.rope_local
+    if rope.kind not in ("default", "linear") and not neighbours(config):
+        refuse(f"a rope of the type {rope.kind} is not one that we know MaxText's {family} to compute")
+    numbers, fixed = ((x.factor, x.low_freq_factor, x.high_freq_factor, x.original_length) for x in (rope, LLAMA31))
+    if neighbours(config) and numbers != fixed:
+        refuse(
+            "rope_parameters has the factors {:g}, {:g} and {:g} and the length {}, and MaxText has Llama 3.1's in its "
+            "code: {:g}, {:g}, {:g} and {}".format(*numbers, *fixed)
+        )
+    if local is not None and local.kind != "default":
+        refuse(f"the rope of its local layers is stretched, which that of MaxText's {family} is not")
+    for each in (rope, local):
+        if each is not None and each.theta % 1:
+            refuse(f"rope_theta = {each.theta} is no whole number, which MaxText's has to be")
     return config
 
 
@@ -346,19 +266,37 @@ def slots(config: DecoderConfig, scanned: bool) -> dict[str, Slot]:
         config: of the model.
         scanned: whether layers are stacked.
     """
+    number, family = config.num_layers, config.family
+    # Where MaxText keeps layers together: what their paths below `decoder` begin with, what is added to the first part
+    # of their weights' names, their numbers, and whether their weights are stacks, even of one layer.
+    blocks: list[tuple[str, str, Sequence[int], bool]]
+    if family == "gemma2":  # even layers are local, odd ones global
+        kinds = ("_local", "_global")
+        blocks = [(f"layers_{layer // 2}", kinds[layer % 2], [layer], False) for layer in range(number)]
+        if scanned:
+            blocks = [("layers", kinds[kind], range(kind, number, 2), True) for kind in range(2)]
+    elif not scanned:
+        blocks = [(f"layers_{layer}", "", [layer], False) for layer in range(number)]
+    elif family == "gemma3":  # a scan over six layers at a time, and what is left over
+        whole = number - number % PERIOD
+        steps = PERIOD if whole else 0
+        blocks = [(f"layers/layers_{place}", "", range(place, whole, PERIOD), True) for place in range(steps)]
+        left = range(whole, number)
+        blocks += [(f"layers_remainder/layers_{layer - whole}", "", [layer], False) for layer in left]
+    else:
+        blocks = [("layers", "", range(number), True)]
     arrays: dict[str, Slot] = {}
     for name, shape in Model(config).shapes.items():
-        leaf = LEAVES[config.family][name]
+        leaf = LEAVES[family][name]
         if not name.startswith("layers/"):
             there = (rows_of(config), *shape[1:]) if name in TABLES_OF_WORDS else shape
             arrays[leaf.path] = Slot(name, (None,), leaf, False, there[::-1] if leaf.turned else there, shape)
             continue
-        for block in blocks(config.family, config.num_layers, scanned):
-            first, _, rest = leaf.path.partition("/")
-            ours = shape[1:]
-            whole = (ours[0], len(block.layers), *ours[1:]) if block.stacked else ours
-            path = f"decoder/{block.prefix}/{first}{block.suffix}/{rest}"
-            arrays[path] = Slot(name, block.layers, leaf, block.stacked, whole, ours)
+        ours, (first, _, rest) = shape[1:], leaf.path.partition("/")
+        for prefix, suffix, layers, stacked in blocks:
+            there = (ours[0], len(layers), *ours[1:]) if stacked else ours
+            path = f"decoder/{prefix}/{first}{suffix}/{rest}"
+            arrays[path] = Slot(name, tuple(layers), leaf, stacked, there, ours)
     return arrays
 
 
@@ -386,8 +324,19 @@ def export_maxtext(source: Path, out: Path, *, scanned: bool = True) -> str:
         raise reward_model(source)
     stored = named_tensors(source, config.family)
     check_tensors(stored, expected(config, Model(config).shapes), source)
+
+    def array_of(slot: Slot) -> Array:
+        array, tensor = np.zeros(slot.shape, np.float32), FAMILIES[config.family].tensors[slot.name]
+        for place, layer in enumerate(slot.layers):
+            read = tensor.read(stored[tensor.key(layer)].read(), slot.ours)
+            ours = slot.leaf.there(read.astype(np.float32), config)
+            there = array[:, place] if slot.stacked else array.T if slot.leaf.turned else array
+            rows = min(len(ours), len(there))  # of a vocabulary MaxText may have more or fewer
+            there[:rows] = ours[:rows]
+        return array
+
     arrays = {
-        ROOT + path: Deferred(slot.shape, np.dtype(np.float32), partial(_stack, slot, config, stored))
+        ROOT + path: Deferred(slot.shape, np.dtype(np.float32), partial(array_of, slot))
         for path, slot in slots(config, scanned).items()
     }
     with atomic_folder(out) as folder:
@@ -396,22 +345,40 @@ def export_maxtext(source: Path, out: Path, *, scanned: bool = True) -> str:
         tree = {**unflatten_dict(arrays, sep="/"), "step": 0, "opt_state": {}}
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler(items=writing_handler())) as writer:
             writer.save(folder / STEP, ocp.args.Composite(items=ocp.args.PyTreeSave(tree)))
-    settings = {"load_parameters_path": f"{out}/{STEP}/{ITEMS}", **settings_of(config, scanned)}
+    name = NAMES[config.family]
+    if neighbours(config):
+        name = STRETCHED
+    elif config.family == "gemma3" and config.scale != config.head_dim**-0.5:
+        name = WIDE_SCORES
+    settings: dict[str, str | int | float | bool] = {
+        "load_parameters_path": f"{out}/{STEP}/{ITEMS}",
+        "model_name": name,
+        "override_model_config": True,
+        "scan_layers": scanned,
+        "base_num_decoder_layers": config.num_layers // (2 if config.family == "gemma2" else 1),
+        "base_emb_dim": config.d_model,
+        "base_num_query_heads": config.num_heads,
+        "base_num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "base_mlp_dim": config.ffn,
+        "vocab_size": rows_of(config),
+        # It divides logits by sqrt(D) where the head is the embedding, unless told otherwise: right for Gemma, whose
+        # embedding is multiplied by that.
+        "logits_via_embedding": config.tied,
+        "normalize_embedding_logits": config.scale_embeddings,
+        "normalization_layer_epsilon": config.norm_eps,
+        "rope_max_timescale": int(config.rope.theta),
+        "rope_linear_scaling_factor": config.rope.factor if config.rope.kind == "linear" else 1.0,
+        "attn_logits_soft_cap": config.attention_softcap or 0.0,
+        "final_logits_soft_cap": config.logit_softcap or 0.0,
+    }
+    if config.window is not None:
+        settings["sliding_window_size"] = config.window
+    if config.rope_local is not None:
+        settings["local_rope_max_timescale"] = int(config.rope_local.theta)
     return " ".join(
         f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in settings.items()
     )
-
-
-def _stack(slot: Slot, config: DecoderConfig, stored: Mapping[str, Stored]) -> Array:
-    """An array of a checkpoint, from the tensors of a model folder."""
-    array, tensor = np.zeros(slot.shape, np.float32), FAMILIES[config.family].tensors[slot.name]
-    for place, layer in enumerate(slot.layers):
-        read = tensor.read(stored[tensor.key(layer)].read(), slot.ours)
-        ours = slot.leaf.there(read.astype(np.float32), config)
-        there = array[:, place] if slot.stacked else array.T if slot.leaf.turned else array
-        rows = min(len(ours), len(there))  # of a vocabulary MaxText may have more or fewer
-        there[:rows] = ours[:rows]
-    return array
 
 
 def import_maxtext(source: Path, out: Path, *, like: Path | None = None, dtype: DType | None = None) -> None:
@@ -467,18 +434,11 @@ def import_maxtext(source: Path, out: Path, *, like: Path | None = None, dtype: 
             "read"
         )
     written = dtype or str(arrays.dtypes[ROOT + LEAVES[config.family]["embed/w"].path])
-    with shared_folder(out) as folder:
-        write_beside(folder.path, config, {**to_hf(config), "dtype": written}, like)
-        write_shards(folder, list(_entries(arrays, wanted, config, dtype)), SHARD)
-
-
-def _entries(arrays: Arrays, wanted: Mapping[str, Slot], config: DecoderConfig, dtype: DType | None) -> Iterator[Entry]:
-    """The tensors to write, array by array: each is read once and let go of before the next."""
     held: dict[str, np.ndarray] = {}
 
     def tensor_of(path: str, slot: Slot, place: int, tensor: Tensor, kind: str) -> np.ndarray:
         if path not in held:
-            held.clear()  # let go of before the next is read
+            held.clear()  # each array is read once and let go of before the next
             held[path] = arrays.read(ROOT + path)
         whole, rows = held[path], slot.ours[0]
         layer = whole[:, place] if slot.stacked else whole.T if slot.leaf.turned else whole
@@ -487,8 +447,12 @@ def _entries(arrays: Arrays, wanted: Mapping[str, Slot], config: DecoderConfig, 
             ours = np.concatenate([ours[:rows], np.zeros((max(rows - len(ours), 0), *ours.shape[1:]), np.float32)])
         return tensor.write(ours).astype(kind)
 
+    entries: list[Entry] = []
     for path, slot in wanted.items():
         kind, tensor = dtype or str(arrays.dtypes[ROOT + path]), FAMILIES[config.family].tensors[slot.name]
         for place, layer in enumerate(slot.layers):
-            read = partial(tensor_of, path, slot, place, tensor, kind)
-            yield Entry(tensor.key(layer), tensor.their_shape(slot.ours), STORED_DTYPE[kind], partial(partial, read))
+            read, shape = partial(tensor_of, path, slot, place, tensor, kind), tensor.their_shape(slot.ours)
+            entries.append(Entry(tensor.key(layer), shape, STORED_DTYPE[kind], partial(partial, read)))
+    with shared_folder(out) as folder:
+        write_beside(folder.path, config, {**to_hf(config), "dtype": written}, like)
+        write_shards(folder, entries, SHARD)

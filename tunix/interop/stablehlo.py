@@ -14,8 +14,9 @@ Axes: B rows, C tokens at a time, V vocabulary; C are those of the longest promp
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from jaxtyping import Array, Float, Int
 from tunix.config import MeshConfig
 from tunix.errors import UserError, install_command
 from tunix.hf.model_folder import copy_tokenizer, write_generation_config
-from tunix.hf.source import check_vocabulary, loaded, pretrained, require_lm_head
+from tunix.hf.source import loaded, pretrained, require_lm_head
 from tunix.interop.orbax_arrays import Deferred, writing_handler
 from tunix.mesh import build_mesh
 from tunix.models.attention.pages import NOWHERE, Gathered, PieceView, SlotsView, Table, Visits, Writes
@@ -100,7 +101,7 @@ class Programs:
         columns, rows = (jnp.arange(number, dtype=jnp.int32) for number in (s.prompt, s.batch))
         ids = jnp.where(columns < lengths[:, None], rows[:, None] + 1, 0).reshape(1, -1)
         positions, last = jnp.tile(columns, s.batch)[None], rows * s.prompt + lengths - 1
-        # Nothing came before the piece, and each row is written to its unflattened page, from the first place on.
+        # Nothing came before the piece, and each row is written to its own page, from the first place on.
         none, begins = jnp.zeros((1, 1), jnp.int32), jnp.zeros_like(ids)
         visits = Visits(none, none, none, none, none[0])
         writes = Writes(jnp.where(ids > 0, ids - 1, NOWHERE), positions)
@@ -110,7 +111,7 @@ class Programs:
         chunks[:, 0] = -1  # or is its sequence's first
         states = PieceStates(ids, jnp.asarray(chunks.reshape(1, -1)), last)
         hidden, caches, _ = extend(
-            self.model, unflattened, self._empty(), tokens.reshape(1, -1), positions, views, states
+            self.model, unflattened, self.empty_cache(), tokens.reshape(1, -1), positions, views, states
         )
         logits = self.model.logits(unflattened.top, hidden[0, last][:, None])[:, 0]
         return logits, jax.tree.leaves(caches)
@@ -136,33 +137,16 @@ class Programs:
         gathered, table = Gathered(rows.T, rows.T, 0 * rows.T), Table(rows, 0 * rows[:, 0])
         paged = self.model.config.paged_kinds
         views = [SlotsView(writes, at, table, gathered, kind.window) for kind in paged]
-        caches = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(self._empty)), cache)
+        caches = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(self.empty_cache)), cache)
         live = StepView(jnp.ones(s.batch, bool))
         hidden, caches, _ = extend(self.model, unflattened, caches, tokens[:, None], at, views, live)
         return self.model.logits(unflattened.top, hidden)[:, 0], jax.tree.leaves(caches)
 
-    def _empty(self) -> Any:
+    def empty_cache(self) -> Any:
+        """The cache that prompts are read into: a page of `Shapes.length` tokens for each row."""
         c, s = self.model.config, self.shapes
         numbers = [s.batch] * len(c.paged_kinds)
         return empty(c, numbers, s.length, self.model.dtype, slots=s.batch, dtype=self.model.dtype)
-
-    def arguments(self, weights: Flat) -> dict[str, tuple[Callable, tuple]]:
-        """Both functions by name, and what they are called with, as shapes.
-
-        Args:
-            weights: arrays, or their shapes and dtypes.
-        """
-        s = self.shapes
-
-        def ids(*shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-        of_weights = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in weights.items()}
-        cache = jax.tree.leaves(jax.eval_shape(self._empty))
-        return {
-            "prefill": (self.prefill, (of_weights, ids(s.batch, s.prompt), ids(s.batch))),
-            "decode": (self.decode, (of_weights, cache, ids(s.batch), ids(s.batch))),
-        }
 
 
 PLATFORMS = ("cpu", "tpu", "cuda")
@@ -191,7 +175,6 @@ def export_stablehlo(source: Path, out: Path, *, shapes: Shapes) -> str:
             + install_command("stablehlo")
         )
     model_source = pretrained(str(source))
-    check_vocabulary(model_source)
     require_lm_head(model_source, str(source))
     config, most = model_source.decoder, model_source.decoder.max_positions
     if shapes.prompt % STEP:
@@ -212,11 +195,17 @@ def export_stablehlo(source: Path, out: Path, *, shapes: Shapes) -> str:
         lay_out = jit(unstack, static_argnums=0)
         for name in list(params):
             weights |= flat(lay_out(model, {name: params.pop(name)}))
-        programs = Programs(model, shapes).arguments(weights)
-        for name, (function, arguments) in programs.items():
-            exported = export.export(jit(function), platforms=PLATFORMS)(*arguments)
-            (folder / f"{name}.bin").write_bytes(exported.serialize())
-        _, (_, cache, _, _) = programs["decode"]
+        programs, exporting = Programs(model, shapes), partial(export.export, platforms=PLATFORMS)
+        of_weights = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in weights.items()}
+        prompts = jax.ShapeDtypeStruct((shapes.batch, shapes.prompt), jnp.int32)
+        row_ids = jax.ShapeDtypeStruct((shapes.batch,), jnp.int32)
+        cache = jax.tree.leaves(jax.eval_shape(programs.empty_cache))
+        exported = {
+            "prefill": exporting(jit(programs.prefill))(of_weights, prompts, row_ids),
+            "decode": exporting(jit(programs.decode))(of_weights, cache, row_ids, row_ids),
+        }
+        for name, program in exported.items():
+            (folder / f"{name}.bin").write_bytes(program.serialize())
         description = {
             "family": config.family,
             "batch": shapes.batch,

@@ -16,10 +16,10 @@ from jaxtyping import Array, Float
 
 from tunix.config import DType
 from tunix.errors import UserError
-from tunix.lora.config import TABLES, AdapterConfig, LowRank
+from tunix.lora.config import AdapterConfig, LowRank
 from tunix.models.blocks import Block
 from tunix.models.config import DecoderConfig, is_adapter
-from tunix.models.layers import Adapter, Projection
+from tunix.models.layers import Adapter
 from tunix.models.model import Adapt, Model, Params
 from tunix.models.moe import BANK_PAIRS
 from tunix.models.quantization.formats import SCALE, Quantization, is_scale, plain
@@ -29,12 +29,6 @@ from tunix.util.exact import jit
 START_OF_A = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 """PEFT's initial A (`kaiming_uniform_(a=sqrt(5))`): uniform within 1 / sqrt(inputs), variance 1 / (3 inputs), so that
 published learning rates mean the same here. qwix's default, he_uniform, is sqrt(6) = 2.45 times as wide."""
-
-
-def tables(adapter: AdapterConfig, decoder: DecoderConfig) -> tuple[str, ...]:
-    """The tables that train along with the adapter, by our names; a tied head is the embedding."""
-    asked = {"embed_tokens" if decoder.tied else name for name in adapter.also}
-    return tuple(ours for name, ours in TABLES.items() if name in asked)
 
 
 def quantization(adapter: AdapterConfig | None) -> Quantization | None:
@@ -50,53 +44,45 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
     Raises:
         UserError: when it is first called, if a rank is above what the matrix can have.
     """
-    targets = adapter.modules_of(decoder)
+    targets, anchored = adapter.modules_of(decoder), adapter.start == "pissa"
+
+    def refuse_above(most: int, name: str) -> None:
+        if targets[name].rank > most:
+            (theirs,) = [theirs for theirs, ours in PROJECTIONS.items() if name in ours]
+            raise UserError(
+                f"adapter.rank: {targets[name].rank} is above {most}, the most that {theirs}'s matrix can have: lower "
+                f"it, or set adapter.ranks: {{{theirs}: {most}}}"
+            )
 
     def apply(block: Block, rngs: nnx.Rngs) -> Block:
         for name, bank in block.banks().items():
             if name in targets and BANK_PAIRS[name][0] == name:
                 halves = sum(stem == name for stem, _ in BANK_PAIRS.values())
                 _, inputs, outputs = bank.w.shape
-                _refuse_rank(name, targets[name], min(inputs, halves * outputs))
+                refuse_above(min(inputs, halves * outputs), name)
                 bank.adapt(targets[name].rank, targets[name].scale, halves, rngs)
         for number, (name, projection) in enumerate(block.projections().items()):
-            if name in targets:
-                _adapt(projection, name, adapter, targets[name], number, rngs)
+            if name not in targets:
+                continue
+            axes, contracted = projection.w.get_metadata("axes"), projection.contracted
+            inputs, outputs = projection.w.shape[:contracted], projection.w.shape[contracted:]
+            refuse_above(min(math.prod(inputs), math.prod(outputs)), name)
+            rank, scale = targets[name]
+            projection.adapter = Adapter(scale, number, adapter.dropout, adapter.dora, anchored)
+            of_a, of_b = (*axes[:contracted], "rank"), ("rank", *axes[contracted:])
+            a, b = (*inputs, rank), (rank, *outputs)
+            projection.w_lora_a = nnx.Param(START_OF_A(rngs.params(), a, jnp.float32), axes=of_a)
+            rngs.params()  # B's, which zeros do not read: a seed's A's are those of qwix, which draws a key for each
+            projection.w_lora_b = nnx.Param(jnp.zeros(b, jnp.float32), axes=of_b)
+            # What `started` fills in.
+            if anchored:
+                projection.w_lora_a0 = nnx.Param(jnp.zeros(a, jnp.float32), axes=of_a)
+                projection.w_lora_b0 = nnx.Param(jnp.zeros(b, jnp.float32), axes=of_b)
+            if adapter.dora:
+                projection.w_lora_m = nnx.Param(jnp.ones(outputs, jnp.float32), axes=axes[contracted:])
         return block
 
     return apply
-
-
-def _adapt(
-    projection: Projection, name: str, adapter: AdapterConfig, low: LowRank, number: int, rngs: nnx.Rngs
-) -> None:
-    """Gives a projection an A (contracted axes x r, random) and a B (r x the rest, zeros), and what a variant has
-    besides them, which `started` fills in."""
-    axes, contracted = projection.w.get_metadata("axes"), projection.contracted
-    inputs, outputs = projection.w.shape[:contracted], projection.w.shape[contracted:]
-    _refuse_rank(name, low, min(math.prod(inputs), math.prod(outputs)))
-    anchored = adapter.start == "pissa"
-    projection.adapter = Adapter(low.scale, number, adapter.dropout, adapter.dora, anchored)
-    of_a, of_b = (*axes[:contracted], "rank"), ("rank", *axes[contracted:])
-    a, b = (*inputs, low.rank), (low.rank, *outputs)
-    projection.w_lora_a = nnx.Param(START_OF_A(rngs.params(), a, jnp.float32), axes=of_a)
-    rngs.params()  # B's, which zeros do not read: a seed's A's are those of qwix, which draws a key for each
-    projection.w_lora_b = nnx.Param(jnp.zeros(b, jnp.float32), axes=of_b)
-    if anchored:
-        projection.w_lora_a0 = nnx.Param(jnp.zeros(a, jnp.float32), axes=of_a)
-        projection.w_lora_b0 = nnx.Param(jnp.zeros(b, jnp.float32), axes=of_b)
-    if adapter.dora:
-        projection.w_lora_m = nnx.Param(jnp.ones(outputs, jnp.float32), axes=axes[contracted:])
-
-
-def _refuse_rank(name: str, low: LowRank, most: int) -> None:
-    """Refuses a rank that is above the most that a matrix can have."""
-    if low.rank > most:
-        (theirs,) = [theirs for theirs, ours in PROJECTIONS.items() if name in ours]
-        raise UserError(
-            f"adapter.rank: {low.rank} is above {most}, the most that {theirs}'s matrix can have: lower it, or set "
-            f"adapter.ranks: {{{theirs}: {most}}}"
-        )
 
 
 def started(adapter: AdapterConfig, model: Model, params: Params, frozen: Params, dtype: DType, mesh: Mesh) -> Params:
@@ -122,13 +108,13 @@ def started(adapter: AdapterConfig, model: Model, params: Params, frozen: Params
                 new |= _principal(name, w, low, contracted_axes(params, name))
             if adapter.dora:
                 new[f"{name}_lora_m"] = jnp.sqrt(jnp.sum(w**2, axis=tuple(range(1, 1 + contracted_axes(params, name)))))
-        tabled = {name: base[name].astype(dtype) for name in tables(adapter, model.config)}
+        tabled = {name: base[name].astype(dtype) for name in adapter.tables_in(model.config)}
         return {name: x.astype(params.get(name, x).dtype) for name, x in new.items()} | tabled
 
     if adapter.start == "zero" and not adapter.dora and not adapter.also:
         return params
     places = model.shardings(mesh)
-    return jit(start, out_shardings={name: places[name] for name in [*params, *tables(adapter, model.config)]})(
+    return jit(start, out_shardings={name: places[name] for name in [*params, *adapter.tables_in(model.config)]})(
         params, frozen
     )
 
@@ -153,16 +139,12 @@ def _principal(name: str, w: Float[Array, "L ..."], low: LowRank, contracted: in
     return {f"{name}_lora_a": a, f"{name}_lora_b": b, f"{name}_lora_a0": a, f"{name}_lora_b0": -b}
 
 
-def plain_pairs(params: Params, adapter: AdapterConfig) -> Params:
+def plain_pairs(params: Params) -> Params:
     """The adapter as pairs A, B alone: one of PiSSA becomes the equal one of twice its rank, `[A A0] [B; B0]`."""
-
-    def joined(name: str, x: jax.Array) -> jax.Array:
-        if not name.endswith(("_lora_a", "_lora_b")) or adapter.start != "pissa":
-            return x
-        return jnp.concatenate([x, params[f"{name}0"]], -1 if name.endswith("a") else 1)
-
-    kept = {name: x for name, x in params.items() if not name.endswith(("_lora_a0", "_lora_b0"))}
-    return {name: joined(name, x) for name, x in kept.items()}
+    pairs = {name: x for name, x in params.items() if not name.endswith(("_lora_a0", "_lora_b0"))}
+    for name in (name for name in pairs if f"{name}0" in params):
+        pairs[name] = jnp.concatenate([params[name], params[f"{name}0"]], -1 if name.endswith("a") else 1)
+    return pairs
 
 
 def merge(params: Params, adapter: AdapterConfig) -> Params:
@@ -171,20 +153,18 @@ def merge(params: Params, adapter: AdapterConfig) -> Params:
     A quantized base is dequantized first, to float32: exactly what the adapter was trained on. A and B are contracted
     in float32: `[L ... r] x [L r ...]`. With DoRA each output's weights are then scaled to their learned length.
     """
-    params = plain_pairs(params, adapter)
-
-    def merged(name: str) -> jax.Array:
+    params, merged = plain_pairs(params), Params()
+    for name in (name for name in params if not is_adapter(name) and not is_scale(name)):
         w, delta, m = plain(params, name), _delta(params, name, adapter), params.get(f"{name}_lora_m")
-        if delta is None:
-            return w
-        whole = w.astype(jnp.float32) + delta.reshape(w.shape)
-        if m is not None:
-            inputs = tuple(range(1, 1 + contracted_axes(params, name)))
-            length = jnp.sqrt(jnp.sum(whole**2, axis=inputs, keepdims=True))
-            whole = whole / length * m.reshape(length.shape)
-        return whole.astype(w.dtype)
-
-    return {name: merged(name) for name in params if not is_adapter(name) and not is_scale(name)}
+        if delta is not None:
+            whole = w.astype(jnp.float32) + delta.reshape(w.shape)
+            if m is not None:
+                inputs = tuple(range(1, 1 + contracted_axes(params, name)))
+                length = jnp.sqrt(jnp.sum(whole**2, axis=inputs, keepdims=True))
+                whole = whole / length * m.reshape(length.shape)
+            w = whole.astype(w.dtype)
+        merged[name] = w
+    return merged
 
 
 def unmerge(merged: Params, params: Params, adapter: AdapterConfig) -> Params:
@@ -198,15 +178,11 @@ def unmerge(merged: Params, params: Params, adapter: AdapterConfig) -> Params:
     """
     if adapter.dora or adapter.also:
         raise ValueError(f"{'DoRA scales' if adapter.dora else 'also replaces'} weights of the base: load the base")
-    pairs = plain_pairs(params, adapter)
-
-    def before(name: str, w: jax.Array) -> jax.Array:
-        delta = _delta(pairs, name, adapter)
-        if delta is None:
-            return w
-        return (w.astype(jnp.float32) - delta.reshape(w.shape)).astype(w.dtype)
-
-    return {name: before(name, w) for name, w in merged.items()}
+    pairs, base = plain_pairs(params), dict(merged)
+    for name, w in merged.items():
+        if (delta := _delta(pairs, name, adapter)) is not None:
+            base[name] = (w.astype(jnp.float32) - delta.reshape(w.shape)).astype(w.dtype)
+    return base
 
 
 def _delta(pairs: Params, name: str, adapter: AdapterConfig) -> Float[Array, "L ..."] | None:

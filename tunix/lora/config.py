@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_serializer, model_validator
 
@@ -13,7 +13,7 @@ from tunix.models.families.table import axes_of, count_weights, tensors_of
 from tunix.models.quantization.modules import BANKS, EXPERTS, PROJECTIONS, matched, projections_of
 
 Table = Literal["embed_tokens", "lm_head"]
-TABLES: dict[str, str] = {"embed_tokens": "embed/w", "lm_head": "head/w"}
+TABLES: dict[Table, str] = {"embed_tokens": "embed/w", "lm_head": "head/w"}
 """Hugging Face's names of the tables -> ours."""
 
 
@@ -81,30 +81,10 @@ class AdapterConfig(Config):
             return {"base": "nf4", "tile": 128, **stated}
         return values
 
-    @model_validator(mode="after")
-    def _given(self) -> "AdapterConfig":
-        if self.source is not None and self.start != "zero":
-            raise ValueError(f"start: {self.start} changes nothing with from: A and B start as the folder has them")
-        return self
-
-    @model_validator(mode="after")
-    def _full(self) -> "AdapterConfig":
-        for key in ("base", "tile"):
-            if self.kind == "lora" and getattr(self, key) is not None:
-                raise ValueError(f"{key} changes nothing for lora, which leaves the base as it is; set kind to qlora")
-        return self
-
     @field_validator("targets", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
-        if isinstance(value, str) and value != "all-linear":
-            return (value,)
-        return tuple(value) if isinstance(value, list) else value
-
-    @field_validator("also", mode="before")
-    @classmethod
-    def _tables(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
+        return (value,) if isinstance(value, str) and value != "all-linear" else value
 
     @field_validator("targets", "ranks", "alphas")
     @classmethod
@@ -114,7 +94,7 @@ class AdapterConfig(Config):
         if info.field_name == "targets" and not value:
             raise ValueError("targets is empty: nothing would train")
         for pattern in value:
-            if pattern in get_args(Table):
+            if pattern in TABLES:
                 raise ValueError(
                     f"{pattern!r} is a table, which takes no low-rank matrices. `also: [{pattern}]` trains it whole"
                 )
@@ -122,7 +102,12 @@ class AdapterConfig(Config):
         return value
 
     @model_validator(mode="after")
-    def _targeted(self) -> "AdapterConfig":
+    def _agrees(self) -> "AdapterConfig":
+        if self.source is not None and self.start != "zero":
+            raise ValueError(f"start: {self.start} changes nothing with from: A and B start as the folder has them")
+        for key in ("base", "tile"):
+            if self.kind == "lora" and getattr(self, key) is not None:
+                raise ValueError(f"{key} changes nothing for lora, which leaves the base as it is; set kind to qlora")
         for key, patterns in (("ranks", self.ranks), ("alphas", self.alphas)):
             for pattern in patterns:
                 if not set(matched(pattern)) & set(self.targeted):
@@ -170,6 +155,10 @@ class AdapterConfig(Config):
                 raise UserError(f"adapter.targets: {config.family} has no {pattern}; it has {', '.join(there)}")
         return tuple(name for name in self.targeted if name in there)
 
+    def tables_in(self, config: DecoderConfig) -> tuple[str, ...]:
+        """The tables that train along, by our names; a tied head is the embedding."""
+        return tuple(dict.fromkeys("embed/w" if config.tied else TABLES[name] for name in sorted(self.also)))
+
     def modules_of(self, config: DecoderConfig) -> dict[str, LowRank]:
         """Our name of each adapted module that a model has -> the rank and scale of its adapter; see `targeted_in`."""
         there = projections_of(config)
@@ -178,7 +167,7 @@ class AdapterConfig(Config):
     def count_weights(self, config: DecoderConfig) -> int:
         """How many weights train: those of the low-rank matrices, of DoRA's magnitudes and of the tables in `also`."""
         sizes, tensors, counts = axes_of(config), tensors_of(config), count_weights(config)
-        number = sum(counts[table] for table in {"embed/w" if config.tied else TABLES[name] for name in self.also})
+        number = sum(counts[table] for table in self.tables_in(config))
         for ours, low in self.modules_of(config).items():
             tensor = tensors[f"layers/{ours}/w"]
             layers = len(config.layers_with(tensor.mixer))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -56,8 +57,25 @@ class Mixture:
 
     @cached_property
     def model(self) -> Model:
-        """The base with all of them."""
-        return replace(self.base, adapt=partial(_adapted, self.settings))
+        """The base with the parameters of all of them, joined."""
+
+        def adapted(block: Block, _: nnx.Rngs) -> Block:
+            entries, dora = len(self.settings) + 1, any(adapter.dora for adapter in self.settings)
+            for number, (name, projection) in enumerate(block.projections().items()):
+                if not (width := sum(_ranks(self.settings, name))):
+                    continue
+                axes, contracted = projection.w.get_metadata("axes"), projection.contracted
+                inputs, outputs = projection.w.shape[:contracted], projection.w.shape[contracted:]
+                projection.w_lora_a = nnx.Param(jnp.zeros((*inputs, width)), axes=(*axes[:contracted], "rank"))
+                projection.w_lora_b = nnx.Param(jnp.zeros((width, *outputs)), axes=("rank", *axes[contracted:]))
+                projection.w_lora_share = nnx.Param(jnp.zeros((entries, width)), axes=(None, None))
+                if dora:
+                    gain = jnp.ones((entries, *outputs))
+                    projection.w_lora_gain = nnx.Param(gain, axes=(None, *axes[contracted:]))
+                projection.adapter = Adapter(1.0, number, magnitude=dora, mixed=True)
+            return block
+
+        return replace(self.base, adapt=adapted)
 
     def with_adapters(self, base: Weights, params: Sequence[Params]) -> Weights:
         """Weights for decoding: the base's, not copied, with the adapters' added to each layer.
@@ -71,70 +89,44 @@ class Mixture:
         for more in (sorted(name for name in own if not is_adapter(name)) for own in params):
             if more:
                 raise ValueError(f"{more} cannot differ between the rows of a batch: load them as weights")
-        views = _views(self, base, tuple(params))
-        return base._replace(layers=tuple({**own, **mine} for own, mine in zip(base.layers, views, strict=True)))
-
-    @cached_property
-    def alone(self) -> tuple[Model, ...]:
-        """For each adapter, the base with that one alone."""
-        return tuple(replace(self.base, adapt=adapt(one, self.base.config)) for one in self.settings)
+        return _joined(base, _views(self, base, tuple(params)))
 
 
-def _adapted(settings: Sequence[AdapterConfig], block: Block, _: nnx.Rngs) -> Block:
-    """A block with the parameters of all adapters, joined."""
-    for number, (name, projection) in enumerate(block.projections().items()):
-        if not (width := sum(_ranks(settings, name))):
-            continue
-        axes, contracted = projection.w.get_metadata("axes"), projection.contracted
-        inputs, outputs = projection.w.shape[:contracted], projection.w.shape[contracted:]
-        entries, dora = len(settings) + 1, any(one.dora for one in settings)
-        projection.w_lora_a = nnx.Param(jnp.zeros((*inputs, width)), axes=(*axes[:contracted], "rank"))
-        projection.w_lora_b = nnx.Param(jnp.zeros((width, *outputs)), axes=("rank", *axes[contracted:]))
-        projection.w_lora_share = nnx.Param(jnp.zeros((entries, width)), axes=(None, None))
-        if dora:
-            projection.w_lora_gain = nnx.Param(jnp.ones((entries, *outputs)), axes=(None, *axes[contracted:]))
-        projection.adapter = Adapter(1.0, number, magnitude=dora, mixed=True)
-    return block
+def _joined(base: Weights, views: tuple[Params, ...]) -> Weights:
+    return base._replace(layers=tuple({**layer, **more} for layer, more in zip(base.layers, views, strict=True)))
 
 
 def _ranks(settings: Sequence[AdapterConfig], name: str) -> list[int]:
     """Channels of each adapter in one module; PiSSA's are twice its rank, and 0 where the module is not adapted."""
-    wider = [2 if one.start == "pissa" else 1 for one in settings]
-    lows = [one.modules.get(name) for one in settings]
-    return [wide * low.rank if low else 0 for wide, low in zip(wider, lows, strict=True)]
+    lows = [(2 if adapter.start == "pissa" else 1, adapter.modules.get(name)) for adapter in settings]
+    return [wider * low.rank if low else 0 for wider, low in lows]
 
 
 @partial(jit, static_argnames="mixture")
 def _views(mixture: Mixture, base: Weights, params: tuple[Params, ...]) -> tuple[Params, ...]:
     """The weights that the adapters add to each layer."""
-    settings, stacked = mixture.settings, Params()
-    pairs = [plain_pairs(own, one) for own, one in zip(params, settings, strict=True)]
-    gains_of = [_gains(model, base, own) for model, own in zip(mixture.alone, params, strict=True)]
-    for name in {name: None for one in settings for name in one.modules_of(mixture.base.config)}:
-        stem = f"{LAYERS}{name}/w_lora_"
-        having = [own for own in pairs if f"{stem}a" in own]
-        stacked[f"{stem}a"] = jnp.concatenate([own[f"{stem}a"] for own in having], axis=-1)
-        stacked[f"{stem}b"] = jnp.concatenate([own[f"{stem}b"] for own in having], axis=1)
-        ranks = _ranks(settings, name)
+    settings, stacked, all_gains = mixture.settings, Params(), list[Params]()
+    for adapter, weights in zip(settings, params, strict=True):
+        by_name = dict[str, list[jax.Array]]()
+        if adapter.dora:  # its gains under this adapter alone, `[L *O]`, by the names of its magnitudes
+            model = replace(mixture.base, adapt=adapt(adapter, mixture.base.config))
+            for layer in gains(model, _joined(base, unstack(model, weights).layers)):
+                for name, gain in layer.items():
+                    by_name.setdefault(f"{LAYERS}{name}", []).append(gain)
+        all_gains.append({name: jnp.stack(by_layer) for name, by_layer in by_name.items()})
+    pairs = [plain_pairs(weights) for weights in params]
+    for name in {name: None for adapter in settings for name in adapter.modules_of(mixture.base.config)}:
+        stem, ranks = f"{LAYERS}{name}/w_lora_", _ranks(settings, name)
+        a, b = ([own[f"{stem}{letter}"] for own in pairs if f"{stem}{letter}" in own] for letter in "ab")
+        stacked[f"{stem}a"], stacked[f"{stem}b"] = jnp.concatenate(a, axis=-1), jnp.concatenate(b, axis=1)
         # The factor of each adapter on each channel; the first row, for no adapter, is 0.
         share, ends = np.zeros((len(settings) + 1, sum(ranks)), np.float32), np.cumsum(ranks)
         for number, (adapter, rank, end) in enumerate(zip(settings, ranks, ends, strict=True), start=1):
             if rank:
                 share[number, end - rank : end] = adapter.modules[name].scale
         stacked[f"{stem}share"] = jnp.broadcast_to(jnp.asarray(share), (len(stacked[f"{stem}b"]), *share.shape))
-        if any(gains_of):
+        if any(all_gains):
             ones = jnp.ones(stacked[f"{stem}b"].shape[:1] + stacked[f"{stem}b"].shape[2:])
-            entries = [ones, *(gain.get(f"{stem}m", ones) for gain in gains_of)]
+            entries = [ones, *(gain.get(f"{stem}m", ones) for gain in all_gains)]
             stacked[f"{stem}gain"] = jnp.stack(entries, axis=1)
     return unstack(mixture.model, stacked).layers
-
-
-def _gains(model: Model, base: Weights, params: Params) -> Params:
-    """DoRA's gains under one adapter alone, `[L *O]`, by the names of its magnitudes; nothing where it has none."""
-    if not any(name.endswith("_lora_m") for name in params):
-        return {}
-    views = unstack(model, params).layers
-    layers = tuple({**frozen, **mine} for frozen, mine in zip(base.layers, views, strict=True))
-    by_layer = gains(model, base._replace(layers=layers))
-    names = {name: None for layer in by_layer for name in layer}
-    return {f"{LAYERS}{name}": jnp.stack([layer[name] for layer in by_layer if name in layer]) for name in names}

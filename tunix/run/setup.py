@@ -20,7 +20,6 @@ from tunix.data.packing import row_length
 from tunix.data.pipeline import Layout
 from tunix.errors import UserError
 from tunix.hf.source import Source, adapted, with_stops
-from tunix.lora.adapt import tables
 from tunix.mesh import AXES
 from tunix.models.config import is_own, trains
 from tunix.models.model import Model
@@ -276,7 +275,7 @@ class Setup:
             frozen = [name for name in model.shapes if not trains(name, full=True)]
         else:
             # Tables that the adapter trains are weights of the base too.
-            replaced = set(tables(adapter, model.config))
+            replaced = set(adapter.tables_in(model.config))
             trainable = [name for name in model.shapes if is_own(name) or name in replaced]
             frozen = [name for name in model.shapes if not is_own(name)]
         return dict.fromkeys(trainable, self.trained_dtype), dict.fromkeys(frozen, self.frozen_dtype)

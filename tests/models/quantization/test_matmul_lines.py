@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.kernels import compiled, operations
 from benchmarks.programs import Product, account, elements, products
-from tunix.models.quantization.rules import WAYS, matmul_line, matmuls_line
+from tunix.models.quantization.rules import WAYS, matmuls_line
 
 pytestmark = pytest.mark.models
 
@@ -100,7 +100,8 @@ def test_programs_are_read_by_hand():
     ],
 )
 def test_a_product_is_told(asked, told):
-    assert matmul_line(*asked) == told
+    weights, activations, compute, platform = asked
+    assert matmuls_line([(weights, activations)], compute, platform) == f"products of the layers: {told}"
 
 
 def test_the_line_of_a_run():

@@ -190,12 +190,12 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
         fields.refuse("layer_types", "names no local layer; this family has both kinds.")
     local = (*stated[:-1], False)  # the last one never is, whatever the folder says
     # How many layers at the end read the keys and values of others, of which there has to be one of each kind.
-    shared = fields.get("num_kv_shared_layers", 0) and fields.integer("num_kv_shared_layers", 0)
+    shared = fields.integer("num_kv_shared_layers", 0, least=0)
     if len(set(local[: max(len(local) - shared, 0)])) < 2:
         fields.refuse("num_kv_shared_layers", "leaves no local or no global layer with keys and values.")
     wide = fields.flag("use_double_wide_mlp", False) and shared > 0
     # The width of inputs of each layer's own, 0 where there are none, and how many ids have them.
-    width = fields.get("hidden_size_per_layer_input", 256) and fields.integer("hidden_size_per_layer_input", 256)
+    width = fields.integer("hidden_size_per_layer_input", 256, least=0)
     rows = fields.integer("vocab_size_per_layer_input", 262_144)
     rope = ROPE
     if fields.get("rope_parameters") is not None:

@@ -71,10 +71,10 @@ class Fields:
             self.refuse(name, "is missing; the model cannot be built without it.")
         return value
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """A positive integer; missing and null mean `default`, and are an error where there is none."""
+    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """An integer of at least 1, or 0; missing and null mean `default`, and are an error where there is none."""
         value = self._stated(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
             self.refuse(name, "must be a positive integer.")
         return value
 

@@ -110,10 +110,12 @@ def _of_experts(name: str) -> bool:
     return name.split("/")[1] in BANKS
 
 
-def over_matrices(name: str, function: Callable, w: Float[Array, "L ..."]) -> Any:
-    """A function of one matrix, of each layer's in a stacked weight, or each expert's, one after the other."""
-    of_layer = partial(jax.lax.map, function) if _of_experts(name) else function
-    return jax.lax.map(of_layer, w)
+def quantize_stack(
+    name: str, w: Float[Array, "L ..."], quantization: Quantization, contracted: int
+) -> tuple[jax.Array, jax.Array]:
+    """`quantize` of each layer's matrix in a stacked weight, or of each expert's, one after the other."""
+    each = partial(quantize, quantization=quantization, contracted=contracted)
+    return jax.lax.map(partial(jax.lax.map, each) if _of_experts(name) else each, w)
 
 
 def tile_of(inputs: int, most: int) -> int:
@@ -172,11 +174,8 @@ def is_scale(name: str) -> bool:
 
 def in_compute(name: str, w: jax.Array, dtype: Any) -> jax.Array:
     """A weight in the compute dtype; rounded values, their scales, DoRA's magnitudes and gains stay as they are."""
-    return (
-        w
-        if is_scale(name) or name.endswith(("_lora_m", "_lora_gain")) or w.dtype not in (jnp.float32, jnp.bfloat16)
-        else narrowed(w, dtype)
-    )
+    stays = is_scale(name) or name.endswith(("_lora_m", "_lora_gain")) or w.dtype not in (jnp.float32, jnp.bfloat16)
+    return w if stays else narrowed(w, dtype)
 
 
 def narrowed(w: jax.Array, dtype: Any) -> jax.Array:
@@ -251,15 +250,12 @@ def simulated(rules: Rules | None, weights: bool = True) -> tuple[tuple[str, Sim
         rules: None for no rounding.
         weights: False where the weights are on their grid already, so that only activations are rounded.
     """
-    if rules is None:
-        return ()
-    roundings = {
-        name: Simulated(
-            Quantization(rule.weights, rule.tile or WHOLE) if weights and rule.weights else None, rule.activations
-        )
-        for name, rule in rules.modules.items()
-    }
-    return tuple((name, one) for name, one in roundings.items() if one.weights or one.activations)
+    roundings: list[tuple[str, Simulated]] = []
+    for name, rule in rules.modules.items() if rules is not None else ():
+        kind = Quantization(rule.weights, rule.tile or WHOLE) if weights and rule.weights else None
+        if kind is not None or rule.activations is not None:
+            roundings.append((name, Simulated(kind, rule.activations)))
+    return tuple(roundings)
 
 
 def supported(rules: Rules | None) -> tuple[tuple[str, Simulated], ...]:

@@ -65,15 +65,13 @@ MOST_LAYERS = 128
 
 def modules_of(config: "DecoderConfig") -> dict[str, tuple[str, ...]]:
     """Hugging Face's name -> ours, of the matrices that a model has."""
-    gemma4 = config.gemma4
-
-    def has(ours: str) -> bool:
-        if not ours.startswith(GLOBAL):
-            return not ours.startswith(WIDE) or (gemma4 is not None and gemma4.shared_wide)
-        return gemma4 is not None and not (gemma4.keys_are_values and ours == f"{GLOBAL}v")
-
+    gemma4, absent = config.gemma4, []
+    if gemma4 is None or not gemma4.shared_wide:
+        absent.append(WIDE)
+    if gemma4 is None or gemma4.keys_are_values:
+        absent.append(GLOBAL if gemma4 is None else f"{GLOBAL}v")
     there = (name for name in MODULES if name.rpartition(".")[0] in config.parts)
-    return {name: tuple(filter(has, MODULES[name])) for name in there}
+    return {name: tuple(x for x in MODULES[name] if not x.startswith(tuple(absent))) for name in there}
 
 
 def projections_of(config: "DecoderConfig") -> dict[str, tuple[str, ...]]:

@@ -82,11 +82,6 @@ class Rules(Config):
     rules: tuple[Rule, ...]
     """The first whose pattern matches a module counts; a module that none matches stays as it is."""
 
-    @field_validator("rules", mode="before")
-    @classmethod
-    def _listed(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
-
     @field_validator("rules")
     @classmethod
     def _counting(cls, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
@@ -138,12 +133,6 @@ class QuantizationConfig(Rules):
     rounded model."""
 
 
-def write_rules(folder: Path, rules: Rules) -> None:
-    """Writes into a model's folder how its weights were rounded."""
-    content = {"rules": rules.model_dump(mode="json", include={"rules"})["rules"], "weights": "on their grid"}
-    (folder / RULES_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
 def read_rules(folder: Path) -> Rules | None:
     """How the weights of a folder were rounded; None where there is no such file.
 
@@ -180,56 +169,33 @@ PLACES: Mapping[Way | None, str] = {
 def matmuls_line(
     kinds: Sequence[tuple[BaseType | None, BaseType | None]], compute: DType, platform: str, *, simulated: bool = False
 ) -> str:
-    """What a run logs about how its products are computed.
+    """What a run logs about how its products are computed, e.g. `products of the layers: nf4 weights, each matrix
+    dequantized to float32 in memory before its product`.
 
     Args:
         kinds: what the weights and the activations of its layers are rounded to; nothing for a run that rounds nothing.
-        compute, platform, simulated: as in `matmul_line`.
-    """
-    described = "; ".join(
-        matmul_line(weights, activations, compute, platform, simulated=simulated)
-        for weights, activations in kinds or [(None, None)]
-    )
-    return f"products of the layers: {described}"
-
-
-def matmul_line(
-    weights: BaseType | None,
-    activations: BaseType | None,
-    compute: DType,
-    platform: str,
-    *,
-    simulated: bool = False,
-) -> str:
-    """How one kind of product is computed: `nf4 weights, each matrix dequantized to float32 before its product, ...`.
-
-    Args:
-        weights: what they are rounded to; None for plain ones.
-        activations: what they are rounded to; None for plain ones.
         compute: dtype of the computation.
         platform: `cpu`, `gpu` or `tpu`, as jax calls it.
         simulated: the weights are stored unrounded, and rounded in each forward pass; so are activations always.
     """
-    if weights is None:
-        return compute + _multiplied(compute, platform)
-    if activations is None and not simulated:
-        place = PLACES.get(WAYS[f"{weights} weights"].get(platform), "before its product")
-        return f"{weights} weights, each matrix dequantized to {compute} {place}{_multiplied(compute, platform)}"
-    rounded = f"{weights} weights" + (f" and {activations} activations" if activations else "")
-    unused = activations is not None and WAYS[f"{activations} x {weights}"].get(platform) == "native"
-    return (
-        f"{rounded}, rounded and dequantized to {compute} before each product"
-        + _multiplied(compute, platform)
-        + (f" (the {platform}'s own {activations} product is not used)" if unused else "")
-    )
-
-
-def _multiplied(compute: DType, platform: str) -> str:
-    """A note on how operands in the compute dtype are multiplied; empty where they are multiplied as they are."""
     way = WAYS[compute].get(platform)
-    if way is None:
-        return f" (how {platform} multiplies is not determined)"
-    return "" if way == "native" else f" (which {platform} multiplies as {way})"
+    multiplied = f" (how {platform} multiplies is not determined)"
+    if way is not None:
+        multiplied = "" if way == "native" else f" (which {platform} multiplies as {way})"
+    described = []
+    for weights, activations in kinds or [(None, None)]:
+        if weights is None:
+            line = compute + multiplied
+        elif activations is None and not simulated:
+            place = PLACES.get(WAYS[f"{weights} weights"].get(platform), "before its product")
+            line = f"{weights} weights, each matrix dequantized to {compute} {place}{multiplied}"
+        else:
+            rounded = f"{weights} weights" + (f" and {activations} activations" if activations else "")
+            line = f"{rounded}, rounded and dequantized to {compute} before each product{multiplied}"
+            if activations is not None and WAYS[f"{activations} x {weights}"].get(platform) == "native":
+                line += f" (the {platform}'s own {activations} product is not used)"
+        described.append(line)
+    return f"products of the layers: {'; '.join(described)}"
 
 
 WAYS: Mapping[str, Mapping[str, Way]] = {

@@ -23,13 +23,6 @@ NUMBER = r"\d+"
 BITS = {"int4": 4, "int8": 8, "fp8": 8}
 
 
-def format_of(rule: Rule) -> str:
-    """The format in which a module that a rule rounds is stored."""
-    if rule.weights == "fp8":
-        return FLOATS
-    return INTEGERS if rule.weights == "int8" and rule.activations else WORDS
-
-
 def check_packs(rules: Rules) -> None:
     """Refuses rules that the format cannot express.
 
@@ -55,6 +48,13 @@ class Packing:
     """Inputs that share a scale."""
 
     @property
+    def format(self) -> str:
+        """The format in which it is stored."""
+        if self.rule.weights == "fp8":
+            return FLOATS
+        return INTEGERS if self.rule.weights == "int8" and self.rule.activations else WORDS
+
+    @property
     def scheme(self) -> dict[str, Any]:
         """The group in config.json that describes it, without the targets."""
         assert self.rule.weights is not None
@@ -66,7 +66,7 @@ class Packing:
         if kind := self.rule.activations:
             inputs = {"num_bits": 8, "type": kinds[kind], "symmetric": True, "strategy": "token", "dynamic": True}
         weights = {**bits, **shared, "dynamic": False}
-        return {"weights": weights, "input_activations": inputs, "format": format_of(self.rule)}
+        return {"weights": weights, "input_activations": inputs, "format": self.format}
 
 
 def section(packing: Mapping[str, Packing], head: str, there: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
@@ -77,27 +77,21 @@ def section(packing: Mapping[str, Packing], head: str, there: Mapping[str, tuple
         head: the name of the head, which stays as it is.
         there: the names of the matrices that the model has -> ours (`modules_of`); `{expert}` in one is any number.
     """
-    targets: dict[str, list[str]] = {}
-    ignored = [head]
-    schemes: dict[str, dict[str, Any]] = {}
+    ignored, groups = [head], dict[str, dict[str, Any]]()
     for theirs, ours in there.items():
         target = f"re:.*{re.escape(theirs).replace(re.escape('{expert}'), NUMBER)}$"
-        packings = [packing[one] for one in ours if one in packing]
-        if not packings:
+        if not (packings := [packing[name] for name in ours if name in packing]):
             ignored.append(target)
             continue
         # Where shapes differ, the tile may be a whole row of the narrower ones: its size is stated for all.
         scheme = max(packings, key=lambda packing: packing.shape[1]).scheme
-        name = json.dumps(scheme)
-        schemes[name] = scheme
-        targets.setdefault(name, []).append(target)
-    groups = {f"group_{i}": {"targets": targets[name], **scheme} for i, (name, scheme) in enumerate(schemes.items())}
-    formats = {scheme["format"] for scheme in schemes.values()}
+        groups.setdefault(json.dumps(scheme), {"targets": [], **scheme})["targets"].append(target)
+    formats = {group["format"] for group in groups.values()}
     return {
         "quant_method": METHOD,
         "quantization_status": "compressed",
         "format": formats.pop() if len(formats) == 1 else MIXED,
-        "config_groups": groups,
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups.values())},
         "ignore": ignored,
     }
 
