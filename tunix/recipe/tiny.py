@@ -7,8 +7,7 @@ time are capped, and whatever the command line sets takes precedence. `replaced`
 """
 
 import copy
-import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,11 +93,6 @@ class TinyModel:
     """Rows of the toy's embedding."""
     is_toy: bool = True
     """Whether it is the random model; False where the command line names one."""
-
-    @property
-    def reads_bytes(self) -> bool:
-        """Whether its tokens are bytes."""
-        return self.section["tokenizer"] == "bytes"
 
 
 def shrunk(
@@ -216,7 +210,7 @@ def tiny_model(model: ModelConfig, data: DataConfig, said: Collection[str] = ())
     tokenizer, sizes = "bytes", dict(SIZES)
     if place is not None and vocab_size is not None and vocab_size <= LARGEST_VOCABULARY:
         tokenizer, sizes["vocab_size"] = str(place), vocab_size
-    elif _kept(data.train, "data.train", said) and _holds_ids(data):
+    elif (_is_said("data.train", said) or not is_download(data.train)) and _holds_ids(data):
         published = (size.vocab_size for size in FAMILIES[family].presets.values())
         sizes["vocab_size"] = max(published, default=SIZES["vocab_size"])
     sizes |= {name: size for name, size in model.sizes.items() if _is_said(f"model.sizes.{name}", said)}
@@ -249,7 +243,7 @@ def replaced(recipe: Sections) -> tuple[str, ...]:
     if is_toy and model.tokenizer == "bytes":
         reads = recipe.algorithm.reads
         limit = data.longest_prompt if reads == RowKind.PROMPT else data.max_length
-        sizes = [_size(row, data, reads) for row in itertools.islice(_first_rows(data), LOOKED_AT)]
+        sizes = [_size(row, data, reads) for row in _first_rows(data)]
         if number := sum(size > limit for size in sizes):
             lines.append(f"lengths: {number} of the first {len(sizes)} rows have more than {limit:,} bytes and are cut")
     return tuple(lines)
@@ -260,18 +254,12 @@ def _tiny_data(
 ) -> dict[str, Any]:
     """The `data` section with shorter sequences, and with generated rows in place of those of the hub.
 
-    Where one of `train` and `eval` stays, the other is replaced by the same rows, which have its columns.
-
-    Args:
-        data: the section.
-        reads: the part of a row that the algorithm reads.
-        sampled: whether completions are sampled, for training or evaluation, so that prompt and completion have limits.
-        model: that of the run.
-        said: as in `shrunk`.
+    Where one of `train` and `eval` stays, the other is replaced by the same rows, which have its columns. Where
+    completions are `sampled`, for training or evaluation, prompt and completion have limits.
     """
     config = DataConfig.model_validate(data)
-    train_stays = _kept(config.train, "data.train", said)
-    eval_stays = config.eval is not None and _kept(config.eval, "data.eval", said)
+    train_stays = _is_said("data.train", said) or not is_download(config.train)
+    eval_stays = config.eval is not None and (_is_said("data.eval", said) or not is_download(config.eval))
     if train_stays or eval_stays:
         tiny = dict(data)
         if not train_stays:
@@ -307,23 +295,23 @@ def _limits(
     if not model.is_toy:
         return _lengths(config, reads, sampled, config.max_length, config.longest_prompt, said)
     limit = config.max_length
-    sizes = sorted(_size(row, config, reads) for row in itertools.islice(_first_rows(config), LOOKED_AT))
+    sizes = sorted(_size(row, config, reads) for row in _first_rows(config))
     # A tenth may be longer: a few long rows would make every step slow.
     longest = sizes[len(sizes) * 9 // 10] if sizes else LONGEST
     longest += sum(len(text) + 32 for text in (config.system,) if text) + 256 * (config.pictures or 0)
     # Some room for rows that were not looked at, and for a template's markers.
     room = min(max(-(-(longest + longest // 4) // 64) * 64, LENGTH), LONGEST)
-    if model.reads_bytes and not _holds_ids(config):
-        wider = {"max_length": config.max_length, "prompt_length": config.prompt_length}
-        wider["completion_length"] = config.completion_length
-        scaled = {
-            key: value and value * (1 if _is_said(f"data.{key}", said) else BYTES_PER_TOKEN)
-            for key, value in wider.items()
+    reads_bytes = model.section["tokenizer"] == "bytes"
+    if reads_bytes and not _holds_ids(config):
+        limits = {key: getattr(config, key) for key in ("max_length", "prompt_length", "completion_length")}
+        wider = {
+            key: size and size * (1 if _is_said(f"data.{key}", said) else BYTES_PER_TOKEN)
+            for key, size in limits.items()
         }
-        config = DataConfig.model_construct(**{**config.model_dump(), **scaled})
+        config = config.model_copy(update=wider)
     prompt = min(room, LONGEST - TINY_COMPLETION)
     lengths = _lengths(config, reads, sampled, min(config.max_length, room), prompt, said)
-    if model.reads_bytes or lengths["max_length"] < limit:
+    if reads_bytes or lengths["max_length"] < limit:
         # The limits are not the recipe's any more: what is longer is no mistake of the rows.
         lengths["on_overflow"] = "truncate"
     return lengths
@@ -332,16 +320,7 @@ def _limits(
 def _lengths(
     config: DataConfig, reads: RowKind, sampled: bool, longest: int, prompt: int, said: Collection[str]
 ) -> dict[str, Any]:
-    """The limits of sequences, prompts and completions.
-
-    Args:
-        config: the recipe's limits.
-        reads: the part of a row that the algorithm reads.
-        sampled: whether completions are sampled.
-        longest: most tokens of a sequence that is given.
-        prompt: most tokens of a prompt.
-        said: keys whose values stay.
-    """
+    """The limits of sequences, prompts and completions, where given sequences have at most `longest` tokens."""
     if not sampled:
         # A part of the row where the limit of the row is a smaller one than the recipe's.
         most = longest // 2 if longest < config.max_length else longest
@@ -354,11 +333,6 @@ def _lengths(
     if reads != RowKind.PROMPT:  # given rows train, and answers to their prompts are judged
         total = min(config.max_length, max(total, longest))
     return {"max_length": total, "prompt_length": prompt, "completion_length": completion}
-
-
-def _kept(spec: str, key: str, said: Collection[str]) -> bool:
-    """Whether rows stay: files, folders, functions, and whatever the command line names."""
-    return _is_said(key, said) or not is_download(spec)
 
 
 def _is_said(key: str, said: Collection[str]) -> bool:
@@ -375,29 +349,24 @@ def is_download(spec: str) -> bool:
     return not (path.exists() or is_reference(spec) or looks_local)
 
 
-def _first_rows(data: DataConfig) -> Iterator[Mapping[str, Any]]:
-    """Yields the training rows of a file or folder; none of a function, which is called by the run alone."""
-    if Path(data.train).expanduser().exists():
-        rows = open_rows(data.train, data.split)
-        yield from (rows[index] for index in range(len(rows)))
+def _first_rows(data: DataConfig, number: int = LOOKED_AT) -> list[Mapping[str, Any]]:
+    """The first training rows of a file or folder; none of a function, which is called by the run alone."""
+    if not Path(data.train).expanduser().exists():
+        return []
+    rows = open_rows(data.train, data.split)
+    return [rows[index] for index in range(min(number, len(rows)))]
 
 
 def _holds_ids(data: DataConfig) -> bool:
     """Whether the rows hold token ids."""
-    if data.format != "auto":
-        return data.format == "tokens"
-    columns = [data.columns.get(name, name) for name in ("input_ids", "prompt_ids")]
-    return any(name in row for row in itertools.islice(_first_rows(data), 1) for name in columns)
+    columns = {data.columns.get(name, name) for name in ("input_ids", "prompt_ids")}
+    return data.format == "tokens" or (
+        data.format == "auto" and any(columns & row.keys() for row in _first_rows(data, 1))
+    )
 
 
 def _size(row: Mapping[str, Any], data: DataConfig, reads: RowKind) -> int:
-    """About how many bytes, or ids, the longest sequence of a row has.
-
-    Args:
-        row: its columns.
-        data: names them.
-        reads: the part that the algorithm reads.
-    """
+    """About how many bytes, or ids, the longest sequence of a row has."""
 
     def of(*names: str) -> int:
         return sum(_length(row.get(data.columns.get(name, name))) for name in names)
