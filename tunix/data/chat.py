@@ -760,41 +760,40 @@ def check_messages(messages: Any) -> None:
         if role not in ROLES:
             hint = " Did you mean 'assistant'?" if role in ("model", "gpt", "bot") else nearest(str(role), ROLES)
             raise UserError(f"message {i} has the role {role!r:.80}, not one of {', '.join(ROLES)}.{hint}")
-        try:
-            _check_message(message, role)
-        except UserError as error:
-            raise UserError(f"message {i} ({role}) {error}") from None
+        if fault := _fault(message, role):
+            raise UserError(f"message {i} ({role}) {fault}")
 
 
-def _check_message(message: Mapping[str, Any], role: str) -> None:
-    """Refuses a message whose keys do not fit its role."""
+def _fault(message: Mapping[str, Any], role: str) -> str | None:
+    """What in a message does not fit its role."""
     content, calls = message.get("content"), message.get("tool_calls")
     if message.get("function_call") is not None:
-        raise UserError('has a function_call: write tool_calls: [{"function": {"name": ..., "arguments": ...}}]')
+        return 'has a function_call: write tool_calls: [{"function": {"name": ..., "arguments": ...}}]'
     if calls and role != "assistant":
-        raise UserError("has tool_calls, which only an assistant's message has")
+        return "has tool_calls, which only an assistant's message has"
     if content is None and not calls:
         empty = " and tool_calls is empty" if calls is not None else f"; its keys are {', '.join(map(str, message))}"
-        raise UserError(f"has no content{empty}")
+        return f"has no content{empty}"
     if content is not None and not isinstance(content, str):
         if not isinstance(content, Sequence) or isinstance(content, bytes):
-            raise UserError(f"has the content {content!r:.80}, not a string or a list of parts")
+            return f"has the content {content!r:.80}, not a string or a list of parts"
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind not in PARTS:
-                raise UserError(f"has the part {part!r:.80}, not an object whose type is one of {', '.join(PARTS)}")
+                return f"has the part {part!r:.80}, not an object whose type is one of {', '.join(PARTS)}"
             if kind != "image" and not isinstance(part.get(kind), str):
-                raise UserError(f"has a part of type {kind!r} whose {kind!r} is {part.get(kind)!r:.80}, not a string")
+                return f"has a part of type {kind!r} whose {kind!r} is {part.get(kind)!r:.80}, not a string"
     thoughts = [message[name] for name in REASONING if message.get(name) is not None]
     if any(not isinstance(thought, str) or thought != thoughts[0] for thought in thoughts):
-        raise UserError(f"has thoughts that are no string, or differ: give one of {', '.join(REASONING)}")
+        return f"has thoughts that are no string, or differ: give one of {', '.join(REASONING)}"
     weight, train = message.get("weight"), message.get("train")
     if role != "assistant" and (weight or train):
-        raise UserError("has a weight of its own, but only the assistant's messages are trained")
+        return "has a weight of its own, but only the assistant's messages are trained"
     if weight is not None and weight not in (0, 1):
-        raise UserError(f"has the weight {weight!r:.80}, not 0 or 1; a row's own weight is a column of the row")
+        return f"has the weight {weight!r:.80}, not 0 or 1; a row's own weight is a column of the row"
     if train is not None and not isinstance(train, bool):
-        raise UserError(f"has train {train!r:.80}, not true or false")
+        return f"has train {train!r:.80}, not true or false"
+    return None
 
 
 def _prepared(messages: Sequence[Message], tokenizer: Tokenizer) -> list[dict[str, Any]]:

@@ -591,9 +591,11 @@ def render_pair(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> t
             before = chosen[: next((i for i in range(most) if chosen[i] != rejected[i]), most)]
         if not before:
             raise Refused(NO_COMMON_PROMPT)
-        more = template_variables(row, data)
-        sides = (render_chat(side, tokenizer, trained_from=len(before), **more) for side in (chosen, rejected))
-        return next(sides), next(sides)
+        first, second = (
+            render_chat(side, tokenizer, trained_from=len(before), **template_variables(row, data))
+            for side in (chosen, rejected)
+        )
+        return first, second
     rejected = as_string(rejected, "rejected")
     if prompt is not None:
         sides = (render_completion(prompt, side, row, tokenizer, data) for side in (chosen, rejected))

@@ -123,8 +123,7 @@ class Divided:
             name: of these rows, the same in all processes, e.g. `rows/0`.
         """
         self._examples = examples
-        self._name, self._restarts = name, itertools.count(1)
-        self._restart = 0
+        self._name, self._restarts = name, 0
         self._window, self._rendered = -1, list[Kept | Dropped | UserError]()
         self._posted = ""
         self._stopped = threading.Event()
@@ -148,7 +147,7 @@ class Divided:
                     share.append(self._examples[each])
                 except UserError as error:  # all processes raise it when they come to this row
                     share.append(error)
-            key = f"{self._name}/{self._restart}/{window}"
+            key = f"{self._name}/{self._restarts}/{window}"
             sent = processes.allgathered_once(key, encoded(share), stopped=self._stopped)
             if self._posted:  # whoever has come to this window has read the one before
                 processes.forget(self._posted)
@@ -167,7 +166,7 @@ class Divided:
 
     def restart(self) -> None:
         """Forgets what was rendered; all processes do so together, wherever each of them was."""
-        self._restart, self._window = next(self._restarts), -1
+        self._restarts, self._window = self._restarts + 1, -1
         self._stopped.clear()
 
 

@@ -8,7 +8,6 @@ time are capped, and whatever the command line sets takes precedence. `replaced`
 
 import copy
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,22 +80,8 @@ _DEFAULT_FORMAT: dict[RowKind, str] = {
 }
 
 
-@dataclass(frozen=True)
-class TinyModel:
-    """The `model` section of a tiny run, and what other sections have to know of it."""
-
-    section: Mapping[str, Any]
-    """Plain values of all keys."""
-    family: str = ""
-    """The toy's family, e.g. `gemma3`."""
-    vocab_size: int = SIZES["vocab_size"]
-    """Rows of the toy's embedding."""
-    is_toy: bool = True
-    """Whether it is the random model; False where the command line names one."""
-
-
 def shrunk(
-    sections: Mapping[str, Any], config: AlgorithmConfig, model: TinyModel, said: Collection[str] = ()
+    sections: Mapping[str, Any], config: AlgorithmConfig, toy: Mapping[str, Any] | None, said: Collection[str] = ()
 ) -> dict[str, Any]:
     """The sections of one run with capped numbers, and with replaced data where it would be downloaded; the model and
     the output stay.
@@ -104,7 +89,7 @@ def shrunk(
     Args:
         sections: plain values of all keys, from `Recipe.sections`.
         config: the parsed `sections["algorithm"]`.
-        model: that of the run.
+        toy: from `toy_model`.
         said: keys that the command line sets, e.g. `{"data.max_length"}`.
     """
     steps, batch_size = min(sections["steps"] or STEPS, STEPS), min(sections["batch_size"], TINY_BATCH)
@@ -121,7 +106,7 @@ def shrunk(
     if sections["micro_batch_size"]:
         tiny["micro_batch_size"] = min(sections["micro_batch_size"], sequences)
     sampled = config.reads == RowKind.PROMPT or sections["reward"] is not None
-    data = tiny["data"] = _tiny_data(sections["data"], config.reads, sampled, model, said)
+    data = tiny["data"] = _tiny_data(sections["data"], config.reads, sampled, toy, said)
     generated = data["train"].startswith(GENERATED)
     if data["eval"] or data["eval_split"]:
         tiny["eval"] = {**sections["eval"], "rows": min(sections["eval"]["rows"], EVAL_ROWS)}
@@ -134,20 +119,20 @@ def shrunk(
     tiny["rollout"] = {**sections["rollout"], **local}
     if sampled:
         tiny["rollout"]["slots"] = min(sections["rollout"]["slots"] or SLOTS, SLOTS)
-    if (adapter := sections["adapter"]) and model.is_toy:
+    if toy and (adapter := sections["adapter"]):
         # Ranks that the tiny matrices allow, and no adapter to load.
-        delta = FAMILIES[model.family].small.delta
+        delta = FAMILIES[toy["family"]].small.delta
         most = RANK if delta is None else min(RANK, delta.value_heads)
         ranks = {pattern: min(rank, most) for pattern, rank in adapter.get("ranks", {}).items()}
         tiny["adapter"] = {**adapter, "from": None, "rank": min(adapter.get("rank", most), most), "ranks": ranks}
     if teacher := sections["teacher"]:
         tiny["teacher"] = {**teacher, "mesh": None}
         folder = local_folder(str(teacher["path"]))
-        fits = not model.is_toy or (folder is not None and _vocab_size(folder) == model.vocab_size)
-        if not (fits or _is_said("teacher.path", said)):
+        fits = toy is None or (folder is not None and _vocab_size(folder) == toy["sizes"]["vocab_size"])
+        if toy and not (fits or _is_said("teacher.path", said)):
             # A random model, wider than the tiny one, on the same devices.
-            sizes = {**TEACHER, "vocab_size": model.vocab_size}
-            tiny["teacher"] |= {"path": None, "init": "random", "family": model.family, "sizes": sizes}
+            sizes = {**TEACHER, "vocab_size": toy["sizes"]["vocab_size"]}
+            tiny["teacher"] |= {"path": None, "init": "random", "family": toy["family"], "sizes": sizes}
     if reward := sections["reward"]:
         # Generated rows have none of the columns that the recipe names.
         functions = [{**function, "columns": {}} if generated else function for function in reward["functions"]]
@@ -177,8 +162,9 @@ def _restore(tiny: dict[str, Any], sections: Mapping[str, Any], parts: list[str]
     _restore(inner, sections[first], rest)
 
 
-def tiny_model(model: ModelConfig, data: DataConfig, said: Collection[str] = ()) -> TinyModel:
-    """A two-layer random model of the same family and precisions.
+def toy_model(model: ModelConfig, data: DataConfig, said: Collection[str] = ()) -> dict[str, Any] | None:
+    """The `model` section of a two-layer random model of the same family and precisions; None where the command line
+    names a model, which stays.
 
     Args:
         model: the recipe's section.
@@ -188,9 +174,8 @@ def tiny_model(model: ModelConfig, data: DataConfig, said: Collection[str] = ())
     Raises:
         UserError: the family does not follow from the section.
     """
-    section = model.model_dump(mode="json")
     if not _WHOLE_MODEL.isdisjoint(said):
-        return TinyModel(section, is_toy=False)
+        return None
     path, folder = Path(str(model.path)).expanduser(), local_folder(str(model.path))
     # From the section's keys, its preset, the folder's config.json or the hub id.
     family = model.family or (preset(model.preset).family if model.preset else None)
@@ -214,9 +199,9 @@ def tiny_model(model: ModelConfig, data: DataConfig, said: Collection[str] = ())
         published = (size.vocab_size for size in FAMILIES[family].presets.values())
         sizes["vocab_size"] = max(published, default=SIZES["vocab_size"])
     sizes |= {name: size for name, size in model.sizes.items() if _is_said(f"model.sizes.{name}", said)}
-    tokenizer = section["tokenizer"] if _is_said("model.tokenizer", said) else tokenizer
+    tokenizer = model.tokenizer if _is_said("model.tokenizer", said) else tokenizer
     source = {"init": "random", "family": family, "sizes": sizes, "tokenizer": tokenizer}
-    return TinyModel({**section, "path": None, "preset": None, **source}, family, sizes["vocab_size"])
+    return {**model.model_dump(mode="json"), "path": None, "preset": None, **source}
 
 
 def replaced(recipe: Sections) -> tuple[str, ...]:
@@ -250,7 +235,7 @@ def replaced(recipe: Sections) -> tuple[str, ...]:
 
 
 def _tiny_data(
-    data: Mapping[str, Any], reads: RowKind, sampled: bool, model: TinyModel, said: Collection[str]
+    data: Mapping[str, Any], reads: RowKind, sampled: bool, toy: Mapping[str, Any] | None, said: Collection[str]
 ) -> dict[str, Any]:
     """The `data` section with shorter sequences, and with generated rows in place of those of the hub.
 
@@ -268,7 +253,7 @@ def _tiny_data(
             tiny |= {"eval": config.train, "eval_split": config.split}
         if config.picture_tokens:
             tiny["picture_tokens"] = min(config.picture_tokens, PICTURE_TOKENS)
-        return tiny | _limits(DataConfig.model_validate(tiny), reads, sampled, model, said)
+        return tiny | _limits(DataConfig.model_validate(tiny), reads, sampled, toy, said)
     # As `data.format` says, or in the usual format of what the algorithm reads.
     shape = function = _DEFAULT_FORMAT[reads] if config.format == "auto" else config.format
     if shape == "pairs" and not config.chat:
@@ -287,12 +272,12 @@ def _tiny_data(
 
 
 def _limits(
-    config: DataConfig, reads: RowKind, sampled: bool, model: TinyModel, said: Collection[str]
+    config: DataConfig, reads: RowKind, sampled: bool, toy: Mapping[str, Any] | None, said: Collection[str]
 ) -> dict[str, Any]:
     """Limits of rows that stay, into which most of them fit; longer ones are cut."""
     if config.train.startswith("tunix."):  # made for small models
         return _lengths(config, reads, sampled, min(config.max_length, LENGTH), PROMPT, said)
-    if not model.is_toy:
+    if toy is None:
         return _lengths(config, reads, sampled, config.max_length, config.longest_prompt, said)
     limit = config.max_length
     sizes = sorted(_size(row, config, reads) for row in _first_rows(config))
@@ -301,7 +286,7 @@ def _limits(
     longest += sum(len(text) + 32 for text in (config.system,) if text) + 256 * (config.pictures or 0)
     # Some room for rows that were not looked at, and for a template's markers.
     room = min(max(-(-(longest + longest // 4) // 64) * 64, LENGTH), LONGEST)
-    reads_bytes = model.section["tokenizer"] == "bytes"
+    reads_bytes = toy["tokenizer"] == "bytes"
     if reads_bytes and not _holds_ids(config):
         limits = {key: getattr(config, key) for key in ("max_length", "prompt_length", "completion_length")}
         wider = {
