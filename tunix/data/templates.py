@@ -5,12 +5,11 @@ im_start) and no more: no default system prompt, no tools, no thinking blocks. A
 """
 
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from tunix.errors import UserError, nearest
 
 TemplateName = Literal["gemma", "gemma4", "llama3", "chatml"]
-TEMPLATE_NAMES: tuple[TemplateName, ...] = get_args(TemplateName)
 
 # Content is a string, or a list of {"type": "text", "text": ...} and {"type": "image"} parts.
 _TEXT = r"""
@@ -78,7 +77,6 @@ _CHATML = r"""
 {%- endif -%}
 """
 
-
 _GEMMA_TEXT = _TEXT.replace("PICTURE", "<start_of_image>")
 _QWEN_TEXT = _TEXT.replace("PICTURE", "<|vision_start|><|image_pad|><|vision_end|>")
 TEMPLATES: dict[TemplateName, str] = {
@@ -105,7 +103,6 @@ PICTURE_MARKERS: dict[TemplateName, dict[str, str]] = {
     "chatml": _QWEN_MARKERS,
 }
 """The tokens before a picture's, after them and for each of them, by transformers' names for them."""
-STARTS_WITH_BOS: dict[TemplateName, bool] = {"gemma": True, "gemma4": True, "llama3": True, "chatml": False}
 
 END_OF_TURN = ("<end_of_turn>", "<turn|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 """Tokens that end an assistant's turn in the families' formats; a vocabulary has some of them or none."""
@@ -124,10 +121,8 @@ def template_text(spec: str) -> str:
         return TEMPLATES[spec]
     path = Path(spec).expanduser()
     if path.suffix != ".jinja":
-        hint = nearest(spec, TEMPLATE_NAMES)
-        raise UserError(
-            f"data.chat_template is {spec!r}, not one of {', '.join(TEMPLATE_NAMES)} or a .jinja file.{hint}"
-        )
+        hint = nearest(spec, TEMPLATES)
+        raise UserError(f"data.chat_template is {spec!r}, not one of {', '.join(TEMPLATES)} or a .jinja file.{hint}")
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tunix.data.templates import END_OF_TURN, MARKERS, PICTURE_MARKERS, STARTS_WITH_BOS, TEMPLATES, TemplateName
+from tunix.data.templates import END_OF_TURN, MARKERS, PICTURE_MARKERS, TEMPLATES, TemplateName
 from tunix.errors import UserError
 from tunix.util.atomic_io import refuse_foreign
 
@@ -40,16 +40,11 @@ GENERATION_CONFIG = "generation_config.json"
 READ = (".json", ".jinja", ".model", ".txt")
 """Suffixes of the files that are read of a tokenizer's folder, and copied into an export."""
 
-_WITH_EOS = (GENERATION_CONFIG, "config.json")
-"""Files that may name eos ids; the first takes precedence, as in transformers."""
-
 # Qwen's word splitter. For a folder of model type qwen2 AutoTokenizer builds this one and NFC, whatever tokenizer.json
 # says, so a ChatML tokenizer is made with both: other readers of an exported folder then get the ids of training.
 _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-
 _SPECIALS = ("<pad>", "<eos>", "<bos>")
 """The first tokens of a vocabulary made on the spot."""
 _HALF = re.compile("[\ud800-\udfff]")
@@ -385,7 +380,7 @@ def load_tokenizer(folder_or_id: str | Path) -> Tokenizer | None:
         ) from error
     if not hf.is_fast:
         raise UserError(f"{source}: only a slow tokenizer; save a tokenizer.json with save_pretrained of a fast one")
-    for name in _WITH_EOS:
+    for name in (GENERATION_CONFIG, "config.json"):  # the first takes precedence, as in transformers
         try:
             fields = _settings(source, name)
         except ValueError as error:
@@ -520,7 +515,7 @@ def _finish(
 
     _split_words(backend, template)
     backend.decoder = decoders.ByteLevel()
-    if STARTS_WITH_BOS[template]:
+    if "bos_token" in TEMPLATES[template]:
         bos = ("<bos>", backend.token_to_id("<bos>"))
         backend.post_processor = TemplateProcessing(single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[bos])
     hf = PreTrainedTokenizerFast(
