@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.data import rendered_as
 from tunix.config import RowKind
 from tunix.data.chat import render_chat
 from tunix.data.config import DataConfig
@@ -27,36 +28,39 @@ def kept(row, how, tokenizer=TOKENIZER):
 
 
 def test_strings():
-    assert kept({"prompt": "ab", "completion": "c"}, Rendering("prompt_completion")) == (
+    assert kept({"prompt": "ab", "completion": "c"}, rendered_as("prompt_completion")) == (
         [BOS, A, B, C, EOS],
         [0, 0, 0, 1, 1],
     )
-    assert kept({"text": "abc"}, Rendering("text")) == ([BOS, A, B, C, EOS], [0, 1, 1, 1, 1])
-    every = Rendering("prompt_completion", train_on=RowKind.ALL)
+    assert kept({"text": "abc"}, rendered_as("text")) == ([BOS, A, B, C, EOS], [0, 1, 1, 1, 1])
+    every = rendered_as("prompt_completion", train_on=RowKind.ALL)
     assert kept({"prompt": "ab", "completion": "c"}, every) == ([BOS, A, B, C, EOS], [0, 1, 1, 1, 1])
     # Qwen's tokenizers put no BOS; then the completion's first token is the sequence's first where the prompt is empty.
     chatml = bytes_tokenizer("chatml")
-    assert kept({"prompt": "", "completion": "ab"}, Rendering("prompt_completion"), chatml) == ([A, B, EOS], [0, 1, 1])
+    assert kept({"prompt": "", "completion": "ab"}, rendered_as("prompt_completion"), chatml) == (
+        [A, B, EOS],
+        [0, 1, 1],
+    )
 
 
 def test_messages():
     tokens, mask = render_chat(CHAT, TOKENIZER)
-    assert kept({"messages": CHAT}, Rendering("messages")) == (tokens.tolist(), mask.astype(int).tolist())
+    assert kept({"messages": CHAT}, rendered_as("messages")) == (tokens.tolist(), mask.astype(int).tolist())
     # <end_of_turn> after the b, but not the newline behind it.
     assert [TOKENIZER.decode([i]) for i in tokens[mask]] == ["b", "<end_of_turn>"]
     filled = [{**message, "tool_calls": None} for message in CHAT]  # as Arrow fills it
-    assert kept({"messages": filled}, Rendering("messages"))[0] == tokens.tolist()
+    assert kept({"messages": filled}, rendered_as("messages"))[0] == tokens.tolist()
     tokens, mask = render_chat([*CHAT, *CHAT], TOKENIZER)
     half = len(tokens) // 2
     split = {"prompt": [*CHAT, CHAT[0]], "completion": CHAT[1:]}
-    assert kept(split, Rendering("prompt_completion"))[0] == tokens.tolist()
-    assert kept(split, Rendering("prompt_completion"))[1] == [0] * (half + 1) + mask[half + 1 :].astype(int).tolist()
-    everything = kept({"messages": CHAT}, Rendering("messages", train_on=RowKind.ALL))[1]
+    assert kept(split, rendered_as("prompt_completion"))[0] == tokens.tolist()
+    assert kept(split, rendered_as("prompt_completion"))[1] == [0] * (half + 1) + mask[half + 1 :].astype(int).tolist()
+    everything = kept({"messages": CHAT}, rendered_as("messages", train_on=RowKind.ALL))[1]
     assert everything == [0] + [1] * (len(everything) - 1)
 
 
 def test_given_tokens_need_no_tokenizer_and_stay_as_they_are():
-    how = Rendering("tokens")
+    how = rendered_as("tokens")
     assert kept({"input_ids": [9, 0, 1, 9]}, how, None) == ([9, 0, 1, 9], [0, 1, 1, 1])
     assert kept({"input_ids": [9, 8, 7], "labels": [-100, -100, 7]}, how, None) == ([9, 8, 7], [0, 0, 1])
     assert kept({"input_ids": [9, 8, 7], "labels": [9, 8, -100]}, how, None) == ([9, 8, 7], [0, 1, 0])
@@ -68,34 +72,34 @@ def test_given_tokens_need_no_tokenizer_and_stay_as_they_are():
 
 
 def test_columns_and_weight():
-    how = Rendering("prompt_completion", {"prompt": "question", "completion": "answer", "weight": "w"})
+    how = rendered_as("prompt_completion", columns={"prompt": "question", "completion": "answer", "weight": "w"})
     example = to_example({"question": "a", "answer": "b", "w": 0.25}, TOKENIZER, how)
     assert isinstance(example, Kept)
     assert example.sequences[0].weight == 0.25
     for value in (None, 1, 1.0):
-        example = to_example({"text": "a", "weight": value}, TOKENIZER, Rendering("text"))
+        example = to_example({"text": "a", "weight": value}, TOKENIZER, rendered_as("text"))
         assert isinstance(example, Kept)
         assert example.sequences[0].weight == 1.0
 
 
 def test_overflow_and_nothing_to_train():
     row = {"prompt": "ab", "completion": "ccc"}  # 7 tokens, the last 4 trained
-    cut = to_example(row, TOKENIZER, Rendering("prompt_completion", max_length=5))
+    cut = to_example(row, TOKENIZER, rendered_as("prompt_completion", max_length=5))
     assert isinstance(cut, Kept)
     assert cut.truncated
     assert cut.sequences[0].tokens.tolist() == [BOS, A, B, C, C]
-    whole = to_example(row, TOKENIZER, Rendering("prompt_completion", max_length=7, on_overflow="error"))
+    whole = to_example(row, TOKENIZER, rendered_as("prompt_completion", max_length=7, on_overflow="error"))
     assert isinstance(whole, Kept)
     assert not whole.truncated
-    assert to_example(row, TOKENIZER, Rendering("prompt_completion", max_length=3)) == Dropped(CUT_AWAY)
-    assert to_example(row, TOKENIZER, Rendering("prompt_completion", max_length=6, on_overflow="drop")) == Dropped(
+    assert to_example(row, TOKENIZER, rendered_as("prompt_completion", max_length=3)) == Dropped(CUT_AWAY)
+    assert to_example(row, TOKENIZER, rendered_as("prompt_completion", max_length=6, on_overflow="drop")) == Dropped(
         TOO_LONG
     )
-    assert to_example({"messages": CHAT[:1]}, TOKENIZER, Rendering("messages")) == Dropped(NOTHING_TRAINED)
-    assert to_example({"input_ids": [3]}, None, Rendering("tokens")) == Dropped(NOTHING_TRAINED)
-    assert to_example({"input_ids": []}, None, Rendering("tokens")) == Dropped(NOTHING_TRAINED)
+    assert to_example({"messages": CHAT[:1]}, TOKENIZER, rendered_as("messages")) == Dropped(NOTHING_TRAINED)
+    assert to_example({"input_ids": [3]}, None, rendered_as("tokens")) == Dropped(NOTHING_TRAINED)
+    assert to_example({"input_ids": []}, None, rendered_as("tokens")) == Dropped(NOTHING_TRAINED)
     with pytest.raises(UserError, match=r"row 7 has 7 tokens, more than data\.max_length 6: .*on_overflow"):
-        to_example(row, TOKENIZER, Rendering("prompt_completion", max_length=6, on_overflow="error"), "row 7")
+        to_example(row, TOKENIZER, rendered_as("prompt_completion", max_length=6, on_overflow="error"), "row 7")
 
 
 def test_format_is_read_off_the_columns():
@@ -111,10 +115,7 @@ def test_format_is_read_off_the_columns():
     with pytest.raises(UserError, match=r"maps 'promt', which is none of our columns: .*Did you mean 'prompt'"):
         rendering(DataConfig(train="x", columns={"promt": "q"}), {"text": ""}, "row 1")
     config = DataConfig(train="x", format="text", max_length=9, on_overflow="drop", columns={"text": "body"})
-    # Of 9 tokens a completion would have half, 4; 5 are left for a prompt.
-    assert rendering(config, {"body": ""}, "row 1", RowKind.ALL) == Rendering(
-        "text", {"text": "body"}, 9, "drop", RowKind.ALL, 5
-    )
+    assert rendering(config, {"body": ""}, "row 1", RowKind.ALL) == Rendering("text", config, RowKind.ALL)
 
 
 @pytest.mark.parametrize(
@@ -151,19 +152,18 @@ def test_format_is_read_off_the_columns():
 )
 def test_bad_rows_are_named(row, shape, message):
     with pytest.raises(UserError, match=f"^row 7: .*{message}"):
-        to_example(row, TOKENIZER, Rendering(shape, vocab_size=500), "row 7")
+        to_example(row, TOKENIZER, rendered_as(shape, vocab_size=500), "row 7")
 
 
 def test_without_a_tokenizer_only_ids():
     with pytest.raises(UserError, match="row 7: it has prompt and completion, but the model's folder has no tokenizer"):
-        to_example({"prompt": "a", "completion": "b"}, None, Rendering("prompt_completion"), "row 7")
+        to_example({"prompt": "a", "completion": "b"}, None, rendered_as("prompt_completion"), "row 7")
 
 
 def test_accounting_adds_up():
     examples = [Dropped("x"), Dropped("y"), Dropped("x")]
     total = sum(map(Accounting.of, examples), Accounting(2, 2, 1))
     assert total == Accounting(rows=5, kept=2, truncated=1, dropped={"x": 2, "y": 1})
-    assert Accounting.from_dict(total.to_dict()) == total
     with pytest.raises(AssertionError):
         Accounting(rows=2, kept=1)
 
@@ -192,7 +192,7 @@ def test_tokens_have_weights_by_every_row_or_none():
 def test_pieces_keep_their_tokens_weights():
     row = {"input_ids": [9, 8, 7, 6, 5], "loss_weights": [0, 1, 2, 3, 4]}
     example = Kept((Sequence(np.arange(5), np.arange(5) > 0, per_token={"loss_weights": np.arange(5.0)}),), row=row)
-    cut = Cutter(3, wrapped=False)
+    cut = Cutter(DataConfig(train="x", max_length=3, packing="split"), RowKind.COMPLETION)
     pieces = [cut.take(example)[0] for _ in range(2)]
     assert [piece and piece.sequences[0].per_token["loss_weights"].tolist() for piece in pieces] == [[0, 1, 2], [3, 4]]
 

@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 
+from tests.data import rendered_as
 from tests.data.test_chat import QWEN3, SPACE, chatml, made, marks
 from tunix.config import RowKind
 from tunix.data import tiny
@@ -15,7 +16,7 @@ from tunix.data.config import DataConfig
 from tunix.data.examples import to_example
 from tunix.data.packing import pack
 from tunix.data.pipeline import Layout
-from tunix.data.shapes import PAIRS, Rendering, detect_format, rendering
+from tunix.data.shapes import PAIRS, detect_format, rendering
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.data.types import (
     COMPLETION_TOO_LONG,
@@ -298,7 +299,7 @@ def test_bad_rows_are_named(row, message):
 def test_ids_and_tokenizers():
     row = {"prompt_ids": [1], "chosen_ids": [2, 600], "rejected_ids": [3]}
     with pytest.raises(UserError, match="row 7: token id 600 is beyond the model's vocabulary of 500"):
-        to_example(row, None, Rendering("tokens", train_on=RowKind.PAIRS, vocab_size=500), "row 7")
+        to_example(row, None, rendered_as("tokens", train_on=RowKind.PAIRS, vocab_size=500), "row 7")
     with pytest.raises(UserError, match="row 7: rejected_ids holds -1, which is no token id"):
         example({**row, "rejected_ids": [-1]}, None)
     with pytest.raises(UserError, match="no tokenizer: add one, or give prompt_ids, chosen_ids and rejected_ids"):

@@ -5,7 +5,6 @@ import json
 import re
 import struct
 import zlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ import pytest
 from PIL import Image
 from transformers import AutoProcessor
 
+from tests.data import rendered_as
 from tunix.config import RowKind
 from tunix.data import pictures as reading
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples, to_example
 from tunix.data.pipeline import Batches, decoded, encoded
-from tunix.data.shapes import Rendering
 from tunix.data.sources import open_rows
 from tunix.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer
 from tunix.data.types import PICTURE_CUT, Dropped, Kept
@@ -32,7 +31,7 @@ from tunix.types import Sequence
 PLAIN = bytes_tokenizer("gemma", pictures=True)
 DECODER: DecoderConfig
 DECODER, TOKENIZER = with_reader(with_vision(small("gemma3"), published=False), PLAIN, None, most=2)
-SHAPE = Rendering("messages", max_length=200)
+SHAPE = rendered_as("messages", max_length=200)
 SOFT = TOKENIZER.pictures.soft_id
 
 
@@ -55,7 +54,8 @@ MARK, TEXT = {"type": "image"}, {"type": "text", "text": "Which colour?"}
 
 
 def kept(row: dict[str, Any], tokenizer: Tokenizer = TOKENIZER, **how: Any) -> Sequence:
-    found = to_example(row, tokenizer, replace(SHAPE, **how), "row 7 of rows.jsonl")
+    shape = rendered_as(**{"shape": "messages", "max_length": 200, **how})
+    found = to_example(row, tokenizer, shape, "row 7 of rows.jsonl")
     assert isinstance(found, Kept), found
     return found.sequences[0]
 
@@ -117,9 +117,9 @@ def test_every_way_to_give_a_picture_is_the_same(tmp_path):
 
 def test_a_string_prompt_has_its_pictures_first():
     row = {"prompt": "Which?", "completion": "red", "images": [image()]}
-    said = TOKENIZER.decode(kept(row, format="prompt_completion").tokens)
+    said = TOKENIZER.decode(kept(row, shape="prompt_completion").tokens)
     assert said.startswith("<bos>\n\n<start_of_image>" + 4 * "<image_soft_token>" + "<end_of_image>\n\nWhich?")
-    asked = TOKENIZER.decode(kept(row, format="prompt_completion", chat=True).tokens)
+    asked = TOKENIZER.decode(kept(row, shape="prompt_completion", chat=True).tokens)
     assert "<start_of_turn>user\n\n\n<start_of_image>" in asked
 
 
@@ -223,11 +223,11 @@ def test_both_sides_of_a_pair_see_its_pictures_however_it_is_written():
     found = []
     for way in ways:
         fixed = ("prompt",) if "prompt" in way else ()
-        how = Rendering("pairs", max_length=200, train_on=RowKind.PAIRS, fixed=fixed)
+        how = rendered_as("pairs", max_length=200, train_on=RowKind.PAIRS, fixed=fixed)
         example = to_example({**way, "images": [image()]}, TOKENIZER, how)
         assert isinstance(example, Kept), way
         found.append(example.sequences)
-    chat_of_strings = Rendering("pairs", max_length=200, train_on=RowKind.PAIRS, fixed=("prompt",), chat=True)
+    chat_of_strings = rendered_as("pairs", max_length=200, train_on=RowKind.PAIRS, fixed=("prompt",), chat=True)
     row = {"prompt": "Which?", "chosen": "red", "rejected": "blue", "images": [image()]}
     found.append(to_example(row, TOKENIZER, chat_of_strings).sequences)
     for sequences in found:
@@ -247,8 +247,8 @@ def test_a_row_that_is_cut_within_a_picture_is_dropped_and_one_that_is_cut_after
     late = {"messages": [*chat(TEXT), *chat(MARK, TEXT)], "images": [image()]}
     ends = int(np.flatnonzero(kept(late).pictures.places).max())
     assert ends > last
-    assert to_example(late, TOKENIZER, replace(SHAPE, max_length=ends)) == Dropped(PICTURE_CUT)
-    assert isinstance(to_example(late, TOKENIZER, replace(SHAPE, max_length=ends + 1)), Kept)
+    assert to_example(late, TOKENIZER, rendered_as("messages", max_length=ends)) == Dropped(PICTURE_CUT)
+    assert isinstance(to_example(late, TOKENIZER, rendered_as("messages", max_length=ends + 1)), Kept)
 
 
 def test_a_prompt_has_its_pictures_or_is_dropped():
@@ -259,11 +259,12 @@ def test_a_prompt_has_its_pictures_or_is_dropped():
     np.testing.assert_array_equal(prompt.pictures.places, np.where(soft, np.cumsum(soft), 0))
     assert soft.sum() == TOKENIZER.pictures.tokens * len(prompt.pictures.pixels) == TOKENIZER.pictures.tokens
     first = int(np.flatnonzero(soft)[0])
-    cut = replace(SHAPE, train_on=RowKind.PROMPT, prompt_length=len(soft) - first)
-    whole = to_example(row, TOKENIZER, cut)
+    limit = len(soft) - first
+    whole = to_example(row, TOKENIZER, rendered_as("messages", RowKind.PROMPT, prompt_length=limit))
     assert isinstance(whole, Kept)
     assert whole.sequences[0].pictures.places[0] == 1
-    assert to_example(row, TOKENIZER, replace(cut, prompt_length=len(soft) - first - 1)) == Dropped(PICTURE_CUT)
+    shorter = rendered_as("messages", RowKind.PROMPT, prompt_length=limit - 1)
+    assert to_example(row, TOKENIZER, shorter) == Dropped(PICTURE_CUT)
 
 
 def test_files_are_found_from_the_data_and_batches_have_room_whether_rows_have_pictures(tmp_path):

@@ -1,6 +1,5 @@
 """Pictures that keep their proportions: as transformers' processor of Qwen reads and writes them, and their limits."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +8,12 @@ import numpy as np
 import pytest
 from transformers import Qwen2VLImageProcessorPil, Qwen3VLProcessor
 
+from tests.data import rendered_as
 from tests.data.test_pictures import MARK, TEXT, chat, image
 from tunix.config import RowKind
 from tunix.data.config import DataConfig
 from tunix.data.examples import to_example
 from tunix.data.pipeline import decoded, encoded
-from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.data.types import Kept
 from tunix.errors import UserError
@@ -31,7 +30,7 @@ SQUARE = 64
 
 
 def kept(row: dict[str, Any], **how: Any) -> Sequence:
-    shape = replace(Rendering("messages", max_length=300), **how)
+    shape = rendered_as(**{"shape": "messages", "max_length": 300, **how})
     found = to_example(row, TOKENIZER, shape, "row 7 of rows.jsonl")
     assert isinstance(found, Kept), found
     return found.sequences[0]
@@ -82,7 +81,7 @@ def test_soft_tokens_are_never_trained_and_rope_turns_them_by_rows_and_columns()
 def test_a_string_prompt_has_its_pictures_first():
     row = {"prompt": "Which?", "completion": "red", "images": [image(1, (16, 16))]}
     for how in ({}, {"chat": True}):
-        one = kept(row, format="prompt_completion", **how)
+        one = kept(row, shape="prompt_completion", **how)
         number = int(np.prod(one.pictures.grids))
         said = TOKENIZER.decode(one.tokens)
         assert "<|vision_start|>" + number * "<|image_pad|>" + "<|vision_end|>Which?" in said
@@ -108,7 +107,7 @@ def test_what_cannot_be_read_is_said(row, message):
 
 def test_rows_that_another_process_rendered_have_their_pictures():
     example = to_example(
-        {"messages": chat(MARK, TEXT), "images": [image()]}, TOKENIZER, Rendering("messages", max_length=200)
+        {"messages": chat(MARK, TEXT), "images": [image()]}, TOKENIZER, rendered_as("messages", max_length=200)
     )
     (one,), (other,) = example.sequences, decoded(encoded([example]))[0].sequences
     for name, value in vars(one.pictures).items():

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from tests.data import rendered_as
 from tests.data.test_chat import made
 from tests.data.test_chat_manners import CALL, DEVELOPER, IM, NAMED, THOUGHT, THOUGHTS, TOKENIZERS
 from tunix.cli import main
 from tunix.config import RowKind
 from tunix.data.chat import render_chat
 from tunix.data.examples import to_example
-from tunix.data.shapes import Rendering
 from tunix.data.sources import open_rows
 from tunix.data.templates import TEMPLATES
 from tunix.data.tokenizer import Tokenizer
@@ -73,7 +74,7 @@ def test_keys_that_arrow_filled_with_null_are_not_there(tmp_path: Path, form: st
         else:
             with pyarrow.ipc.new_file(stored, table.schema) as writer:
                 writer.write_table(table)
-    settings = Rendering("messages")
+    settings = rendered_as("messages")
     for i, row in enumerate(rows):
         without = json.loads(json.dumps(row).replace(', "enum": null', ""))
         expected = to_example(without, TOKENIZER, settings)
@@ -91,7 +92,7 @@ def test_keys_that_arrow_filled_with_null_are_not_there(tmp_path: Path, form: st
     ],
 )  # fmt: skip
 def test_tools_that_are_json(tools: Any):
-    settings = Rendering("messages")
+    settings = rendered_as("messages")
     right = to_example({"messages": CALL, "tools": [tool("look", at={"type": "string"})]}, TOKENIZER, settings)
     assert text_of(to_example({"messages": CALL, "tools": tools}, TOKENIZER, settings)) == text_of(right)
 
@@ -99,7 +100,7 @@ def test_tools_that_are_json(tools: Any):
 @pytest.mark.parametrize("tools", ["{", 3, ["a"], [1]])
 def test_tools_that_are_none(tools: Any):
     with pytest.raises(UserError, match=r"tools is .*, not a list of tools"):
-        to_example({"messages": CALL, "tools": tools}, TOKENIZER, Rendering("messages"))
+        to_example({"messages": CALL, "tools": tools}, TOKENIZER, rendered_as("messages"))
 
 
 @pytest.mark.parametrize("kind", [RowKind.COMPLETION, RowKind.PROMPT, RowKind.PAIRS])
@@ -109,7 +110,9 @@ def test_variables_of_a_row_take_precedence(kind: RowKind):
         row["messages"] = [*CALL[:1], *CALL[3:4]]
     shape = "pairs" if kind == RowKind.PAIRS else "messages"
     fixed = ("prompt",) if kind == RowKind.PAIRS else ()
-    settings = Rendering(shape, train_on=kind, fixed=fixed, prompt_length=99, template_kwargs={"enable_thinking": True})
+    settings = rendered_as(
+        shape, train_on=kind, fixed=fixed, prompt_length=99, template_kwargs={"enable_thinking": True}
+    )
     for variables, said in (
         (None, False),
         ({"enable_thinking": False}, True),
@@ -130,14 +133,14 @@ def test_variables_of_a_row_take_precedence(kind: RowKind):
 )
 def test_variables_that_are_none(variables: Any, message: str):
     with pytest.raises(UserError, match=f"row 3.*{message}"):
-        to_example({"messages": CALL, "chat_template_kwargs": variables}, TOKENIZER, Rendering("messages"), "row 3")
+        to_example({"messages": CALL, "chat_template_kwargs": variables}, TOKENIZER, rendered_as("messages"), "row 3")
 
 
 def test_refused_rows_are_counted_and_noted_ones_too():
     mute = made(
         "{% for m in messages %}{% if m.role != 'developer' %}{{ m.content }}{% endif %}{% endfor %}", IM, "<|im_end|>"
     )
-    settings = Rendering("messages")
+    settings = rendered_as("messages")
     refused = to_example({"messages": DEVELOPER}, mute, settings)
     assert isinstance(refused, Dropped)
     assert refused.detail.startswith("message 1 (developer): the chat template does not write its content, 'One word.'")
@@ -145,7 +148,7 @@ def test_refused_rows_are_counted_and_noted_ones_too():
     account = Accounting.of(refused) + Accounting.of(kept) + Accounting.of(kept)
     # Both turns of a row end without a stop token: the row counts once for the rule.
     assert account == Accounting(rows=3, kept=2, dropped={NOT_WRITTEN: 1}, notes={NO_STOP: 2})
-    assert Accounting.from_dict(json.loads(json.dumps(account.to_dict()))) == account
+    assert Accounting(**json.loads(json.dumps(asdict(account)))) == account
 
 
 def test_inspect_tells_the_rule_and_the_text(

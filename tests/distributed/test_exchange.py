@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grain
 import numpy as np
 import pytest
 
@@ -176,11 +177,11 @@ def test_rows_are_rendered_once_and_all_have_all(monkeypatch: pytest.MonkeyPatch
             rendered[index].append(place)
             return row_of(place)
 
-        rows = Divided(render, 100, "rows")
-        found = [rows(place) for place in range(100) if place != 40]
+        rows = Divided(grain.MapDataset.range(100).map(render), "rows")
+        found = [rows[place] for place in range(100) if place != 40]
         rows.restart()
         with pytest.raises(UserError, match="row 41 is no example"):
-            rows(40)
+            _ = rows[40]
         return found
 
     found, store = pretended(monkeypatch, 2, act)
@@ -200,17 +201,17 @@ def test_one_that_waits_for_rows_can_be_stopped_and_go_on_elsewhere(monkeypatch:
     waiting = threading.Barrier(2)
 
     def act(index: int) -> Kept | Dropped:
-        rows = Divided(row_of, 4 * window, "rows")
-        rows(0)
+        rows = Divided(grain.MapDataset.range(4 * window).map(row_of), "rows")
+        _ = rows[0]
         if index == 0:
             # It has read ahead where the other has not.
             threading.Timer(0.3, rows.stop).start()
             with pytest.raises(processes.Stopped):
-                rows(window)
+                _ = rows[window]
         waiting.wait(30)
         rows.restart()
         time.sleep(0.3 * index)
-        return rows(to * window)
+        return rows[to * window]
 
     for found in pretended(monkeypatch, 2, act)[0]:
         assert_same_row(found, row_of(to * window))

@@ -13,6 +13,7 @@ from peft import PeftModel
 from PIL import Image
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
+from tests.data import rendered_as
 from tests.models.test_qwen_vision import given
 from tests.run.test_pictures_run import CHANGES as GEMMA
 from tests.run.test_pictures_run import (
@@ -28,7 +29,6 @@ from tests.tiny_models import DELTA, randomise
 from tests.tiny_runs import losses, metrics, train, write_recipe, write_rows
 from tunix.cli import main
 from tunix.data.examples import to_example
-from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import bytes_tokenizer, load_tokenizer
 from tunix.data.types import Kept
 from tunix.hf.picture_settings import with_reader, write_settings
@@ -95,7 +95,7 @@ def asked(folder: Path, picture: Any) -> Sequence:
     decoder = read_folder(folder, pictures=True)
     _, tokenizer = with_reader(decoder, load_tokenizer(folder), folder, 1, 8)
     question = chat([{"type": "image", "image": picture}, {"type": "text", "text": "Hue?"}], "?")
-    found = to_example({"messages": question}, tokenizer, Rendering("messages", max_length=200))
+    found = to_example({"messages": question}, tokenizer, rendered_as("messages", max_length=200))
     assert isinstance(found, Kept)
     (one,) = found.sequences
     start = int(np.argmax(one.loss_mask))

@@ -11,7 +11,6 @@ Axes: P prompts, G group, T time.
 
 import json
 import math
-import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 from contextlib import closing, nullcontext
@@ -26,10 +25,9 @@ from tunix.algorithms.episodes import rewards_of, total_rewards
 from tunix.commands.sampling import Bar, ProgressSampler, open_collector, score_fields
 from tunix.config import RowKind
 from tunix.data.config import DataConfig
-from tunix.data.examples import to_example
+from tunix.data.examples import Examples
 from tunix.data.packing import as_scored
 from tunix.data.pipeline import prompt_of
-from tunix.data.shapes import rendering
 from tunix.data.sources import Rows, held_out_rows, open_held_out
 from tunix.data.types import Accounting, Kept
 from tunix.errors import UserError
@@ -183,21 +181,14 @@ class Setting:
         Raises:
             UserError: every row is dropped.
         """
-        settings = replace(
-            rendering(self.config, self.rows[0], f"row 1 of {self.rows.name}", kind),
-            vocab_size=self.inference.source.decoder.vocab_size,
-        )
-        number = min(self.limit or sys.maxsize, len(self.rows))
-        made = [
-            to_example(self.rows[i], self.inference.tokenizer, settings, f"row {i + 1} of {self.rows.name}")
-            for i in range(number)
-        ]
+        vocab_size = self.inference.source.decoder.vocab_size
+        made = list(Examples(self.rows, self.inference.tokenizer, self.config, kind, vocab_size).first(self.limit))
         account = sum(map(Accounting.of, made), Accounting())
         lost = {**account.dropped, "cut off at max_length": account.truncated, **account.notes}
         note = "".join(f"; {count} x {reason}" for reason, count in lost.items() if count)
         kept = {i: x for i, x in enumerate(made) if isinstance(x, Kept) and x.sequences[0].weight > 0}
         if not kept:
-            raise UserError(f"{self.rows.name}: none of {number} rows can be evaluated{note}")
+            raise UserError(f"{self.rows.name}: none of {len(made)} rows can be evaluated{note}")
         return list(kept), list(kept.values()), note
 
 

@@ -34,6 +34,7 @@ import numpy as np
 from tunix.algorithms.episodes import total_rewards
 from tunix.commands.resumable_output import ResumableOutput, digest_of_folder, digest_of_rows, resumable_output
 from tunix.commands.sampling import Bar, ProgressSampler, digest_of_source, fingerprint, open_collector, score_fields
+from tunix.data.config import DataConfig
 from tunix.data.examples import prompt_text, to_example
 from tunix.data.shapes import TEMPLATE_KWARGS, Rendering
 from tunix.data.sources import Rows, open_rows
@@ -135,7 +136,8 @@ def _as_text(inference: InferenceModel, question: Question, completion: Mapping[
     turn = {"role": "assistant", "content": text}
     row = {"prompt": prompt, "completion": text if isinstance(prompt, str) else [turn]}
     row |= {name: question.row[name] for name in ("tools", TEMPLATE_KWARGS) if question.row.get(name) is not None}
-    rendering = Rendering("prompt_completion", max_length=sys.maxsize, vocab_size=inference.source.decoder.vocab_size)
+    data, vocab_size = DataConfig(train=""), inference.source.decoder.vocab_size
+    rendering = Rendering("prompt_completion", data, vocab_size=vocab_size, uncut=True)
     try:
         example = to_example(row, inference.tokenizer, rendering)
     except UserError:  # the template refuses this answer, which can still be trained as ids

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from tunix.config import RowKind
 from tunix.data.examples import Examples, to_example
-from tunix.data.pipeline import Cutter, Groups, Layout, cutter
+from tunix.data.pipeline import Cutter, Groups, Layout
 from tunix.data.shapes import Rendering
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ def _show_run(recipe: Recipe, rows: int, console: Console) -> None:
         examples = Examples(train, tokenizer, recipe.data, row_kind_of(recipe, algorithm))
         settings, seen = examples.settings, list(examples.first(max(rows, ACCOUNTED)))
         shown = seen[:rows]
-        pieces = _pieces(shown, cutter(recipe.data, settings.train_on), recipe.batch_size)
+        pieces = _pieces(shown, Cutter(recipe.data, settings.train_on), recipe.batch_size)
         lost = partial(_lost, train, tokenizer, settings)
         for number, parts in enumerate(pieces, start=1):
             for part, example in enumerate(parts, start=1):
@@ -132,7 +132,7 @@ def _lost(
         yield f"dropped, {example.reason}", shown
         return
     if example.truncated:
-        whole = to_example(rows[index], tokenizer, replace(settings, on_overflow="keep"), folder=rows.folder)
+        whole = to_example(rows[index], tokenizer, replace(settings, uncut=True), folder=rows.folder)
         assert isinstance(whole, Kept), "it was kept before"
         for cut, uncut in zip(example.sequences, whole.sequences, strict=True):
             size = len(cut.tokens)
@@ -155,7 +155,8 @@ def _shortened(text: str) -> str:
 
 def _limit(settings: Rendering) -> int:
     """The maximum tokens of a sequence, or of a prompt alone."""
-    return settings.prompt_length if settings.train_on == RowKind.PROMPT else settings.max_length
+    data = settings.data
+    return data.longest_prompt if settings.train_on == RowKind.PROMPT else data.max_length
 
 
 def _marked(sequence: Sequence, tokenizer: Tokenizer | None, coloured: bool) -> Text:
@@ -186,7 +187,7 @@ def _show_totals(
     table whose counts add up: rows = kept + dropped, and dropped rows by reason."""
     tokens, trained, packed_rows, empty = 0, 0, 0, 0
     length = packed.length(recipe.data) if packed else 0
-    groups = Groups(examples.__getitem__, len(examples), cutter(recipe.data, settings.train_on), recipe.batch_size)
+    groups = Groups(examples, Cutter(recipe.data, settings.train_on), recipe.batch_size)
     for group, _ in groups:
         sequences = [sequence for kept in group for sequence in kept.sequences]
         tokens += sum(len(sequence.tokens) for sequence in sequences)
@@ -203,9 +204,9 @@ def _show_totals(
     dropped = sorted(account.dropped.items())
     # Rows that are too long: how many were truncated, or into how many pieces they were cut.
     cuts = [("    truncated", account.truncated, f"cut at {_limit(settings)} tokens")]
-    if settings.on_overflow == "keep":
+    if settings.uncut:
         cuts = [
-            ("    pieces", account.pieces, f"of at most {settings.max_length} tokens, each a sequence of a batch"),
+            ("    pieces", account.pieces, f"of at most {recipe.data.max_length} tokens, each a sequence of a batch"),
             ("    left out", account.untrained, "pieces with nothing to train on"),
         ]
     lines = [

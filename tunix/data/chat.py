@@ -366,23 +366,12 @@ def _code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<i4")
 
 
-@dataclass(frozen=True)
 class Tokens:
-    """A text as tokens."""
+    """A text as tokens: T `ids`, and `[T 2]` the first and end character of each, `offsets`."""
 
-    text: str
-    """What was tokenized."""
-    ids: list[int]
-    """T ids."""
-    offsets: np.ndarray
-    """`[T 2]` the first and end character of each."""
-    tokenizer: Tokenizer
-    """What made them."""
-
-    @classmethod
-    def of(cls, text: str, tokenizer: Tokenizer) -> Tokens:
-        """The tokens of a text."""
-        return cls(text, *tokenizer.encode_with_offsets(text), tokenizer)
+    def __init__(self, text: str, tokenizer: Tokenizer) -> None:
+        self.text, self.tokenizer = text, tokenizer
+        self.ids, self.offsets = tokenizer.encode_with_offsets(text)
 
     def first_from(self, place: int) -> int:
         """The first token that begins at a character or after it."""
@@ -460,7 +449,7 @@ class Turns:
         place = int(traced.places_of(k, k + 1).max(initial=-1))
         if place < 0 or text[:place] + text[place + 1 :] != self.traced.text:
             return None
-        tokens = Tokens.of(text, self.tokens.tokenizer)
+        tokens = Tokens(text, self.tokens.tokenizer)
         turn = Turns(filled, traced, tokens, self.prompt, self.render).turn(k)
         end = int(tokens.offsets[turn.tokens.stop - 1, 1]) - 1
         return Turn(slice(self.tokens.first_from(turn.begin), self.tokens.first_from(end)), turn.stops, turn.begin)
@@ -628,7 +617,7 @@ def render_chat(
     prepared = _prepared(messages, tokenizer)
     render = partial(_render, tokenizer=tokenizer, template_kwargs=template_kwargs)
     text = render(prepared)
-    tokens = Tokens.of(text, tokenizer)
+    tokens = Tokens(text, tokenizer)
     key = None if tokenizer.marks_generation else Outline.key(prepared, template_kwargs, trained)
     outline = tokenizer.outlines.get(key)
     if outline is not None and (proved := outline.bounds(prepared, text)) is not None:
@@ -641,12 +630,11 @@ def render_chat(
             mask[tokens.first_from(begin - start) : stopped] = True
         else:
             return Rendered(np.asarray(tokens.ids, np.int32), mask, tuple(Note(THOUGHTS, x) for x in thoughts))
-    traced = _traced(prepared, text, render)
-    notes = _left_out(prepared, traced)
+    traced, notes = _traced(prepared, text, render)
     prompt = partial(_render, tokenizer=tokenizer, template_kwargs=template_kwargs, add_generation_prompt=True)
     turns = Turns(prepared, traced, tokens, prompt, render)
     if tokenizer.marks_generation:
-        spans = turns.marked(tokenizer.generation_spans(prepared, **template_kwargs), trained)
+        spans = turns.marked(tokenizer.marked_text(prepared, template_kwargs, False, True)[1], trained)
     else:
         spans = [turns.turn(k) if len(traced.places_of(k, k + 1)) else turns.empty_turn(k) for k in trained]
     mask = np.zeros(len(tokens.ids), bool)
@@ -663,9 +651,8 @@ def render_chat(
     for message in np.flatnonzero(np.bincount(traced.messages[codes[codes >= 0]])).tolist():
         if message not in trained:
             raise Refused(UNPROVED, f"message {message + 1} would be trained: an assistant's turn holds its text too")
-    if key is not None and all(note.rule == THOUGHTS for note in notes):
-        begins = {k: turn.begin for k, turn in zip(trained, spans, strict=True) if turn is not None}
-        _remember(tokenizer, key, Outline.of(traced, begins))
+    begins = {k: turn.begin for k, turn in zip(trained, spans, strict=False) if turn is not None}
+    _remember(tokenizer, key, notes, traced, begins)
     return Rendered(np.asarray(tokens.ids, np.int32), mask, tuple(notes))
 
 
@@ -684,10 +671,8 @@ def render_prompt(messages: Sequence[Message], tokenizer: Tokenizer, **template_
     if outline is not None and (proved := outline.bounds(prepared, text)) is not None:
         notes.extend(Note(THOUGHTS, thought) for thought in proved[1])
     else:
-        traced = _traced(prepared, text, render)
-        notes = _left_out(prepared, traced)
-        if key is not None and all(note.rule == THOUGHTS for note in notes):
-            _remember(tokenizer, key, Outline.of(traced, {}))
+        traced, notes = _traced(prepared, text, render)
+        _remember(tokenizer, key, notes, traced, {})
     ids = tokenizer.encode(text)
     return Rendered(np.asarray(ids, np.int32), np.zeros(len(ids), bool), tuple(notes))
 
@@ -718,8 +703,7 @@ def render_continuation(
     check_messages(conversation)
     prepared = _prepared(conversation, tokenizer)
     render = partial(_render, tokenizer=tokenizer, template_kwargs=template_kwargs, add_generation_prompt=True)
-    traced = _traced(prepared, render(prepared), render)
-    _left_out(prepared, traced)
+    traced, _ = _traced(prepared, render(prepared), render)
     last = traced.places_of(len(messages), len(messages) + 1)[-1]
     ids = tokenizer.encode(traced.text[last + 1 :])
     first = next((i for i, token in enumerate(ids) if tokenizer.is_added(token)), None)
@@ -776,41 +760,40 @@ def check_messages(messages: Any) -> None:
         if role not in ROLES:
             hint = " Did you mean 'assistant'?" if role in ("model", "gpt", "bot") else nearest(str(role), ROLES)
             raise UserError(f"message {i} has the role {role!r:.80}, not one of {', '.join(ROLES)}.{hint}")
-        try:
-            _check_message(message, role)
-        except UserError as error:
-            raise UserError(f"message {i} ({role}) {error}") from None
+        if fault := _fault(message, role):
+            raise UserError(f"message {i} ({role}) {fault}")
 
 
-def _check_message(message: Mapping[str, Any], role: str) -> None:
-    """Refuses a message whose keys do not fit its role."""
+def _fault(message: Mapping[str, Any], role: str) -> str | None:
+    """What in a message does not fit its role."""
     content, calls = message.get("content"), message.get("tool_calls")
     if message.get("function_call") is not None:
-        raise UserError('has a function_call: write tool_calls: [{"function": {"name": ..., "arguments": ...}}]')
+        return 'has a function_call: write tool_calls: [{"function": {"name": ..., "arguments": ...}}]'
     if calls and role != "assistant":
-        raise UserError("has tool_calls, which only an assistant's message has")
+        return "has tool_calls, which only an assistant's message has"
     if content is None and not calls:
         empty = " and tool_calls is empty" if calls is not None else f"; its keys are {', '.join(map(str, message))}"
-        raise UserError(f"has no content{empty}")
+        return f"has no content{empty}"
     if content is not None and not isinstance(content, str):
         if not isinstance(content, Sequence) or isinstance(content, bytes):
-            raise UserError(f"has the content {content!r:.80}, not a string or a list of parts")
+            return f"has the content {content!r:.80}, not a string or a list of parts"
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind not in PARTS:
-                raise UserError(f"has the part {part!r:.80}, not an object whose type is one of {', '.join(PARTS)}")
+                return f"has the part {part!r:.80}, not an object whose type is one of {', '.join(PARTS)}"
             if kind != "image" and not isinstance(part.get(kind), str):
-                raise UserError(f"has a part of type {kind!r} whose {kind!r} is {part.get(kind)!r:.80}, not a string")
+                return f"has a part of type {kind!r} whose {kind!r} is {part.get(kind)!r:.80}, not a string"
     thoughts = [message[name] for name in REASONING if message.get(name) is not None]
     if any(not isinstance(thought, str) or thought != thoughts[0] for thought in thoughts):
-        raise UserError(f"has thoughts that are no string, or differ: give one of {', '.join(REASONING)}")
+        return f"has thoughts that are no string, or differ: give one of {', '.join(REASONING)}"
     weight, train = message.get("weight"), message.get("train")
     if role != "assistant" and (weight or train):
-        raise UserError("has a weight of its own, but only the assistant's messages are trained")
+        return "has a weight of its own, but only the assistant's messages are trained"
     if weight is not None and weight not in (0, 1):
-        raise UserError(f"has the weight {weight!r:.80}, not 0 or 1; a row's own weight is a column of the row")
+        return f"has the weight {weight!r:.80}, not 0 or 1; a row's own weight is a column of the row"
     if train is not None and not isinstance(train, bool):
-        raise UserError(f"has train {train!r:.80}, not true or false")
+        return f"has train {train!r:.80}, not true or false"
+    return None
 
 
 def _prepared(messages: Sequence[Message], tokenizer: Tokenizer) -> list[dict[str, Any]]:
@@ -880,16 +863,21 @@ def _render(
         raise UserError(f"the chat template of {tokenizer.name} refuses the conversation: {error}") from error
 
 
-def _remember(tokenizer: Tokenizer, key: Hashable, outline: Outline | None) -> None:
-    if outline is not None and len(tokenizer.outlines) < OUTLINES:
+def _remember(
+    tokenizer: Tokenizer, key: Hashable | None, notes: Sequence[Note], traced: Traced, begins: Mapping[int, int]
+) -> None:
+    """Keeps the outline of a conversation whose shape has one, for others of that shape."""
+    outlined = key is not None and all(note.rule == THOUGHTS for note in notes)
+    outline = Outline.of(traced, begins) if outlined and len(tokenizer.outlines) < OUTLINES else None
+    if outline is not None:
         tokenizer.outlines[key] = outline
 
 
-def _traced(messages: Sequence[Message], text: str, render: Render) -> Traced:
-    """The traced text.
+def _traced(messages: Sequence[Message], text: str, render: Render) -> tuple[Traced, list[Note]]:
+    """The traced text, and what the template does not write of the assistant's messages.
 
     Raises:
-        Refused: the template decides by what the messages say.
+        Refused: the template decides by what the messages say, or leaves out something else, which no rule allows.
     """
     if (traced := trace(messages, text, render)) is None:
         raise Refused(
@@ -897,15 +885,6 @@ def _traced(messages: Sequence[Message], text: str, render: Render) -> Traced:
             "the chat template writes other text around other words, so that the bounds of turns cannot be proved: use "
             "a template with {% generation %} marks, or leave the row out",
         )
-    return traced
-
-
-def _left_out(messages: Sequence[Message], traced: Traced) -> list[Note]:
-    """What the template does not write of an assistant's messages.
-
-    Raises:
-        Refused: it leaves out something else, which no rule allows.
-    """
     notes = []
     for field in traced.fields:
         written = traced.places[field.begin : field.end] >= 0
@@ -931,4 +910,4 @@ def _left_out(messages: Sequence[Message], traced: Traced) -> list[Note]:
                 NOT_WRITTEN,
                 f"message {number} ({role}): the chat template does not write {what}, {lost!r:.80}: {remedy}",
             )
-    return notes
+    return traced, notes

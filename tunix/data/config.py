@@ -6,6 +6,8 @@ from pydantic import model_validator
 
 from tunix.config import Config, Place, Positive
 
+Packing = Literal[True, False, "wrapped", "split"]
+
 
 class DataConfig(Config):
     """Where the rows come from and how they become sequences."""
@@ -42,7 +44,7 @@ class DataConfig(Config):
     """System message of the chats that `chat: true` makes."""
     shuffle: bool = True
     """False takes the rows in file order."""
-    packing: Literal[True, False, "wrapped", "split"] = True
+    packing: Packing = True
     """Whether a row holds several sequences; true and false give the same result. `split` cuts texts and completions
     that are longer than max_length into pieces, each a separate sequence, instead of truncating them; `wrapped` fills
     the rows of a batch in order, and cuts wherever one is full. With both, `batch_size` counts pieces, and a piece's

@@ -31,7 +31,7 @@ Axes: T time.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import replace
 from pathlib import Path
@@ -47,19 +47,18 @@ from tunix.data.pictures import IMAGES, images_of, with_marks
 from tunix.data.shapes import (
     MASKS,
     SHAPES,
-    TEMPLATE_KWARGS,
     Rendering,
     Row,
+    as_ids,
     as_integers,
     as_messages,
     as_string,
-    as_template_kwargs,
-    as_tools,
     as_weights,
     column,
     is_finite,
     refuse_half_texts,
     rendering,
+    template_variables,
 )
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
@@ -82,8 +81,6 @@ from tunix.data.types import (
 from tunix.errors import UserError
 from tunix.types import Sequence
 
-HARMLESS = ("special_tokens_mask",)
-"""Columns with a number for every token that say nothing of what is trained or seen."""
 _SPEAKS = re.compile("mask|label|weight|loss|target|position|segment|seq|document", re.IGNORECASE)
 """In the name of a column with a number for every token: it would change what is trained or seen."""
 
@@ -151,21 +148,22 @@ def to_example(
         UserError: a missing or malformed column, or a row that is too long where that is an error; the message begins
             with `where`.
     """
+    data, columns = settings.data, settings.data.columns
     reader, pixels = None if tokenizer is None else tokenizer.pictures, np.zeros(0, np.uint8)
     try:
         for name in (*SHAPES[settings.train_on][settings.format], "prompt", "tools"):
             if settings.format != "tokens":
-                theirs = settings.columns.get(name, name)
+                theirs = columns.get(name, name)
                 refuse_half_texts(row.get(theirs), theirs)
         # The row's pictures are marked in its text, and the tokenizer is told their grids.
         sees = settings.train_on.is_text or settings.train_on in (RowKind.PAIRS, RowKind.PROMPT)
         if tokenizer is not None and reader is not None and sees:
-            row, pictures = with_marks(row, settings.columns, reader.mark, reader.sign)
+            row, pictures = with_marks(row, columns, reader.mark, reader.sign)
             pixels, grids = reader.read(pictures, folder)
             reader = replace(reader, grids=tuple((rows, columns) for rows, columns in grids.tolist()))
             tokenizer = tokenizer.seeing(reader)
-        elif images_of(row, settings.columns):
-            name = settings.columns.get(IMAGES, IMAGES)
+        elif images_of(row, columns):
+            name = columns.get(IMAGES, IMAGES)
             if reader is not None:
                 raise UserError(f"it has pictures ({name}), which only sft, dpo and grpo look at: leave the column out")
             raise UserError(
@@ -175,23 +173,30 @@ def to_example(
             )
         if settings.train_on == RowKind.ROW:
             nothing = np.zeros(0, np.int32)
-            return Kept((Sequence(nothing, nothing.astype(bool)),), row=_renamed(row, settings))
+            return Kept((Sequence(nothing, nothing.astype(bool)),), row=_renamed(row, columns))
+        if tokenizer is None and settings.format != "tokens":
+            shape = "chosen and rejected" if settings.format == "pairs" else settings.format.replace("_", " and ")
+            ids = {
+                RowKind.PAIRS: "prompt_ids, chosen_ids and rejected_ids",
+                RowKind.LABELS: "prompt_ids, completion_ids and label",
+            }.get(settings.train_on, "input_ids (prompt_ids where only prompts are read)")
+            raise UserError(f"it has {shape}, but the model's folder has no tokenizer: add one, or give {ids}")
         sides = (
             render_pair(row, tokenizer, settings)
             if settings.train_on == RowKind.PAIRS
             else (render_row(row, tokenizer, settings),)
         )
-        if not is_finite(weight := column(row, "weight", settings.columns, 1.0)) or weight < 0:
+        if not is_finite(weight := column(row, "weight", columns, 1.0)) or weight < 0:
             raise UserError(f"weight is {weight!r}, not a finite number of at least 0")
         weight, values = float(weight), dict[str, float]()
         if settings.train_on == RowKind.LABELS:
-            label, name = column(row, "label", settings.columns), settings.columns.get("label", "label")
+            label, name = column(row, "label", columns), columns.get("label", "label")
             is_whole = isinstance(label, int | np.integer) and label in (0, 1)
             if not isinstance(label, bool | np.bool_) and not is_whole:
                 raise UserError(f"{name} is {label!r:.80}, not true or false (the numbers 1 and 0 will do)")
             values = {"label": float(label)}
         elif "margin" in settings.fixed:
-            margin, name = column(row, "margin", settings.columns), settings.columns.get("margin", "margin")
+            margin, name = column(row, "margin", columns), columns.get("margin", "margin")
             if not is_finite(margin):
                 raise UserError(f"{name} is {margin!r:.80}, not a finite number")
             values = {"margin": float(margin)}
@@ -206,14 +211,14 @@ def to_example(
             )
     if settings.train_on == RowKind.PROMPT:
         # One that is too long keeps its end, which contains the question.
-        (prompt, _), limit = sides[0], settings.prompt_length
+        (prompt, _), limit = sides[0], data.longest_prompt
         if not len(prompt):
             return Dropped(NO_PROMPT)
         if too_long := _too_long([prompt], limit, "prompt_length", settings, where):
-            if settings.on_overflow == "drop":
+            if data.on_overflow == "drop":
                 return Dropped(PROMPT_TOO_LONG)
             prompt = prompt[-limit:]
-        sequences, kept_row = (Sequence(prompt, np.zeros(len(prompt), bool), weight),), _renamed(row, settings)
+        sequences, kept_row = (Sequence(prompt, np.zeros(len(prompt), bool), weight),), _renamed(row, columns)
     else:
         stops, completed = () if tokenizer is None else tokenizer.stop_ids, (RowKind.PAIRS, RowKind.LABELS)
         for side in sides:
@@ -224,22 +229,22 @@ def to_example(
             side.mask[:1] = False  # nothing predicts the first token
         if not all(side.mask.any() for side in sides):
             return Dropped(NOTHING_TRAINED)
-        if _equal([side.tokens for side in sides]):
+        if len(sides) == 2 and np.array_equal(sides[0].tokens, sides[1].tokens):
             return Dropped(EQUAL)
-        limit, key = settings.max_length, "max_length"
-        if settings.completion_length is not None:
+        limit, key = data.max_length, "max_length"
+        if settings.train_on == RowKind.PAIRS and data.completion_length is not None:
             shared = shared_tokens([Sequence(side.tokens, side.mask) for side in sides])
-            limit, key = min((limit, key), (shared + settings.completion_length, "completion_length"))
+            limit, key = min((limit, key), (shared + data.completion_length, "completion_length"))
         too_long = _too_long([side.tokens for side in sides], limit, key, settings, where)
-        if too_long and settings.on_overflow == "drop":
+        if too_long and data.on_overflow == "drop":
             return Dropped(TOO_LONG if key == "max_length" else COMPLETION_TOO_LONG)
-        end = None if settings.on_overflow == "keep" else limit
+        end = None if settings.uncut else limit
         weights = sides[0].weights
         per_token = {} if weights is None else {LOSS_WEIGHTS: weights[:end]}
         sequences = tuple(Sequence(side.tokens[:end], side.mask[:end], weight, per_token, values) for side in sides)
         if not all(sequence.loss_mask.any() for sequence in sequences):
             return Dropped(CUT_AWAY)
-        if _equal([sequence.tokens for sequence in sequences]):
+        if len(sides) == 2 and np.array_equal(sequences[0].tokens, sequences[1].tokens):
             return Dropped(CUT_EQUAL)
         kept_row = {}
     if reader is not None:
@@ -257,10 +262,10 @@ def to_example(
 
 def _too_long(sides: List[np.ndarray], limit: int, key: str, settings: Rendering, where: str) -> bool:
     """Whether any side of a row is above the limit; raises UserError with `on_overflow: error`."""
-    if settings.on_overflow == "keep":
+    if settings.uncut:
         return False
     most = max(map(len, sides))
-    if most > limit and settings.on_overflow == "error":
+    if most > limit and settings.data.on_overflow == "error":
         raise UserError(
             f"{where} has {most} tokens{' on a side' if len(sides) > 1 else ''}, more than data.{key} {limit}: "
             "raise it, or set data.on_overflow to truncate or drop"
@@ -268,14 +273,9 @@ def _too_long(sides: List[np.ndarray], limit: int, key: str, settings: Rendering
     return most > limit
 
 
-def _equal(tokens: List[np.ndarray]) -> bool:
-    """Whether the two sides of a pair are equal."""
-    return len(tokens) == 2 and np.array_equal(tokens[0], tokens[1])
-
-
-def _renamed(row: Row, settings: Rendering) -> Row:
+def _renamed(row: Row, columns: Mapping[str, str]) -> Row:
     """The row with our names for the columns that `data.columns` maps."""
-    return {**row, **{ours: row[theirs] for ours, theirs in settings.columns.items() if theirs in row}}
+    return {**row, **{ours: row[theirs] for ours, theirs in columns.items() if theirs in row}}
 
 
 def given_tokens(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Rendered:
@@ -288,7 +288,8 @@ def given_tokens(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> 
     Raises:
         UserError: a column is malformed, says another thing than a second one, or is not read.
     """
-    ids = _integers(row, "input_ids", settings)
+    columns = settings.data.columns
+    ids = as_ids(row, "input_ids", columns)
     refuse_unread(row, settings, [len(ids)], ("attention_mask", "position_ids", "token_type_ids", "labels", *MASKS))
     # The tokens between the padding at both ends.
     attended, attention = slice(0, len(ids)), _whole_numbers(row, "attention_mask", len(ids), settings)
@@ -298,9 +299,8 @@ def given_tokens(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> 
         if len(kept) != attended.stop - attended.start:
             inside = attended.start + int(np.argmin(attention[attended]))
             raise UserError(
-                f"{settings.columns.get('attention_mask', 'attention_mask')} is 0 at token {inside + 1}, and 1 before "
-                "and after it: only padding at the ends is left out; for tokens that are seen and not trained use "
-                "loss_mask"
+                f"{columns.get('attention_mask', 'attention_mask')} is 0 at token {inside + 1}, and 1 before and after "
+                "it: only padding at the ends is left out; for tokens that are seen and not trained use loss_mask"
             )
     positions = _whole_numbers(row, "position_ids", len(ids), settings)
     if positions is not None and (steps := np.diff(positions[attended])).size and (steps != 1).any():
@@ -318,13 +318,13 @@ def given_tokens(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> 
             values = values[attended]
             masks[name] = values != (-100 if name == "labels" else 0)
             if name == "labels" and len(wrong := np.flatnonzero(masks[name] & (values != tokens))):
-                i, theirs = int(wrong[0]), settings.columns.get("labels", "labels")
+                i, theirs = int(wrong[0]), columns.get("labels", "labels")
                 raise UserError(
                     f"{theirs}[{i}] is {values[i]}, but input_ids[{i}] is {tokens[i]}: labels repeat the ids, "
                     "unshifted, or are -100"
                 )
     if LOSS_WEIGHTS in settings.fixed:
-        weights = as_weights(column(row, LOSS_WEIGHTS, settings.columns), LOSS_WEIGHTS, len(ids))[attended]
+        weights = as_weights(column(row, LOSS_WEIGHTS, columns), LOSS_WEIGHTS, len(ids))[attended]
         if masks:
             raise UserError(f"it has loss_weights and {' and '.join(masks)}: a weight of 0 says what is not trained")
         masks[LOSS_WEIGHTS] = weights > 0
@@ -336,7 +336,7 @@ def given_tokens(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> 
             place = attended.start + int(np.argmax(differ)) + 1
             raise UserError(f"it has {first} and {name}, which differ at token {place}: leave one of them out")
     if attention is None:
-        _refuse_padding(tokens, settings.columns.get("input_ids", "input_ids"), tokenizer, mask)
+        _refuse_padding(tokens, columns.get("input_ids", "input_ids"), tokenizer, mask)
     return Rendered(tokens, mask, weights=weights)
 
 
@@ -346,9 +346,9 @@ def given_ids(row: Row, names: tuple[str, ...], tokenizer: Tokenizer | None, set
     Raises:
         UserError: a column is malformed, begins or ends with padding, or has a mask.
     """
-    columns = [_integers(row, name, settings) for name in names]
+    columns = [as_ids(row, name, settings.data.columns) for name in names]
     for name, ids in zip(names, columns, strict=True):
-        _refuse_padding(ids, settings.columns.get(name, name), tokenizer)
+        _refuse_padding(ids, settings.data.columns.get(name, name), tokenizer)
     lengths = [len(ids) for ids in columns]
     prompt, *after = lengths
     # A row may have input_ids too; the columns of their length belong to them.
@@ -371,8 +371,9 @@ def refuse_unread(row: Row, settings: Rendering, numbers: list[int], known: tupl
         UserError: there is one; the message names it.
     """
     ids = {name for shapes in SHAPES.values() for name in shapes.get("tokens", ())}
-    read = {settings.columns.get(name, name) for name in (*known, *ids, *HARMLESS, LOSS_WEIGHTS)}
-    read |= set(settings.columns.values())
+    # The mask of special tokens says nothing of what is trained or seen.
+    read = {settings.data.columns.get(name, name) for name in (*known, *ids, "special_tokens_mask", LOSS_WEIGHTS)}
+    read |= set(settings.data.columns.values())
     packed = row.get("seq_lengths")
     if isinstance(packed, list | np.ndarray) and len(packed) > 1:
         raise UserError(
@@ -399,24 +400,15 @@ def refuse_unread(row: Row, settings: Rendering, numbers: list[int], known: tupl
 
 def _read(row: Row, name: str, settings: Rendering) -> Any:
     """An optional column; None where it is absent, or where `data.columns` makes it another one of ours."""
-    taken = name not in settings.columns and name in settings.columns.values()
-    return None if taken else column(row, name, settings.columns, None)
-
-
-def _integers(row: Row, name: str, settings: Rendering) -> np.ndarray:
-    """The token ids of a column, `[T]` int32."""
-    theirs = settings.columns.get(name, name)
-    ids = as_integers(column(row, name, settings.columns), theirs)
-    if len(ids) and ids.min() < 0:
-        raise UserError(f"{theirs} holds {ids.min()}, which is no token id")
-    return ids
+    taken = name not in settings.data.columns and name in settings.data.columns.values()
+    return None if taken else column(row, name, settings.data.columns, None)
 
 
 def _whole_numbers(row: Row, name: str, number: int, settings: Rendering) -> np.ndarray | None:
     """The whole numbers of a column, one for each of `number` tokens, `[T]`; None where the row has none."""
     if (value := _read(row, name, settings)) is None:
         return None
-    theirs = settings.columns.get(name, name)
+    theirs = settings.data.columns.get(name, name)
     values = as_integers(value, theirs)
     if len(values) != number:
         raise UserError(f"{theirs} has {len(values)} values for {number} input_ids")
@@ -426,16 +418,8 @@ def _whole_numbers(row: Row, name: str, number: int, settings: Rendering) -> np.
 
 
 def _refuse_padding(tokens: np.ndarray, name: str, tokenizer: Tokenizer | None, mask: np.ndarray | None = None) -> None:
-    """Refuses padding that later tokens would see, or that would be trained, where its id tells it.
-
-    A PAD that is also a BOS or EOS begins or ends a text once.
-
-    Args:
-        tokens: `[T]` ids.
-        name: of their column.
-        tokenizer: says which id is padding; without it, or without a pad_token, nothing is refused.
-        mask: `[T]` which tokens are trained; None where ids are taken whole.
-    """
+    """Refuses padding that later tokens would see, or that would be trained (`mask`; None where ids are taken whole),
+    where its id tells it. A PAD that is also a BOS or EOS begins or ends a text once."""
     pad = None if tokenizer is None else tokenizer.hf.pad_token_id
     if tokenizer is None or pad is None:
         return
@@ -462,12 +446,12 @@ def render_row(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Re
     if settings.train_on == RowKind.PROMPT:  # ids, a string, or a chat up to the start of the assistant's turn
         if settings.format == "tokens":
             return joined(given_ids(row, ("prompt_ids",), tokenizer, settings)[0], [])
-        tokenizer = needed(tokenizer, settings)
-        prompt = column(row, "messages" if settings.format == "messages" else "prompt", settings.columns)
-        if isinstance(prompt, str) and not settings.chat:
+        assert tokenizer is not None
+        prompt = column(row, "messages" if settings.format == "messages" else "prompt", settings.data.columns)
+        if isinstance(prompt, str) and not settings.data.chat:
             return joined(tokenizer.encode(prompt, bos=tokenizer.adds_bos), [])
-        messages = as_chat("user", prompt, settings) if isinstance(prompt, str) else asked(as_messages(prompt))
-        return render_prompt(messages, tokenizer, **_variables(row, settings))
+        messages = as_chat("user", prompt, settings.data) if isinstance(prompt, str) else asked(as_messages(prompt))
+        return render_prompt(messages, tokenizer, **template_variables(row, settings.data))
     unread = settings.train_on == RowKind.COMPLETION and LOSS_WEIGHTS not in settings.fixed
     if unread and _read(row, LOSS_WEIGHTS, settings) is not None:
         raise UserError(
@@ -478,15 +462,15 @@ def render_row(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Re
     elif settings.format == "tokens":
         rendered = given_tokens(row, tokenizer, settings)
     else:
-        tokenizer = needed(tokenizer, settings)
+        assert tokenizer is not None
         if settings.format == "messages":
-            messages = as_messages(column(row, "messages", settings.columns))
-            rendered = render_messages(messages, row, tokenizer, settings)
+            messages = as_messages(column(row, "messages", settings.data.columns))
+            rendered = render_chat(messages, tokenizer, **template_variables(row, settings.data))
         elif settings.format == "prompt_completion":
-            prompt, completion = (column(row, name, settings.columns) for name in ("prompt", "completion"))
-            rendered = render_completion(prompt, completion, row, tokenizer, settings)
+            prompt, completion = (column(row, name, settings.data.columns) for name in ("prompt", "completion"))
+            rendered = render_completion(prompt, completion, row, tokenizer, settings.data)
         else:
-            text = as_string(column(row, "text", settings.columns), "text")
+            text = as_string(column(row, "text", settings.data.columns), "text")
             rendered = joined([], tokenizer.ended(tokenizer.encode(text, bos=tokenizer.adds_bos)))
     return replace(rendered, mask=np.ones_like(rendered.mask)) if settings.train_on == RowKind.ALL else rendered
 
@@ -513,7 +497,7 @@ def prompt_text(row: Row) -> str:
     return "".join(part if isinstance(part, str) else part.get("text") or "" for part in content)
 
 
-def render_completion(prompt: Any, completion: Any, row: Row, tokenizer: Tokenizer, settings: Rendering) -> Rendered:
+def render_completion(prompt: Any, completion: Any, row: Row, tokenizer: Tokenizer, data: DataConfig) -> Rendered:
     """Renders two strings, the second as the continuation of the first, up to EOS; or two lists of messages as a chat.
 
     The prompt's ids are those that a sampler is given, and the completion's follow them: no token crosses the border.
@@ -523,48 +507,20 @@ def render_completion(prompt: Any, completion: Any, row: Row, tokenizer: Tokeniz
         completion: the text after it, which is trained; of messages the assistant's turns are.
         row: may contain `tools`.
         tokenizer: its chat template renders messages.
-        settings: columns and template variables.
+        data: names columns and template variables, and says whether strings become chats.
 
     Raises:
         UserError: one of the two is a string and the other a list, or the template refuses the messages.
     """
-    if isinstance(prompt, str) and isinstance(completion, str) and settings.chat:
-        prompt, completion = as_chat("user", prompt, settings), as_chat("assistant", completion, settings)
+    if isinstance(prompt, str) and isinstance(completion, str) and data.chat:
+        prompt, completion = as_chat("user", prompt, data), as_chat("assistant", completion, data)
     if isinstance(prompt, str) and isinstance(completion, str):
         start = tokenizer.encode(tokenizer.expanded(prompt), bos=tokenizer.adds_bos)
         return joined(start, tokenizer.ended(tokenizer.encode_after(start, completion)))
     if isinstance(prompt, str) or isinstance(completion, str):
         raise UserError("prompt and completion are both strings or both lists of messages, not one of each")
     before, after = as_messages(prompt), as_messages(completion)
-    return render_messages([*before, *after], row, tokenizer, settings, trained_from=len(before))
-
-
-def render_messages(
-    messages: List[dict[str, Any]], row: Row, tokenizer: Tokenizer, settings: Rendering, trained_from: int = 0
-) -> Rendered:
-    """Renders a chat with the row's tools; the assistant's turns from message `trained_from` on are trained."""
-    return render_chat(messages, tokenizer, trained_from=trained_from, **_variables(row, settings))
-
-
-def _variables(row: Row, settings: Rendering) -> dict[str, Any]:
-    """The variables of the chat template: the recipe's, the row's own, which take precedence, and its tools."""
-    more = as_template_kwargs(column(row, TEMPLATE_KWARGS, settings.columns, None))
-    return {**settings.template_kwargs, **more, **as_tools(column(row, "tools", settings.columns, None))}
-
-
-def needed(tokenizer: Tokenizer | None, settings: Rendering) -> Tokenizer:
-    """The tokenizer, which rows that are not token ids need.
-
-    Raises:
-        UserError: the model has no tokenizer.
-    """
-    if tokenizer is None:
-        shape = "chosen and rejected" if settings.format == "pairs" else settings.format.replace("_", " and ")
-        raise UserError(
-            f"it has {shape}, but the model's folder has no tokenizer: "
-            f"add one, or give {_GIVEN.get(settings.train_on, 'input_ids (prompt_ids where only prompts are read)')}"
-        )
-    return tokenizer
+    return render_chat([*before, *after], tokenizer, trained_from=len(before), **template_variables(row, data))
 
 
 def joined(prompt: List[int] | np.ndarray, completion: List[int] | np.ndarray) -> Rendered:
@@ -573,9 +529,9 @@ def joined(prompt: List[int] | np.ndarray, completion: List[int] | np.ndarray) -
     return Rendered(tokens, np.arange(len(tokens)) >= len(prompt))
 
 
-def as_chat(role: str, text: str, settings: Rendering) -> list[dict[str, Any]]:
+def as_chat(role: str, text: str, data: DataConfig) -> list[dict[str, Any]]:
     """A string as a list of messages; a user's message follows the system message, where there is one."""
-    before = [{"role": "system", "content": settings.system}] if settings.system and role == "user" else []
+    before = [{"role": "system", "content": data.system}] if data.system and role == "user" else []
     return [*before, {"role": role, "content": text}]
 
 
@@ -591,60 +547,67 @@ def asked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages[: len(messages) - last]
 
 
-_GIVEN = {
-    RowKind.PAIRS: "prompt_ids, chosen_ids and rejected_ids",
-    RowKind.LABELS: "prompt_ids, completion_ids and label",
-}
-
-
-Pair = tuple[Rendered, Rendered]
-"""The chosen side, then the rejected side."""
-Messages = list[dict[str, Any]]
-
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 """The beginning of a turn in a transcript."""
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
-def render_pair(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Pair:
-    """Tokens and mask of both sides before any limit.
+def render_pair(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> tuple[Rendered, Rendered]:
+    """Tokens and mask of both sides before any limit, the chosen one first.
 
     Raises:
         Refused: they have no common prompt.
         UserError: a missing or malformed column.
     """
+    data = settings.data
     if settings.format == "tokens":
         names = ("prompt_ids", "chosen_ids", "rejected_ids")
         prompt, chosen, rejected = given_ids(row, names, tokenizer, settings)
         return joined(prompt, chosen), joined(prompt, rejected)
-    tokenizer = needed(tokenizer, settings)
-    chosen, rejected = column(row, "chosen", settings.columns), column(row, "rejected", settings.columns)
+    assert tokenizer is not None
+    chosen, rejected = column(row, "chosen", data.columns), column(row, "rejected", data.columns)
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise UserError("chosen and rejected are both strings or both lists of messages, not one of each")
-    prompt = column(row, "prompt", settings.columns) if "prompt" in settings.fixed else None
+    prompt = column(row, "prompt", data.columns) if "prompt" in settings.fixed else None
+    are_transcripts = prompt is None and isinstance(chosen, str) and _TURN.match(chosen) and _TURN.match(rejected)
+    if are_transcripts and data.chat:
+        system = [{"role": "system", "content": data.system}] if data.system else []
+        conversations: list[list[dict[str, Any]]] = []
+        for text in (chosen, rejected):
+            _, *parts = _TURN.split(text)
+            said = zip(parts[::2], parts[1::2], strict=True)
+            turns = ({"role": _ROLES[who], "content": words.strip()} for who, words in said)
+            conversations.append([*system, *turns])
+        chosen, rejected = conversations
     if not isinstance(chosen, str):
-        return _pair_of_messages(prompt, as_messages(chosen), as_messages(rejected), row, tokenizer, settings)
+        # They follow a prompt, or are whole conversations with a common beginning.
+        chosen, rejected = as_messages(chosen), as_messages(rejected)
+        before = [] if prompt is None or isinstance(prompt, str) else as_messages(prompt)
+        if before and not (chosen[: len(before)] == before == rejected[: len(before)]):
+            chosen, rejected = [*before, *chosen], [*before, *rejected]
+        elif not before:
+            # The messages that both sides begin with, except the last one of each side, which is compared.
+            most = min(len(chosen), len(rejected)) - 1
+            before = chosen[: next((i for i in range(most) if chosen[i] != rejected[i]), most)]
+        if not before:
+            raise Refused(NO_COMMON_PROMPT)
+        first, second = (
+            render_chat(side, tokenizer, trained_from=len(before), **template_variables(row, data))
+            for side in (chosen, rejected)
+        )
+        return first, second
     rejected = as_string(rejected, "rejected")
     if prompt is not None:
-        sides = (render_completion(prompt, side, row, tokenizer, settings) for side in (chosen, rejected))
+        sides = (render_completion(prompt, side, row, tokenizer, data) for side in (chosen, rejected))
         return next(sides), next(sides)
-    if _TURN.match(chosen) and _TURN.match(rejected):
-        if settings.chat:
-            system = [{"role": "system", "content": settings.system}] if settings.system else []
-            conversations: list[Messages] = []
-            for text in (chosen, rejected):
-                _, *parts = _TURN.split(text)
-                said = zip(parts[::2], parts[1::2], strict=True)
-                turns = ({"role": _ROLES[who], "content": words.strip()} for who, words in said)
-                conversations.append([*system, *turns])
-            return _pair_of_messages(None, conversations[0], conversations[1], row, tokenizer, settings)
-        # Transcripts are trained on the assistant's turns from the last one whose beginning both share.
+    if are_transcripts:
+        # Trained on the assistant's turns from the last one whose beginning both share.
         common = common_prefix(chosen, rejected)
         starts = [turn.end() for turn in _TURN.finditer(chosen, 0, common) if turn[1] == "Assistant"]
         if not starts:
             raise Refused(NO_COMMON_PROMPT)
         return _transcript(chosen, starts[-1], tokenizer), _transcript(rejected, starts[-1], tokenizer)
-    if settings.chat:
+    if data.chat:
         raise UserError(
             "data.chat is true, but chosen and rejected are strings without a prompt, and no transcripts of Human: and "
             "Assistant: either; add the column 'prompt'"
@@ -657,23 +620,6 @@ def render_pair(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> P
     if start <= int(bos):
         raise Refused(NO_COMMON_PROMPT)
     return joined(first[:start], first[start:]), joined(second[:start], second[start:])
-
-
-def _pair_of_messages(
-    prompt: Any, chosen: Messages, rejected: Messages, row: Row, tokenizer: Tokenizer, settings: Rendering
-) -> Pair:
-    """The pair of two lists of messages, which follow a prompt or are whole conversations with a common beginning."""
-    before = [] if prompt is None or isinstance(prompt, str) else as_messages(prompt)
-    if before and not (chosen[: len(before)] == before == rejected[: len(before)]):
-        chosen, rejected = [*before, *chosen], [*before, *rejected]
-    elif not before:
-        # The messages that both sides begin with, except the last one of each side, which is compared.
-        most = min(len(chosen), len(rejected)) - 1
-        before = chosen[: next((i for i in range(most) if chosen[i] != rejected[i]), most)]
-    if not before:
-        raise Refused(NO_COMMON_PROMPT)
-    sides = (render_messages(side, row, tokenizer, settings, trained_from=len(before)) for side in (chosen, rejected))
-    return next(sides), next(sides)
 
 
 def _transcript(text: str, start: int, tokenizer: Tokenizer) -> Rendered:

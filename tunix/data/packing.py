@@ -16,19 +16,18 @@ A sequence for a model with a scalar head has one extra position after its last 
 Axes: B rows, T time, S sequences.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as List
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 
 from tunix.config import LOSS_WEIGHTS
+from tunix.data.config import Packing
 from tunix.types import Batch, Pictures, Sequence
 
 LABEL = "label"
 """Name of the per-sequence value that is 1 for a desirable completion and 0 for an undesirable one."""
-Packing = Literal[True, False, "wrapped", "split"]
-"""Whether sequences share rows, and how longer texts are cut into pieces; `DataConfig.packing` explains each value."""
 
 
 def row_length(number: int, longest: int, completion: int | None) -> int:
@@ -102,25 +101,47 @@ def pack(
         for name, values in {"loss_mask": sequence.loss_mask, **sequence.per_token}.items():
             if len(values) != len(sequence.tokens):
                 raise ValueError(f"{name} of sequence {i} has {len(values)} values for {len(sequence.tokens)} tokens")
-    pieces = _pieces(sequences, lengths, unit, share=bool(packing))
+    # Of each piece, unit by unit: its sequence, first and end position there, unit, and the piece that it also sees,
+    # itself where there is none.
+    pieces: list[tuple[int, int, int, int, int]] = []
+    for number, start in enumerate(range(0, len(sequences), unit)):
+        # The last common token is repeated in each branch.
+        shared = shared_tokens(sequences[start : start + unit]) - 1 if packing and unit > 1 else 0
+        parent = len(pieces)
+        if shared > 0:
+            pieces.append((start, 0, shared, number, parent))
+        for i in range(start, start + unit):
+            sees = parent if shared > 0 else len(pieces)
+            pieces.append((i, max(shared, 0), int(lengths[i]), number, sees))
+    owner_of, begin_of, end_of, unit_of, parent_of = np.array(pieces, np.int64).T
     # The pictures of each piece, which has whole ones: text that all share follows them.
     pictures_of: list[Pictures] = []
     if pictures:
-        for owner, begin, end in zip(pieces.owner, pieces.begin, pieces.end, strict=True):
-            whole = sequences[owner].pictures
+        for i, begin, end, *_ in pieces:
+            whole = sequences[i].pictures
             assert whole is not None, "a sequence without pictures says so"
-            pictures_of.append(whole.within(int(begin), int(end)))
-    seen = np.array([x.number for x in pictures_of]) if pictures else np.zeros_like(pieces.owner)
-    row_of, start_of, segment_of = _placed(pieces, max_length, packing, multiple, seen, pictures)
+            pictures_of.append(whole.within(begin, end))
+    seen = np.array([x.number for x in pictures_of]) if pictures else np.zeros_like(owner_of)
+    sizes = end_of - begin_of
+    row_of, start_of, segment_of = _placed(sizes, unit_of, max_length, packing, multiple, seen, pictures)
     rows = -(-(int(row_of.max()) + 1) // multiple) * multiple
-    sizes = pieces.end - pieces.begin
     piece = np.repeat(np.arange(len(sizes)), sizes)
     within = np.arange(len(piece)) - (np.cumsum(sizes) - sizes)[piece]
-    owner, position = pieces.owner[piece], within + pieces.begin[piece]
+    owner, position = owner_of[piece], within + begin_of[piece]
     source = position + (np.cumsum(lengths) - lengths)[owner]
     target = (row_of * max_length + start_of)[piece] + within
-    tokens = _Tokens(piece, owner, position, source, target, (rows, max_length))
-    mask = tokens.joined([sequence.loss_mask for sequence in sequences]).astype(bool) & (tokens.position > 0)
+
+    def joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
+        """Values of all pieces' tokens, one piece after the other, from one array for each sequence."""
+        return np.concatenate([*arrays])[source]
+
+    def in_rows(values: np.ndarray, dtype: type) -> np.ndarray:
+        """Values of all pieces' tokens in rows `[B T]`, with zeros elsewhere."""
+        placed = np.zeros((rows, max_length), dtype)
+        placed.reshape(-1)[target] = values
+        return placed
+
+    mask = joined(sequence.loss_mask for sequence in sequences).astype(bool) & (position > 0)
     if not mask.any():
         raise ValueError("no token of the batch is trained")
     weights = np.zeros(size)
@@ -128,8 +149,8 @@ def pack(
     # Trained tokens of each sequence, each counted by its loss weight where there are any.
     loss_weights = None
     if LOSS_WEIGHTS in first.per_token:
-        loss_weights = tokens.joined([sequence.per_token[LOSS_WEIGHTS] for sequence in sequences])[mask]
-    trained = np.bincount(tokens.owner[mask], loss_weights, minlength=size)
+        loss_weights = joined(sequence.per_token[LOSS_WEIGHTS] for sequence in sequences)[mask]
+    trained = np.bincount(owner[mask], loss_weights, minlength=size)
     # The denominators of losses; see `Batch.counts`.
     counts = {"tokens": weights @ trained, "sequences": weights.sum()}
     if sequences_per_example == 2:
@@ -147,102 +168,42 @@ def pack(
             np.full((len(x.tokens), layers, chosen), -1, np.int16) if x.experts is None else x.experts
             for x in sequences
         ]
-        experts = np.full((*tokens.shape, layers, chosen), -1, np.int16)
-        experts.reshape(-1, layers, chosen)[tokens.target] = tokens.joined(routed)
+        experts = np.full((rows, max_length, layers, chosen), -1, np.int16)
+        experts.reshape(-1, layers, chosen)[target] = joined(routed)
     # The rows' pictures, each row's in the order of the pieces, and their places.
     packed_pictures = None
     if pictures:
         pixels = np.zeros((rows, pictures, *pictures_of[0].pixels.shape[1:]), np.uint8)
         grids, used = np.zeros((rows, pictures, 2), np.int32), np.zeros(rows, np.int64)
         places: list[np.ndarray] = []
-        for row, piece in zip(row_of, pictures_of, strict=True):
-            room, at = np.s_[row, used[row] : used[row] + piece.number], np.asarray(piece.places)
+        for row, seen_by in zip(row_of, pictures_of, strict=True):
+            room, at = np.s_[row, used[row] : used[row] + seen_by.number], np.asarray(seen_by.places)
             places.append(np.where(at > 0, at + np.prod(grids[row], axis=-1).sum(), 0))
-            pixels[room], grids[room] = piece.pixels, piece.grids
-            used[row] += piece.number
+            pixels[room], grids[room] = seen_by.pixels, seen_by.grids
+            used[row] += seen_by.number
         rope = None
         if pictures_of[0].rope is not None:
-            every = np.concatenate([piece.rope for piece in pictures_of if piece.rope is not None])
-            rope = np.stack([tokens.in_rows(axis, np.int32) for axis in every.T], axis=-1)
-        packed_pictures = Pictures(pixels, grids, tokens.in_rows(np.concatenate(places), np.int32), rope)
+            every = np.concatenate([x.rope for x in pictures_of if x.rope is not None])
+            rope = np.stack([in_rows(axis, np.int32) for axis in every.T], axis=-1)
+        packed_pictures = Pictures(pixels, grids, in_rows(np.concatenate(places), np.int32), rope)
     return Batch(
-        tokens=tokens.in_rows(tokens.joined([sequence.tokens for sequence in sequences]), np.int32),
-        positions=tokens.in_rows(tokens.position, np.int32),
-        segment_ids=tokens.in_rows(segment_of[tokens.piece], np.int32),
-        loss_mask=tokens.in_rows(mask, np.bool_),
-        sequence_ids=tokens.in_rows(tokens.owner, np.int32),
+        tokens=in_rows(joined(sequence.tokens for sequence in sequences), np.int32),
+        positions=in_rows(position, np.int32),
+        segment_ids=in_rows(segment_of[piece], np.int32),
+        loss_mask=in_rows(mask, np.bool_),
+        sequence_ids=in_rows(owner, np.int32),
         weights=weights.astype(np.float32),
         lengths=np.where(trained > 0, trained, 1).astype(np.float32),
         counts={name: np.asarray(count, np.float32) for name, count in counts.items()},
         per_token={
-            name: tokens.in_rows(tokens.joined([sequence.per_token[name] for sequence in sequences]), np.float32)
+            name: in_rows(joined(sequence.per_token[name] for sequence in sequences), np.float32)
             for name in first.per_token
         },
         per_sequence=per_sequence,
-        parents=tokens.in_rows(segment_of[pieces.parent][tokens.piece], np.int32) if unit > 1 and packing else None,
+        parents=in_rows(segment_of[parent_of][piece], np.int32) if unit > 1 and packing else None,
         pictures=packed_pictures,
         experts=experts,
     )
-
-
-@dataclass(frozen=True)
-class _Pieces:
-    """Parts of sequences, unit by unit; arrays `[pieces]`."""
-
-    owner: np.ndarray
-    """Index of the piece's sequence."""
-    begin: np.ndarray
-    """Position of its first token in the sequence."""
-    end: np.ndarray
-    """Position after its last token in the sequence."""
-    unit: np.ndarray
-    """Index of its unit, in ascending order."""
-    parent: np.ndarray
-    """Index of the piece that it also sees; its own where there is none."""
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """The tokens of all pieces, one piece after the other; arrays `[tokens]`."""
-
-    piece: np.ndarray
-    """Index of the token's piece."""
-    owner: np.ndarray
-    """Index of its sequence."""
-    position: np.ndarray
-    """Its position in the sequence."""
-    source: np.ndarray
-    """Its index among the concatenated tokens of all sequences."""
-    target: np.ndarray
-    """Its index among the concatenated rows."""
-    shape: tuple[int, int]
-    """(B, T), the shape of the rows."""
-
-    def joined(self, arrays: List[np.ndarray]) -> np.ndarray:
-        """Values of all pieces' tokens, `[tokens]`, from one array for each sequence."""
-        return np.concatenate(arrays)[self.source]
-
-    def in_rows(self, values: np.ndarray, dtype: type) -> np.ndarray:
-        """Values `[tokens]` placed in rows `[B T]`, with zeros elsewhere."""
-        rows = np.zeros(self.shape, dtype)
-        rows.reshape(-1)[self.target] = values
-        return rows
-
-
-def _pieces(sequences: List[Sequence], lengths: np.ndarray, per_unit: int, share: bool) -> _Pieces:
-    number = np.arange(len(sequences))
-    if per_unit == 1:
-        return _Pieces(number, np.zeros_like(number), lengths, number, number)
-    rows: list[tuple[int, int, int, int, int]] = []
-    for unit, first in enumerate(range(0, len(sequences), per_unit)):
-        group = range(first, first + per_unit)
-        # The last common token is repeated in each branch.
-        shared = max(shared_tokens([sequences[i] for i in group]) - 1, 0) if share else 0
-        parent = len(rows)
-        if shared:
-            rows.append((first, 0, shared, unit, parent))
-        rows += [(i, shared, lengths[i], unit, parent if shared else parent + i - first) for i in group]
-    return _Pieces(*np.array(rows, np.int64).T)
 
 
 def shared_tokens(group: List[Sequence]) -> int:
@@ -256,24 +217,31 @@ def shared_tokens(group: List[Sequence]) -> int:
 
 
 def _placed(
-    pieces: _Pieces, max_length: int, packing: Packing, multiple: int, seen: np.ndarray, pictures: int
+    sizes: np.ndarray,
+    unit_of: np.ndarray,
+    max_length: int,
+    packing: Packing,
+    multiple: int,
+    seen: np.ndarray,
+    pictures: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Where the pieces are placed, `[pieces]` each: the row, the first position in it, and the segment id (from 1).
 
     Args:
+        sizes: `[pieces]` tokens of each.
+        unit_of: `[pieces]` index of its unit, in ascending order.
         seen: `[pieces]` pictures of each.
         pictures: the most of a row.
 
     Raises:
         ValueError: a unit does not fit into a row.
     """
-    sizes = pieces.end - pieces.begin
-    lengths, seen = (np.bincount(pieces.unit, weights=x).astype(np.int64) for x in (sizes, seen))
+    lengths, seen = (np.bincount(unit_of, weights=x).astype(np.int64) for x in (sizes, seen))
     if lengths.max() > max_length:
         raise ValueError(f"sequences that share a row have {lengths.max()} tokens; 1 to {max_length} fit in a row")
     if seen.max() > pictures:
         raise ValueError(f"sequences that share a row have {seen.max()} pictures; rows have room for {pictures}")
-    units, number, wrapped = len(lengths), np.bincount(pieces.unit), packing == "wrapped"
+    units, number, wrapped = len(lengths), np.bincount(unit_of), packing == "wrapped"
     order = np.arange(units) if wrapped else np.argsort(-lengths, kind="stable")
 
     def placed(rows: int, evenly: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
@@ -310,9 +278,9 @@ def _placed(
         row_of, start_of, segment_of = np.arange(units), np.zeros_like(lengths), np.ones_like(lengths)
     first = np.cumsum(number) - number
     before = np.cumsum(sizes) - sizes
-    start = start_of[pieces.unit] + before - before[first][pieces.unit]
-    segment = segment_of[pieces.unit] + np.arange(len(sizes)) - first[pieces.unit]
-    return row_of[pieces.unit], start, segment
+    start = start_of[unit_of] + before - before[first][unit_of]
+    segment = segment_of[unit_of] + np.arange(len(sizes)) - first[unit_of]
+    return row_of[unit_of], start, segment
 
 
 def with_spare(tokens: np.ndarray) -> Sequence:

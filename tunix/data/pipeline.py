@@ -27,7 +27,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import grain
@@ -37,6 +37,7 @@ from tunix.config import RowKind
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples, prompt_text
 from tunix.data.packing import pack, row_length
+from tunix.data.sources import Table
 from tunix.data.types import CUT_AWAY, Accounting, Dropped, Kept, Note, Packed, Prompt
 from tunix.distributed import processes
 from tunix.errors import UserError
@@ -50,24 +51,21 @@ _PREFETCHED_BATCHES, _PREFETCHED_PROMPTS = 2, 256
 """How many of them are prepared before the trainer asks for them."""
 _streams = itertools.count()
 """Numbers of the streams of a run, which all processes open in the same order."""
-Render = Callable[[int], Kept | Dropped]
-"""A place in an order -> the example of the row there."""
 
 
 class Cutter:
-    """Takes rows whole, or cuts them into pieces of at most `length` tokens; `wrapped` cuts where a row of the batch is
-    full."""
+    """Takes rows whole, or cuts texts and completions into pieces of at most `max_length` tokens; `wrapped` cuts where
+    a row of the batch is full."""
 
-    def __init__(self, length: int | None = None, wrapped: bool = False) -> None:
-        """Starts at the beginning of a row and of a batch.
-
-        Args:
-            length: T, e.g. 1024; None takes every row uncut.
-            wrapped: whether pieces fill the rows of the batch in order.
-        """
-        self._length, self._wrapped = length, wrapped
-        self._room = length or 0
-        self._begin = self._pieces = 0
+    def __init__(self, config: DataConfig, train_on: RowKind) -> None:
+        """Starts at the beginning of a row and of a batch."""
+        self._length = config.max_length if config.cuts and train_on.is_text else None
+        self._wrapped = config.packing == "wrapped"
+        self._room = self._length or 0
+        self.begin = 0
+        """Tokens of the row that are taken."""
+        self.pieces = 0
+        """Pieces of it with something to train on."""
 
     def new_batch(self) -> None:
         """Starts the rows of a new batch; the text continues where it was cut."""
@@ -77,7 +75,7 @@ class Cutter:
         """Whether the rest of the row contains something to train on."""
         if isinstance(example, Dropped) or self._length is None:
             return isinstance(example, Kept)
-        return bool(example.sequences[0].loss_mask[self._begin + 1 :].any())
+        return bool(example.sequences[0].loss_mask[self.begin + 1 :].any())
 
     def take(self, example: Kept | Dropped) -> tuple[Kept | None, Accounting, bool]:
         """Takes the next piece of the row, or the whole rest where nothing of it is trained.
@@ -88,7 +86,7 @@ class Cutter:
         if isinstance(example, Dropped) or self._length is None:
             return example if isinstance(example, Kept) else None, Accounting.of(example), True
         (whole,) = example.sequences
-        total, begin = len(whole.tokens), self._begin
+        total, begin = len(whole.tokens), self.begin
         if self._room < 2:  # no target fits after a first token
             self._room = self._length
         size = self._room if self._wrapped else self._length
@@ -98,55 +96,42 @@ class Cutter:
         trained, finished = bool(mask.any()), end == total
         # A row counts with its first piece, or at its end where it has none.
         if trained:
-            first = int(not self._pieces)
+            first = int(not self.pieces)
             account = Accounting(rows=first, kept=first, pieces=1)
-        elif finished and not self._pieces:
+        elif finished and not self.pieces:
             account = Accounting(rows=1, dropped={CUT_AWAY: 1}, untrained=1)
         else:
             account = Accounting(untrained=1)
         self._room -= end - begin if trained and self._wrapped else 0
-        self._pieces += trained
-        self._begin = end
+        self.pieces += trained
+        self.begin = end
         if finished:
-            self._begin = self._pieces = 0
+            self.begin = self.pieces = 0
         per_token = {name: values[begin:end] for name, values in whole.per_token.items()}
         cut = replace(whole, tokens=whole.tokens[begin:end], loss_mask=mask, per_token=per_token)
         return replace(example, sequences=(cut,)) if trained else None, account, finished
-
-    def get_state(self) -> dict[str, Any]:
-        """How far the row has been cut, and into how many pieces, as values that JSON can store."""
-        return {} if self._length is None else {"begin": self._begin, "pieces": self._pieces}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from a position that `get_state` returned."""
-        if self._length is not None:
-            self._begin, self._pieces = state["begin"], state["pieces"]
-
-
-def cutter(config: DataConfig, train_on: RowKind) -> Cutter:
-    """The cutter for a recipe's rows; only texts and completions are cut."""
-    return Cutter(config.max_length if config.cuts and train_on.is_text else None, config.packing == "wrapped")
 
 
 class Divided:
     """Rendered rows by their places, which are asked for in their order: each process renders a share of a window."""
 
-    def __init__(self, render: Render, places: int, name: str):
+    def __init__(self, examples: Table, name: str):
         """Renders nothing yet.
 
         Args:
-            render: a place -> its rendered row.
-            places: how many there are.
+            examples: by places, each rendered when it is asked for.
             name: of these rows, the same in all processes, e.g. `rows/0`.
         """
-        self._render, self._places = render, places
-        self._name, self._restarts = name, itertools.count(1)
-        self._restart = 0
+        self._examples = examples
+        self._name, self._restarts = name, 0
         self._window, self._rendered = -1, list[Kept | Dropped | UserError]()
         self._posted = ""
         self._stopped = threading.Event()
 
-    def __call__(self, place: int) -> Kept | Dropped:
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, place: int) -> Kept | Dropped:
         """The rendered row of a place.
 
         Raises:
@@ -155,14 +140,14 @@ class Divided:
         """
         size = SHARE * processes.number()
         if (window := place // size) != self._window:
-            places = range(window * size, min((window + 1) * size, self._places))
+            places = range(window * size, min((window + 1) * size, len(self)))
             share: list[Kept | Dropped | UserError] = []
             for each in places[processes.index() :: processes.number()]:
                 try:
-                    share.append(self._render(each))
+                    share.append(self._examples[each])
                 except UserError as error:  # all processes raise it when they come to this row
                     share.append(error)
-            key = f"{self._name}/{self._restart}/{window}"
+            key = f"{self._name}/{self._restarts}/{window}"
             sent = processes.allgathered_once(key, encoded(share), stopped=self._stopped)
             if self._posted:  # whoever has come to this window has read the one before
                 processes.forget(self._posted)
@@ -181,7 +166,7 @@ class Divided:
 
     def restart(self) -> None:
         """Forgets what was rendered; all processes do so together, wherever each of them was."""
-        self._restart, self._window = next(self._restarts), -1
+        self._restarts, self._window = self._restarts + 1, -1
         self._stopped.clear()
 
 
@@ -233,8 +218,7 @@ class Groups(Generic[T]):
 
     def __init__(
         self,
-        render: Render,
-        places: int,
+        examples: Table,
         cut: Cutter,
         size: int,
         make: Callable[[list[Kept], Accounting], T] = lambda group, accounting: (group, accounting),
@@ -243,15 +227,14 @@ class Groups(Generic[T]):
         """Starts at the first place.
 
         Args:
-            render: a place -> the example of the row there.
-            places: how many there are.
+            examples: rendered rows by their places in an order.
             cut: cuts rows into pieces.
             size: kept rows or pieces of a group.
             make: turns a group, and the accounting up to there, into an item.
             unusable: after how many rows of which none is kept it is an error, and the rows' name; None for
                 never.
         """
-        self._render, self._places, self._cut, self._size = render, places, cut, size
+        self._examples, self._cut, self._size = examples, cut, size
         self._make, self._unusable = make, unusable
         self._next = 0
         self.accounting = Accounting()
@@ -265,8 +248,8 @@ class Groups(Generic[T]):
     def __next__(self) -> T:
         group: list[Kept] = []
         self._cut.new_batch()
-        while self._next < self._places:
-            example = self._example = self._render(self._next) if self._example is None else self._example
+        while self._next < len(self._examples):
+            example = self._example = self._examples[self._next] if self._example is None else self._example
             # A full group still takes the dropped rows that follow it, so that the last batch's account is complete.
             if len(group) == self._size and self._cut.has_target(example):
                 break
@@ -288,21 +271,22 @@ class Groups(Generic[T]):
 
     def get_state(self) -> dict[str, Any]:
         """The next position in the order and within its row, and the accounting up to there."""
-        return {"next_index": self._next, "accounting": self.accounting.to_dict(), **self._cut.get_state()}
+        place = {"next_index": self._next, "begin": self._cut.begin, "pieces": self._cut.pieces}
+        return {**place, "accounting": asdict(self.accounting)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues from a position that `get_state` returned."""
         self._next = state["next_index"]
-        self.accounting = Accounting.from_dict(state["accounting"])
-        self._cut.set_state(state)
+        self.accounting = Accounting(**state["accounting"])
+        self._cut.begin, self._cut.pieces = state.get("begin", 0), state.get("pieces", 0)
         self._example = None
-        if isinstance(self._render, Divided):
-            self._render.restart()
+        if isinstance(self._examples, Divided):
+            self._examples.restart()
 
     def stop(self) -> None:
         """Ends waiting for other processes: this stream is closed, or goes on elsewhere."""
-        if isinstance(self._render, Divided):
-            self._render.stop()
+        if isinstance(self._examples, Divided):
+            self._examples.stop()
 
 
 def shuffled(
@@ -323,17 +307,11 @@ def shuffled(
         make: see `Groups`.
         divided: whether all processes of the run render rows together, and go through them in the same order.
     """
-    order: grain.MapDataset[int] = grain.MapDataset.range(len(examples)).seed(seed % 2**32)
-    order = (order.shuffle() if examples.config.shuffle else order).repeat(epochs)
-
-    def render(place: int) -> Kept | Dropped:
-        number = order[place]
-        assert number is not None, "a range has no gaps"
-        return examples[number]
-
-    source = Divided(render, len(order), f"rows/{next(_streams)}") if divided and processes.number() > 1 else render
-    cut = cutter(examples.config, examples.train_on)
-    return Groups(source, len(order), cut, size, make, (len(examples), examples.rows.name))
+    order: grain.MapDataset = grain.MapDataset.range(len(examples)).seed(seed % 2**32)
+    rows = (order.shuffle() if examples.config.shuffle else order).repeat(epochs).map(examples.__getitem__)
+    source = Divided(rows, f"rows/{next(_streams)}") if divided and processes.number() > 1 else rows
+    cut = Cutter(examples.config, examples.train_on)
+    return Groups(source, cut, size, make, (len(examples), examples.rows.name))
 
 
 def pictures_of_row(config: DataConfig, together: int) -> int:
@@ -518,23 +496,10 @@ def eval_batches(examples: Examples, batch_size: int, limit: int, layout: Layout
     read = list(examples.first(limit))
     weightless = [example for example in read if isinstance(example, Kept) and not _counts(example)]
     weighted = [example for example in read if isinstance(example, Dropped) or _counts(example)]
-    groups = Groups(weighted.__getitem__, len(weighted), cutter(examples.config, examples.train_on), batch_size)
+    groups = Groups(weighted, Cutter(examples.config, examples.train_on), batch_size)
     kept = [group for group, _ in groups]
     total = sum(map(Accounting.of, weightless), groups.accounting)
     if not kept:
         name = examples.rows.name
         raise UserError(f"{name}: none of its first {len(read)} rows can be evaluated: {reasons(total)}")
     return [layout.packed(group, batch_size, examples.config, total) for group in kept]
-
-
-def eval_prompts(examples: Examples, limit: int) -> list[Prompt]:
-    """The prompts of the first `limit` rows in file order.
-
-    Raises:
-        UserError: none of these rows has one.
-    """
-    read = list(examples.first(limit))
-    if prompts := [prompt_of(example) for example in read if isinstance(example, Kept)]:
-        return prompts
-    total = sum(map(Accounting.of, read), Accounting())
-    raise UserError(f"{examples.rows.name}: none of its first {len(read)} rows has a prompt: {reasons(total)}")

@@ -6,10 +6,11 @@ A value of another type is refused with the column's name and the value. The alg
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -45,8 +46,7 @@ def column(row: Row, name: str, columns: Mapping[str, str], *default: Any) -> An
         return default[0]
     if theirs in row:
         raise UserError(f"the column {theirs!r} is null")
-    hint = "".join(f" Did you mean {other!r}?" for other in near(theirs, row))
-    raise UserError(f"there is no column {theirs!r}; it has {listed(row)}.{hint}")
+    raise UserError(f"there is no column {theirs!r}; it has {listed(row)}.{nearest(theirs, map(str, row))}")
 
 
 def as_messages(value: Any) -> list[dict[str, Any]]:
@@ -55,23 +55,16 @@ def as_messages(value: Any) -> list[dict[str, Any]]:
     return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in value]
 
 
-def as_tools(value: Any) -> dict[str, Any]:
-    """The template arguments of a `tools` column (a list of tools, or JSON of it, of each or of its parameters); empty
-    where a row has no tools."""
-    if value is None:
-        return {}
+def template_variables(row: Row, data: DataConfig) -> dict[str, Any]:
+    """The variables of the chat template: the recipe's, the row's own, which take precedence, and its tools: a list of
+    tools, or JSON of it, of each or of its parameters."""
+    variables = {**data.template_kwargs, **as_template_kwargs(column(row, TEMPLATE_KWARGS, data.columns, None))}
+    value = column(row, "tools", data.columns, [])
     try:
         tools = [_tool(_decoded(tool)) for tool in _decoded(value)]
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"tools is {value!r:.80}, not a list of tools: {error}") from error
-    return {"tools": tools} if tools else {}
-
-
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool whose parameters are an object, also where they are JSON."""
-    if isinstance(tool.get("function"), Mapping):
-        return {**tool, "function": _tool(tool["function"])}
-    return {**tool, "parameters": _decoded(tool["parameters"])} if "parameters" in tool else dict(tool)
+    return {**variables, "tools": tools} if tools else variables
 
 
 def as_template_kwargs(value: Any) -> dict[str, Any]:
@@ -85,6 +78,13 @@ def as_template_kwargs(value: Any) -> dict[str, Any]:
     if taken := sorted(variables.keys() & _ARGUMENTS):
         raise UserError(f"chat_template_kwargs sets {', '.join(taken)}, which tunix sets itself: leave it out")
     return dict(variables)
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool whose parameters are an object, also where they are JSON."""
+    if isinstance(tool.get("function"), Mapping):
+        return {**tool, "function": _tool(tool["function"])}
+    return {**tool, "parameters": _decoded(tool["parameters"])} if "parameters" in tool else dict(tool)
 
 
 def _decoded(value: Any) -> Any:
@@ -139,6 +139,15 @@ def as_integers(value: Any, name: str) -> np.ndarray:
     return array.astype(np.int32)
 
 
+def as_ids(row: Row, name: str, columns: Mapping[str, str]) -> np.ndarray:
+    """The token ids of a column, `[T]` int32."""
+    theirs = columns.get(name, name)
+    ids = as_integers(column(row, name, columns), theirs)
+    if len(ids) and ids.min() < 0:
+        raise UserError(f"{theirs} holds {ids.min()}, which is no token id")
+    return ids
+
+
 def _list_of(value: Any, name: str, kinds: str, what: str) -> np.ndarray:
     """A flat list whose numpy kind is one of `kinds`, as an array `[T]`; an empty list has any kind."""
     try:
@@ -155,20 +164,12 @@ def is_finite(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def near(name: str, row: Iterable[str]) -> list[str]:
-    """The row's column with the most similar name, as a list of at most one."""
-    import difflib
-
-    return difflib.get_close_matches(name, [str(column) for column in row], n=1)
-
-
 def listed(row: Iterable[str]) -> str:
     """The columns' names, formatted for a message."""
     return ", ".join(repr(column) for column in row) or "no columns"
 
 
 Format = Literal["messages", "prompt_completion", "text", "tokens", "pairs"]
-Overflow = Literal["truncate", "drop", "error", "keep"]
 Shapes = Mapping[Format, tuple[str, ...]]
 """The columns of each shape; a row that fits several has the first one."""
 
@@ -206,6 +207,8 @@ MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 TEMPLATE_KWARGS = "chat_template_kwargs"
 """The column of a row's own variables of the chat template, e.g. `{"enable_thinking": false}`."""
 OPTIONAL = ("labels", *MASKS, "attention_mask", "loss_weights", "weight", "tools", TEMPLATE_KWARGS, "margin", IMAGES)
+NAMES = sorted({name for shapes in SHAPES.values() for group in shapes.values() for name in group} | set(OPTIONAL))
+"""The names of all of our columns."""
 FIXED = ("prompt", "margin")
 """Optional columns of pairs that every row has or none; for token ids `loss_weights` is such a column."""
 
@@ -221,32 +224,20 @@ USUAL = ("messages", "prompt and completion", "prompt", "text", "chosen and reje
 
 @dataclass(frozen=True)
 class Rendering:
-    """The settings by which rows are rendered as sequences."""
+    """How rows become sequences."""
 
     format: Format
     """Shape of every row."""
-    columns: Mapping[str, str] = field(default_factory=dict)
-    """Our column name -> the data's."""
-    max_length: int = 1024
-    """Most tokens of a sequence, or of each side of a pair."""
-    on_overflow: Overflow = "truncate"
-    """What happens to a longer sequence; `keep` leaves it to `pipeline.Cutter`."""
+    data: DataConfig
+    """The section of a recipe with columns, limits and the chat template's variables."""
     train_on: RowKind = RowKind.COMPLETION
     """Which columns of a row are read, and which of its tokens are targets."""
-    prompt_length: int = 0
-    """Most tokens of a prompt, where only prompts are read; a longer one loses its beginning."""
-    chat: bool = False
-    """Whether a prompt (and completion) that is a string becomes a chat of a user (and an assistant)."""
-    system: str | None = None
-    """The system message of a chat that is made from a string."""
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template."""
     vocab_size: int | None = None
     """V, the rows of the model's embedding, where known: larger ids are refused."""
     fixed: tuple[str, ...] = ()
     """Names in `FIXED` of columns that the first row has, and therefore every row."""
-    completion_length: int | None = None
-    """Most tokens of a pair's side after what both have in common; None for what `max_length` leaves."""
+    uncut: bool = False
+    """Whether sequences above the limit stay whole, e.g. for `pipeline.Cutter`."""
 
 
 def rendering(
@@ -269,10 +260,9 @@ def rendering(
         UserError: an unknown name in `data.columns`, or a row of no known shape.
     """
     shapes = SHAPES[train_on]
-    names = _names()
     for name in config.columns:
-        if name not in names and shapes is not PROMPTS:  # a reward may name its columns as it likes
-            known = f"{', '.join(names)}.{nearest(name, names)}"
+        if name not in NAMES and shapes is not PROMPTS:  # a reward may name its columns as it likes
+            known = f"{', '.join(NAMES)}.{nearest(name, NAMES)}"
             raise UserError(f"data.columns maps {name!r}, which is none of our columns: {known}")
     shape = "tokens" if train_on == RowKind.ROW else config.format
     if shape == "auto":
@@ -285,20 +275,8 @@ def rendering(
     optional = FIXED if train_on == RowKind.PAIRS else ()
     if train_on == RowKind.COMPLETION and shape == "tokens":
         optional = (LOSS_WEIGHTS,)
-    return Rendering(
-        format=shape,
-        columns=config.columns,
-        max_length=config.max_length,
-        on_overflow="keep" if config.cuts and train_on.is_text else config.on_overflow,
-        completion_length=config.completion_length if train_on == RowKind.PAIRS else None,
-        train_on=train_on,
-        prompt_length=config.longest_prompt,
-        chat=config.chat,
-        system=config.system,
-        template_kwargs=config.template_kwargs,
-        vocab_size=vocab_size,
-        fixed=tuple(name for name in optional if first.get(config.columns.get(name, name)) is not None),
-    )
+    fixed = tuple(name for name in optional if first.get(config.columns.get(name, name)) is not None)
+    return Rendering(shape, config, train_on, vocab_size, fixed, uncut=config.cuts and train_on.is_text)
 
 
 def detect_format(
@@ -349,8 +327,10 @@ def _remedy(row: Row, columns: Mapping[str, str], shapes: Shapes) -> str:
         named = {"prompt": question, "completion": answer}
         return f"Set data.columns: {{{', '.join(f'{ours}: {x}' for ours, x in named.items() if ours != x)}}}."
     wanted = [columns.get(name, name) for group in shapes.values() for name in group]
-    strange = [name for name in row if name not in (*wanted, *_names())]
-    hints = [f"{ours!r} for {theirs!r}" for theirs in strange for ours in near(theirs, wanted)]
+    strange = [name for name in row if name not in (*wanted, *NAMES)]
+    hints = [
+        f"{ours!r} for {theirs!r}" for theirs in strange for ours in difflib.get_close_matches(theirs, wanted, n=1)
+    ]
     example = "{chosen: better, rejected: worse}" if shapes is PAIRS else "{prompt: question, completion: answer}"
     return f"Name yours in data.columns, as in {example}." + (f" Is it {', '.join(hints)}?" if hints else "")
 
@@ -374,8 +354,3 @@ def _sharegpt(name: str, shapes: Shapes) -> str:
         f"{name!r} holds ShareGPT's turns of from and value: make them a list of {{role, content}}{place} (human is "
         f"user, gpt is assistant), for instance in a function ({FUNCTION})."
     )
-
-
-def _names() -> list[str]:
-    """The names of all of our columns."""
-    return sorted({name for shapes in SHAPES.values() for group in shapes.values() for name in group} | set(OPTIONAL))

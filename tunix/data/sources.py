@@ -282,34 +282,35 @@ def _refuse_repeated(path: Path, columns: Sequence[str]) -> None:
         raise UserError(f"{path} has the column {repeated[0]!r} twice: rename one of them")
 
 
-class ArrowTable:
-    """The rows of a pyarrow table, taken from small zero-copy batches so that any row is found in microseconds."""
-
-    def __init__(self, table: pyarrow.Table) -> None:
-        self._batches = table.to_batches(max_chunksize=1024)
-        self._ends = list(itertools.accumulate(batch.num_rows for batch in self._batches))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        b = bisect.bisect_right(self._ends, i)
-        return self._batches[b].slice(i - self._ends[b] + self._batches[b].num_rows, 1).to_pylist()[0]
-
-
 class Chain:
     """Several tables one after the other."""
 
-    def __init__(self, tables: Sequence[Table]) -> None:
+    def __init__(self, tables: Sequence[Any]) -> None:
         self.tables = tables
         self._ends = list(itertools.accumulate(map(len, tables)))
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, i: int) -> Any:
+        table, place = self.at(i)
+        return table[place]
+
+    def at(self, i: int) -> tuple[Any, int]:
+        """The table of row `i`, and the row's number there."""
         t = bisect.bisect_right(self._ends, i)
-        return self.tables[t][i - self._ends[t] + len(self.tables[t])]
+        return self.tables[t], i - self._ends[t] + len(self.tables[t])
+
+
+class ArrowTable(Chain):
+    """The rows of a pyarrow table, taken from small zero-copy batches so that any row is found in microseconds."""
+
+    def __init__(self, table: pyarrow.Table) -> None:
+        super().__init__(table.to_batches(max_chunksize=1024))
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        batch, place = self.at(i)
+        return batch.slice(place, 1).to_pylist()[0]
 
 
 def files_by_split(folder: Path) -> tuple[dict[str, list[Path]], bool]:
@@ -665,9 +666,9 @@ def _source(spec: str | Path | Table | Iterable[Any]) -> _Source:
 def _is_arrow(table: Table) -> bool:
     """Whether the rows are stored by Arrow, whose structs have the keys of all rows, null where a row lacks them."""
     if isinstance(table, Chain):
-        return all(map(_is_arrow, table.tables))
+        return isinstance(table, ArrowTable) or all(map(_is_arrow, table.tables))
     datasets = sys.modules.get("datasets")  # imported, if any of its tables exists
-    return isinstance(table, ArrowTable) or (datasets is not None and isinstance(table, datasets.Dataset))
+    return datasets is not None and isinstance(table, datasets.Dataset)
 
 
 def _without_padding(value: Any, inside: bool = False) -> Any:

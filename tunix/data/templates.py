@@ -5,12 +5,11 @@ im_start) and no more: no default system prompt, no tools, no thinking blocks. A
 """
 
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from tunix.errors import UserError, nearest
 
 TemplateName = Literal["gemma", "gemma4", "llama3", "chatml"]
-TEMPLATE_NAMES: tuple[TemplateName, ...] = get_args(TemplateName)
 
 # Content is a string, or a list of {"type": "text", "text": ...} and {"type": "image"} parts.
 _TEXT = r"""
@@ -78,17 +77,13 @@ _CHATML = r"""
 {%- endif -%}
 """
 
-
-def _text(picture: str) -> str:
-    """The macro that writes a message's content, with this mark for each picture."""
-    return _TEXT.replace("PICTURE", picture)
-
-
+_GEMMA_TEXT = _TEXT.replace("PICTURE", "<start_of_image>")
+_QWEN_TEXT = _TEXT.replace("PICTURE", "<|vision_start|><|image_pad|><|vision_end|>")
 TEMPLATES: dict[TemplateName, str] = {
-    "gemma": (_text("<start_of_image>") + _GEMMA).strip(),
-    "gemma4": (_text("<start_of_image>") + _GEMMA4).strip(),
-    "llama3": (_text("<start_of_image>") + _LLAMA3).strip(),
-    "chatml": (_text("<|vision_start|><|image_pad|><|vision_end|>") + _CHATML).strip(),
+    "gemma": (_GEMMA_TEXT + _GEMMA).strip(),
+    "gemma4": (_GEMMA_TEXT + _GEMMA4).strip(),
+    "llama3": (_GEMMA_TEXT + _LLAMA3).strip(),
+    "chatml": (_QWEN_TEXT + _CHATML).strip(),
 }
 
 MARKERS: dict[TemplateName, tuple[str, ...]] = {
@@ -97,7 +92,6 @@ MARKERS: dict[TemplateName, tuple[str, ...]] = {
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "chatml": ("<|im_start|>", "<|im_end|>"),
 }
-
 _GEMMA_MARKERS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
 _QWEN_MARKERS = {
     "vision_bos_token": "<|vision_start|>",
@@ -109,8 +103,6 @@ PICTURE_MARKERS: dict[TemplateName, dict[str, str]] = {
     "chatml": _QWEN_MARKERS,
 }
 """The tokens before a picture's, after them and for each of them, by transformers' names for them."""
-
-STARTS_WITH_BOS: dict[TemplateName, bool] = {"gemma": True, "gemma4": True, "llama3": True, "chatml": False}
 
 END_OF_TURN = ("<end_of_turn>", "<turn|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 """Tokens that end an assistant's turn in the families' formats; a vocabulary has some of them or none."""
@@ -129,10 +121,8 @@ def template_text(spec: str) -> str:
         return TEMPLATES[spec]
     path = Path(spec).expanduser()
     if path.suffix != ".jinja":
-        hint = nearest(spec, TEMPLATE_NAMES)
-        raise UserError(
-            f"data.chat_template is {spec!r}, not one of {', '.join(TEMPLATE_NAMES)} or a .jinja file.{hint}"
-        )
+        hint = nearest(spec, TEMPLATES)
+        raise UserError(f"data.chat_template is {spec!r}, not one of {', '.join(TEMPLATES)} or a .jinja file.{hint}")
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:

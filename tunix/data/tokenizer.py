@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tunix.data.templates import END_OF_TURN, MARKERS, PICTURE_MARKERS, STARTS_WITH_BOS, TEMPLATES, TemplateName
+from tunix.data.templates import END_OF_TURN, MARKERS, PICTURE_MARKERS, TEMPLATES, TemplateName
 from tunix.errors import UserError
 from tunix.util.atomic_io import refuse_foreign
 
@@ -40,16 +40,13 @@ GENERATION_CONFIG = "generation_config.json"
 READ = (".json", ".jinja", ".model", ".txt")
 """Suffixes of the files that are read of a tokenizer's folder, and copied into an export."""
 
-_WITH_EOS = (GENERATION_CONFIG, "config.json")
-"""Files that may name eos ids; the first takes precedence, as in transformers."""
-
 # Qwen's word splitter. For a folder of model type qwen2 AutoTokenizer builds this one and NFC, whatever tokenizer.json
 # says, so a ChatML tokenizer is made with both: other readers of an exported folder then get the ids of training.
 _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-
+_SPECIALS = ("<pad>", "<eos>", "<bos>")
+"""The first tokens of a vocabulary made on the spot."""
 _HALF = re.compile("[\ud800-\udfff]")
 
 
@@ -206,7 +203,29 @@ class Tokenizer:
     ) -> str:
         """The text of a conversation by the chat template, soft tokens of pictures included; errors of Jinja are not
         caught. It is that of `apply_chat_template`, for messages without null."""
-        return self.expanded(self._templated(messages, template_kwargs, add_generation_prompt)[0])
+        return self.marked_text(messages, template_kwargs, add_generation_prompt)[0]
+
+    def marked_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any],
+        add_generation_prompt: bool = False,
+        return_assistant_tokens_mask: bool = False,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text as `apply_template` gives it, and the first and end character of each part that the template marks
+        as generated, where these are asked for."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, marks = render_jinja_template(
+            conversations=[[dict(message) for message in messages]],
+            chat_template=self.hf.get_chat_template(tools=template_kwargs.get("tools")),
+            add_generation_prompt=add_generation_prompt,
+            return_assistant_tokens_mask=return_assistant_tokens_mask,
+            **{**self.hf.special_tokens_map, **template_kwargs},
+        )
+        text: str = texts[0]  # pyright: ignore[reportAssignmentType]
+        spans = list(marks[0]) if marks else []
+        return self.expanded(text), [(len(self.expanded(text[:i])), len(self.expanded(text[:j]))) for i, j in spans]
 
     @cached_property
     def outlines(self) -> dict[Hashable, Outline]:
@@ -217,34 +236,6 @@ class Tokenizer:
     def marks_generation(self) -> bool:
         """Whether the chat template marks what the assistant generates, by `{% generation %}`."""
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.chat_template or "") is not None
-
-    def generation_spans(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> list[tuple[int, int]]:
-        """The first and end characters of each part of `apply_template`'s text that the template marks as generated."""
-        text, spans = self._templated(messages, template_kwargs, return_assistant_tokens_mask=True)
-        return [(len(self.expanded(text[:begin])), len(self.expanded(text[:end]))) for begin, end in spans]
-
-    def _templated(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        template_kwargs: Mapping[str, Any],
-        add_generation_prompt: bool = False,
-        return_assistant_tokens_mask: bool = False,
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The template's text, and the characters between its generation marks where they are asked for."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        texts, spans = render_jinja_template(
-            conversations=[[dict(message) for message in messages]],
-            chat_template=self.hf.get_chat_template(tools=template_kwargs.get("tools")),
-            add_generation_prompt=add_generation_prompt,
-            return_assistant_tokens_mask=return_assistant_tokens_mask,
-            **{**self._special_tokens, **template_kwargs},
-        )
-        return texts[0], list(spans[0]) if spans else []  # pyright: ignore[reportReturnType]
-
-    @cached_property
-    def _special_tokens(self) -> dict[str, Any]:
-        return dict(self.hf.special_tokens_map)
 
     @cached_property
     def reads_arguments_as_text(self) -> bool:
@@ -389,7 +380,7 @@ def load_tokenizer(folder_or_id: str | Path) -> Tokenizer | None:
         ) from error
     if not hf.is_fast:
         raise UserError(f"{source}: only a slow tokenizer; save a tokenizer.json with save_pretrained of a fast one")
-    for name in _WITH_EOS:
+    for name in (GENERATION_CONFIG, "config.json"):  # the first takes precedence, as in transformers
         try:
             fields = _settings(source, name)
         except ValueError as error:
@@ -463,11 +454,12 @@ def bytes_tokenizer(template: TemplateName = "gemma", pictures: bool = False) ->
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers.models import BPE
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     markers = PICTURE_MARKERS[template] if pictures else {}
-    more = tuple(markers.values())
-    vocab = {token: i for i, token in enumerate((*_specials(template), *_byte_letters(), *more))}
-    backend = Backend(BPE(vocab=vocab, merges=[]))
+    letters = bytes_to_unicode()
+    tokens = (*_SPECIALS, *MARKERS[template], *(letters[byte] for byte in range(256)), *markers.values())
+    backend = Backend(BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     return _finish(backend, template, markers)
 
 
@@ -482,29 +474,18 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int, template: TemplateName 
     from tokenizers import Tokenizer as Backend
     from tokenizers.models import BPE
     from tokenizers.trainers import BpeTrainer
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    specials = list(_specials(template))
+    specials = [*_SPECIALS, *MARKERS[template]]
     least = 256 + len(specials)
     if vocab_size < least:
         raise UserError(f"a bpe tokenizer wants at least {least} ids (256 bytes and the specials), not {vocab_size}")
     backend = Backend(BPE())
     _split_words(backend, template)
-    trainer = BpeTrainer(
-        vocab_size=vocab_size, special_tokens=specials, initial_alphabet=_byte_letters(), show_progress=False
-    )  # pyright: ignore[reportCallIssue]
+    letters = list(bytes_to_unicode().values())
+    trainer = BpeTrainer(vocab_size=vocab_size, special_tokens=specials, initial_alphabet=letters, show_progress=False)  # pyright: ignore[reportCallIssue]
     backend.train_from_iterator(texts, trainer)
     return _finish(backend, template)
-
-
-def _specials(template: TemplateName) -> tuple[str, ...]:
-    return ("<pad>", "<eos>", "<bos>", *MARKERS[template])
-
-
-def _byte_letters() -> list[str]:
-    """The 256 characters that byte-level BPE uses for the bytes 0..255: printable Latin-1 stands for itself."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
 
 
 def _split_words(backend: tokenizers.Tokenizer, template: TemplateName) -> None:
@@ -534,7 +515,7 @@ def _finish(
 
     _split_words(backend, template)
     backend.decoder = decoders.ByteLevel()
-    if STARTS_WITH_BOS[template]:
+    if "bos_token" in TEMPLATES[template]:
         bos = ("<bos>", backend.token_to_id("<bos>"))
         backend.post_processor = TemplateProcessing(single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[bos])
     hf = PreTrainedTokenizerFast(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -122,15 +122,6 @@ class Accounting:
             return Accounting(rows=1, dropped={example.reason: 1})
         notes = dict.fromkeys((note.rule for note in example.notes), 1)
         return Accounting(rows=1, kept=1, truncated=int(example.truncated), notes=notes)
-
-    @staticmethod
-    def from_dict(saved: Mapping[str, Any]) -> Accounting:
-        """The accounting that `to_dict` saved."""
-        return Accounting(**saved)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The counts as values that JSON can store."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -236,16 +236,13 @@ class InferenceModel:
             )
         if not is_text and self.options.system is not None:
             raise UserError(f"{where}: --system goes with prompts that are strings; {name} bring their own")
-        rendering = Rendering(
-            format=COLUMNS[name],
+        data = DataConfig.model_construct(
             columns={"prompt_ids": "input_ids"},
-            train_on=RowKind.PROMPT,
-            prompt_length=sys.maxsize,
             chat=is_text and self.plain_reason is None,
             system=self.system,
             template_kwargs=self.template_kwargs,
-            vocab_size=self.source.decoder.vocab_size,
         )
+        rendering = Rendering(COLUMNS[name], data, RowKind.PROMPT, self.source.decoder.vocab_size, uncut=True)
         example = to_example(row, self.tokenizer, rendering, where)
         if isinstance(example, Dropped):
             raise UserError(f"{where}: {example.detail or f'{name} is empty; give it at least one token'}")

@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tunix.config import DType, RowKind
-from tunix.data.examples import to_example
-from tunix.data.shapes import Rendering, detect_format
+from tunix.data.config import DataConfig
+from tunix.data.examples import Examples
 from tunix.data.sources import Rows, open_rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Kept
@@ -42,12 +42,10 @@ def sequences_to_score(rows: Rows, tokenizer: Tokenizer | None, vocab_size: int,
     Raises:
         UserError: a row is too long, too short, or invalid.
     """
-    shape = detect_format(rows[0], {}, f"row 1 of {rows.name}")
-    rendering = Rendering(shape, max_length=sys.maxsize, train_on=RowKind.ALL, vocab_size=vocab_size)
+    examples = Examples(rows, tokenizer, DataConfig(train="", max_length=sys.maxsize), RowKind.ALL, vocab_size)
     sequences = []
     for index in range(len(rows)):
-        where = f"row {index + 1} of {rows.name}"
-        example = to_example(rows[index], tokenizer, rendering, where)
+        where, example = f"row {index + 1} of {rows.name}", examples[index]
         if not isinstance(example, Kept):
             reason = example.detail or "nothing to score in a row of fewer than two tokens; leave it out"
             raise UserError(f"{where}: {reason}")

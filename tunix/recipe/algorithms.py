@@ -37,19 +37,6 @@ def algorithm_config(section: Mapping[str, Any]) -> type[AlgorithmConfig]:
     return config
 
 
-def corrected(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An `algorithm` section with importance weights for a sampler that differs from the trainer, where the algorithm
-    has any and the section decides nothing about them."""
-    try:
-        keys = algorithm_config(section).model_fields
-    except UserError:  # the name itself is the mistake, and reported where it is resolved
-        return section
-    decided = "correction" in section or section.get("old_logprobs") == "sampler"
-    if "correction" not in keys or decided:
-        return section
-    return {**section, "old_logprobs": "recompute", "correction": "truncate"}
-
-
 def algorithm_class(name: str) -> type:
     """The class of an algorithm: a built-in one, or `file.py:Class`. Imports it, and jax with it.
 

@@ -97,14 +97,12 @@ def update_notes(recipe: Sections, rows: int, total: int) -> Iterator[str]:
         return
     what = f"{total} step" + "s" * (total != 1)
     if total == 1 or total < epochs:
-        passes = f"{epochs} epochs" if epochs > 1 else "an epoch"
-        verb = "are" if epochs > 1 else "is"
+        passes = f"{epochs} epochs of {rows:,} rows are" if epochs > 1 else f"an epoch of {rows:,} rows is"
         smaller = max(1, rows // 10)
-        yield (
-            f"{passes} of {rows:,} rows {verb} only {what}, since batch_size is {batch_size}: "
-            + (f"batch_size={smaller} makes {total_steps(rows, smaller, epochs)}" if smaller < batch_size else "")
-            + (", or set steps" if smaller < batch_size else "set steps, or more epochs")
-        )
+        remedy = "set steps, or more epochs"
+        if smaller < batch_size:
+            remedy = f"batch_size={smaller} makes {total_steps(rows, smaller, epochs)}, or set steps"
+        yield f"{passes} only {what}, since batch_size is {batch_size}: {remedy}"
     warmup = recipe.optimizer.warmup
     if warmup >= 1 and warmup >= total:
         yield (
@@ -122,14 +120,12 @@ def recipe_lines(files: Mapping[str, Path], width: int | None = None) -> Iterato
     """
     headers = {name: read_header(file) for name, file in files.items()}
     longest = max(map(len, headers), default=0)
-    groups = (
-        ("measured, on a laptop:", [name for name, header in headers.items() if header.measured]),
-        (
-            "for accelerators, not yet measured; each runs on a laptop with --tiny:",
-            [name for name, header in headers.items() if not header.measured],
-        ),
-    )
-    for title, names in groups:
+    titles = {
+        True: "measured, on a laptop:",
+        False: "for accelerators, not yet measured; each runs on a laptop with --tiny:",
+    }
+    for measured, title in titles.items():
+        names = [name for name, header in headers.items() if header.measured == measured]
         if not names:
             continue
         yield title

@@ -19,7 +19,7 @@ from tunix.errors import UserError, nearest
 from tunix.models.families.table import FAMILIES
 from tunix.recipe.algorithms import DEFAULT, algorithm_config
 from tunix.recipe.sections import Sections, complaints
-from tunix.recipe.tiny import replaced, shrunk, tiny_model
+from tunix.recipe.tiny import replaced, shrunk, toy_model
 from tunix.util.yaml_io import keys_set, overridden, problems, read_mapping, shown, without_effect, write_yaml
 
 SOURCE = ("path", "init", "family", "preset", "sizes", "tokenizer")
@@ -197,12 +197,12 @@ class Recipe(Sections):
         kept = kept or (frozenset(),) * len(runs)
         output = self.output if "output" in kept[0] else f"{self.output}-tiny"
         try:
-            model = tiny_model(self.model, self.data, kept[0])
+            toy = toy_model(self.model, self.data, kept[0])
             parts = self.sections()["stages"] if self.stages else [self.sections()]
-            tiny = [shrunk(part, run.algorithm, model, keys) for part, run, keys in zip(parts, runs, kept, strict=True)]
+            tiny = [shrunk(part, run.algorithm, toy, keys) for part, run, keys in zip(parts, runs, kept, strict=True)]
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
-        tiny[0]["model"] = dict(model.section)
+        tiny[0]["model"] = toy or tiny[0]["model"]
         return Recipe.build({"output": output, "stages": tiny} if self.stages else {**tiny[0], "output": output}, where)
 
 

@@ -5,6 +5,7 @@ and the tiny form.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
@@ -17,7 +18,7 @@ from tunix.errors import UserError
 from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import preset, small, with_sizes
 from tunix.models.quantization.rules import QuantizationConfig
-from tunix.recipe.algorithms import ALGORITHMS, algorithm_config, corrected
+from tunix.recipe.algorithms import ALGORITHMS, algorithm_config
 from tunix.rollout.config import RolloutConfig
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig
@@ -68,28 +69,26 @@ class Sections(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _corrected(cls, value: Any) -> Any:
-        """Where servers sample, importance weights are on unless the recipe says otherwise."""
+    def _filled_in(cls, value: Any) -> Any:
+        """One epoch where no length is set; importance weights where servers sample and the recipe says nothing of
+        them."""
         if not isinstance(value, Mapping):
             return value
+        sections = dict(value)
+        if value.get("steps") is None and value.get("epochs") is None:
+            sections["epochs"] = 1
         rollout, algorithm = value.get("rollout"), value.get("algorithm")
         on_servers = isinstance(rollout, Mapping) and rollout.get("engine") == "vllm"
-        return {**value, "algorithm": corrected(algorithm)} if on_servers and isinstance(algorithm, Mapping) else value
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_epoch(cls, value: Any) -> Any:
-        if isinstance(value, Mapping) and value.get("steps") is None and value.get("epochs") is None:
-            return {**value, "epochs": 1}
-        return value
+        if on_servers and isinstance(algorithm, Mapping) and algorithm.get("old_logprobs") != "sampler":
+            with suppress(UserError):  # the name itself is the mistake, and reported where it is resolved
+                if "correction" in algorithm_config(algorithm).model_fields and "correction" not in algorithm:
+                    sections["algorithm"] = {**algorithm, "old_logprobs": "recompute", "correction": "truncate"}
+        return sections
 
 
 def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
-    """Messages about sections that do not fit together, each with its key.
-
-    Args:
-        staged: whether the recipe is a stage, whose keys may be meant for another stage.
-    """
+    """Messages about sections that do not fit together, each with its key. The keys of a stage (`staged`) may be meant
+    for another one."""
     model = recipe.model
     if url := url_of(recipe.output):
         yield (
@@ -174,11 +173,7 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
 
 
 def _ineffective_rewards(recipe: Sections, staged: bool) -> Iterator[str]:
-    """Messages about settings of rewards and rollouts that are missing or have no effect.
-
-    Args:
-        staged: whether the recipe is a stage, whose keys may be meant for another stage.
-    """
+    """Messages about settings of rewards and rollouts that are missing or have no effect."""
     # Limits that have no effect where the model writes no completions; given pairs have a `completion_length`.
     pairs = recipe.algorithm.reads == RowKind.PAIRS
     lengths = ("prompt_length",) if pairs else ("prompt_length", "completion_length")

@@ -7,9 +7,7 @@ time are capped, and whatever the command line sets takes precedence. `replaced`
 """
 
 import copy
-import itertools
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,27 +80,8 @@ _DEFAULT_FORMAT: dict[RowKind, str] = {
 }
 
 
-@dataclass(frozen=True)
-class TinyModel:
-    """The `model` section of a tiny run, and what other sections have to know of it."""
-
-    section: Mapping[str, Any]
-    """Plain values of all keys."""
-    family: str = ""
-    """The toy's family, e.g. `gemma3`."""
-    vocab_size: int = SIZES["vocab_size"]
-    """Rows of the toy's embedding."""
-    is_toy: bool = True
-    """Whether it is the random model; False where the command line names one."""
-
-    @property
-    def reads_bytes(self) -> bool:
-        """Whether its tokens are bytes."""
-        return self.section["tokenizer"] == "bytes"
-
-
 def shrunk(
-    sections: Mapping[str, Any], config: AlgorithmConfig, model: TinyModel, said: Collection[str] = ()
+    sections: Mapping[str, Any], config: AlgorithmConfig, toy: Mapping[str, Any] | None, said: Collection[str] = ()
 ) -> dict[str, Any]:
     """The sections of one run with capped numbers, and with replaced data where it would be downloaded; the model and
     the output stay.
@@ -110,7 +89,7 @@ def shrunk(
     Args:
         sections: plain values of all keys, from `Recipe.sections`.
         config: the parsed `sections["algorithm"]`.
-        model: that of the run.
+        toy: from `toy_model`.
         said: keys that the command line sets, e.g. `{"data.max_length"}`.
     """
     steps, batch_size = min(sections["steps"] or STEPS, STEPS), min(sections["batch_size"], TINY_BATCH)
@@ -127,7 +106,7 @@ def shrunk(
     if sections["micro_batch_size"]:
         tiny["micro_batch_size"] = min(sections["micro_batch_size"], sequences)
     sampled = config.reads == RowKind.PROMPT or sections["reward"] is not None
-    data = tiny["data"] = _tiny_data(sections["data"], config.reads, sampled, model, said)
+    data = tiny["data"] = _tiny_data(sections["data"], config.reads, sampled, toy, said)
     generated = data["train"].startswith(GENERATED)
     if data["eval"] or data["eval_split"]:
         tiny["eval"] = {**sections["eval"], "rows": min(sections["eval"]["rows"], EVAL_ROWS)}
@@ -140,20 +119,20 @@ def shrunk(
     tiny["rollout"] = {**sections["rollout"], **local}
     if sampled:
         tiny["rollout"]["slots"] = min(sections["rollout"]["slots"] or SLOTS, SLOTS)
-    if (adapter := sections["adapter"]) and model.is_toy:
+    if toy and (adapter := sections["adapter"]):
         # Ranks that the tiny matrices allow, and no adapter to load.
-        delta = FAMILIES[model.family].small.delta
+        delta = FAMILIES[toy["family"]].small.delta
         most = RANK if delta is None else min(RANK, delta.value_heads)
         ranks = {pattern: min(rank, most) for pattern, rank in adapter.get("ranks", {}).items()}
         tiny["adapter"] = {**adapter, "from": None, "rank": min(adapter.get("rank", most), most), "ranks": ranks}
     if teacher := sections["teacher"]:
         tiny["teacher"] = {**teacher, "mesh": None}
         folder = local_folder(str(teacher["path"]))
-        fits = not model.is_toy or (folder is not None and _vocab_size(folder) == model.vocab_size)
-        if not (fits or _is_said("teacher.path", said)):
+        fits = toy is None or (folder is not None and _vocab_size(folder) == toy["sizes"]["vocab_size"])
+        if toy and not (fits or _is_said("teacher.path", said)):
             # A random model, wider than the tiny one, on the same devices.
-            sizes = {**TEACHER, "vocab_size": model.vocab_size}
-            tiny["teacher"] |= {"path": None, "init": "random", "family": model.family, "sizes": sizes}
+            sizes = {**TEACHER, "vocab_size": toy["sizes"]["vocab_size"]}
+            tiny["teacher"] |= {"path": None, "init": "random", "family": toy["family"], "sizes": sizes}
     if reward := sections["reward"]:
         # Generated rows have none of the columns that the recipe names.
         functions = [{**function, "columns": {}} if generated else function for function in reward["functions"]]
@@ -183,8 +162,9 @@ def _restore(tiny: dict[str, Any], sections: Mapping[str, Any], parts: list[str]
     _restore(inner, sections[first], rest)
 
 
-def tiny_model(model: ModelConfig, data: DataConfig, said: Collection[str] = ()) -> TinyModel:
-    """A two-layer random model of the same family and precisions.
+def toy_model(model: ModelConfig, data: DataConfig, said: Collection[str] = ()) -> dict[str, Any] | None:
+    """The `model` section of a two-layer random model of the same family and precisions; None where the command line
+    names a model, which stays.
 
     Args:
         model: the recipe's section.
@@ -194,9 +174,8 @@ def tiny_model(model: ModelConfig, data: DataConfig, said: Collection[str] = ())
     Raises:
         UserError: the family does not follow from the section.
     """
-    section = model.model_dump(mode="json")
     if not _WHOLE_MODEL.isdisjoint(said):
-        return TinyModel(section, is_toy=False)
+        return None
     path, folder = Path(str(model.path)).expanduser(), local_folder(str(model.path))
     # From the section's keys, its preset, the folder's config.json or the hub id.
     family = model.family or (preset(model.preset).family if model.preset else None)
@@ -216,13 +195,13 @@ def tiny_model(model: ModelConfig, data: DataConfig, said: Collection[str] = ())
     tokenizer, sizes = "bytes", dict(SIZES)
     if place is not None and vocab_size is not None and vocab_size <= LARGEST_VOCABULARY:
         tokenizer, sizes["vocab_size"] = str(place), vocab_size
-    elif _kept(data.train, "data.train", said) and _holds_ids(data):
+    elif (_is_said("data.train", said) or not is_download(data.train)) and _holds_ids(data):
         published = (size.vocab_size for size in FAMILIES[family].presets.values())
         sizes["vocab_size"] = max(published, default=SIZES["vocab_size"])
     sizes |= {name: size for name, size in model.sizes.items() if _is_said(f"model.sizes.{name}", said)}
-    tokenizer = section["tokenizer"] if _is_said("model.tokenizer", said) else tokenizer
+    tokenizer = model.tokenizer if _is_said("model.tokenizer", said) else tokenizer
     source = {"init": "random", "family": family, "sizes": sizes, "tokenizer": tokenizer}
-    return TinyModel({**section, "path": None, "preset": None, **source}, family, sizes["vocab_size"])
+    return {**model.model_dump(mode="json"), "path": None, "preset": None, **source}
 
 
 def replaced(recipe: Sections) -> tuple[str, ...]:
@@ -249,29 +228,23 @@ def replaced(recipe: Sections) -> tuple[str, ...]:
     if is_toy and model.tokenizer == "bytes":
         reads = recipe.algorithm.reads
         limit = data.longest_prompt if reads == RowKind.PROMPT else data.max_length
-        sizes = [_size(row, data, reads) for row in itertools.islice(_first_rows(data), LOOKED_AT)]
+        sizes = [_size(row, data, reads) for row in _first_rows(data)]
         if number := sum(size > limit for size in sizes):
             lines.append(f"lengths: {number} of the first {len(sizes)} rows have more than {limit:,} bytes and are cut")
     return tuple(lines)
 
 
 def _tiny_data(
-    data: Mapping[str, Any], reads: RowKind, sampled: bool, model: TinyModel, said: Collection[str]
+    data: Mapping[str, Any], reads: RowKind, sampled: bool, toy: Mapping[str, Any] | None, said: Collection[str]
 ) -> dict[str, Any]:
     """The `data` section with shorter sequences, and with generated rows in place of those of the hub.
 
-    Where one of `train` and `eval` stays, the other is replaced by the same rows, which have its columns.
-
-    Args:
-        data: the section.
-        reads: the part of a row that the algorithm reads.
-        sampled: whether completions are sampled, for training or evaluation, so that prompt and completion have limits.
-        model: that of the run.
-        said: as in `shrunk`.
+    Where one of `train` and `eval` stays, the other is replaced by the same rows, which have its columns. Where
+    completions are `sampled`, for training or evaluation, prompt and completion have limits.
     """
     config = DataConfig.model_validate(data)
-    train_stays = _kept(config.train, "data.train", said)
-    eval_stays = config.eval is not None and _kept(config.eval, "data.eval", said)
+    train_stays = _is_said("data.train", said) or not is_download(config.train)
+    eval_stays = config.eval is not None and (_is_said("data.eval", said) or not is_download(config.eval))
     if train_stays or eval_stays:
         tiny = dict(data)
         if not train_stays:
@@ -280,7 +253,7 @@ def _tiny_data(
             tiny |= {"eval": config.train, "eval_split": config.split}
         if config.picture_tokens:
             tiny["picture_tokens"] = min(config.picture_tokens, PICTURE_TOKENS)
-        return tiny | _limits(DataConfig.model_validate(tiny), reads, sampled, model, said)
+        return tiny | _limits(DataConfig.model_validate(tiny), reads, sampled, toy, said)
     # As `data.format` says, or in the usual format of what the algorithm reads.
     shape = function = _DEFAULT_FORMAT[reads] if config.format == "auto" else config.format
     if shape == "pairs" and not config.chat:
@@ -299,31 +272,31 @@ def _tiny_data(
 
 
 def _limits(
-    config: DataConfig, reads: RowKind, sampled: bool, model: TinyModel, said: Collection[str]
+    config: DataConfig, reads: RowKind, sampled: bool, toy: Mapping[str, Any] | None, said: Collection[str]
 ) -> dict[str, Any]:
     """Limits of rows that stay, into which most of them fit; longer ones are cut."""
     if config.train.startswith("tunix."):  # made for small models
         return _lengths(config, reads, sampled, min(config.max_length, LENGTH), PROMPT, said)
-    if not model.is_toy:
+    if toy is None:
         return _lengths(config, reads, sampled, config.max_length, config.longest_prompt, said)
     limit = config.max_length
-    sizes = sorted(_size(row, config, reads) for row in itertools.islice(_first_rows(config), LOOKED_AT))
+    sizes = sorted(_size(row, config, reads) for row in _first_rows(config))
     # A tenth may be longer: a few long rows would make every step slow.
     longest = sizes[len(sizes) * 9 // 10] if sizes else LONGEST
     longest += sum(len(text) + 32 for text in (config.system,) if text) + 256 * (config.pictures or 0)
     # Some room for rows that were not looked at, and for a template's markers.
     room = min(max(-(-(longest + longest // 4) // 64) * 64, LENGTH), LONGEST)
-    if model.reads_bytes and not _holds_ids(config):
-        wider = {"max_length": config.max_length, "prompt_length": config.prompt_length}
-        wider["completion_length"] = config.completion_length
-        scaled = {
-            key: value and value * (1 if _is_said(f"data.{key}", said) else BYTES_PER_TOKEN)
-            for key, value in wider.items()
+    reads_bytes = toy["tokenizer"] == "bytes"
+    if reads_bytes and not _holds_ids(config):
+        limits = {key: getattr(config, key) for key in ("max_length", "prompt_length", "completion_length")}
+        wider = {
+            key: size and size * (1 if _is_said(f"data.{key}", said) else BYTES_PER_TOKEN)
+            for key, size in limits.items()
         }
-        config = DataConfig.model_construct(**{**config.model_dump(), **scaled})
+        config = config.model_copy(update=wider)
     prompt = min(room, LONGEST - TINY_COMPLETION)
     lengths = _lengths(config, reads, sampled, min(config.max_length, room), prompt, said)
-    if model.reads_bytes or lengths["max_length"] < limit:
+    if reads_bytes or lengths["max_length"] < limit:
         # The limits are not the recipe's any more: what is longer is no mistake of the rows.
         lengths["on_overflow"] = "truncate"
     return lengths
@@ -332,16 +305,7 @@ def _limits(
 def _lengths(
     config: DataConfig, reads: RowKind, sampled: bool, longest: int, prompt: int, said: Collection[str]
 ) -> dict[str, Any]:
-    """The limits of sequences, prompts and completions.
-
-    Args:
-        config: the recipe's limits.
-        reads: the part of a row that the algorithm reads.
-        sampled: whether completions are sampled.
-        longest: most tokens of a sequence that is given.
-        prompt: most tokens of a prompt.
-        said: keys whose values stay.
-    """
+    """The limits of sequences, prompts and completions, where given sequences have at most `longest` tokens."""
     if not sampled:
         # A part of the row where the limit of the row is a smaller one than the recipe's.
         most = longest // 2 if longest < config.max_length else longest
@@ -354,11 +318,6 @@ def _lengths(
     if reads != RowKind.PROMPT:  # given rows train, and answers to their prompts are judged
         total = min(config.max_length, max(total, longest))
     return {"max_length": total, "prompt_length": prompt, "completion_length": completion}
-
-
-def _kept(spec: str, key: str, said: Collection[str]) -> bool:
-    """Whether rows stay: files, folders, functions, and whatever the command line names."""
-    return _is_said(key, said) or not is_download(spec)
 
 
 def _is_said(key: str, said: Collection[str]) -> bool:
@@ -375,29 +334,24 @@ def is_download(spec: str) -> bool:
     return not (path.exists() or is_reference(spec) or looks_local)
 
 
-def _first_rows(data: DataConfig) -> Iterator[Mapping[str, Any]]:
-    """Yields the training rows of a file or folder; none of a function, which is called by the run alone."""
-    if Path(data.train).expanduser().exists():
-        rows = open_rows(data.train, data.split)
-        yield from (rows[index] for index in range(len(rows)))
+def _first_rows(data: DataConfig, number: int = LOOKED_AT) -> list[Mapping[str, Any]]:
+    """The first training rows of a file or folder; none of a function, which is called by the run alone."""
+    if not Path(data.train).expanduser().exists():
+        return []
+    rows = open_rows(data.train, data.split)
+    return [rows[index] for index in range(min(number, len(rows)))]
 
 
 def _holds_ids(data: DataConfig) -> bool:
     """Whether the rows hold token ids."""
-    if data.format != "auto":
-        return data.format == "tokens"
-    columns = [data.columns.get(name, name) for name in ("input_ids", "prompt_ids")]
-    return any(name in row for row in itertools.islice(_first_rows(data), 1) for name in columns)
+    columns = {data.columns.get(name, name) for name in ("input_ids", "prompt_ids")}
+    return data.format == "tokens" or (
+        data.format == "auto" and any(columns & row.keys() for row in _first_rows(data, 1))
+    )
 
 
 def _size(row: Mapping[str, Any], data: DataConfig, reads: RowKind) -> int:
-    """About how many bytes, or ids, the longest sequence of a row has.
-
-    Args:
-        row: its columns.
-        data: names them.
-        reads: the part that the algorithm reads.
-    """
+    """About how many bytes, or ids, the longest sequence of a row has."""
 
     def of(*names: str) -> int:
         return sum(_length(row.get(data.columns.get(name, name))) for name in names)

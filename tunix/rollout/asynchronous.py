@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -325,7 +325,7 @@ class AsyncRollouts:
         prompt = Prompt(np.zeros(0, np.int32), "", {})
         for number, saved in ahead["steps"].items():
             groups = [[episode_of(x, prompt, sampling) for x in group] for group in saved["groups"]]
-            prompts, read = [group[0].prompt for group in groups], Accounting.from_dict(saved["accounting"])
+            prompts, read = [group[0].prompt for group in groups], Accounting(**saved["accounting"])
             self._steps[int(number)] = replace(like, prompts=prompts, first=False, sampled=groups, read=read)
         self._sampled = max([self._asked, 1, *(number + 1 for number in self._steps)])
         self._journal.keep(range(self._sampled, self._total))
@@ -505,7 +505,7 @@ class AsyncRollouts:
             steps = {
                 str(sampled): {
                     "groups": [[saved_episode(x) for x in group] for group in step.sampled or ()],
-                    "accounting": step.accounting.to_dict(),
+                    "accounting": asdict(step.accounting),
                 }
                 for sampled, step in self._steps.items()
             }

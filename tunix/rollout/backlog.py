@@ -138,7 +138,7 @@ class Backlog:
             so_far = tuple(x and decoded(x, self._sampling) for x in saved["so_far"])
             self._queue.append(_pending(prompt, saved["place"], so_far))
         self._stream.set_state(position)
-        self._stream.accounting = Accounting.from_dict(position["accounting"])
+        self._stream.accounting = Accounting(**position["accounting"])
 
 
 class Race:

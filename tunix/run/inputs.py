@@ -7,9 +7,10 @@ from pathlib import Path
 from tunix.algorithms.on_policy import OnPolicy
 from tunix.config import RowKind
 from tunix.data.examples import Examples
-from tunix.data.pipeline import Batches, Prompts, eval_batches, eval_prompts, pictures_of_row, shuffled
+from tunix.data.pipeline import Batches, Prompts, eval_batches, pictures_of_row, prompt_of, reasons, shuffled
 from tunix.data.sources import Rows, held_out_rows, open_rows
 from tunix.data.tokenizer import Tokenizer
+from tunix.data.types import Accounting, Kept
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.hf.source import TOKENIZER, Source, of_recipe
@@ -242,7 +243,11 @@ def evaluation_of(setup: Setup, inputs: Inputs, collector: Collector) -> Evaluat
         held_out = eval_batches(examples, recipe.batch_size, limit, layout(algorithm, setup.microbatcher.multiple))
     if collector.weights and recipe.algorithm.has_lm_head:
         kind = RowKind.PROMPT if recipe.rollout.environment is None else RowKind.ROW
-        prompts = eval_prompts(Examples(inputs.held_out, inputs.tokenizer, recipe.data, kind, size), limit)
+        read = list(Examples(inputs.held_out, inputs.tokenizer, recipe.data, kind, size).first(limit))
+        prompts = [prompt_of(example) for example in read if isinstance(example, Kept)]
+        if not prompts:
+            why = reasons(sum(map(Accounting.of, read), Accounting()))
+            raise UserError(f"{inputs.held_out.name}: none of its first {len(read)} rows has a prompt: {why}")
     greedy = replace(collector, sampling=replace(collector.sampling, temperature=0.0))
     return Evaluation(algorithm, held_out, prompts, greedy, recipe.eval.until)
 

@@ -18,7 +18,7 @@ from tunix.config import DType
 from tunix.data.config import DataConfig
 from tunix.data.examples import asked, render_completion
 from tunix.data.packing import with_spare
-from tunix.data.shapes import Rendering, as_messages
+from tunix.data.shapes import as_messages
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Prompt
 from tunix.errors import UserError
@@ -45,8 +45,8 @@ class RewardModel:
     """Maximum tokens of prompt and completion."""
     tokenizer: Tokenizer | None
     """Renders texts for the reward model; None where the policy's tokens are scored."""
-    rendering: Rendering
-    """How texts are rendered, if they are."""
+    data: DataConfig
+    """The recipe's section by which texts are rendered, if they are; without columns, as rows have our names by now."""
 
     def begin(
         self, prompts: List[Prompt], completions: List[Completion], texts: List[str]
@@ -88,10 +88,10 @@ class RewardModel:
     def _rendered(self, tokenizer: Tokenizer, prompt: Prompt, completion: Completion, text: str) -> np.ndarray:
         before = prompt.row.get("messages", prompt.row.get("prompt", prompt.text))
         if isinstance(before, str):
-            tokens, mask = render_completion(before, text, prompt.row, tokenizer, self.rendering)
+            tokens, mask = render_completion(before, text, prompt.row, tokenizer, self.data)
         else:
             turn = [{"role": "assistant", "content": text}]
-            tokens, mask = render_completion(asked(as_messages(before)), turn, prompt.row, tokenizer, self.rendering)
+            tokens, mask = render_completion(asked(as_messages(before)), turn, prompt.row, tokenizer, self.data)
         if not mask.any():
             raise UserError("nothing of the completion is left in its rendering")
         # Up to and including the stop token, as in training; a truncated completion has not ended.
@@ -126,9 +126,8 @@ def judge(config: RewardConfig, policy: Tokenizer | None, data: DataConfig, dtyp
     model, params = loaded(source, dtype, mesh)
     length = limit + 1
     microbatcher = Microbatcher(rows_per_microbatch(mesh, TOGETHER, None, length, packing=True), mesh)
-    rendering = Rendering("prompt_completion", chat=data.chat, system=data.system, template_kwargs=data.template_kwargs)
-    tokenizer = None if same_tokens else source.tokenizer
-    scored_by = RewardModel(Scorer(model, microbatcher, length), params, limit, tokenizer, rendering)
+    tokenizer, data = None if same_tokens else source.tokenizer, data.model_copy(update={"columns": {}})
+    scored_by = RewardModel(Scorer(model, microbatcher, length), params, limit, tokenizer, data)
     return Judge("model", config.model_weight, TOGETHER, scored_by.begin)
 
 

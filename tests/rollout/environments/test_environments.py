@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.data import rendered_as
 from tunix.data.chat import render_prompt
 from tunix.data.examples import to_example
-from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import Tokenizer, bytes_tokenizer
 from tunix.data.types import Kept
 from tunix.errors import UserError
@@ -359,7 +359,7 @@ def test_demonstrations_replay_as_legal_games():
     assert rows == demonstrations(200, seed=1)
     won = [0, 0]
     for i, row in enumerate(rows):
-        kept = to_example(row, TOKENIZER, Rendering("tokens"))
+        kept = to_example(row, TOKENIZER, rendered_as("tokens"))
         assert isinstance(kept, Kept)
         tokens, mask = kept.sequences[0].tokens, kept.sequences[0].loss_mask
         edges = np.flatnonzero(np.diff(mask.astype(int), append=0))
