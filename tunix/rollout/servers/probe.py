@@ -8,7 +8,6 @@ Axes: B rows, T time, L layers, k chosen experts of a token.
 """
 
 from collections.abc import Mapping
-from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -74,7 +73,7 @@ async def inspect(server: Server, expected: Expected) -> None:
         return
     try:
         text = {"model": server.base, "prompt": expected.text, "add_special_tokens": False}
-        theirs = tuple((await server.post("/tokenize", text))["tokens"])
+        theirs = tuple((await server.call("/tokenize", text))["tokens"])
     except Refused:  # it has no tokenizer to ask
         return
     if theirs != expected.ids:
@@ -98,6 +97,18 @@ class Probe:
             expected: the run's temperature, tolerance and text.
         """
         self._model, self._mesh, self._length, self._expected = model, mesh, length, expected
+
+        def scored(
+            params: Params, tokens: Int[Array, "B T"], experts: Int[Array, "B T L k"] | None, *, temperature: float
+        ) -> Float[Array, "B T"]:
+            """The log-probs of rows that are one sequence each."""
+            positions = jax.numpy.broadcast_to(jax.numpy.arange(tokens.shape[1]), tokens.shape)
+            ones = jax.numpy.ones_like(tokens)
+            return model.logprobs(params, tokens, positions, ones, ones > 0, temperature=temperature, experts=experts)[
+                0
+            ]
+
+        self._scored = jit(scored, static_argnames="temperature", options=compiler_options(mesh, model.dtype))
         ids = expected.ids or tuple(np.random.default_rng(0).integers(0, expected.vocab_size, TOKENS).tolist())
         prompt = ids[: max(1, min(TOKENS, expected.length // 2))]
         answer = min(TOKENS, expected.length - len(prompt))
@@ -164,29 +175,10 @@ class Probe:
             unknown = np.full((len(row) - len(answer.experts), *answer.experts.shape[1:]), UNKNOWN, np.int16)
             experts = self._rows(np.concatenate([answer.experts, unknown]))
         with jax.set_mesh(self._mesh):
-            logprobs = self._compiled(dict(params), self._rows(row), experts, temperature=temperature)
+            logprobs = self._scored(dict(params), self._rows(row), experts, temperature=temperature)
             return np.asarray(everywhere(logprobs))[0, start:end]
 
     def _rows(self, row: np.ndarray) -> jax.Array:
         """The same row `[T ...]` for each shard of the rows."""
         rows = np.broadcast_to(row, (row_shards(self._mesh), *row.shape))
         return placed(rows, NamedSharding(self._mesh, PartitionSpec()))
-
-    @cached_property
-    def _compiled(self) -> Any:
-        options = compiler_options(self._mesh, self._model.dtype)
-        return jit(partial(_scored, self._model), static_argnames="temperature", options=options)
-
-
-def _scored(
-    model: Model,
-    params: Params,
-    tokens: Int[Array, "B T"],
-    experts: Int[Array, "B T L k"] | None,
-    *,
-    temperature: float,
-) -> Float[Array, "B T"]:
-    """The log-probs of rows that are one sequence each: the pure function that is compiled."""
-    positions = jax.numpy.broadcast_to(jax.numpy.arange(tokens.shape[1]), tokens.shape)
-    ones = jax.numpy.ones_like(tokens)
-    return model.logprobs(params, tokens, positions, ones, ones > 0, temperature=temperature, experts=experts)[0]

@@ -236,14 +236,6 @@ def settings(sampling: Sampling, max_tokens: int, seed: int) -> dict[str, Any]:
     }
 
 
-def seed_of(seed: int, index: int, place: int) -> int:
-    """The seed of a request, from that of the call, the request's number, and how many tokens it already has.
-
-    A turn that begins after others has random numbers of its own, since servers count tokens from the request's start.
-    """
-    return int(np.random.SeedSequence([seed, index, place]).generate_state(1, np.uint64)[0] >> 1)
-
-
 def answered(body: Any, ask: Ask) -> Answer:
     """Reads the answer to a request.
 

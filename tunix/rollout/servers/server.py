@@ -73,7 +73,7 @@ class Server:
             Unfit: its answer lacks what a trainer has to know.
         """
         body = {**ask.settings, "model": self.model, "prompt": list(ask.prompt), "request_id": ask.identity}
-        call = asyncio.ensure_future(self._call("/v1/completions", body, self.timeout, ask.identity))
+        call = asyncio.ensure_future(self.call("/v1/completions", body, ask.identity))
         gone = asyncio.ensure_future(self._gone.wait())
         try:
             await asyncio.wait({call, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -88,18 +88,10 @@ class Server:
             call.cancel()
             gone.cancel()
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """What it answers to a POST that is not for a completion, read as JSON where it is that."""
-        return await self._call(path, body or {}, self.timeout)
-
-    async def get(self, path: str) -> Any:
-        """What it answers to a GET."""
-        return await self._call(path, None, HEALTH_DEADLINE)
-
     async def well(self) -> str | None:
         """None where it says that it is well, else what is wrong."""
         try:
-            await self.get("/health")
+            await self.call("/health")
         except (Failed, Refused) as error:
             return str(error)
         return None
@@ -114,14 +106,23 @@ class Server:
                 self.drain(now)
             before = now
 
-    async def _call(
-        self, path: str, body: Mapping[str, Any] | None, deadline: float, identity: str | None = None
-    ) -> Any:
-        """What it answers: to a GET where there is no body, else to a POST; one for a completion has an identity."""
+    async def call(self, path: str, body: Mapping[str, Any] | None = None, identity: str | None = None) -> Any:
+        """What it answers, read as JSON where it is that.
+
+        Args:
+            path: of the address.
+            body: of a POST; None for a GET.
+            identity: of a completion; None for any other call.
+
+        Raises:
+            Failed: it did not, for a reason that may pass.
+            Refused: it refuses what is asked.
+        """
         import httpx
 
         client = self._calls if identity is None else self._clients[-1]
-        method, headers = ("GET" if body is None else "POST"), {"X-Request-Id": identity} if identity else None
+        method, deadline = ("GET", HEALTH_DEADLINE) if body is None else ("POST", self.timeout)
+        headers = {"X-Request-Id": identity} if identity else None
         try:
             async with asyncio.timeout(deadline):
                 response = await client.request(method, path, json=body, headers=headers)
