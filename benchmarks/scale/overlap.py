@@ -130,9 +130,9 @@ def beside(each: Durations, staleness: int, steps: int, folder: Path) -> float:
         sampler,
         gather,
         Journal(folder / f"replay.{staleness}.jsonl", "benchmark"),
-        staleness=staleness,
+        max_staleness=staleness,
         total=len(each.sampling),
-        goes_on=False,
+        in_flight=None,
         stop=threading.Event(),
     )
     try:

@@ -84,7 +84,7 @@ def opened(path: Path, size: int, staleness: int, sampler: Sampler, state: dict[
     common = {"size": size, "seed": 5, "first": True, "length": 32, "packing": True, "tolerance": 1e-3}
     stream = RolloutStream(RolloutStep([], Collector(None, SAMPLING, None), prompts, **common))
     journal = Journal(path if processes.lead() else path.with_suffix(f".{processes.index()}"), "mine")
-    how = {"staleness": staleness, "total": STEPS, "goes_on": False, "stop": threading.Event()}
+    how = {"max_staleness": staleness, "total": STEPS, "in_flight": None, "stop": threading.Event()}
 
     def gather(client, step: RolloutStep) -> list[list[Scored]]:
         return step.collect(client, step.prompts, GROUP)

@@ -30,14 +30,9 @@ SAMPLING = Sampling(max_tokens=LONGEST, stop_ids=(5, 17, 29, 41))
 
 def test_a_part_begins_when_all_of_it_have_ended():
     """Seven places in parts of three: whatever ends when, a part has the same places."""
-    parts = Parts(7, 3, list)
-    begun = []
-    for place in (6, 4, 0, 3, 1, 5, 2):
-        parts.add(place)
-        begun.append(list(parts.begun.values()))
-    assert begun[0] == begun[1] == [[6]]
-    assert begun[5] == [[6], [3, 4, 5]]
-    assert begun[6] == [[6], [3, 4, 5], [0, 1, 2]]
+    parts = Parts(7, 3)
+    begun = [parts.add(place, 10 * place) for place in (6, 4, 0, 3, 1, 5, 2)]
+    assert begun == [[60], [], [], [], [], [30, 40, 50], [0, 10, 20]]
 
 
 class Noted(Trainer):

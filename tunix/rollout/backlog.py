@@ -9,7 +9,7 @@ Axes: G group, T time.
 
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -116,7 +116,7 @@ class Backlog:
             prompts = self._stream.take(1)
             if not prompts:
                 break
-            taken += [_pending(prompt, place) for prompt in prompts]
+            taken += [Pending(**vars(prompt), place=place) for prompt in prompts]
         return taken
 
     def put_back(self, prompts: List[Pending]) -> None:
@@ -136,7 +136,7 @@ class Backlog:
             self._stream.set_state({**position, "next_index": saved["place"]})
             (prompt,) = self._stream.take(1)
             so_far = tuple(x and decoded(x, self._sampling) for x in saved["so_far"])
-            self._queue.append(_pending(prompt, saved["place"], so_far))
+            self._queue.append(Pending(**vars(prompt), place=saved["place"], so_far=so_far))
         self._stream.set_state(position)
         self._stream.accounting = Accounting.from_dict(position["accounting"])
 
@@ -198,7 +198,3 @@ class Race:
 
 def _ended(completion: Completion | None) -> bool:
     return completion is not None and completion.finish != "paused"
-
-
-def _pending(prompt: Prompt, place: int, so_far: tuple[Completion | None, ...] = ()) -> Pending:
-    return Pending(**{field.name: getattr(prompt, field.name) for field in fields(Prompt)}, place=place, so_far=so_far)

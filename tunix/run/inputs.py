@@ -211,9 +211,9 @@ def asynchronous(
         client.sampler,
         algorithm.gather,
         journal,
-        staleness=rollout.max_staleness,
+        max_staleness=rollout.max_staleness,
+        in_flight=rollout.in_flight,
         total=total,
-        goes_on=rollout.in_flight == "continue",
         stop=stop,
     )
 
