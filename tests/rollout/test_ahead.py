@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.rollout import test_oversample as oversampled
 from tunix.config import RowKind
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
+from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.distributed import processes
@@ -99,8 +101,8 @@ def run(
     rows = open_rows([{"prompt_ids": [number]} for number in range(STEPS)])
     config = DataConfig(train="rows", max_length=32, completion_length=16, shuffle=False)
     prompts = Prompts(Examples(rows, None, config, RowKind.PROMPT), 0, 1)
-    common = {"size": 1, "seed": 5, "first": True, "length": 32, "packing": True, "tolerance": 1e-3}
-    stream = RolloutStream(RolloutStep([], Collector(None, SAMPLING, None), prompts, **common))
+    common = {"size": 1, "seed": 5, "packed": partial(pack, max_length=32), "tolerance": 1e-3}
+    stream = RolloutStream(RolloutStep(Collector(None, SAMPLING, None), prompts, **common))
     how = {"max_staleness": staleness, "total": STEPS, "in_flight": in_flight, "stop": threading.Event()}
     learner = Learner(sampler)
     ahead = AsyncRollouts(stream, learner, sampler, collect, Journal(path, "mine"), **how)

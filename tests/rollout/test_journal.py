@@ -10,7 +10,7 @@ def written(path: Path) -> Journal:
     """Step 1: a call that was paused and one that ended; step 2: one that was killed."""
     journal = Journal(path, "mine")
     journal.begun(1, 0, weights=1)
-    journal.paused(1, 0, dispatches=3)
+    journal.ended(1, 0, paused=3)
     journal.ended(1, 0)  # it was paused: nothing is added
     journal.begun(1, 1, weights=2)
     journal.ended(1, 1)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tunix.algorithms.ppo.algorithm import PPO
 from tunix.config import RowKind
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
+from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.rollout.backlog import Backlog
@@ -72,10 +74,10 @@ def stream(together: int, spare: int = 0) -> RolloutStream:
     config = DataConfig(train="rows", max_length=24, completion_length=LONGEST)
     prompts = Prompts(Examples(rows, None, config, RowKind.PROMPT), seed=5, epochs=1)
     scorer = Scorer([Reward("sum", lambda completion, completion_ids: float(sum(completion_ids) % 7))])
-    common = {"size": PROMPTS, "seed": 5, "first": True, "length": 24, "packing": True, "tolerance": 1e-3}
+    common = {"size": PROMPTS, "seed": 5, "packed": partial(pack, max_length=24), "tolerance": 1e-3}
     backlog = Backlog(prompts, SAMPLING) if spare else None
     like = RolloutStep(
-        [], Collector(None, SAMPLING, scorer), prompts, **common, backlog=backlog, spare=spare,
+        Collector(None, SAMPLING, scorer), prompts, **common, backlog=backlog, spare=spare,
         measured_together=together,
     )  # fmt: skip
     return RolloutStream(like)

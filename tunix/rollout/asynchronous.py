@@ -100,18 +100,13 @@ class Journal:
         self.calls[step, call] = Call(weights, replayed=True)
         append_rows(self._path, [{"step": step, "call": call, "weights": weights}])
 
-    def paused(self, step: int, call: int, dispatches: int) -> None:
-        """Records that a call is paused after so many dispatches."""
-        if self.calls[step, call].paused is None:
-            self.calls[step, call].paused = dispatches
-            append_rows(self._path, [{"step": step, "call": call, "paused": dispatches}])
-
-    def ended(self, step: int, call: int) -> None:
-        """Records that a call was not paused, if so: one that was killed may have been, had it gone on."""
+    def ended(self, step: int, call: int, paused: int | None = None) -> None:
+        """Records that a call has ended, or is paused after so many dispatches: one that was killed may have been, had
+        it gone on. What is recorded of it before stays."""
         known = self.calls[step, call]
         if known.paused is None and not known.ended:
-            known.ended = True
-            append_rows(self._path, [{"step": step, "call": call, "paused": None}])
+            known.paused, known.ended = paused, paused is None
+            append_rows(self._path, [{"step": step, "call": call, "paused": paused}])
 
 
 @runtime_checkable
@@ -375,7 +370,7 @@ class AsyncRollouts:
                 return dispatches == at
             if self._in_flight != "continue" or self._published == weights:
                 return False
-            self._journal.paused(step, call, dispatches)
+            self._journal.ended(step, call, paused=dispatches)
             return True
 
         return self._held, pause

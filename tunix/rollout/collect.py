@@ -23,7 +23,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from tunix.data.examples import prompt_messages
-from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Accounting, Prompt
@@ -186,12 +185,12 @@ class Arrivals:
                 logged = self._scoring.logged
                 clock.logged |= self._scoring.metrics
                 overlapped, total = self._scoring.seconds(self._sampled)
-                clock.count(overlapped=overlapped, rewards=total)
+                clock.counted.update(overlapped=overlapped, rewards=total)
             if judge is not None:
                 began = time.monotonic()
                 scores[judge.name] = self._judged.results()
                 waited = time.monotonic() - began
-                clock.count(overlapped=self._overlapped, rewards=self._overlapped + waited)
+                clock.counted.update(overlapped=self._overlapped, rewards=self._overlapped + waited)
         if self._measuring is not None:
             with clock.part("logprobs"):
                 measured = self._measured.results()
@@ -250,8 +249,9 @@ def allgathered(
         return json.dumps({"outcomes": outcomes, "counted": clock.counted}).encode()
 
     parts = [json.loads(text) for text in processes.all_done("groups", act)]
-    names = dict.fromkeys(name for part in parts for name in part["counted"])
-    clock.counted = {name: sum(part["counted"].get(name, 0) for part in parts) for name in names}
+    clock.counted.clear()
+    for part in parts:
+        clock.counted.update(part["counted"])
     outcomes: list[Outcome] = []
     for i, prompt in enumerate(prompts):
         saved = parts[i % len(parts)]["outcomes"][i // len(parts)]
@@ -314,6 +314,9 @@ class Collector:
             seed: for the sampler and the environments.
             clock: receives the seconds of sampling (`rollout`), of scoring (`reward`) and of measuring (`logprobs`).
             measuring: what is computed of each for the loss; None for nothing.
+
+        Raises:
+            UserError: an environment's prompt leaves no room for an answer.
         """
         clock = Clock() if clock is None else clock
 
@@ -329,8 +332,16 @@ class Collector:
                 played, reply = None, None
                 if self.play is not None:
                     played = self.play([owner.row for owner in owners], seed, numbers)
-                    reply, starts = played.reply, [episode.prompt for episode in played.episodes]
-                    owners = [self._started(owner, start) for owner, start in zip(owners, starts, strict=True)]
+                    reply = played.reply
+                    for i, start in enumerate(episode.prompt for episode in played.episodes):
+                        if self.length is not None and len(start) >= self.length:
+                            raise UserError(
+                                f"data.max_length: {self.length} leaves no room for an answer to a prompt of "
+                                f"{len(start)} tokens, as the environment makes it of the row "
+                                f"{dict(owners[i].row)!s:.100}; raise it, or leave the row out"
+                            )
+                        text = self.tokenizer.decode(start, skip_special=True) if self.tokenizer else ""
+                        owners[i] = replace(owners[i], tokens=start, text=owners[i].text or text)
                 arrivals = Arrivals(self, owners, clock, measuring)
 
                 def arrive(number: int, completion: Completion) -> bool:
@@ -358,7 +369,6 @@ class Collector:
         _, scorer = self.scorers
         if scorer is None:
             return groups
-
         episodes = [episode for group in groups for episode in group]
 
         def scored() -> tuple[list[tuple[dict[str, float], dict[str, str], dict[str, Any]]], dict[str, list[float]]]:
@@ -403,8 +413,7 @@ class Collector:
             wanted: the groups that are complete first, at most all.
             n: completions of each prompt.
             seed: the run's.
-            clock: as in `collect`.
-            measuring: as in `collect`.
+            clock: as in `collect`, and so is `measuring`.
             due: whether what was begun of a completion cannot wait for another step; None for never.
 
         Returns:
@@ -439,44 +448,21 @@ class Collector:
             next(groups) if i in race.taken else replace(x, so_far=tuple(race.groups[i])) for i, x in enumerate(prompts)
         ]
 
-    def _started(self, prompt: Prompt, start: np.ndarray) -> Prompt:
-        """The prompt with the tokens that the environment starts with.
-
-        Raises:
-            UserError: they leave no room for an answer.
-        """
-        if self.length is not None and len(start) >= self.length:
-            raise UserError(
-                f"data.max_length: {self.length} leaves no room for an answer to a prompt of {len(start)} tokens, as "
-                f"the environment makes it of the row {dict(prompt.row)!s:.100}; raise it, or leave the row out"
-            )
-        text = self.tokenizer.decode(start, skip_special=True) if self.tokenizer else ""
-        return replace(prompt, tokens=start, text=prompt.text or text)
-
 
 @dataclass
 class RolloutStep:
     """One step's prompts, and what samples and scores their completions; see `rollout.types.Rollouts`."""
 
-    prompts: list[Prompt]
     collector: Collector
     stream: Prompts
     size: int
     seed: int
     """The run's seed."""
-    first: bool
-    length: int
-    """T: tokens of a packed row."""
-    packing: bool
+    packed: Callable[[List[Sequence], int], Batch]
+    """`data.packing.pack` for rows of this run."""
     tolerance: float
-    sequences_per_example: int = 1
-    """Sequences that are compared with each other and share a row, e.g. 2 where completions are made into pairs."""
-    together: int = 1
-    """Completions of one prompt that share a row and, in it, the prompt's tokens."""
-    multiple: int = 1
-    """The number of packed rows is one of it; see `pack`."""
-    pictures: int = 0
-    """Pictures of a packed row at most; 0 where the model sees none."""
+    prompts: list[Prompt] = field(default_factory=list)
+    first: bool = True
     measured_together: int = 64
     """Completions of which log-probs and values are computed at a time, while others are sampled."""
     shown: int = 1
@@ -541,19 +527,6 @@ class RolloutStep:
     def _with_version(self, groups: list[list[Scored]]) -> list[list[Scored]]:
         """The groups with the version of the weights that are this step's."""
         return [[replace(episode, version=self.version) for episode in group] for group in groups]
-
-    def packed(self, sequences: List[Sequence], size: int) -> Batch:
-        """Packs up to `size` sequences into rows of this run's length."""
-        return pack(
-            sequences,
-            size,
-            self.length,
-            self.packing,
-            self.sequences_per_example,
-            self.together,
-            self.multiple,
-            self.pictures,
-        )
 
 
 class RolloutStream:

@@ -2,11 +2,13 @@
 
 import threading
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tunix.algorithms.on_policy import OnPolicy
 from tunix.config import RowKind
 from tunix.data.examples import Examples
+from tunix.data.packing import pack
 from tunix.data.pipeline import Batches, Prompts, eval_batches, eval_prompts, pictures_of_row, shuffled
 from tunix.data.sources import Rows, held_out_rows, open_rows
 from tunix.data.tokenizer import Tokenizer
@@ -130,21 +132,23 @@ def open_stream(setup: Setup, inputs: Inputs, collector: Collector) -> Stream:
     spare, together = recipe.rollout.spare(recipe.batch_size), setup.answers_together
     return RolloutStream(
         RolloutStep(
-            prompts=[],
             collector=collector,
             stream=stream,
             backlog=Backlog(stream, collector.sampling) if spare else None,
             spare=spare,
+            mixed=recipe.rollout.max_staleness > 0,
             size=recipe.batch_size,
             seed=recipe.seed,
-            first=True,
-            length=setup.sampled_row_length(max(algorithm.sequences_per_example, together)),
-            packing=bool(data.packing),
-            sequences_per_example=algorithm.sequences_per_example,
-            together=together,
-            multiple=microbatcher.multiple,
+            packed=partial(
+                pack,
+                max_length=setup.sampled_row_length(max(algorithm.sequences_per_example, together)),
+                packing=bool(data.packing),
+                sequences_per_example=algorithm.sequences_per_example,
+                together=together,
+                multiple=microbatcher.multiple,
+                pictures=pictures_of_row(data, microbatcher.unit),
+            ),
             tolerance=setup.tolerance,
-            pictures=pictures_of_row(data, microbatcher.unit),
             measured_together=MEASURED * microbatcher.rows * microbatcher.unit,
             shown=recipe.rollout.samples,
         )
@@ -204,7 +208,6 @@ def asynchronous(
     assert isinstance(stream, RolloutStream)
     assert isinstance(algorithm, OnPolicy)
     assert isinstance(client.sampler, Holding)
-    stream.like = replace(stream.like, mixed=True)
     return AsyncRollouts(
         stream,
         client,

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.guessing_games import demonstrations
 from tunix.data.chat import render_prompt
 from tunix.data.examples import to_example
 from tunix.data.shapes import Rendering
@@ -14,7 +15,7 @@ from tunix.errors import UserError
 from tunix.rollout.environments.base import Environment, Episode, Episodes, Observation, Row, Step
 from tunix.rollout.environments.calculator import Calculator, calculate, held_out_problems, problems
 from tunix.rollout.environments.config import EnvironmentConfig
-from tunix.rollout.environments.guessing import Guessing, demonstrations, secrets
+from tunix.rollout.environments.guessing import Guessing, secrets
 from tunix.rollout.environments.problem import Problem
 from tunix.rollout.environments.remote import read_environment
 from tunix.rollout.rewards.base import Failure

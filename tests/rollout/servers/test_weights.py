@@ -111,7 +111,7 @@ def test_a_server_with_another_structure_is_refused(policy: Policy, start: Any, 
 def test_an_address_where_nothing_listens(policy: Policy, start: Any, tmp_path: Path):
     sampler, _ = start()
     handover = Handover(tmp_path / "w", policy.write, adapter=False)
-    missing = ServerSampler(["http://127.0.0.1:9"], 5.0, handover, sampler._probe, sampler._expected)
+    missing = ServerSampler(["http://127.0.0.1:9"], 5.0, handover, sampler._probe)
     with pytest.raises(UserError, match=r"rollout\.servers: http://127.0.0.1:9: .*ConnectError"):
         missing.publish(policy.params, 0)
 

@@ -72,14 +72,14 @@ async def inspect(server: Server, expected: Expected) -> None:
     if expected.ids is None:
         return
     try:
-        text = {"model": server.base, "prompt": expected.text, "add_special_tokens": False}
+        text = {"model": server.base, "prompt": TEXT, "add_special_tokens": False}
         theirs = tuple((await server.call("/tokenize", text))["tokens"])
     except Refused:  # it has no tokenizer to ask
         return
     if theirs != expected.ids:
         at = next((i for i, pair in enumerate(zip(theirs, expected.ids, strict=False)) if pair[0] != pair[1]), 0)
         raise Unfit(
-            f"it has another tokenizer: {expected.text!r} has the ids {list(theirs)} there and {list(expected.ids)} "
+            f"it has another tokenizer: {TEXT!r} has the ids {list(theirs)} there and {list(expected.ids)} "
             f"here, which differ from place {at} on. It has to be started with the model and tokenizer of this run"
         )
 
@@ -94,9 +94,9 @@ class Probe:
             model: the trainer's.
             mesh: its devices.
             length: T of the row that is computed, for which the model's attention was chosen.
-            expected: the run's temperature, tolerance and text.
+            expected: the run's temperature, tolerance and ids of the text.
         """
-        self._model, self._mesh, self._length, self._expected = model, mesh, length, expected
+        self._model, self._mesh, self._length, self.expected = model, mesh, length, expected
 
         def scored(
             params: Params, tokens: Int[Array, "B T"], experts: Int[Array, "B T L k"] | None, *, temperature: float
@@ -104,9 +104,10 @@ class Probe:
             """The log-probs of rows that are one sequence each."""
             positions = jax.numpy.broadcast_to(jax.numpy.arange(tokens.shape[1]), tokens.shape)
             ones = jax.numpy.ones_like(tokens)
-            return model.logprobs(params, tokens, positions, ones, ones > 0, temperature=temperature, experts=experts)[
-                0
-            ]
+            logprobs, *_ = model.logprobs(
+                params, tokens, positions, ones, ones > 0, temperature=temperature, experts=experts
+            )
+            return logprobs
 
         self._scored = jit(scored, static_argnames="temperature", options=compiler_options(mesh, model.dtype))
         ids = expected.ids or tuple(np.random.default_rng(0).integers(0, expected.vocab_size, TOKENS).tolist())
@@ -130,7 +131,7 @@ class Probe:
         Raises:
             Unfit: it samples from other weights, or reports something else than the log-probs it samples by.
         """
-        expected, before = self._expected, self._seen.get(url)
+        expected, before = self.expected, self._seen.get(url)
         of_trainer = self._logprobs(params, answer, expected.temperature)
         self._seen[url] = answer, of_trainer
         off = np.abs(answer.logprobs - of_trainer)
@@ -162,7 +163,7 @@ class Probe:
                 f"its log-probs of a probe differ from the trainer's by {float(off.max()):.4g} (in the mean "
                 f"{mean:.4g}), more than rollout.mismatch_tolerance, {expected.tolerance:g}: it serves "
                 "another model, or weights that another run has handed to it: start it anew"
-                + (f". {MIXED}" if self._expected.routing else "")
+                + (f". {MIXED}" if self.expected.routing else "")
             )
 
     def _logprobs(self, params: Mapping[str, Any], answer: Answer, temperature: float) -> np.ndarray:

@@ -103,10 +103,8 @@ class Expected:
     """V, e.g. 151936."""
     length: int
     """Tokens of a prompt and its completion at most, e.g. 1024."""
-    text: str
-    """A text whose ids are compared."""
     ids: tuple[int, ...] | None
-    """The ids of the text, e.g. `(2, 651)`; None where the run has no tokenizer."""
+    """The ids of `probe.TEXT`, e.g. `(2, 651)`; None where the run has no tokenizer."""
     temperature: float
     """The temperature of the completions that are trained on, e.g. 1.0."""
     tolerance: float

@@ -185,7 +185,6 @@ class ServerSampler(Sampler):
         timeout: float,
         handover: Handover,
         probe: Probe,
-        expected: Expected,
         decode: Decode | None = None,
     ):
         """Connects to nothing yet.
@@ -194,8 +193,7 @@ class ServerSampler(Sampler):
             urls: addresses of the servers.
             timeout: seconds in which a server has to answer, or to load weights.
             handover: brings weights to the servers.
-            probe: compares their answers with the trainer.
-            expected: what the servers have to have.
+            probe: compares their answers with the trainer, and says what they have to have.
             decode: token ids -> text, in which stop strings are found.
         """
         self._loop, self._lock = asyncio.new_event_loop(), threading.Lock()
@@ -203,7 +201,7 @@ class ServerSampler(Sampler):
         self._free = threading.Condition()
         self._holds = 0
         """Calls that were promised the present weights, and have not ended."""
-        self._handover, self._probe, self._expected, self._decode = handover, probe, expected, decode
+        self._handover, self._probe, self._expected, self._decode = handover, probe, probe.expected, decode
         self.pool = Pool([Server(url, timeout) for url in urls])
         """All servers, drained ones included."""
         self._held: Path | None = None
@@ -382,15 +380,17 @@ class ServerSampler(Sampler):
                     break
             done.put(number)
 
+        watches = [asyncio.ensure_future(server.watch()) for server in self.pool.living]
         try:
-            async with self.pool.watched():
-                await asyncio.gather(*map(self._confirm, self.pool.living))
-                async with asyncio.TaskGroup() as group:
-                    for number, growing in enumerate(turns):
-                        group.create_task(complete(number, growing))
+            await asyncio.gather(*map(self._confirm, self.pool.living))
+            async with asyncio.TaskGroup() as group:
+                for number, growing in enumerate(turns):
+                    group.create_task(complete(number, growing))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
+            for watch in watches:
+                watch.cancel()
             done.put(None)
             if threads is not None:
                 threads.shutdown(wait=False, cancel_futures=True)

@@ -8,9 +8,8 @@ request is dropped (`protocol.answered`).
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from tunix.errors import UserError
 from tunix.rollout.servers.protocol import Answer, Ask, Failed, Gone, Late, Refused, Stray, Unfit, answered
@@ -24,7 +23,6 @@ HEALTH_DEADLINE = 10.0
 """Seconds in which a server has to say that it is well."""
 MOST = 512
 """Requests that a server has at a time, at most: more would only wait there."""
-T = TypeVar("T")
 
 
 class Server:
@@ -185,16 +183,6 @@ class Pool:
         """The servers that are asked."""
         return [server for server in self.servers if server.reason is None]
 
-    @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """Looks after the servers' health meanwhile."""
-        tasks = [asyncio.ensure_future(server.watch()) for server in self.living]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-
     async def ask(self, ask: Ask) -> Answer:
         """The answer to a request, of whichever server gives it.
 
@@ -230,14 +218,10 @@ class Pool:
                     self.drain(server, f"{error}, {failures} times in a row")
                 else:
                     await asyncio.sleep(PAUSE * 2 ** (failures - 1))
-            except Refused as error:
-                if server.model != server.base and server.model in str(error):
-                    # It was started anew, and has lost the adapter.
-                    self.drain(server, str(error))
-                else:
+            except (Refused, Unfit) as error:
+                if isinstance(error, Unfit) or server.model == server.base or server.model not in str(error):
                     raise UserError(f"rollout.servers: {server.url}: {error}") from None
-            except Unfit as error:
-                raise UserError(f"rollout.servers: {server.url}: {error}") from None
+                self.drain(server, str(error))  # it was started anew, and has lost the adapter
             self.again += 1
 
     def drain(self, server: Server, reason: str) -> None:
