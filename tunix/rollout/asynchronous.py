@@ -139,13 +139,7 @@ class StepSampler(SamplingClient):
     they were paused, and end in all processes together."""
 
     def __init__(self, calls: "AsyncRollouts", sampler: Holding, step: int):
-        """Calls nothing yet.
-
-        Args:
-            calls: decides about each call.
-            sampler: is called.
-            step: the number of the step.
-        """
+        """Calls nothing yet; `calls` decides about each call."""
         self._calls, self._sampler, self._step, self._called = calls, sampler, step, 0
         self.usage: Usage | None = None
         """What the last call of `run` took; None where there was none."""

@@ -34,12 +34,7 @@ def encoded(completion: Completion) -> dict[str, Any]:
 
 
 def decoded(saved: Mapping[str, Any], sampling: Sampling) -> Completion:
-    """The inverse of `encoded`.
-
-    Args:
-        saved: what it returned.
-        sampling: the settings of the completion, which are not saved.
-    """
+    """The inverse of `encoded`, with the settings of the completion, which are not saved."""
     tokens, logprobs, versions = (array_of(saved[name]) for name in ARRAYS)
     turns = tuple((start, end) for start, end in saved["turns"])
     experts = array_of(saved["experts"]).reshape(-1, *saved["routed"]) if "experts" in saved else None
@@ -54,13 +49,7 @@ def saved_episode(episode: Scored) -> dict[str, Any]:
 
 
 def episode_of(saved: Mapping[str, Any], prompt: Prompt, sampling: Sampling) -> Scored:
-    """The inverse of `saved_episode`.
-
-    Args:
-        saved: what it returned.
-        prompt: has the row's columns, which are not saved.
-        sampling: the settings of the completion, which are not saved.
-    """
+    """The inverse of `saved_episode`, with the prompt for the row's columns and the settings, which are not saved."""
     start = replace(prompt, tokens=array_of(saved["prompt"]["tokens"]), text=saved["prompt"]["text"])
     return Scored(
         start,
@@ -99,12 +88,7 @@ class Backlog:
     """A queue in front of a stream of prompts, to which a step returns what it has begun and not trained on."""
 
     def __init__(self, stream: Prompts, sampling: Sampling):
-        """An empty queue.
-
-        Args:
-            stream: where further prompts are read.
-            sampling: the settings of all completions.
-        """
+        """An empty queue in front of a stream; all completions have these settings."""
         self._stream, self._sampling = stream, sampling
         self._queue: list[Pending] = []
 

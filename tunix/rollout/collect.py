@@ -533,13 +533,9 @@ class RolloutStream:
     """The steps of an on-policy run, with a position that can be saved."""
 
     def __init__(self, like: RolloutStep):
-        """Starts at the stream's position.
-
-        Args:
-            like: what all steps have in common; its prompts are replaced.
-        """
+        """Starts at the stream's position."""
         self.like = like
-        """What all steps have in common."""
+        """What all steps have in common; each has its own prompts."""
         self._first = True
 
     def __iter__(self) -> "RolloutStream":

@@ -187,6 +187,6 @@ class Rollouts(Protocol):
         """
         ...
 
-    def packed(self, sequences: List[Sequence], size: int) -> Batch:
+    def packed(self, sequences: List[Sequence], size: int, /) -> Batch:
         """Packs up to `size` sequences into rows of this run's length."""
         ...

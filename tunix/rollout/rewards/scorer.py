@@ -282,12 +282,7 @@ class _Pool:
         self._closed = threading.Event()
 
     def call(self, reward: Reward, samples: Sequence[_Sample], spans: list[_Span]) -> Answer:
-        """The next free worker's outcomes of the samples, or one text where the call failed.
-
-        Args:
-            reward: is called.
-            samples: at least one.
-            spans: the call's is added when it has ended.
+        """A free worker's outcomes of the samples, or one text where the call failed; adds its time to the spans.
 
         Raises:
             UserError: no worker can import the rewards.

@@ -164,13 +164,8 @@ POSITIVE = {
 
 
 def check_shipped(reward: str, name: str, options: Mapping[str, Any], deadline: float) -> None:
-    """Refuses options of a shipped reward that are missing, of the wrong type or invalid.
-
-    Args:
-        reward: which one.
-        name: its name in messages.
-        options: in the recipe.
-        deadline: seconds of a call.
+    """Refuses options of a shipped reward, which has another name in messages, that are missing, of the wrong type or
+    invalid, such as a time limit beyond a call's deadline in seconds.
 
     Raises:
         UserError: names the reward, the option and the remedy.

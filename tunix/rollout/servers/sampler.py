@@ -93,12 +93,7 @@ class Turns:
         return min(self._sampling.max_tokens - drawn, self._length - len(self._prompt) - len(self._tokens) - new)
 
     def ask(self, identity: str, expected: Expected) -> Ask:
-        """The request for the rest of the turn.
-
-        Args:
-            identity: of the call and the completion.
-            expected: of the servers.
-        """
+        """The request for the rest of the turn; its identity is that of the call and the completion, and the place."""
         # A turn that begins after others has random numbers of its own: servers count tokens from a request's start.
         place = [self._request.seed, self._request.index, len(self._tokens)]
         seed = int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1)
@@ -107,12 +102,7 @@ class Turns:
         return Ask(f"{identity}-{len(self._tokens)}", prompt, what, expected.vocab_size, expected.routing)
 
     def take(self, answer: Answer, version: int) -> None:
-        """Appends what a server sampled, up to the first token that completes a stop string.
-
-        Args:
-            answer: of the server.
-            version: of its weights.
-        """
+        """Appends what a server sampled, up to the first token that completes a stop string."""
         start, stopped = self._turns[-1][0], answer.stopped
         turn = np.concatenate([self._tokens[start:], answer.tokens])
         kept = len(answer.tokens)
@@ -124,12 +114,8 @@ class Turns:
         self.finish = "stop" if stopped else "length"
 
     def observe(self, observation: Sequence[int] | np.ndarray, version: int) -> bool:
-        """Appends what an environment wrote and opens the next turn; False, and nothing, where nothing could follow.
-
-        Args:
-            observation: `[T]` token ids.
-            version: of the weights at the time.
-        """
+        """Appends what an environment wrote, `[T]` token ids, and opens the next turn; False, and nothing, where
+        nothing could follow. The version is that of the weights at the time."""
         new = np.asarray(observation, np.int32)
         if self.left(len(new)) <= 0:
             self.finish = "length"

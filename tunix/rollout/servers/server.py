@@ -29,12 +29,7 @@ class Server:
     """A server of the completions protocol at one address."""
 
     def __init__(self, url: str, timeout: float):
-        """Connects to nothing yet.
-
-        Args:
-            url: scheme, host and port.
-            timeout: seconds in which a request has to be answered, and weights loaded.
-        """
+        """Connects to nothing yet; a request has to be answered, and weights loaded, in `timeout` seconds."""
         self.url, self.timeout = url, timeout
         self.base = ""
         """The name under which it serves the model."""
@@ -105,12 +100,8 @@ class Server:
             before = now
 
     async def call(self, path: str, body: Mapping[str, Any] | None = None, identity: str | None = None) -> Any:
-        """What it answers, read as JSON where it is that.
-
-        Args:
-            path: of the address.
-            body: of a POST; None for a GET.
-            identity: of a completion; None for any other call.
+        """What it answers to a POST, or to a GET where there is no body, read as JSON where it is that; a call for a
+        completion has an identity.
 
         Raises:
             Failed: it did not, for a reason that may pass.

@@ -237,11 +237,7 @@ class WorkerThread:
     """As of `WorkerProcess`: what code remembers outlives a thread that hangs."""
 
     def __init__(self, answer: Callable[[Any], Any]) -> None:
-        """Starts no thread yet.
-
-        Args:
-            answer: answers a request, and raises nothing.
-        """
+        """Starts no thread yet; what answers a request raises nothing."""
         self._answer = answer
         self._requests: queue.SimpleQueue[Any] | None = None
 
