@@ -169,12 +169,8 @@ class Arrivals:
         self._sampled = time.monotonic()
 
     def scored(self, played: Episodes | None = None) -> list[Scored]:
-        """The completions with their scores, for which it waits, in the order of their numbers; their time while others
-        were sampled has cost nothing.
-
-        Args:
-            played: the environment's episodes, one for each number; None where no environment answers.
-        """
+        """The completions with their scores, for which it waits, in the order of their numbers, which environments'
+        episodes have, too; their time while others were sampled has cost nothing."""
         numbers, clock, judge = sorted(self._ended), self._clock, self._collector.judge
         scores: dict[str, Mapping[int, Score]] = {}
         logged: dict[int, dict[str, Any]] = {}

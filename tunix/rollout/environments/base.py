@@ -251,12 +251,7 @@ class Episodes:
     """The episodes of a batch: request i of the sampler is episode i."""
 
     def __init__(self, episodes: Sequence[Episode], together: int = 1) -> None:
-        """The episodes of a batch.
-
-        Args:
-            episodes: in the order of the requests.
-            together: how many may be called at a time.
-        """
+        """In the order of the requests; so many together may be called at a time."""
         self.episodes = episodes
         self._together = together
 

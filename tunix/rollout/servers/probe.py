@@ -121,12 +121,7 @@ class Probe:
         """The mean difference that each server began with, by its address."""
 
     def check(self, url: str, answer: Answer, params: Mapping[str, Any]) -> None:
-        """Compares a server's answer with the weights that it was told to load; to be called by all processes.
-
-        Args:
-            url: of the server.
-            answer: to `ask`.
-            params: the weights.
+        """Compares a server's answer to `ask` with the weights that it was told to load; to be called by all processes.
 
         Raises:
             Unfit: it samples from other weights, or reports something else than the log-probs it samples by.

@@ -140,12 +140,8 @@ def read_experts(text: Any) -> np.ndarray:
 
 
 def experts_of(choice: dict[str, Any], ask: Ask, sampled: int) -> np.ndarray | None:
-    """`[T L k]` int16 experts in an answer, -1 where the server knows none; None where it returns none.
-
-    Args:
-        choice: of the answer.
-        ask: what was asked; where it is not asked of a mixture there is nothing to read.
-        sampled: tokens of the answer.
+    """`[T L k]` int16 experts in an answer of so many sampled tokens, -1 where the server knows none; None where it
+    returns none, or is not asked of a mixture.
 
     Raises:
         Unfit: they are not those of the run's model.
@@ -182,12 +178,8 @@ ID = "token_id:"
 
 
 def refuse(sampling: Sampling, vocab_size: int, decodes: bool) -> None:
-    """Refuses settings that are invalid, or that servers do not compute as tunix defines them.
-
-    Args:
-        sampling: the settings of requests.
-        vocab_size: V.
-        decodes: whether there is a tokenizer.
+    """Refuses settings that are invalid, or that servers do not compute as tunix defines them; stop strings are found
+    where there is a tokenizer that decodes.
 
     Raises:
         UserError: naming the setting and why.
