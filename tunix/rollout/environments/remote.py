@@ -7,7 +7,7 @@ generator, and the same actions again. Answers have to be those of before.
 First the environment that a recipe names, then the worker's side (`prepare`), which holds the episodes that began in it
 and calls the one that a request names:
 
-    {"episode": 3, "start": {"row": {...}, "seed": [0, 3]}}   -> {"observation": {"text": "1-31\\n"}}
+    {"episode": 3, "start": {"row": {...}, "seed": [0, 3]}}   -> {"observation": "1-31\\n"}
     {"episode": 3, "action": "16\\n", "tokens": {...}}         -> {"observation": ..., "reward": 0.5, "done": false}
     {"describe": true}                                        -> {"scores": true, "stop_strings": ["\\n"]}
 
@@ -132,17 +132,17 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
     return answer
 
 
-def written(observation: Observation) -> dict[str, Any]:
-    """An observation as JSON values.
+def written(observation: Observation) -> Any:
+    """An observation as JSON values, which `read` reads.
 
     Raises:
         EpisodeError: its messages hold something that JSON does not have.
         UserError: an array that is no vector of token ids.
     """
-    if isinstance(observation, str):
-        return {"text": str(observation)}
     if isinstance(observation, np.ndarray):
         return {"ids": coded(token_ids(observation))}
+    if isinstance(observation, str):
+        return str(observation)
     messages = [dict(message) for message in observation]
     try:
         json.dumps(messages)
@@ -151,14 +151,12 @@ def written(observation: Observation) -> dict[str, Any]:
             f"answered with messages that are no JSON ({error}): only text, numbers, true, false, null and lists or "
             "mappings of these leave a worker"
         ) from error
-    return {"messages": messages}
+    return messages
 
 
-def read(observation: Mapping[str, Any]) -> Observation:
+def read(observation: Any) -> Observation:
     """The inverse of `written`."""
-    if "ids" in observation:
-        return array_of(observation["ids"])
-    return observation["text"] if "text" in observation else observation["messages"]
+    return array_of(observation["ids"]) if isinstance(observation, Mapping) else observation
 
 
 Answer = dict[str, Any]
@@ -324,11 +322,10 @@ class Player:
                 answer = first.ask({"describe": True})
             if "failure" in answer:
                 raise UserError(answer.get("advice", f"the environment {name} cannot be made: it {answer['failure']}"))
-        except Lost as lost:
+        except BaseException as error:
             self.close()
-            raise UserError(f"the environment {name} cannot be made: it {lost}") from None
-        except BaseException:
-            self.close()
+            if isinstance(error, Lost):
+                raise UserError(f"the environment {name} cannot be made: it {error}") from None
             raise
         self.scores = bool(answer["scores"])
         """Whether the environment gives rewards."""
