@@ -28,6 +28,7 @@ from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.config import RowKind
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
+from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.protocols import Sampler
@@ -69,15 +70,11 @@ def stream(sampling: Sampling, scorer: Scorer, shape: Shape, together: int, leng
     rows = [{"prompt_ids": rng.integers(0, shape.config.vocab_size, sizes.length).tolist()} for _ in range(64)]
     config = DataConfig(train="given", max_length=sizes.length + sizes.new, completion_length=sizes.new)
     like = RolloutStep(
-        prompts=[],
         collector=Collector(None, sampling, scorer),
         stream=Prompts(Examples(open_rows(rows), None, config, RowKind.PROMPT), seed=0),
         size=sizes.prompts,
         seed=0,
-        first=True,
-        length=length,
-        packing=True,
-        together=together,
+        packed=partial(pack, max_length=length, together=together),
         tolerance=MISMATCH[shape.dtype],
     )
     return RolloutStream(like)

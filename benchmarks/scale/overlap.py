@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +23,7 @@ from benchmarks.scale.simulation import WARM, simulate
 from tunix.config import RowKind
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
+from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.protocols import Client, SamplingClient
@@ -120,9 +122,9 @@ def beside(each: Durations, staleness: int, steps: int, folder: Path) -> float:
     """Steps a second of `AsyncRollouts`; the first step is sampled by the caller, as in a run."""
     rows = open_rows([{"prompt_ids": [number]} for number in range(len(each.sampling))])
     data = DataConfig(train="rows", max_length=32, completion_length=16, shuffle=False)
-    common: dict[str, Any] = {"size": 1, "seed": 0, "first": True, "length": 32, "packing": True, "tolerance": 1e-3}
+    common: dict[str, Any] = {"size": 1, "seed": 0, "packed": partial(pack, max_length=32), "tolerance": 1e-3}
     prompts = Prompts(Examples(rows, None, data, RowKind.PROMPT), 0, 1)
-    stream = RolloutStream(RolloutStep([], Collector(None, SAMPLING, None), prompts, **common))
+    stream = RolloutStream(RolloutStep(Collector(None, SAMPLING, None), prompts, **common))
     sampler, began = SleepingSampler(each.sampling), 0.0
     ahead = AsyncRollouts(
         stream,
@@ -130,9 +132,9 @@ def beside(each: Durations, staleness: int, steps: int, folder: Path) -> float:
         sampler,
         gather,
         Journal(folder / f"replay.{staleness}.jsonl", "benchmark"),
-        staleness=staleness,
+        max_staleness=staleness,
         total=len(each.sampling),
-        goes_on=False,
+        in_flight=None,
         stop=threading.Event(),
     )
     try:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -25,6 +26,7 @@ from tunix.algorithms.ppo.algorithm import PPO
 from tunix.config import RowKind
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
+from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import bytes_tokenizer
@@ -141,14 +143,11 @@ def rollouts(
     scorer = Scorer([scripted()]) if scored else None
     play = Player(EnvironmentConfig(name=environment), TOKENIZER) if environment else None
     like = RolloutStep(
-        prompts=[],
         collector=Collector(TOKENIZER, SAMPLING, scorer, play),
         stream=stream,
         size=prompts,
         seed=0,
-        first=True,
-        length=32,
-        packing=True,
+        packed=partial(pack, max_length=32),
         tolerance=1e-3,
     )
     try:

@@ -18,7 +18,7 @@ from tunix.data.shapes import rendering
 from tunix.data.tokenizer import Tokenizer, bytes_tokenizer
 from tunix.data.types import Kept
 from tunix.errors import UserError
-from tunix.rollout.environments.base import render_observation, render_start
+from tunix.rollout.environments.base import rendered
 
 KINDS = ("prepend", "always", "first", "unigram", "byte level")
 """Ways of putting a space before a text: Llama 2's tokenizer.json, Mixtral's two, T5's, and GPT-2's option."""
@@ -126,9 +126,9 @@ def test_nothing_but_bos_before_it_is_the_beginning_of_a_text():
 
 def test_answers_of_an_environment_continue_the_turn():
     tokenizer = spaced("always")
-    start = render_start("2+2=", tokenizer, {})
+    start = rendered("2+2=", tokenizer, {})
     action = np.array(tokenizer.encode_after(start.tolist(), "4"))
-    observation = render_observation("2+2=", "\n", action, tokenizer, {})
+    observation = rendered("\n", tokenizer, {}, "2+2=", action)
     assert tokenizer.hf.convert_ids_to_tokens(action.tolist()) == ["4"]
     assert tokenizer.hf.convert_ids_to_tokens(observation.tolist()) == ["\n"]
 
@@ -174,7 +174,7 @@ def test_prompts_bring_bos_and_completions_their_end(end):
     whole_texts = {"chosen": CHAT + completion, "rejected": CHAT + "No."}
     assert texts(whole_texts, train_on="pairs") == [expected, other]
     assert texts({"prompt": CHAT}, train_on="prompt")[0][0] == CHAT.replace("\n", "Ċ")
-    assert BYTES.decode(render_start(CHAT, BYTES, {})) == CHAT
+    assert BYTES.decode(rendered(CHAT, BYTES, {})) == CHAT
 
 
 @pytest.mark.parametrize("end", ["", "<eos>"])

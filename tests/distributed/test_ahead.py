@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.rollout.test_ahead import LENGTH, SAMPLING, made
 from tunix.config import RowKind
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
+from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.distributed import processes
@@ -81,10 +83,10 @@ def opened(path: Path, size: int, staleness: int, sampler: Sampler, state: dict[
     rows = open_rows([{"prompt_ids": [number]} for number in range(STEPS * size)])
     config = DataConfig(train="rows", max_length=32, completion_length=16, shuffle=False)
     prompts = Prompts(Examples(rows, None, config, RowKind.PROMPT), 0, 1)
-    common = {"size": size, "seed": 5, "first": True, "length": 32, "packing": True, "tolerance": 1e-3}
-    stream = RolloutStream(RolloutStep([], Collector(None, SAMPLING, None), prompts, **common))
+    common = {"size": size, "seed": 5, "packed": partial(pack, max_length=32), "tolerance": 1e-3}
+    stream = RolloutStream(RolloutStep(Collector(None, SAMPLING, None), prompts, **common))
     journal = Journal(path if processes.lead() else path.with_suffix(f".{processes.index()}"), "mine")
-    how = {"staleness": staleness, "total": STEPS, "goes_on": False, "stop": threading.Event()}
+    how = {"max_staleness": staleness, "total": STEPS, "in_flight": None, "stop": threading.Event()}
 
     def gather(client, step: RolloutStep) -> list[list[Scored]]:
         return step.collect(client, step.prompts, GROUP)

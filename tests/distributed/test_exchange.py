@@ -115,7 +115,7 @@ def test_groups_come_back_in_the_order_of_the_prompts_and_counts_are_sums(monkey
 
     def act(index: int) -> tuple[list[list[Scored]], dict[str, float]]:
         clock, own = Clock(), shard(prompts)
-        clock.count(tokens=len(own), **({"rewards": 0.5} if index else {}))
+        clock.counted.update(tokens=len(own), **({"rewards": 0.5} if index else {}))
         return allgathered(lambda: [[episode(prompt)] for prompt in own], prompts, sampling, clock), clock.counted
 
     for groups, counted in pretended(monkeypatch, 2, act)[0]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.rollout import test_oversample as oversampled
 from tunix.config import RowKind
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
+from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.distributed import processes
@@ -91,7 +93,7 @@ def run(
     path: Path,
     sampler: Sampler,
     staleness: int,
-    goes_on: bool = False,
+    in_flight: str | None = None,
     collect=gather,
     state: dict[str, Any] | None = None,
 ) -> Iterator[AsyncRollouts]:
@@ -99,9 +101,9 @@ def run(
     rows = open_rows([{"prompt_ids": [number]} for number in range(STEPS)])
     config = DataConfig(train="rows", max_length=32, completion_length=16, shuffle=False)
     prompts = Prompts(Examples(rows, None, config, RowKind.PROMPT), 0, 1)
-    common = {"size": 1, "seed": 5, "first": True, "length": 32, "packing": True, "tolerance": 1e-3}
-    stream = RolloutStream(RolloutStep([], Collector(None, SAMPLING, None), prompts, **common))
-    how = {"staleness": staleness, "total": STEPS, "goes_on": goes_on, "stop": threading.Event()}
+    common = {"size": 1, "seed": 5, "packed": partial(pack, max_length=32), "tolerance": 1e-3}
+    stream = RolloutStream(RolloutStep(Collector(None, SAMPLING, None), prompts, **common))
+    how = {"max_staleness": staleness, "total": STEPS, "in_flight": in_flight, "stop": threading.Event()}
     learner = Learner(sampler)
     ahead = AsyncRollouts(stream, learner, sampler, collect, Journal(path, "mine"), **how)
     if state is not None:
@@ -153,8 +155,8 @@ def test_tokens_that_are_too_old_do_not_leave_the_buffer(tmp_path: Path):
             next(ahead)
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_a_call_keeps_its_weights_or_is_continued_under_new_ones(tmp_path: Path, goes_on: bool):
+@pytest.mark.parametrize("in_flight", ["finish", "continue"])
+def test_a_call_keeps_its_weights_or_is_continued_under_new_ones(tmp_path: Path, in_flight: str):
     """Newer weights are published after the third token of step 2."""
     three, published = threading.Event(), threading.Event()
 
@@ -164,13 +166,13 @@ def test_a_call_keeps_its_weights_or_is_continued_under_new_ones(tmp_path: Path,
             assert published.wait(30)
 
     sampler = Sampler(wait)
-    with run(tmp_path / "replay.jsonl", sampler, 1, goes_on) as ahead:
+    with run(tmp_path / "replay.jsonl", sampler, 1, in_flight) as ahead:
         next(ahead)
         assert versions(next(ahead)) == [1] * LENGTH
         assert three.wait(30)
         publish = ahead._client.publish
         ahead._client.publish = lambda: (publish(), threading.Timer(0.05, published.set).start())[0]
-        assert versions(next(ahead)) == [1, 1, 1, *[2 if goes_on else 1] * 3]
+        assert versions(next(ahead)) == [1, 1, 1, *[2 if in_flight == "continue" else 1] * 3]
 
 
 def test_weights_are_not_published_before_a_replayed_call_has_taken_those_before(tmp_path: Path):
@@ -190,12 +192,12 @@ def test_weights_are_not_published_before_a_replayed_call_has_taken_those_before
     assert [versions(step) for step in steps[1:]] == [[1] * LENGTH] * 2
 
 
-@pytest.mark.parametrize(("staleness", "goes_on"), [(1, False), (1, True), (3, True)])
-def test_a_record_is_replayed_whatever_the_clocks_say(tmp_path: Path, staleness: int, goes_on: bool):
+@pytest.mark.parametrize(("staleness", "in_flight"), [(1, "finish"), (1, "continue"), (3, "continue")])
+def test_a_record_is_replayed_whatever_the_clocks_say(tmp_path: Path, staleness: int, in_flight: str):
     def tokens(path: Path, seed: int) -> list[list[int]]:
         rng = random.Random(seed)
         sampler = Sampler(lambda prompt, token: time.sleep(rng.choice([0, 0, 0.004])))
-        with run(path, sampler, staleness, goes_on) as ahead:
+        with run(path, sampler, staleness, in_flight) as ahead:
             found = [next(ahead)]
             for _ in range(STEPS - 1):
                 time.sleep(rng.choice([0, 0.02]))
@@ -299,7 +301,7 @@ def test_a_step_of_older_weights_is_waited_for_unless_the_run_is_to_end(tmp_path
 def test_a_step_that_went_on_under_the_present_weights_is_waited_for_all_the_same(tmp_path: Path):
     """The first three tokens of step 3 are from weights 1; it is blocked again when it goes on under weights 2."""
     path, sampler = tmp_path / "replay.jsonl", Blocking(3)
-    with run(path, sampler, 2, goes_on=True) as ahead:
+    with run(path, sampler, 2, in_flight="continue") as ahead:
         next(ahead)
         next(ahead)
         assert sampler.reached.wait(30)
@@ -368,16 +370,16 @@ def test_a_position_does_not_wait_for_a_call_that_waits_for_the_learner(tmp_path
     assert list(rest(path, 2, states[0], twice)) == list(range(2, STEPS))
 
 
-@pytest.mark.parametrize(("staleness", "goes_on"), [(1, False), (1, True), (2, False), (3, True)])
+@pytest.mark.parametrize(("staleness", "in_flight"), [(1, "finish"), (1, "continue"), (2, "finish"), (3, "continue")])
 def test_stopped_again_and_again_every_step_is_learned_from_once_and_can_be_replayed(
-    tmp_path: Path, staleness: int, goes_on: bool
+    tmp_path: Path, staleness: int, in_flight: str
 ):
     for seed in range(6):
         path, rng = tmp_path / f"{seed}.jsonl", random.Random(seed)
         state, found = None, {}
         while len(found) < STEPS - 1:
             sampler = Sampler(lambda prompt, token, rng=rng: time.sleep(rng.choice([0, 0, 0.004])))
-            with run(path, sampler, staleness, goes_on, state=state) as ahead:
+            with run(path, sampler, staleness, in_flight, state=state) as ahead:
                 first = state["ahead"]["step"] if state else 0
                 number, position = first, ahead.mark()
                 while number < STEPS and not ahead._stop.is_set():
@@ -397,7 +399,7 @@ def test_stopped_again_and_again_every_step_is_learned_from_once_and_can_be_repl
                 else:
                     position = ahead.mark()
                 state = position()
-        with run(path, Sampler(), staleness, goes_on) as ahead:
+        with run(path, Sampler(), staleness, in_flight) as ahead:
             next(ahead)
             assert {number: versions(next(ahead)) for number in range(1, STEPS)} == found
 
@@ -449,7 +451,7 @@ def raced(path: Path, staleness: int, seed: int, stops: bool = False) -> list[li
 
 
 def opened(path: Path, staleness: int, sampler: Tailed, total: int, state: dict[str, Any] | None) -> AsyncRollouts:
-    how = {"staleness": staleness, "total": total, "goes_on": False, "stop": threading.Event()}
+    how = {"max_staleness": staleness, "total": total, "in_flight": None, "stop": threading.Event()}
 
     def collect(client, step: RolloutStep) -> list[list[Scored]]:
         return step.collect(client, step.prompts, oversampled.GROUP)

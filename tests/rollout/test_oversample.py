@@ -6,6 +6,7 @@ dispatch gives every request two tokens.
 
 import json
 from contextlib import closing
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -15,6 +16,7 @@ from tunix.algorithms.ops import CURRENT
 from tunix.config import RowKind
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
+from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.protocols import SamplingClient
@@ -73,9 +75,9 @@ def stream(rows: int = 11, size: int = 3, spare: int = 2) -> RolloutStream:
     given = [{"prompt_ids": [1, 2, number]} for number in range(rows)]
     config = DataConfig(train="rows", max_length=32, completion_length=LONGEST)
     prompts = Prompts(Examples(open_rows(given), None, config, RowKind.PROMPT), seed=5, epochs=1)
-    common = {"size": size, "seed": 5, "first": True, "length": 32, "packing": True, "tolerance": 1e-3}
+    common = {"size": size, "seed": 5, "packed": partial(pack, max_length=32), "tolerance": 1e-3}
     collector, backlog = Collector(None, SAMPLING, scorer), Backlog(prompts, SAMPLING)
-    return RolloutStream(RolloutStep([], collector, prompts, backlog=backlog, spare=spare, **common))
+    return RolloutStream(RolloutStep(collector, prompts, backlog=backlog, spare=spare, **common))
 
 
 def step(data: RolloutStep, sampler: Sampler) -> list[list[Scored]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tunix.algorithms.ppo.algorithm import PPO
 from tunix.config import RowKind
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
+from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.rollout.backlog import Backlog
@@ -30,14 +32,9 @@ SAMPLING = Sampling(max_tokens=LONGEST, stop_ids=(5, 17, 29, 41))
 
 def test_a_part_begins_when_all_of_it_have_ended():
     """Seven places in parts of three: whatever ends when, a part has the same places."""
-    parts = Parts(7, 3, list)
-    begun = []
-    for place in (6, 4, 0, 3, 1, 5, 2):
-        parts.add(place)
-        begun.append(list(parts.begun.values()))
-    assert begun[0] == begun[1] == [[6]]
-    assert begun[5] == [[6], [3, 4, 5]]
-    assert begun[6] == [[6], [3, 4, 5], [0, 1, 2]]
+    parts = Parts(7, 3)
+    begun = [parts.add(place, 10 * place) for place in (6, 4, 0, 3, 1, 5, 2)]
+    assert begun == [[60], [], [], [], [], [30, 40, 50], [0, 10, 20]]
 
 
 class Noted(Trainer):
@@ -77,10 +74,10 @@ def stream(together: int, spare: int = 0) -> RolloutStream:
     config = DataConfig(train="rows", max_length=24, completion_length=LONGEST)
     prompts = Prompts(Examples(rows, None, config, RowKind.PROMPT), seed=5, epochs=1)
     scorer = Scorer([Reward("sum", lambda completion, completion_ids: float(sum(completion_ids) % 7))])
-    common = {"size": PROMPTS, "seed": 5, "first": True, "length": 24, "packing": True, "tolerance": 1e-3}
+    common = {"size": PROMPTS, "seed": 5, "packed": partial(pack, max_length=24), "tolerance": 1e-3}
     backlog = Backlog(prompts, SAMPLING) if spare else None
     like = RolloutStep(
-        [], Collector(None, SAMPLING, scorer), prompts, **common, backlog=backlog, spare=spare,
+        Collector(None, SAMPLING, scorer), prompts, **common, backlog=backlog, spare=spare,
         measured_together=together,
     )  # fmt: skip
     return RolloutStream(like)

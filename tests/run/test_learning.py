@@ -117,7 +117,7 @@ def test_guessing_a_number(tmp_path: Path):
     """1 to 31 in five guesses, which is enough for all of them: won is 0.84, by a model that began with 0.3."""
     demonstrations = {
         "model": SMALL,
-        "data": {"train": f"{GAME}:demonstrations", "max_length": 64},
+        "data": {"train": "tests.guessing_games:demonstrations", "max_length": 64},
         "optimizer": {"learning_rate": 2e-3, "b2": 0.98, "warmup": 20},
         "batch_size": 128,
         "steps": 400,

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
+from functools import partial
 from typing import Any
 
 from tunix.algorithms.base import Algorithm
 from tunix.config import RowKind
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
-from tunix.data.packing import row_length
+from tunix.data.packing import pack, row_length
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import Rows, open_rows
 from tunix.data.tokenizer import Tokenizer
@@ -60,15 +61,15 @@ def rollouts(
     number = algorithm.sequences_per_example
     return RolloutStream(
         RolloutStep(
-            prompts=[],
             collector=Collector(tokenizer, algorithm.sampling, scorer),
             stream=Prompts(Examples(table, tokenizer, config, RowKind.PROMPT), seed, epochs),
             size=batch_size,
             seed=seed,
-            first=True,
-            length=row_length(number, max_length + algorithm.extra_tokens, None),
-            packing=True,
-            sequences_per_example=number,
+            packed=partial(
+                pack,
+                max_length=row_length(number, max_length + algorithm.extra_tokens, None),
+                sequences_per_example=number,
+            ),
             tolerance=mismatch_tolerance,
         )
     )

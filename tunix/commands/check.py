@@ -22,7 +22,7 @@ from tunix.models.families.table import preset, read_config, small, with_sizes
 from tunix.recipe.notes import hardware_note, total_steps, update_notes
 from tunix.recipe.recipe import Recipe, recipe_file, resolved_stages, written_sections
 from tunix.recipe.tiny import is_download, local_folder
-from tunix.rollout.environments.shipped import read_environment
+from tunix.rollout.environments.remote import read_environment
 from tunix.rollout.rewards.base import ADDED, read_reward
 from tunix.run.owners import refuse_foreign_checkpoints, refuse_no_run, refuse_other_run
 from tunix.util.object_store import url_of

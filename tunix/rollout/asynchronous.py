@@ -1,8 +1,8 @@
 """Asynchronous rollouts: the next steps' completions are sampled in a thread while the present step is learned from.
 
-A step's sampling begins when weights are published that are at most `staleness` steps old by the time it is learned
-from. Its calls of the sampler take the newest weights; where they `go on` under new ones, a publication pauses the
-call, and the next one continues its completions.
+A step's sampling begins when weights are published that are at most `max_staleness` steps old by the time it is learned
+from. Its calls of the sampler take the newest weights; where completions in flight continue under new ones, a
+publication pauses the call, and the next one continues them.
 
 Which weights answered which call, and where a call was paused, is recorded (`Journal`): a line of `replay.jsonl` is
 written when a call begins, and one when it is paused or has ended. A run that is started again replays what is
@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -60,7 +60,9 @@ class Journal:
             path: the file.
             about: a digest of the recipe; what another one has recorded is dropped.
         """
-        self._path, self._calls, head = path, dict[tuple[int, int], Call](), {"recipe": about}
+        self._path, head = path, {"recipe": about}
+        self.calls: dict[tuple[int, int], Call] = {}
+        """The calls that are to be replayed, and those since then."""
         first, *rows = read_rows(path) or [head]
         rows = rows if first == head else []
         # Written anew, without a last line that a kill cut short.
@@ -68,52 +70,43 @@ class Journal:
         for row in rows:
             key = row["step"], row["call"]
             if "weights" in row:
-                self._calls[key] = Call(row["weights"])
+                self.calls[key] = Call(row["weights"])
             else:
-                self._calls[key].paused, self._calls[key].ended = row["paused"], row["paused"] is None
-
-    def recorded(self, step: int, call: int) -> Call | None:
-        """A call that is to be replayed; None where it is not recorded."""
-        return self._calls.get((step, call))
+                self.calls[key].paused, self.calls[key].ended = row["paused"], row["paused"] is None
 
     def keep(self, steps: range) -> None:
         """Leaves out the calls of other steps: their completions are known, or are not wanted."""
-        self._calls = {key: call for key, call in self._calls.items() if key[0] in steps}
+        self.calls = {key: call for key, call in self.calls.items() if key[0] in steps}
 
     def forget_before(self, learned: int) -> None:
         """Deletes the records of those steps that have taken weights of fewer learned ones. Nobody has these any more:
         such a step was given up, and is sampled anew."""
-        gone = {step for (step, _), call in self._calls.items() if call.weights < learned}
+        gone = {step for (step, _), call in self.calls.items() if call.weights < learned}
         if gone:
-            self._calls = {key: call for key, call in self._calls.items() if key[0] not in gone}
+            self.calls = {key: call for key, call in self.calls.items() if key[0] not in gone}
             rows = [row for row in read_rows(self._path) if row.get("step") not in gone]
             write_lines_atomic(self._path, (json.dumps(row) + "\n" for row in rows))
 
     def needs_before(self, learned: int) -> bool:
         """Whether a call that is still to be replayed wants weights of fewer steps."""
-        return any(call.weights < learned and not call.replayed for call in self._calls.values())
+        return any(call.weights < learned and not call.replayed for call in self.calls.values())
 
     def begun(self, step: int, call: int, weights: int) -> None:
         """Records that a call begins with some weights."""
-        if (known := self.recorded(step, call)) is not None:
+        if (known := self.calls.get((step, call))) is not None:
             assert known.weights == weights, (known, weights)
             known.replayed = True
             return
-        self._calls[step, call] = Call(weights, replayed=True)
+        self.calls[step, call] = Call(weights, replayed=True)
         append_rows(self._path, [{"step": step, "call": call, "weights": weights}])
 
-    def paused(self, step: int, call: int, dispatches: int) -> None:
-        """Records that a call is paused after so many dispatches."""
-        if self._calls[step, call].paused is None:
-            self._calls[step, call].paused = dispatches
-            append_rows(self._path, [{"step": step, "call": call, "paused": dispatches}])
-
-    def ended(self, step: int, call: int) -> None:
-        """Records that a call was not paused, if so: one that was killed may have been, had it gone on."""
-        known = self._calls[step, call]
+    def ended(self, step: int, call: int, paused: int | None = None) -> None:
+        """Records that a call has ended, or is paused after so many dispatches: one that was killed may have been, had
+        it gone on. What is recorded of it before stays."""
+        known = self.calls[step, call]
         if known.paused is None and not known.ended:
-            known.ended = True
-            append_rows(self._path, [{"step": step, "call": call, "paused": None}])
+            known.paused, known.ended = paused, paused is None
+            append_rows(self._path, [{"step": step, "call": call, "paused": paused}])
 
 
 @runtime_checkable
@@ -146,13 +139,7 @@ class StepSampler(SamplingClient):
     they were paused, and end in all processes together."""
 
     def __init__(self, calls: "AsyncRollouts", sampler: Holding, step: int):
-        """Calls nothing yet.
-
-        Args:
-            calls: decides about each call.
-            sampler: is called.
-            step: the number of the step.
-        """
+        """Calls nothing yet; `calls` decides about each call."""
         self._calls, self._sampler, self._step, self._called = calls, sampler, step, 0
         self.usage: Usage | None = None
         """What the last call of `run` took; None where there was none."""
@@ -197,8 +184,6 @@ class StepSampler(SamplingClient):
         return answers
 
 
-Gather = Callable[[SamplingClient, RolloutStep], list[list[Scored]]]
-"""Samples and scores the groups of a step."""
 LOOK = 0.1
 """Seconds after which a wait looks whether the run is to end: a signal's handler can wake nobody."""
 ENDING = 10.0
@@ -215,12 +200,12 @@ class AsyncRollouts:
         inner: RolloutStream,
         client: Client,
         sampler: Holding,
-        gather: Gather,
+        gather: Callable[[SamplingClient, RolloutStep], list[list[Scored]]],
         journal: Journal,
         *,
-        staleness: int,
+        max_staleness: int,
+        in_flight: Literal["finish", "continue"] | None,
         total: int,
-        goes_on: bool,
         stop: threading.Event,
     ):
         """Samples nothing yet.
@@ -231,15 +216,16 @@ class AsyncRollouts:
             sampler: is called in a thread of its own.
             gather: samples and scores a step, e.g. an algorithm's `gather`.
             journal: what an earlier start of this run did.
-            staleness: steps that the weights of a completion's first token may be older than those that learn from it.
+            max_staleness: steps that the weights of a completion's first token may be older than those that learn from
+                it.
+            in_flight: what completions do when new weights are published; None: finish.
             total: steps of the run.
-            goes_on: whether completions go on under new weights when these are published.
             stop: happens when the run is to end, in all processes where it does in one; nothing is waited for then, and
                 what is being sampled is given up.
         """
         self._inner, self._client, self._sampler, self._gather = inner, client, sampler, gather
-        self._journal, self._staleness, self._total, self._goes_on = journal, staleness, total, goes_on
-        self._before = staleness - (inner.like.backlog is not None)
+        self._journal, self._max_staleness, self._total, self._in_flight = journal, max_staleness, total, in_flight
+        self._before = max_staleness - (inner.like.backlog is not None)
         """Steps before its own that a step may begin: what it leaves to the next one is a step older there."""
         journal.keep(range(1, total))
         self._stop, self._name = stop, f"ahead/{processes.turn_of('ahead')}"
@@ -280,7 +266,22 @@ class AsyncRollouts:
             self._asked, self._ages = 1, {self._client.publish(): 0}
             return next(self._inner)
         began = time.monotonic()
-        self._publish(number)
+        with self._changed:
+            # A call that is replayed may still want the weights before.
+            if self._journal.needs_before(number):
+                self._begin_thread()
+            self._until(lambda: not self._journal.needs_before(number))
+            # From here on no call begins, so that one that has to end first is the last.
+            self._publishing = True
+            self._until(lambda: not (self._calling and self._sampler.exclusive))
+        self._go_on_together()
+        with self._changed:
+            version = self._client.publish()
+            self._published, self._publishing = number, False
+            self._ages = {v: at for v, at in self._ages.items() if at >= number - self._max_staleness}
+            self._ages[version] = number
+            self._changed.notify_all()
+        self._begin_thread()
         with self._changed:
             self._until(lambda: number in self._steps or self._exhausted)
         self._go_on_together()
@@ -292,10 +293,10 @@ class AsyncRollouts:
         waited = time.monotonic() - began
         assert step.sampled is not None
         ages = np.array([self._age(x.completion, number) for group in step.sampled for x in group])
-        if ages.size and ages.max() > self._staleness:
+        if ages.size and ages.max() > self._max_staleness:
             raise Doubtful(
                 f"rollout.max_staleness: step {number} would learn from tokens whose weights are more than "
-                f"{self._staleness} step(s) old"
+                f"{self._max_staleness} step(s) old"
             )
         now = time.monotonic()
         metrics = {"rollout/trainer_waits": waited / max(now - self._handed_at, 1e-9)}
@@ -351,7 +352,7 @@ class AsyncRollouts:
             # Not before all know, since one that is given up meanwhile would never let go. They stay until then:
             # nobody publishes while a call is on its way on servers, which are all that several processes have.
             self._held = self._sampler.hold()
-        known = self._journal.recorded(step, call)
+        known = self._journal.calls.get((step, call))
         assert known is not None
         # A call that was killed may be paused yet; `known` changes when it is.
         replayed, at = known.ended or known.paused is not None, known.paused
@@ -361,9 +362,9 @@ class AsyncRollouts:
                 return True
             if replayed:
                 return dispatches == at
-            if not self._goes_on or self._published == weights:
+            if self._in_flight != "continue" or self._published == weights:
                 return False
-            self._journal.paused(step, call, dispatches)
+            self._journal.ended(step, call, paused=dispatches)
             return True
 
         return self._held, pause
@@ -394,28 +395,6 @@ class AsyncRollouts:
         while not (happened() or self._error is not None or self._stop.is_set()):
             self._changed.wait(LOOK)
 
-    def _publish(self, learned: int) -> None:
-        """Publishes the weights after so many steps, unless a call that is replayed still wants those before.
-
-        Raises:
-            processes.Stopped: the run is to end.
-        """
-        with self._changed:
-            if self._journal.needs_before(learned):
-                self._begin_thread()
-            self._until(lambda: not self._journal.needs_before(learned))
-            # From here on no call begins, so that one that has to end first is the last.
-            self._publishing = True
-            self._until(lambda: not (self._calling and self._sampler.exclusive))
-        self._go_on_together()
-        with self._changed:
-            version = self._client.publish()
-            self._published, self._publishing = learned, False
-            self._ages = {v: at for v, at in self._ages.items() if at >= learned - self._staleness}
-            self._ages[version] = learned
-            self._changed.notify_all()
-        self._begin_thread()
-
     def _go_on_together(self) -> None:
         """Comes back in all processes, or in none.
 
@@ -438,11 +417,31 @@ class AsyncRollouts:
         return max((number - self._ages.get(int(version), -1) for version in np.unique(versions)), default=0)
 
     def _sample_steps(self) -> None:
-        """Runs in the thread."""
+        """Samples each step as soon as its weights are not too old; runs in the thread."""
         try:
             with processes.scope(self._name, self._stop):
-                while self._sampled < self._total and self._sample_step(self._sampled):
-                    pass
+                while self._sampled < self._total and not self._exhausted:
+                    number, began = self._sampled, time.monotonic()
+                    with self._changed:
+                        self._until(lambda number=number: number - self._published <= self._before)
+                        if self._stop.is_set():
+                            return
+                        self._place, self._oldest = self._inner.get_state(), NEVER
+                    waited = time.monotonic() - began
+                    step = next(self._inner, None)
+                    if step is not None:
+                        step = replace(
+                            step, due=lambda begun, after=number + 1: self._age(begun, after) > self._max_staleness
+                        )
+                        groups = self._gather(StepSampler(self, self._sampler, number), step)
+                        share = waited / max(time.monotonic() - began, 1e-9)
+                        ahead = {"rollout/sampler_waits": share}
+                        step = replace(step, sampled=groups, read=step.accounting, ahead=ahead)
+                    with self._changed:
+                        self._place, self._oldest, self._exhausted = None, NEVER, step is None
+                        if step is not None:
+                            self._steps[number], self._sampled = step, number + 1
+                        self._changed.notify_all()
         except BaseException as error:  # of whatever kind: the caller raises it
             with self._changed:
                 if not self._stop.is_set():  # what is given up may end in many ways
@@ -452,32 +451,10 @@ class AsyncRollouts:
                 self._calling = False
                 self._changed.notify_all()
 
-    def _sample_step(self, number: int) -> bool:
-        """Samples a step as soon as its weights are not too old; whether there was one."""
-        began = time.monotonic()
-        with self._changed:
-            self._until(lambda: number - self._published <= self._before)
-            if self._stop.is_set():
-                return False
-            self._place, self._oldest = self._inner.get_state(), NEVER
-        waited = time.monotonic() - began
-        step = next(self._inner, None)
-        if step is not None:
-            step = replace(step, due=lambda begun: self._age(begun, number + 1) > self._staleness)
-            groups = self._gather(StepSampler(self, self._sampler, number), step)
-            share = waited / max(time.monotonic() - began, 1e-9)
-            step = replace(step, sampled=groups, read=step.accounting, ahead={"rollout/sampler_waits": share})
-        with self._changed:
-            self._place, self._oldest, self._exhausted = None, NEVER, step is None
-            if step is not None:
-                self._steps[number], self._sampled = step, number + 1
-            self._changed.notify_all()
-        return step is not None
-
     def _take(self, step: int, call: int, weights: int | None = None) -> int:
         """Takes the weights of a call: those that the lead has taken, or that are recorded, or the newest."""
         with self._changed:
-            known = self._journal.recorded(step, call)
+            known = self._journal.calls.get((step, call))
             self._wanted = weights if weights is not None else known.weights if known is not None else 0
             # The lead has ended its calls before it publishes, so that what it has taken may be taken meanwhile.
             free = weights is not None

@@ -9,7 +9,7 @@ Axes: G group, T time.
 
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,12 +34,7 @@ def encoded(completion: Completion) -> dict[str, Any]:
 
 
 def decoded(saved: Mapping[str, Any], sampling: Sampling) -> Completion:
-    """The inverse of `encoded`.
-
-    Args:
-        saved: what it returned.
-        sampling: the settings of the completion, which are not saved.
-    """
+    """The inverse of `encoded`, with the settings of the completion, which are not saved."""
     tokens, logprobs, versions = (array_of(saved[name]) for name in ARRAYS)
     turns = tuple((start, end) for start, end in saved["turns"])
     experts = array_of(saved["experts"]).reshape(-1, *saved["routed"]) if "experts" in saved else None
@@ -54,13 +49,7 @@ def saved_episode(episode: Scored) -> dict[str, Any]:
 
 
 def episode_of(saved: Mapping[str, Any], prompt: Prompt, sampling: Sampling) -> Scored:
-    """The inverse of `saved_episode`.
-
-    Args:
-        saved: what it returned.
-        prompt: has the row's columns, which are not saved.
-        sampling: the settings of the completion, which are not saved.
-    """
+    """The inverse of `saved_episode`, with the prompt for the row's columns and the settings, which are not saved."""
     start = replace(prompt, tokens=array_of(saved["prompt"]["tokens"]), text=saved["prompt"]["text"])
     return Scored(
         start,
@@ -99,12 +88,7 @@ class Backlog:
     """A queue in front of a stream of prompts, to which a step returns what it has begun and not trained on."""
 
     def __init__(self, stream: Prompts, sampling: Sampling):
-        """An empty queue.
-
-        Args:
-            stream: where further prompts are read.
-            sampling: the settings of all completions.
-        """
+        """An empty queue in front of a stream; all completions have these settings."""
         self._stream, self._sampling = stream, sampling
         self._queue: list[Pending] = []
 
@@ -116,7 +100,7 @@ class Backlog:
             prompts = self._stream.take(1)
             if not prompts:
                 break
-            taken += [_pending(prompt, place) for prompt in prompts]
+            taken += [Pending(**vars(prompt), place=place) for prompt in prompts]
         return taken
 
     def put_back(self, prompts: List[Pending]) -> None:
@@ -136,7 +120,7 @@ class Backlog:
             self._stream.set_state({**position, "next_index": saved["place"]})
             (prompt,) = self._stream.take(1)
             so_far = tuple(x and decoded(x, self._sampling) for x in saved["so_far"])
-            self._queue.append(_pending(prompt, saved["place"], so_far))
+            self._queue.append(Pending(**vars(prompt), place=saved["place"], so_far=so_far))
         self._stream.set_state(position)
         self._stream.accounting = Accounting(**position["accounting"])
 
@@ -198,7 +182,3 @@ class Race:
 
 def _ended(completion: Completion | None) -> bool:
     return completion is not None and completion.finish != "paused"
-
-
-def _pending(prompt: Prompt, place: int, so_far: tuple[Completion | None, ...] = ()) -> Pending:
-    return Pending(**{field.name: getattr(prompt, field.name) for field in fields(Prompt)}, place=place, so_far=so_far)

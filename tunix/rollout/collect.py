@@ -23,7 +23,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from tunix.data.examples import prompt_messages
-from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Accounting, Prompt
@@ -66,35 +65,33 @@ class LogprobPass:
 
 
 class Parts(Generic[Item]):
-    """The places 0, 1, ... of completions, divided in their order; work on a part begins when all of its have ended.
+    """Completions divided by their places 0, 1, ...; work on a part begins when all of its have ended.
 
-    A part has the same completions whatever ended when, so that a run that is killed and resumed computes the same
-    bits, and parts have one size, so that one program is compiled.
+    A part has the same places whatever ended when, so that a run that is killed and resumed computes the same bits, and
+    parts have one size, so that one program is compiled.
     """
 
-    def __init__(self, total: int, size: int, begin: Callable[[range], Callable[[], List[Item]]]):
+    def __init__(self, total: int, size: int):
         """Nothing has ended.
 
         Args:
             total: number of places.
             size: places of a part; the last one may have fewer.
-            begin: begins the work on the completions of these places, and returns what waits for its results.
         """
-        self._places = [range(start, min(start + size, total)) for start in range(0, total, size)]
-        self._waiting, self._size, self._begin = [len(places) for places in self._places], size, begin
-        self.begun: dict[range, Callable[[], List[Item]]] = {}
-        """The places of each part whose work was begun -> what waits for it."""
+        self._numbers = [[-1] * min(size, total - start) for start in range(0, total, size)]
+        self._size = size
+        self.begun: list[tuple[list[int], Callable[[], List[Item]]]] = []
+        """The numbers of the completions of a part, and what waits for the results of the work on it."""
 
-    def add(self, place: int) -> None:
-        """The completion of a place has ended."""
-        part = place // self._size
-        self._waiting[part] -= 1
-        if not self._waiting[part]:
-            self.begun[self._places[part]] = self._begin(self._places[part])
+    def add(self, place: int, number: int) -> list[int]:
+        """The completion of a place has ended; the numbers of those of its part where all have, else none."""
+        part = self._numbers[place // self._size]
+        part[place % self._size] = number
+        return [] if -1 in part else part
 
     def results(self) -> dict[int, Item]:
-        """Waits for the result of each place."""
-        return {place: x for places, wait in self.begun.items() for place, x in zip(places, wait(), strict=True)}
+        """Waits for the result of each completion, by its number."""
+        return {number: x for numbers, wait in self.begun for number, x in zip(numbers, wait(), strict=True)}
 
 
 def open_scoring(scorer: Scorer, owners: List[Prompt]) -> Scoring:
@@ -128,33 +125,14 @@ class Arrivals:
             measuring: what is computed for the loss; None for nothing.
             total: how many completions are waited for; None for one of each number.
         """
-        self._collector, self._owners, self._clock = collector, owners, clock
+        self._collector, self._owners, self._clock, self._measuring = collector, owners, clock, measuring
         scorer, _ = collector.scorers
         self._scoring = scorer and open_scoring(scorer, owners)
         self._ended: dict[int, tuple[Completion, str]] = {}
-        self._numbers: dict[int, int] = {}
-        """Place of a completion among those that are waited for -> its number."""
         self._sampled, self._overlapped = math.inf, 0.0
-        places, judge = len(owners) if total is None else total, collector.judge
-
-        def begin_judging(places: range) -> Callable[[], list[Score]]:
-            assert judge is not None
-            began, numbers = time.monotonic(), [self._numbers[place] for place in places]
-            completions, texts = zip(*(self._ended[number] for number in numbers), strict=True)
-            wait = judge.begin([owners[number] for number in numbers], completions, texts)
-            if self._sampled == math.inf:
-                self._overlapped += time.monotonic() - began
-            return wait
-
-        def begin_measuring(places: range) -> Callable[[], list[dict[str, np.ndarray]]]:
-            assert measuring is not None
-            numbers = [self._numbers[place] for place in places]
-            sequences = [sequence_of(owners[number], self._ended[number][0]) for number in numbers]
-            by_name = measuring.measure(sequences, measuring.together)
-            return lambda: [{name: arrays[i] for name, arrays in by_name.items()} for i in range(len(numbers))]
-
-        self._judged = judge and Parts(places, judge.together, begin_judging)
-        self._measured = measuring and Parts(places, measuring.together, begin_measuring)
+        places = len(owners) if total is None else total
+        self._judged: Parts[Score] = Parts(places, collector.judge.together if collector.judge else 1)
+        self._measured: Parts[dict[str, np.ndarray]] = Parts(places, measuring.together if measuring else 1)
 
     def add(self, number: int, completion: Completion, place: int | None = None) -> None:
         """Begins the rewards of a completion, unless they have been.
@@ -166,27 +144,33 @@ class Arrivals:
         """
         if number in self._ended:
             return
-        tokenizer = self._collector.tokenizer
+        tokenizer, judge, measuring = self._collector.tokenizer, self._collector.judge, self._measuring
         text = tokenizer.decode(completion.tokens, skip_special=True) if tokenizer else ""
         self._ended[number] = completion, text
         if self._scoring is not None:
             score(self._scoring, number, self._owners[number], completion, text)
         place = number if place is None else place
-        self._numbers[place] = number
-        for parts in filter(None, (self._judged, self._measured)):
-            parts.add(place)
+        if judge is not None and (part := self._judged.add(place, number)):
+            began = time.monotonic()
+            completions, texts = zip(*(self._ended[x] for x in part), strict=True)
+            self._judged.begun.append((part, judge.begin([self._owners[x] for x in part], completions, texts)))
+            if self._sampled == math.inf:
+                self._overlapped += time.monotonic() - began
+        if measuring is not None and (part := self._measured.add(place, number)):
+            sequences = [sequence_of(self._owners[x], self._ended[x][0]) for x in part]
+            by_name = measuring.measure(sequences, measuring.together)
+            places = range(len(part))
+            self._measured.begun.append(  # who looks at an array waits for the devices
+                (part, lambda: [{name: arrays[i] for name, arrays in by_name.items()} for i in places])
+            )
 
     def close(self) -> None:
         """Sampling is over: from now on rewards have a time of their own."""
         self._sampled = time.monotonic()
 
     def scored(self, played: Episodes | None = None) -> list[Scored]:
-        """The completions with their scores, for which it waits, in the order of their numbers; their time while others
-        were sampled has cost nothing.
-
-        Args:
-            played: the environment's episodes, one for each number; None where no environment answers.
-        """
+        """The completions with their scores, for which it waits, in the order of their numbers, which environments'
+        episodes have, too; their time while others were sampled has cost nothing."""
         numbers, clock, judge = sorted(self._ended), self._clock, self._collector.judge
         scores: dict[str, Mapping[int, Score]] = {}
         logged: dict[int, dict[str, Any]] = {}
@@ -197,15 +181,15 @@ class Arrivals:
                 logged = self._scoring.logged
                 clock.logged |= self._scoring.metrics
                 overlapped, total = self._scoring.seconds(self._sampled)
-                clock.count(overlapped=overlapped, rewards=total)
-            if judge is not None and self._judged is not None:
+                clock.counted.update(overlapped=overlapped, rewards=total)
+            if judge is not None:
                 began = time.monotonic()
-                scores[judge.name] = {self._numbers[place]: x for place, x in self._judged.results().items()}
+                scores[judge.name] = self._judged.results()
                 waited = time.monotonic() - began
-                clock.count(overlapped=self._overlapped, rewards=self._overlapped + waited)
-        if self._measured is not None:
+                clock.counted.update(overlapped=self._overlapped, rewards=self._overlapped + waited)
+        if self._measuring is not None:
             with clock.part("logprobs"):
-                measured = {self._numbers[place]: x for place, x in self._measured.results().items()}
+                measured = self._measured.results()
         turns: dict[int, tuple[float, ...]] = {}
         if played is not None:
             played.finish([self._ended[number][0] for number in numbers])
@@ -261,8 +245,9 @@ def allgathered(
         return json.dumps({"outcomes": outcomes, "counted": clock.counted}).encode()
 
     parts = [json.loads(text) for text in processes.all_done("groups", act)]
-    names = dict.fromkeys(name for part in parts for name in part["counted"])
-    clock.counted = {name: sum(part["counted"].get(name, 0) for part in parts) for name in names}
+    clock.counted.clear()
+    for part in parts:
+        clock.counted.update(part["counted"])
     outcomes: list[Outcome] = []
     for i, prompt in enumerate(prompts):
         saved = parts[i % len(parts)]["outcomes"][i // len(parts)]
@@ -325,6 +310,9 @@ class Collector:
             seed: for the sampler and the environments.
             clock: receives the seconds of sampling (`rollout`), of scoring (`reward`) and of measuring (`logprobs`).
             measuring: what is computed of each for the loss; None for nothing.
+
+        Raises:
+            UserError: an environment's prompt leaves no room for an answer.
         """
         clock = Clock() if clock is None else clock
 
@@ -340,8 +328,16 @@ class Collector:
                 played, reply = None, None
                 if self.play is not None:
                     played = self.play([owner.row for owner in owners], seed, numbers)
-                    reply, starts = played.reply, [episode.prompt for episode in played.episodes]
-                    owners = [self._started(owner, start) for owner, start in zip(owners, starts, strict=True)]
+                    reply = played.reply
+                    for i, start in enumerate(episode.prompt for episode in played.episodes):
+                        if self.length is not None and len(start) >= self.length:
+                            raise UserError(
+                                f"data.max_length: {self.length} leaves no room for an answer to a prompt of "
+                                f"{len(start)} tokens, as the environment makes it of the row "
+                                f"{dict(owners[i].row)!s:.100}; raise it, or leave the row out"
+                            )
+                        text = self.tokenizer.decode(start, skip_special=True) if self.tokenizer else ""
+                        owners[i] = replace(owners[i], tokens=start, text=owners[i].text or text)
                 arrivals = Arrivals(self, owners, clock, measuring)
 
                 def arrive(number: int, completion: Completion) -> bool:
@@ -369,10 +365,10 @@ class Collector:
         _, scorer = self.scorers
         if scorer is None:
             return groups
+        episodes = [episode for group in groups for episode in group]
 
         def scored() -> tuple[list[tuple[dict[str, float], dict[str, str], dict[str, Any]]], dict[str, list[float]]]:
             """The rewards of each episode, why some failed and what was logged of it; and the values logged."""
-            episodes = [episode for group in groups for episode in group]
             scoring = open_scoring(scorer, [episode.prompt for episode in episodes])
             for number, episode in enumerate(episodes):
                 score(scoring, number, episode.prompt, episode.completion, episode.text)
@@ -380,20 +376,19 @@ class Collector:
             rows = [parted(dict(zip(by_name, row, strict=True))) for row in zip(*by_name.values(), strict=True)]
             return [(*row, scoring.logged.get(number, {})) for number, row in enumerate(rows)], scoring.metrics
 
-        def joined(episode: Scored) -> Scored:
-            rewards, failures, logged = next(scores)
-            return replace(
-                episode,
-                rewards={**episode.rewards, **rewards},
-                failures={**episode.failures, **failures},
-                logged={**episode.logged, **logged},
-            )
-
         with clock.part("reward"):
             rows, metrics = processes.broadcast("rewards", scored)
             clock.logged |= metrics
-            scores = iter(rows)
-            return [[joined(episode) for episode in group] for group in groups]
+            joined = iter(
+                replace(
+                    episode,
+                    rewards={**episode.rewards, **rewards},
+                    failures={**episode.failures, **failures},
+                    logged={**episode.logged, **logged},
+                )
+                for episode, (rewards, failures, logged) in zip(episodes, rows, strict=True)
+            )
+            return [[next(joined) for _ in group] for group in groups]
 
     def first(
         self,
@@ -414,8 +409,7 @@ class Collector:
             wanted: the groups that are complete first, at most all.
             n: completions of each prompt.
             seed: the run's.
-            clock: as in `collect`.
-            measuring: as in `collect`.
+            clock: as in `collect`, and so is `measuring`.
             due: whether what was begun of a completion cannot wait for another step; None for never.
 
         Returns:
@@ -450,55 +444,26 @@ class Collector:
             next(groups) if i in race.taken else replace(x, so_far=tuple(race.groups[i])) for i, x in enumerate(prompts)
         ]
 
-    def _started(self, prompt: Prompt, start: np.ndarray) -> Prompt:
-        """The prompt with the tokens that the environment starts with.
-
-        Raises:
-            UserError: they leave no room for an answer.
-        """
-        if self.length is not None and len(start) >= self.length:
-            raise UserError(
-                f"data.max_length: {self.length} leaves no room for an answer to a prompt of {len(start)} tokens, as "
-                f"the environment makes it of the row {dict(prompt.row)!s:.100}; raise it, or leave the row out"
-            )
-        text = self.tokenizer.decode(start, skip_special=True) if self.tokenizer else ""
-        return replace(prompt, tokens=start, text=prompt.text or text)
-
 
 @dataclass
 class RolloutStep:
     """One step's prompts, and what samples and scores their completions; see `rollout.types.Rollouts`."""
 
-    prompts: list[Prompt]
     collector: Collector
     stream: Prompts
     size: int
-    """Prompts of a full step."""
     seed: int
     """The run's seed."""
-    first: bool
-    """Whether this is the first step of the run: the policy is still the reference."""
-    length: int
-    """T: tokens of a packed row."""
-    packing: bool
+    packed: Callable[[List[Sequence], int], Batch]
+    """`data.packing.pack` for rows of this run."""
     tolerance: float
-    """Largest difference between the trainer's and the sampler's log-probs with which a run goes on."""
-    sequences_per_example: int = 1
-    """Sequences that are compared with each other and share a row, e.g. 2 where completions are made into pairs."""
-    together: int = 1
-    """Completions of one prompt that share a row and, in it, the prompt's tokens."""
-    multiple: int = 1
-    """The number of packed rows is one of it; see `pack`."""
-    pictures: int = 0
-    """Pictures of a packed row at most; 0 where the model sees none."""
+    prompts: list[Prompt] = field(default_factory=list)
+    first: bool = True
     measured_together: int = 64
     """Completions of which log-probs and values are computed at a time, while others are sampled."""
     shown: int = 1
-    """Groups that are written to `samples.jsonl`."""
     clock: Clock = field(default_factory=Clock)
-    """Seconds spent in each part of this step."""
     version: int = 0
-    """The version of the weights that this step is sampled from, e.g. 3."""
     backlog: Backlog | None = None
     """Where prompts wait that were begun beyond a step's; None where no step begins more than it trains on."""
     spare: int = 0
@@ -508,11 +473,9 @@ class RolloutStep:
     due: Callable[[Completion], bool] | None = None
     """Whether what an earlier step has begun cannot wait for the next one; None where it always can."""
     sampled: list[list[Scored]] | None = None
-    """Groups that were sampled while an earlier step was learned from; None where they are still to be."""
     read: Accounting | None = None
     """What had become of all prompts when they were sampled; None where nothing is read ahead."""
     ahead: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of what was sampled ahead, by name: how old its weights were, and who waited."""
     _calls: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -561,31 +524,14 @@ class RolloutStep:
         """The groups with the version of the weights that are this step's."""
         return [[replace(episode, version=self.version) for episode in group] for group in groups]
 
-    def packed(self, sequences: List[Sequence], size: int) -> Batch:
-        """Packs up to `size` sequences into rows of this run's length."""
-        return pack(
-            sequences,
-            size,
-            self.length,
-            self.packing,
-            self.sequences_per_example,
-            self.together,
-            self.multiple,
-            self.pictures,
-        )
-
 
 class RolloutStream:
     """The steps of an on-policy run, with a position that can be saved."""
 
     def __init__(self, like: RolloutStep):
-        """Starts at the stream's position.
-
-        Args:
-            like: what all steps have in common; its prompts are replaced.
-        """
+        """Starts at the stream's position."""
         self.like = like
-        """What all steps have in common."""
+        """What all steps have in common; each has its own prompts."""
         self._first = True
 
     def __iter__(self) -> "RolloutStream":
@@ -605,16 +551,12 @@ class RolloutStream:
 
     def get_state(self) -> dict[str, Any]:
         """The position after the last step that was handed out, the further prompts that it took included."""
-        return self._position.get_state()
+        return (self.like.backlog or self.like.stream).get_state()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues from a position that `get_state` returned."""
         self._first = False
-        self._position.set_state(state)
-
-    @property
-    def _position(self) -> Backlog | Prompts:
-        return self.like.backlog or self.like.stream
+        (self.like.backlog or self.like.stream).set_state(state)
 
     def close(self) -> None:
         """Ends the threads and processes that read rows, play episodes and score completions."""

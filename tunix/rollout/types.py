@@ -101,10 +101,10 @@ def sequence_of(prompt: Prompt, completion: Completion) -> Sequence:
 class Clock(dict[str, float]):
     """Seconds spent, by the name of the activity; and what the sampler and the rewards counted meanwhile."""
 
-    def __init__(self, *seconds: Any) -> None:
-        super().__init__(*seconds)
-        self.counted: dict[str, float] = {}
-        """Amounts by name."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Any = Counter()
+        """Amounts by name; `update` adds to them."""
         self.logged: dict[str, list[float]] = {}
         """Values that reward functions logged, as `reward/name`."""
         self.spans: list[Span] = []
@@ -119,20 +119,15 @@ class Clock(dict[str, float]):
         self[name] = self.get(name, 0.0) + seconds
         self.spans.append(Span(name, threading.current_thread().name, now, now + seconds))
 
-    def count(self, **amounts: int | float) -> None:
-        """Adds to the counts of the step."""
-        for name, amount in amounts.items():
-            self.counted[name] = self.counted.get(name, 0) + amount
-
     def meter(self, sampler: SamplingClient) -> None:
         """Adds the work of the sampler's last call, where it counts it."""
         if isinstance(sampler, Metered) and (usage := sampler.usage) is not None:
-            self.count(tokens=usage.tokens, slot_steps=usage.slot_steps, bytes=usage.bytes)
+            self.counted.update(tokens=usage.tokens, slot_steps=usage.slot_steps, bytes=usage.bytes)
 
     @property
     def metrics(self) -> dict[str, float]:
         """The step's metrics, `perf/...`: seconds of each part, and rates and shares of what was counted."""
-        counted, sampling = Counter(self.counted), max(self.get("rollout", 0.0), 1e-9)
+        counted, sampling = self.counted, max(self.get("rollout", 0.0), 1e-9)
         numbers = {f"perf/{part}_seconds": seconds for part, seconds in self.items()}
         numbers |= {f"reward/{name}": float(np.mean(values)) for name, values in self.logged.items()}
         if counted["rewards"]:
@@ -192,6 +187,6 @@ class Rollouts(Protocol):
         """
         ...
 
-    def packed(self, sequences: List[Sequence], size: int) -> Batch:
+    def packed(self, sequences: List[Sequence], size: int, /) -> Batch:
         """Packs up to `size` sequences into rows of this run's length."""
         ...

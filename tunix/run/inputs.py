@@ -2,11 +2,13 @@
 
 import threading
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from tunix.algorithms.on_policy import OnPolicy
 from tunix.config import RowKind
 from tunix.data.examples import Examples
+from tunix.data.packing import pack
 from tunix.data.pipeline import Batches, Prompts, eval_batches, pictures_of_row, prompt_of, reasons, shuffled
 from tunix.data.sources import Rows, held_out_rows, open_rows
 from tunix.data.tokenizer import Tokenizer
@@ -131,21 +133,23 @@ def open_stream(setup: Setup, inputs: Inputs, collector: Collector) -> Stream:
     spare, together = recipe.rollout.spare(recipe.batch_size), setup.answers_together
     return RolloutStream(
         RolloutStep(
-            prompts=[],
             collector=collector,
             stream=stream,
             backlog=Backlog(stream, collector.sampling) if spare else None,
             spare=spare,
+            mixed=recipe.rollout.max_staleness > 0,
             size=recipe.batch_size,
             seed=recipe.seed,
-            first=True,
-            length=setup.sampled_row_length(max(algorithm.sequences_per_example, together)),
-            packing=bool(data.packing),
-            sequences_per_example=algorithm.sequences_per_example,
-            together=together,
-            multiple=microbatcher.multiple,
+            packed=partial(
+                pack,
+                max_length=setup.sampled_row_length(max(algorithm.sequences_per_example, together)),
+                packing=bool(data.packing),
+                sequences_per_example=algorithm.sequences_per_example,
+                together=together,
+                multiple=microbatcher.multiple,
+                pictures=pictures_of_row(data, microbatcher.unit),
+            ),
             tolerance=setup.tolerance,
-            pictures=pictures_of_row(data, microbatcher.unit),
             measured_together=MEASURED * microbatcher.rows * microbatcher.unit,
             shown=recipe.rollout.samples,
         )
@@ -205,16 +209,15 @@ def asynchronous(
     assert isinstance(stream, RolloutStream)
     assert isinstance(algorithm, OnPolicy)
     assert isinstance(client.sampler, Holding)
-    stream.like = replace(stream.like, mixed=True)
     return AsyncRollouts(
         stream,
         client,
         client.sampler,
         algorithm.gather,
         journal,
-        staleness=rollout.max_staleness,
+        max_staleness=rollout.max_staleness,
+        in_flight=rollout.in_flight,
         total=total,
-        goes_on=rollout.in_flight == "continue",
         stop=stop,
     )
 

@@ -22,7 +22,7 @@ from tunix.distributed import processes
 from tunix.hf.source import Source
 from tunix.mesh import compile_on
 from tunix.protocols import Client, Saving
-from tunix.rollout.collect import Collector, Judge, RolloutStream
+from tunix.rollout.collect import Collector, Judge
 from tunix.rollout.rewards.base import Score
 from tunix.run.inputs import Inputs, open_stream
 from tunix.run.loop import Stream
@@ -136,14 +136,11 @@ class Rehearsal(Client):
         )
         rows = Rows("rehearsal", [_row(data, decoder.vocab_size)] * recipe.batch_size)
         judge = Judge("rehearsal", 1.0, 64, lambda prompts, completions, texts: partial(self.rewards, len(completions)))
-        stream = open_stream(
+        return open_stream(
             replace(setup, recipe=recipe.model_copy(update={"data": made_up, "epochs": None})),
             Inputs(Source(decoder, None), rows, None),
             Collector(None, setup.algorithm.sampling, None, None, data.max_length, judge),
         )
-        if isinstance(stream, RolloutStream):
-            stream.like = replace(stream.like, mixed=recipe.rollout.max_staleness > 0)
-        return stream
 
 
 class Compiler(Rehearsal):

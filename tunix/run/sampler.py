@@ -71,7 +71,6 @@ def servers_of(setup: Setup, exporter: Exporter) -> ServerSampler:
     expected = Expected(
         config.vocab_size,
         longest,
-        TEXT,
         None if tokenizer is None else tuple(tokenizer.encode(TEXT)),
         rollout.temperature,
         setup.tolerance,
@@ -80,4 +79,4 @@ def servers_of(setup: Setup, exporter: Exporter) -> ServerSampler:
     folder = Path(rollout.weights_folder or Path(recipe.output) / "weights")
     handover = Handover(folder, write, moves_alone(spec.adapter))
     probe = Probe(spec.model, spec.mesh, spec.length, expected)
-    return ServerSampler(rollout.servers, rollout.timeout, handover, probe, expected, tokenizer and tokenizer.decode)
+    return ServerSampler(rollout.servers, rollout.timeout, handover, probe, tokenizer and tokenizer.decode)

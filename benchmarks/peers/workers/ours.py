@@ -1,6 +1,7 @@
 """Our worker: the client's methods, called as in a run."""
 
 from collections.abc import Iterable
+from functools import partial
 
 from turns import reward, start
 
@@ -85,15 +86,11 @@ def grpo() -> None:
     tokenizer = load_tokenizer(case["weights"])
     with Scorer([reward]) as scorer:
         like = RolloutStep(
-            prompts=[],
             collector=Collector(tokenizer, sampling, scorer),
             stream=Prompts(examples, seed=0),
             size=case["groups"],
             seed=0,
-            first=True,
-            length=length,
-            packing=True,
-            together=together,
+            packed=partial(pack, max_length=length, together=together),
             tolerance=1e-3,
         )
         data = RolloutStream(like)

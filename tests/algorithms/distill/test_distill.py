@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -188,14 +189,11 @@ def drawing(steps: int) -> Iterator[RolloutStep]:
     examples = Examples(rows, None, DataConfig(train="rows", max_length=16), RowKind.PROMPT)
     stream = Prompts(examples, seed=0, epochs=None)
     like = RolloutStep(
-        prompts=[],
         collector=Collector(None, SAMPLING, None),
         stream=stream,
         size=8,
         seed=0,
-        first=True,
-        length=16,
-        packing=True,
+        packed=partial(pack, max_length=16),
         tolerance=1e-3,
     )
     with closing(RolloutStream(like)) as made:

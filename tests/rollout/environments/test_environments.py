@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.data import rendered_as
+from tests.guessing_games import demonstrations
 from tunix.data.chat import render_prompt
 from tunix.data.examples import to_example
 from tunix.data.tokenizer import Tokenizer, bytes_tokenizer
@@ -14,9 +15,9 @@ from tunix.errors import UserError
 from tunix.rollout.environments.base import Environment, Episode, Episodes, Observation, Row, Step
 from tunix.rollout.environments.calculator import Calculator, calculate, held_out_problems, problems
 from tunix.rollout.environments.config import EnvironmentConfig
-from tunix.rollout.environments.guessing import Guessing, demonstrations, secrets
+from tunix.rollout.environments.guessing import Guessing, secrets
 from tunix.rollout.environments.problem import Problem
-from tunix.rollout.environments.shipped import read_environment
+from tunix.rollout.environments.remote import read_environment
 from tunix.rollout.rewards.base import Failure
 from tunix.types import Completion, Sampling
 
@@ -385,12 +386,12 @@ def test_demonstrations_replay_as_legal_games():
 
 
 def test_from_a_recipe():
-    make = read_environment(EnvironmentConfig(name="guessing", options={"highest": 7, "guesses": 3}))
-    first, second = make(), make()
-    assert first is not second
-    assert first.reset({"secret": 7}, RNG) == "1-7\n"
+    rules = {"highest": 7, "guesses": 3}
+    kind, source = read_environment(EnvironmentConfig(name="guessing", options=rules))
+    assert source == "tunix.rollout.environments.guessing:Guessing"
+    assert kind(**rules).reset({"secret": 7}, RNG) == "1-7\n"
     with pytest.raises(UserError, match="does not start: it raised ValueError: the secret 8 is not between 1 and 7"):
-        episode(make(), {"secret": 8})
+        episode(kind(**rules), {"secret": 8})
 
 
 def test_ones_own_from_a_file(tmp_path: Any):
@@ -403,8 +404,8 @@ def test_ones_own_from_a_file(tmp_path: Any):
         "        self.left -= 1\n"
         "        return Step(action, reward=1, done=self.left == 0)\n"
     )
-    make = read_environment(EnvironmentConfig(name="mine.py:Echo", options={"times": 3}))
-    answers, played = play(make(), {"prompt": "p"}, "a", "b", "c")
+    kind, _ = read_environment(EnvironmentConfig(name="mine.py:Echo", options={"times": 3}))
+    answers, played = play(kind(times=3), {"prompt": "p"}, "a", "b", "c")
     assert answers == ["a", "b", None]
     assert played.score == 3.0
 

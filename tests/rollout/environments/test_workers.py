@@ -3,7 +3,6 @@
 An action of the model says how the environment is to behave.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -22,8 +21,7 @@ from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
 from tunix.rollout.environments.base import Environment, Episode, Episodes, Step
 from tunix.rollout.environments.config import EnvironmentConfig
-from tunix.rollout.environments.remote import Player, generator_of, saved_generator
-from tunix.rollout.environments.shipped import read_environment
+from tunix.rollout.environments.remote import Player, read_environment
 from tunix.rollout.rewards.base import Failure
 
 TOKENIZER = bytes_tokenizer("chatml")
@@ -167,7 +165,7 @@ ROWS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ROWS)
 def test_episodes_are_those_of_this_process_to_the_bit(playing: Any, name: str):
     """Five episodes over two workers; their random numbers follow from the seed and the number of each."""
-    player, make = playing(name, workers=2), read_environment(EnvironmentConfig(name=name))
+    player, (make, _) = playing(name, workers=2), read_environment(EnvironmentConfig(name=name))
     numbers = [3, 0, 7, 1, 12]
     played = player([ROWS[name]] * 5, 11, numbers).episodes
     here = [Episode(make(), ROWS[name], np.random.default_rng([11, i]), TOKENIZER) for i in numbers]
@@ -365,7 +363,7 @@ def test_episodes_that_are_over_are_forgotten(playing: Any):
     """A worker that has forgotten an episode cannot answer for it."""
     player = playing()
     (first,) = player([{}], seed=0).episodes
-    player._workers[0].forget(0)
+    player._workers[0].over.append(0)
     assert say(first, "on") is None
     assert first.score == Failure("the environment Obeys raised KeyError: 0")
 
@@ -397,14 +395,3 @@ def test_a_class_of_a_notebook_runs_here(playing: Any, monkeypatch: pytest.Monke
     assert say(good, "on") == str(os.getpid())
     assert episodes.scores == [Failure("the environment Here took longer than 1 s"), 0.5]
     Here.go_on = True
-
-
-def test_a_generator_arrives_as_it_is():
-    """One that has been used and has spawned others, too."""
-    rng = np.random.default_rng([3, 5])
-    rng.integers(10)
-    rng.spawn(2)
-    again = generator_of(json.loads(json.dumps(saved_generator(rng))))
-    assert again.integers(1 << 40, size=5).tolist() == rng.integers(1 << 40, size=5).tolist()
-    (ours,), (theirs,) = rng.spawn(1), again.spawn(1)
-    assert ours.random() == theirs.random()

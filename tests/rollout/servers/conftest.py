@@ -85,9 +85,9 @@ def sampler_of(
 ) -> ServerSampler:
     """A sampler that asks servers, and hands weights over in a folder."""
     vocab = policy.model.config.vocab_size
-    expected = replace(Expected(vocab, LENGTH, TEXT, policy.ids, 0.7, 1e-4), **changes)
+    expected = replace(Expected(vocab, LENGTH, policy.ids, 0.7, 1e-4), **changes)
     probe = Probe(policy.model, policy.mesh, LENGTH, expected)
-    return ServerSampler(urls, timeout, Handover(folder, policy.write, adapter=False), probe, expected, policy.text)
+    return ServerSampler(urls, timeout, Handover(folder, policy.write, adapter=False), probe, policy.text)
 
 
 def engine(policy: Policy, params: Params | None = None) -> Engine:

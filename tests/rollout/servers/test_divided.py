@@ -111,15 +111,15 @@ def test_a_server_that_one_process_asks_no_more_is_looked_at_again_for_all(
         sampler.publish(policy.params, 0)
         processes.barrier("published")
         if index == 1:
-            sampler._pool.drain(sampler.servers[0], "there is no way")
+            sampler.pool.drain(sampler.pool.servers[0], "there is no way")
             servers.fakes[0].restart(policy.folder)
-        reasons.append([server.reason for server in sampler.servers])
+        reasons.append([server.reason for server in sampler.pool.servers])
         processes.barrier("drained")
         sampler.publish(policy.moved(0.01), 1)
-        assert [server.reason for server in sampler.servers] == [None, None]
-        assert sampler.servers[0].base == servers.fakes[0].name
+        assert [server.reason for server in sampler.pool.servers] == [None, None]
+        assert sampler.pool.servers[0].base == servers.fakes[0].name
         sampled(sampler)
-        return [server.model for server in sampler.servers]
+        return [server.model for server in sampler.pool.servers]
 
     with caplog.at_level(logging.WARNING):
         found, _ = pretended(monkeypatch, NUMBER, act)
@@ -137,14 +137,14 @@ def test_one_that_lies_is_drained_by_all_and_where_none_is_left_all_say_so(
         processes.barrier("published")
         servers.fakes[1].manners.stale = True
         sampler.publish(policy.moved(0.01), 1)
-        reasons = [server.reason for server in sampler.servers]
+        reasons = [server.reason for server in sampler.pool.servers]
         sampled(sampler)
         processes.barrier("sampled")
         for fake in servers.fakes:
             fake.gone = True
         # What one of them alone has found is what all of them say.
         if index == 1:
-            sampler._pool.drain(sampler.servers[0], "its own reason")
+            sampler.pool.drain(sampler.pool.servers[0], "its own reason")
         return reasons, error_of(lambda: sampler.publish(policy.moved(0.02), 2))
 
     ((ours, said), (theirs, heard)), _ = pretended(monkeypatch, NUMBER, act)

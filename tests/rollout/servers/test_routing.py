@@ -227,7 +227,7 @@ def test_processes_tell_each_other_what_the_probe_came_to():
 
 # --- Turns ------------------------------------------------------------------------------------------------------------
 
-EXPECTED = Expected(272, LENGTH, TEXT, None, 1.0, 1e-4, ROUTING)
+EXPECTED = Expected(272, LENGTH, None, 1.0, 1e-4, ROUTING)
 PROMPT = np.array([5, 6, 7], np.int32)
 
 

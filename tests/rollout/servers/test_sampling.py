@@ -186,15 +186,15 @@ def test_what_a_server_does_not_answer_is_asked_elsewhere_once(
         found = sampler.run(requests_of(PROMPTS, 4, WARM, 5), on_done=lambda i, _: arrived.append(i) or False)
     assert [one.tokens.tolist() for one in found] == whole
     assert sorted(arrived) == list(range(12))
-    assert sampler.servers[0].reason is not None
-    assert sampler.again > 0
+    assert sampler.pool.servers[0].reason is not None
+    assert sampler.pool.again > 0
     assert caplog.text.count("is asked no more") == 1
-    assert sampler.servers[0].url in caplog.text
+    assert sampler.pool.servers[0].url in caplog.text
     # It is left alone until weights are handed over, and then asked again if it is well.
     fakes[0].manners.hangs.clear()
     fakes[0].manners.sick, fakes[0].manners.fails, fakes[0].manners.dies_after, fakes[0].gone = False, 0, None, False
     sampler.publish(policy.moved(), 1)
-    assert sampler.servers[0].reason is None
+    assert sampler.pool.servers[0].reason is None
     fakes[0].asked.clear()
     sampler.sample(PROMPTS, 4, WARM, 5)
     assert fakes[0].asked
@@ -229,7 +229,7 @@ def test_where_no_server_is_left_one_error_says_why(policy: Policy, start: Any):
     fakes[1].manners.hangs.set()
     with pytest.raises(UserError, match="no server is left") as caught:
         sampler.sample(PROMPTS, 4, WARM, 5)
-    assert all(one.url in str(caught.value) for one in sampler.servers)
+    assert all(one.url in str(caught.value) for one in sampler.pool.servers)
     assert "run the same command" in str(caught.value)
 
 

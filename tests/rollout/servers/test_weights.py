@@ -39,11 +39,11 @@ def test_a_server_that_keeps_earlier_weights_is_found_out_however_small_the_upda
     fakes[1].manners.stale = True
     with caplog.at_level(logging.WARNING):
         sampler.publish(policy.moved(1e-5), 1)
-    assert sampler.servers[0].reason is None
-    assert "still has the earlier ones" in str(sampler.servers[1].reason)
+    assert sampler.pool.servers[0].reason is None
+    assert "still has the earlier ones" in str(sampler.pool.servers[1].reason)
     assert "still has the earlier ones" in caplog.text
     sampler.publish(policy.moved(1e-5), 2)  # these do not differ from those before
-    assert sampler.servers[0].reason is None
+    assert sampler.pool.servers[0].reason is None
 
 
 def test_a_server_that_loads_only_a_part_is_found_out_below_the_gate(policy: Policy, start: Any):
@@ -92,7 +92,7 @@ def test_a_server_that_does_not_fit_is_refused_at_the_start(policy: Policy, star
     with pytest.raises(UserError, match=r"rollout\.servers: ") as caught:
         sampler.publish(policy.params, 0)
     assert FAULTS[fault][1] in str(caught.value)
-    assert sampler.servers[1].url in str(caught.value)
+    assert sampler.pool.servers[1].url in str(caught.value)
 
 
 def test_a_server_with_a_smaller_vocabulary_is_refused(policy: Policy, start: Any):
@@ -111,7 +111,7 @@ def test_a_server_with_another_structure_is_refused(policy: Policy, start: Any, 
 def test_an_address_where_nothing_listens(policy: Policy, start: Any, tmp_path: Path):
     sampler, _ = start()
     handover = Handover(tmp_path / "w", policy.write, adapter=False)
-    missing = ServerSampler(["http://127.0.0.1:9"], 5.0, handover, sampler._probe, sampler._expected)
+    missing = ServerSampler(["http://127.0.0.1:9"], 5.0, handover, sampler._probe)
     with pytest.raises(UserError, match=r"rollout\.servers: http://127.0.0.1:9: .*ConnectError"):
         missing.publish(policy.params, 0)
 

@@ -36,54 +36,40 @@ Observation = str | Sequence[Message] | np.ndarray
 renders, or token ids."""
 
 
-def render_start(start: Observation, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any]) -> np.ndarray:
-    """`[T]` int32 ids of a prompt; a text begins with BOS where the tokenizer's own encoding does.
-
-    Raises:
-        UserError: it cannot be rendered.
-    """
-    if isinstance(start, np.ndarray):
-        return token_ids(start)
-    known = _needed(tokenizer)
-    if isinstance(start, str):
-        return np.asarray(known.encode(start, bos=known.adds_bos), np.int32)
-    return render_prompt(start, known, **template_kwargs).tokens
-
-
-def render_observation(
-    start: Observation,
+def rendered(
     observation: Observation,
-    action: np.ndarray,
     tokenizer: Tokenizer | None,
     template_kwargs: Mapping[str, Any],
+    start: Observation | None = None,
+    action: np.ndarray | None = None,
 ) -> np.ndarray:
-    """`[T]` int32 ids of the observation that follows a turn of the model.
+    """`[T]` int32 ids of a prompt, or of the observation that follows a turn of the model.
 
     Args:
-        start: the episode's prompt; an observation of messages continues its conversation.
-        observation: what the environment answers.
-        action: `[T]` ids of the turn.
-        tokenizer: None where all observations are token ids.
+        observation: a prompt that is a text begins with BOS where the tokenizer's own encoding does; messages that
+            follow a turn continue the conversation.
+        tokenizer: None where there are token ids only.
         template_kwargs: variables of the chat template.
+        start: the episode's prompt; None where this is it.
+        action: `[T]` ids of the turn.
 
     Raises:
         UserError: it cannot be rendered.
     """
     if isinstance(observation, np.ndarray):
         return token_ids(observation)
-    known = _needed(tokenizer)
-    if isinstance(observation, str):
-        return np.asarray(known.encode_after(action.tolist(), observation), np.int32)
-    if isinstance(start, str | np.ndarray):
-        raise UserError("an observation of messages wants a prompt of messages: a text or tokens are no conversation")
-    stopped = len(action) > 0 and int(action[-1]) in known.stop_ids
-    return render_continuation(start, observation, known, stopped, **template_kwargs)
-
-
-def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
     if tokenizer is None:
         raise UserError("the model's folder has no tokenizer: the environment has to speak in token ids")
-    return tokenizer
+    if start is None or action is None:
+        if isinstance(observation, str):
+            return np.asarray(tokenizer.encode(observation, bos=tokenizer.adds_bos), np.int32)
+        return render_prompt(observation, tokenizer, **template_kwargs).tokens
+    if isinstance(observation, str):
+        return np.asarray(tokenizer.encode_after(action.tolist(), observation), np.int32)
+    if isinstance(start, str | np.ndarray):
+        raise UserError("an observation of messages wants a prompt of messages: a text or tokens are no conversation")
+    stopped = len(action) > 0 and int(action[-1]) in tokenizer.stop_ids
+    return render_continuation(start, observation, tokenizer, stopped, **template_kwargs)
 
 
 def token_ids(ids: np.ndarray) -> np.ndarray:
@@ -218,11 +204,10 @@ class Episode:
             self.start = checked_observation(environment.reset(row, rng))
         except UserError:
             raise
-        except EpisodeError as error:
-            raise UserError(f"the environment {self.name} does not start: it {error}") from error
         except Exception as error:  # the author's own code: only they can fix the prompt of a row
-            raise UserError(f"the environment {self.name} does not start: it {raised(error)}") from error
-        self.prompt = render_start(self.start, tokenizer, self._template_kwargs)
+            what = str(error) if isinstance(error, EpisodeError) else raised(error)
+            raise UserError(f"the environment {self.name} does not start: it {what}") from error
+        self.prompt = rendered(self.start, tokenizer, self._template_kwargs)
         """`[T]` int32 token ids that the model continues."""
         if not len(self.prompt):
             raise UserError(f"the environment {self.name} starts with an empty prompt: a model needs something to read")
@@ -251,13 +236,9 @@ class Episode:
             self.done = step.done
             if cut or step.observation is None:
                 return None
-            observation = render_observation(
-                self.start, step.observation, tokens, self._tokenizer, self._template_kwargs
-            )
-        except EpisodeError as error:  # one broken episode is counted and left out; the run goes on
-            return self._fail(str(error))
-        except Exception as error:
-            return self._fail(raised(error))
+            observation = rendered(step.observation, self._tokenizer, self._template_kwargs, self.start, tokens)
+        except Exception as error:  # one broken episode is counted and left out; the run goes on
+            return self._fail(str(error) if isinstance(error, EpisodeError) else raised(error))
         if len(self.rewards) == self._turns:
             return self._fail(f"had not ended after {self._turns} turns")
         return observation if len(observation) else self._fail("answered with no tokens")
@@ -270,12 +251,7 @@ class Episodes:
     """The episodes of a batch: request i of the sampler is episode i."""
 
     def __init__(self, episodes: Sequence[Episode], together: int = 1) -> None:
-        """The episodes of a batch.
-
-        Args:
-            episodes: in the order of the requests.
-            together: how many may be called at a time.
-        """
+        """In the order of the requests; so many together may be called at a time."""
         self.episodes = episodes
         self._together = together
 

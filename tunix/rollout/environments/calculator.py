@@ -13,8 +13,8 @@ from typing import ClassVar
 import numpy as np
 
 from tunix.errors import UserError
-from tunix.rollout.environments.base import Environment, Observation, Row, Step
-from tunix.rollout.environments.problem import prompt_of
+from tunix.rollout.environments.base import Observation, Row, Step
+from tunix.rollout.environments.problem import Problem
 from tunix.rollout.rewards.answers import number
 
 OPEN, CLOSE = "<calc>", "</calc>"
@@ -32,9 +32,10 @@ OPERATIONS: dict[type[ast.operator], Operation] = {
 }
 
 
-class Calculator(Environment):
+class Calculator(Problem):
     """A problem with an `answer`, several calls of a calculator, and 1 for the right number at the end, else 0."""
 
+    scores: ClassVar[bool] = True
     stop_strings: ClassVar[tuple[str, ...]] = (CLOSE,)
 
     def __init__(
@@ -50,14 +51,15 @@ class Calculator(Environment):
         """
         if calls < 0:
             raise UserError(f"the environment calculator has calls: {calls}; it is 0 or more")
-        self._left, self._template, self._chat, self._system = calls, template, chat, system
+        super().__init__(template, chat, system)
+        self._left = calls
 
     def reset(self, row: Row, rng: np.random.Generator) -> Observation:
         """The row's prompt; its `answer` is remembered until the end."""
         if row.get("answer") is None:
             raise UserError(f"the environment calculator wants rows with an 'answer'; there are {', '.join(row)}")
         self._answer = row["answer"]
-        return prompt_of(row, self._template, self._chat, self._system)
+        return super().reset(row, rng)
 
     def step(self, action: str, tokens: np.ndarray) -> Step:
         """The result of a call, or the reward of the answer."""

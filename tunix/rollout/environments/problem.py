@@ -27,34 +27,29 @@ class Problem(Environment):
         self._template, self._chat, self._system = template, chat, system
 
     def reset(self, row: Row, rng: np.random.Generator) -> Observation:
-        """The row's prompt."""
-        return prompt_of(row, self._template, self._chat, self._system)
+        """The row's prompt: a text, messages, or token ids (`prompt_ids`).
+
+        Raises:
+            UserError: the row lacks a column, or there is a system message but no conversation.
+        """
+        if self._template is not None:
+            prompt: Any = _filled(self._template, row)
+        elif "prompt_ids" in row:
+            prompt = np.asarray(row["prompt_ids"], np.int32)
+        else:
+            prompt = _column(row, "prompt")
+        if isinstance(prompt, str) and self._chat:
+            prompt = [{"role": "user", "content": prompt}]
+        if self._system is None:
+            return prompt
+        if isinstance(prompt, str | np.ndarray):
+            raise UserError("a system message wants a conversation: set the environment's option chat: true")
+        messages: Sequence[Message] = prompt
+        return [{"role": "system", "content": self._system}, *messages]
 
     def step(self, action: str, tokens: np.ndarray) -> Step:
         """Ends the episode: there is one turn."""
         return Step(done=True)
-
-
-def prompt_of(row: Row, template: str | None, chat: bool, system: str | None) -> Observation:
-    """The prompt of a row: a text, messages, or token ids (`prompt_ids`).
-
-    Raises:
-        UserError: the row lacks a column, or there is a system message but no conversation.
-    """
-    if template is not None:
-        prompt: Any = _filled(template, row)
-    elif "prompt_ids" in row:
-        prompt = np.asarray(row["prompt_ids"], np.int32)
-    else:
-        prompt = _column(row, "prompt")
-    if isinstance(prompt, str) and chat:
-        prompt = [{"role": "user", "content": prompt}]
-    if system is None:
-        return prompt
-    if isinstance(prompt, str | np.ndarray):
-        raise UserError("a system message wants a conversation: set the environment's option chat: true")
-    messages: Sequence[Message] = prompt
-    return [{"role": "system", "content": system}, *messages]
 
 
 def _filled(template: str, row: Row) -> str:

@@ -4,17 +4,19 @@ A call that exceeds its deadline has its worker killed, and one that ends the pr
 fails. The others that lived there are replayed in a new process when they are next called: reset with the same row and
 generator, and the same actions again. Answers have to be those of before.
 
-First the worker's side (`serve`, `Host`), which holds the episodes that began in it, and calls the one a request names:
+First the environment that a recipe names, then the worker's side (`prepare`), which holds the episodes that began in it
+and calls the one that a request names:
 
-    {"episode": 3, "start": {"row": {...}, "rng": {...}}}   -> {"observation": {"text": "1-31\\n"}}
-    {"episode": 3, "action": "16\\n", "tokens": {...}}       -> {"observation": ..., "reward": 0.5, "done": false}
-    {"describe": true}                                      -> {"scores": true, "stop_strings": ["\\n"]}
+    {"episode": 3, "start": {"row": {...}, "seed": [0, 3]}}   -> {"observation": "1-31\\n"}
+    {"episode": 3, "action": "16\\n", "tokens": {...}}         -> {"observation": ..., "reward": 0.5, "done": false}
+    {"describe": true}                                        -> {"scores": true, "stop_strings": ["\\n"]}
 
-An answer with a `failure` ends the episode. Nothing is pickled: rows are JSON, a generator is its seed and its state.
+An answer with a `failure` ends the episode. Nothing is pickled: rows are JSON, a generator is its seed.
 
 Axes: T time.
 """
 
+import inspect
 import itertools
 import json
 import os
@@ -28,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from tunix.data.tokenizer import Tokenizer
-from tunix.errors import UserError
+from tunix.errors import UserError, nearest
 from tunix.rollout.environments.base import (
     Environment,
     Episode,
@@ -41,48 +43,85 @@ from tunix.rollout.environments.base import (
     checked_step,
     token_ids,
 )
+from tunix.rollout.environments.calculator import Calculator
 from tunix.rollout.environments.config import EnvironmentConfig
-from tunix.rollout.environments.shipped import EnvironmentMaker, read_environment
+from tunix.rollout.environments.guessing import Guessing
+from tunix.rollout.environments.problem import Problem
 from tunix.rollout.rewards.calls import raised
-from tunix.rollout.workers.messages import encode, serve_requests
-from tunix.rollout.workers.process import Lost, WorkerProcess, WorkerThread
+from tunix.rollout.workers.process import Lost, WorkerProcess, WorkerThread, encode
 from tunix.util.coded import array_of, coded
-from tunix.util.plugins import load_object
+from tunix.util.plugins import absolute, check_options, is_reference, load_object
+
+SHIPPED: dict[str, type[Environment]] = {"problem": Problem, "calculator": Calculator, "guessing": Guessing}
+"""The environments that come with tunix."""
 
 
-def serve(descriptor: int) -> None:
-    """Answers requests on the inherited socket until its other end closes."""
-    serve_requests(descriptor, _prepare)
+def read_environment(config: EnvironmentConfig) -> tuple[type[Environment], str | None]:
+    """Loads and checks the environment that a recipe names; its constructor is not called yet.
+
+    Returns:
+        Its class, as its author wrote it; and `module:Class` or `file.py:Class` for a worker to load, None for a
+        class of a notebook's cell.
+
+    Raises:
+        UserError: no such environment, or an option that it does not have or that has the wrong type.
+    """
+    name, what = config.name, f"the environment {config.name}"
+    if name in SHIPPED:
+        kind = SHIPPED[name]
+        check_options(what, kind, config.options)
+        source = f"{kind.__module__}:{kind.__name__}"
+    elif not is_reference(name):
+        raise UserError(
+            f"environment.name is {name!r}, which is not shipped ({', '.join(SHIPPED)}) and is no `module:Class` or "
+            f"`file.py:Class`.{nearest(name, SHIPPED)}"
+        )
+    else:
+        kind = load_object(name)
+        if not (isinstance(kind, type) and issubclass(kind, Environment)):
+            raise UserError(
+                f"{name} is {kind!r:.80}, not a class that extends tunix.rollout.environments.base.Environment"
+            )
+        source = None if name.startswith("__main__:") else absolute(name)
+    parameters = inspect.signature(kind).parameters
+    for option in config.options:
+        if option not in parameters:
+            raise UserError(
+                f"{what} has no option {option!r}; it has {', '.join(parameters) or 'none'}."
+                f"{nearest(option, parameters)}"
+            )
+    return kind, source
 
 
-def _prepare(first: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """Loads the class; returns what answers requests."""
-    kind, options = load_object(first["source"]), first["options"]
-    return Host(lambda: kind(**options)).answer
+def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """The worker's side: loads the class; returns what answers requests, and holds the episodes that live here.
 
+    Args:
+        first: the `kind` of environment, or where it is loaded from, and its `options`.
+    """
+    kind = load_object(first["kind"]) if isinstance(first["kind"], str) else first["kind"]
+    living: dict[int, Environment] = {}
+    """Environments by the numbers of their episodes."""
 
-class Host:
-    """The environments of the episodes that live here, by their numbers."""
-
-    def __init__(self, make: Callable[[], Environment]) -> None:
-        """Holds none yet.
-
-        Args:
-            make: a new environment.
-        """
-        self._make = make
-        self._living: dict[int, Environment] = {}
-
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Calls an environment; returns its answer, or its failure.
-
-        Args:
-            request: see above; episodes in `forget` are over.
-        """
+    def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         for number in request.get("forget", ()):
-            self._living.pop(number, None)
+            living.pop(number, None)
         try:
-            return self._call(request)
+            if "describe" in request:
+                made = kind(**first["options"])
+                return {"scores": bool(made.scores), "stop_strings": [str(text) for text in made.stop_strings]}
+            number = request["episode"]
+            if "start" in request:
+                environment, start = kind(**first["options"]), request["start"]
+                observation = environment.reset(start["row"], np.random.default_rng(start["seed"]))
+                observed = {"observation": written(checked_observation(observation))}
+                living[number] = environment
+                return observed
+            step = checked_step(living[number].step(request["action"], array_of(request["tokens"])))
+            if step.done:
+                del living[number]
+            observation = None if step.observation is None else written(step.observation)
+            return {"observation": observation, "reward": step.reward, "done": step.done}
         except EpisodeError as error:
             return {"failure": str(error)}
         except UserError as error:
@@ -90,35 +129,20 @@ class Host:
         except BaseException as error:  # sys.exit in an environment ends its episode, not the worker
             return {"failure": raised(error)}
 
-    def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        if "describe" in request:
-            first = self._make()
-            return {"scores": bool(first.scores), "stop_strings": [str(text) for text in first.stop_strings]}
-        number = request["episode"]
-        if "start" in request:
-            environment, begin = self._make(), request["start"]
-            start = checked_observation(environment.reset(begin["row"], generator_of(begin["rng"])))
-            self._living[number] = environment
-            return {"observation": written(start)}
-        environment = self._living[number]
-        step = checked_step(environment.step(request["action"], array_of(request["tokens"])))
-        if step.done:
-            del self._living[number]
-        observation = None if step.observation is None else written(step.observation)
-        return {"observation": observation, "reward": step.reward, "done": step.done}
+    return answer
 
 
-def written(observation: Observation) -> dict[str, Any]:
-    """An observation as JSON values.
+def written(observation: Observation) -> Any:
+    """An observation as JSON values, which `read` reads.
 
     Raises:
         EpisodeError: its messages hold something that JSON does not have.
         UserError: an array that is no vector of token ids.
     """
-    if isinstance(observation, str):
-        return {"text": str(observation)}
     if isinstance(observation, np.ndarray):
         return {"ids": coded(token_ids(observation))}
+    if isinstance(observation, str):
+        return str(observation)
     messages = [dict(message) for message in observation]
     try:
         json.dumps(messages)
@@ -127,31 +151,12 @@ def written(observation: Observation) -> dict[str, Any]:
             f"answered with messages that are no JSON ({error}): only text, numbers, true, false, null and lists or "
             "mappings of these leave a worker"
         ) from error
-    return {"messages": messages}
+    return messages
 
 
-def read(observation: Mapping[str, Any]) -> Observation:
+def read(observation: Any) -> Observation:
     """The inverse of `written`."""
-    if "ids" in observation:
-        return array_of(observation["ids"])
-    return observation["text"] if "text" in observation else observation["messages"]
-
-
-def saved_generator(rng: np.random.Generator) -> dict[str, Any]:
-    """A generator of `np.random.default_rng` as JSON values."""
-    bits = rng.bit_generator
-    assert isinstance(bits, np.random.PCG64), "episodes have generators of np.random.default_rng"
-    seed = bits.seed_seq
-    assert isinstance(seed, np.random.SeedSequence)
-    spawned = {"spawn_key": list(seed.spawn_key), "n_children_spawned": seed.n_children_spawned}
-    return {"seed": {"entropy": seed.entropy, **spawned}, "state": bits.state}
-
-
-def generator_of(saved: Mapping[str, Any]) -> np.random.Generator:
-    """The inverse of `saved_generator`; it also spawns the same ones."""
-    bits = np.random.PCG64(np.random.SeedSequence(**saved["seed"]))
-    bits.state = saved["state"]
-    return np.random.Generator(bits)
+    return array_of(observation["ids"]) if isinstance(observation, Mapping) else observation
 
 
 Answer = dict[str, Any]
@@ -161,23 +166,19 @@ Answer = dict[str, Any]
 class EnvironmentWorker:
     """A worker whose lock is held from one call to its answer."""
 
-    def __init__(self, make: EnvironmentMaker, deadline: float) -> None:
-        """Starts nothing yet.
-
-        Args:
-            make: the environment.
-            deadline: seconds of a call.
-        """
+    def __init__(self, kind: type[Environment], source: str | None, config: EnvironmentConfig) -> None:
+        """Starts nothing yet; see `read_environment`."""
         self.lock = threading.Lock()
         self.lost = "ended its process"
         """What happened when a process was last lost, e.g. `took longer than 10 s`."""
-        if make.source is None:
-            self._host: WorkerProcess | WorkerThread = WorkerThread(Host(make).answer)
-        else:
-            first = {"source": make.source, "options": dict(make.options)}
-            self._host = WorkerProcess("tunix.rollout.environments.remote", first, "an environment")
-        self._deadline, self._closed = deadline, False
-        self._over: deque[int] = deque()
+        self._host: WorkerProcess | WorkerThread = (
+            WorkerThread(prepare({"kind": kind, "options": config.options}))
+            if source is None
+            else WorkerProcess(prepare.__module__, {"kind": source, "options": config.options}, "an environment")
+        )
+        self._deadline, self._closed = config.deadline, False
+        self.over: deque[int] = deque()
+        """Episodes to let go of with the next call; any thread may add some, at any time."""
 
     def ready(self) -> int:
         """The number of the process that lives, which is started where there is none; the lock has to be held.
@@ -197,16 +198,12 @@ class EnvironmentWorker:
         Raises:
             Lost: the environment hung, or ended the process.
         """
-        over = [self._over.popleft() for _ in range(len(self._over))]
+        over = [self.over.popleft() for _ in range(len(self.over))]
         try:
             return self._host.ask({**request, "forget": over}, self._deadline)
         except Lost as lost:
             self.lost = str(lost)
             raise
-
-    def forget(self, episode: int) -> None:
-        """Lets go of an episode with the next call; any thread may call this, at any time."""
-        self._over.append(episode)
 
     def close(self) -> None:
         """Ends the process; a call that still runs in it is lost."""
@@ -234,7 +231,7 @@ class RemoteEnvironment(Environment):
         self._player, self._worker, self._number, self._process = player, worker, number, 0
         self._history: list[tuple[dict[str, Any], Answer]] = []
         """Requests and answers so far."""
-        weakref.finalize(self, worker.forget, number).atexit = False
+        weakref.finalize(self, worker.over.append, number).atexit = False
 
     def reset(self, row: Row, rng: np.random.Generator) -> Observation:
         """Makes the environment in the worker, and resets it; where that hung or ended the process, once more.
@@ -251,7 +248,10 @@ class RemoteEnvironment(Environment):
                     f"the environment {type(self).__name__} reads rows whose column {name!r} cannot be sent to a "
                     f"worker ({error}): turn it into text, numbers or lists of these in the data, or leave it out"
                 ) from error
-        request = {"start": {"row": dict(row), "rng": saved_generator(rng)}}
+        # The generator is new, and follows from what it was made of.
+        seeds = rng.bit_generator.seed_seq
+        assert isinstance(seeds, np.random.SeedSequence), "episodes have generators of np.random.default_rng"
+        request = {"start": {"row": dict(row), "seed": seeds.entropy}}
         try:
             answer = self._answer(request)
         except EpisodeError:  # a reset that is lost ends the run: it may have been what others left in the process
@@ -297,11 +297,6 @@ class RemoteEnvironment(Environment):
         return answer
 
 
-def _close(workers: Sequence[EnvironmentWorker]) -> None:
-    for worker in workers:
-        worker.close()
-
-
 class Player:
     """Starts the episodes of an environment, each in the next of its workers."""
 
@@ -313,24 +308,24 @@ class Player:
         Raises:
             UserError: see `read_environment`; or a worker cannot import the class, or the constructor fails.
         """
-        make, count = read_environment(config), config.workers or min(8, os.cpu_count() or 1)
+        (kind, source), count = read_environment(config), config.workers or min(8, os.cpu_count() or 1)
         self._turns, self._tokenizer, self._template_kwargs = config.turns, tokenizer, template_kwargs or {}
-        self._workers = [EnvironmentWorker(make, config.deadline) for _ in range(count)]
+        self._workers = [EnvironmentWorker(kind, source, config) for _ in range(count)]
         self._numbers = itertools.count()
-        self.close = weakref.finalize(self, _close, self._workers)
+        workers = self._workers
+        self.close = weakref.finalize(self, lambda: [worker.close() for worker in workers])
         """Ends the workers, as the end of this object does; episodes that have not ended are lost."""
-        name, first = make.kind.__name__, self._workers[0]
+        name, first = kind.__name__, self._workers[0]
         try:
-            try:
-                with first.lock:
-                    first.ready()
-                    answer = first.ask({"describe": True})
-            except Lost as lost:
-                answer = {"failure": str(lost)}
+            with first.lock:
+                first.ready()
+                answer = first.ask({"describe": True})
             if "failure" in answer:
                 raise UserError(answer.get("advice", f"the environment {name} cannot be made: it {answer['failure']}"))
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, Lost):
+                raise UserError(f"the environment {name} cannot be made: it {error}") from None
             raise
         self.scores = bool(answer["scores"])
         """Whether the environment gives rewards."""

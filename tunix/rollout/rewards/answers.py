@@ -132,7 +132,19 @@ def math(completion: str, answer: Any) -> float:
     if "".join(box.split()) == "".join(gold.split()):
         return 1.0
     written, wanted = whole_number(box.strip("$ ")), whole_number(gold)
-    return float(_equal(gold, box) if written is None or wanted is None else written.equals(wanted))
+    if written is not None and wanted is not None:
+        return float(written.equals(wanted))
+    import logging
+
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit: our deadline is one
+    latex = [LatexExtractionConfig()]  # its reader of plain expressions would evaluate them as Python
+    of_answer, of_box = (
+        parse(f"${text}$", latex, parsing_timeout=None)  # pyright: ignore[reportArgumentType]: it takes None
+        for text in (gold, box)
+    )
+    return float(bool(verify(of_answer, of_box, timeout_seconds=None)))
 
 
 def answer_text(answer: Any) -> str:
@@ -244,18 +256,3 @@ def _value(match: re.Match[str]) -> Number:
     digits = re.sub(r"[^\d.]", "", match["digits"])
     value = Fraction(digits + (match["exponent"] or ""))
     return Number(-value if "-" in match["sign"] else value, match["percent"] is not None)
-
-
-def _equal(gold: str, box: str) -> bool:
-    """Symbolic equality of two LaTeX expressions."""
-    import logging
-
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit: our deadline is one
-    latex = [LatexExtractionConfig()]  # its reader of plain expressions would evaluate them as Python
-    wanted, written = (
-        parse(f"${text}$", latex, parsing_timeout=None)  # pyright: ignore[reportArgumentType]: it takes None
-        for text in (gold, box)
-    )
-    return bool(verify(wanted, written, timeout_seconds=None))

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from tunix.errors import Failure, Score, UserError, nearest
 from tunix.rollout.rewards.config import RewardFunction
-from tunix.rollout.rewards.shipped import SHIPPED
+from tunix.rollout.rewards.shipped import MODULES, SHIPPED, check_shipped
 from tunix.util.plugins import absolute, is_reference, load_object
 
 ONE = ("prompt", "completion")
@@ -64,41 +64,27 @@ class Reward:
     style: Literal["tunix", "trl"] = "tunix"
     """How the function is called; see `RewardFunction.style`."""
 
-    def clipped(self, score: float) -> float:
-        """The score within its bounds."""
-        return score if self.clip is None else min(max(score, self.clip[0]), self.clip[1])
+    @property
+    def parameters(self) -> list[inspect.Parameter]:
+        """Those of the function."""
+        return list(inspect.signature(self.function).parameters.values())
 
     @property
     def batched(self) -> bool:
         """Whether one call scores the whole batch."""
-        return self.style == "trl" or next(iter(inspect.signature(self.function).parameters)) in MANY
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether it is `async def`."""
-        return inspect.iscoroutinefunction(self.function)
-
-    @property
-    def texts(self) -> list[str]:
-        """Names of the parameters that take prompts and completions, e.g. `["completion"]`."""
-        return [name for name in _texts(self.batched) if self._takes(name)]
-
-    @property
-    def logs(self) -> list[str] | None:
-        """TRL's functions for logging that it takes; None for a function of another style."""
-        return [name for name in LOGS if self._takes(name)] if self.style == "trl" else None
+        return self.style == "trl" or self.parameters[0].name in MANY
 
     @property
     def reserved(self) -> set[str]:
         """Names of parameters that are no columns."""
         trl = (*ONE, *LOGS, *ABSENT) if self.style == "trl" else ()
-        return {*self.options, *_texts(self.batched), *trl}
+        return {*self.options, *(MANY if self.batched else ONE), *trl}
 
-    def _takes(self, name: str) -> bool:
-        """Whether it has a parameter of this name; `**kwargs` in TRL's style has all."""
-        parameters = _parameters(self.function)
+    def taken(self, names: Sequence[str]) -> list[str]:
+        """Those of the names that it has as parameters; `**kwargs` in TRL's style has all."""
+        parameters = self.parameters
         every = self.style == "trl" and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        return every or name in [parameter.name for parameter in parameters]
+        return [name for name in names if every or name in [parameter.name for parameter in parameters]]
 
     def arguments(self, present: Sequence[str]) -> dict[str, str]:
         """The column for each argument, in a batch with the columns `present`.
@@ -107,7 +93,7 @@ class Reward:
             UserError: a column that the function requires is missing.
         """
         arguments: dict[str, str] = {}
-        for parameter in _parameters(self.function):
+        for parameter in self.parameters:
             column = self.columns.get(parameter.name, parameter.name)
             if parameter.name in self.reserved:
                 continue
@@ -147,11 +133,10 @@ def read_reward(spec: RewardFunction | Reward | Callable[..., Any], deadline: fl
     elif isinstance(spec, RewardFunction):
         modules: tuple[str, ...] = ()
         if spec.name in SHIPPED:
-            shipped = SHIPPED[spec.name]
-            shipped.check(spec.title, spec.options, deadline)
+            check_shipped(spec.name, spec.title, spec.options, deadline)
             if spec.style != "tunix":
                 raise UserError(f"the reward {spec.title} is tunix's own: leave `style: {spec.style}` out")
-            function, modules = shipped.function, shipped.modules
+            function, modules = SHIPPED[spec.name], MODULES.get(spec.name, ())
             source = f"{function.__module__}:{function.__name__}"
         elif not is_reference(spec.name):
             raise UserError(
@@ -168,7 +153,7 @@ def read_reward(spec: RewardFunction | Reward | Callable[..., Any], deadline: fl
     else:  # a callable object has its class's name
         name = spec.__name__ if hasattr(spec, "__name__") else type(spec).__name__
         reward = Reward(name, spec, source=_source(spec))
-    parameters = _parameters(reward.function)
+    parameters = reward.parameters
     first = parameters[0].name if parameters else None
     if reward.style == "trl":
         for parameter in parameters:
@@ -196,14 +181,6 @@ def read_reward(spec: RewardFunction | Reward | Callable[..., Any], deadline: fl
                     f"it has {', '.join(known) or 'none'}.{nearest(name, known)}"
                 )
     return reward
-
-
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    return list(inspect.signature(function).parameters.values())
-
-
-def _texts(batched: bool) -> tuple[str, str]:
-    return MANY if batched else ONE
 
 
 def _source(function: Callable[..., Any]) -> str | None:

@@ -104,47 +104,31 @@ def run_tests(program: str, tests: Sequence[str], timeout: float, memory_mb: int
         env={"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"},
         start_new_session=True,
     )
-    try:
-        if _send(process, program) and _until(process, b"ran\n", limit).endswith(b"ran\n"):
-            _send(process, {"word": word, "tests": list(tests)})
-            return min(_until(process, None, limit).split(b"\n").count(word.encode()), len(tests))
-        return 0
-    finally:
-        _end(process)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _send(process: subprocess.Popen[bytes], message: Any) -> bool:
-    """Sends a line to the process; False where it has ended already."""
     assert process.stdin is not None
-    try:
-        process.stdin.write(json.dumps(message).encode() + b"\n")
-        process.stdin.flush()
-    except BrokenPipeError:
-        return False
-    return True
-
-
-def _until(process: subprocess.Popen[bytes], end: bytes | None, limit: float) -> bytes:
-    """Reads the process's output up to `end`, or until it closes its output or the time is over."""
     assert process.stdout is not None
     written = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while len(written) < _MOST and selector.select(max(0.0, limit - time.monotonic())):
-            piece = os.read(process.stdout.fileno(), 1 << 16)
-            written += piece
-            if not piece or (end and written.endswith(end)):
-                break
-    return written
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kills the process and its group."""
-    with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        with contextlib.suppress(BrokenPipeError):  # what it did not read is lost with it
-            pipe.close()
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            for message, end in ((program, b"ran\n"), ({"word": word, "tests": list(tests)}, None)):
+                process.stdin.write(json.dumps(message).encode() + b"\n")
+                process.stdin.flush()
+                written = b""
+                while len(written) < _MOST and selector.select(max(0.0, limit - time.monotonic())):
+                    piece = os.read(process.stdout.fileno(), 1 << 16)
+                    written += piece
+                    if not piece or (end and written.endswith(end)):
+                        break
+                if end and not written.endswith(end):
+                    return 0
+        return min(written.split(b"\n").count(word.encode()), len(tests))
+    except BrokenPipeError:  # it has ended before it was asked
+        return 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(BrokenPipeError):  # what it did not read is lost with it
+                pipe.close()
+        shutil.rmtree(folder, ignore_errors=True)

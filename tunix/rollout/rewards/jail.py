@@ -117,8 +117,11 @@ def lock(limits: dict[str, Any]) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG: SIGKILL when the worker is gone
         libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, which both restrictions require
-        if restrict_files(libc, limits["folder"]) and filter_calls(libc):
-            return
+        code = filter_code(*ARCHITECTURES[platform.machine()])
+        # struct sock_fprog: the number of instructions, and where they are.
+        program = struct.pack("HP", len(code) // 8, ctypes.cast(ctypes.c_char_p(code), ctypes.c_void_p).value)
+        if restrict_files(libc, limits["folder"]) and libc.prctl(22, 2, program, 0, 0) == 0:
+            return  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER: EPERM for refused calls; there are kernels without
     sys.addaudithook(hook(limits["folder"]))
 
 
@@ -143,17 +146,6 @@ def restrict_files(libc: ctypes.CDLL, folder: str) -> bool:
     done = libc.syscall(446, ruleset, 0) == 0
     os.close(ruleset)
     return done
-
-
-def filter_calls(libc: ctypes.CDLL) -> bool:
-    """Installs a seccomp filter that answers EPERM to refused system calls. False where the kernel has no seccomp."""
-
-    class Program(ctypes.Structure):
-        _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
-
-    code = filter_code(*ARCHITECTURES[platform.machine()])
-    program = Program(len(code) // 8, code)
-    return libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
 def filter_code(column: int, architecture: int) -> bytes:

@@ -10,22 +10,21 @@ replaced before its next call.
 """
 
 import copy
+import inspect
+import math
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from tunix.errors import UserError
-from tunix.rollout.rewards.base import MANY, ONE, Failure, Reward, Score, read_reward
-from tunix.rollout.rewards.calls import Answer, answering
+from tunix.rollout.rewards.base import LOGS, MANY, ONE, Failure, Reward, Score, read_reward
+from tunix.rollout.rewards.calls import Answer, prepare
 from tunix.rollout.rewards.config import RewardFunction
-from tunix.rollout.workers.messages import encode
-from tunix.rollout.workers.process import Lost, WorkerProcess, WorkerThread
+from tunix.rollout.workers.process import Lost, WorkerProcess, WorkerThread, encode
 
 GRACE = 1.0
 """Seconds beyond the deadline for samples awaited together: those in time are not lost with others that hang."""
@@ -66,8 +65,8 @@ class Scorer:
             raise UserError(f"two rewards are called {twice[0]!r}: give one of them another label")
         remote = [reward for reward in self.rewards if reward.source is not None]
         local = [reward for reward in self.rewards if reward.source is None]
-        self._processes = _Pool(remote, deadline, workers or min(8, os.cpu_count() or 1))
-        self._threads = _Pool(local, deadline, 1)
+        self.pools = [_Pool(remote, deadline, workers or min(8, os.cpu_count() or 1)), _Pool(local, deadline, 1)]
+        """Processes, and a thread for those that no other process can import."""
 
     @property
     def weights(self) -> dict[str, float]:
@@ -122,17 +121,14 @@ class Scorer:
 
     def close(self) -> None:
         """Ends all workers; the results of calls that still run are lost."""
-        self._processes.close()
-        self._threads.close()
+        for pool in self.pools:
+            pool.close()
 
     def __enter__(self) -> "Scorer":
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _submit(self, call: "_Call", spans: "list[_Span]") -> "Future[Answer]":
-        return (self._threads if call.reward.source is None else self._processes).submit(call, spans)
 
 
 class Scoring:
@@ -144,7 +140,9 @@ class Scoring:
         self._column_of = {reward.name: reward.arguments(columns) for reward in scorer.rewards}
         self._waiting: dict[str, list[_Sample]] = {reward.name: [] for reward in scorer.rewards}
         """Samples whose call is not complete yet, by reward."""
-        self._calls: dict[str, list[tuple[_Call, Future[Answer]]]] = {reward.name: [] for reward in scorer.rewards}
+        self._calls: dict[str, list[tuple[Sequence[_Sample], Future[Answer]]]] = {
+            reward.name: [] for reward in scorer.rewards
+        }
         self._spans: list[_Span] = []
         self.metrics: dict[str, list[float]] = {}
         """What rewards logged until `result`, as `reward/name`, e.g. `{"accuracy_reward/parsed": [0.5]}`."""
@@ -172,20 +170,27 @@ class Scoring:
             UserError: a column has a value that cannot be sent to a worker.
         """
         for reward in self._scorer.rewards:
-            names: tuple[str, ...] = MANY if reward.batched else ONE
+            names = MANY if reward.batched else ONE
             texts: dict[str, Any] = dict(zip(names, (prompt, completion), strict=True))
             if reward.style == "trl" and messages is not None:
                 texts = {"prompts": messages, "completions": [{"role": "assistant", "content": completion}]}
-                if reward.source is not None:
-                    _check_sendable(reward, "prompt", messages)
             column_of = self._column_of[reward.name]
             arguments = {name: columns.get(column) for name, column in column_of.items()}
             if reward.source is not None:
-                for name, column in column_of.items():
-                    _check_sendable(reward, column, arguments[name])
+                values = [(column, arguments[name]) for name, column in column_of.items()]
+                for column, value in [("prompt", texts.get("prompts", "")), *values]:
+                    try:
+                        encode([value])
+                    except (TypeError, ValueError) as error:
+                        raise UserError(
+                            f"the reward {reward.name} reads the column {column!r}, which holds {error}: only text, "
+                            "numbers, true, false, null and lists or mappings of these can be sent to a worker. Turn "
+                            "it into one of them in the data, or leave it out of the function's parameters"
+                        ) from error
             waiting = self._waiting[reward.name]
-            waiting.append(_Sample(number, arguments | {name: texts[name] for name in reward.texts}))
-            if not reward.batched and len(waiting) == (TOGETHER if reward.asynchronous else 1):
+            waiting.append((number, arguments | {name: texts[name] for name in reward.taken(names)}))
+            single = not reward.batched
+            if single and len(waiting) == (TOGETHER if inspect.iscoroutinefunction(reward.function) else 1):
                 self._start(reward)
 
     def result(self) -> dict[str, list[Score]]:
@@ -195,8 +200,12 @@ class Scoring:
                 self._start(reward)
         self.metrics, self.logged = {}, {}
         by_name = {
-            name: dict(pair for call, future in calls for pair in self._scores(call, future))
-            for name, calls in self._calls.items()
+            reward.name: dict(
+                pair
+                for samples, future in self._calls[reward.name]
+                for pair in self._scores(reward, samples, future.result())
+            )
+            for reward in self._scorer.rewards
         }
         return {name: [scores[number] for number in sorted(scores)] for name, scores in by_name.items()}
 
@@ -209,50 +218,36 @@ class Scoring:
     def _start(self, reward: Reward) -> None:
         """Starts a call of a reward for the samples that wait; one for the whole batch reads it in its order."""
         samples, self._waiting[reward.name] = self._waiting[reward.name], []
-        call = _Call(reward, sorted(samples, key=lambda sample: sample.number) if reward.batched else samples)
-        self._calls[reward.name].append((call, self._scorer._submit(call, self._spans)))
+        samples = sorted(samples, key=lambda sample: sample[0]) if reward.batched else samples
+        self._calls[reward.name].append((samples, self._submit(reward, samples)))
 
-    def _scores(self, call: "_Call", future: "Future[Answer]") -> list[tuple[int, Score]]:
-        """The number and the score of each sample of a call."""
-        outcomes, metrics, columns = future.result()
-        if isinstance(outcomes, str) and len(call.samples) > 1:
-            singles = [_Call(call.reward, [sample]) for sample in call.samples]
-            again = [(single, self._scorer._submit(single, self._spans)) for single in singles]
-            return [pair for single, answer in again for pair in self._scores(single, answer)]
-        listed, reward = [outcomes] if isinstance(outcomes, str) else outcomes, call.reward
+    def _submit(self, reward: Reward, samples: "Sequence[_Sample]") -> "Future[Answer]":
+        pool = self._scorer.pools[reward.source is None]
+        return pool.executor.submit(pool.call, reward, samples, self._spans)
+
+    def _scores(self, reward: Reward, samples: "Sequence[_Sample]", answer: Answer) -> list[tuple[int, Score]]:
+        """The number and the score of each sample of a call; where it failed as a whole the samples are called one by
+        one."""
+        outcomes, metrics, columns = answer
+        if isinstance(outcomes, str) and len(samples) > 1:
+            again = [([sample], self._submit(reward, [sample])) for sample in samples]
+            return [pair for single, future in again for pair in self._scores(reward, single, future.result())]
+        low, high = reward.clip or (-math.inf, math.inf)
         scores = [
-            Failure(f"{reward.name} {x}") if isinstance(x, str) else None if x is None else reward.clipped(x)
-            for x in listed
+            Failure(f"{reward.name} {x}") if isinstance(x, str) else None if x is None else min(max(x, low), high)
+            for x in ([outcomes] if isinstance(outcomes, str) else outcomes)
         ]
+        numbers = [number for number, _ in samples]
         for name, values in metrics.items():
             self.metrics.setdefault(f"{reward.name}/{name}", []).extend(values)
         for name, values in columns.items():
-            for sample, value in zip(call.samples, values, strict=True):
-                self.logged.setdefault(sample.number, {})[f"{reward.name}/{name}"] = value
-        return [(sample.number, score) for sample, score in zip(call.samples, scores, strict=True)]
+            for number, value in zip(numbers, values, strict=True):
+                self.logged.setdefault(number, {})[f"{reward.name}/{name}"] = value
+        return list(zip(numbers, scores, strict=True))
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """A sample as one reward reads it."""
-
-    number: int
-    arguments: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call of one reward."""
-
-    reward: Reward
-    samples: Sequence[_Sample]
-
-    @property
-    def arguments(self) -> dict[str, list[Any]]:
-        """The values of each argument, one for each sample."""
-        return {name: [sample.arguments[name] for sample in self.samples] for name in self.samples[0].arguments}
-
-
+_Sample = tuple[int, Mapping[str, Any]]
+"""The number of a sample, and the arguments with which a reward reads it."""
 _Span = tuple[float, float]
 """Start and end of a call, by `time.monotonic`."""
 
@@ -265,39 +260,41 @@ class _Pool:
 
     def __init__(self, rewards: Sequence[Reward], deadline: float, count: int) -> None:
         self._rewards, self._deadline = rewards, deadline
-        calls = [{"batched": x.batched, "logs": x.logs} for x in rewards]
-        functions = [partial(x.function, **x.options) for x in rewards]
-        sources = [{"source": x.source, "options": dict(x.options), "modules": x.modules} for x in rewards]
-        loaded = [{**source, **call} for source, call in zip(sources, calls, strict=True)]
-
-        def worker() -> WorkerProcess | WorkerThread:
-            if any(x.source is None for x in rewards):
-                return WorkerThread(answering(functions, calls))
-            return WorkerProcess("tunix.rollout.rewards.calls", loaded, "a reward")
-
-        self._workers = [worker() for _ in range(count)]
+        specs = [
+            {
+                "function": x.source or x.function,
+                "options": dict(x.options),
+                "modules": x.modules,
+                "batched": x.batched,
+                "logs": x.taken(LOGS) if x.style == "trl" else None,
+            }
+            for x in rewards
+        ]
+        threads = any(x.source is None for x in rewards)
+        self._workers = [
+            WorkerThread(prepare(specs)) if threads else WorkerProcess(prepare.__module__, specs, "a reward")
+            for _ in range(count)
+        ]
         self._idle: queue.LifoQueue[WorkerProcess | WorkerThread] = queue.LifoQueue()
         for idle in reversed(self._workers):
             self._idle.put(idle)
-        self._executor = ThreadPoolExecutor(count, thread_name_prefix="reward")
+        self.executor = ThreadPoolExecutor(count, thread_name_prefix="reward")
         self._closed = threading.Event()
 
-    def submit(self, call: _Call, spans: list[_Span]) -> "Future[Answer]":
-        """Queues a call for the next free worker: the outcomes of its samples, or one text where it failed.
+    def call(self, reward: Reward, samples: Sequence[_Sample], spans: list[_Span]) -> Answer:
+        """A free worker's outcomes of the samples, or one text where the call failed; adds its time to the spans.
 
-        Its time is added to the spans when it has ended. The future has a UserError where no worker can import the
-        rewards.
+        Raises:
+            UserError: no worker can import the rewards.
         """
-        return self._executor.submit(self._call, call, spans)
-
-    def _call(self, call: _Call, spans: list[_Span]) -> Answer:
-        worker, start, reward = self._idle.get(), time.monotonic(), call.reward
+        worker, start = self._idle.get(), time.monotonic()
         try:
             if self._closed.is_set():
                 return Answer("was given up", {}, {})
             worker.ensure()
-            together = reward.asynchronous and not reward.batched
-            request = (self._rewards.index(reward), call.arguments, len(call.samples), self._deadline)
+            together = inspect.iscoroutinefunction(reward.function) and not reward.batched
+            arguments = {name: [sample[name] for _, sample in samples] for name in samples[0][1]}
+            request = (self._rewards.index(reward), arguments, len(samples), self._deadline)
             return Answer(*worker.ask(request, self._deadline, GRACE if together else 0.0))
         except Lost as lost:
             return Answer(str(lost), {}, {})
@@ -309,18 +306,6 @@ class _Pool:
         self._closed.set()
         for worker in self._workers:
             worker.kill()  # a thread that waits for it notices its end
-        self._executor.shutdown(cancel_futures=True)
+        self.executor.shutdown(cancel_futures=True)
         for worker in self._workers:
             worker.close()
-
-
-def _check_sendable(reward: Reward, column: str, value: Any) -> None:
-    """Refuses a value that cannot be sent to a worker process."""
-    try:
-        encode([value])
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"the reward {reward.name} reads the column {column!r}, which holds {error}: only text, numbers, true, "
-            "false, null and lists or mappings of these can be sent to a worker. Turn it into one of them in the data, "
-            "or leave it out of the function's parameters"
-        ) from error

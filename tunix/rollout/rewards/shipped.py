@@ -1,4 +1,4 @@
-"""The rewards that come with tunix, as plain functions, and the table of them.
+"""The rewards that come with tunix, as plain functions, the table of them, and the check of their options.
 
 The argument `answer` is the row's column of that name, which a recipe's `columns` can change; `options` sets the
 arguments after the star. A completion is its text without special tokens.
@@ -8,7 +8,6 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from math import cos, pi
 from typing import Any
 
@@ -110,7 +109,7 @@ def cosine(
     """
     if completion_tokens >= limit:
         return exceeded
-    right = GRADERS[grader](completion, answer) > 0
+    right = SHIPPED[grader](completion, answer) > 0
     short, long = (correct_short, correct_long) if right else (wrong_short, wrong_long)
     return long + (short - long) * (1.0 + cos(pi * completion_tokens / limit)) / 2.0
 
@@ -140,91 +139,64 @@ def json_schema(completion: str, schema: Mapping[str, Any] | str) -> float:
     return float(kind(rules, registry=Registry()).is_valid(value))
 
 
-@dataclass(frozen=True)
-class Shipped:
-    """A shipped reward, with the checks of its options."""
-
-    function: Callable[..., Any]
-    """The reward function."""
-    modules: tuple[str, ...] = ()
-    """Heavy packages that the function imports when it is called; a worker imports them when it starts."""
-    positive: Mapping[str, str] = field(default_factory=dict)
-    """Options that are above 0 -> what they are, e.g. `{"limit": "a positive number of tokens"}`."""
-    rules: Callable[[str, Mapping[str, Any], float], None] | None = None
-    """(name, options, deadline): raises a UserError where the options' values are invalid; None where any are valid."""
-
-    def check(self, name: str, options: Mapping[str, Any], deadline: float) -> None:
-        """Refuses options that are missing or of the wrong type.
-
-        Raises:
-            UserError: names the reward, the option and the remedy.
-        """
-        check_options(f"the reward {name}", self.function, options, hidden=("prompt", "completion"))
-        for option, what in self.positive.items():
-            if options.get(option, 1) <= 0:
-                raise UserError(f"the reward {name} has {option}: {options[option]}; it is {what}")
-        if self.rules is not None:
-            self.rules(name, options, deadline)
-
-
-def _pattern_rules(name: str, options: Mapping[str, Any], deadline: float) -> None:
-    del deadline
-    try:
-        re.compile(options["pattern"])
-    except re.error as error:
-        raise UserError(
-            f"the reward {name} has the pattern {options['pattern']!r}, which is no regular expression: {error}"
-        ) from error
-
-
-def _cosine_rules(name: str, options: Mapping[str, Any], deadline: float) -> None:
-    grader = options.get("grader", "exact_match")
-    if grader not in GRADERS:
-        raise UserError(f"the reward {name} has the grader {grader!r}, which is none of {', '.join(GRADERS)}")
-    SHIPPED[grader].check(name, {}, deadline)
-
-
-def _schema_rules(name: str, options: Mapping[str, Any], deadline: float) -> None:
-    del deadline
-    from jsonschema import SchemaError, validators
-
-    if "schema" not in options:
-        return
-    try:
-        schema = options["schema"]
-        schema = json.loads(schema) if isinstance(schema, str) else schema
-        validators.validator_for(schema, default=validators.Draft202012Validator).check_schema(schema)
-    except (ValueError, SchemaError) as error:
-        reason = error.message if isinstance(error, SchemaError) else str(error)
-        raise UserError(f"the reward {name} has a schema that is none: {reason}") from error
-
-
-def _test_rules(name: str, options: Mapping[str, Any], deadline: float) -> None:
-    timeout = options.get("timeout", inspect.signature(unit_tests).parameters["timeout"].default)
-    if not 0 < timeout < deadline:
-        raise UserError(
-            f"the reward {name} gives a program {timeout:g} s, but reward.deadline ends the call after {deadline:g} s: "
-            "set its option `timeout` lower, or the deadline higher"
-        )
-
-
-GRADERS: Mapping[str, Callable[[str, Any], float]] = {
+SHIPPED: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match,
     "number": number,
     "math": math,
     "gsm8k": gsm8k,
+    "format": format_match,
+    "length": length,
+    "repetition": repetition,
+    "cosine": cosine,
+    "json_schema": json_schema,
+    "unit_tests": unit_tests,
 }
+GRADERS = ("exact_match", "number", "math", "gsm8k")
 """Rewards that `cosine` can use to tell right answers from wrong ones."""
-
-SHIPPED: dict[str, Shipped] = {
-    "exact_match": Shipped(exact_match),
-    "number": Shipped(number),
-    "math": Shipped(math, ("math_verify",)),
-    "gsm8k": Shipped(gsm8k),
-    "format": Shipped(format_match, rules=_pattern_rules),
-    "length": Shipped(length, positive=dict.fromkeys(("target", "width"), "a positive number of tokens")),
-    "repetition": Shipped(repetition, positive=dict.fromkeys(("n", "penalty"), "a positive number")),
-    "cosine": Shipped(cosine, positive={"limit": "a positive number of tokens"}, rules=_cosine_rules),
-    "json_schema": Shipped(json_schema, ("jsonschema",), rules=_schema_rules),
-    "unit_tests": Shipped(unit_tests, rules=_test_rules),
+MODULES = {"math": ("math_verify",), "json_schema": ("jsonschema",)}
+"""Heavy packages that a function imports when it is called; a worker imports them when it starts."""
+POSITIVE = {
+    "length": dict.fromkeys(("target", "width"), "a positive number of tokens"),
+    "repetition": dict.fromkeys(("n", "penalty"), "a positive number"),
+    "cosine": {"limit": "a positive number of tokens"},
 }
+"""Options that are above 0 -> what they are."""
+
+
+def check_shipped(reward: str, name: str, options: Mapping[str, Any], deadline: float) -> None:
+    """Refuses options of a shipped reward, which has another name in messages, that are missing, of the wrong type or
+    invalid, such as a time limit beyond a call's deadline in seconds.
+
+    Raises:
+        UserError: names the reward, the option and the remedy.
+    """
+    what = f"the reward {name}"
+    check_options(what, SHIPPED[reward], options, hidden=("prompt", "completion"))
+    for option, meaning in POSITIVE.get(reward, {}).items():
+        if options.get(option, 1) <= 0:
+            raise UserError(f"{what} has {option}: {options[option]}; it is {meaning}")
+    if reward == "format":
+        try:
+            re.compile(options["pattern"])
+        except re.error as error:
+            pattern = options["pattern"]
+            raise UserError(f"{what} has the pattern {pattern!r}, which is no regular expression: {error}") from error
+    elif reward == "cosine" and (grader := options.get("grader", "exact_match")) not in GRADERS:
+        raise UserError(f"{what} has the grader {grader!r}, which is none of {', '.join(GRADERS)}")
+    elif reward == "json_schema" and "schema" in options:
+        from jsonschema import SchemaError, validators
+
+        try:
+            schema = options["schema"]
+            schema = json.loads(schema) if isinstance(schema, str) else schema
+            validators.validator_for(schema, default=validators.Draft202012Validator).check_schema(schema)
+        except (ValueError, SchemaError) as error:
+            reason = error.message if isinstance(error, SchemaError) else str(error)
+            raise UserError(f"{what} has a schema that is none: {reason}") from error
+    elif reward == "unit_tests":
+        timeout = options.get("timeout", inspect.signature(unit_tests).parameters["timeout"].default)
+        if not 0 < timeout < deadline:
+            raise UserError(
+                f"{what} gives a program {timeout:g} s, but reward.deadline ends the call after {deadline:g} s: "
+                "set its option `timeout` lower, or the deadline higher"
+            )

@@ -83,7 +83,7 @@ class Handover:
         if self.adapter:
             before = server.model
             try:
-                await server.post("/v1/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)})
+                await server.call("/v1/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)})
             except Refused as error:
                 hint = "start it with --enable-lora --max-lora-rank RANK and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
                 raise Unfit(f"it loads no adapter ({error}): {hint}; it has to see {folder}") from None
@@ -94,7 +94,7 @@ class Handover:
                 await _unload(server, before)
             return
         try:
-            await server.post("/pause?mode=wait")
+            await server.call("/pause?mode=wait", {})
         except Refused as error:
             raise Unfit(
                 f"it loads no weights ({error}): start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1"
@@ -102,21 +102,21 @@ class Handover:
         try:
             try:
                 reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-                await server.post("/collective_rpc", reload)
+                await server.call("/collective_rpc", reload)
             except (Failed, Refused) as error:
                 raise Failed(
                     f"it could not load the weights in {folder} ({error}): it has to see that folder under this path, "
                     "and to have been started with a model of the same structure"
                 ) from None
             for attempt in range(RESETS):
-                if (await server.post("/reset_prefix_cache")).get("success"):
+                if (await server.call("/reset_prefix_cache", {})).get("success"):
                     break
                 await asyncio.sleep(0.2 * 2**attempt)
             else:
                 raise Failed("its prefix cache still holds keys and values of earlier weights")
-            await server.post("/update_weight_version", {"new_version": folder.name})
+            await server.call("/update_weight_version", {"new_version": folder.name})
         finally:
-            await server.post("/resume")
+            await server.call("/resume", {})
         if not await self.holds(server, folder):
             raise Failed(f"it does not report the version {folder.name} that it was told to load")
 
@@ -134,13 +134,13 @@ class Handover:
         """
         if self.adapter:
             return any(card["id"] == folder.name for card in await cards(server))
-        return (await server.get("/weight_info")).get("weight_version") == folder.name
+        return (await server.call("/weight_info")).get("weight_version") == folder.name
 
 
 async def cards(server: Server) -> list[dict[str, Any]]:
     """The models and adapters that a server lists."""
     try:
-        return list((await server.get("/v1/models"))["data"])
+        return list((await server.call("/v1/models"))["data"])
     except (TypeError, KeyError):
         raise Failed("its /v1/models lists nothing: it is no server of this protocol") from None
 
@@ -148,6 +148,6 @@ async def cards(server: Server) -> list[dict[str, Any]]:
 async def _unload(server: Server, name: str) -> None:
     """Unloads an adapter that no request names any more; one that is not there is fine."""
     try:
-        await server.post("/v1/unload_lora_adapter", {"lora_name": name})
+        await server.call("/v1/unload_lora_adapter", {"lora_name": name})
     except (Failed, Refused):
         return

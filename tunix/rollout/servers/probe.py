@@ -8,7 +8,6 @@ Axes: B rows, T time, L layers, k chosen experts of a token.
 """
 
 from collections.abc import Mapping
-from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -73,14 +72,14 @@ async def inspect(server: Server, expected: Expected) -> None:
     if expected.ids is None:
         return
     try:
-        text = {"model": server.base, "prompt": expected.text, "add_special_tokens": False}
-        theirs = tuple((await server.post("/tokenize", text))["tokens"])
+        text = {"model": server.base, "prompt": TEXT, "add_special_tokens": False}
+        theirs = tuple((await server.call("/tokenize", text))["tokens"])
     except Refused:  # it has no tokenizer to ask
         return
     if theirs != expected.ids:
         at = next((i for i, pair in enumerate(zip(theirs, expected.ids, strict=False)) if pair[0] != pair[1]), 0)
         raise Unfit(
-            f"it has another tokenizer: {expected.text!r} has the ids {list(theirs)} there and {list(expected.ids)} "
+            f"it has another tokenizer: {TEXT!r} has the ids {list(theirs)} there and {list(expected.ids)} "
             f"here, which differ from place {at} on. It has to be started with the model and tokenizer of this run"
         )
 
@@ -95,9 +94,22 @@ class Probe:
             model: the trainer's.
             mesh: its devices.
             length: T of the row that is computed, for which the model's attention was chosen.
-            expected: the run's temperature, tolerance and text.
+            expected: the run's temperature, tolerance and ids of the text.
         """
-        self._model, self._mesh, self._length, self._expected = model, mesh, length, expected
+        self._model, self._mesh, self._length, self.expected = model, mesh, length, expected
+
+        def scored(
+            params: Params, tokens: Int[Array, "B T"], experts: Int[Array, "B T L k"] | None, *, temperature: float
+        ) -> Float[Array, "B T"]:
+            """The log-probs of rows that are one sequence each."""
+            positions = jax.numpy.broadcast_to(jax.numpy.arange(tokens.shape[1]), tokens.shape)
+            ones = jax.numpy.ones_like(tokens)
+            logprobs, *_ = model.logprobs(
+                params, tokens, positions, ones, ones > 0, temperature=temperature, experts=experts
+            )
+            return logprobs
+
+        self._scored = jit(scored, static_argnames="temperature", options=compiler_options(mesh, model.dtype))
         ids = expected.ids or tuple(np.random.default_rng(0).integers(0, expected.vocab_size, TOKENS).tolist())
         prompt = ids[: max(1, min(TOKENS, expected.length // 2))]
         answer = min(TOKENS, expected.length - len(prompt))
@@ -109,17 +121,12 @@ class Probe:
         """The mean difference that each server began with, by its address."""
 
     def check(self, url: str, answer: Answer, params: Mapping[str, Any]) -> None:
-        """Compares a server's answer with the weights that it was told to load; to be called by all processes.
-
-        Args:
-            url: of the server.
-            answer: to `ask`.
-            params: the weights.
+        """Compares a server's answer to `ask` with the weights that it was told to load; to be called by all processes.
 
         Raises:
             Unfit: it samples from other weights, or reports something else than the log-probs it samples by.
         """
-        expected, before = self._expected, self._seen.get(url)
+        expected, before = self.expected, self._seen.get(url)
         of_trainer = self._logprobs(params, answer, expected.temperature)
         self._seen[url] = answer, of_trainer
         off = np.abs(answer.logprobs - of_trainer)
@@ -151,7 +158,7 @@ class Probe:
                 f"its log-probs of a probe differ from the trainer's by {float(off.max()):.4g} (in the mean "
                 f"{mean:.4g}), more than rollout.mismatch_tolerance, {expected.tolerance:g}: it serves "
                 "another model, or weights that another run has handed to it: start it anew"
-                + (f". {MIXED}" if self._expected.routing else "")
+                + (f". {MIXED}" if self.expected.routing else "")
             )
 
     def _logprobs(self, params: Mapping[str, Any], answer: Answer, temperature: float) -> np.ndarray:
@@ -164,29 +171,10 @@ class Probe:
             unknown = np.full((len(row) - len(answer.experts), *answer.experts.shape[1:]), UNKNOWN, np.int16)
             experts = self._rows(np.concatenate([answer.experts, unknown]))
         with jax.set_mesh(self._mesh):
-            logprobs = self._compiled(dict(params), self._rows(row), experts, temperature=temperature)
+            logprobs = self._scored(dict(params), self._rows(row), experts, temperature=temperature)
             return np.asarray(everywhere(logprobs))[0, start:end]
 
     def _rows(self, row: np.ndarray) -> jax.Array:
         """The same row `[T ...]` for each shard of the rows."""
         rows = np.broadcast_to(row, (row_shards(self._mesh), *row.shape))
         return placed(rows, NamedSharding(self._mesh, PartitionSpec()))
-
-    @cached_property
-    def _compiled(self) -> Any:
-        options = compiler_options(self._mesh, self._model.dtype)
-        return jit(partial(_scored, self._model), static_argnames="temperature", options=options)
-
-
-def _scored(
-    model: Model,
-    params: Params,
-    tokens: Int[Array, "B T"],
-    experts: Int[Array, "B T L k"] | None,
-    *,
-    temperature: float,
-) -> Float[Array, "B T"]:
-    """The log-probs of rows that are one sequence each: the pure function that is compiled."""
-    positions = jax.numpy.broadcast_to(jax.numpy.arange(tokens.shape[1]), tokens.shape)
-    ones = jax.numpy.ones_like(tokens)
-    return model.logprobs(params, tokens, positions, ones, ones > 0, temperature=temperature, experts=experts)[0]

@@ -103,10 +103,8 @@ class Expected:
     """V, e.g. 151936."""
     length: int
     """Tokens of a prompt and its completion at most, e.g. 1024."""
-    text: str
-    """A text whose ids are compared."""
     ids: tuple[int, ...] | None
-    """The ids of the text, e.g. `(2, 651)`; None where the run has no tokenizer."""
+    """The ids of `probe.TEXT`, e.g. `(2, 651)`; None where the run has no tokenizer."""
     temperature: float
     """The temperature of the completions that are trained on, e.g. 1.0."""
     tolerance: float
@@ -142,12 +140,8 @@ def read_experts(text: Any) -> np.ndarray:
 
 
 def experts_of(choice: dict[str, Any], ask: Ask, sampled: int) -> np.ndarray | None:
-    """`[T L k]` int16 experts in an answer, -1 where the server knows none; None where it returns none.
-
-    Args:
-        choice: of the answer.
-        ask: what was asked; where it is not asked of a mixture there is nothing to read.
-        sampled: tokens of the answer.
+    """`[T L k]` int16 experts in an answer of so many sampled tokens, -1 where the server knows none; None where it
+    returns none, or is not asked of a mixture.
 
     Raises:
         Unfit: they are not those of the run's model.
@@ -184,12 +178,8 @@ ID = "token_id:"
 
 
 def refuse(sampling: Sampling, vocab_size: int, decodes: bool) -> None:
-    """Refuses settings that are invalid, or that servers do not compute as tunix defines them.
-
-    Args:
-        sampling: the settings of requests.
-        vocab_size: V.
-        decodes: whether there is a tokenizer.
+    """Refuses settings that are invalid, or that servers do not compute as tunix defines them; stop strings are found
+    where there is a tokenizer that decodes.
 
     Raises:
         UserError: naming the setting and why.
@@ -234,14 +224,6 @@ def settings(sampling: Sampling, max_tokens: int, seed: int) -> dict[str, Any]:
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
-
-
-def seed_of(seed: int, index: int, place: int) -> int:
-    """The seed of a request, from that of the call, the request's number, and how many tokens it already has.
-
-    A turn that begins after others has random numbers of its own, since servers count tokens from the request's start.
-    """
-    return int(np.random.SeedSequence([seed, index, place]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def answered(body: Any, ask: Ask) -> Answer:

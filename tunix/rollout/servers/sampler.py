@@ -1,7 +1,7 @@
 """The sampler whose completions come from servers; a `protocols.Sampler`.
 
 `publish` writes the weights, has every server load them, and compares a probe; `run` sends all requests at once and
-hands completions on as they end. The HTTP calls run in a thread of their own (`EventLoop`), environments in further
+hands completions on as they end. The HTTP calls run in an event loop in a thread of their own, environments in further
 ones, callbacks in the caller's.
 
 All processes of a run ask all servers, each for its own prompts. The lead alone has servers load weights, between two
@@ -18,10 +18,10 @@ import logging
 import queue
 import secrets
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.protocols import Sampler
 from tunix.rollout.engine.batch import THREADS
-from tunix.rollout.engine.experts import UNKNOWN, Known, Recorded, of_sequence
+from tunix.rollout.engine.experts import UNKNOWN
 from tunix.rollout.engine.request import Decode, StopText, check_prompt
 from tunix.rollout.servers.handover import Handover
 from tunix.rollout.servers.probe import Probe, inspect
@@ -45,7 +45,6 @@ from tunix.rollout.servers.protocol import (
     Unfit,
     read_experts,
     refuse,
-    seed_of,
     settings,
     written_experts,
 )
@@ -55,7 +54,6 @@ from tunix.types import Completion, OnDone, Reply, Request, Usage, Workload
 from tunix.util.coded import array_of, coded
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 ENDING = 5.0
 """Seconds in which a call that is given up ends."""
 LOOK = 1.0
@@ -75,74 +73,54 @@ class Turns:
         """
         self._request, self._length = request, length
         self._prompt, self._sampling = request.prompt, request.sampling
-        sampling, before = request.sampling, request.so_far
-        n = sampling.top_logprobs
-        self._stop_text = StopText(sampling.stop_strings, decode) if sampling.stop_strings and decode else None
+        n, stops, before = self._sampling.top_logprobs, self._sampling.stop_strings, request.so_far
+        self._stop_text = StopText(stops, decode) if stops and decode else None
         self._tokens, self._logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
         self._versions = np.zeros(0, np.int32)
-        self._top = [(np.zeros((0, n), np.int32), np.zeros((0, n), np.float32))]
+        self._top = np.zeros((0, n), np.int32), np.zeros((0, n), np.float32)
         self._turns: list[tuple[int, int]] = [(0, 0)]
-        self._experts: list[Known] = []
+        self._experts: list[np.ndarray] = []
         """What is known of the experts of prompt and tokens, from which a token keeps what was recorded first."""
         self.finish: Literal["stop", "length", "paused"] = "paused"
         if before is not None and len(before.tokens):
             self._tokens, self._logprobs, self._versions = before.tokens, before.logprobs, before.versions
-            self._turns = list(before.turns)
-            self._top += [] if before.top is None else [before.top]
+            self._turns, self._top = list(before.turns), before.top or self._top
             self._record(before.experts)
 
-    @property
-    def left(self) -> int:
-        """Tokens that may still be sampled."""
-        room = self._length - len(self._prompt) - len(self._tokens)
-        return min(self._sampling.max_tokens - self._drawn, room)
+    def left(self, new: int = 0) -> int:
+        """Tokens that may still be sampled, where so many new ones are observed first."""
+        drawn = sum(end - start for start, end in self._turns)
+        return min(self._sampling.max_tokens - drawn, self._length - len(self._prompt) - len(self._tokens) - new)
 
     def ask(self, identity: str, expected: Expected) -> Ask:
-        """The request for the rest of the turn.
-
-        Args:
-            identity: of the call and the completion.
-            expected: of the servers.
-        """
-        seed = seed_of(self._request.seed, self._request.index, len(self._tokens))
+        """The request for the rest of the turn; its identity is that of the call and the completion, and the place."""
+        # A turn that begins after others has random numbers of its own: servers count tokens from a request's start.
+        place = [self._request.seed, self._request.index, len(self._tokens)]
+        seed = int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1)
         prompt = (*self._prompt.tolist(), *self._tokens.tolist())
-        what = settings(self._sampling, self.left, seed)
+        what = settings(self._sampling, self.left(), seed)
         return Ask(f"{identity}-{len(self._tokens)}", prompt, what, expected.vocab_size, expected.routing)
 
     def take(self, answer: Answer, version: int) -> None:
-        """Appends what a server sampled, up to the first token that completes a stop string.
-
-        Args:
-            answer: of the server.
-            version: of its weights.
-        """
+        """Appends what a server sampled, up to the first token that completes a stop string."""
         start, stopped = self._turns[-1][0], answer.stopped
         turn = np.concatenate([self._tokens[start:], answer.tokens])
         kept = len(answer.tokens)
         if self._stop_text is not None and (end := self._stop_text.find(turn, kept)) is not None:
             kept, stopped = kept - (len(turn) - end), True
-        self._append(answer.tokens[:kept], answer.logprobs[:kept], version)
+        self._append(answer.tokens[:kept], answer.logprobs[:kept], version, answer.top)
         self._record(answer.experts)
-        if answer.top is not None:
-            self._top.append((answer.top[0][:kept], answer.top[1][:kept]))
         self._turns[-1] = (start, len(self._tokens))
         self.finish = "stop" if stopped else "length"
 
     def observe(self, observation: Sequence[int] | np.ndarray, version: int) -> bool:
-        """Appends what an environment wrote and opens the next turn; False, and nothing, where nothing could follow.
-
-        Args:
-            observation: `[T]` token ids.
-            version: of the weights at the time.
-        """
+        """Appends what an environment wrote, `[T]` token ids, and opens the next turn; False, and nothing, where
+        nothing could follow. The version is that of the weights at the time."""
         new = np.asarray(observation, np.int32)
-        room = self._length - len(self._prompt) - len(self._tokens) - len(new)
-        if min(self._sampling.max_tokens - self._drawn, room) <= 0:
+        if self.left(len(new)) <= 0:
             self.finish = "length"
             return False
-        n = self._sampling.top_logprobs
-        self._append(new, np.zeros(len(new), np.float32), version)
-        self._top.append((np.zeros((len(new), n), np.int32), np.zeros((len(new), n), np.float32)))
+        self._append(new, np.zeros(len(new), np.float32), version, None)
         self._turns.append((len(self._tokens), len(self._tokens)))
         if self._stop_text is not None:
             self._stop_text.restart()
@@ -150,12 +128,13 @@ class Turns:
 
     def completion(self) -> Completion:
         """What there is so far."""
-        top = experts = None
-        if self._sampling.top_logprobs:
-            top = np.concatenate([ids for ids, _ in self._top]), np.concatenate([likely for _, likely in self._top])
+        experts = None
         if self._experts:
-            shape = len(self._tokens), *self._experts[0].experts().shape[1:]
-            experts = of_sequence(len(self._prompt), np.full(shape, UNKNOWN, np.int16), self._experts)
+            shape = len(self._prompt) + len(self._tokens), *self._experts[0].shape[1:]
+            experts = np.full(shape, UNKNOWN, np.int16)
+            for known in self._experts:
+                missing = experts[: len(known), 0, 0] == UNKNOWN
+                experts[: len(known)][missing] = known[missing]
         return Completion(
             tokens=self._tokens,
             logprobs=self._logprobs,
@@ -163,45 +142,24 @@ class Turns:
             versions=self._versions,
             sampling=self._sampling,
             turns=tuple(self._turns),
-            top=top,
+            top=self._top if self._sampling.top_logprobs else None,
             experts=experts,
         )
-
-    @property
-    def _drawn(self) -> int:
-        return sum(end - start for start, end in self._turns)
 
     def _record(self, experts: np.ndarray | None) -> None:
         """Notes the experts `[T L k]` of prompt and tokens, as far as there are such tokens."""
         if experts is not None:
-            number = min(len(experts), len(self._prompt) + len(self._tokens))
-            self._experts.append(Known(Recorded(experts[None]), 0, 0, number, 0))
+            self._experts.append(experts[: len(self._prompt) + len(self._tokens)])
 
-    def _append(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+    def _append(
+        self, tokens: np.ndarray, logprobs: np.ndarray, version: int, top: tuple[np.ndarray, np.ndarray] | None
+    ) -> None:
+        number = len(tokens)
+        ids, likely = top or (np.zeros((number, x.shape[1]), x.dtype) for x in self._top)
         self._tokens = np.concatenate([self._tokens, tokens])
         self._logprobs = np.concatenate([self._logprobs, logprobs])
-        self._versions = np.concatenate([self._versions, np.full(len(tokens), version, np.int32)])
-
-
-class EventLoop:
-    """An event loop in a thread of its own, so that it does not matter what runs in the caller's."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="servers", daemon=True).start()
-
-    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begins some work."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of some work, which is given up where the caller is interrupted."""
-        future = self.start(work)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        self._versions = np.concatenate([self._versions, np.full(number, version, np.int32)])
+        self._top = np.concatenate([self._top[0], ids[:number]]), np.concatenate([self._top[1], likely[:number]])
 
 
 class ServerSampler(Sampler):
@@ -213,7 +171,6 @@ class ServerSampler(Sampler):
         timeout: float,
         handover: Handover,
         probe: Probe,
-        expected: Expected,
         decode: Decode | None = None,
     ):
         """Connects to nothing yet.
@@ -222,16 +179,17 @@ class ServerSampler(Sampler):
             urls: addresses of the servers.
             timeout: seconds in which a server has to answer, or to load weights.
             handover: brings weights to the servers.
-            probe: compares their answers with the trainer.
-            expected: what the servers have to have.
+            probe: compares their answers with the trainer, and says what they have to have.
             decode: token ids -> text, in which stop strings are found.
         """
-        self._loop, self._lock = EventLoop(), threading.Lock()
+        self._loop, self._lock = asyncio.new_event_loop(), threading.Lock()
+        threading.Thread(target=self._loop.run_forever, name="servers", daemon=True).start()
         self._free = threading.Condition()
         self._holds = 0
         """Calls that were promised the present weights, and have not ended."""
-        self._handover, self._probe, self._expected, self._decode = handover, probe, expected, decode
-        self._pool = Pool([Server(url, timeout) for url in urls])
+        self._handover, self._probe, self._expected, self._decode = handover, probe, probe.expected, decode
+        self.pool = Pool([Server(url, timeout) for url in urls])
+        """All servers, drained ones included."""
         self._held: Path | None = None
         """The folder of the weights that servers answer from; None before the first."""
         self._version = 0
@@ -240,16 +198,6 @@ class ServerSampler(Sampler):
         self._told = False
         self.usage: Usage | None = None
         """What the last call of `run` took; None where there was none."""
-
-    @property
-    def servers(self) -> Sequence[Server]:
-        """All servers, drained ones included."""
-        return self._pool.servers
-
-    @property
-    def again(self) -> int:
-        """Requests that had to be asked again so far."""
-        return self._pool.again
 
     def publish(self, params: Mapping[str, Any], version: int) -> None:
         """Has all servers load these weights; one that was drained is asked again if it does. To be called by all
@@ -265,27 +213,35 @@ class ServerSampler(Sampler):
             folder = self._handover.written(params, version)
             # A server that any process asks no more, such as one that it alone does not reach, is so in all, and is
             # looked at again.
-            own_reasons = json.dumps([server.reason for server in self.servers]).encode()
+            own_reasons = json.dumps([server.reason for server in self.pool.servers]).encode()
             for reasons in map(json.loads, processes.allgathered("drained", own_reasons)):
-                for server, reason in zip(self.servers, reasons, strict=True):
+                for server, reason in zip(self.pool.servers, reasons, strict=True):
                     if reason is not None and server.reason is None:
-                        self._pool.drain(server, reason)
+                        self.pool.drain(server, reason)
+
+            async def renew() -> list[Answer | Exception]:
+                return await asyncio.gather(*(self._renew(server, folder) for server in self.pool.servers))
 
             def load() -> list[dict[str, Any]]:
-                loaded = self._loop.run(self._renewed(folder))
-                return [_saved(server, answer) for server, answer in zip(self.servers, loaded, strict=True)]
+                future = asyncio.run_coroutine_threadsafe(renew(), self._loop)
+                try:
+                    loaded = future.result()
+                except BaseException:  # the caller is interrupted
+                    future.cancel()
+                    raise
+                return [_saved(server, answer) for server, answer in zip(self.pool.servers, loaded, strict=True)]
 
             states = processes.broadcast("servers", load)
             if not processes.lead():
-                for server, state in zip(self.servers, states, strict=True):  # each becomes what it is in the lead
+                for server, state in zip(self.pool.servers, states, strict=True):  # each becomes what it is in the lead
                     server.base, server.model = state["base"], state["model"]
                     if server.reason is not None and state["reason"] is None:
-                        self._pool.readmit(server)
+                        self.pool.readmit(server)
                     elif state["reason"] is not None:
                         server.readmit()
                         server.drain(state["reason"])
             answers = [_answer(state) for state in states]
-            for server, answer in zip(self.servers, answers, strict=True):
+            for server, answer in zip(self.pool.servers, answers, strict=True):
                 try:
                     if isinstance(answer, Failed):
                         raise answer
@@ -293,8 +249,8 @@ class ServerSampler(Sampler):
                 except (Failed, Unfit) as error:
                     if self._held is None:
                         raise UserError(f"rollout.servers: {server.url}: {error}") from None
-                    self._pool.drain(server, str(error))
-            pairs = zip(self.servers, answers, strict=True)
+                    self.pool.drain(server, str(error))
+            pairs = zip(self.pool.servers, answers, strict=True)
             silent = [server.url for server, answer in pairs if isinstance(answer, Answer) and answer.experts is None]
             if self._expected.routing is not None and silent and not self._told:
                 self._told = True
@@ -304,8 +260,8 @@ class ServerSampler(Sampler):
                 )
             self._handover.forget()
             self._held, self._version = folder, version
-            if not self._pool.living:
-                raise self._pool.none_left()
+            if not self.pool.living:
+                raise self.pool.none_left()
 
     def warm(self, work: Workload) -> None:
         """Nothing is compiled here; servers prepare by themselves."""
@@ -354,9 +310,32 @@ class ServerSampler(Sampler):
         turns = [Turns(request, length, self._decode) for request in requests]
         weights = held or self.hold()
         assert weights is self._held, "weights are published only when nobody holds earlier ones"
+        done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         try:
             with self._lock:
-                self._complete_all(turns, reply, on_done, pause)
+                future = asyncio.run_coroutine_threadsafe(self._all(turns, reply, done), self._loop)
+                number: int | None = -1
+                try:
+                    while True:
+                        try:
+                            number = done.get(timeout=LOOK)
+                        except queue.Empty:
+                            number = -1
+                        if number is None:
+                            future.result()
+                            break
+                        if number >= 0 and on_done is not None and on_done(number, turns[number].completion()):
+                            break
+                        if pause is not None and pause(0):
+                            break
+                finally:
+                    if number is not None:
+                        # A call that is given up may still be writing down an answer; `turns` are read when it has
+                        # ended.
+                        future.cancel()
+                        with contextlib.suppress(queue.Empty):  # it was given up before it had begun
+                            while done.get(timeout=ENDING) is not None:
+                                pass
         finally:
             with self._free:
                 self._holds -= 1
@@ -367,78 +346,40 @@ class ServerSampler(Sampler):
         self.usage = Usage(sum(drawn) - sum(before), 0, 0.0)
         return completions
 
-    def _complete_all(
-        self, turns: Sequence[Turns], reply: Reply | None, on_done: OnDone | None, pause: Pause | None
-    ) -> None:
-        """Completes all, unless `on_done` has enough before, or it is paused."""
-        done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        future = self._loop.start(self._all(turns, reply, done))
-        number: int | None = -1
-        try:
-            while True:
-                try:
-                    number = done.get(timeout=LOOK)
-                except queue.Empty:
-                    number = -1
-                if number is None:
-                    break
-                if number >= 0 and on_done is not None and on_done(number, turns[number].completion()):
-                    return
-                if pause is not None and pause(0):
-                    return
-            future.result()
-        finally:
-            if number is not None:
-                # A call that is given up may still be writing down an answer; `turns` are read when it has ended.
-                future.cancel()
-                with contextlib.suppress(queue.Empty):  # it was given up before it had begun
-                    while done.get(timeout=ENDING) is not None:
-                        pass
-
     async def _all(self, turns: Sequence[Turns], reply: Reply | None, done: "queue.SimpleQueue[int | None]") -> None:
-        """Completes all; puts the number of each that has ended, and None at the end."""
+        """Completes all, each in as many turns as its environment answers; puts the number of each that has ended, and
+        None at the end."""
+        loop = asyncio.get_running_loop()
         threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment") if reply else None
         name = f"tunix-{self._name}-{next(self._calls)}"
+
+        async def complete(number: int, growing: Turns) -> None:
+            while True:
+                if growing.left() <= 0:
+                    growing.finish = "length"
+                    break
+                growing.take(await self.pool.ask(growing.ask(f"{name}-{number}", self._expected)), self._version)
+                if reply is None or growing.finish != "stop":
+                    break
+                observation = await loop.run_in_executor(threads, reply, number, growing.completion())
+                if observation is None or not growing.observe(observation, self._version):
+                    break
+            done.put(number)
+
+        watches = [asyncio.ensure_future(server.watch()) for server in self.pool.living]
         try:
-            async with self._pool.watched():
-                await self._confirm()
-                async with asyncio.TaskGroup() as group:
-                    for number, of_request in enumerate(turns):
-                        task = self._complete(f"{name}-{number}", number, of_request, reply, threads, done)
-                        group.create_task(task)
+            await asyncio.gather(*map(self._confirm, self.pool.living))
+            async with asyncio.TaskGroup() as group:
+                for number, growing in enumerate(turns):
+                    group.create_task(complete(number, growing))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
+            for watch in watches:
+                watch.cancel()
             done.put(None)
             if threads is not None:
                 threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _complete(
-        self,
-        name: str,
-        number: int,
-        turns: Turns,
-        reply: Reply | None,
-        threads: ThreadPoolExecutor | None,
-        done: "queue.SimpleQueue[int | None]",
-    ) -> None:
-        """Completes one request, in as many turns as its environment answers."""
-        loop = asyncio.get_running_loop()
-        while True:
-            if turns.left <= 0:
-                turns.finish = "length"
-                break
-            turns.take(await self._pool.ask(turns.ask(name, self._expected)), self._version)
-            if reply is None or turns.finish != "stop":
-                break
-            observation = await loop.run_in_executor(threads, reply, number, turns.completion())
-            if observation is None or not turns.observe(observation, self._version):
-                break
-        done.put(number)
-
-    async def _renewed(self, folder: Path) -> list[Answer | Exception]:
-        """Each server's answer to the probe, when it has loaded the weights; or why there is none."""
-        return list(await asyncio.gather(*(self._renew(server, folder) for server in self.servers)))
 
     async def _renew(self, server: Server, folder: Path) -> Answer | Exception:
         drained = server.reason
@@ -450,31 +391,26 @@ class ServerSampler(Sampler):
             if drained is not None or not server.base:
                 # One that a run which was killed while it handed weights over has left paused goes on.
                 with contextlib.suppress(Failed, Refused):  # it says so itself where it answers nothing
-                    await server.post("/resume")
+                    await server.call("/resume", {})
                 await inspect(server, self._expected)
                 await self._handover.tidy(server)
             await self._handover.load(server, folder)
             answer = await server.complete(self._probe.ask)
             if drained is not None:
-                self._pool.readmit(server)
+                self.pool.readmit(server)
             return answer
         except (Failed, Gone, Refused, Unfit) as error:
             server.drain(str(error))
             return error
 
-    async def _confirm(self) -> None:
-        """Drains servers that have lost the weights since they loaded them, such as by being started anew."""
-        held = self._held
-        assert held is not None
-
-        async def confirm(server: Server) -> None:
-            try:
-                if not await self._handover.holds(server, held):
-                    self._pool.drain(server, "it has lost the weights that it had loaded: it was started anew")
-            except (Failed, Refused) as error:
-                self._pool.drain(server, str(error))
-
-        await asyncio.gather(*map(confirm, self._pool.living))
+    async def _confirm(self, server: Server) -> None:
+        """Drains a server that has lost the weights since it loaded them, such as by being started anew."""
+        assert self._held is not None
+        try:
+            if not await self._handover.holds(server, self._held):
+                self.pool.drain(server, "it has lost the weights that it had loaded: it was started anew")
+        except (Failed, Refused) as error:
+            self.pool.drain(server, str(error))
 
 
 def _saved(server: Server, answer: Answer | Exception) -> dict[str, Any]:

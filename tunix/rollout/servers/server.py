@@ -8,9 +8,8 @@ request is dropped (`protocol.answered`).
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from tunix.errors import UserError
 from tunix.rollout.servers.protocol import Answer, Ask, Failed, Gone, Late, Refused, Stray, Unfit, answered
@@ -24,19 +23,13 @@ HEALTH_DEADLINE = 10.0
 """Seconds in which a server has to say that it is well."""
 MOST = 512
 """Requests that a server has at a time, at most: more would only wait there."""
-T = TypeVar("T")
 
 
 class Server:
     """A server of the completions protocol at one address."""
 
     def __init__(self, url: str, timeout: float):
-        """Connects to nothing yet.
-
-        Args:
-            url: scheme, host and port.
-            timeout: seconds in which a request has to be answered, and weights loaded.
-        """
+        """Connects to nothing yet; a request has to be answered, and weights loaded, in `timeout` seconds."""
         self.url, self.timeout = url, timeout
         self.base = ""
         """The name under which it serves the model."""
@@ -73,7 +66,7 @@ class Server:
             Unfit: its answer lacks what a trainer has to know.
         """
         body = {**ask.settings, "model": self.model, "prompt": list(ask.prompt), "request_id": ask.identity}
-        call = asyncio.ensure_future(self._call("/v1/completions", body, self.timeout, ask.identity))
+        call = asyncio.ensure_future(self.call("/v1/completions", body, ask.identity))
         gone = asyncio.ensure_future(self._gone.wait())
         try:
             await asyncio.wait({call, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -88,18 +81,10 @@ class Server:
             call.cancel()
             gone.cancel()
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """What it answers to a POST that is not for a completion, read as JSON where it is that."""
-        return await self._call(path, body or {}, self.timeout)
-
-    async def get(self, path: str) -> Any:
-        """What it answers to a GET."""
-        return await self._call(path, None, HEALTH_DEADLINE)
-
     async def well(self) -> str | None:
         """None where it says that it is well, else what is wrong."""
         try:
-            await self.get("/health")
+            await self.call("/health")
         except (Failed, Refused) as error:
             return str(error)
         return None
@@ -114,14 +99,19 @@ class Server:
                 self.drain(now)
             before = now
 
-    async def _call(
-        self, path: str, body: Mapping[str, Any] | None, deadline: float, identity: str | None = None
-    ) -> Any:
-        """What it answers: to a GET where there is no body, else to a POST; one for a completion has an identity."""
+    async def call(self, path: str, body: Mapping[str, Any] | None = None, identity: str | None = None) -> Any:
+        """What it answers to a POST, or to a GET where there is no body, read as JSON where it is that; a call for a
+        completion has an identity.
+
+        Raises:
+            Failed: it did not, for a reason that may pass.
+            Refused: it refuses what is asked.
+        """
         import httpx
 
         client = self._calls if identity is None else self._clients[-1]
-        method, headers = ("GET" if body is None else "POST"), {"X-Request-Id": identity} if identity else None
+        method, deadline = ("GET", HEALTH_DEADLINE) if body is None else ("POST", self.timeout)
+        headers = {"X-Request-Id": identity} if identity else None
         try:
             async with asyncio.timeout(deadline):
                 response = await client.request(method, path, json=body, headers=headers)
@@ -184,16 +174,6 @@ class Pool:
         """The servers that are asked."""
         return [server for server in self.servers if server.reason is None]
 
-    @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        """Looks after the servers' health meanwhile."""
-        tasks = [asyncio.ensure_future(server.watch()) for server in self.living]
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-
     async def ask(self, ask: Ask) -> Answer:
         """The answer to a request, of whichever server gives it.
 
@@ -229,14 +209,10 @@ class Pool:
                     self.drain(server, f"{error}, {failures} times in a row")
                 else:
                     await asyncio.sleep(PAUSE * 2 ** (failures - 1))
-            except Refused as error:
-                if server.model != server.base and server.model in str(error):
-                    # It was started anew, and has lost the adapter.
-                    self.drain(server, str(error))
-                else:
+            except (Refused, Unfit) as error:
+                if isinstance(error, Unfit) or server.model == server.base or server.model not in str(error):
                     raise UserError(f"rollout.servers: {server.url}: {error}") from None
-            except Unfit as error:
-                raise UserError(f"rollout.servers: {server.url}: {error}") from None
+                self.drain(server, str(error))  # it was started anew, and has lost the adapter
             self.again += 1
 
     def drain(self, server: Server, reason: str) -> None:

@@ -1,15 +1,18 @@
 """Workers that answer requests within a deadline, and are replaced after they hung or died.
 
-A process can be killed at any moment. A thread is for code that no other process can import, such as that of a
-notebook's cell.
+A process can be killed at any moment: `WorkerProcess` is the run's side of it, `serve` the worker's. Messages are JSON
+with their length in front, over a socket: whatever a worker's code answers, nothing of it is ever unpickled. A thread
+is for code that no other process can import, such as that of a notebook's cell. Only the standard library is needed.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import queue
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -18,16 +21,88 @@ from collections.abc import Callable
 from typing import Any
 
 from tunix.errors import UserError
-from tunix.rollout.workers.messages import encode, receive, too_slow
 
 START = 120.0
 """Seconds that a worker has to import what it runs: a user's module may import torch from a cold disk."""
-
+LENGTH = struct.Struct("!Q")
 _COMMAND = """
-import importlib, json, sys
-sys.path[:] = json.loads(sys.argv[2])
-importlib.import_module(sys.argv[3]).serve(int(sys.argv[1]))
+import json, sys
+sys.path[:] = json.loads(sys.argv[3])
+from tunix.rollout.workers.process import serve
+serve(int(sys.argv[1]), sys.argv[2])
 """
+
+
+def encode(message: Any) -> bytes:
+    """A message as JSON with its length in front; raises TypeError for values that JSON does not have.
+
+    Arrays and their scalars become lists and numbers.
+    """
+
+    def plain(value: Any) -> Any:
+        if hasattr(value, "tolist"):
+            return value.tolist()
+        raise TypeError(type(value).__name__)
+
+    text = json.dumps(message, default=plain).encode()
+    return LENGTH.pack(len(text)) + text
+
+
+def receive(connection: socket.socket) -> Any:
+    """Receives the next message; raises EOFError where the other end is closed."""
+    (length,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
+    return json.loads(_exactly(connection, length))
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    received = bytearray()
+    while len(received) < size:
+        piece = connection.recv(min(size - len(received), 1 << 20))
+        if not piece:
+            raise EOFError
+        received += piece
+    return bytes(received)
+
+
+def too_slow(deadline: float) -> str:
+    """What happened to a call that exceeded its deadline, e.g. `took longer than 10 s`."""
+    return f"took longer than {deadline:g} s"
+
+
+def serve(descriptor: int, module: str) -> None:
+    """Answers requests on an inherited socket until its other end closes: the worker process.
+
+    A thread reads the requests, so that the process notices the end of the run even while a call hangs; the calls are
+    in the main thread, where signals and event loops work as their author expects.
+
+    Args:
+        descriptor: of the socket.
+        module: its `prepare` takes the first message, imports what that names, and returns what answers each request.
+    """
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    # Linux kills this process rather than the trainer where the user's code uses up the memory.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # other systems have no such file
+        file.write("1000")
+    first = receive(connection)
+    try:
+        answer = importlib.import_module(module).prepare(first)
+    except (UserError, ImportError) as error:
+        connection.sendall(encode({"error": str(error)}))
+        return
+    connection.sendall(encode({"ready": True}))
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def read() -> None:
+        try:
+            while True:
+                requests.put(receive(connection))
+        except (EOFError, OSError):
+            os.killpg(0, signal.SIGKILL)  # this process and all that it has started
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        connection.sendall(encode(answer(requests.get())))
 
 
 class Lost(Exception):
@@ -41,7 +116,7 @@ class WorkerProcess:
         """Starts no process yet.
 
         Args:
-            module: has `serve(descriptor)`, which calls `messages.serve_requests`.
+            module: see `serve`.
             first: the first message to each process; JSON.
             what: whose process it is in messages, e.g. `a reward`.
         """
@@ -52,19 +127,42 @@ class WorkerProcess:
         self._connection: socket.socket | None = None
 
     def ensure(self) -> None:
-        """Starts a process where there is none, or where it has died.
+        """Starts a process where there is none, or where it has died, and waits until it has imported what it runs.
 
         Raises:
             UserError: it cannot import what it is to run.
         """
-        if self._process is None or self._process.poll() is not None:
-            self._start()
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        self.starts += 1
+        self._connection, theirs = socket.socketpair()
+        path = json.dumps([str(place) for place in sys.path])
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _COMMAND, str(theirs.fileno()), self._module, path],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what the user's code prints goes to the standard error: the standard output is the run's
+                start_new_session=True,  # so that Ctrl-C reaches the trainer alone, and one signal ends all it started
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},  # code that imports jax does not take the accelerator
+            )
+        try:
+            self._connection.sendall(encode(self._first))
+            answer = self._answer(time.monotonic() + START)
+        except TimeoutError:
+            answer = {"error": f"importing what it runs took longer than {START:g} s"}
+        except (EOFError, OSError):
+            answer = {"error": self._death()}
+        if "error" in answer:
+            self.close()
+            raise UserError(f"{self._what}'s worker process does not start: {answer['error']}")
 
     def ask(self, request: Any, deadline: float, grace: float = 0.0) -> Any:
         """Sends a request; returns the answer.
 
         Args:
-            request: see `messages.encode`.
+            request: see `encode`.
             deadline: seconds that the call may take.
             grace: seconds beyond the deadline until the process is killed.
 
@@ -101,40 +199,11 @@ class WorkerProcess:
             self._connection.close()
         self._process = self._connection = None
 
-    def _start(self) -> None:
-        """Starts a new process and waits until it has imported what it runs."""
-        self.close()
-        self.starts += 1
-        self._connection, theirs = socket.socketpair()
-        path = [str(place) for place in sys.path]
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _COMMAND, str(theirs.fileno()), json.dumps(path), self._module],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what the user's code prints goes to the standard error: the standard output is the run's
-                start_new_session=True,  # so that Ctrl-C reaches the trainer alone, and one signal ends all it started
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},  # code that imports jax does not take the accelerator
-            )
-        try:
-            self._connection.sendall(encode(self._first))
-            answer = self._answer(time.monotonic() + START)
-        except TimeoutError:
-            answer = {"error": f"importing what it runs took longer than {START:g} s"}
-        except (EOFError, OSError):
-            answer = {"error": self._death()}
-        if "error" in answer:
-            self.close()
-            raise UserError(f"{self._what}'s worker process does not start: {answer['error']}")
-
     def _answer(self, limit: float) -> Any:
         """Waits for the next message; notices the process's death even where its child keeps the socket open."""
         assert self._connection is not None
         assert self._process is not None
-        while True:
-            left = limit - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
+        while (left := limit - time.monotonic()) > 0:
             self._connection.settimeout(min(left, 0.25))
             try:
                 if self._connection.recv(1, socket.MSG_PEEK):
@@ -146,6 +215,7 @@ class WorkerProcess:
                     with contextlib.suppress(ProcessLookupError):  # the child that it left behind
                         os.killpg(self._process.pid, signal.SIGKILL)
                     raise EOFError from None
+        raise TimeoutError
 
     def _death(self) -> str:
         """Ends the process after its socket has closed; returns how it ended."""
@@ -167,33 +237,25 @@ class WorkerThread:
     """As of `WorkerProcess`: what code remembers outlives a thread that hangs."""
 
     def __init__(self, answer: Callable[[Any], Any]) -> None:
-        """Starts no thread yet.
-
-        Args:
-            answer: answers a request, and raises nothing.
-        """
+        """Starts no thread yet; what answers a request raises nothing."""
         self._answer = answer
-        self._requests: queue.SimpleQueue[Callable[[], None] | None] | None = None
+        self._requests: queue.SimpleQueue[Any] | None = None
 
     def ensure(self) -> None:
         """Does nothing: this process is there."""
 
     def ask(self, request: Any, deadline: float, grace: float = 0.0) -> Any:
-        """The answer to a request, in the thread.
-
-        Args:
-            request: is handed over as it is.
-            deadline: seconds that the answer may take.
-            grace: seconds beyond the deadline until it is abandoned.
-
-        Raises:
-            Lost: it hangs.
-        """
+        """The answer to a request, which is handed over as it is; see `WorkerProcess.ask`."""
         if self._requests is None:
-            self._requests = queue.SimpleQueue()
-            threading.Thread(target=_work, args=(self._requests,), daemon=True).start()
+            requests = self._requests = queue.SimpleQueue()
+
+            def work() -> None:
+                while (asked := requests.get()) is not None:
+                    asked[1].put(self._answer(asked[0]))
+
+            threading.Thread(target=work, daemon=True).start()
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._requests.put(lambda: answers.put(self._answer(request)))
+        self._requests.put((request, answers))
         try:
             return answers.get(timeout=deadline + grace)
         except queue.Empty:
@@ -208,8 +270,3 @@ class WorkerThread:
         if self._requests is not None:
             self._requests.put(None)
         self._requests = None
-
-
-def _work(requests: "queue.SimpleQueue[Any]") -> None:
-    while (request := requests.get()) is not None:
-        request()
