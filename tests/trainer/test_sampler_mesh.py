@@ -20,7 +20,7 @@ from tunix.models.model import Model
 from tunix.plan import programs
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.rollout.engine.engine import Engine
-from tunix.trainer.sampler_mesh import check_slots, copy_bytes, room_of, sampler_mesh
+from tunix.trainer.sampler_mesh import copy_bytes, room_of, sampler_mesh
 from tunix.types import Sampling
 
 MODEL = Model(PLAIN)
@@ -71,11 +71,11 @@ def test_what_does_not_divide_is_refused():
         sampler_mesh(mesh, RolloutMeshConfig(tensor=4), MODEL, None)
     with pytest.raises(UserError, match=r"tensor 3 does not divide 8 devices, 4 query heads"):
         sampler_mesh(mesh, RolloutMeshConfig(tensor=3), MODEL, None)
-    check_slots(16, mesh)
+    sampler_mesh(mesh, None, MODEL, None, 16)
     with pytest.raises(UserError, match=r"100 slots are not split evenly over 8 copies of the weights; 96 or 104"):
-        check_slots(100, mesh)
+        sampler_mesh(mesh, None, MODEL, None, 100)
     with pytest.raises(UserError, match=r"3 slots are not split evenly over 8 copies of the weights; 8 would"):
-        check_slots(3, mesh)
+        sampler_mesh(mesh, None, MODEL, None, 3)
 
 
 @pytest.mark.parametrize("tensor", [*slow([1]), 2])

@@ -18,16 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tunix.config import CacheType
 from tunix.distributed import processes
 from tunix.distributed.global_arrays import Own, own_part
 from tunix.errors import UserError
-from tunix.mesh import AXES, groups_of, partition, row_shards
+from tunix.mesh import AXES, groups_of, partition
 from tunix.models.model import Model
 from tunix.models.quantization.formats import in_compute
 from tunix.rollout.config import RolloutMeshConfig
-from tunix.rollout.engine.engine import Engine
-from tunix.rollout.engine.request import Decode
 from tunix.trainer.digest import checksum
 from tunix.trainer.mesh_choice import WORDS, Demand, near_divisors
 from tunix.trainer.microbatches import TrainerSpec
@@ -41,7 +38,7 @@ leaves half of the memory, and the caches."""
 
 
 def sampler_mesh(
-    mesh: Mesh, config: RolloutMeshConfig | None, model: Model, memory: float | None
+    mesh: Mesh, config: RolloutMeshConfig | None, model: Model, memory: float | None, slots: int | None = None
 ) -> tuple[Mesh, str | None]:
     """The mesh that samples, and what it is in a line; None where it is that of training, or a single device.
 
@@ -50,9 +47,10 @@ def sampler_mesh(
         config: how the recipe divides it; None for the fewest devices to a copy of the weights that have room for it.
         model: what is sampled from.
         memory: bytes of a device; None where that is not known, and a copy is taken to fit.
+        slots: completions at a time, if the recipe says how many; they are split evenly over the copies.
 
     Raises:
-        UserError: the sizes do not divide the devices or the model.
+        UserError: the sizes do not divide the devices or the model, or copies the slots.
     """
     # Requests end at any time: programs over the devices of several processes would have to wait for each other.
     several, mesh = processes.number() > 1, own_part(mesh)
@@ -69,7 +67,14 @@ def sampler_mesh(
         if whole := [f"{size} {WORDS.get(name, name)}" for name, size in named.items() if size % tensor]:
             nearest = near_divisors("tensor", tensor, named)
             raise UserError(f"rollout.mesh: tensor {tensor} does not divide {', '.join(whole)}; {nearest}")
-    shape = (mesh.size // tensor, 1, 1, 1, tensor)
+    copies = mesh.size // tensor
+    if slots is not None and slots % copies:
+        below = slots // copies * copies
+        near = " or ".join(str(number) for number in (below, below + copies) if number)
+        raise UserError(
+            f"rollout.slots: {slots} slots are not split evenly over {copies} copies of the weights; {near} would be"
+        )
+    shape = (copies, 1, 1, 1, tensor)
     if mesh.size == 1 or mesh.devices.shape == shape:
         return mesh, None
     each = "each" if tensor == 1 else f"each {tensor}"
@@ -77,21 +82,6 @@ def sampler_mesh(
     where = f"{mesh.size} device(s)" + (f" of each of {processes.number()} processes" if several else "")
     line = f"sampling: a copy of the weights on {each} of {where}, {size}"
     return Mesh(mesh.devices.reshape(shape), AXES, axis_types=mesh.axis_types), line
-
-
-def check_slots(slots: int, mesh: Mesh) -> None:
-    """Refuses slots that are not split evenly over the copies of the weights.
-
-    Raises:
-        UserError: with the next numbers that would be.
-    """
-    copies = row_shards(mesh)
-    if slots % copies:
-        below = slots // copies * copies
-        near = " or ".join(str(number) for number in (below, below + copies) if number)
-        raise UserError(
-            f"rollout.slots: {slots} slots are not split evenly over {copies} copies of the weights; {near} would be"
-        )
 
 
 def copy_bytes(model: Model, names: Iterable[str]) -> int:
@@ -153,21 +143,11 @@ def shares(share: float, memory: float, room: float, need: float) -> str:
     )
 
 
-Bring = Callable[[str, jax.Array], jax.Array]
-"""(name, array on the trainer's devices) -> the array on the sampler's."""
-
-
 class Resharding:
-    """Brings parameters from the devices that train to those that sample."""
+    """Brings parameters from the devices that train, of all processes, to those of this process that sample."""
 
     def __init__(self, model: Model, trainer: Mesh, sampler: Mesh):
-        """Brings nothing yet.
-
-        Args:
-            model: says how parameters are split, and the dtype of the computation.
-            trainer: the mesh of training, over all processes.
-            sampler: the mesh that samples, of this process's devices.
-        """
+        """Brings nothing yet."""
         self._model, self._sampler, self._trainer = model, sampler, own_part(trainer)
         self._together = Own(trainer, self._trainer, _axes(model, self._trainer))
         self._on_grid = {f"layers/{name}/w" for name, _ in model.simulated}
@@ -193,56 +173,14 @@ class Resharding:
         return there
 
 
-def bring_of(model: Model, trainer: Mesh, sampler: Mesh) -> Bring | None:
-    """How parameters are brought to a sampler's mesh; None where it reads them on the trainer's devices."""
+def bring_of(model: Model, trainer: Mesh, sampler: Mesh) -> Callable[[str, jax.Array], jax.Array] | None:
+    """How parameters are brought to a sampler's mesh: (name, array on the trainer's devices) -> the array on the
+    sampler's. None where it reads them on the trainer's devices."""
     if processes.number() == 1 and set(trainer.devices.flat) == set(sampler.devices.flat):
         return None
     if processes.number() > 1 and set(own_part(trainer).devices.flat) == set(sampler.devices.flat):
         return Own(trainer, sampler, _axes(model, sampler))
     return Resharding(model, trainer, sampler)
-
-
-def engine_of(
-    spec: TrainerSpec,
-    params: Collection[str],
-    slots: int | None = None,
-    max_length: int | None = None,
-    decode: Decode | None = None,
-    mesh: Mesh | None = None,
-    room: float | None = None,
-    cache_dtype: CacheType | None = None,
-    speculate: int = 0,
-) -> Engine:
-    """An engine beside a learner.
-
-    Args:
-        params: names of the trainable weights; with an adapter, only these are copied at each publication.
-        slots: completions at a time; None for as many as there is room for.
-        max_length: maximum tokens of a prompt and its completion; None for the length of a row.
-        decode: token ids -> text, for stop strings.
-        mesh: how the devices are divided to sample; None as they are for training.
-        room: bytes for keys and values on each device; None for as many as slots can need.
-        cache_dtype: what keys and values are kept in; None for the model's dtype.
-        speculate: next tokens that are guessed at each step.
-
-    Raises:
-        UserError: the slots are not split evenly over the mesh, or there is no room for a request.
-    """
-    mesh = mesh or own_part(spec.mesh)
-    if slots is not None:
-        check_slots(slots, mesh)
-    return Engine(
-        spec.model,
-        mesh,
-        slots=slots,
-        max_length=max_length or spec.length,
-        cache_dtype=cache_dtype,
-        decode=decode,
-        moving=() if spec.adapter is None else tuple(params),
-        room=room,
-        speculate=speculate,
-        bring=bring_of(spec.model, spec.mesh, mesh),
-    )
 
 
 def _axes(model: Model, mesh: Mesh) -> Callable[[str, jax.Array], PartitionSpec]:

@@ -108,9 +108,7 @@ def test_requests_that_make_room_for_others_are_continued_as_they_were(model, mo
     """Six slots with pages for one and a half of the longest: prompts kept for later go, then the last to come."""
     params = random_params(model)
     given = prompts(VOCAB, (20, 9, 33))
-    asked = [
-        Request(given[i % 3], Sampling(max_tokens=30 - i, prompt_logprobs=i < 3, stop_ids=(5,)), 7, i) for i in range(9)
-    ]
+    asked = [Request(given[i % 3], Sampling(max_tokens=30 - i, stop_ids=(5,)), 7, i) for i in range(9)]
 
     def reply(number: int, so_far: Completion) -> np.ndarray | None:
         return np.array([4, 9, 5], np.int32) if len(so_far.turns) < 2 else None
@@ -132,8 +130,6 @@ def test_requests_that_make_room_for_others_are_continued_as_they_were(model, mo
     assert list(few.sizes.pages) == pages
     for one, expected in zip(few.run(asked, reply), plenty, strict=True):
         same(one, expected)
-        if expected.prompt_logprobs is not None:
-            np.testing.assert_allclose(one.prompt_logprobs, expected.prompt_logprobs, atol=1e-5)
     assert len(suspended) > 2
     assert any(len(one.turns) > 1 for one in plenty)
 

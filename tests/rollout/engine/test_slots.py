@@ -1,10 +1,12 @@
 """The slots on the host: sampled tokens are written down by arrays, and stop strings are looked for in a tail."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from tests.rollout.engine.test_shapes import BARE
 from tunix.rollout.engine.programs import Flow
 from tunix.rollout.engine.request import Episode, StopText
 from tunix.rollout.engine.sampling import MOST_TOP, Draw
@@ -33,7 +35,7 @@ def draws(tokens: np.ndarray) -> Draw:
 
 
 def filled(*episodes: Episode, number: int = 4) -> Slots:
-    slots = Slots(number, LENGTH)
+    slots = Slots(replace(BARE, slots=number, max_length=LENGTH))
     for slot, one in enumerate(episodes):
         slots.admit(slot, one)
         slots.start(slot)

@@ -32,7 +32,7 @@ from tunix.rollout.engine.pieces import Piece, copies_of
 from tunix.rollout.engine.programs import Compiled, State, copy_pages, decode, initial_state, prefill
 from tunix.rollout.engine.request import Decode, check_pictures, check_prompt
 from tunix.rollout.engine.sampling import check
-from tunix.rollout.engine.shapes import AHEAD, AHEAD_ELSEWHERE, PAGE, Sizes, within
+from tunix.rollout.engine.shapes import PAGE, Sizes, within
 from tunix.rollout.engine.slots import Slots
 from tunix.rollout.types import Pause
 from tunix.types import Completion, OnDone, Reply, Request, Usage, Workload
@@ -52,15 +52,11 @@ class Call(NamedTuple):
         """The program, traced."""
         return self.program.lower(*self.before, state, *self.after)
 
-    def __call__(self, state: State) -> State:
-        """Runs the program."""
-        return self.program(*self.before, state, *self.after)[0]
-
 
 def warmup_calls(model: Model, weights: Weights, sizes: Sizes) -> Iterator[Call]:
     """Calls of all programs, in all shapes, that leave the state as it is."""
     nothing, page_tables = np.int32(0), PageTables(sizes)
-    slots = Slots(sizes.slots, sizes.max_length, sizes.speculate, turns=sizes.turns)
+    slots = Slots(sizes)
     for width in sizes.widths:
         chosen = np.flatnonzero(np.arange(sizes.slots) % sizes.slots_of_shard < width // sizes.shards)
         flow = slots.flow(chosen)
@@ -131,8 +127,8 @@ class Engine(Sampler):
             )
         self.model, self.mesh, self.decode, self.moving = model, mesh, decode, moving
         self._bring = bring
-        if ahead is None:
-            ahead = AHEAD.get(mesh.devices.flat[0].platform, AHEAD_ELSEWHERE)
+        if ahead is None:  # a CPU computes on the cores that would wait
+            ahead = 0 if mesh.devices.flat[0].platform == "cpu" else 1
         cache_dtype = cache_dtype or model.dtype
         specs = decode_specs(model.config, mesh, model.dtype, cache_dtype, page)
         if reason := unsaved(specs):
@@ -253,7 +249,7 @@ class Engine(Sampler):
                 for waiting in [pool.submit(compile_on, mesh, call.lowered(state)) for call in calls]:
                     waiting.result()
             for call in calls:
-                state = call(state)
+                state, _ = call.program(*call.before, state, *call.after)
 
     def run(
         self,
@@ -306,7 +302,6 @@ class Engine(Sampler):
 
     @property
     def exclusive(self) -> bool:
-        """Whether a publication waits until nobody holds the weights before: it does not."""
         return False
 
     def hold(self) -> Published:

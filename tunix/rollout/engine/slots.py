@@ -12,39 +12,26 @@ import numpy as np
 from tunix.rollout.engine.experts import UNKNOWN
 from tunix.rollout.engine.lookup import DraftCaches
 from tunix.rollout.engine.programs import Flow, Progress
-from tunix.rollout.engine.request import Episode, Finish
+from tunix.rollout.engine.request import Episode
 from tunix.rollout.engine.sampling import MOST_STOPS, Draw, Transform
+from tunix.rollout.engine.shapes import Sizes
 from tunix.types import Completion, Sampling
 
 
 class Slots:
     """Slots, each of which is idle or has an episode."""
 
-    def __init__(
-        self,
-        number: int,
-        max_length: int,
-        speculate: int = 0,
-        routed: tuple[int, int] | None = None,
-        turns: bool = False,
-    ):
-        """Idle slots.
-
-        Args:
-            number: of slots.
-            max_length: tokens of prompt and completion at most.
-            speculate: draft tokens of each step (`lookup.py`); 0 for none.
-            routed: layers with experts and experts of a token (L, k); None where no layer has several.
-            turns: whether rope turns tokens after a picture to other places than theirs.
-        """
-        self._drafts = DraftCaches(number, max_length, speculate) if speculate else None
+    def __init__(self, sizes: Sizes, routed: tuple[int, int] | None = None):
+        """Idle slots; `routed` has the layers with experts and the experts of a token (L, k), if it uses several."""
+        number, max_length = sizes.slots, sizes.max_length
+        self._drafts = DraftCaches(number, max_length, sizes.speculate) if sizes.speculate else None
         self.episodes: list[Episode | None] = [None] * number
         self._length = max_length
         held, left, drawn, request, adapter = np.zeros((5, number), np.int32)
         seeds, stops = np.zeros((number, 2), np.uint32), np.full((number, MOST_STOPS), -1, np.int32)
         settings, every = Transform.of([Sampling()] * number), np.arange(number, dtype=np.int32)
         fresh = np.zeros(number, bool)
-        turned = np.zeros(number, np.int32) if turns else None
+        turned = np.zeros(number, np.int32) if sizes.vision is not None and sizes.vision.turns else None
         self._flow = Flow(every, Progress(held, left, drawn), fresh, seeds, request, adapter, stops, settings, turned)
         # Memory that nothing is written to is never taken.
         self._tokens = np.empty((number, max_length), np.int32)
@@ -143,7 +130,8 @@ class Slots:
         """Takes an episode out of its slot, to be continued in another or by another call."""
         episode = self.episodes[slot]
         assert episode is not None
-        episode.so_far = self.completion(slot, version, "paused")
+        episode.ended = None
+        episode.so_far = self.completion(slot, version)
         self.release(slot)
         return episode
 
@@ -232,24 +220,17 @@ class Slots:
             self._drafts.write(np.array([slot]), observation[None], np.array([len(observation)]))
         return self._tokens[slot, start - 1 : end].copy()
 
-    def completion(self, slot: int, version: int, finish: Finish | None = None) -> Completion:
-        """The completion so far; without a `finish` its current turn has ended."""
+    def completion(self, slot: int, version: int) -> Completion:
+        """The completion so far; paused, unless its current turn has ended."""
         episode, number = self.episodes[slot], int(self._written[slot])
         assert episode is not None
-        finish = finish or episode.ended
-        assert finish is not None
         tokens, logprobs = self._tokens[slot, :number].copy(), self._logprobs[slot, :number].copy()
         experts = None if self._experts is None else self._experts[slot, :number].copy()
-        return episode.completion(tokens, logprobs, version, finish, experts)
+        return episode.completion(tokens, logprobs, version, experts)
 
     def _look(self, slot: int, row: int, draws: Draw) -> bool:
-        """Drops what was sampled behind a stop string, and keeps alternatives; whether there was a stop string.
-
-        Args:
-            slot: the slot.
-            row: its place in the dispatch.
-            draws: what the dispatch sampled.
-        """
+        """Drops what a dispatch sampled behind a stop string, and keeps alternatives; whether there was a stop string.
+        `row` is the slot's place in the dispatch."""
         episode, before, end = self.episodes[slot], int(self._before[slot]), int(self._written[slot])
         assert episode is not None
         start, end_of_stop = episode.turns[-1][0], None
