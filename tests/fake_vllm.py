@@ -21,8 +21,7 @@ import numpy as np
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.inference.scoring import token_scores
 from tunix.rollout.servers.protocol import FIELD
-from tunix.serving.body import CompletionBody
-from tunix.serving.service import Refusal, Service
+from tunix.serving.service import CompletionBody, Refusal, Service
 from tunix.types import Sequence
 
 LENGTH = 64

@@ -2,13 +2,12 @@
 
 Training splits weights over `fsdp` and gathers a matrix before it is multiplied, which costs little for thousands of
 tokens. A sampler multiplies by every matrix for one token of each slot: gathering them would cost many times as much.
-So the devices hold copies of the weights, on few of them each. Keys and values exist while completions are sampled,
-and so alongside the state of training, but not alongside its activations.
+So the devices hold copies of the weights, on few of them each. Keys and values exist alongside the state of training,
+but not alongside its activations.
 
-A sampler on other devices gets one parameter at a time, each byte once to each copy. A parameter is what the layers
-hold of one kind, such as all queries. Where it is, it is cast to the dtype of the computation, unless it has to be
-rounded to a grid before; it is moved to how the sampler splits it, and compared: a checksum of every bit is computed
-on both sides.
+A sampler on other devices gets one parameter (what the layers hold of one kind) at a time, each byte once to each copy:
+cast to the dtype of the computation, unless it has to be rounded to a grid before, and compared by a checksum of every
+bit on both sides.
 """
 
 import math
@@ -16,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from tunix.distributed import processes
 from tunix.distributed.global_arrays import Own, own_part
@@ -103,13 +102,11 @@ def room_of(
     references: int,
     newer: Collection[str] = (),
 ) -> float | None:
-    """Bytes for keys and values on each device; None where its memory is not known, as on a CPU.
+    """Bytes for keys and values on each device of the sampler's mesh; None where its memory is not known, as on a CPU.
 
     Args:
         share: of the memory that everything may take together, e.g. 0.85; the rest is for the sampler's activations.
         memory: bytes of a device.
-        mesh: the sampler's.
-        model: what is sampled from.
         trained: spec, trainable and frozen weights of the policy and of a critic that is a model of its own, as far as
             these devices hold them; the policy is the first.
         references: copies of the policy's weights that are kept, 0 or 1.
@@ -126,14 +123,8 @@ def room_of(
 
 
 def shares(share: float, memory: float, room: float, need: float) -> str:
-    """The arithmetic behind a refused share of the memory, and the smallest share that is enough.
-
-    Args:
-        share: the one that was refused.
-        memory: bytes of a device.
-        room: bytes that it leaves for keys and values, less than 0 where not even the rest has room.
-        need: bytes for them that are enough.
-    """
+    """The arithmetic behind a refused share of a device's memory, which leaves `room` bytes for keys and values (less
+    than 0 where not even the rest fits) where they `need` more, and the smallest share that is enough."""
     rest = share * memory - room
     least = math.ceil(1000 * (rest + need) / memory) / 1000
     verdict = f"the smallest that works is {least:g}" if least <= 1 else "no share of this device is enough"
@@ -143,49 +134,34 @@ def shares(share: float, memory: float, room: float, need: float) -> str:
     )
 
 
-class Resharding:
-    """Brings parameters from the devices that train, of all processes, to those of this process that sample."""
+def bring_of(model: Model, trainer: Mesh, sampler: Mesh) -> Callable[[str, jax.Array], jax.Array] | None:
+    """How parameters are brought from the devices that train, of all processes, to those of this process that sample:
+    (name, array there) -> the array here, to be called by all processes; a RuntimeError where it is not what was sent.
+    None where the sampler reads them on the trainer's devices."""
+    several, local = processes.number() > 1, own_part(trainer)
 
-    def __init__(self, model: Model, trainer: Mesh, sampler: Mesh):
-        """Brings nothing yet."""
-        self._model, self._sampler, self._trainer = model, sampler, own_part(trainer)
-        self._together = Own(trainer, self._trainer, _axes(model, self._trainer))
-        self._on_grid = {f"layers/{name}/w" for name, _ in model.simulated}
+    def together(mesh: Mesh) -> Own:
+        return Own(trainer, mesh, lambda name, x: partition(model.axes[name], x.shape, mesh))
 
-    def __call__(self, name: str, x: jax.Array) -> jax.Array:
-        """The parameter of a name on the sampler's devices, once it is there; to be called by all processes.
+    if set(local.devices.flat) == set(sampler.devices.flat):
+        return together(sampler) if several else None
+    of_all = together(local) if several else None
+    on_grid = {f"layers/{name}/w" for name, _ in model.simulated}
 
-        Raises:
-            RuntimeError: it is not what was sent.
-        """
-        if processes.number() > 1:
-            x = self._together(name, x)
-        with jax.set_mesh(self._trainer):
-            sent = x if name in self._on_grid else _cast(name, x, self._model.dtype)
+    def bring(name: str, x: jax.Array) -> jax.Array:
+        x = x if of_all is None else of_all(name, x)
+        with jax.set_mesh(local):
+            sent = x if name in on_grid else _cast(name, x, model.dtype)
             before = checksum(sent)
-        with jax.set_mesh(self._sampler):
-            where = NamedSharding(self._sampler, partition(self._model.axes[name], x.shape, self._sampler))
-            there = jax.device_put(sent, where)
+        with jax.set_mesh(sampler):
+            there = jax.device_put(sent, NamedSharding(sampler, partition(model.axes[name], x.shape, sampler)))
             after = checksum(there)
         # Reading both also waits, so that no more than one parameter is on its way.
         if int(after) != int(before):
             raise RuntimeError(f"{name} has other bits on the sampler's devices than on the trainer's")
         return there
 
-
-def bring_of(model: Model, trainer: Mesh, sampler: Mesh) -> Callable[[str, jax.Array], jax.Array] | None:
-    """How parameters are brought to a sampler's mesh: (name, array on the trainer's devices) -> the array on the
-    sampler's. None where it reads them on the trainer's devices."""
-    if processes.number() == 1 and set(trainer.devices.flat) == set(sampler.devices.flat):
-        return None
-    if processes.number() > 1 and set(own_part(trainer).devices.flat) == set(sampler.devices.flat):
-        return Own(trainer, sampler, _axes(model, sampler))
-    return Resharding(model, trainer, sampler)
-
-
-def _axes(model: Model, mesh: Mesh) -> Callable[[str, jax.Array], PartitionSpec]:
-    """(name, parameter) -> how it is split over a mesh."""
-    return lambda name, x: partition(model.axes[name], x.shape, mesh)
+    return bring
 
 
 _cast = jit(in_compute, static_argnums=(0, 2))

@@ -224,7 +224,7 @@ def local_client(
         reference = reference_of(spec, snapshot(spec.model, spec.mesh, params))
     learner = Learner(spec, params, frozen, reference)
     if sampler is None:
-        own, moving = own_part(spec.mesh), () if spec.adapter is None else tuple(params)
-        bring = bring_of(spec.model, spec.mesh, own)
-        sampler = Engine(spec.model, own, max_length=spec.length, moving=moving, bring=bring)
+        mesh, moving = own_part(spec.mesh), () if spec.adapter is None else tuple(params)
+        bring = bring_of(spec.model, spec.mesh, mesh)
+        sampler = Engine(spec.model, mesh, max_length=spec.length, moving=moving, bring=bring)
     return Trainer(learner, sampler, exporter, critic)

@@ -222,7 +222,7 @@ def test_warming_up_compiles_each_program_once(params):
     compilations.settled()
     engine.warm(Workload(requests=6, prompt_length=20, length=88))
     with jax.set_mesh(engine.mesh):
-        calls = list(warmup_calls(MODEL, engine.weights, engine.sizes.of_requests([88] * 6)))
+        calls = list(warmup_calls(MODEL, engine.hold().weights, engine.sizes.of_requests([88] * 6)))
     # Beside them the empty slots.
     assert compilations.since_warmup == len(calls) + 1
 
@@ -520,7 +520,7 @@ def test_sizes_and_weights_that_are_missing(params):
 
 def test_one_copy_of_the_weights_lives_at_most(params, monkeypatch: pytest.MonkeyPatch):
     engine = small_engine(MODEL, params)
-    old = [weakref.ref(x) for x in jax.tree.leaves(engine.weights)]
+    old = [weakref.ref(x) for x in jax.tree.leaves(engine.hold().weights)]
     made = engine_file._unstack
 
     def watched(model: Model, given: dict) -> Weights:
@@ -529,7 +529,7 @@ def test_one_copy_of_the_weights_lives_at_most(params, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(engine_file, "_unstack", watched)
     engine.publish({name: x + 0 for name, x in params.items()}, 2)
-    assert engine.version == 2
+    assert engine.hold().version == 2
 
 
 # --- Ending early ---------------------------------------------------------------------------------------------------
@@ -562,7 +562,7 @@ def test_each_token_has_the_version_that_it_was_sampled_from(params):
     assert [found.finish for found in first] == ["length"] * 3  # all ended in one dispatch
     ends = [Sampling(max_tokens=number) for number in (3, 12)]
     requests = [Request(prompt[0], sampling, 4, index) for index, sampling in enumerate(ends)]
-    version = engine.version
+    version = engine.hold().version
     _, paused = engine.run(requests, on_done=lambda *_: True)
     engine.publish(params, version + 1)
     (found,) = engine.run([replace(requests[1], so_far=paused)])

@@ -153,13 +153,12 @@ def test_an_adapter_is_sampled_unmerged_and_its_base_copied_once():
     }
     engine = small_engine(model, params)
     assert_logprobs_of_full_forward(model, params, engine)
-    assert engine.weights is not None
-    before = engine.weights
+    before = engine.hold().weights
     moved = {name: x + 0.1 if is_adapter(name) else x for name, x in params.items()}
     engine.publish(moved, 2)
-    assert engine.weights.layers[0]["q/w"] is before.layers[0]["q/w"]
+    assert engine.hold().weights.layers[0]["q/w"] is before.layers[0]["q/w"]
     # Frozen tables are not copied at all.
-    assert engine.weights.top["embed/w"] is params["embed/w"]
+    assert engine.hold().weights.top["embed/w"] is params["embed/w"]
     assert_logprobs_of_full_forward(model, moved, engine)
 
 
@@ -184,8 +183,7 @@ def test_a_mesh_gives_the_same_logprobs(devices, shape):
     model = Model(PLAIN)
     params = random_params(model, mesh)
     engine = small_engine(model, params, mesh=mesh, slots=4)
-    assert engine.weights is not None
-    home = engine.weights.layers[0]["gate/w"].sharding
+    home = engine.hold().weights.layers[0]["gate/w"].sharding
     assert home.shard_shape((32, 64)) == (32 // mesh.shape["fsdp"], 32)
     local = {name: jnp.asarray(np.asarray(x)) for name, x in params.items()}
     assert_logprobs_of_full_forward(model, local, engine)

@@ -89,36 +89,37 @@ class Replies:
         """`reply` asks an environment; None where there is none."""
         self._reply = reply
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment") if reply else None
-        self._futures: dict[int, Future[np.ndarray | None]] = {}
-        self._asked: dict[int, int] = {}
-        """The round in which each was asked."""
+        self._waiting: dict[int, tuple[int, Future[np.ndarray | None]]] = {}
+        """By slot, the round in which it was asked, and its answer."""
         self._round, self._patient = 0, True
 
     def __bool__(self) -> bool:
-        return bool(self._futures)
+        return bool(self._waiting)
 
     def __contains__(self, slot: int) -> bool:
-        return slot in self._futures
+        return slot in self._waiting
 
     def ask(self, slot: int, number: int, completion: Completion) -> bool:
         """Asks about the turn of a slot that has stopped, of request `number`; whether there is an environment."""
         if self._reply is None or self._threads is None or completion.finish != "stop":
             return False
-        self._futures[slot] = self._threads.submit(self._reply, number, completion)
-        self._asked[slot] = self._round
+        self._waiting[slot] = self._round, self._threads.submit(self._reply, number, completion)
         return True
 
     def arrived(self) -> list[tuple[int, np.ndarray | None]]:
         """The answers of a further round, by slot: tokens `[T]`, or None at the end of an episode."""
         self._round += 1
-        due = [slot for slot in sorted(self._futures) if self._asked[slot] < self._round - 1]
+        due = [(slot, future) for slot, (asked, future) in sorted(self._waiting.items()) if asked < self._round - 1]
         if due and self._patient:
-            self._patient = not wait([self._futures[slot] for slot in due], timeout=PATIENCE).not_done
-        return [(slot, self._futures.pop(slot).result()) for slot in due if self._futures[slot].done()]
+            self._patient = not wait([future for _, future in due], timeout=PATIENCE).not_done
+        arrived = [(slot, future) for slot, future in due if future.done()]
+        for slot, _ in arrived:
+            del self._waiting[slot]
+        return [(slot, future.result()) for slot, future in arrived]
 
     def wait(self) -> None:
         """Waits until one more answer has come."""
-        wait(self._futures.values(), return_when=FIRST_COMPLETED)
+        wait([future for _, future in self._waiting.values()], return_when=FIRST_COMPLETED)
 
     def close(self) -> None:
         """Ends the threads; answers that nobody waits for any more are given up."""
@@ -210,17 +211,15 @@ class Batch:
     def finish(self) -> list[Completion]:
         """The completions, in the order of the requests."""
         try:
-            while (self.waiting or len(self.slots.taken)) and not self.enough:
+            while (self.waiting or self.slots.episodes) and not self.enough:
                 if self._pause is not None and self._pause(self._sent):
                     break
                 for slot, observation in self.replies.arrived():
-                    episode = self.slots.episodes[slot]
-                    assert episode is not None
                     new = None if observation is None else self.slots.observe(slot, np.asarray(observation, np.int32))
                     if new is None:
-                        self._complete(slot, episode)
+                        self._complete(slot)
                     else:
-                        self._observed(slot, episode, new)
+                        self._observed(slot, new)
                 with self._lock:
                     self._admit()
                     self._compute()
@@ -234,7 +233,7 @@ class Batch:
         while self.in_flight:  # what they sample is kept for the call that continues it
             self._retire(self.in_flight.popleft())
         tokens, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
-        for episode in [*self.waiting, *(self.slots.suspend(slot, self.version) for slot in self.slots.taken.tolist())]:
+        for episode in [*self.waiting, *(self.slots.suspend(slot, self.version) for slot in list(self.slots.episodes))]:
             paused = episode.so_far or episode.completion(tokens, logprobs, self.version, None)
             self.done[episode.number] = paused
         assert all(self.done)
@@ -243,7 +242,8 @@ class Batch:
     def _admit(self) -> None:
         """Fills free slots from the queue, in its order, as far as there are pages."""
         shards, of_shard = range(self.sizes.shards), self.sizes.slots_of_shard
-        idle = self.slots.idle.reshape(len(shards), -1)
+        idle = np.ones((len(shards), of_shard), bool)
+        idle.flat[list(self.slots.episodes)] = False
         while self.waiting:
             episode, taken = self.waiting[0], (of_shard - idle.sum(axis=1)).tolist()
             owner = self._owner_shard(prompt_key(episode.request)) if episode.so_far is None else None
@@ -257,7 +257,7 @@ class Batch:
                     idle.flat[slot] = False
                     break
             else:
-                if len(self.slots.taken):
+                if self.slots.episodes:
                     return
                 # Only prompts that are kept can be in the way.
                 self.page_tables.forget(next(iter(self.page_tables.prefixes)))
@@ -311,32 +311,36 @@ class Batch:
                 for job, row, begin, number, position in piece.parts:
                     job.experts.append(Known(recorded, row, begin, number, position))
             for job in done:
-                self._start(job)
+                for slot in (job.slot, *job.followers):
+                    self.slots.start(slot)
+                    self.slots.episodes[slot].experts += job.experts
+                if job.reads is not None:
+                    self.page_tables.drop(self.page_tables.shard(job.slot), job.reads)
+                for key in [key for key, leader in self.leaders.items() if leader is job]:
+                    del self.leaders[key]
+                    # For requests that come later; states of a prompt's end would have to be kept too.
+                    if self.expected[key] and self.sizes.chunk is None:
+                        self.page_tables.keep(key, job.slot, job.start, tuple(job.experts))
             computed += piece.length
             if computed >= self.sizes.piece and 2 * len(self.slots.running) > self.sizes.slots:
                 break
 
-    def _start(self, job: Job) -> None:
-        """Starts the slots whose tokens a job has computed, and keeps its pages for requests that come later."""
-        for slot in (job.slot, *job.followers):
-            self.slots.start(slot)
-            episode = self.slots.episodes[slot]
-            assert episode is not None
-            episode.experts += job.experts
-        if job.reads is not None:
-            self.page_tables.drop(self.page_tables.shard(job.slot), job.reads)
-        for key in [key for key, leader in self.leaders.items() if leader is job]:
-            del self.leaders[key]
-            if self.expected[key] and self.sizes.chunk is None:  # states of a prompt's end would have to be kept too
-                self.page_tables.keep(key, job.slot, job.start, tuple(job.experts))
-
     def _dispatch(self) -> bool:
         """Sends a dispatch that samples some tokens in every slot; whether there is anything to sample."""
         watched = self.on_tokens is not None and len(self.done) == 1  # nobody reads many answers word by word
-        cut_by_text = any(episode is not None and episode.stop_text is not None for episode in self.slots.episodes)
+        cut_by_text = any(episode.stop_text is not None for episode in self.slots.episodes.values())
         most = min(SHORT if watched or cut_by_text else self.sizes.steps, self.sizes.steps)
         ahead = sum(flight.most for flight in self.in_flight)
-        self._reserve(ahead + most)
+        # The pages that the next tokens of all slots need, from those on that were read last.
+        running, held = self.slots.running, self.slots.held.tolist()
+        goal = self.slots.held[running] + np.minimum(ahead + most, self.slots.left[running])
+        goals = dict(zip(running.tolist(), goal.tolist(), strict=True))
+        for slot in self.page_tables.short(running, goal).tolist():
+            if slot not in self.slots.episodes:
+                continue  # it has made room for another
+            self.page_tables.leave(slot, held[slot])
+            if self._has_room(slot, goals[slot]):
+                self.page_tables.cover(slot, held[slot], goals[slot])
         running = self.slots.running
         if not np.any(self.slots.left[running] > ahead):
             return False
@@ -367,78 +371,63 @@ class Batch:
             piece.read()
         self.meter.add(self.slots.held[flight.slots], counts)
         ended = self.slots.take(flight.slots, flight.generations, draws, counts, experts)
-        for slot in flight.slots.tolist() if self.on_tokens is not None else ():
-            new, episode = self.slots.new(slot), self.slots.episodes[slot]
-            if len(new) and self.on_tokens is not None and episode is not None:
-                self.on_tokens(episode.number, new)
+        if self.on_tokens is not None:
+            for slot in flight.slots.tolist():
+                if len(new := self.slots.new(slot)) and slot in self.slots.episodes:
+                    self.on_tokens(self.slots.episodes[slot].number, new)
         for slot in ended:
-            episode = self.slots.episodes[slot]
-            assert episode is not None
-            if not self.replies.ask(slot, episode.number, self.slots.completion(slot, self.version)):
-                self._complete(slot, episode)
+            completion = self.slots.completion(slot, self.version)
+            if not self.replies.ask(slot, self.slots.episodes[slot].number, completion):
+                self._complete(slot)
 
-    def _reserve(self, most: int) -> None:
-        """Takes the pages that the next tokens of all slots need, from those on that were read last; the last to come
-        make room where they are too few."""
-        running = self.slots.running
-        goal = self.slots.held[running] + np.minimum(most, self.slots.left[running])
-        goals = dict(zip(running.tolist(), goal.tolist(), strict=True))
-        held = self.slots.held.tolist()
-        for slot in self.page_tables.short(running, goal).tolist():
-            if self.slots.episodes[slot] is None:
-                continue  # it has made room for another
-            shard = self.page_tables.shard(slot)
-            self.page_tables.leave(slot, held[slot])
-            while self.page_tables.free(shard) < self.page_tables.needs(slot, goals[slot]):
-                if self._make_room(shard) == slot:
-                    break
-            else:
-                self.page_tables.cover(slot, held[slot], goals[slot])
-
-    def _make_room(self, shard: int) -> int | None:
-        """Lets the pages of a prompt go that is wanted later; or takes the slot of the last to come, and returns it."""
-        for key, prefix in self.page_tables.prefixes.items():
-            if prefix.shard == shard:
-                self.page_tables.forget(key)
-                return None
-        taken = [slot for slot in self.slots.taken.tolist() if self.page_tables.shard(slot) == shard]
-        last = [slot for slot in taken if slot not in self.replies][-1]
-        # What is queued for it is forgotten; those that follow another came later, and have left before it.
-        for job in list(self.jobs[shard]):
-            if last in job.followers:
-                job.followers.remove(last)
-                pages = [set(held.values()) for held in self.page_tables.held(last)]
-                job.copies = [copy for copy in job.copies if copy.target not in pages[copy.kind]]
-            elif job.slot == last:
-                self.jobs[shard].remove(job)
-                self.leaders = {key: leader for key, leader in self.leaders.items() if leader is not job}
-                if job.reads is not None:
-                    self.page_tables.drop(shard, job.reads)
-        self._preempt(last)
-        return last
+    def _has_room(self, slot: int, tokens: int) -> bool:
+        """Whether there are pages for so many tokens of a slot: prompts that are wanted later make room, then the last
+        to come, which may be this one."""
+        tables, shard = self.page_tables, self.page_tables.shard(slot)
+        while tables.lacks(slot, tokens):
+            if kept := [key for key, prefix in tables.prefixes.items() if prefix.shard == shard]:
+                tables.forget(kept[0])
+                continue
+            of_shard = [other for other in self.slots.episodes if tables.shard(other) == shard]
+            last = [other for other in of_shard if other not in self.replies][-1]
+            # What is queued for it is forgotten; those that follow another came later, and have left before it.
+            for job in list(self.jobs[shard]):
+                if last in job.followers:
+                    job.followers.remove(last)
+                    pages = [set(held.values()) for held in tables.held(last)]
+                    job.copies = [copy for copy in job.copies if copy.target not in pages[copy.kind]]
+                elif job.slot == last:
+                    self.jobs[shard].remove(job)
+                    self.leaders = {key: leader for key, leader in self.leaders.items() if leader is not job}
+                    if job.reads is not None:
+                        tables.drop(shard, job.reads)
+            self._preempt(last)
+            if last == slot:
+                return False
+        return True
 
     def _preempt(self, slot: int) -> None:
         """Takes an episode out of its slot; it is the next to enter one, where all of its tokens are computed."""
         self.waiting.appendleft(self.slots.suspend(slot, self.version))
         self.page_tables.release(slot)
 
-    def _observed(self, slot: int, episode: Episode, new: np.ndarray) -> None:
+    def _observed(self, slot: int, new: np.ndarray) -> None:
         """Queues the tokens `[T]` of an observation, unless the slot has to make room for others."""
-        held, shard = int(self.slots.held[slot]), self.page_tables.shard(slot)
+        episode, held, shard = self.slots.episodes[slot], int(self.slots.held[slot]), self.page_tables.shard(slot)
         if self.sizes.chunk is not None:
             # States hold the last token already. They cannot go back to it, nor to the one before.
             if self.slots.beyond[slot] or len(new) == 1:
                 self._preempt(slot)
                 return
             new = new[1:]
-        while self.page_tables.free(shard) < self.page_tables.needs(slot, held):
-            if self._make_room(shard) == slot:
-                return
+        if not self._has_room(slot, held):
+            return
         self.page_tables.cover(slot, held - len(new), held, windows=False)
         self.jobs[shard].append(Job(slot, new, held - len(new), episode.adapter, pictures=episode.pictures(held)))
 
-    def _complete(self, slot: int, episode: Episode) -> None:
+    def _complete(self, slot: int) -> None:
         """Ends a request."""
+        episode = self.slots.episodes[slot]
         self.done[episode.number] = completion = self.slots.completion(slot, self.version)
         self.slots.release(slot)
         self.page_tables.release(slot)

@@ -167,16 +167,13 @@ class Engine(Sampler):
             vision=vision,
         )
         self.sizes = within(bare, model.config, mesh, slots, room)
-        self.weights: Weights | None = None
-        self.version = 0
+        self._published: Published | None = None
         self._lock = threading.RLock()
         """Held while programs are sent: those of several threads have to reach all devices in one order."""
         self._one_at_a_time = threading.Lock()
         """Held while requests are answered: there is room for one cache."""
         self.usage: Usage | None = None
         """What the last requests took; None where there were none."""
-        self.adapters: dict[str, int] = {}
-        """Number of each adapter that is loaded with the weights, from 1, by name."""
         self._warm: Sizes | None = None
         """The shapes that were compiled in advance."""
         self._mixture: Mixture | None = None
@@ -212,7 +209,7 @@ class Engine(Sampler):
             same = all(name in self._base_of and self._base_of[name]() is x for name, x in base.items())
             if copied is None or not frozen or not same:
                 # The old copy goes first: there is never room for two.
-                self.weights = self._base = copied = None
+                self._published = self._base = copied = None
                 copied = self._base = self._copy(base, frozen=frozen)
                 self._base_of = {name: weakref.ref(x) for name, x in base.items()}
             views = self._copy(adapter, frozen=False)
@@ -227,8 +224,9 @@ class Engine(Sampler):
                 self._mixture = Mixture(self.model, settings) if adapters else None
             if self._mixture is not None:
                 weights = self._mixture.with_adapters(weights, [loaded.params for loaded in adapters.values()])
-            self.weights, self.version = weights, version
-            self.adapters = {name: number for number, name in enumerate(adapters, start=1)}
+            model = self.model if self._mixture is None else self._mixture.model
+            numbers = {name: number for number, name in enumerate(adapters, start=1)}
+            self._published = Published(model, weights, version, numbers)
 
     def warm(self, work: Workload) -> None:
         """Compiles all that this workload needs, so that nothing compiles while it is sampled.
@@ -273,11 +271,11 @@ class Engine(Sampler):
             UserError: a sampling setting or a prompt is invalid.
             ValueError: no weights were loaded.
         """
-        vocab = self.model.config.vocab_size
+        published, vocab = held or self.hold(), self.model.config.vocab_size
         for number, request in enumerate(requests):
             check(request.sampling, vocab)
-            if request.adapter is not None and request.adapter not in self.adapters:
-                there = f"there are {', '.join(self.adapters)}" if self.adapters else "none was loaded"
+            if request.adapter is not None and request.adapter not in published.adapters:
+                there = f"there are {', '.join(published.adapters)}" if published.adapters else "none was loaded"
                 raise UserError(f"request {number} asks for the adapter {request.adapter!r}: {there}")
             if request.sampling.stop_strings and self.decode is None:
                 raise UserError(
@@ -286,7 +284,6 @@ class Engine(Sampler):
                 )
             check_prompt(number, request.prompt, self.sizes.max_length, vocab)
             check_pictures(number, request.prompt, request.pictures, self.model.config.vision)
-        published = held or self.hold()
         if not requests:
             return []
         # An environment's answers may take all that is left.
@@ -311,10 +308,9 @@ class Engine(Sampler):
             ValueError: no weights were loaded.
         """
         with self._lock:
-            if self.weights is None:
+            if self._published is None:
                 raise ValueError("the engine has no weights: publish() them before sampling")
-            model = self.model if self._mixture is None else self._mixture.model
-            return Published(model, self.weights, self.version, self.adapters)
+            return self._published
 
     def _copy(self, base: Params, *, frozen: bool) -> Weights:
         """A copy of the base; where it is frozen, tables that have the right dtype are shared instead."""

@@ -111,13 +111,15 @@ class PageTables:
         """The shard of a slot."""
         return slot // self.sizes.slots_of_shard
 
-    def free(self, shard: int) -> int:
-        """Pages that slots of a shard can take: of the kind that has fewest, among layers without a window.
-
-        Where a dispatch gathers the pages of its slots, all slots hold no more than there are, shared ones included.
-        """
-        pools = [(len(pools[shard].free), self._left(kind, shard)) for kind, pools, _ in self._kinds[False]]
-        return min((min(both) for both in pools), default=self.sizes.slots * self.sizes.max_length)
+    def lacks(self, slot: int, tokens: int) -> bool:
+        """Whether a slot needs more pages for a sequence of so many tokens than its shard has, of a kind of layers
+        without a window."""
+        if not self._kinds[False]:
+            return False
+        shard = self.shard(slot)
+        free = min(min(len(pools[shard].free), self._left(kind, shard)) for kind, pools, _ in self._kinds[False])
+        held = min(len(self._held[kind][slot]) for kind, _, _ in self._kinds[False])
+        return free < max(-(-tokens // self.sizes.page) - held, 0)
 
     def fits(self, shard: int, tokens: int, spare: int, *, shared: bool) -> bool:
         """Whether a shard has pages for another sequence of so many tokens, of which all but the last page may be
@@ -127,7 +129,8 @@ class PageTables:
         return all(left >= pages + spare and len(pool.free) >= (1 if shared else pages) + spare for pool, left in kinds)
 
     def _left(self, kind: int, shard: int) -> int:
-        """Pages that slots of a shard may hold beside those that they hold."""
+        """Pages that slots of a shard may hold beside those that they hold: where a dispatch gathers the pages of its
+        slots, all slots hold no more than there are, shared ones included."""
         if self.sizes.in_place:
             return len(self._pools[kind][shard].free)
         slots = slice(shard * self.sizes.slots_of_shard, (shard + 1) * self.sizes.slots_of_shard)
@@ -136,11 +139,6 @@ class PageTables:
     def held(self, slot: int) -> tuple[Held, ...]:
         """The pages of a slot, for each kind of layer."""
         return tuple(of_kind[slot] for of_kind in self._held)
-
-    def needs(self, slot: int, tokens: int) -> int:
-        """Pages that a slot lacks for a sequence of so many tokens, of each kind without a window."""
-        held = [len(self._held[kind][slot]) for kind, _, _ in self._kinds[False]]
-        return max(-(-tokens // self.sizes.page) - min(held), 0) if held else 0
 
     def short(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Those of these slots that lack a page for their next tokens, up to so many each."""

@@ -88,19 +88,6 @@ class Inputs(NamedTuple):
     """Those of each row, all of them whole; places for rope are also of text. None where the model sees none."""
 
 
-class Part(NamedTuple):
-    """What of a job is in a piece."""
-
-    job: Job
-    row: int
-    begin: int
-    """Column of its first token."""
-    number: int
-    """How many tokens."""
-    position: int
-    """Position of its first token in the sequence."""
-
-
 class Piece:
     """A piece that is being packed."""
 
@@ -108,9 +95,9 @@ class Piece:
         """An empty one with so many tokens a shard (C)."""
         self.page_tables, sizes = page_tables, page_tables.sizes
         self.sizes, self.length, shape, kinds = sizes, length, (sizes.shards, length), range(len(sizes.windows))
-        self.parts: list[Part] = []
+        self.parts: list[tuple[Job, int, int, int, int]] = []
+        """What of jobs is in it: row, column of the first token, how many, and the first one's position."""
         self._filled = np.zeros(sizes.shards, np.int32)
-        self._longest = max((window for window in sizes.windows if window is not None), default=0)
         tokens, positions, ids, begins = np.zeros((4, *shape), np.int32)
         visits = []
         for kind in kinds:
@@ -132,21 +119,51 @@ class Piece:
 
     def fill(self, row: int, jobs: deque[Job]) -> None:
         """Packs jobs into a row until it is full; those that end here leave the queue."""
-        copied = 0
+        inputs, sizes, copied = self.inputs, self.sizes, 0
+        chunk, seen = sizes.chunk or 1, inputs.pictures
+        longest = max((window for window in sizes.windows if window is not None), default=0)
         while jobs and self._filled[row] < self.length:
             job, begin = jobs[0], int(self._filled[row])  # a multiple of the chunk, where there is one
-            if begin and job.adapter != self.inputs.adapters[row]:
+            if begin and job.adapter != inputs.adapters[row]:
                 break
-            number = job.whole(min(len(job.tokens), self.length - begin), self._room(row))
+            room = 0 if seen is None else int(np.sum(seen.grids[row, :, 0] == 0))  # for more pictures
+            number = job.whole(min(len(job.tokens), self.length - begin), room)
             if not number:
                 break
             # A job that is alone always has room: before it is queued no slot holds more than a window.
             last, copied = job.start + number, copied + len(job.followers)
-            if begin and not self.page_tables.covers(job.slot, max(job.start, last - self._longest), last, copied):
+            if begin and not self.page_tables.covers(job.slot, max(job.start, last - longest), last, copied):
                 break
             if not self._visit(row, begin, number, job):
                 break
-            self._add(row, begin, number, job)
+            at, positions = np.s_[row, begin : begin + number], np.arange(job.start, last)
+            inputs.tokens[at], inputs.positions[at] = job.tokens[:number], positions
+            inputs.ids[at], inputs.begins[at] = len(self.parts) + 1, job.start
+            inputs.adapters[row] = job.adapter
+            for kind, window in enumerate(sizes.windows if job.reads is None else ()):
+                # Tokens before the first one are not seen again.
+                first = job.start if window is None else max(job.start, last - window)
+                if window is not None:
+                    self.page_tables.cover(job.slot, first, last, windows=True)
+                held, lowest = self.page_tables.held(job.slot)[kind], first // sizes.page
+                pages = np.array([held[index] for index in range(lowest, -(-last // sizes.page))], np.int32)
+                written = np.s_[row, begin + first - job.start : begin + number]
+                inputs.writes[kind][written] = pages[np.arange(first, last) // sizes.page - lowest]
+            if inputs.sources is not None and inputs.ends is not None:
+                inputs.sources[row, begin // chunk] = job.slot % sizes.slots_of_shard if job.start else FIRST
+                inputs.ends[job.slot] = begin + number - 1
+            if seen is not None and seen.rope is not None:
+                seen.rope[at] = positions[:, None]
+            if seen is not None and job.pictures is not None:
+                pictures, used = job.pictures.within(job.start, last), seen.number - room
+                free = np.s_[row, used : used + pictures.number]
+                seen.places[at] = np.where(pictures.places > 0, pictures.places + np.max(seen.places[row]), 0)
+                seen.pixels[free], seen.grids[free] = pictures.pixels, pictures.grids
+                if seen.rope is not None:
+                    seen.rope[at] = pictures.rope
+            self.parts.append((job, row, begin, number, job.start))
+            job.tokens, job.start = job.tokens[number:], last
+            self._filled[row] = -(-(begin + number) // chunk) * chunk
             if not len(job.tokens):
                 jobs.popleft()
 
@@ -158,7 +175,7 @@ class Piece:
             each shard at a time.
         """
         copies: list[list[list[Copy]]] = [[[] for _ in range(self.sizes.shards)] for _ in self.sizes.windows]
-        done = [part for part in self.parts if not len(part.job.tokens)]
+        done = [part for part in self.parts if not len(part[0].tokens)]
         for job, row, begin, number, _ in done:
             slots = [job.slot, *job.followers]
             self.inputs.last[slots] = begin + number - 1
@@ -171,50 +188,13 @@ class Piece:
                 copies[copy.kind][row].append(copy)
         # Only now: before, pages could be given away within the piece, and be written to before it reads them. What the
         # last token sees stays: requests that come later compute it again.
-        for part in self.parts:
-            self.page_tables.leave(part.job.slot, part.job.start - 1)
+        for job, *_ in self.parts:
+            self.page_tables.leave(job.slot, job.start - 1)
         most = max((len(of_shard) for of_kind in copies for of_shard in of_kind), default=0)
-        return [part.job for part in done], [
+        return [job for job, *_ in done], [
             tuple(copies_of([of_shard[start : start + COPIES] for of_shard in of_kind]) for of_kind in copies)
             for start in range(0, most, COPIES)
         ]
-
-    def _add(self, row: int, begin: int, number: int, job: Job) -> None:
-        """Writes the next tokens of a job into the row."""
-        at, positions = np.s_[row, begin : begin + number], np.arange(job.start, job.start + number)
-        inputs, end = self.inputs, job.start + number
-        inputs.tokens[at], inputs.positions[at] = job.tokens[:number], positions
-        inputs.ids[at], inputs.begins[at] = len(self.parts) + 1, job.start
-        inputs.adapters[row] = job.adapter
-        for kind, window in enumerate(self.sizes.windows if job.reads is None else ()):
-            # Tokens before the first one are not seen again.
-            first = job.start if window is None else max(job.start, end - window)
-            if window is not None:
-                self.page_tables.cover(job.slot, first, end, windows=True)
-            held, lowest = self.page_tables.held(job.slot)[kind], first // self.sizes.page
-            pages = np.array([held[index] for index in range(lowest, -(-end // self.sizes.page))], np.int32)
-            written = np.s_[row, begin + first - job.start : begin + end - job.start]
-            inputs.writes[kind][written] = pages[np.arange(first, end) // self.sizes.page - lowest]
-        chunk, seen = self.sizes.chunk or 1, inputs.pictures
-        if inputs.sources is not None and inputs.ends is not None:
-            inputs.sources[row, begin // chunk] = job.slot % self.sizes.slots_of_shard if job.start else FIRST
-            inputs.ends[job.slot] = begin + number - 1
-        if seen is not None and seen.rope is not None:
-            seen.rope[at] = positions[:, None]
-        if seen is not None and job.pictures is not None:
-            pictures, used = job.pictures.within(job.start, end), seen.number - self._room(row)
-            free = np.s_[row, used : used + pictures.number]
-            seen.places[at] = np.where(pictures.places > 0, pictures.places + np.max(seen.places[row]), 0)
-            seen.pixels[free], seen.grids[free] = pictures.pixels, pictures.grids
-            if seen.rope is not None:
-                seen.rope[at] = pictures.rope
-        self.parts.append(Part(job, row, begin, number, job.start))
-        job.tokens, job.start = job.tokens[number:], end
-        self._filled[row] = -(-(begin + number) // chunk) * chunk
-
-    def _room(self, row: int) -> int:
-        """How many more pictures a row can have."""
-        return 0 if self.inputs.pictures is None else int(np.sum(self.inputs.pictures.grids[row, :, 0] == 0))
 
     def _visit(self, row: int, begin: int, number: int, job: Job) -> bool:
         """Notes what the next tokens of a job see of earlier ones; whether there was room for it."""

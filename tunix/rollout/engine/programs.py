@@ -157,11 +157,8 @@ def initial_state(model: Model, sizes: Sizes) -> State:
 
 @compiled(static_argnames="model", donate_argnames="state")
 def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tuple[State, Int[Array, "s C L k"] | None]:
-    """Computes a piece: its tokens are in pages then, and slots have their last states.
-
-    Returns:
-        The state, and int16 experts that each token used; None for a model without.
-    """
+    """Computes a piece: its tokens are in pages then, and slots have their last states. Returns int16 experts that each
+    token used, too; None for a model without."""
     new: Any = jax.tree.map(jnp.asarray, piece)
     size = _page_size(state)
     ahead = seen_ahead(new.pictures, model.config.vision)
@@ -198,10 +195,8 @@ def _page_size(state: State) -> int:
 
 
 def view(reads: Any, positions: Int[Array, "Sl C"], live: jax.Array, size: int, window: int | None) -> SlotsView:
-    """Where new tokens of each slot go, and what they see; slots that are not at work write nothing.
-
-    Draft tokens behind the last token that may be sampled have no page, and are not written either.
-    """
+    """Where new tokens of each slot go, and what they see; slots that are not at work write nothing, nor do draft
+    tokens behind the last token that may be sampled, which have no page."""
     column = positions // size - reads.first[:, None]
     inside = (column >= 0) & (column < reads.places.shape[1])
     place = jnp.take_along_axis(reads.places, jnp.where(inside, column, 0), axis=1)
@@ -224,13 +219,9 @@ def decode(
     """Samples up to `most` <= `steps` (St) tokens in each of some slots that has some left.
 
     Args:
-        model: what is sampled from.
-        steps: St, the tokens that there is room for.
-        weights: the model's weights.
         state: all slots.
         flow: what the host knows of those that take part.
         reads: their pages for each kind of layer, up to the last token that may be sampled.
-        most: tokens of a slot at most.
         enough: the dispatch ends as soon as no more slots than these are running.
     """
     flow, reads = jax.tree.map(jnp.asarray, (flow, reads))
@@ -328,7 +319,10 @@ def decode(
             caches[layer] = SlotStates(*of_slots).placed()
         elif cache is not None and kind is not None and reads[kind].sources is not None:
             caches[layer] = at_each_device(
-                lambda both, *more: brought_back(*both, *more), (cache, part), written[kind], reads[kind].sources
+                lambda both, places, sources: brought_back(both[0], both[1], places, sources),
+                (cache, part),
+                written[kind],
+                reads[kind].sources,
             )
 
     def put(all: jax.Array, new: jax.Array) -> jax.Array:

@@ -92,12 +92,8 @@ class StopText:
         self._start = 0
 
     def find(self, turn: np.ndarray, new: int) -> int | None:
-        """How many tokens of the turn there are when a stop string is complete; None where there is none.
-
-        Args:
-            turn: `[T]` all of its tokens.
-            new: how many of them were not looked at before, at the end.
-        """
+        """How many tokens of the turn `[T]` there are when a stop string is complete; None where there is none. The
+        last `new` of them were not looked at before."""
         if not self._within(turn[self._start :]):
             # The tail gets shorter, while its text can still hold all but the last character of a stop string.
             start = len(turn) - self._reach

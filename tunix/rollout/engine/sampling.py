@@ -64,12 +64,9 @@ class Draw(NamedTuple):
 
 
 def draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], settings: Transform, live: Bool[Array, "B"]) -> Draw:
-    """Samples one token a row.
+    """Samples one token a row, with keys that are used for nothing else.
 
     Args:
-        logits: float32.
-        keys: `[B]` random keys that are used for nothing else.
-        settings: of each row.
         live: rows whose result is read; the costly parts run only where one of these wants them.
     """
     scores = transformed(logits, settings, live)
