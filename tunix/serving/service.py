@@ -224,12 +224,8 @@ class Service:
     """A model that answers requests."""
 
     def __init__(self, inference: InferenceModel, *, adapters: bool = False, devices: List[Any] | None = None):
-        """Reads the weights.
-
-        Args:
-            inference: the model; its engine is not used, since weights are replaced here.
-            adapters: whether adapters may be loaded beside the weights, which are kept for that.
-            devices: where the model is; None for all.
+        """Reads the weights onto these devices, None for all; they are kept where adapters may be loaded beside them.
+        The engine of `inference` is not used, since weights are replaced here.
 
         Raises:
             UserError: the model is not accessible, or cannot sample.
@@ -280,7 +276,7 @@ class Service:
 
             def spelled(tokens: np.ndarray) -> list[str]:
                 # As ids they are written so that no text can be taken for one.
-                return [tokenizer.decode([i]) if tokenizer else f"{ID}{i}" for i in tokens.tolist()]
+                return [f"{ID}{i}" if tokenizer is None else tokenizer.decode([i]) for i in tokens.tolist()]
 
             names, values = spelled(completion.tokens), completion.logprobs.tolist()
             top = [{name: value} for name, value in zip(names, values, strict=True)]

@@ -1,13 +1,11 @@
 """Requests that are answered together, with continuous batching over slots.
 
-Requests wait in a queue. Each enters a free slot as soon as there are pages for its prompt, its tokens are computed in
-pieces with those of others (`pieces.py`), and one dispatch after the other samples several tokens in all slots
-(`programs.decode`). The next dispatch is sent before the last one is read, so that the device does not wait: what it
-samples for turns that turn out to have ended is dropped. Where pages run short, the request that came last leaves its
-slot and is computed again later.
+Each enters a free slot as soon as there are pages for its prompt, its tokens are computed in pieces with those of
+others (`pieces.py`), and dispatches sample several tokens in all slots (`programs.decode`). The next one is sent before
+the last is read, so that the device does not wait: what it samples for turns that turn out to have ended is dropped.
+Where pages run short, the request that came last leaves its slot and is computed again later.
 
-Requests with one prompt, under one adapter, share its pages. All pages live as long as the batch: none outlasts the
-weights that filled it.
+Requests with one prompt, under one adapter, share its pages. No page outlasts the weights that filled it.
 
 Axes: St decode steps, Sl slots, T time, s shards of the rows, Pt tokens of a page.
 """
@@ -76,9 +74,8 @@ PATIENCE = 0.25
 class Replies:
     """The answers of environments that are waited for: they answer in threads, while other slots are sampled.
 
-    An answer belongs to a slot whose turn has ended, and which waits for it; the threads wait for the processes in
-    which environments live (`rollout/environments/remote.py`). Each environment is called by one thread at a time: its
-    next turn is sampled after the answer to the last.
+    The threads wait for the processes in which environments live (`rollout/environments/remote.py`). Each environment
+    is called by one thread at a time: its next turn is sampled after the answer to the last.
 
     Which tokens are computed together decides the last bits of their log-probs. So an answer is taken in the second
     round after its turn has ended, and is waited for a little: what is quick comes at the same place whatever the clock

@@ -55,8 +55,7 @@ class Call(NamedTuple):
 
 def warmup_calls(model: Model, weights: Weights, sizes: Sizes) -> Iterator[Call]:
     """Calls of all programs, in all shapes, that leave the state as it is."""
-    nothing, page_tables = np.int32(0), PageTables(sizes)
-    slots = Slots(sizes)
+    nothing, page_tables, slots = np.int32(0), PageTables(sizes), Slots(sizes)
     for width in sizes.widths:
         chosen = np.flatnonzero(np.arange(sizes.slots) % sizes.slots_of_shard < width // sizes.shards)
         flow = slots.flow(chosen)
@@ -167,6 +166,8 @@ class Engine(Sampler):
             vision=vision,
         )
         self.sizes = within(bare, model.config, mesh, slots, room)
+        self.slots = self.sizes.slots
+        """Requests that are answered at a time."""
         self._published: Published | None = None
         self._lock = threading.RLock()
         """Held while programs are sent: those of several threads have to reach all devices in one order."""
@@ -179,11 +180,6 @@ class Engine(Sampler):
         self._mixture: Mixture | None = None
         self._base: Weights | None = None
         self._base_of: dict[str, weakref.ref] = {}
-
-    @property
-    def slots(self) -> int:
-        """Requests that are answered at a time."""
-        return self.sizes.slots
 
     def publish(
         self, params: Mapping[str, Any], version: int, adapters: Mapping[str, LoadedAdapter] | None = None

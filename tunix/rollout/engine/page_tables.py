@@ -146,11 +146,8 @@ class PageTables:
         return slots[np.any(self._ends[:, slots] < goal, axis=0)]
 
     def cover(self, slot: int, start: int, stop: int, *, windows: bool | None = None) -> None:
-        """Takes the pages of positions `start` to `stop` - 1, which are free.
-
-        Args:
-            windows: whether only layers with a window are meant, or only those without; None for all.
-        """
+        """Takes the pages of positions `start` to `stop` - 1, which are free; `windows` says whether only for layers
+        with a window, or only for those without."""
         for kind, _, _ in self._kinds[windows]:
             held = self._held[kind][slot]
             for index in range(start // self.sizes.page, -(-stop // self.sizes.page)):
@@ -227,12 +224,8 @@ class PageTables:
         return copies
 
     def reads(self, slots: np.ndarray, numbers: tuple[int, ...] | None = None) -> tuple[Reads, ...]:
-        """What a dispatch of these slots reads, for each kind of layer.
-
-        Args:
-            slots: `[Sl]`, as many of each shard, in the order of the shards.
-            numbers: how many pages of each kind are gathered; None for as few as can be.
-        """
+        """What a dispatch of these slots `[Sl]` (as many of each shard, in their order) reads, for each kind of layer;
+        `numbers` says how many pages of each are gathered, None as few as can be."""
         changed = list(self._changed.intersection(slots.tolist()))
         self._changed.difference_update(changed)
         # Written all at once, as numpy takes a microsecond for each call.

@@ -168,12 +168,9 @@ class Piece:
                 jobs.popleft()
 
     def finish(self) -> tuple[list[Job], list[tuple[Copies, ...]]]:
-        """Ends the packing: says which slots sample from the jobs that end here, and lets pages go.
-
-        Returns:
-            These jobs, and what is copied when the piece is computed: for each kind of layer, up to COPIES pages of
-            each shard at a time.
-        """
+        """Ends the packing: says which slots sample from the jobs that end here, and lets pages go. Returns these jobs,
+        and what is copied when the piece is computed: for each kind of layer, up to COPIES pages of each shard at a
+        time."""
         copies: list[list[list[Copy]]] = [[[] for _ in range(self.sizes.shards)] for _ in self.sizes.windows]
         done = [part for part in self.parts if not len(part[0].tokens)]
         for job, row, begin, number, _ in done:

@@ -51,8 +51,6 @@ from tunix.util.exact import jit
 Host = jax.Array | np.ndarray
 Result = TypeVar("Result")
 
-RECENT = np.arange(GRAM - 1)
-"""The last tokens that are kept of a slot, from the first one on."""
 IN_TURN = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 """XLA's usual order on a CPU begins with everything that depends on nothing, which would keep the matrices of all
 layers dequantized at once; in this order each is dequantized when it is needed."""
@@ -297,7 +295,7 @@ def decode(
             notes = jax.tree.map(lambda all, x: all.at[places, rows].set(x, mode="drop"), notes, (every, experts))
             at, take = jnp.maximum(number - 1, 0)[:, None], partial(jnp.take_along_axis, axis=1)
             last, hidden = take(tokens, at), take(states, at[..., None])[:, 0]
-            recent = take(jnp.concatenate([recent, tokens], axis=1), number[:, None] + RECENT)
+            recent = take(jnp.concatenate([recent, tokens], axis=1), number[:, None] + jnp.arange(GRAM - 1))
         count += number
         live &= (count < left) & ~stops(last)[:, 0]
         return step + 1 + ahead, caches, constrain(hidden, "rows", None), live, count, recent, notes

@@ -133,10 +133,7 @@ def _walk(mass: Float[Array, "B V"], uniform: Float[Array, "B"]) -> Int[Array, "
 def _truncated(
     scores: Float[Array, "B V"], top_k: Int[Array, "B"], top_p: Float[Array, "B"]
 ) -> tuple[Float[Array, "B 1"], Int[Array, "B 1"]]:
-    """The score and the id of the least likely id that top-k and then top-p keep.
-
-    Of equal scores the lower id counts as the more likely one.
-    """
+    """The score and the id of the least likely id that top-k and then top-p keep, the higher one of equal scores."""
     vocab = scores.shape[1]
     order = jnp.argsort(-scores, axis=-1, stable=True)
     ranked = jnp.take_along_axis(scores, order, axis=-1)
@@ -150,11 +147,8 @@ def _truncated(
 
 
 def check(sampling: Sampling, vocab: int) -> None:
-    """Refuses invalid sampling settings for a vocabulary (V).
-
-    Raises:
-        UserError: naming the field, its value and what it may be.
-    """
+    """Refuses invalid sampling settings for a vocabulary (V) by a UserError with the field, its value and what it may
+    be."""
     s = sampling
     rules = (
         ("max_tokens", s.max_tokens >= 1, "at least 1"),

@@ -94,15 +94,11 @@ class Sizes:
 
     def covers(self, other: "Sizes") -> bool:
         """Whether there are as many slots and pages as in these shapes of the same engine."""
-        return self.slots >= other.slots and all(
-            pages >= least for pages, least in zip(self.pages, other.pages, strict=True)
-        )
+        return self.slots >= other.slots and all(x >= y for x, y in zip(self.pages, other.pages, strict=True))
 
     def most_pages(self, slots: int) -> tuple[int, ...]:
-        """Pages of each kind that so many slots hold at most; of a layer with a window they are never fewer.
-
-        A sequence that is computed in pieces holds the window before a piece and that at its end.
-        """
+        """Pages of each kind that so many slots hold at most; of a layer with a window they are never fewer. A sequence
+        that is computed in pieces holds the window before a piece and that at its end."""
         return tuple(self.columns(kind) * (slots + (window is not None)) for kind, window in enumerate(self.windows))
 
     @property
@@ -128,11 +124,9 @@ class Sizes:
         return next(width for width in reversed(self.widths) if width >= most * self.shards)
 
     def gathered(self, width: int) -> list[tuple[int, ...]]:
-        """Numbers of pages, of each kind of layer, that a dispatch of so many slots reads in a shard; falling.
-
-        Halves and halves again of what they can hold at most, down to one page each. What reads them where they are
-        has no use for a number: one entry stands for all.
-        """
+        """Numbers of pages, of each kind of layer, that a dispatch of so many slots reads in a shard: halves and halves
+        again of what they can hold at most, down to one page each. One entry stands for all where they are read in
+        their places."""
         if self.in_place:
             return [self.pages]
         width //= self.shards
@@ -156,13 +150,9 @@ class Sizes:
         return next((length for length in self.pieces if FULL * length <= tokens), self.pieces[-1])
 
     def columns(self, kind: int) -> int:
-        """Co of a kind of layer: pages that a slot holds at most while it decodes.
-
-        Those of everything, or of the window before a dispatch, and of all tokens that may be sampled before one is
-        read.
-        """
-        whole, window = -(-self.max_length // self.page), self.windows[kind]
-        most = (1 + self.ahead) * self.steps
+        """Co of a kind of layer: pages that a slot holds at most while it decodes, of everything, or of the window
+        before a dispatch, and of all tokens that may be sampled before one is read."""
+        whole, window, most = -(-self.max_length // self.page), self.windows[kind], (1 + self.ahead) * self.steps
         return whole if window is None else min(whole, -(-(window + most) // self.page) + 1)
 
     def visits(self, piece: int, kind: int) -> int:

@@ -47,8 +47,6 @@ class Slots:
         """For its tokens to be computed, or for an episode."""
         self.generations = np.zeros(number, np.int64)
         """What was sampled in an earlier one of a slot is dropped."""
-        self._settings: tuple[Sampling | None, list[np.generic]] = (None, [])
-        """Those of the request that was admitted last, and their row in the flow's transform."""
 
     @property
     def running(self) -> np.ndarray:
@@ -87,9 +85,7 @@ class Slots:
             flow.turned[slot] = 0 if rope is None else np.max(rope[-1]) - (prompt - 1)
         flow.stops[slot] = -1
         flow.stops[slot, : len(sampling.stop_ids)] = sampling.stop_ids
-        if sampling != self._settings[0]:  # most requests of a batch have the same
-            self._settings = sampling, [setting for (setting,) in Transform.of([sampling])]
-        for rows, setting in zip(flow.transform, self._settings[1], strict=True):
+        for rows, (setting,) in zip(flow.transform, Transform.of([sampling]), strict=True):
             rows[slot] = setting
         self._begin(slot)
         if self._drafts is not None:
@@ -97,7 +93,7 @@ class Slots:
         return tokens
 
     def start(self, slot: int) -> None:
-        """A slot's tokens have been computed, or will have been before it is decoded."""
+        """A slot's tokens will have been computed before it is decoded."""
         self._waits[slot] = False
 
     def suspend(self, slot: int, version: int) -> Episode:
