@@ -23,7 +23,7 @@ from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
 from tunix.rollout.engine import batch
 from tunix.rollout.engine.batch import Batch, Published
-from tunix.rollout.engine.programs import Computed, Steps
+from tunix.rollout.engine.programs import Steps
 from tunix.rollout.engine.sampling import MOST_TOP, Draw
 from tunix.rollout.engine.shapes import PAGE, Sizes
 from tunix.types import Request, Sampling
@@ -38,7 +38,7 @@ CASES = {
 
 
 def _prefill(model: Model, weights: Any, state: Any, inputs: Any) -> tuple[Any, Any]:
-    return state, Computed(None, None)  # pyright: ignore[reportArgumentType]
+    return state, None
 
 
 def _decode(model: Model, steps: int, weights: Any, state: Any, flow: Any, *rest: Any) -> tuple[Any, Steps]:

@@ -15,11 +15,11 @@ from tunix.mesh import build_mesh
 from tunix.models.config import DecoderConfig, Rope, is_adapter
 from tunix.models.model import Model
 from tunix.models.scan import Remat
+from tunix.rollout.engine.engine import Engine
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec, answers_per_row
 from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.perf import training_flops
-from tunix.trainer.sampler_mesh import engine_of
 from tunix.trainer.trainer import Trainer, local_client
 from tunix.types import Batch, Sequence
 
@@ -121,7 +121,8 @@ class Shape:
             adapter=adapter,
         )
         frozen = {name: x for name, x in params.items() if name not in trained}
-        engine = engine_of(spec, trained, max_length=longest, cache_dtype=cache)
+        moving = () if adapter is None else tuple(trained)
+        engine = Engine(model, mesh, max_length=longest or spec.length, cache_dtype=cache, moving=moving)
         return local_client(spec, trained, frozen, keep_reference=reference, sampler=engine)
 
 

@@ -19,10 +19,10 @@ import jax
 import numpy as np
 
 from tunix.inference.model import InferenceModel, InferenceOptions
+from tunix.inference.scoring import token_scores
 from tunix.rollout.servers.protocol import FIELD
-from tunix.serving.body import CompletionBody
-from tunix.serving.service import Refusal, Service
-from tunix.types import Request, Sampling
+from tunix.serving.service import CompletionBody, Refusal, Service
+from tunix.types import Sequence
 
 LENGTH = 64
 
@@ -135,10 +135,10 @@ class FakeVLLM:
         found = future.result(60)
         if self.manners.raw:
             whole = np.concatenate([prompt, found.tokens])
-            adapter = None if asked.model == self.name else asked.model
-            (again,) = self.service.engine.run([Request(whole, Sampling(1, prompt_logprobs=True), 0, adapter=adapter)])
-            assert again.prompt_logprobs is not None
-            found = replace(found, logprobs=again.prompt_logprobs[len(prompt) :])
+            engine, params = self.service.engine, self.service.params
+            assert params is not None
+            (again,) = token_scores(engine.model, params, engine.mesh, [Sequence(whole, np.arange(len(whole)) > 0)])
+            found = replace(found, logprobs=again[len(prompt) :])
         moved = replace(found, logprobs=found.logprobs + np.float32(self.manners.offset))
         answer = self.service.answer(asked, prompt, moved)
         (choice,) = answer["choices"]

@@ -334,8 +334,6 @@ class Sampling:
     """Texts that end a completion, e.g. `("</answer>",)`; the token that completes one is kept as the last token."""
     top_logprobs: int = 0
     """A: for how many of the most likely ids log-probs are reported with each sampled token, e.g. 5."""
-    prompt_logprobs: bool = False
-    """Whether the log-probs of the prompt's tokens are reported too."""
 
 
 @dataclass(frozen=True)
@@ -360,9 +358,6 @@ class Completion:
     top: tuple[np.ndarray, np.ndarray] | None = None
     """`[T A]` int32 ids of the most likely tokens and `[T A]` float32 log-probs in nats, e.g. `[[603, 651]]` and
     `[[-0.3, -1.6]]`; None unless `Sampling.top_logprobs` asks for them."""
-    prompt_logprobs: np.ndarray | None = None
-    """`[T]` float32: log-probs in nats of the prompt's own tokens under the same transform, 0 for the first, e.g.
-    `[0.0, -2.1]`; None unless `Sampling.prompt_logprobs` asks for them."""
     experts: np.ndarray | None = None
     """`[T L k]` int16: experts that prompt and completion used, e.g. `[[[5, 0]]]`; -1, or None, where not known."""
 

@@ -132,8 +132,7 @@ def publisher(case: Case, made: Setting, moved: Callable[[jax.Array], jax.Array]
 
     def publish(version: int) -> None:
         engine.publish(made.params, version)
-        assert engine.weights is not None
-        jax.block_until_ready((engine.weights.top, engine.weights.layers))
+        jax.block_until_ready((engine.hold().weights.top, engine.hold().weights.layers))
 
     return publish
 

@@ -296,7 +296,7 @@ def test_tokens_are_drawn_without_rounding_weights_again(tmp_path):
     ours = trainer(rules=MIXED)
     ours.publish()
     engine = ours.sampler
-    model, weights = engine.model, engine.weights
+    model, weights = engine.model, engine.hold().weights
 
     def one(weights):
         none = jnp.zeros((2,), jnp.int32)

@@ -20,9 +20,9 @@ from tunix.recipe.recipe import Recipe
 from tunix.rollout.engine.engine import warmup_calls
 from tunix.util import chips
 
-MOST = 12 + 1
 BESIDES = 2
 """The empty slots, and the copy of the weights."""
+MOST = 9 + BESIDES
 PATHS = {path.stem: path for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))}
 HARDWARE = json.loads((Path(__file__).parents[2] / "docs/hardware.json").read_text())
 """The topologies that recipes have been planned for, by name; one for a laptop has none."""
@@ -41,9 +41,8 @@ def gpus_of(name: str) -> str:
 
 
 def number(subject: Subject, sampled: Sampled) -> int:
-    """Programs of a sampler: one that scores prompts for each length of a piece is counted, asked for or not."""
-    calls = warmup_calls(subject.policy.spec.model, sampled.weights, sampled.sizes)
-    return len(list(calls)) + len(sampled.sizes.pieces) + BESIDES
+    """Programs of a sampler."""
+    return len(list(warmup_calls(subject.policy.spec.model, sampled.weights, sampled.sizes))) + BESIDES
 
 
 def counted(name: str, devices: list, memory: float) -> list[int]:

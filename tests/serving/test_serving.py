@@ -22,8 +22,7 @@ from tunix.data.tokenizer import bytes_tokenizer
 from tunix.distributed.meeting import Place, join
 from tunix.errors import UserError
 from tunix.inference.model import InferenceModel, InferenceOptions
-from tunix.serving.body import HALF
-from tunix.serving.service import Service
+from tunix.serving.service import HALF, Service
 from tunix.types import Request, Sampling
 
 Serve = Callable[..., tuple[Service, str]]

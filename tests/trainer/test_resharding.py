@@ -17,7 +17,7 @@ from tunix.models.quantization.rules import Rule, Rules
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.rollout.engine.engine import Engine
 from tunix.run.setup import apart
-from tunix.trainer.sampler_mesh import Resharding, bring_of, sampler_mesh
+from tunix.trainer.sampler_mesh import bring_of, sampler_mesh
 from tunix.trainer.trainer import Trainer
 from tunix.types import Sampling
 
@@ -49,17 +49,13 @@ def test_a_sampler_on_other_devices_samples_alike_after_each_update(tensor: int)
             np.testing.assert_array_equal(one.tokens, other.tokens)
             np.testing.assert_array_equal(one.versions, other.versions)
             np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
-    assert there.weights is not None
-    assert not set(there.weights.top["embed/w"].devices()) & set(here.learner.spec.mesh.devices.flat)
+    assert not set(there.hold().weights.top["embed/w"].devices()) & set(here.learner.spec.mesh.devices.flat)
 
 
 def same_bits(one: Engine, other: Engine) -> None:
     """All that two engines sample from is equal to the last bit."""
-    assert one.weights is not None
-    assert other.weights is not None
-    for ours, theirs in zip(
-        (one.weights.top, *one.weights.layers), (other.weights.top, *other.weights.layers), strict=True
-    ):
+    first, second = one.hold().weights, other.hold().weights
+    for ours, theirs in zip((first.top, *first.layers), (second.top, *second.layers), strict=True):
         assert ours.keys() == theirs.keys()
         for name, array in ours.items():
             assert array.dtype == theirs[name].dtype, name
@@ -99,7 +95,8 @@ def test_under_an_adapter_the_base_moves_once(monkeypatch: pytest.MonkeyPatch):
 def test_what_arrives_with_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch):
     learning = trainer(mesh=MeshConfig(fsdp=4), devices=4)
     there = elsewhere(learning, 1)
-    bring = Resharding(learning.learner.spec.model, learning.learner.spec.mesh, there.mesh)
+    bring = bring_of(learning.learner.spec.model, learning.learner.spec.mesh, there.mesh)
+    assert bring is not None
     put = jax.device_put
     monkeypatch.setattr(jax, "device_put", lambda x, where: put(x, where).at[(0,) * x.ndim].add(1e-3))
     with pytest.raises(RuntimeError, match="embed/w has other bits on the sampler's devices"):

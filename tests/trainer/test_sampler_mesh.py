@@ -20,7 +20,7 @@ from tunix.models.model import Model
 from tunix.plan import programs
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.rollout.engine.engine import Engine
-from tunix.trainer.sampler_mesh import check_slots, copy_bytes, room_of, sampler_mesh
+from tunix.trainer.sampler_mesh import copy_bytes, room_of, sampler_mesh
 from tunix.types import Sampling
 
 MODEL = Model(PLAIN)
@@ -71,11 +71,11 @@ def test_what_does_not_divide_is_refused():
         sampler_mesh(mesh, RolloutMeshConfig(tensor=4), MODEL, None)
     with pytest.raises(UserError, match=r"tensor 3 does not divide 8 devices, 4 query heads"):
         sampler_mesh(mesh, RolloutMeshConfig(tensor=3), MODEL, None)
-    check_slots(16, mesh)
+    sampler_mesh(mesh, None, MODEL, None, 16)
     with pytest.raises(UserError, match=r"100 slots are not split evenly over 8 copies of the weights; 96 or 104"):
-        check_slots(100, mesh)
+        sampler_mesh(mesh, None, MODEL, None, 100)
     with pytest.raises(UserError, match=r"3 slots are not split evenly over 8 copies of the weights; 8 would"):
-        check_slots(3, mesh)
+        sampler_mesh(mesh, None, MODEL, None, 3)
 
 
 @pytest.mark.parametrize("tensor", [*slow([1]), 2])
@@ -84,8 +84,7 @@ def test_weights_of_another_mesh_are_sampled_alike(tensor: int):
     params = random_params(MODEL, trained)
     mesh, _ = sampler_mesh(trained, RolloutMeshConfig(tensor=tensor), MODEL, None)
     there = small_engine(MODEL, params, mesh=mesh, slots=8)
-    assert there.weights is not None
-    assert there.weights.layers[0]["gate/w"].sharding.shard_shape((32, 64)) == (32, 64 // tensor)
+    assert there.hold().weights.layers[0]["gate/w"].sharding.shard_shape((32, 64)) == (32, 64 // tensor)
     here = small_engine(MODEL, {name: jax.device_put(np.asarray(x)) for name, x in params.items()}, slots=8)
     ours, theirs = (one.sample(prompts(96), 2, Sampling(max_tokens=12), seed=3) for one in (there, here))
     for one, other in zip(chain(*ours), chain(*theirs), strict=True):

@@ -77,14 +77,13 @@ class LoadedModel(InferenceModel):
         sampling = self.with_stop_ids(sampling)
         single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
         listed: Any = [prompts] if single else prompts
-        rows: list[Mapping[str, Any]] = []
-        for prompt in listed:  # each as a row with the column that it stands for
+        tokens = []
+        for number, prompt in enumerate(listed, start=1):  # each as a row with the column that it stands for
             if isinstance(prompt, str):
                 prompt = {"prompt": prompt}
             elif not isinstance(prompt, Mapping):
                 prompt = {"input_ids": [int(token) for token in prompt]}
-            rows.append(prompt)
-        tokens = [self.prompt(row, f"prompt {number}") for number, row in enumerate(rows, start=1)]
+            tokens.append(self.prompt(prompt, f"prompt {number}"))
         groups = self.engine.sample(tokens, n, sampling, seed)
         return [Answer(self.text(one) or "", one) for group in groups for one in group]
 

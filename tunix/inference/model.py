@@ -256,8 +256,10 @@ class InferenceModel:
     def training_prompt(self, row: Mapping[str, Any]) -> str | list[Any] | None:
         """A row's prompt as in rows to train on: a string, or messages; None where it is token ids."""
         value = row[name := prompt_column(row, "the row")]
-        if name == "input_ids" or (isinstance(value, str) and self.plain_reason is not None):
-            return None if name == "input_ids" else value
+        if name == "input_ids":
+            return None
+        if isinstance(value, str) and self.plain_reason is not None:
+            return value
         if isinstance(value, str):
             system = [] if self.system is None else [{"role": "system", "content": self.system}]
             return [*system, {"role": "user", "content": value}]
@@ -267,22 +269,13 @@ class InferenceModel:
         return messages
 
     def data(self, length: int, train: str = "the prompts") -> DataConfig:
-        """A `data` section for the model's prompts: the run's, else one that renders like `prompt`.
-
-        Args:
-            length: maximum tokens of a sequence.
-            train: the name of the rows.
-        """
+        """A `data` section for the model's prompts: the run's, else one that renders like `prompt`, for rows of a name
+        and so many tokens at most."""
         if self.trained_on is not None:
             return self.trained_on
-        chat = self.plain_reason is None
-        return DataConfig(
-            train=train,
-            max_length=length,
-            chat=chat,
-            system=self.system if chat else None,
-            template_kwargs=dict(self.template_kwargs),
-        )
+        chat, kwargs = self.plain_reason is None, dict(self.template_kwargs)
+        system = self.system if chat else None
+        return DataConfig(train=train, max_length=length, chat=chat, system=system, template_kwargs=kwargs)
 
     def text(self, completion: Completion, *, skip_special: bool = True) -> str | None:
         """The text of a completion, without the stop string and, by default, special tokens; None without a

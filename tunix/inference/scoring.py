@@ -96,15 +96,7 @@ def score(
     max_length: int = 1024,
     dtype: DType = "float32",
 ) -> float:
-    """Scores every row of `data` and writes `out`.
-
-    Args:
-        model: hub id, folder, or the folder of a run.
-        data: rows of text, messages, prompt and completion, or input_ids.
-        adapter: PEFT folder on top of the model.
-        batch_size: rows of a micro-batch.
-        max_length: maximum tokens of a row; a longer one is an error.
-        dtype: of the computation and the weights.
+    """Scores every row of `data` and writes `out`; the options are those of `LoadedModel.score` and `tunix.load`.
 
     Returns:
         The perplexity: exp of minus the mean log-prob over all tokens after the first of their row.

@@ -186,7 +186,7 @@ def state_of(model: Model, mesh: Mesh, sizes: Sizes) -> State:
 def decoding(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: Sizes) -> jax.stages.Lowered:
     """A dispatch of the engine: up to `sizes.steps` tokens in each slot, with all the pages that there may be."""
     every, nothing = np.arange(sizes.slots), np.int32(0)
-    slots = Slots(sizes.slots, sizes.max_length, sizes.speculate, turns=sizes.turns)
+    slots = Slots(sizes)
     reads = PageTables(sizes).reads(every, sizes.gathered(sizes.slots)[0])
     with jax.set_mesh(mesh):
         return decode.lower(model, sizes.steps, weights, state, slots.flow(every), reads, nothing, nothing)

@@ -15,7 +15,7 @@ from tunix.rollout.servers.protocol import Expected, Routing
 from tunix.rollout.servers.sampler import ServerSampler
 from tunix.run.setup import Setup
 from tunix.trainer.export import Exporter
-from tunix.trainer.sampler_mesh import engine_of, room_of, sampler_mesh, shares
+from tunix.trainer.sampler_mesh import bring_of, room_of, sampler_mesh, shares
 
 
 def local_engine(setup: Setup) -> Engine:
@@ -25,7 +25,7 @@ def local_engine(setup: Setup) -> Engine:
         UserError: its mesh or its slots do not divide, or there is no room for a request.
     """
     rollout, spec, memory = setup.recipe.rollout, setup.spec, setup.memory
-    mesh, _ = sampler_mesh(setup.sampling_mesh or spec.mesh, rollout.devices, spec.model, memory)
+    mesh, _ = sampler_mesh(setup.sampling_mesh or spec.mesh, rollout.devices, spec.model, memory, rollout.slots)
     trained, _ = setup.dtypes(spec.model)
     # Devices of its own hold nothing else.
     policies = [policy for policy in (spec, setup.critic_spec) if policy is not None and setup.sampling_mesh is None]
@@ -35,16 +35,17 @@ def local_engine(setup: Setup) -> Engine:
     room = room_of(rollout.memory, memory, mesh, spec.model, held, references=references, newer=newer)
     tokenizer = setup.source.tokenizer
     try:
-        return engine_of(
-            spec,
-            trained,
-            rollout.slots,
-            setup.recipe.data.max_length if setup.samples else None,
-            tokenizer and tokenizer.decode,
+        return Engine(
+            spec.model,
             mesh,
-            room,
+            slots=rollout.slots,
+            max_length=setup.recipe.data.max_length if setup.samples else spec.length,
             cache_dtype=rollout.cache_dtype,
+            decode=tokenizer and tokenizer.decode,
+            moving=() if spec.adapter is None else tuple(trained),
+            room=room,
             speculate=rollout.speculate,
+            bring=bring_of(spec.model, spec.mesh, mesh),
         )
     except NoRoom as error:
         assert room is not None, "where the memory is not known there is room for everything"

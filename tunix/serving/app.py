@@ -19,51 +19,43 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from tunix.serving.body import CompletionBody
-from tunix.serving.service import Refusal, Service
+from tunix.serving.service import CompletionBody, Refusal, Service
 
 _log = logging.getLogger(__name__)
 
 
-def app(service: Service) -> Starlette:
-    """The application that serves a model."""
+def server_of(service: Service) -> uvicorn.Server:
+    """What answers on the sockets that it is run with, until it is told to end."""
 
     async def endpoint(request: Request) -> Response:
         try:
-            content = await _content(service, request, _read(await request.body()))
+            try:
+                body = json.loads(await request.body() or b"{}")
+            except ValueError as error:
+                raise Refusal(400, f"the body is no JSON: {error}") from None
+            if not isinstance(body, dict):
+                raise Refusal(400, f"the body is a mapping, not {str(body)[:80]!r}")
+            content = await _content(service, request, body)
+            return PlainTextResponse(content) if isinstance(content, str) else JSONResponse(content)
         except Refusal as refusal:
-            return _error(refusal.status, str(refusal))
+            status, message = refusal.status, str(refusal)
         except ValidationError as error:
             first = error.errors()[0]
-            return _error(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}, not {str(first['input'])[:80]!r}")
+            status, where = 400, ".".join(map(str, first["loc"]))
+            message = f"{where}: {first['msg']}, not {str(first['input'])[:80]!r}"
         except Exception as error:  # a defect, or a full device: whoever asked is told, and the next are answered
             _log.exception("a request failed")
-            return _error(500, f"{type(error).__name__} {error}")
-        return PlainTextResponse(content) if isinstance(content, str) else JSONResponse(content)
+            status, message = 500, f"{type(error).__name__} {error}"
+        return JSONResponse({"error": {"message": message, "code": status}}, status)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
         await run_in_threadpool(service.batches.close)
 
-    routes = [Route(path, endpoint, methods=[method]) for path, method in ADDRESSES.items()]
-    return Starlette(routes=routes, lifespan=lifespan)
-
-
-def server_of(service: Service) -> uvicorn.Server:
-    """What answers on the sockets that it is run with, until it is told to end."""
-    return uvicorn.Server(uvicorn.Config(app(service), log_level="warning", access_log=False))
-
-
-def _read(content: bytes) -> dict[str, Any]:
-    """The body of a request."""
-    try:
-        body = json.loads(content or b"{}")
-    except ValueError as error:
-        raise Refusal(400, f"the body is no JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise Refusal(400, f"the body is a mapping, not {str(body)[:80]!r}")
-    return body
+    routes = [Route(path, endpoint, methods=[method]) for method, paths in ADDRESSES.items() for path in paths.split()]
+    app = Starlette(routes=routes, lifespan=lifespan)
+    return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
 
 
 def _field(body: dict[str, Any], name: str) -> str:
@@ -71,10 +63,6 @@ def _field(body: dict[str, Any], name: str) -> str:
     if not isinstance(value := body.get(name), str):
         raise Refusal(400, f"{name} is a text, not {value!r}")
     return value
-
-
-def _error(status: int, message: str) -> Response:
-    return JSONResponse({"error": {"message": message, "code": status}}, status)
 
 
 async def _content(service: Service, request: Request, body: dict[str, Any]) -> Any:
@@ -122,17 +110,8 @@ async def _content(service: Service, request: Request, body: dict[str, Any]) -> 
 
 
 ADDRESSES = {
-    "/v1/completions": "POST",
-    "/v1/models": "GET",
-    "/health": "GET",
-    "/tokenize": "POST",
-    "/pause": "POST",
-    "/resume": "POST",
-    "/collective_rpc": "POST",
-    "/reset_prefix_cache": "POST",
-    "/update_weight_version": "POST",
-    "/weight_info": "GET",
-    "/v1/load_lora_adapter": "POST",
-    "/v1/unload_lora_adapter": "POST",
+    "GET": "/v1/models /health /weight_info",
+    "POST": "/v1/completions /tokenize /pause /resume /collective_rpc /reset_prefix_cache /update_weight_version "
+    "/v1/load_lora_adapter /v1/unload_lora_adapter",
 }
-"""Path -> method of what `_content` answers."""
+"""What `_content` answers, by method."""

@@ -2,13 +2,12 @@
 
 Training splits weights over `fsdp` and gathers a matrix before it is multiplied, which costs little for thousands of
 tokens. A sampler multiplies by every matrix for one token of each slot: gathering them would cost many times as much.
-So the devices hold copies of the weights, on few of them each. Keys and values exist while completions are sampled,
-and so alongside the state of training, but not alongside its activations.
+So the devices hold copies of the weights, on few of them each. Keys and values exist alongside the state of training,
+but not alongside its activations.
 
-A sampler on other devices gets one parameter at a time, each byte once to each copy. A parameter is what the layers
-hold of one kind, such as all queries. Where it is, it is cast to the dtype of the computation, unless it has to be
-rounded to a grid before; it is moved to how the sampler splits it, and compared: a checksum of every bit is computed
-on both sides.
+A sampler on other devices gets one parameter (what the layers hold of one kind) at a time, each byte once to each copy:
+cast to the dtype of the computation, unless it has to be rounded to a grid before, and compared by a checksum of every
+bit on both sides.
 """
 
 import math
@@ -16,18 +15,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
-from tunix.config import CacheType
 from tunix.distributed import processes
 from tunix.distributed.global_arrays import Own, own_part
 from tunix.errors import UserError
-from tunix.mesh import AXES, groups_of, partition, row_shards
+from tunix.mesh import AXES, groups_of, partition
 from tunix.models.model import Model
 from tunix.models.quantization.formats import in_compute
 from tunix.rollout.config import RolloutMeshConfig
-from tunix.rollout.engine.engine import Engine
-from tunix.rollout.engine.request import Decode
 from tunix.trainer.digest import checksum
 from tunix.trainer.mesh_choice import WORDS, Demand, near_divisors
 from tunix.trainer.microbatches import TrainerSpec
@@ -41,7 +37,7 @@ leaves half of the memory, and the caches."""
 
 
 def sampler_mesh(
-    mesh: Mesh, config: RolloutMeshConfig | None, model: Model, memory: float | None
+    mesh: Mesh, config: RolloutMeshConfig | None, model: Model, memory: float | None, slots: int | None = None
 ) -> tuple[Mesh, str | None]:
     """The mesh that samples, and what it is in a line; None where it is that of training, or a single device.
 
@@ -50,9 +46,10 @@ def sampler_mesh(
         config: how the recipe divides it; None for the fewest devices to a copy of the weights that have room for it.
         model: what is sampled from.
         memory: bytes of a device; None where that is not known, and a copy is taken to fit.
+        slots: completions at a time, if the recipe says how many; they are split evenly over the copies.
 
     Raises:
-        UserError: the sizes do not divide the devices or the model.
+        UserError: the sizes do not divide the devices or the model, or copies the slots.
     """
     # Requests end at any time: programs over the devices of several processes would have to wait for each other.
     several, mesh = processes.number() > 1, own_part(mesh)
@@ -69,7 +66,14 @@ def sampler_mesh(
         if whole := [f"{size} {WORDS.get(name, name)}" for name, size in named.items() if size % tensor]:
             nearest = near_divisors("tensor", tensor, named)
             raise UserError(f"rollout.mesh: tensor {tensor} does not divide {', '.join(whole)}; {nearest}")
-    shape = (mesh.size // tensor, 1, 1, 1, tensor)
+    copies = mesh.size // tensor
+    if slots is not None and slots % copies:
+        below = slots // copies * copies
+        near = " or ".join(str(number) for number in (below, below + copies) if number)
+        raise UserError(
+            f"rollout.slots: {slots} slots are not split evenly over {copies} copies of the weights; {near} would be"
+        )
+    shape = (copies, 1, 1, 1, tensor)
     if mesh.size == 1 or mesh.devices.shape == shape:
         return mesh, None
     each = "each" if tensor == 1 else f"each {tensor}"
@@ -77,21 +81,6 @@ def sampler_mesh(
     where = f"{mesh.size} device(s)" + (f" of each of {processes.number()} processes" if several else "")
     line = f"sampling: a copy of the weights on {each} of {where}, {size}"
     return Mesh(mesh.devices.reshape(shape), AXES, axis_types=mesh.axis_types), line
-
-
-def check_slots(slots: int, mesh: Mesh) -> None:
-    """Refuses slots that are not split evenly over the copies of the weights.
-
-    Raises:
-        UserError: with the next numbers that would be.
-    """
-    copies = row_shards(mesh)
-    if slots % copies:
-        below = slots // copies * copies
-        near = " or ".join(str(number) for number in (below, below + copies) if number)
-        raise UserError(
-            f"rollout.slots: {slots} slots are not split evenly over {copies} copies of the weights; {near} would be"
-        )
 
 
 def copy_bytes(model: Model, names: Iterable[str]) -> int:
@@ -113,13 +102,11 @@ def room_of(
     references: int,
     newer: Collection[str] = (),
 ) -> float | None:
-    """Bytes for keys and values on each device; None where its memory is not known, as on a CPU.
+    """Bytes for keys and values on each device of the sampler's mesh; None where its memory is not known, as on a CPU.
 
     Args:
         share: of the memory that everything may take together, e.g. 0.85; the rest is for the sampler's activations.
         memory: bytes of a device.
-        mesh: the sampler's.
-        model: what is sampled from.
         trained: spec, trainable and frozen weights of the policy and of a critic that is a model of its own, as far as
             these devices hold them; the policy is the first.
         references: copies of the policy's weights that are kept, 0 or 1.
@@ -136,14 +123,8 @@ def room_of(
 
 
 def shares(share: float, memory: float, room: float, need: float) -> str:
-    """The arithmetic behind a refused share of the memory, and the smallest share that is enough.
-
-    Args:
-        share: the one that was refused.
-        memory: bytes of a device.
-        room: bytes that it leaves for keys and values, less than 0 where not even the rest has room.
-        need: bytes for them that are enough.
-    """
+    """The arithmetic behind a refused share of a device's memory, which leaves `room` bytes for keys and values (less
+    than 0 where not even the rest fits) where they `need` more, and the smallest share that is enough."""
     rest = share * memory - room
     least = math.ceil(1000 * (rest + need) / memory) / 1000
     verdict = f"the smallest that works is {least:g}" if least <= 1 else "no share of this device is enough"
@@ -153,101 +134,34 @@ def shares(share: float, memory: float, room: float, need: float) -> str:
     )
 
 
-Bring = Callable[[str, jax.Array], jax.Array]
-"""(name, array on the trainer's devices) -> the array on the sampler's."""
+def bring_of(model: Model, trainer: Mesh, sampler: Mesh) -> Callable[[str, jax.Array], jax.Array] | None:
+    """How parameters are brought from the devices that train, of all processes, to those of this process that sample:
+    (name, array there) -> the array here, to be called by all processes; a RuntimeError where it is not what was sent.
+    None where the sampler reads them on the trainer's devices."""
+    several, local = processes.number() > 1, own_part(trainer)
 
+    def together(mesh: Mesh) -> Own:
+        return Own(trainer, mesh, lambda name, x: partition(model.axes[name], x.shape, mesh))
 
-class Resharding:
-    """Brings parameters from the devices that train to those that sample."""
+    if set(local.devices.flat) == set(sampler.devices.flat):
+        return together(sampler) if several else None
+    of_all = together(local) if several else None
+    on_grid = {f"layers/{name}/w" for name, _ in model.simulated}
 
-    def __init__(self, model: Model, trainer: Mesh, sampler: Mesh):
-        """Brings nothing yet.
-
-        Args:
-            model: says how parameters are split, and the dtype of the computation.
-            trainer: the mesh of training, over all processes.
-            sampler: the mesh that samples, of this process's devices.
-        """
-        self._model, self._sampler, self._trainer = model, sampler, own_part(trainer)
-        self._together = Own(trainer, self._trainer, _axes(model, self._trainer))
-        self._on_grid = {f"layers/{name}/w" for name, _ in model.simulated}
-
-    def __call__(self, name: str, x: jax.Array) -> jax.Array:
-        """The parameter of a name on the sampler's devices, once it is there; to be called by all processes.
-
-        Raises:
-            RuntimeError: it is not what was sent.
-        """
-        if processes.number() > 1:
-            x = self._together(name, x)
-        with jax.set_mesh(self._trainer):
-            sent = x if name in self._on_grid else _cast(name, x, self._model.dtype)
+    def bring(name: str, x: jax.Array) -> jax.Array:
+        x = x if of_all is None else of_all(name, x)
+        with jax.set_mesh(local):
+            sent = x if name in on_grid else _cast(name, x, model.dtype)
             before = checksum(sent)
-        with jax.set_mesh(self._sampler):
-            where = NamedSharding(self._sampler, partition(self._model.axes[name], x.shape, self._sampler))
-            there = jax.device_put(sent, where)
+        with jax.set_mesh(sampler):
+            there = jax.device_put(sent, NamedSharding(sampler, partition(model.axes[name], x.shape, sampler)))
             after = checksum(there)
         # Reading both also waits, so that no more than one parameter is on its way.
         if int(after) != int(before):
             raise RuntimeError(f"{name} has other bits on the sampler's devices than on the trainer's")
         return there
 
-
-def bring_of(model: Model, trainer: Mesh, sampler: Mesh) -> Bring | None:
-    """How parameters are brought to a sampler's mesh; None where it reads them on the trainer's devices."""
-    if processes.number() == 1 and set(trainer.devices.flat) == set(sampler.devices.flat):
-        return None
-    if processes.number() > 1 and set(own_part(trainer).devices.flat) == set(sampler.devices.flat):
-        return Own(trainer, sampler, _axes(model, sampler))
-    return Resharding(model, trainer, sampler)
-
-
-def engine_of(
-    spec: TrainerSpec,
-    params: Collection[str],
-    slots: int | None = None,
-    max_length: int | None = None,
-    decode: Decode | None = None,
-    mesh: Mesh | None = None,
-    room: float | None = None,
-    cache_dtype: CacheType | None = None,
-    speculate: int = 0,
-) -> Engine:
-    """An engine beside a learner.
-
-    Args:
-        params: names of the trainable weights; with an adapter, only these are copied at each publication.
-        slots: completions at a time; None for as many as there is room for.
-        max_length: maximum tokens of a prompt and its completion; None for the length of a row.
-        decode: token ids -> text, for stop strings.
-        mesh: how the devices are divided to sample; None as they are for training.
-        room: bytes for keys and values on each device; None for as many as slots can need.
-        cache_dtype: what keys and values are kept in; None for the model's dtype.
-        speculate: next tokens that are guessed at each step.
-
-    Raises:
-        UserError: the slots are not split evenly over the mesh, or there is no room for a request.
-    """
-    mesh = mesh or own_part(spec.mesh)
-    if slots is not None:
-        check_slots(slots, mesh)
-    return Engine(
-        spec.model,
-        mesh,
-        slots=slots,
-        max_length=max_length or spec.length,
-        cache_dtype=cache_dtype,
-        decode=decode,
-        moving=() if spec.adapter is None else tuple(params),
-        room=room,
-        speculate=speculate,
-        bring=bring_of(spec.model, spec.mesh, mesh),
-    )
-
-
-def _axes(model: Model, mesh: Mesh) -> Callable[[str, jax.Array], PartitionSpec]:
-    """(name, parameter) -> how it is split over a mesh."""
-    return lambda name, x: partition(model.axes[name], x.shape, mesh)
+    return bring
 
 
 _cast = jit(in_compute, static_argnums=(0, 2))

@@ -14,14 +14,16 @@ from typing import Literal
 
 import numpy as np
 
+from tunix.distributed.global_arrays import own_part
 from tunix.models.model import Params
 from tunix.protocols import Client, Metered, Sampler, Saving
+from tunix.rollout.engine.engine import Engine
 from tunix.trainer.digest import digest_of_weights
 from tunix.trainer.export import Exporter
 from tunix.trainer.frozen_model import reference_of, snapshot, unreplayed
 from tunix.trainer.learner import Learner, required
 from tunix.trainer.microbatches import TrainerSpec
-from tunix.trainer.sampler_mesh import engine_of
+from tunix.trainer.sampler_mesh import bring_of
 from tunix.trainer.state_files import load_state, save_state
 from tunix.trainer.step import TrainState
 from tunix.types import (
@@ -221,5 +223,8 @@ def local_client(
     elif keep_reference:
         reference = reference_of(spec, snapshot(spec.model, spec.mesh, params))
     learner = Learner(spec, params, frozen, reference)
-    sampler = sampler or engine_of(spec, params)
+    if sampler is None:
+        mesh, moving = own_part(spec.mesh), () if spec.adapter is None else tuple(params)
+        bring = bring_of(spec.model, spec.mesh, mesh)
+        sampler = Engine(spec.model, mesh, max_length=spec.length, moving=moving, bring=bring)
     return Trainer(learner, sampler, exporter, critic)

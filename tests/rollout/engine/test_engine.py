@@ -108,9 +108,7 @@ def test_requests_that_make_room_for_others_are_continued_as_they_were(model, mo
     """Six slots with pages for one and a half of the longest: prompts kept for later go, then the last to come."""
     params = random_params(model)
     given = prompts(VOCAB, (20, 9, 33))
-    asked = [
-        Request(given[i % 3], Sampling(max_tokens=30 - i, prompt_logprobs=i < 3, stop_ids=(5,)), 7, i) for i in range(9)
-    ]
+    asked = [Request(given[i % 3], Sampling(max_tokens=30 - i, stop_ids=(5,)), 7, i) for i in range(9)]
 
     def reply(number: int, so_far: Completion) -> np.ndarray | None:
         return np.array([4, 9, 5], np.int32) if len(so_far.turns) < 2 else None
@@ -132,8 +130,6 @@ def test_requests_that_make_room_for_others_are_continued_as_they_were(model, mo
     assert list(few.sizes.pages) == pages
     for one, expected in zip(few.run(asked, reply), plenty, strict=True):
         same(one, expected)
-        if expected.prompt_logprobs is not None:
-            np.testing.assert_allclose(one.prompt_logprobs, expected.prompt_logprobs, atol=1e-5)
     assert len(suspended) > 2
     assert any(len(one.turns) > 1 for one in plenty)
 
@@ -226,7 +222,7 @@ def test_warming_up_compiles_each_program_once(params):
     compilations.settled()
     engine.warm(Workload(requests=6, prompt_length=20, length=88))
     with jax.set_mesh(engine.mesh):
-        calls = list(warmup_calls(MODEL, engine.weights, engine.sizes.of_requests([88] * 6)))
+        calls = list(warmup_calls(MODEL, engine.hold().weights, engine.sizes.of_requests([88] * 6)))
     # Beside them the empty slots.
     assert compilations.since_warmup == len(calls) + 1
 
@@ -524,7 +520,7 @@ def test_sizes_and_weights_that_are_missing(params):
 
 def test_one_copy_of_the_weights_lives_at_most(params, monkeypatch: pytest.MonkeyPatch):
     engine = small_engine(MODEL, params)
-    old = [weakref.ref(x) for x in jax.tree.leaves(engine.weights)]
+    old = [weakref.ref(x) for x in jax.tree.leaves(engine.hold().weights)]
     made = engine_file._unstack
 
     def watched(model: Model, given: dict) -> Weights:
@@ -533,7 +529,7 @@ def test_one_copy_of_the_weights_lives_at_most(params, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(engine_file, "_unstack", watched)
     engine.publish({name: x + 0 for name, x in params.items()}, 2)
-    assert engine.version == 2
+    assert engine.hold().version == 2
 
 
 # --- Ending early ---------------------------------------------------------------------------------------------------
@@ -566,7 +562,7 @@ def test_each_token_has_the_version_that_it_was_sampled_from(params):
     assert [found.finish for found in first] == ["length"] * 3  # all ended in one dispatch
     ends = [Sampling(max_tokens=number) for number in (3, 12)]
     requests = [Request(prompt[0], sampling, 4, index) for index, sampling in enumerate(ends)]
-    version = engine.version
+    version = engine.hold().version
     _, paused = engine.run(requests, on_done=lambda *_: True)
     engine.publish(params, version + 1)
     (found,) = engine.run([replace(requests[1], so_far=paused)])

@@ -1,10 +1,12 @@
 """The slots on the host: sampled tokens are written down by arrays, and stop strings are looked for in a tail."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from tests.rollout.engine.test_shapes import BARE
 from tunix.rollout.engine.programs import Flow
 from tunix.rollout.engine.request import Episode, StopText
 from tunix.rollout.engine.sampling import MOST_TOP, Draw
@@ -33,7 +35,7 @@ def draws(tokens: np.ndarray) -> Draw:
 
 
 def filled(*episodes: Episode, number: int = 4) -> Slots:
-    slots = Slots(number, LENGTH)
+    slots = Slots(replace(BARE, slots=number, max_length=LENGTH))
     for slot, one in enumerate(episodes):
         slots.admit(slot, one)
         slots.start(slot)
@@ -42,11 +44,11 @@ def filled(*episodes: Episode, number: int = 4) -> Slots:
 
 def take(slots: Slots, tokens: np.ndarray, counts: Sequence[int]) -> list[int]:
     """A dispatch of all slots that sampled these tokens `[St Sl]`."""
-    return slots.take(np.arange(len(slots)), slots.generations, draws(tokens), np.array(counts))
+    return slots.take(np.arange(len(slots.held)), slots.generations.copy(), draws(tokens), np.array(counts))
 
 
 def flow(slots: Slots) -> Flow:
-    return slots.flow(np.arange(len(slots)))
+    return slots.flow(np.arange(len(slots.held)))
 
 
 def test_tokens_of_several_dispatches_are_written_one_behind_the_other():
@@ -62,7 +64,7 @@ def test_tokens_of_several_dispatches_are_written_one_behind_the_other():
     assert (done.logprobs.tolist(), done.versions.tolist()) == ([-1.0, -4.0, -7.0, -10.0, -21.0], [6] * 5)
     slots.release(0)
     assert slots.running.tolist() == [1]
-    assert slots.idle.tolist() == [True, False, True]
+    assert list(slots.episodes) == [1]
     assert take(slots, tokens + 40, [0, 3, 0]) == [1]
     done = slots.completion(1, 6)
     assert done.tokens.tolist() == [2, 5, 22, 25, 28, 31, 42, 45, 48]
@@ -100,7 +102,7 @@ def test_an_episode_that_leaves_its_slot_keeps_everything():
     slots = filled(*(episode(number, prompt=number + 1, max_tokens=9) for number in range(4)))
     take(slots, np.arange(8, dtype=np.int32).reshape(2, 4), [2, 1, 2, 1])
     one = slots.suspend(2, 1)
-    assert (one.number, slots.taken.tolist()) == (2, [0, 1, 3])
+    assert (one.number, list(slots.episodes)) == (2, [0, 1, 3])
     assert slots.admit(2, one).tolist() == [1, 1, 1, 2, 6]
     assert slots.running.tolist() == [0, 1, 3]
     slots.start(2)
@@ -160,7 +162,7 @@ def test_what_was_sampled_for_a_turn_that_is_over_is_dropped():
     slots = filled(
         episode(0, max_tokens=30, stop_strings=("ab",)), episode(1, max_tokens=2), episode(2, max_tokens=9), number=3
     )
-    before, every = slots.generations, np.arange(3)
+    before, every = slots.generations.copy(), np.arange(3)
     assert slots.take(every, before, draws(np.full((2, 3), 2, np.int32)), np.array([2, 2, 2])) == [0, 1]
     slots.release(1)
     slots.admit(1, episode(3, max_tokens=5))

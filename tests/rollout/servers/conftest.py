@@ -1,6 +1,7 @@
 """A small Llama, stand-ins that serve it, and a sampler that asks them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as List
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +24,9 @@ from tunix.rollout.servers.handover import Handover
 from tunix.rollout.servers.probe import TEXT, Probe
 from tunix.rollout.servers.protocol import Expected
 from tunix.rollout.servers.sampler import ServerSampler
-from tunix.types import Completion, Sampling
+from tunix.trainer.logprobs import Scorer
+from tunix.trainer.microbatches import Microbatcher
+from tunix.types import Completion, Sampling, Sequence
 
 PROMPTS = [np.arange(5, 5 + n, dtype=np.int32) for n in (3, 7, 4)]
 WARM = Sampling(max_tokens=8, temperature=0.7)
@@ -80,9 +83,7 @@ def start(policy: Policy, tmp_path: Path) -> Iterator[Callable[..., tuple[Server
         yield started
 
 
-def sampler_of(
-    policy: Policy, urls: Sequence[str], folder: Path, timeout: float = 60.0, **changes: Any
-) -> ServerSampler:
+def sampler_of(policy: Policy, urls: List[str], folder: Path, timeout: float = 60.0, **changes: Any) -> ServerSampler:
     """A sampler that asks servers, and hands weights over in a folder."""
     vocab = policy.model.config.vocab_size
     expected = replace(Expected(vocab, LENGTH, policy.ids, 0.7, 1e-4), **changes)
@@ -99,10 +100,10 @@ def engine(policy: Policy, params: Params | None = None) -> Engine:
 def scored(policy: Policy, prompt: np.ndarray, completion: Completion, params: Params | None = None) -> np.ndarray:
     """The trainer's log-probs of a completion at its temperature."""
     whole = np.concatenate([prompt, completion.tokens])
-    settings = Sampling(1, temperature=completion.sampling.temperature, prompt_logprobs=True)
-    ((found,),) = engine(policy, params).sample([whole], 1, settings, 0)
-    assert found.prompt_logprobs is not None
-    return found.prompt_logprobs[len(prompt) :]
+    row = Sequence(whole, np.arange(len(whole)) > 0)
+    scorer = Scorer(policy.model, Microbatcher(1, policy.mesh), LENGTH)
+    weights, temperature = policy.params if params is None else params, completion.sampling.temperature
+    return scorer.scores("logprobs", weights, [row], temperature=temperature)[0][len(prompt) :]
 
 
 def flat(groups: list[list[Completion]]) -> list[Completion]:

@@ -83,7 +83,6 @@ def test_cuts_and_alternatives_are_those_of_our_own_engine(policy: Policy, start
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        (Sampling(4, prompt_logprobs=True), "prompt_logprobs"),
         (Sampling(4, min_p=0.1, top_p=0.9), "min_p"),
         (Sampling(4, temperature=0.001), "temperature"),
         (Sampling(0), "max_tokens"),

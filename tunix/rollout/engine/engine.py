@@ -32,7 +32,7 @@ from tunix.rollout.engine.pieces import Piece, copies_of
 from tunix.rollout.engine.programs import Compiled, State, copy_pages, decode, initial_state, prefill
 from tunix.rollout.engine.request import Decode, check_pictures, check_prompt
 from tunix.rollout.engine.sampling import check
-from tunix.rollout.engine.shapes import AHEAD, AHEAD_ELSEWHERE, PAGE, Sizes, within
+from tunix.rollout.engine.shapes import PAGE, Sizes, within
 from tunix.rollout.engine.slots import Slots
 from tunix.rollout.types import Pause
 from tunix.types import Completion, OnDone, Reply, Request, Usage, Workload
@@ -52,15 +52,10 @@ class Call(NamedTuple):
         """The program, traced."""
         return self.program.lower(*self.before, state, *self.after)
 
-    def __call__(self, state: State) -> State:
-        """Runs the program."""
-        return self.program(*self.before, state, *self.after)[0]
-
 
 def warmup_calls(model: Model, weights: Weights, sizes: Sizes) -> Iterator[Call]:
     """Calls of all programs, in all shapes, that leave the state as it is."""
-    nothing, page_tables = np.int32(0), PageTables(sizes)
-    slots = Slots(sizes.slots, sizes.max_length, sizes.speculate, turns=sizes.turns)
+    nothing, page_tables, slots = np.int32(0), PageTables(sizes), Slots(sizes)
     for width in sizes.widths:
         chosen = np.flatnonzero(np.arange(sizes.slots) % sizes.slots_of_shard < width // sizes.shards)
         flow = slots.flow(chosen)
@@ -131,8 +126,8 @@ class Engine(Sampler):
             )
         self.model, self.mesh, self.decode, self.moving = model, mesh, decode, moving
         self._bring = bring
-        if ahead is None:
-            ahead = AHEAD.get(mesh.devices.flat[0].platform, AHEAD_ELSEWHERE)
+        if ahead is None:  # a CPU computes on the cores that would wait
+            ahead = 0 if mesh.devices.flat[0].platform == "cpu" else 1
         cache_dtype = cache_dtype or model.dtype
         specs = decode_specs(model.config, mesh, model.dtype, cache_dtype, page)
         if reason := unsaved(specs):
@@ -171,26 +166,20 @@ class Engine(Sampler):
             vision=vision,
         )
         self.sizes = within(bare, model.config, mesh, slots, room)
-        self.weights: Weights | None = None
-        self.version = 0
+        self.slots = self.sizes.slots
+        """Requests that are answered at a time."""
+        self._published: Published | None = None
         self._lock = threading.RLock()
         """Held while programs are sent: those of several threads have to reach all devices in one order."""
         self._one_at_a_time = threading.Lock()
         """Held while requests are answered: there is room for one cache."""
         self.usage: Usage | None = None
         """What the last requests took; None where there were none."""
-        self.adapters: dict[str, int] = {}
-        """Number of each adapter that is loaded with the weights, from 1, by name."""
         self._warm: Sizes | None = None
         """The shapes that were compiled in advance."""
         self._mixture: Mixture | None = None
         self._base: Weights | None = None
         self._base_of: dict[str, weakref.ref] = {}
-
-    @property
-    def slots(self) -> int:
-        """Requests that are answered at a time."""
-        return self.sizes.slots
 
     def publish(
         self, params: Mapping[str, Any], version: int, adapters: Mapping[str, LoadedAdapter] | None = None
@@ -216,7 +205,7 @@ class Engine(Sampler):
             same = all(name in self._base_of and self._base_of[name]() is x for name, x in base.items())
             if copied is None or not frozen or not same:
                 # The old copy goes first: there is never room for two.
-                self.weights = self._base = copied = None
+                self._published = self._base = copied = None
                 copied = self._base = self._copy(base, frozen=frozen)
                 self._base_of = {name: weakref.ref(x) for name, x in base.items()}
             views = self._copy(adapter, frozen=False)
@@ -231,8 +220,9 @@ class Engine(Sampler):
                 self._mixture = Mixture(self.model, settings) if adapters else None
             if self._mixture is not None:
                 weights = self._mixture.with_adapters(weights, [loaded.params for loaded in adapters.values()])
-            self.weights, self.version = weights, version
-            self.adapters = {name: number for number, name in enumerate(adapters, start=1)}
+            model = self.model if self._mixture is None else self._mixture.model
+            numbers = {name: number for number, name in enumerate(adapters, start=1)}
+            self._published = Published(model, weights, version, numbers)
 
     def warm(self, work: Workload) -> None:
         """Compiles all that this workload needs, so that nothing compiles while it is sampled.
@@ -253,7 +243,7 @@ class Engine(Sampler):
                 for waiting in [pool.submit(compile_on, mesh, call.lowered(state)) for call in calls]:
                     waiting.result()
             for call in calls:
-                state = call(state)
+                state, _ = call.program(*call.before, state, *call.after)
 
     def run(
         self,
@@ -277,11 +267,11 @@ class Engine(Sampler):
             UserError: a sampling setting or a prompt is invalid.
             ValueError: no weights were loaded.
         """
-        vocab = self.model.config.vocab_size
+        published, vocab = held or self.hold(), self.model.config.vocab_size
         for number, request in enumerate(requests):
             check(request.sampling, vocab)
-            if request.adapter is not None and request.adapter not in self.adapters:
-                there = f"there are {', '.join(self.adapters)}" if self.adapters else "none was loaded"
+            if request.adapter is not None and request.adapter not in published.adapters:
+                there = f"there are {', '.join(published.adapters)}" if published.adapters else "none was loaded"
                 raise UserError(f"request {number} asks for the adapter {request.adapter!r}: {there}")
             if request.sampling.stop_strings and self.decode is None:
                 raise UserError(
@@ -290,7 +280,6 @@ class Engine(Sampler):
                 )
             check_prompt(number, request.prompt, self.sizes.max_length, vocab)
             check_pictures(number, request.prompt, request.pictures, self.model.config.vision)
-        published = held or self.hold()
         if not requests:
             return []
         # An environment's answers may take all that is left.
@@ -306,7 +295,6 @@ class Engine(Sampler):
 
     @property
     def exclusive(self) -> bool:
-        """Whether a publication waits until nobody holds the weights before: it does not."""
         return False
 
     def hold(self) -> Published:
@@ -316,10 +304,9 @@ class Engine(Sampler):
             ValueError: no weights were loaded.
         """
         with self._lock:
-            if self.weights is None:
+            if self._published is None:
                 raise ValueError("the engine has no weights: publish() them before sampling")
-            model = self.model if self._mixture is None else self._mixture.model
-            return Published(model, self.weights, self.version, self.adapters)
+            return self._published
 
     def _copy(self, base: Params, *, frozen: bool) -> Weights:
         """A copy of the base; where it is frozen, tables that have the right dtype are shared instead."""

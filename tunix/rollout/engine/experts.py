@@ -57,10 +57,9 @@ class Known(NamedTuple):
 
 
 def of_sequence(prompt: int, after: np.ndarray | None, known: Sequence[Known]) -> np.ndarray | None:
-    """`[T L k]` int16, the experts of a prompt and of what follows it; None for a model without experts.
+    """`[T L k]` int16, the experts of a prompt of so many tokens and of those after it; None for a model without.
 
     Args:
-        prompt: tokens of the prompt.
         after: `[T L k]` those of the tokens after it, `UNKNOWN` where an environment wrote.
         known: what pieces tell, from which unknown ones are filled in; the first has precedence.
     """

@@ -61,13 +61,7 @@ class DraftCaches:
     """The draft caches as the host writes them."""
 
     def __init__(self, slots: int, max_length: int, speculate: int):
-        """Empty ones, one for each slot at most.
-
-        Args:
-            slots: of the engine.
-            max_length: tokens of prompt and completion at most.
-            speculate: Gs, e.g. 4.
-        """
+        """Empty ones, one for each slot at most, for so many tokens of prompt and completion and `speculate` (Gs)."""
         size = min(LARGEST, 1 << max(4, (2 * max_length - 1).bit_length()))
         self._entries = np.full((slots, size, speculate), NO_TOKEN, np.int32)
         self._of_slot = np.zeros(slots, np.int32)
@@ -78,13 +72,8 @@ class DraftCaches:
         self._free = list(range(slots))[::-1]
 
     def open(self, slot: int, key: tuple, tokens: np.ndarray) -> None:
-        """Gives a slot the draft cache of a prompt, and writes the slot's tokens `[T]` into it.
-
-        Args:
-            slot: has none.
-            key: equal for requests that share a cache.
-            tokens: the prompt, and what has been sampled after it.
-        """
+        """Gives a slot the draft cache of a key, which requests of one prompt share, and writes the slot's tokens `[T]`
+        into it: the prompt, and what has been sampled after it."""
         if key not in self._cache:
             self._cache[key] = self._free.pop()
             self._entries[self._cache[key]] = NO_TOKEN
@@ -99,13 +88,7 @@ class DraftCaches:
             self._free.append(self._cache.pop(key))
 
     def write(self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """Notes new tokens.
-
-        Args:
-            slots: `[Sl]`.
-            tokens: `[Sl T]`.
-            counts: `[Sl]` how many of them there are; the rest means nothing.
-        """
+        """Notes the first `counts[s]` of the new tokens `[Sl T]` of each slot."""
         speculate, width = self._entries.shape[2], self._tail.shape[1]
         # Right behind each other, from the left; what is behind a slot's last token is NO_TOKEN.
         known = np.where(np.arange(tokens.shape[1]) < counts[:, None], tokens, NO_TOKEN)

@@ -7,7 +7,6 @@ Programs run in the order in which they are sent, so a page that is let go may b
 Axes: Sl slots, Co columns of a page table, Vi visits, s shards of the rows.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -62,9 +61,7 @@ class Prefix(NamedTuple):
     shard: int
     held: tuple[Held, ...]
     """Its pages, for each kind of layer."""
-    logprobs: np.ndarray | None
-    """`[T]` log-probs of its tokens; None where nobody wants them."""
-    experts: tuple[Known, ...] = ()
+    experts: tuple[Known, ...]
     """What is known of the experts of its tokens."""
 
 
@@ -75,12 +72,6 @@ class Pool:
         """All of them free."""
         self.free = list(range(number))[::-1]
         self._uses = [0] * number  # a list: each is changed alone
-
-    def take(self) -> int:
-        """A free page, of which there is one."""
-        page = self.free.pop()
-        self._uses[page] = 1
-        return page
 
     def share(self, page: int) -> int:
         """The page, which one more sequence holds."""
@@ -120,26 +111,26 @@ class PageTables:
         """The shard of a slot."""
         return slot // self.sizes.slots_of_shard
 
-    def free(self, shard: int) -> int:
-        """Pages that slots of a shard can take: of the kind that has fewest, among layers without a window.
-
-        Where a dispatch gathers the pages of its slots, all slots hold no more than there are, shared ones included.
-        """
-        pools = [(len(pools[shard].free), self._left(kind, shard)) for kind, pools, _ in self._kinds[False]]
-        return min((min(both) for both in pools), default=self.sizes.slots * self.sizes.max_length)
+    def lacks(self, slot: int, tokens: int) -> bool:
+        """Whether a slot needs more pages for a sequence of so many tokens than its shard has, of a kind of layers
+        without a window."""
+        if not self._kinds[False]:
+            return False
+        shard = self.shard(slot)
+        free = min(min(len(pools[shard].free), self._left(kind, shard)) for kind, pools, _ in self._kinds[False])
+        held = min(len(self._held[kind][slot]) for kind, _, _ in self._kinds[False])
+        return free < max(-(-tokens // self.sizes.page) - held, 0)
 
     def fits(self, shard: int, tokens: int, spare: int, *, shared: bool) -> bool:
-        """Whether a shard has pages for another sequence of so many tokens, and some to spare.
-
-        Args:
-            shared: whether all but its last page are there already.
-        """
+        """Whether a shard has pages for another sequence of so many tokens, of which all but the last page may be
+        shared, and some to spare."""
         pages = -(-tokens // self.sizes.page)
         kinds = [(pools[shard], self._left(kind, shard)) for kind, pools, _ in self._kinds[False]]
         return all(left >= pages + spare and len(pool.free) >= (1 if shared else pages) + spare for pool, left in kinds)
 
     def _left(self, kind: int, shard: int) -> int:
-        """Pages that slots of a shard may hold beside those that they hold."""
+        """Pages that slots of a shard may hold beside those that they hold: where a dispatch gathers the pages of its
+        slots, all slots hold no more than there are, shared ones included."""
         if self.sizes.in_place:
             return len(self._pools[kind][shard].free)
         slots = slice(shard * self.sizes.slots_of_shard, (shard + 1) * self.sizes.slots_of_shard)
@@ -149,25 +140,14 @@ class PageTables:
         """The pages of a slot, for each kind of layer."""
         return tuple(of_kind[slot] for of_kind in self._held)
 
-    def needs(self, slot: int, tokens: int) -> int:
-        """Pages that a slot lacks for a sequence of so many tokens, of each kind without a window."""
-        held = [len(self._held[kind][slot]) for kind, _, _ in self._kinds[False]]
-        return max(-(-tokens // self.sizes.page) - min(held), 0) if held else 0
-
     def short(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Those of these slots that lack a page for their next tokens, up to so many each."""
         goal = -(-tokens // self.sizes.page)
         return slots[np.any(self._ends[:, slots] < goal, axis=0)]
 
     def cover(self, slot: int, start: int, stop: int, *, windows: bool | None = None) -> None:
-        """Takes the pages of positions `start` to `stop`, which are free.
-
-        Args:
-            slot: who holds them.
-            start: the first position.
-            stop: one after the last position.
-            windows: whether only layers with a window are meant, or only those without; None for all.
-        """
+        """Takes the pages of positions `start` to `stop` - 1, which are free; `windows` says whether only for layers
+        with a window, or only for those without."""
         for kind, _, _ in self._kinds[windows]:
             held = self._held[kind][slot]
             for index in range(start // self.sizes.page, -(-stop // self.sizes.page)):
@@ -199,19 +179,16 @@ class PageTables:
             of_kind[slot] = {}
         self._note(slot)
 
-    def keep(self, key: tuple, slot: int, tokens: int, logprobs: np.ndarray | None, experts: Sequence[Known]) -> None:
+    def keep(self, key: tuple, slot: int, tokens: int, experts: tuple[Known, ...]) -> None:
         """Keeps the pages of a slot's first tokens, in place of others under this key; until `forget`, or until they
         are needed."""
-        last = (tokens - 1) // self.sizes.page
-
-        def of(kind: int) -> Held:
-            window = self.sizes.windows[kind]
-            first = 0 if window is None else max(0, tokens - window) // self.sizes.page
-            return {index: page for index, page in self._held[kind][slot].items() if first <= index <= last}
-
         self.forget(key)
-        held = self.share(self.shard(slot), tuple(map(of, range(len(self._held)))))
-        self.prefixes[key] = Prefix(self.shard(slot), held, logprobs, tuple(experts))
+        last, held = (tokens - 1) // self.sizes.page, []
+        for window, pages in zip(self.sizes.windows, self.held(slot), strict=True):
+            first = 0 if window is None else max(0, tokens - window) // self.sizes.page
+            held.append({index: page for index, page in pages.items() if first <= index <= last})
+        shard = self.shard(slot)
+        self.prefixes[key] = Prefix(shard, self.share(shard, tuple(held)), experts)
 
     def forget(self, key: tuple) -> None:
         """Lets the pages under this key go, if any are kept."""
@@ -232,14 +209,8 @@ class PageTables:
                 pools[shard].drop(page)
 
     def adopt(self, slot: int, source: tuple[Held, ...], tokens: int, *, windows: bool | None = None) -> list[Copy]:
-        """Makes a slot hold the first tokens of another sequence; the page that it will write to is a copy.
-
-        Args:
-            slot: one of the same shard that holds nothing yet.
-            source: the other's pages.
-            tokens: how many begin both.
-            windows: as for `cover`.
-        """
+        """Makes a slot of the same shard, which holds nothing yet, hold the first tokens of another sequence; the page
+        that it will write to is a copy. `windows` as for `cover`."""
         full, shard, copies = tokens // self.sizes.page, self.shard(slot), []
         for kind, pools, _ in self._kinds[windows]:
             adopted = self._held[kind][slot]
@@ -253,14 +224,21 @@ class PageTables:
         return copies
 
     def reads(self, slots: np.ndarray, numbers: tuple[int, ...] | None = None) -> tuple[Reads, ...]:
-        """What a dispatch of these slots reads, for each kind of layer.
-
-        Args:
-            slots: `[Sl]`, as many of each shard, in the order of the shards.
-            numbers: how many pages of each kind are gathered; None for as few as can be.
-        """
-        self._write(list(self._changed.intersection(slots.tolist())))
-        self._changed.difference_update(slots.tolist())
+        """What a dispatch of these slots `[Sl]` (as many of each shard, in their order) reads, for each kind of layer;
+        `numbers` says how many pages of each are gathered, None as few as can be."""
+        changed = list(self._changed.intersection(slots.tolist()))
+        self._changed.difference_update(changed)
+        # Written all at once, as numpy takes a microsecond for each call.
+        for held, table, firsts in zip(self._held, self._tables, self._firsts, strict=True):
+            rows, columns, pages = [], [], []
+            for slot in changed:
+                pages_of_slot = held[slot]
+                first = firsts[slot] = min(pages_of_slot, default=0)
+                rows += [slot] * len(pages_of_slot)
+                columns += [index - first for index in pages_of_slot]
+                pages += pages_of_slot.values()
+            table[changed] = -1
+            table[rows, columns] = pages
         tables = [(table[slots], first[slots]) for table, first in zip(self._tables, self._firsts, strict=True)]
         if self.sizes.in_place:
             return tuple(Reads(None, None, None, table, first) for table, first in tables)
@@ -279,23 +257,10 @@ class PageTables:
         pool = self._pools[kind][shard]
         while not pool.free:
             self.forget(next(key for key, prefix in self.prefixes.items() if prefix.shard == shard))
-        return pool.take()
+        return pool.share(pool.free.pop())
 
     def _note(self, slot: int) -> None:
         """Notes that a slot's pages are others now."""
         self._changed.add(slot)
         for kind, held in enumerate(self._held):
             self._ends[kind, slot] = max(held[slot], default=-1) + 1
-
-    def _write(self, slots: list[int]) -> None:
-        """Writes the pages of these slots into the tables: all at once, as numpy takes a microsecond for each call."""
-        for held, table, firsts in zip(self._held, self._tables, self._firsts, strict=True):
-            rows, columns, pages = [], [], []
-            for slot in slots:
-                pages_of_slot = held[slot]
-                first = firsts[slot] = min(pages_of_slot, default=0)
-                rows += [slot] * len(pages_of_slot)
-                columns += [index - first for index in pages_of_slot]
-                pages += pages_of_slot.values()
-            table[slots] = -1
-            table[rows, columns] = pages

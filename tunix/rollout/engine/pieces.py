@@ -9,21 +9,19 @@ Pp patches, Pr rows of a patch, Pc columns of a patch, Rb colours.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from tunix.models.attention.pages import NOWHERE, Copies, Visits, block_of
-from tunix.rollout.engine.experts import Known, Recorded
+from tunix.rollout.engine.experts import Known
 from tunix.rollout.engine.page_tables import Copy, Held, PageTables
-from tunix.rollout.engine.sampling import Transform
-from tunix.types import Pictures, Sampling
+from tunix.types import Pictures
 
 FIRST, CONTINUES = -1, -2
-"""In `States.sources`: a chunk with the first tokens of a sequence, and one that continues the chunk before it."""
+"""In `Inputs.sources`: a chunk with the first tokens of a sequence, and one that continues the chunk before it."""
 COPIES = 32
 """Pages of each shard that are copied together: what they take is there once more meanwhile, of a layer at a time."""
 
@@ -39,10 +37,6 @@ class Job:
     """Position of the first of them; what comes before is in pages."""
     adapter: int = 0
     """Number of the request's adapter, from 1; 0 for none."""
-    scored: Sampling | None = None
-    """Settings under which log-probs of the tokens are wanted; None where they are not."""
-    logprobs: list[np.ndarray] = field(default_factory=list)
-    """Log-probs of the tokens computed so far, but for the first."""
     experts: list[Known] = field(default_factory=list)
     """What the pieces that computed the tokens tell about their experts."""
     followers: list[int] = field(default_factory=list)
@@ -85,44 +79,13 @@ class Inputs(NamedTuple):
     """`[Sl]` the token, within the row of its shard, from whose state a slot samples next; -1 to leave the slot."""
     adapters: np.ndarray
     """`[s]` the adapter of each row."""
-    states: "States | None"
-    """What layers with states read; None where there are none."""
-    seen: "Seen | None"
-    """The pictures among the tokens; None where the model sees none."""
-
-
-class States(NamedTuple):
-    """Where the sequences of a piece begin and end; see `models.deltanet.PieceStates`."""
-
-    sources: np.ndarray
-    """`[s c]`."""
-    ends: np.ndarray
+    sources: np.ndarray | None
+    """`[s c]`, with the next where sequences begin and end, as in `models.deltanet.PieceStates`; None where no layer
+    has states."""
+    ends: np.ndarray | None
     """`[Sl]`."""
-
-
-class Seen(NamedTuple):
-    """The pictures of a piece, as `types.Pictures`; each is whole in it."""
-
-    pixels: np.ndarray
-    """`[s Pi Pp Pr Pc Rb]` uint8."""
-    grids: np.ndarray
-    """`[s Pi 2]`."""
-    places: np.ndarray
-    """`[s C]`."""
-    rope: np.ndarray | None
-    """`[s C 3]`, also of text; None where rope turns tokens to their places."""
-
-
-class Part(NamedTuple):
-    """What of a job is in a piece."""
-
-    job: Job
-    row: int
-    begin: int
-    """Column of its first token."""
-    tokens: np.ndarray
-    position: int
-    """Position of its first token in the sequence."""
+    pictures: Pictures | None
+    """Those of each row, all of them whole; places for rope are also of text. None where the model sees none."""
 
 
 class Piece:
@@ -132,138 +95,103 @@ class Piece:
         """An empty one with so many tokens a shard (C)."""
         self.page_tables, sizes = page_tables, page_tables.sizes
         self.sizes, self.length, shape, kinds = sizes, length, (sizes.shards, length), range(len(sizes.windows))
-        self.parts: list[Part] = []
-        self.done: list[Job] = []
+        self.parts: list[tuple[Job, int, int, int, int]] = []
+        """What of jobs is in it: row, column of the first token, how many, and the first one's position."""
         self._filled = np.zeros(sizes.shards, np.int32)
-        self._longest = max((window for window in sizes.windows if window is not None), default=0)
         tokens, positions, ids, begins = np.zeros((4, *shape), np.int32)
-
-        def none(number: int) -> Visits:
-            blocks, pages, starts, owners = np.zeros((4, sizes.shards, number), np.int32)
-            return Visits(blocks, pages, starts, owners, np.zeros(sizes.shards, np.int32))
-
-        visits = tuple(none(sizes.visits(length, kind)) for kind in kinds)
+        visits = []
+        for kind in kinds:
+            blocks, pages, starts, owners = np.zeros((4, sizes.shards, sizes.visits(length, kind)), np.int32)
+            visits.append(Visits(blocks, pages, starts, owners, np.zeros(sizes.shards, np.int32)))
         writes = tuple(np.full(shape, NOWHERE, np.int32) for _ in kinds)
         last, adapters = np.full(sizes.slots, -1, np.int32), np.zeros(sizes.shards, np.int32)
-        states = None
+        sources = ends = pictures = None
         if sizes.chunk is not None:
-            sources = np.full((sizes.shards, length // sizes.chunk), CONTINUES, np.int32)
-            states = States(sources, np.full(sizes.slots, -1, np.int32))
-        seen = None
+            sources, ends = np.full((sizes.shards, length // sizes.chunk), CONTINUES, np.int32), last.copy()
         if sizes.vision is not None:  # room for as many of the largest pictures as a piece has at most
             number = length // sizes.vision.tokens
             pixels = np.zeros((sizes.shards, number, *sizes.vision.shape), np.uint8)
             rope = np.zeros((*shape, 3), np.int32) if sizes.vision.turns else None
-            seen = Seen(pixels, np.zeros((sizes.shards, number, 2), np.int32), np.zeros(shape, np.int32), rope)
-        self.inputs = Inputs(tokens, positions, ids, begins, visits, writes, last, adapters, states, seen)
-        self._copies: list[list[list[Copy]]] = [[[] for _ in range(sizes.shards)] for _ in kinds]
+            pictures = Pictures(pixels, np.zeros((sizes.shards, number, 2), np.int32), np.zeros(shape, np.int32), rope)
+        self.inputs = Inputs(
+            tokens, positions, ids, begins, tuple(visits), writes, last, adapters, sources, ends, pictures
+        )
 
     def fill(self, row: int, jobs: deque[Job]) -> None:
         """Packs jobs into a row until it is full; those that end here leave the queue."""
-        copied = 0
+        inputs, sizes, copied = self.inputs, self.sizes, 0
+        chunk, seen = sizes.chunk or 1, inputs.pictures
+        longest = max((window for window in sizes.windows if window is not None), default=0)
         while jobs and self._filled[row] < self.length:
             job, begin = jobs[0], int(self._filled[row])  # a multiple of the chunk, where there is one
-            if begin and job.adapter != self.inputs.adapters[row]:
+            if begin and job.adapter != inputs.adapters[row]:
                 break
-            number = job.whole(min(len(job.tokens), self.length - begin), self._room(row))
+            room = 0 if seen is None else int(np.sum(seen.grids[row, :, 0] == 0))  # for more pictures
+            number = job.whole(min(len(job.tokens), self.length - begin), room)
             if not number:
                 break
             # A job that is alone always has room: before it is queued no slot holds more than a window.
             last, copied = job.start + number, copied + len(job.followers)
-            if begin and not self.page_tables.covers(job.slot, max(job.start, last - self._longest), last, copied):
+            if begin and not self.page_tables.covers(job.slot, max(job.start, last - longest), last, copied):
                 break
             if not self._visit(row, begin, number, job):
                 break
-            self._add(row, begin, number, job)
+            at, positions = np.s_[row, begin : begin + number], np.arange(job.start, last)
+            inputs.tokens[at], inputs.positions[at] = job.tokens[:number], positions
+            inputs.ids[at], inputs.begins[at] = len(self.parts) + 1, job.start
+            inputs.adapters[row] = job.adapter
+            for kind, window in enumerate(sizes.windows if job.reads is None else ()):
+                # Tokens before the first one are not seen again.
+                first = job.start if window is None else max(job.start, last - window)
+                if window is not None:
+                    self.page_tables.cover(job.slot, first, last, windows=True)
+                held, lowest = self.page_tables.held(job.slot)[kind], first // sizes.page
+                pages = np.array([held[index] for index in range(lowest, -(-last // sizes.page))], np.int32)
+                written = np.s_[row, begin + first - job.start : begin + number]
+                inputs.writes[kind][written] = pages[np.arange(first, last) // sizes.page - lowest]
+            if inputs.sources is not None and inputs.ends is not None:
+                inputs.sources[row, begin // chunk] = job.slot % sizes.slots_of_shard if job.start else FIRST
+                inputs.ends[job.slot] = begin + number - 1
+            if seen is not None and seen.rope is not None:
+                seen.rope[at] = positions[:, None]
+            if seen is not None and job.pictures is not None:
+                pictures, used = job.pictures.within(job.start, last), seen.number - room
+                free = np.s_[row, used : used + pictures.number]
+                seen.places[at] = np.where(pictures.places > 0, pictures.places + np.max(seen.places[row]), 0)
+                seen.pixels[free], seen.grids[free] = pictures.pixels, pictures.grids
+                if seen.rope is not None:
+                    seen.rope[at] = pictures.rope
+            self.parts.append((job, row, begin, number, job.start))
+            job.tokens, job.start = job.tokens[number:], last
+            self._filled[row] = -(-(begin + number) // chunk) * chunk
             if not len(job.tokens):
-                self.done.append(jobs.popleft())
+                jobs.popleft()
 
-    def finish(self, job: Job, copies: Sequence[Copy]) -> None:
-        """The slots that sample from the last token of a job that ends here, and the pages copied for them."""
-        row, inputs = self.page_tables.shard(job.slot), self.inputs
-        (part,) = [part for part in self.parts if part.job is job]
-        slots, end = [job.slot, *job.followers], part.begin + len(part.tokens) - 1
-        inputs.last[slots] = end
-        if inputs.states is not None:
-            inputs.states.ends[slots] = end
-        for copy in (*job.copies, *copies):
-            self._copies[copy.kind][row].append(copy)
-
-    def copies(self) -> Iterator[tuple[Copies, ...]]:
-        """What is copied when the piece is computed: for each kind of layer, up to COPIES pages of each shard."""
-        most = max((len(copies) for of_kind in self._copies for copies in of_kind), default=0)
-        for start in range(0, most, COPIES):
-            yield tuple(copies_of([copies[start : start + COPIES] for copies in of_kind]) for of_kind in self._copies)
-
-    def leave(self) -> None:
-        """Lets pages go that nobody reads after this piece, when it is packed and those that end in it have finished.
-
-        Before, they could be given away within it, and be written to before it reads them. What the last token sees
-        stays: requests that come later compute it again.
-        """
-        for job in [part.job for part in self.parts]:
+    def finish(self) -> tuple[list[Job], list[tuple[Copies, ...]]]:
+        """Ends the packing: says which slots sample from the jobs that end here, and lets pages go. Returns these jobs,
+        and what is copied when the piece is computed: for each kind of layer, up to COPIES pages of each shard at a
+        time."""
+        copies: list[list[list[Copy]]] = [[[] for _ in range(self.sizes.shards)] for _ in self.sizes.windows]
+        done = [part for part in self.parts if not len(part[0].tokens)]
+        for job, row, begin, number, _ in done:
+            slots = [job.slot, *job.followers]
+            self.inputs.last[slots] = begin + number - 1
+            if self.inputs.ends is not None:
+                self.inputs.ends[slots] = begin + number - 1
+            held = self.page_tables.held(job.slot)
+            for slot in job.followers:  # they get their pages of layers with a window
+                job.copies += self.page_tables.adopt(slot, held, job.start, windows=True)
+            for copy in job.copies:
+                copies[copy.kind][row].append(copy)
+        # Only now: before, pages could be given away within the piece, and be written to before it reads them. What the
+        # last token sees stays: requests that come later compute it again.
+        for job, *_ in self.parts:
             self.page_tables.leave(job.slot, job.start - 1)
-
-    def record(self, experts: jax.Array | None) -> list[Recorded]:
-        """Notes for each job where the experts `[s C L k]` of its tokens are; returns what is still to be read."""
-        if experts is None:
-            return []
-        recorded = Recorded(experts)
-        for part in self.parts:
-            part.job.experts.append(Known(recorded, part.row, part.begin, len(part.tokens), part.position))
-        return [recorded]
-
-    def targets(self) -> tuple[np.ndarray, Transform]:
-        """`[s C]` the token after each one that is scored, and the settings of each."""
-        targets = np.zeros_like(self.inputs.tokens)
-        plain = Sampling()
-        settings = [[plain] * self.length for _ in range(self.sizes.shards)]
-        for job, row, begin, tokens, _ in self.parts:
-            if job.scored is not None:
-                after = np.append(tokens[1:], job.tokens[:1])
-                targets[row, begin : begin + len(after)] = after
-                settings[row][begin : begin + len(tokens)] = [job.scored] * len(tokens)
-        rows = [Transform.of(row) for row in settings]
-        return targets, jax.tree.map(lambda *each: np.stack(each), *rows)
-
-    def _add(self, row: int, begin: int, number: int, job: Job) -> None:
-        """Writes the next tokens of a job into the row."""
-        at, positions = np.s_[row, begin : begin + number], np.arange(job.start, job.start + number)
-        inputs, end = self.inputs, job.start + number
-        inputs.tokens[at], inputs.positions[at] = job.tokens[:number], positions
-        inputs.ids[at], inputs.begins[at] = len(self.parts) + 1, job.start
-        inputs.adapters[row] = job.adapter
-        for kind, window in enumerate(self.sizes.windows if job.reads is None else ()):
-            # Tokens before the first one are not seen again.
-            first = job.start if window is None else max(job.start, end - window)
-            if window is not None:
-                self.page_tables.cover(job.slot, first, end, windows=True)
-            held, lowest = self.page_tables.held(job.slot)[kind], first // self.sizes.page
-            pages = np.array([held[index] for index in range(lowest, -(-end // self.sizes.page))], np.int32)
-            written = np.s_[row, begin + first - job.start : begin + end - job.start]
-            inputs.writes[kind][written] = pages[np.arange(first, end) // self.sizes.page - lowest]
-        if inputs.states is not None and self.sizes.chunk is not None:
-            slot = job.slot % self.sizes.slots_of_shard
-            inputs.states.sources[row, begin // self.sizes.chunk] = slot if job.start else FIRST
-            inputs.states.ends[job.slot] = begin + number - 1
-        seen = inputs.seen
-        if seen is not None and seen.rope is not None:
-            seen.rope[at] = positions[:, None]
-        if seen is not None and job.pictures is not None:
-            pictures, used = job.pictures.within(job.start, end), seen.pixels.shape[1] - self._room(row)
-            free = np.s_[row, used : used + pictures.number]
-            seen.places[at] = np.where(pictures.places > 0, pictures.places + np.max(seen.places[row]), 0)
-            seen.pixels[free], seen.grids[free] = pictures.pixels, pictures.grids
-            if seen.rope is not None:
-                seen.rope[at] = pictures.rope
-        self.parts.append(Part(job, row, begin, job.tokens[:number], job.start))
-        job.tokens, job.start = job.tokens[number:], end
-        chunk = self.sizes.chunk or 1
-        self._filled[row] = -(-(begin + number) // chunk) * chunk
-
-    def _room(self, row: int) -> int:
-        """How many more pictures a row can have."""
-        return 0 if self.inputs.seen is None else int(np.sum(self.inputs.seen.grids[row, :, 0] == 0))
+        most = max((len(of_shard) for of_kind in copies for of_shard in of_kind), default=0)
+        return [job for job, *_ in done], [
+            tuple(copies_of([of_shard[start : start + COPIES] for of_shard in of_kind]) for of_kind in copies)
+            for start in range(0, most, COPIES)
+        ]
 
     def _visit(self, row: int, begin: int, number: int, job: Job) -> bool:
         """Notes what the next tokens of a job see of earlier ones; whether there was room for it."""

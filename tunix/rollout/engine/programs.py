@@ -1,7 +1,7 @@
 """The engine's compiled programs: a few pure functions over slots and pages, with shapes from a closed set.
 
-`prefill` computes a piece of prompts into pages, `copy_pages` copies those that other slots begin with, `score` takes a
-piece's log-probs where they are wanted, and `decode` samples tokens in some slots until they have ended.
+`prefill` computes a piece of prompts into pages, `copy_pages` copies those that other slots begin with, and `decode`
+samples tokens in some slots until they have ended.
 
 A slot's last hidden state is in `State.hidden`: a step samples a token from it, then runs the model on that token, so
 that prompts, observations and sampled tokens all leave a slot in the same condition. A dispatch takes what it reads out
@@ -12,7 +12,7 @@ k chosen experts of a token.
 """
 
 from collections.abc import Callable
-from functools import partial, update_wrapper
+from functools import lru_cache, partial, update_wrapper
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -39,39 +39,32 @@ from tunix.models.attention.pages import (
 from tunix.models.blocks import Cache
 from tunix.models.deltanet import PieceStates, SlotStates, StepView
 from tunix.models.kv_cache import Weights, empty, extend
-from tunix.models.model import Model, Params
+from tunix.models.model import Model
 from tunix.models.vision import seen_ahead
 from tunix.rollout.engine.lookup import GRAM, NO_TOKEN, DraftTables, draft_tokens
 from tunix.rollout.engine.page_tables import Reads
 from tunix.rollout.engine.pieces import Inputs
-from tunix.rollout.engine.sampling import Draw, Transform, draw, logprobs
+from tunix.rollout.engine.sampling import Draw, Transform, draw
 from tunix.rollout.engine.shapes import Sizes
-from tunix.types import Pictures
 from tunix.util.exact import jit
 
 Host = jax.Array | np.ndarray
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
-RECENT = np.arange(GRAM - 1)
-"""The last tokens that are kept of a slot, from the first one on."""
-SCORED = 16
-"""Tokens of each row of a piece whose logits exist at a time."""
 IN_TURN = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 """XLA's usual order on a CPU begins with everything that depends on nothing, which would keep the matrices of all
 layers dequantized at once; in this order each is dequantized when it is needed."""
 
 
-class Compiled(Generic[Found]):
+class Compiled(Generic[Result]):
     """`jax.jit` of a function that multiplies by a model's weights, which is its first argument."""
 
-    def __init__(self, function: Callable[..., Found], **arguments: Any):
+    def __init__(self, function: Callable[..., Result], **arguments: Any):
         """Compiles nothing yet; `arguments` are those of `jax.jit`."""
         update_wrapper(self, function)
-        self._jit: Callable[..., Any] = partial(jit, function, **arguments)
-        self._programs: dict[tuple[tuple[str, str], ...], Any] = {}
+        self._jit = lru_cache(None)(lambda *options: jit(function, options=dict(options), **arguments))
 
-    def __call__(self, model: Model, *rest: Any) -> Found:
-        """Calls the program for these arguments."""
+    def __call__(self, model: Model, *rest: Any) -> Result:
         return self._program(model)(model, *rest)
 
     def lower(self, model: Model, *rest: Any) -> jax.stages.Lowered:
@@ -80,13 +73,10 @@ class Compiled(Generic[Found]):
 
     def _program(self, model: Model) -> Any:
         in_turn = IN_TURN if model.quantized and platform() == "cpu" else {}
-        options = {**in_turn, **as_trainers_round(model.dtype)}
-        if (key := tuple(options.items())) not in self._programs:
-            self._programs[key] = self._jit(options=options)
-        return self._programs[key]
+        return self._jit(*{**in_turn, **as_trainers_round(model.dtype)}.items())
 
 
-def compiled(**arguments: Any) -> Callable[[Callable[..., Found]], Compiled[Found]]:
+def compiled(**arguments: Any) -> Callable[[Callable[..., Result]], Compiled[Result]]:
     """Decorates with `Compiled` and these arguments of `jax.jit`."""
     return lambda function: Compiled(function, **arguments)
 
@@ -151,15 +141,6 @@ class Steps(NamedTuple):
     """int16: those that each token used; None for a model without."""
 
 
-class Computed(NamedTuple):
-    """What is read of a piece."""
-
-    hidden: Float[Array, "s C D"]
-    """The hidden states of all tokens."""
-    experts: Int[Array, "s C L k"] | None
-    """int16: those that each token used; None for a model without."""
-
-
 @partial(jit, static_argnames=("model", "sizes"))
 def initial_state(model: Model, sizes: Sizes) -> State:
     """Slots without anything, and empty pages."""
@@ -173,25 +154,25 @@ def initial_state(model: Model, sizes: Sizes) -> State:
 
 
 @compiled(static_argnames="model", donate_argnames="state")
-def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tuple[State, Computed]:
-    """Computes a piece: its tokens are in pages then, and slots have their last states."""
+def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tuple[State, Int[Array, "s C L k"] | None]:
+    """Computes a piece: its tokens are in pages then, and slots have their last states. Returns int16 experts that each
+    token used, too; None for a model without."""
     new: Any = jax.tree.map(jnp.asarray, piece)
     size = _page_size(state)
-    pictures = None if new.seen is None else Pictures(*new.seen)
-    ahead = seen_ahead(pictures, model.config.vision)
+    ahead = seen_ahead(new.pictures, model.config.vision)
     views = [
         PieceView(new.ids, new.positions, new.begins, visits, Writes(page, new.positions % size), kind.window, **ahead)
         for visits, page, kind in zip(new.visits, new.writes, model.config.paged_kinds, strict=True)
     ]
-    states = None if new.states is None else PieceStates(new.ids, *new.states)
-    turned = new.positions if new.seen is None or new.seen.rope is None else new.seen.rope
+    states = None if new.sources is None else PieceStates(new.ids, new.sources, new.ends)
+    turned = new.positions if new.pictures is None or new.pictures.rope is None else new.pictures.rope
     hidden, caches, experts = extend(
-        model, weights, state.caches, new.tokens, turned, views, states, new.adapters, pictures
+        model, weights, state.caches, new.tokens, turned, views, states, new.adapters, new.pictures
     )
     last = new.last.reshape(len(new.adapters), -1)  # by shard
     ends = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[..., None], axis=1).reshape(state.hidden.shape)
     of_slots = jnp.where(new.last[:, None] >= 0, ends, state.hidden)
-    return state._replace(caches=caches, hidden=constrain(of_slots, "rows", None)), Computed(hidden, experts)
+    return state._replace(caches=caches, hidden=constrain(of_slots, "rows", None)), experts
 
 
 @compiled(static_argnames="model", donate_argnames="state")
@@ -211,34 +192,9 @@ def _page_size(state: State) -> int:
     return next(cache.size for cache in state.caches if isinstance(cache, Pages))
 
 
-@partial(jit, static_argnames="model")
-def score(
-    model: Model, top: Params, hidden: Float[Array, "s C D"], targets: Int[Host, "s C"], settings: Transform
-) -> Float[Array, "s C"]:
-    """Log-probs of the tokens that follow the states of a piece, under the settings `[s C]` of each."""
-    together = min(SCORED, targets.shape[1])
-
-    def column(inputs: tuple) -> jax.Array:
-        states, targets, settings = inputs
-        settings = jax.tree.map(lambda x: x.reshape(-1), settings)
-        logits = model.logits(top, states)
-        return logprobs(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), settings).reshape(targets.shape)
-
-    def split(x: jax.Array) -> jax.Array:
-        return x.reshape(x.shape[0], -1, together, *x.shape[2:]).swapaxes(0, 1)
-
-    # Few columns at a time: logits of a whole piece would be [s C V].
-    scored = jax.lax.map(
-        column, jax.tree.map(split, (hidden, jnp.asarray(targets), jax.tree.map(jnp.asarray, settings)))
-    )
-    return scored.swapaxes(0, 1).reshape(targets.shape)
-
-
 def view(reads: Any, positions: Int[Array, "Sl C"], live: jax.Array, size: int, window: int | None) -> SlotsView:
-    """Where new tokens of each slot go, and what they see; slots that are not at work write nothing.
-
-    Draft tokens behind the last token that may be sampled have no page, and are not written either.
-    """
+    """Where new tokens of each slot go, and what they see; slots that are not at work write nothing, nor do draft
+    tokens behind the last token that may be sampled, which have no page."""
     column = positions // size - reads.first[:, None]
     inside = (column >= 0) & (column < reads.places.shape[1])
     place = jnp.take_along_axis(reads.places, jnp.where(inside, column, 0), axis=1)
@@ -261,13 +217,9 @@ def decode(
     """Samples up to `most` <= `steps` (St) tokens in each of some slots that has some left.
 
     Args:
-        model: what is sampled from.
-        steps: St, the tokens that there is room for.
-        weights: the model's weights.
         state: all slots.
         flow: what the host knows of those that take part.
         reads: their pages for each kind of layer, up to the last token that may be sampled.
-        most: tokens of a slot at most.
         enough: the dispatch ends as soon as no more slots than these are running.
     """
     flow, reads = jax.tree.map(jnp.asarray, (flow, reads))
@@ -324,7 +276,12 @@ def decode(
             every = new, None if experts is None else experts[:, 0]
             notes = jax.tree.map(lambda all, x: jax.lax.dynamic_update_index_in_dim(all, x, step, 0), notes, every)
         else:
-            after = _draws_after(model, weights, states[:, :-1], flow, keys, drawn + count + 1, live)
+            # What the request draws after the sampled token and each draft token but the last, `[Sl Gs]`.
+            repeated = jax.tree.map(lambda x: jnp.repeat(x, ahead, axis=0), (flow.transform, keys, live))
+            numbers = ((drawn + count + 1)[:, None] + jnp.arange(ahead)).reshape(-1)
+            before = states[:, :-1].reshape(-1, states.shape[-1])
+            after = _draw(model, weights, before, repeated[0], repeated[1], numbers, repeated[2])
+            after = jax.tree.map(lambda x: x.reshape(-1, ahead, *x.shape[1:]), after)
             # Accepted are the sampled token, and the draft tokens after it that are what is sampled there anyway, so
             # that drafts change nothing.
             right = (after.tokens == tokens[:, 1:]) & ~stops(tokens[:, :-1])
@@ -336,9 +293,9 @@ def decode(
             places = jnp.where(index < number[:, None], count[:, None] + index, steps)
             rows = jnp.arange(len(count))[:, None]
             notes = jax.tree.map(lambda all, x: all.at[places, rows].set(x, mode="drop"), notes, (every, experts))
-            at = jnp.maximum(number - 1, 0)[:, None]
-            last, hidden = _at(tokens, at), _at(states, at[..., None])[:, 0]
-            recent = _at(jnp.concatenate([recent, tokens], axis=1), number[:, None] + RECENT)
+            at, take = jnp.maximum(number - 1, 0)[:, None], partial(jnp.take_along_axis, axis=1)
+            last, hidden = take(tokens, at), take(states, at[..., None])[:, 0]
+            recent = take(jnp.concatenate([recent, tokens], axis=1), number[:, None] + jnp.arange(GRAM - 1))
         count += number
         live &= (count < left) & ~stops(last)[:, 0]
         return step + 1 + ahead, caches, constrain(hidden, "rows", None), live, count, recent, notes
@@ -352,10 +309,6 @@ def decode(
         places = jnp.take_along_axis(pages.places, jnp.clip(columns, 0, pages.places.shape[1] - 1), axis=1)
         written.append(jnp.where(columns < pages.places.shape[1], places, -1))
 
-    def put_back(both: tuple[Pages, Pages], places: jax.Array, sources: jax.Array) -> Pages:
-        all, part = both
-        return brought_back(all, part, places, sources)
-
     caches = list(taken)
     for layer, (cache, part, kind) in enumerate(zip(kept, taken, layers, strict=True)):
         if isinstance(cache, SlotStates):
@@ -363,7 +316,12 @@ def decode(
             of_slots = (all.at[flow.slots].set(new, unique_indices=True) for all, new in both)
             caches[layer] = SlotStates(*of_slots).placed()
         elif cache is not None and kind is not None and reads[kind].sources is not None:
-            caches[layer] = at_each_device(put_back, (cache, part), written[kind], reads[kind].sources)
+            caches[layer] = at_each_device(
+                lambda both, places, sources: brought_back(both[0], both[1], places, sources),
+                (cache, part),
+                written[kind],
+                reads[kind].sources,
+            )
 
     def put(all: jax.Array, new: jax.Array) -> jax.Array:
         return constrain(all.at[flow.slots].set(new, unique_indices=True), "rows", *(None,) * (all.ndim - 1))
@@ -372,28 +330,6 @@ def decode(
         put, (state.hidden, state.progress, state.recent), (hidden, progress, recent)
     )
     return State(tuple(caches), hidden, progress, recent), Steps(draws, count, experts)
-
-
-def _draws_after(
-    model: Model,
-    weights: Weights,
-    states: Float[Array, "Sl Gs D"],
-    flow: Any,
-    keys: Key[Array, "Sl"],
-    number: Int[Array, "Sl"],
-    live: jax.Array,
-) -> Draw:
-    """Tokens `[Sl Gs]` sampled after draft tokens; the first of each slot has this index among those of its request."""
-    slots, ahead, width = states.shape
-    transform, keys, live = jax.tree.map(lambda x: jnp.repeat(x, ahead, axis=0), (flow.transform, keys, live))
-    places = (number[:, None] + jnp.arange(ahead)).reshape(-1)
-    draws = _draw(model, weights, states.reshape(-1, width), transform, keys, places, live)
-    return jax.tree.map(lambda x: x.reshape(slots, ahead, *x.shape[1:]), draws)
-
-
-def _at(x: jax.Array, places: jax.Array) -> jax.Array:
-    """What each slot `[Sl C ...]` has at some of its places."""
-    return jnp.take_along_axis(x, places, axis=1)
 
 
 def _draw(

@@ -18,31 +18,21 @@ from tunix.types import Completion, Pictures, Request
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text."""
-Finish = Literal["stop", "length", "paused"]
 SPARE = 8
 """Tokens by which the tail of a text is longer than a stop string has bytes: characters of several tokens, and the
 spaces that a tokenizer takes off the first one."""
 
 
 def prompt_key(request: Request) -> tuple:
-    """The key of a request's prefix: equal for equal prompts under one adapter, with equal settings where the prompt's
-    log-probs are wanted."""
-    prompt = np.asarray(request.prompt, np.int32).tobytes()
-    scored = request.sampling if request.sampling.prompt_logprobs else None
-    return (prompt, request.adapter, scored, id(request.pictures))
+    """The key of a request's prefix: equal for equal prompts under one adapter."""
+    return (np.asarray(request.prompt, np.int32).tobytes(), request.adapter, id(request.pictures))
 
 
 def check_prompt(number: int, prompt: np.ndarray, length: int, vocab_size: int) -> None:
-    """Checks that a prompt `[T]` can be completed.
-
-    Args:
-        number: of its request, for the message.
-        prompt: its token ids.
-        length: tokens of prompt and completion at most.
-        vocab_size: V.
+    """Checks that the prompt `[T]` of a request, whose number is for the message, can be completed.
 
     Raises:
-        UserError: it is empty, too long, or of another vocabulary.
+        UserError: it is empty, too long for so many tokens of prompt and completion, or of another vocabulary (V).
     """
     tokens = len(prompt)
     if not tokens:
@@ -57,13 +47,7 @@ def check_prompt(number: int, prompt: np.ndarray, length: int, vocab_size: int) 
 
 
 def check_pictures(number: int, prompt: np.ndarray, pictures: Pictures | None, vision: VisionConfig | None) -> None:
-    """Checks that the pictures of a prompt `[T]` can be seen.
-
-    Args:
-        number: of its request, for the message.
-        prompt: its token ids.
-        pictures: the prompt's.
-        vision: the model's tower; None where it has none.
+    """Checks that the pictures of a prompt `[T]` can be seen by the model's tower, if it has one.
 
     Raises:
         UserError: the model sees no pictures, or they have another size or other places than it needs.
@@ -108,12 +92,8 @@ class StopText:
         self._start = 0
 
     def find(self, turn: np.ndarray, new: int) -> int | None:
-        """How many tokens of the turn there are when a stop string is complete; None where there is none.
-
-        Args:
-            turn: `[T]` all of its tokens.
-            new: how many of them were not looked at before, at the end.
-        """
+        """How many tokens of the turn `[T]` there are when a stop string is complete; None where there is none. The
+        last `new` of them were not looked at before."""
         if not self._within(turn[self._start :]):
             # The tail gets shorter, while its text can still hold all but the last character of a stop string.
             start = len(turn) - self._reach
@@ -142,8 +122,6 @@ class Episode:
     """`[T A]` most likely ids and their log-probs, piece by piece."""
     turns: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
     """Start and end of each turn among the tokens after the prompt; the end of the last one is 0 while it goes on."""
-    prompt_logprobs: np.ndarray | None = None
-    """`[T]` log-probs of the prompt's tokens; None where the request does not want them."""
     so_far: Completion | None = None
     """What it had when it was preempted, or another call sampled; None where that is nothing, or it is in a slot."""
     ended: Literal["stop", "length"] | None = None
@@ -153,19 +131,14 @@ class Episode:
     experts: list[Known] = field(default_factory=list)
     """What pieces tell about the experts of the prompt and of observations."""
 
-    @classmethod
-    def of(cls, request: Request, number: int, stop_text: StopText | None, adapter: int) -> "Episode":
-        """A request's episode at its beginning, or where another call has paused it."""
-        episode, before = cls(request, number, stop_text, adapter), request.so_far
-        if before is not None and len(before.tokens):
-            episode.so_far, episode.versions = before, before.versions
-            episode.turns = [*before.turns[:-1], (before.turns[-1][0], 0)]
-            episode.prompt_logprobs = before.prompt_logprobs
-            episode.top = [] if before.top is None else [before.top]
+    def __post_init__(self) -> None:
+        before, prompt = self.request.so_far, len(self.request.prompt)
+        if before is not None and len(before.tokens):  # another call has paused it
+            self.so_far, self.versions = before, before.versions
+            self.turns = [*before.turns[:-1], (before.turns[-1][0], 0)]
+            self.top = [] if before.top is None else [before.top]
             if before.experts is not None:
-                before_it = Recorded(before.experts[None, : len(request.prompt)])
-                episode.experts = [Known(before_it, 0, 0, len(request.prompt), 0)]
-        return episode
+                self.experts = [Known(Recorded(before.experts[None, :prompt]), 0, 0, prompt, 0)]
 
     def pictures(self, tokens: int) -> Pictures | None:
         """The pictures of so many of its tokens, the prompt's included; None without any."""
@@ -178,17 +151,10 @@ class Episode:
             self.top.append((ids[:, :n].copy(), logprobs[:, :n].copy()))
 
     def completion(
-        self, tokens: np.ndarray, logprobs: np.ndarray, version: int, finish: Finish, experts: np.ndarray | None
+        self, tokens: np.ndarray, logprobs: np.ndarray, version: int, experts: np.ndarray | None
     ) -> Completion:
-        """The completion so far.
-
-        Args:
-            tokens: `[T]` after the prompt.
-            logprobs: `[T]`.
-            version: of the weights that sampled what no other call has sampled.
-            finish: why its current turn has ended, or that it is paused.
-            experts: `[T L k]` that the tokens used; None for a model without.
-        """
+        """The completion so far: tokens `[T]` after the prompt, of which this version of the weights sampled what no
+        other call has; paused, unless its current turn has ended."""
         top = None
         if n := self.request.sampling.top_logprobs:
             pieces = [(np.zeros((0, n), np.int32), np.zeros((0, n), np.float32)), *self.top]
@@ -197,11 +163,10 @@ class Episode:
         return Completion(
             tokens=tokens,
             logprobs=logprobs,
-            finish=finish,
+            finish=self.ended or "paused",
             versions=np.append(self.versions, np.full(len(tokens) - len(self.versions), version, np.int32)),
             sampling=self.request.sampling,
             turns=(*self.turns[:-1], (self.turns[-1][0], len(tokens))),
             top=top,
-            prompt_logprobs=self.prompt_logprobs,
             experts=of_sequence(len(self.request.prompt), experts, self.experts),
         )

@@ -4,7 +4,7 @@ Logits `[B V]` -> scores (divided by the temperature; -inf for ids that cannot b
 a row. A draw takes two uniform numbers and searches the cumulated mass on two levels, blocks of the vocabulary and then
 ids within one: exact where a single float32 sum over a large vocabulary is not, and cheaper than noise for every logit.
 
-Axes: B rows (slots, or prompts that are scored), V vocabulary, A alternatives.
+Axes: B rows (slots), V vocabulary, A alternatives.
 """
 
 import math
@@ -64,12 +64,9 @@ class Draw(NamedTuple):
 
 
 def draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], settings: Transform, live: Bool[Array, "B"]) -> Draw:
-    """Samples one token a row.
+    """Samples one token a row, with keys that are used for nothing else.
 
     Args:
-        logits: float32.
-        keys: `[B]` random keys that are used for nothing else.
-        settings: of each row.
         live: rows whose result is read; the costly parts run only where one of these wants them.
     """
     scores = transformed(logits, settings, live)
@@ -84,7 +81,13 @@ def draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], settings: Transform
     # From the peak on, not from 0: an offset that all logits share takes no digit away.
     log_total = jnp.log(jnp.sum(mass, axis=-1, keepdims=True))
     logprobs = (jnp.take_along_axis(below, tokens[:, None], axis=-1) - log_total)[:, 0]
-    ids, of_ids = _most_likely(below, jnp.any(live & settings.top))
+    number = min(MOST_TOP, scores.shape[1])
+    of_ids, ids = jax.lax.cond(
+        jnp.any(live & settings.top),
+        lambda below: tuple(jax.lax.top_k(below, number)),
+        lambda below: (jnp.zeros((len(below), number)), jnp.zeros((len(below), number), jnp.int32)),
+        below,
+    )
     return Draw(tokens, logprobs, ids, of_ids - log_total)
 
 
@@ -93,20 +96,17 @@ def transformed(logits: Float[Array, "B V"], settings: Transform, live: Bool[Arr
     temperature = jnp.where(settings.temperature == 0, 1.0, settings.temperature)
     scores = logits / temperature[:, None]
     sorts = jnp.any(live & ((settings.top_k > 0) | (settings.top_p < 1)))
+
+    def whole(scores: jax.Array, *_: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows, vocab = scores.shape
+        return jnp.full((rows, 1), -jnp.inf, scores.dtype), jnp.full((rows, 1), vocab - 1, jnp.int32)
+
     # Two numbers a row, not scores: a branch that cuts nothing would copy them.
-    least, last = jax.lax.cond(sorts, _truncated, _whole, scores, settings.top_k, settings.top_p)
+    least, last = jax.lax.cond(sorts, _truncated, whole, scores, settings.top_k, settings.top_p)
     kept = (scores > least) | ((scores == least) & (jnp.arange(scores.shape[1]) <= last))
     # The most likely id is always kept, so masses relative to its own do not depend on what was cut before.
     floor = jnp.max(scores, axis=-1, keepdims=True) + jnp.log(settings.min_p)[:, None]
     return jnp.where(kept & (scores >= floor), scores, -jnp.inf)
-
-
-def logprobs(logits: Float[Array, "B V"], targets: Int[Array, "B"], settings: Transform) -> Float[Array, "B"]:
-    """Log-probs of given tokens under the sampling transform."""
-    scores = transformed(logits, settings, jnp.ones(targets.shape, bool))
-    below = scores - jnp.max(scores, axis=-1, keepdims=True)
-    taken = jnp.take_along_axis(below, targets[:, None], axis=-1)[:, 0]
-    return taken - jnp.log(jnp.sum(jnp.exp(below), axis=-1))
 
 
 def pick(mass: Float[Array, "B V"], uniform: Float[Array, "B 2"]) -> Int[Array, "B"]:
@@ -133,10 +133,7 @@ def _walk(mass: Float[Array, "B V"], uniform: Float[Array, "B"]) -> Int[Array, "
 def _truncated(
     scores: Float[Array, "B V"], top_k: Int[Array, "B"], top_p: Float[Array, "B"]
 ) -> tuple[Float[Array, "B 1"], Int[Array, "B 1"]]:
-    """The score and the id of the least likely id that top-k and then top-p keep.
-
-    Of equal scores the lower id counts as the more likely one.
-    """
+    """The score and the id of the least likely id that top-k and then top-p keep, the higher one of equal scores."""
     vocab = scores.shape[1]
     order = jnp.argsort(-scores, axis=-1, stable=True)
     ranked = jnp.take_along_axis(scores, order, axis=-1)
@@ -149,36 +146,9 @@ def _truncated(
     return jnp.take_along_axis(ranked, least, axis=-1), jnp.take_along_axis(order, least, axis=-1)
 
 
-def _whole(scores: Float[Array, "B V"], *_: jax.Array) -> tuple[Float[Array, "B 1"], Int[Array, "B 1"]]:
-    """The same where nothing is cut."""
-    rows, vocab = scores.shape
-    return jnp.full((rows, 1), -jnp.inf, scores.dtype), jnp.full((rows, 1), vocab - 1, jnp.int32)
-
-
-def _most_likely(scores: Float[Array, "B V"], asked: Bool[Array, ""]) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
-    number = min(MOST_TOP, scores.shape[1])
-
-    def ranked(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-        values, ids = jax.lax.top_k(scores, number)
-        return ids, values
-
-    def nothing(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-        shape = (scores.shape[0], number)
-        return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-
-    return jax.lax.cond(asked, ranked, nothing, scores)
-
-
 def check(sampling: Sampling, vocab: int) -> None:
-    """Refuses invalid sampling settings.
-
-    Args:
-        sampling: the settings of a request.
-        vocab: V, the model's vocabulary.
-
-    Raises:
-        UserError: naming the field, its value and what it may be.
-    """
+    """Refuses invalid sampling settings for a vocabulary (V) by a UserError with the field, its value and what it may
+    be."""
     s = sampling
     rules = (
         ("max_tokens", s.max_tokens >= 1, "at least 1"),

@@ -2,8 +2,7 @@
 
 Slots are decoded all together, or NARROW and NARROW^2 times fewer where only the last requests are left. Prompts are
 computed in long or short pieces. What a sequence holds is counted in pages; a layer with a window keeps those of
-its window. `Engine.warm` compiles all of these shapes: nine programs at most, and two
-more where prompts are scored.
+its window. `Engine.warm` compiles all of these shapes: nine programs at most.
 
 `within` has as many slots and pages as there are bytes for. Where a dispatch gathers the pages of its slots, each page
 counts twice; where a kernel reads them in place, once.
@@ -16,7 +15,6 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from tunix.config import CacheType
@@ -40,22 +38,13 @@ SHORTER = 8
 """Factor between the two lengths of pieces."""
 FULL = 0.75
 """Share of a long piece that is filled at least; else short ones are taken."""
-SLOTS = {"cpu": 64}
-"""Completions that are sampled at a time, by platform: more only cost memory."""
-SLOTS_ELSEWHERE = 256
-"""Completions that are sampled at a time on any other platform."""
 PAGE = 128
 """Pt unless an engine is told another."""
 
-AHEAD = {"cpu": 0}
-"""Dispatches in flight before one is read, by platform: a CPU computes on the cores that would wait."""
-AHEAD_ELSEWHERE = 1
-"""The same on any other platform."""
-
 
 def usual_slots(platform: str) -> int:
-    """Slots that fill a device of this platform, e.g. 64 for `cpu`."""
-    return SLOTS.get(platform, SLOTS_ELSEWHERE)
+    """Slots that fill a device of this platform, e.g. 64 for `cpu`: more only cost memory."""
+    return 64 if platform == "cpu" else 256
 
 
 @dataclass(frozen=True)
@@ -96,34 +85,21 @@ class Sizes:
         slots = self.width(min(-(-len(tokens) // self.shards), self.slots_of_shard)) // self.shards
         longest = sorted((min(number, self.max_length) for number in tokens), reverse=True)[:slots]
         # One more for each: a slot may want the next page early, and prompts are kept for requests that come later.
-        need, most = sum(-(-number // self.page) + 1 for number in longest), self.most_pages(slots)
-
-        def of(pages: int, most: int, window: int | None) -> int:
-            part = most = min(pages, most)
-            while window is None and part // FEWER >= need:
-                part //= FEWER
-            return part
-
-        return replace(self, slots=slots * self.shards, pages=tuple(map(of, self.pages, most, self.windows)))
+        need, pages = sum(-(-number // self.page) + 1 for number in longest), []
+        for number, most, window in zip(self.pages, self.most_pages(slots), self.windows, strict=True):
+            pages.append(min(number, most))
+            while window is None and pages[-1] // FEWER >= need:
+                pages[-1] //= FEWER
+        return replace(self, slots=slots * self.shards, pages=tuple(pages))
 
     def covers(self, other: "Sizes") -> bool:
         """Whether there are as many slots and pages as in these shapes of the same engine."""
-        return self.slots >= other.slots and all(
-            pages >= least for pages, least in zip(self.pages, other.pages, strict=True)
-        )
+        return self.slots >= other.slots and all(x >= y for x, y in zip(self.pages, other.pages, strict=True))
 
     def most_pages(self, slots: int) -> tuple[int, ...]:
-        """Pages of each kind that so many slots hold at most; of a layer with a window they are never fewer.
-
-        A sequence that is computed in pieces holds the window before a piece and that at its end.
-        """
-        spare = [0 if window is None else 1 for window in self.windows]
-        return tuple(self.columns(kind) * (slots + more) for kind, more in enumerate(spare))
-
-    @property
-    def turns(self) -> bool:
-        """Whether rope turns tokens after a picture to other places than theirs."""
-        return self.vision is not None and self.vision.turns
+        """Pages of each kind that so many slots hold at most; of a layer with a window they are never fewer. A sequence
+        that is computed in pieces holds the window before a piece and that at its end."""
+        return tuple(self.columns(kind) * (slots + (window is not None)) for kind, window in enumerate(self.windows))
 
     @property
     def in_place(self) -> bool:
@@ -147,35 +123,18 @@ class Sizes:
         """The number of slots to decode where no shard has more than `most` at work."""
         return next(width for width in reversed(self.widths) if width >= most * self.shards)
 
-    def dispatched(self, running: np.ndarray) -> np.ndarray:
-        """The slots of the next dispatch, in the order of their shards: those at work, and idle ones to fill up."""
-        shards = running // self.slots_of_shard
-        of_shard = [np.sort(running[shards == shard]) for shard in range(self.shards)]
-        width = self.width(max(map(len, of_shard))) // self.shards
-
-        def filled(shard: int, at_work: np.ndarray) -> np.ndarray:
-            every = np.arange(shard * self.slots_of_shard, (shard + 1) * self.slots_of_shard)
-            return np.sort(np.append(at_work, np.setdiff1d(every, at_work)[: width - len(at_work)]))
-
-        return np.concatenate([filled(shard, at_work) for shard, at_work in enumerate(of_shard)]).astype(np.int32)
-
     def gathered(self, width: int) -> list[tuple[int, ...]]:
-        """Numbers of pages, of each kind of layer, that a dispatch of so many slots reads in a shard; falling.
-
-        Halves and halves again of what they can hold at most, down to one page each. What reads them where they are
-        has no use for a number: one entry stands for all.
-        """
+        """Numbers of pages, of each kind of layer, that a dispatch of so many slots reads in a shard: halves and halves
+        again of what they can hold at most, down to one page each. One entry stands for all where they are read in
+        their places."""
         if self.in_place:
             return [self.pages]
         width //= self.shards
         most = [min(width * self.columns(kind), pages) for kind, pages in enumerate(self.pages)]
         levels = LEVELS - self.widths.index(width * self.shards)
         parts = [2**power for power in range(levels) if not power or width * 2**power <= max(most)]
-        whole = enumerate(self.windows)
-        shares = [(kind, window is None) for kind, window in whole]
-        numbers = [
-            tuple(-(-most[kind] // part) if shrinks else most[kind] for kind, shrinks in shares) for part in parts
-        ]
+        kinds = list(zip(most, self.windows, strict=True))
+        numbers = [tuple(-(-pages // part) if window is None else pages for pages, window in kinds) for part in parts]
         return list(dict.fromkeys(numbers))
 
     @property
@@ -191,13 +150,9 @@ class Sizes:
         return next((length for length in self.pieces if FULL * length <= tokens), self.pieces[-1])
 
     def columns(self, kind: int) -> int:
-        """Co of a kind of layer: pages that a slot holds at most while it decodes.
-
-        Those of everything, or of the window before a dispatch, and of all tokens that may be sampled before one is
-        read.
-        """
-        whole, window = -(-self.max_length // self.page), self.windows[kind]
-        most = (1 + self.ahead) * self.steps
+        """Co of a kind of layer: pages that a slot holds at most while it decodes, of everything, or of the window
+        before a dispatch, and of all tokens that may be sampled before one is read."""
+        whole, window, most = -(-self.max_length // self.page), self.windows[kind], (1 + self.ahead) * self.steps
         return whole if window is None else min(whole, -(-(window + most) // self.page) + 1)
 
     def visits(self, piece: int, kind: int) -> int:
@@ -223,11 +178,10 @@ class NoRoom(UserError):
 def page_bytes(config: DecoderConfig, mesh: Mesh, sizes: Sizes) -> tuple[int, ...]:
     """Bytes of a page (Pt) in all layers of each kind with pages, on each device."""
     number, scale = jnp.dtype(STORED[sizes.cache_dtype]).itemsize, SCALE_BYTES if sizes.cache_dtype == "int8" else 0
-
-    def layer(kind: LayerKind) -> int:
-        return 2 * _heads(kind, mesh) * sizes.page * (kind.head_dim * number + scale)
-
-    return tuple(layer(kind) * config.kinds.count(kind) for kind in config.paged_kinds)
+    return tuple(
+        2 * _heads(kind, mesh) * sizes.page * (kind.head_dim * number + scale) * config.kinds.count(kind)
+        for kind in config.paged_kinds
+    )
 
 
 def state_bytes(config: DecoderConfig, mesh: Mesh) -> int:
@@ -248,12 +202,9 @@ def _heads(kind: LayerKind, mesh: Mesh) -> int:
 
 
 def within(sizes: Sizes, config: DecoderConfig, mesh: Mesh, slots: int | None, room: float | None) -> Sizes:
-    """The shapes with as many slots and pages as there is room for.
+    """The shapes with as many slots and pages as there is room for on a mesh that samples.
 
     Args:
-        sizes: the other shapes.
-        config: of the decoder that is sampled from.
-        mesh: the sampler's.
         slots: as the user wants them; None for as many as have half of the longest sequence each, beside the whole
             window of layers with one, and no more than this kind of device can use.
         room: bytes for keys and values on each device; None where that is not known, and all that slots can need
@@ -262,25 +213,23 @@ def within(sizes: Sizes, config: DecoderConfig, mesh: Mesh, slots: int | None, r
     Raises:
         NoRoom: there is no room for one request.
     """
-    kinds, times = range(len(sizes.windows)), 1 if sizes.in_place else 2
     states = 2 * state_bytes(config, mesh)  # a dispatch takes those of its slots out
-    each = [times * number for number in page_bytes(config, mesh, sizes)]
-    local = sum(sizes.columns(kind) * each[kind] for kind in kinds if sizes.windows[kind] is not None)
-    longest = sum(sizes.columns(kind) * each[kind] for kind in kinds if sizes.windows[kind] is None)
+    each = [number * (1 if sizes.in_place else 2) for number in page_bytes(config, mesh, sizes)]
+    near = [kind for kind, window in enumerate(sizes.windows) if window is not None]
+    whole = [kind for kind, window in enumerate(sizes.windows) if window is None]
+    local, longest = (sum(sizes.columns(kind) * each[kind] for kind in kinds) for kinds in (near, whole))
     if slots is None and room is not None:
         # Windows are never short, and a slot more has one (`Sizes.most_pages`).
         slots = sizes.shards * max(1, min(int((room - local) / (local + states + longest / 2)), MOST_SLOTS))
     slots = -(-(slots or usual_slots(mesh.devices.flat[0].platform)) // sizes.shards) * sizes.shards
     counted = MOST_NUMBERS // max(_heads(kind, mesh) * sizes.page * kind.head_dim for kind in config.paged_kinds)
     # Layers with a window are never short of pages: slots give way (`Sizes.most_pages`).
-    widest = max((sizes.columns(kind) for kind in kinds if sizes.windows[kind] is not None), default=1)
+    widest = max((sizes.columns(kind) for kind in near), default=1)
     slots = min(slots, sizes.shards * max(1, counted // widest - 1))
     most = tuple(min(number, counted) for number in sizes.most_pages(slots // sizes.shards))
     if room is None:
         return replace(sizes, slots=slots, pages=most)
-    taken = sum(most[kind] * each[kind] for kind in kinds if sizes.windows[kind] is not None)
-    taken += slots // sizes.shards * states
-    whole = [kind for kind in kinds if sizes.windows[kind] is None]
+    taken = sum(most[kind] * each[kind] for kind in near) + slots // sizes.shards * states
     pages = int((room - taken) / max(sum(each[kind] for kind in whole), 1))
     if room < taken or any(pages < sizes.columns(kind) for kind in whole):
         need = taken + longest
@@ -290,6 +239,5 @@ def within(sizes: Sizes, config: DecoderConfig, mesh: Mesh, slots: int | None, r
             "rollout.slots, a larger rollout.mesh.tensor or a shorter data.max_length",
             float(need),
         )
-    return replace(
-        sizes, slots=slots, pages=tuple(min(most[kind], pages) if kind in whole else most[kind] for kind in kinds)
-    )
+    pages = tuple(min(number, pages) if kind in whole else number for kind, number in enumerate(most))
+    return replace(sizes, slots=slots, pages=pages)

@@ -12,91 +12,52 @@ import numpy as np
 from tunix.rollout.engine.experts import UNKNOWN
 from tunix.rollout.engine.lookup import DraftCaches
 from tunix.rollout.engine.programs import Flow, Progress
-from tunix.rollout.engine.request import Episode, Finish
+from tunix.rollout.engine.request import Episode
 from tunix.rollout.engine.sampling import MOST_STOPS, Draw, Transform
+from tunix.rollout.engine.shapes import Sizes
 from tunix.types import Completion, Sampling
 
 
 class Slots:
     """Slots, each of which is idle or has an episode."""
 
-    def __init__(
-        self,
-        number: int,
-        max_length: int,
-        speculate: int = 0,
-        routed: tuple[int, int] | None = None,
-        turns: bool = False,
-    ):
-        """Idle slots.
-
-        Args:
-            number: of slots.
-            max_length: tokens of prompt and completion at most.
-            speculate: draft tokens of each step (`lookup.py`); 0 for none.
-            routed: layers with experts and experts of a token (L, k); None where no layer has several.
-            turns: whether rope turns tokens after a picture to other places than theirs.
-        """
-        self._drafts = DraftCaches(number, max_length, speculate) if speculate else None
-        self.episodes: list[Episode | None] = [None] * number
+    def __init__(self, sizes: Sizes, routed: tuple[int, int] | None = None):
+        """Idle slots; `routed` has the layers with experts and the experts of a token (L, k), if it uses several."""
+        number, max_length = sizes.slots, sizes.max_length
+        self._drafts = DraftCaches(number, max_length, sizes.speculate) if sizes.speculate else None
+        self.episodes: dict[int, Episode] = {}
+        """By slot, the one that came first at the front."""
         self._length = max_length
-        held, left, drawn, request, adapter = np.zeros((5, number), np.int32)
+        self.held, self.left, drawn, request, adapter = np.zeros((5, number), np.int32)
+        """`[Sl]` tokens in the cache, and tokens that may still be sampled, as far as dispatches have been read."""
         seeds, stops = np.zeros((number, 2), np.uint32), np.full((number, MOST_STOPS), -1, np.int32)
         settings, every = Transform.of([Sampling()] * number), np.arange(number, dtype=np.int32)
         fresh = np.zeros(number, bool)
-        turned = np.zeros(number, np.int32) if turns else None
-        self._flow = Flow(every, Progress(held, left, drawn), fresh, seeds, request, adapter, stops, settings, turned)
+        turned = np.zeros(number, np.int32) if sizes.vision is not None and sizes.vision.turns else None
+        progress = Progress(self.held, self.left, drawn)
+        self._flow = Flow(every, progress, fresh, seeds, request, adapter, stops, settings, turned)
         # Memory that nothing is written to is never taken.
         self._tokens = np.empty((number, max_length), np.int32)
         self._logprobs = np.empty((number, max_length), np.float32)
         self._experts = None if routed is None else np.empty((number, max_length, *routed), np.int16)
         self._written, self._before = np.zeros((2, number), np.int32)
-        self._looked_at, self._waits, self._taken, self.beyond = np.zeros((4, number), bool)
+        self._looked_at, self.beyond = np.zeros((2, number), bool)
         """`beyond`: the devices have gone on behind the end of a turn, as they could not know of a stop string."""
-        self._order, self._generations = np.zeros((2, number), np.int64)
-        self._entered = 0
-        self._settings: tuple[Sampling | None, list[np.generic]] = (None, [])
-        """Those of the request that was admitted last, and their row in the flow's transform."""
-
-    def __len__(self) -> int:
-        return len(self.episodes)
-
-    @property
-    def idle(self) -> np.ndarray:
-        """`[Sl]` whether a slot has no episode."""
-        return ~self._taken
-
-    @property
-    def taken(self) -> np.ndarray:
-        """The slots that have an episode, the one that came first at the front."""
-        taken = np.flatnonzero(self._taken)
-        return taken[np.argsort(self._order[taken], kind="stable")]
+        self._waits = np.ones(number, bool)
+        """For its tokens to be computed, or for an episode."""
+        self.generations = np.zeros(number, np.int64)
+        """What was sampled in an earlier one of a slot is dropped."""
 
     @property
     def running(self) -> np.ndarray:
         """The slots that can be decoded, the one that came first at the front."""
-        taken = self.taken
+        taken = np.array(list(self.episodes), int)
         return taken[~self._waits[taken]]
-
-    @property
-    def held(self) -> np.ndarray:
-        """`[Sl]` tokens in the cache, as far as dispatches have been read."""
-        return np.asarray(self._flow.progress.held)
-
-    @property
-    def left(self) -> np.ndarray:
-        """`[Sl]` tokens that may still be sampled, as far as dispatches have been read."""
-        return np.asarray(self._flow.progress.left)
-
-    @property
-    def generations(self) -> np.ndarray:
-        """`[Sl]` a number of each slot's generation, a copy: what was sampled in an earlier one is dropped."""
-        return self._generations.copy()
 
     def flow(self, slots: np.ndarray) -> Flow:
         """What a dispatch of these slots reads, which is sent now: copies, which stay as they are while it runs."""
         flow = jax.tree.map(lambda x: x[slots], self._flow)
-        still = self._waits[slots] | ~self._taken[slots]
+        still = self._waits[slots]
         self._flow.fresh[slots[~still]] = False
         progress = flow.progress._replace(left=np.where(still, 0, flow.progress.left))
         drafts = None if self._drafts is None else self._drafts.tables(slots)
@@ -115,8 +76,8 @@ class Slots:
         self._written[slot] = self._before[slot] = len(tokens) - prompt
         self._looked_at[slot] = episode.stop_text is not None or sampling.top_logprobs > 0
         self.beyond[slot] = False
-        progress.held[slot], progress.drawn[slot] = len(tokens), drawn
-        progress.left[slot] = min(sampling.max_tokens - drawn, self._length - len(tokens))
+        self.held[slot], progress.drawn[slot] = len(tokens), drawn
+        self.left[slot] = min(sampling.max_tokens - drawn, self._length - len(tokens))
         flow.seeds[slot] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
         flow.request[slot], flow.adapter[slot] = request.index, episode.adapter
         if flow.turned is not None:
@@ -124,35 +85,31 @@ class Slots:
             flow.turned[slot] = 0 if rope is None else np.max(rope[-1]) - (prompt - 1)
         flow.stops[slot] = -1
         flow.stops[slot, : len(sampling.stop_ids)] = sampling.stop_ids
-        if sampling != self._settings[0]:  # most requests of a batch have the same
-            self._settings = sampling, [setting for (setting,) in Transform.of([sampling])]
-        for rows, setting in zip(flow.transform, self._settings[1], strict=True):
+        for rows, (setting,) in zip(flow.transform, Transform.of([sampling]), strict=True):
             rows[slot] = setting
-        self._order[slot], self._taken[slot] = self._entered, True
-        self._entered += 1
         self._begin(slot)
         if self._drafts is not None:
             self._drafts.open(slot, (tokens[:prompt].tobytes(), episode.adapter), tokens)
         return tokens
 
     def start(self, slot: int) -> None:
-        """A slot's tokens have been computed, or will have been before it is decoded."""
+        """A slot's tokens will have been computed before it is decoded."""
         self._waits[slot] = False
 
     def suspend(self, slot: int, version: int) -> Episode:
         """Takes an episode out of its slot, to be continued in another or by another call."""
         episode = self.episodes[slot]
-        assert episode is not None
-        episode.so_far = self.completion(slot, version, "paused")
+        episode.ended = None
+        episode.so_far = self.completion(slot, version)
         self.release(slot)
         return episode
 
     def release(self, slot: int) -> None:
         """Makes a slot idle."""
-        self.episodes[slot] = None
-        self._looked_at[slot] = self._waits[slot] = self._taken[slot] = False
-        self._flow.progress.held[slot] = self._flow.progress.left[slot] = 0
-        self._generations[slot] += 1
+        del self.episodes[slot]
+        self._looked_at[slot], self._waits[slot] = False, True
+        self.held[slot] = self.left[slot] = 0
+        self.generations[slot] += 1
         if self._drafts is not None:
             self._drafts.close(slot)
 
@@ -164,16 +121,15 @@ class Slots:
         counts: np.ndarray,
         experts: np.ndarray | None = None,
     ) -> list[int]:
-        """Writes down what a dispatch sampled; returns the slots whose turn has ended, and which wait now.
+        """Writes down what a dispatch of slots `[Sl]` sampled; returns those whose turn has ended, and which wait now.
 
         Args:
-            slots: `[Sl]`, those of the dispatch.
             generations: `[Sl]` theirs when it was sent; what it sampled for a turn that has ended since is dropped.
             draws: `[St Sl ...]`, on the host.
             counts: `[Sl]`: in slot s the first `counts[s]` were sampled.
             experts: `[St Sl L k]` that these tokens used; None for a model without.
         """
-        counts = np.where(generations == self._generations[slots], counts, 0)
+        counts = np.where(generations == self.generations[slots], counts, 0)
         step, row = np.nonzero(np.arange(len(draws.tokens))[:, None] < counts)
         slot = slots[row]
         at = self._written[slot] + step
@@ -192,7 +148,6 @@ class Slots:
         for row in map(int, np.flatnonzero(stopped | ((counts > 0) & (self.left[slots] <= 0)))):
             slot = int(slots[row])
             episode = self.episodes[slot]
-            assert episode is not None
             episode.ended = "stop" if stopped[row] else "length"
             episode.turns[-1] = (episode.turns[-1][0], int(self._written[slot]))
             self._begin(slot)
@@ -209,10 +164,9 @@ class Slots:
         The last token before the observation is among them: its state was lost where tokens after it were dropped.
         Returns None, and ends the episode by its length, where nothing could be sampled after the observation.
         """
-        episode, progress, start = self.episodes[slot], self._flow.progress, int(self._written[slot])
-        assert episode is not None
-        more = episode.request.sampling.max_tokens - int(progress.drawn[slot])
-        room = self._length - int(progress.held[slot]) - len(observation)
+        episode, start = self.episodes[slot], int(self._written[slot])
+        more = episode.request.sampling.max_tokens - int(self._flow.progress.drawn[slot])
+        room = self._length - int(self.held[slot]) - len(observation)
         if min(more, room) <= 0:
             episode.ended = "length"
             return None
@@ -220,8 +174,8 @@ class Slots:
         self._tokens[slot, start:end], self._logprobs[slot, start:end] = observation, 0.0
         if self._experts is not None:
             self._experts[slot, start:end] = UNKNOWN
-        self._written[slot], progress.left[slot] = end, min(more, room)
-        progress.held[slot] += len(observation)
+        self._written[slot], self.left[slot] = end, min(more, room)
+        self.held[slot] += len(observation)
         n = episode.request.sampling.top_logprobs
         episode.keep_top(np.zeros((end - start, n), np.int32), np.zeros((end - start, n), np.float32))
         episode.turns.append((end, 0))
@@ -232,26 +186,17 @@ class Slots:
             self._drafts.write(np.array([slot]), observation[None], np.array([len(observation)]))
         return self._tokens[slot, start - 1 : end].copy()
 
-    def completion(self, slot: int, version: int, finish: Finish | None = None) -> Completion:
-        """The completion so far; without a `finish` its current turn has ended."""
+    def completion(self, slot: int, version: int) -> Completion:
+        """The completion so far; paused, unless its current turn has ended."""
         episode, number = self.episodes[slot], int(self._written[slot])
-        assert episode is not None
-        finish = finish or episode.ended
-        assert finish is not None
         tokens, logprobs = self._tokens[slot, :number].copy(), self._logprobs[slot, :number].copy()
         experts = None if self._experts is None else self._experts[slot, :number].copy()
-        return episode.completion(tokens, logprobs, version, finish, experts)
+        return episode.completion(tokens, logprobs, version, experts)
 
     def _look(self, slot: int, row: int, draws: Draw) -> bool:
-        """Drops what was sampled behind a stop string, and keeps alternatives; whether there was a stop string.
-
-        Args:
-            slot: the slot.
-            row: its place in the dispatch.
-            draws: what the dispatch sampled.
-        """
+        """Drops what a dispatch sampled behind a stop string, and keeps alternatives; whether there was a stop string.
+        `row` is the slot's place in the dispatch."""
         episode, before, end = self.episodes[slot], int(self._before[slot]), int(self._written[slot])
-        assert episode is not None
         start, end_of_stop = episode.turns[-1][0], None
         if episode.stop_text is not None:
             end_of_stop = episode.stop_text.find(self._tokens[slot, start:end], end - before)
@@ -264,12 +209,11 @@ class Slots:
 
     def _begin(self, slot: int) -> None:
         """A turn begins, or is over until the next one: what is on its way is not the slot's any more."""
-        self._generations[slot] += 1
+        self.generations[slot] += 1
         self._waits[slot] = self._flow.fresh[slot] = True
 
     def _count(self, slots: np.ndarray | int, tokens: np.ndarray | int) -> None:
         """Counts tokens that were sampled; fewer than 0 are taken back."""
-        progress = self._flow.progress
-        for counted in (self._written, progress.held, progress.drawn):
+        for counted in (self._written, self.held, self._flow.progress.drawn):
             counted[slots] += tokens
-        progress.left[slots] -= tokens
+        self.left[slots] -= tokens

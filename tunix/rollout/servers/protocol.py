@@ -187,7 +187,6 @@ def refuse(sampling: Sampling, vocab_size: int, decodes: bool) -> None:
     check(sampling, vocab_size)
     s = sampling
     rules = (
-        ("prompt_logprobs", not s.prompt_logprobs, "servers report them before the temperature and the cuts"),
         ("min_p", not (s.min_p and s.top_p < 1), "servers cut by min_p before top_p, tunix after it: set one of them"),
         (
             "temperature",
