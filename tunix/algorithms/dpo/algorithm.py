@@ -73,7 +73,7 @@ class DPO(OnPolicy):
             divergence=config.divergence,
             alpha=config.alpha or 0.5,
             margins=config.offset * jnp.asarray(values[MARGIN])[::2] if config.offset else 0.0,
-            baselines=values[BASELINE] if config.measures else None,
+            baselines=values[BASELINE] if config.sorts or config.shifts else None,
             sft_weight=config.sft_weight or 0.0,
             sft_reduction=config.sft_reduction,
         )
