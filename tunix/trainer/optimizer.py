@@ -174,8 +174,3 @@ def _muon(
         adam_b1=0.9 if config.b1 is None else config.b1,
         adam_b2=0.999 if config.b2 is None else config.b2,
     )
-
-
-def learning_rate(schedule: optax.Schedule, step: jax.Array) -> jax.Array:
-    """The learning rate of the update after `step` finished ones."""
-    return jax.numpy.asarray(schedule(step), jax.numpy.float32)

@@ -121,13 +121,7 @@ class Trainer(Client):
             return required("teacher", self.learner.teacher).logprobs(sequences, temperature, size)
         if of == "reference":
             return required("reference", self.learner.reference).logprobs(sequences, temperature, size)
-        return self.learner.scores("logprobs", sequences, size, temperature)
-
-    def entropies(
-        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
-    ) -> List[np.ndarray]:
-        """The `[T]` entropies in nats of the distributions of each sequence's tokens, 0 for the first."""
-        return self.learner.scores("entropies", sequences, size, temperature)
+        return self.learner.scorer.scores("logprobs", self.learner.params, sequences, size, temperature)
 
     def values(self, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
         """The `[T]` values of each sequence's states: at t, of the state before token t is sampled; 0 for the first.
@@ -135,9 +129,11 @@ class Trainer(Client):
         Raises:
             ValueError: there is no critic and no value head.
         """
-        if self.critic is not None:
-            return self.critic.scores("values", unreplayed(sequences), size)
-        return self.learner.scores("values", sequences, size)
+        learner = self.critic or self.learner
+        if not learner.spec.model.has_scalar_head:
+            raise ValueError("there is no value head: build the model with has_scalar_head=True")
+        sequences = sequences if self.critic is None else unreplayed(sequences)
+        return learner.scorer.scores("values", learner.params, sequences, size)
 
     def run(
         self, requests: List[Request], reply: Reply | None = None, on_done: OnDone | None = None
