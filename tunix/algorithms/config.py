@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
-from pydantic.fields import FieldInfo
 
 from tunix.config import TINY_BATCH, TINY_COMPLETION, TINY_GROUP, AlgorithmConfig, Positive, RowKind
 from tunix.errors import UserError
@@ -76,12 +75,13 @@ class RuledConfig(AlgorithmConfig):
     @model_validator(mode="after")
     def _read(self) -> "RuledConfig":
         settings, fields = dict(self), type(self).model_fields
-        complaints = [
-            f"{key} is {settings[key]!r}, which changes nothing {rule.why}; or leave it at {_shown(fields[key])}"
-            for rule in self.rules
-            for key in rule.keys
-            if not rule.read(settings) and settings[key] != fields[key].get_default()
-        ]
+        complaints = []
+        unread = [(key, rule.why) for rule in self.rules for key in rule.keys if not rule.read(settings)]
+        for key, why in unread:
+            default = fields[key].get_default()
+            if settings[key] != default:
+                shown = default if isinstance(default, str) else json.dumps(default)  # as written in YAML
+                complaints.append(f"{key} is {settings[key]!r}, which changes nothing {why}; or leave it at {shown}")
         if complaints := complaints or list(self.conflicts()):
             raise ValueError("\n".join(complaints))
         return self
@@ -279,9 +279,3 @@ class PolicyConfig(RuledConfig):
                 "below 1 it is a share of them"
             )
         return tokens
-
-
-def _shown(field: FieldInfo) -> str:
-    """A default value as written in YAML."""
-    default = field.get_default()
-    return default if isinstance(default, str) else json.dumps(default)

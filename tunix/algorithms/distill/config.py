@@ -15,6 +15,7 @@ class DistillConfig(RuledConfig):
     """Which text the student learns on, and which divergence from the teacher is minimised there."""
 
     tiny_caps: ClassVar[Mapping[str, int]] = {"group_size": TINY_GROUP}
+    learns_from_teacher: ClassVar[bool] = True
 
     name: str = "distill"
     on_policy: bool = False
@@ -66,11 +67,6 @@ class DistillConfig(RuledConfig):
     def reads(self) -> RowKind:
         """Given text, all of it or its completion; only the prompt where the student samples the completions."""
         return RowKind.PROMPT if self.on_policy else RowKind(self.train_on)
-
-    @property
-    def learns_from_teacher(self) -> bool:
-        """Always true: distillation needs a teacher."""
-        return True
 
     @property
     def samples_per_prompt(self) -> int:
