@@ -8,7 +8,7 @@ Unless its docstring says otherwise, a method returns as soon as the work is dis
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -45,11 +45,22 @@ class Learner:
         """For losses that read a divergence from a teacher; set after construction."""
         self.gradients: Params | None = None
         """The sum of gradients that `forward_backward` added since the last `optim_step`; None without any."""
+        self.scorer = Scorer(spec.model, spec.microbatcher, spec.length)
+        everywhere = NamedSharding(spec.mesh, PartitionSpec())
         with jax.set_mesh(spec.mesh):
-            moments = jax.tree.map(lambda x: x.sharding, abstract_moments(spec.optimizer, params, self._everywhere))
+            moments = jax.tree.map(lambda x: x.sharding, abstract_moments(spec.optimizer, params, everywhere))
             new = jit(spec.optimizer.init, out_shardings=moments)(params)
-            self.state = TrainState(params, new, placed(np.int32(0), self._everywhere))
-        self._key = jit(lambda: jax.random.key(spec.seed), out_shardings=self._everywhere)()
+            self.state = TrainState(params, new, placed(np.int32(0), everywhere))
+        self._key = jit(lambda: jax.random.key(spec.seed), out_shardings=everywhere)()
+        options = compiler_options(spec.mesh, spec.model.dtype)
+        unrounded = replace(spec, model=replace(spec.model, simulated=()))
+        self._step = jit(partial(step, spec), static_argnames="loss", donate_argnums=0, options=options)
+        self._gradients = jit(partial(gradients_of, spec), static_argnames="loss", options=options)
+        # Not the gradients: every output already has a buffer of the old state to take.
+        self._apply = jit(partial(apply, spec), donate_argnums=0)
+        self._evaluate = jit(partial(evaluate, spec), static_argnames="loss", options=options)
+        self._evaluate_unrounded = jit(partial(evaluate, unrounded), static_argnames="loss", options=options)
+        self._add = jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b), donate_argnums=0)
 
     @property
     def params(self) -> Params:
@@ -123,44 +134,6 @@ class Learner:
         if loss.divergence:
             states = required("teacher", self.teacher).states(batch, microbatches)
         return microbatches, FrozenInputs(self.frozen, reference, states)
-
-    @cached_property
-    def _everywhere(self) -> NamedSharding:
-        return NamedSharding(self.spec.mesh, PartitionSpec())
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return compiler_options(self.spec.mesh, self.spec.model.dtype)
-
-    @cached_property
-    def _step(self):
-        return jit(partial(step, self.spec), static_argnames="loss", donate_argnums=0, options=self._options)
-
-    @cached_property
-    def _gradients(self):
-        return jit(partial(gradients_of, self.spec), static_argnames="loss", options=self._options)
-
-    @cached_property
-    def _apply(self):
-        # Not the gradients: every output already has a buffer of the old state to take.
-        return jit(partial(apply, self.spec), donate_argnums=0)
-
-    @cached_property
-    def _evaluate(self):
-        return jit(partial(evaluate, self.spec), static_argnames="loss", options=self._options)
-
-    @cached_property
-    def _evaluate_unrounded(self):
-        plain = replace(self.spec, model=replace(self.spec.model, simulated=()))
-        return jit(partial(evaluate, plain), static_argnames="loss", options=self._options)
-
-    @cached_property
-    def scorer(self) -> Scorer:
-        return Scorer(self.spec.model, self.spec.microbatcher, self.spec.length)
-
-    @cached_property
-    def _add(self):
-        return jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b), donate_argnums=0)
 
 
 def abstract_moments(
