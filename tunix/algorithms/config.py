@@ -184,7 +184,6 @@ class PolicyConfig(RuledConfig):
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
-        """The value that null becomes for each key, given the other settings."""
         return {
             "clip_low": 0.2,
             "clip_high": 0.2,
@@ -205,17 +204,14 @@ class PolicyConfig(RuledConfig):
 
     @property
     def reads(self) -> RowKind:
-        """Prompts only: the policy samples the completions."""
         return RowKind.PROMPT
 
     @property
     def learns_from_rewards(self) -> bool:
-        """Always true: policy gradients train on rewards."""
         return True
 
     @property
     def samples_per_prompt(self) -> int:
-        """Completions of each prompt: the group size."""
         return self.group_size
 
     def sequences_per_update(self, batch_size: int) -> int:
@@ -233,7 +229,6 @@ class PolicyConfig(RuledConfig):
             yield f"algorithm.updates: {self.updates} parts of {batch_size} prompts (batch_size)"
 
     def conflicts(self) -> list[str]:
-        """Messages about settings that contradict each other, one sentence each."""
         wrong = []
         if self.kl and self.kl_in == "loss" and self.kl_estimator == "k1" and not self.kl_weighted:
             wrong.append(

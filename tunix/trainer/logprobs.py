@@ -33,13 +33,7 @@ class OnTheWay(List[np.ndarray]):
     """Arrays of sequences, `[T]` each, on their way from the devices: waited for when one is looked at."""
 
     def __init__(self, stacked: Float[Array, "M R T"], batch: Batch, number: int):
-        """Starts to copy them.
-
-        Args:
-            stacked: of the rows of the batch, in micro-batches.
-            batch: the packed sequences.
-            number: how many there are.
-        """
+        """Starts to copy the arrays of the first `number` sequences that are packed in the batch."""
         self._stacked, self._batch, self._number = everywhere(stacked), batch, number
         self._stacked.copy_to_host_async()
 

@@ -111,23 +111,16 @@ def unflatten(arrays: Mapping[str, dict[str, jax.Array]], like: TrainState) -> T
     return TrainState(arrays["params"], jax.tree.unflatten(structure, moments), arrays["step"]["step"], critic)
 
 
-def _quiet(record: logging.LogRecord) -> bool:
-    """Keeps out the tracebacks that Orbax and its abandoned tasks log for a failed write: it is reported as one
-    error."""
-    return "/orbax/" not in record.pathname and "exception was never retrieved" not in record.getMessage()
-
-
 def _show_unraisable(shown: Callable[[Any], None], unraisable: Any) -> None:
-    """Keeps out the tracebacks of tensorstore's threads, which report to an event loop that a failed write has ended.
-
-    Args:
-        shown: the `sys.unraisablehook` before.
-        unraisable: its argument.
-    """
+    """Keeps out the tracebacks of tensorstore's threads, which report to an event loop that a failed write has ended;
+    all else goes to `shown`, the hook before."""
     if str(unraisable.exc_value) != "Event loop is closed":
         shown(unraisable)
 
 
+# Tracebacks that Orbax and its abandoned tasks log for a failed write are kept out: it is reported as one error.
 for _name in ("absl", "asyncio"):
-    logging.getLogger(_name).addFilter(_quiet)
+    logging.getLogger(_name).addFilter(
+        lambda record: "/orbax/" not in record.pathname and "exception was never retrieved" not in record.getMessage()
+    )
 sys.unraisablehook = partial(_show_unraisable, sys.unraisablehook)

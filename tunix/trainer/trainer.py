@@ -89,7 +89,6 @@ class Trainer(Client):
         return self.learner.step(batch, loss)
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Metrics:
-        """Adds the batch's gradients to those accumulated since the last `optim_step`."""
         return self.learner.forward_backward(batch, loss)
 
     def optim_step(self) -> Metrics:

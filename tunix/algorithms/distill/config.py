@@ -50,12 +50,10 @@ class DistillConfig(RuledConfig):
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
-        """The value that null becomes for each key, given the other settings."""
         kind = "sampled" if settings["on_policy"] else "forward_kl"
         return {"divergence": kind, "beta": 0.5, "temperature": 1.0, "group_size": 1}
 
     def conflicts(self) -> list[str]:
-        """Messages about settings that contradict each other, one sentence each."""
         if self.divergence == "sampled" and not self.on_policy:
             return [
                 "divergence: sampled is an estimate from tokens that the student sampled: set on_policy: true, or take "

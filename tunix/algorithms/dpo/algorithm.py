@@ -40,7 +40,6 @@ class DPO(OnPolicy):
     sequences_per_example = 2
 
     def __init__(self, config: DPOConfig, sampling: Sampling | None = None):
-        """Creates the algorithm with bco's running mean of rewards; for the arguments see `Algorithm`."""
         super().__init__(config, sampling)
         # Of all pairs trained on: half the sum of the two sides' means, weighted by pairs. It starts at 0, which all
         # rewards are where the policy is the reference, and stays on the device, so that no step waits for the numbers
@@ -163,7 +162,6 @@ class DPO(OnPolicy):
         return {"mean": float(self._mean), "pairs": self._pairs} if self.config.shifts else {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restores the running mean."""
         if self.config.shifts:
             self._mean, self._pairs = state["mean"], state["pairs"]
 

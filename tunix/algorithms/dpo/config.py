@@ -112,7 +112,6 @@ class DPOConfig(RuledConfig):
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
-        """The value that null becomes for each key, given the other settings."""
         form = str(settings["loss"])  # before the fields are checked it may be a list
         return {
             "beta": {"simpo": 2.0, "discopop": 0.05, "sppo_hard": 0.001}.get(form, 0.1),
@@ -124,7 +123,6 @@ class DPOConfig(RuledConfig):
         }
 
     def conflicts(self) -> list[str]:
-        """Messages about settings that contradict each other, one sentence each."""
         wrong = []
         if self.loss == "robust" and not self.label_smoothing:
             wrong.append("label_smoothing: robust without a share of wrong labels is sigmoid; set it, or loss: sigmoid")

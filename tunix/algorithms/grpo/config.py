@@ -183,7 +183,6 @@ class GRPOConfig(PolicyConfig):
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
-        """The value that null becomes for each key, given the other settings."""
         clips = {"clip_low": 1.0, "clip_high": 4.0} if settings["surrogate"] == "cispo" else {}
         return {**super().usual(settings), **clips}
 
@@ -202,7 +201,6 @@ class GRPOConfig(PolicyConfig):
         return True
 
     def conflicts(self) -> list[str]:
-        """Messages about settings that contradict each other, one sentence each."""
         wrong = super().conflicts()
         if self.group_size == 1 and self.advantage != "batch":
             wrong.append(

@@ -51,7 +51,6 @@ class PPOConfig(PolicyConfig):
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
-        """The value that null becomes for each key, given the other settings."""
         return {**super().usual(settings), "kl_in": "reward"}
 
     @property
@@ -61,5 +60,4 @@ class PPOConfig(PolicyConfig):
 
     @property
     def learning_rate_of_critic(self) -> float | None:
-        """The section's `critic_learning_rate`."""
         return self.critic_learning_rate
