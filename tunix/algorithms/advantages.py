@@ -14,7 +14,7 @@ from typing import Literal, cast
 import numpy as np
 from jaxtyping import Bool, Float, Num
 
-from tunix.algorithms.ops import Estimator, clamped_kl
+from tunix.algorithms.ops import Estimator, kl_estimate
 from tunix.errors import UserError
 
 Kind = Literal[
@@ -175,10 +175,10 @@ def kl_rewards(
 
     Ziegler et al. 2019, https://arxiv.org/abs/1909.08593. PPO adds them token by token; the GRPO family, whose reward
     is one number for a completion, adds their sum (as RLOO does, Ahmadian et al. 2024, sec. 3). For `limit` see
-    `ops.clamped_kl`.
+    `ops.kl_estimate`.
     """
     difference = np.where(drawn_T, policy_T - reference_T, 0.0)
-    return -coefficient * cast(np.ndarray, clamped_kl(difference, estimator, limit))
+    return -coefficient * cast(np.ndarray, kl_estimate(difference, estimator, limit))
 
 
 def adapted_kl(coefficient: float, kl: float, target: float, gain: float = 0.1) -> float:

@@ -185,9 +185,9 @@ def policy_ratio(
 
 
 def kl_estimate(
-    log_ratios: Float[Array | np.ndarray, "*shape"], estimator: Estimator
+    log_ratios: Float[Array | np.ndarray, "*shape"], estimator: Estimator, limit: float | None = None
 ) -> Float[Array | np.ndarray, "*shape"]:
-    """Estimates `KL(p || q)` from samples of p, with `d = log p - log q` at each.
+    """Estimates `KL(p || q)` from samples of p, with `d = log p - log q` at each, clamped to +-`LOG_RATIO_LIMIT`.
 
     k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d (Schulman 2020, http://joschu.net/blog/kl-approx.html). k1 and k3 are
     unbiased, k3 is never negative, k2 is biased by third-order terms. All are 0 where p = q.
@@ -205,26 +205,19 @@ def kl_estimate(
     Args:
         log_ratios: d, of any shape; numpy in, numpy out.
         estimator: the name.
-    """
-    if estimator == "k1":
-        return log_ratios
-    if estimator == "k2":
-        return 0.5 * log_ratios**2
-    if estimator == "k3+" and isinstance(log_ratios, jax.Array):
-        k2 = kl_estimate(log_ratios, "k2")
-        return k2 + jax.lax.stop_gradient(kl_estimate(log_ratios, "k3") - k2)
-    return log_ratios.__array_namespace__().expm1(-log_ratios) + log_ratios
-
-
-def clamped_kl(
-    log_ratios: Float[Array | np.ndarray, "*shape"], estimator: Estimator, limit: float | None = None
-) -> Float[Array | np.ndarray, "*shape"]:
-    """`kl_estimate` with log-ratios clamped to +-`LOG_RATIO_LIMIT` and the result to +-`limit`, as in NeMo-RL and verl.
-
-    Where it is clamped it has no gradient.
+        limit: the result is clamped to +- it, as in NeMo-RL and verl; where anything is clamped there is no gradient.
     """
     numpy = log_ratios.__array_namespace__()
-    estimate = kl_estimate(numpy.clip(log_ratios, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), estimator)
+    d = numpy.clip(log_ratios, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if estimator == "k1":
+        estimate = d
+    elif estimator == "k2":
+        estimate = 0.5 * d**2
+    else:
+        estimate = numpy.expm1(-d) + d
+        if estimator == "k3+" and isinstance(d, jax.Array):
+            k2 = 0.5 * d**2
+            estimate = k2 + jax.lax.stop_gradient(estimate - k2)
     return estimate if limit is None else numpy.clip(estimate, -limit, limit)
 
 
@@ -237,7 +230,7 @@ def kl_loss(
     limit: float | None = None,
     sampler_logprobs: Float[Array | np.ndarray, "B T"] | None = None,
 ) -> Float[Array, "B T"]:
-    """The estimate of `KL(p || ref)` at each token, for a term of the loss: `clamped_kl`, or, weighted, `w k(d)`.
+    """The estimate of `KL(p || ref)` at each token, for a term of the loss: `kl_estimate`, or, weighted, `w k(d)`.
 
     d is the log-ratio to the reference, w = p / q, q the policy that sampled. The weighted estimate's gradient is that
     of `KL(p || ref)`, whichever policy sampled (see `kl_estimate`). d and then the product are clamped, as in NeMo-RL.
@@ -256,7 +249,7 @@ def kl_loss(
     """
     log_ratios = log_ratio(logprobs, reference_logprobs, batch)
     if sampler_logprobs is None:
-        return cast(Array, clamped_kl(log_ratios, estimator, limit))
+        return cast(Array, kl_estimate(log_ratios, estimator, limit))
     weight = jnp.exp(log_ratio(logprobs, sampler_logprobs, batch))
     clamped, stopped = jnp.clip(log_ratios, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), jax.lax.stop_gradient
     value = cast(Array, kl_estimate(clamped, estimator))

@@ -8,7 +8,6 @@ Axes: B rows (as packed), M micro-batches, R rows of a micro-batch, T time, S se
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, no_type_check
 
 import jax
@@ -102,7 +101,14 @@ class Microbatcher:
             batch: the packed rows.
             put: what is done with a tree of arrays; a plan only describes them.
         """
-        rows, split = batch.tokens.shape[0], partial(_split, self.number(batch), self.rows)
+        number, rows = self.number(batch), batch.tokens.shape[0]
+
+        def split(x: np.ndarray) -> np.ndarray:
+            """Reshapes `[B ...]` to `[M R ...]`, padded with zeros at the end."""
+            padded = np.zeros((number * self.rows, *x.shape[1:]), x.dtype)
+            padded[: len(x)] = x
+            return padded.reshape(number, self.rows, *x.shape[1:])
+
         optional = {"parents": batch.parents, "experts": batch.experts}
         names = (*PER_TOKEN, *(name for name, x in optional.items() if x is not None))
         rows_by_name = {name: split(np.asarray(getattr(batch, name))) for name in names}
@@ -124,13 +130,6 @@ class Microbatcher:
         rows, size = batch.tokens.shape[0], batch.weights.shape[0]
         most = size if batch.parents is None else -(-size // self.unit)
         return -(-max(most, rows) // self.rows)
-
-
-def _split(number: int, rows: int, x: np.ndarray) -> np.ndarray:
-    """Reshapes `[B ...]` to `[number rows ...]`, padded with zeros at the end."""
-    padded = np.zeros((number * rows, *x.shape[1:]), x.dtype)
-    padded[: len(x)] = x
-    return padded.reshape(number, rows, *x.shape[1:])
 
 
 def answers_per_row(

@@ -319,15 +319,13 @@ def loss_sums(function: Callable[[LossInputs], LossOutputs], inputs: LossInputs)
         sums |= {f"loss/{name}": value for name, value in terms.items()}
     metrics = {name: x if isinstance(x, Term) else Term(x) for name, x in outputs.metrics.items()}
     sums |= {name: reduce(term, batch) for name, term in metrics.items()}
-    return sums | {name: peak(values, batch) for name, values in outputs.peaks.items()}
-
-
-def peak(values: Float[Array, "B T"], batch: Batch) -> Peak:
-    """The largest value at trained tokens of sequences with a weight above 0; nan counts as infinity."""
-    counts = batch.loss_mask & (batch.weights[batch.sequence_ids] > 0)
-    flat = jnp.where(counts, jnp.where(jnp.isnan(values), jnp.inf, values), -jnp.inf).ravel()
-    place = jnp.argmax(flat)
-    return Peak(flat[place], place.astype(jnp.int32))
+    for name, values in outputs.peaks.items():
+        # Over trained tokens of sequences with a weight above 0; nan counts as infinity.
+        counts = batch.loss_mask & (batch.weights[batch.sequence_ids] > 0)
+        flat = jnp.where(counts, jnp.where(jnp.isnan(values), jnp.inf, values), -jnp.inf).ravel()
+        place = jnp.argmax(flat)
+        sums[name] = Peak(flat[place], place.astype(jnp.int32))
+    return sums
 
 
 def to_scalars(sums: Sums) -> dict[str, jax.Array]:

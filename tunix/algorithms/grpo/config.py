@@ -162,12 +162,10 @@ class GRPOConfig(PolicyConfig):
         Rule(("ratio",), lambda s: s["surrogate"] != "log", "with surrogate: log, which has no ratio"),
         Rule(
             ("clip_low", "clip_high"),
-            lambda s: s["surrogate"] not in ("soft", "none", "log"),
+            lambda s: s["surrogate"] in ("clip", "cispo"),
             "with surrogate: none, soft or log, which clip nothing",
         ),
-        Rule(
-            ("dual_clip",), lambda s: s["surrogate"] not in ("cispo", "soft", "none", "log"), "without surrogate: clip"
-        ),
+        Rule(("dual_clip",), lambda s: s["surrogate"] == "clip", "without surrogate: clip"),
         Rule(
             ("std", "std_eps"),
             lambda s: s["advantage"] in DIVIDES or s["normalize_rewards"] == "each",
