@@ -67,10 +67,9 @@ class Exporter:
         scores = not spec.model.has_lm_head
         if packed and self.rules is None:
             raise ValueError("there are no rounded weights to pack: train with rules")
-        if adapter and spec.adapter is None:
-            raise ValueError("there is no adapter to export: all weights were trained")
         if adapter:
-            assert spec.adapter is not None
+            if spec.adapter is None:
+                raise ValueError("there is no adapter to export: all weights were trained")
             save_adapter(
                 path,
                 params,

@@ -48,14 +48,7 @@ class Trainer(Client):
         exporter: Exporter | None = None,
         critic: Learner | None = None,
     ):
-        """Combines the parts; no weights are published yet.
-
-        Args:
-            learner: the policy.
-            sampler: completes prompts; it receives the policy's weights at each `publish`.
-            exporter: writes exported folders; None for one without tokenizer files.
-            critic: a separate model that predicts values; None where the policy has a value head, or none is needed.
-        """
+        """Combines the parts; no weights are published yet. See `local_client` for the sampler and the others."""
         self.learner, self.sampler, self.critic = learner, sampler, critic
         self.exporter = exporter or Exporter()
         self._version = int(learner.state.step)
@@ -206,9 +199,9 @@ def local_client(
         params: the trainable weights; their buffers are taken over.
         frozen: the other weights: the base under an adapter, which is also its reference; empty without an adapter.
         keep_reference: whether a copy of the current weights is kept as the reference.
-        sampler: completes prompts; None for an engine on the same devices.
+        sampler: completes prompts, with the weights of each `publish`; None for an engine on the same devices.
         exporter: writes exported folders; None for one without tokenizer files.
-        critic: a separate model that predicts the values of states.
+        critic: a separate model that predicts values; None where the policy has a value head, or none is needed.
     """
     reference = None
     if spec.adapter is not None:

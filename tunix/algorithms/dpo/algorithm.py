@@ -117,7 +117,14 @@ class DPO(OnPolicy):
             reference = [sequence.per_token[REFERENCE] for sequence in scored]
         else:
             reference = client.logprobs(scored, "reference", self.temperature)
-        p, q = (self._scores(logprobs, scored) for logprobs in (policy, reference))
+        assert self.config.beta is not None
+        masks = [x.loss_mask for x in scored]
+        # Of each completion the log-prob, or its mean over tokens, times beta.
+        counts = [mask.sum() for mask in masks] if self.config.length_normalized else 1
+        p, q = (
+            self.config.beta * (np.array([x[mask].sum() for x, mask in zip(logprobs, masks, strict=True)]) / counts)
+            for logprobs in (policy, reference)
+        )
         counted = np.asarray(batch.weights)[::2] > 0
         baseline = np.zeros(size, np.float32)
         if self.config.loss == "aot":
@@ -138,13 +145,6 @@ class DPO(OnPolicy):
             per_token={**batch.per_token, REFERENCE: in_rows},
             per_sequence={**batch.per_sequence, BASELINE: baseline},
         )
-
-    def _scores(self, logprobs: List[np.ndarray], sequences: List[Sequence]) -> np.ndarray:
-        """`[S]` beta times the log-prob of each completion, or times its mean over tokens."""
-        assert self.config.beta is not None
-        masks = [sequence.loss_mask for sequence in sequences]
-        sums = np.array([values[mask].sum() for values, mask in zip(logprobs, masks, strict=True)])
-        return self.config.beta * (sums / [mask.sum() for mask in masks] if self.config.length_normalized else sums)
 
     def step(self, client: Client, batch: Batch) -> Metrics:
         """Makes one update, and adds its rewards to the running mean where the form has one."""
