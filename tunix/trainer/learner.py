@@ -53,13 +53,14 @@ class Learner:
             self.state = TrainState(params, new, placed(np.int32(0), everywhere))
         self._key = jit(lambda: jax.random.key(spec.seed), out_shardings=everywhere)()
         options = compiler_options(spec.mesh, spec.model.dtype)
-        unrounded = replace(spec, model=replace(spec.model, simulated=()))
         self._step = jit(partial(step, spec), static_argnames="loss", donate_argnums=0, options=options)
         self._gradients = jit(partial(gradients_of, spec), static_argnames="loss", options=options)
         # Not the gradients: every output already has a buffer of the old state to take.
         self._apply = jit(partial(apply, spec), donate_argnums=0)
         self._evaluate = jit(partial(evaluate, spec), static_argnames="loss", options=options)
-        self._evaluate_unrounded = jit(partial(evaluate, unrounded), static_argnames="loss", options=options)
+        if spec.model.simulated:
+            unrounded = replace(spec, model=replace(spec.model, simulated=()))
+            self._evaluate_unrounded = jit(partial(evaluate, unrounded), static_argnames="loss", options=options)
         self._add = jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b), donate_argnums=0)
 
     @property
