@@ -152,13 +152,6 @@ class Client(SamplingClient, Protocol):
         """
         ...
 
-    def entropies(
-        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
-    ) -> List[np.ndarray]:
-        """Entropies in nats of the policy's distribution at each sequence's tokens, `[T]` each with 0 for the first;
-        forward pass only. See `logprobs`."""
-        ...
-
     def values(self, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
         """The critic's values of each sequence, `[T]` each: at t of the state before token t; 0 for the first. See
         `logprobs`."""

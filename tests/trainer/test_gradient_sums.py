@@ -18,8 +18,8 @@ from tunix.mesh import build_mesh, sharding
 from tunix.models.layers import project
 from tunix.models.model import Model
 from tunix.plan import programs
-from tunix.trainer.microbatches import Microbatcher
-from tunix.trainer.step import Compute, FrozenInputs, TrainState
+from tunix.trainer.microbatches import Microbatcher, TrainerSpec
+from tunix.trainer.step import FrozenInputs, TrainState, gradients_of
 
 SFT_LOSS = SFT(SFTConfig()).objective
 EIGHT = MeshConfig(fsdp=8)
@@ -68,12 +68,13 @@ def test_float32_sums_do_not_depend_on_the_number_of_devices():
 def test_gradients_and_their_sums_over_microbatches_are_split_as_the_weights():
     mesh, model = build_mesh(EIGHT), Model(replace(PLAIN, ffn=80), dtype="bfloat16")
     params = model.abstract(dict.fromkeys(model.shapes, "float32"), mesh)
-    compute = Compute(model, optax.sgd(0.1), optax.constant_schedule(0.1))
-    batch = programs.microbatches_of(Shape("", PLAIN, 16, 24).batch(), Microbatcher(8, mesh))
+    rule = optax.sgd(0.1), optax.constant_schedule(0.1)
+    spec = TrainerSpec(model, mesh, *rule, Microbatcher(8, mesh), length=24, seed=0)
+    batch = programs.microbatches_of(Shape("", PLAIN, 16, 24).batch(), spec.microbatcher)
 
     def run(params, batch):
         state = TrainState(params, (), jnp.int32(0))
-        return compute.gradients(state, FrozenInputs({}), batch, jax.random.key(0), SFT_LOSS)[0]
+        return gradients_of(spec, state, FrozenInputs({}), batch, jax.random.key(0), SFT_LOSS)[0]
 
     with jax.set_mesh(mesh):
         compiled = jax.jit(run).lower(params, batch).compile()

@@ -57,9 +57,9 @@ def test_the_first_that_fits_is_taken_and_block_where_none_does_or_nothing_is_kn
     spec, held = spec_of(), Held(6 * GIB, 2 * GIB)
     for remat in ("none", "attention", "mlp", "block"):
         size = step_bytes(spec, held, remat)
-        assert chosen(spec, held, size / SHARE + 1).remat == remat
-        assert chosen(spec, held, size / SHARE + 1).reason.startswith(f"{size / GIB:.1f} of ")
-    assert chosen(spec, held, float(GIB)).remat == "block"
+        assert chosen(spec, held, size / SHARE + 1)[0] == remat
+        assert chosen(spec, held, size / SHARE + 1)[1].startswith(f"{size / GIB:.1f} of ")
+    assert chosen(spec, held, float(GIB))[0] == "block"
     assert chosen(spec, held, None) == ("block", "the device does not say how much memory it has")
 
 

@@ -260,27 +260,6 @@ def test_the_reference_is_the_base_under_the_adapter():
         plain.logprobs(rows, of="reference")
 
 
-def test_entropies_are_those_of_the_loss_at_a_temperature():
-    """The scorer's, at every token of three sequences in one row, against the model's of each alone."""
-    client = trainer()
-    rows = sequences(3)
-    model, params = client.learner.spec.model, client.learner.params
-
-    @jax.jit
-    def alone(tokens: jax.Array) -> jax.Array:
-        """Of one sequence; what follows it changes nothing."""
-        here = jnp.arange(24)[None]
-        own = tokens, here, jnp.ones_like(tokens), jnp.ones(tokens.shape, bool)
-        return model.logprobs(params, *own, entropy=True, temperature=0.7)[1][0]
-
-    for row, found in zip(rows, client.entropies(rows, temperature=0.7), strict=True):
-        number = len(row.tokens)
-        expected = alone(jnp.asarray(np.pad(row.tokens, (0, 24 - number)))[None])
-        np.testing.assert_allclose(found, expected[:number], atol=1e-5)
-        assert found[0] == 0
-        assert (found[1:] > 1).all()
-
-
 def test_logprobs_are_those_of_the_loss_and_of_each_sequence_alone():
     rows = sequences(7)
     client = trainer(RICH)

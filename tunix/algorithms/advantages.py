@@ -14,7 +14,7 @@ from typing import Literal, cast
 import numpy as np
 from jaxtyping import Bool, Float, Num
 
-from tunix.algorithms.ops import Estimator, clamped_kl
+from tunix.algorithms.ops import Estimator, kl_estimate
 from tunix.errors import UserError
 
 Kind = Literal[
@@ -81,27 +81,20 @@ def group_advantages(
         # R_i - (sum - R_i) / (n - 1) = (R_i - mean) n / (n - 1)
         return centred * number / np.maximum(number - 1, 1)
     if kind == "leave_one_out_std":
-        return _against_others(rewards_PG, eps, std)
+        others = np.where(np.eye(rewards.shape[1], dtype=bool), np.nan, rewards_PG[:, None, :])  # [P G G]
+        counted = ~np.isnan(others)
+        number = counted.sum(axis=2)
+        mean = np.where(counted, others, 0.0).sum(axis=2) / np.maximum(number, 1)
+        squares = np.where(counted, (others - mean[:, :, None]) ** 2, 0.0).sum(axis=2)
+        scale = np.sqrt(squares / np.maximum(number - FREEDOM[std], 1)) + eps
+        # Compared directly, since squares need not be 0 where rewards are equal: their mean is rounded.
+        differ = np.where(counted, others, -np.inf).max(axis=2) > np.where(counted, others, np.inf).min(axis=2)
+        return np.where(valid & (number > 0), rewards_PG - mean, 0.0) / np.where(differ, scale, 1.0)
     if kind == "median":
         # A group without a single valid sample has no median, and numpy would warn.
         median = np.nanmedian(np.where(number > 0, rewards_PG, 0.0), axis=1, keepdims=True)
         return np.where(valid, rewards - median, 0.0)
     return batch_normalised(np.where(valid, centred, np.nan), eps, std)
-
-
-def _against_others(rewards_PG: Num[np.ndarray, "P G"], eps: float, std: Std) -> Float[np.ndarray, "P G"]:
-    """`(R - mean) / (std + eps)` with mean and std of the group's other valid samples; see `group_advantages`."""
-    size = rewards_PG.shape[1]
-    others = np.where(np.eye(size, dtype=bool), np.nan, rewards_PG[:, None, :])  # [P G G]
-    counted = ~np.isnan(others)
-    number = counted.sum(axis=2)
-    mean = np.where(counted, others, 0.0).sum(axis=2) / np.maximum(number, 1)
-    squares = np.where(counted, (others - mean[:, :, None]) ** 2, 0.0).sum(axis=2)
-    scale = np.sqrt(squares / np.maximum(number - FREEDOM[std], 1)) + eps
-    # Compared directly, since squares need not be 0 where rewards are equal: their mean is rounded.
-    differ = np.where(counted, others, -np.inf).max(axis=2) > np.where(counted, others, np.inf).min(axis=2)
-    compared = ~np.isnan(rewards_PG) & (number > 0)
-    return np.where(compared, rewards_PG - mean, 0.0) / np.where(differ, scale, 1.0)
 
 
 def batch_normalised(
@@ -182,15 +175,10 @@ def kl_rewards(
 
     Ziegler et al. 2019, https://arxiv.org/abs/1909.08593. PPO adds them token by token; the GRPO family, whose reward
     is one number for a completion, adds their sum (as RLOO does, Ahmadian et al. 2024, sec. 3). For `limit` see
-    `ops.clamped_kl`.
+    `ops.kl_estimate`.
     """
     difference = np.where(drawn_T, policy_T - reference_T, 0.0)
-    return -coefficient * cast(np.ndarray, clamped_kl(difference, estimator, limit))
-
-
-def to_come(rewards_T: Float[np.ndarray, "T"], drawn_T: Bool[np.ndarray, "T"]) -> Float[np.ndarray, "T"]:
-    """The undiscounted return of each sampled token: the sum of its reward and of all later ones; 0 elsewhere."""
-    return np.where(drawn_T, np.cumsum(rewards_T[::-1])[::-1], 0.0)
+    return -coefficient * cast(np.ndarray, kl_estimate(difference, estimator, limit))
 
 
 def adapted_kl(coefficient: float, kl: float, target: float, gain: float = 0.1) -> float:

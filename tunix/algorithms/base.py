@@ -154,7 +154,7 @@ class Algorithm(ABC):
         """Hook before each update: returns the batch with what the loss reads, as far as the client has to compute it.
 
         Args:
-            client: computes log-probs, values and entropies.
+            client: computes log-probs and values.
             batch: the packed batch.
             sequences: the sequences that were packed into it.
         """

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
-from pydantic.fields import FieldInfo
 
 from tunix.config import TINY_BATCH, TINY_COMPLETION, TINY_GROUP, AlgorithmConfig, Positive, RowKind
 from tunix.errors import UserError
@@ -76,12 +75,13 @@ class RuledConfig(AlgorithmConfig):
     @model_validator(mode="after")
     def _read(self) -> "RuledConfig":
         settings, fields = dict(self), type(self).model_fields
-        complaints = [
-            f"{key} is {settings[key]!r}, which changes nothing {rule.why}; or leave it at {_shown(fields[key])}"
-            for rule in self.rules
-            for key in rule.keys
-            if not rule.read(settings) and settings[key] != fields[key].get_default()
-        ]
+        complaints = []
+        unread = [(key, rule.why) for rule in self.rules for key in rule.keys if not rule.read(settings)]
+        for key, why in unread:
+            default = fields[key].get_default()
+            if settings[key] != default:
+                shown = default if isinstance(default, str) else json.dumps(default)  # as written in YAML
+                complaints.append(f"{key} is {settings[key]!r}, which changes nothing {why}; or leave it at {shown}")
         if complaints := complaints or list(self.conflicts()):
             raise ValueError("\n".join(complaints))
         return self
@@ -184,7 +184,6 @@ class PolicyConfig(RuledConfig):
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
-        """The value that null becomes for each key, given the other settings."""
         return {
             "clip_low": 0.2,
             "clip_high": 0.2,
@@ -205,17 +204,14 @@ class PolicyConfig(RuledConfig):
 
     @property
     def reads(self) -> RowKind:
-        """Prompts only: the policy samples the completions."""
         return RowKind.PROMPT
 
     @property
     def learns_from_rewards(self) -> bool:
-        """Always true: policy gradients train on rewards."""
         return True
 
     @property
     def samples_per_prompt(self) -> int:
-        """Completions of each prompt: the group size."""
         return self.group_size
 
     def sequences_per_update(self, batch_size: int) -> int:
@@ -233,7 +229,6 @@ class PolicyConfig(RuledConfig):
             yield f"algorithm.updates: {self.updates} parts of {batch_size} prompts (batch_size)"
 
     def conflicts(self) -> list[str]:
-        """Messages about settings that contradict each other, one sentence each."""
         wrong = []
         if self.kl and self.kl_in == "loss" and self.kl_estimator == "k1" and not self.kl_weighted:
             wrong.append(
@@ -279,9 +274,3 @@ class PolicyConfig(RuledConfig):
                 "below 1 it is a share of them"
             )
         return tokens
-
-
-def _shown(field: FieldInfo) -> str:
-    """A default value as written in YAML."""
-    default = field.get_default()
-    return default if isinstance(default, str) else json.dumps(default)

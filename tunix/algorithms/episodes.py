@@ -49,11 +49,6 @@ def spread(sequence: Sequence, value: float) -> np.ndarray:
     return np.where(sequence.loss_mask, np.float32(value), np.float32(0))
 
 
-def with_tokens(sequences: List[Sequence], name: str, values: List[np.ndarray]) -> list[Sequence]:
-    """The sequences with one more per-token array each."""
-    return [replace(x, per_token={**x.per_token, name: v}) for x, v in zip(sequences, values, strict=True)]
-
-
 def flat(groups: List[List[Any]]) -> list[Any]:
     """All items of nested lists, `[P][G]`, as one list of P G."""
     return [item for group in groups for item in group]
@@ -95,9 +90,9 @@ def total_rewards(groups: Groups, weights: Mapping[str, float]) -> np.ndarray:
     return weighted_sum(rewards, weights)
 
 
-def reward_means(rewards: Mapping[str, np.ndarray]) -> dict[str, float]:
+def reward_means(groups: Groups) -> dict[str, float]:
     """The mean of each reward over what it scored, by name; without those that scored nothing."""
-    return {name: float(np.nanmean(x)) for name, x in rewards.items() if not np.isnan(x).all()}
+    return {name: float(np.nanmean(x)) for name, x in rewards_of(groups).items() if not np.isnan(x).all()}
 
 
 def lengths_of(groups: Groups) -> np.ndarray:
@@ -165,7 +160,7 @@ def report(groups: Groups, weights: Mapping[str, float], signal: np.ndarray) -> 
         "reward/signal": float(signal.mean()),
         **sampling_report(groups),
     }
-    return numbers | {f"reward/{name}": mean for name, mean in reward_means(rewards_of(groups)).items()}
+    return numbers | {f"reward/{name}": mean for name, mean in reward_means(groups).items()}
 
 
 def sampling_report(groups: Groups) -> dict[str, float]:

@@ -47,7 +47,7 @@ from tunix.algorithms.ops import (
     old_logprobs,
     reference_logprobs,
     sampler_logprobs,
-    sequence_sum,
+    sequence_mean,
 )
 from tunix.config import RowKind
 from tunix.errors import Doubtful
@@ -202,13 +202,14 @@ class PolicyGradient(OnPolicy):
             # Log of trainer over sampler before the updates.
             log_weights = log_ratio(jnp.asarray(old_logprobs(inputs)), batch.per_token["sampler_logprobs"], batch)
             if config.correction != "none":
-                low, high = IMPORTANCE_BOUNDS[config.correction]
-                importance = importance_weight(log_weights, config.correction, low, high)
-                policy = policy * importance.weight
-                metrics["mismatch/corrected"] = importance.changed.astype(jnp.float32)
+                weight, changed = importance_weight(
+                    log_weights, config.correction, *IMPORTANCE_BOUNDS[config.correction]
+                )
+                policy = policy * weight
+                metrics["mismatch/corrected"] = changed.astype(jnp.float32)
             if config.geometric_mask is not None:
                 low, high = config.geometric_mask
-                means = sequence_sum(log_weights, batch) / jnp.asarray(batch.lengths)[batch.sequence_ids]
+                means = sequence_mean(log_weights, batch)
                 masked = (means < math.log(low)) | (means > math.log(high))
                 policy = jnp.where(masked, 0.0, policy)
                 metrics["mismatch/masked"] = masked.astype(jnp.float32)

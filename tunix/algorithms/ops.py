@@ -1,13 +1,10 @@
 """The arithmetic of losses: ratios, KL estimates, surrogates, importance weights, masks. Pure jax, per token.
 
-Log-probs -> `log_ratio` -> `token_ratio` or `sequence_ratio` -> `clipped_surrogate`, `cispo_surrogate` or
-`plain_surrogate` -> `surrogate_outputs`, times `importance_weight` where the sampler's log-probs are not the trainer's.
+Log-probs -> `log_ratio` -> `policy_ratio` -> `clipped_surrogate`, `cispo_surrogate` or `plain_surrogate` ->
+`surrogate_outputs`, times `importance_weight` where the sampler's log-probs are not the trainer's.
 Nothing here divides by a count: `types.Term` names what a loss is averaged over, and the framework divides once. It
 passes a loss's inputs through `trained_only`, and what a loss returns through `compared_with_sampler` where the policy
 sampled the tokens.
-
-Masks of tokens and sequences that are too far from the sampler (`outside_trust_region`, `off_policy`) are jax arrays
-and do not change any denominator.
 
 Axes: B rows, T time, S sequences.
 """
@@ -42,15 +39,6 @@ class Surrogate(NamedTuple):
     """The loss of each token, to be minimised."""
     clipped: Bool[Array, "B T"] | None
     """Tokens that the clip binds; None where nothing clips."""
-
-
-class Importance(NamedTuple):
-    """Importance weights for tokens that another policy sampled."""
-
-    weight: Float[Array, "B T"]
-    """The weight of each token, without a gradient."""
-    changed: Bool[Array, "B T"]
-    """Tokens whose weight was truncated or masked."""
 
 
 def trained_only(inputs: LossInputs) -> LossInputs:
@@ -157,6 +145,11 @@ def sequence_sum(values: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T
     return per_sequence(values, batch)[batch.sequence_ids]
 
 
+def sequence_mean(values: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
+    """`[B T]` at every token the mean of its sequence's values over trained tokens."""
+    return sequence_sum(values, batch) / jnp.asarray(batch.lengths)[batch.sequence_ids]
+
+
 def per_sequence(values: Float[Array, "B T"], batch: Batch, absent: float = 0.0) -> Float[Array, "S"]:
     """`[S]` the sum of each sequence's values over its trained tokens.
 
@@ -172,33 +165,29 @@ def per_sequence(values: Float[Array, "B T"], batch: Batch, absent: float = 0.0)
     return jnp.where(present, sums, absent)
 
 
-def token_ratio(log_ratios: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """`r_t = p(y_t) / q(y_t)` (PPO, Schulman et al. 2017, https://arxiv.org/abs/1707.06347)."""
+def policy_ratio(
+    log_ratios: Float[Array, "B T"], batch: Batch, level: Literal["token", "sequence", "completion"] = "token"
+) -> Float[Array, "B T"]:
+    """The ratio of p to q at each token, from `log_ratio`.
+
+        token       r_t = p(y_t) / q(y_t)                              PPO, https://arxiv.org/abs/1707.06347
+        sequence    (p(y) / q(y))^(1/|y|) = exp(mean_t log r_t)        GSPO, https://arxiv.org/abs/2507.18071, eq. 7
+        completion  p(y) / q(y) = prod_t r_t, y as a single action     RLOO, https://arxiv.org/abs/2402.14740, sec. 3
+
+    `|y|` counts trained tokens, so that an environment's tokens between them do not change the mean. The logarithm of
+    the product is clamped to +-`LOG_RATIO_LIMIT` too.
+    """
+    if level == "sequence":
+        log_ratios = sequence_mean(log_ratios, batch)
+    elif level == "completion":
+        log_ratios = jnp.clip(sequence_sum(log_ratios, batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return jnp.exp(log_ratios)
 
 
-def sequence_ratio(log_ratios: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
-    """`s = (p(y) / q(y))^(1/|y|) = exp(mean_t log r_t)`, equal at all tokens of a sequence.
-
-    GSPO, Zheng et al. 2025, https://arxiv.org/abs/2507.18071, eq. 7. `|y|` counts trained tokens, so that an
-    environment's tokens between them do not change the mean.
-    """
-    return jnp.exp(sequence_sum(log_ratios, batch) / jnp.asarray(batch.lengths)[batch.sequence_ids])
-
-
-def completion_ratio(log_ratios: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
-    """`p(y) / q(y) = prod_t r_t`, equal at all tokens of a sequence, which counts as one action.
-
-    RLOO, Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, sec. 3. The logarithm of the product is clamped to
-    +-`LOG_RATIO_LIMIT` too.
-    """
-    return jnp.exp(jnp.clip(sequence_sum(log_ratios, batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-
-
 def kl_estimate(
-    log_ratios: Float[Array | np.ndarray, "*shape"], estimator: Estimator
+    log_ratios: Float[Array | np.ndarray, "*shape"], estimator: Estimator, limit: float | None = None
 ) -> Float[Array | np.ndarray, "*shape"]:
-    """Estimates `KL(p || q)` from samples of p, with `d = log p - log q` at each.
+    """Estimates `KL(p || q)` from samples of p, with `d = log p - log q` at each, clamped to +-`LOG_RATIO_LIMIT`.
 
     k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d (Schulman 2020, http://joschu.net/blog/kl-approx.html). k1 and k3 are
     unbiased, k3 is never negative, k2 is biased by third-order terms. All are 0 where p = q.
@@ -216,55 +205,20 @@ def kl_estimate(
     Args:
         log_ratios: d, of any shape; numpy in, numpy out.
         estimator: the name.
-    """
-    if estimator == "k1":
-        return log_ratios
-    if estimator == "k2":
-        return 0.5 * log_ratios**2
-    if estimator == "k3+" and isinstance(log_ratios, jax.Array):
-        k2 = kl_estimate(log_ratios, "k2")
-        return k2 + jax.lax.stop_gradient(kl_estimate(log_ratios, "k3") - k2)
-    return log_ratios.__array_namespace__().expm1(-log_ratios) + log_ratios
-
-
-def clamped_kl(
-    log_ratios: Float[Array | np.ndarray, "*shape"], estimator: Estimator, limit: float | None = None
-) -> Float[Array | np.ndarray, "*shape"]:
-    """`kl_estimate` with log-ratios clamped to +-`LOG_RATIO_LIMIT` and the result to +-`limit`, as in NeMo-RL and verl.
-
-    Where it is clamped it has no gradient.
+        limit: the result is clamped to +- it, as in NeMo-RL and verl; where anything is clamped there is no gradient.
     """
     numpy = log_ratios.__array_namespace__()
-    estimate = kl_estimate(numpy.clip(log_ratios, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), estimator)
+    d = numpy.clip(log_ratios, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if estimator == "k1":
+        estimate = d
+    elif estimator == "k2":
+        estimate = 0.5 * d**2
+    else:
+        estimate = numpy.expm1(-d) + d
+        if estimator == "k3+" and isinstance(d, jax.Array):
+            k2 = 0.5 * d**2
+            estimate = k2 + jax.lax.stop_gradient(estimate - k2)
     return estimate if limit is None else numpy.clip(estimate, -limit, limit)
-
-
-def weighted_kl(
-    log_weights: Float[Array, "B T"], log_ratios: Float[Array, "B T"], estimator: Estimator, limit: float | None = None
-) -> Float[Array, "B T"]:
-    """`w k(d)` with d and then the product clamped, as in NeMo-RL; its gradient is that of `KL(p || ref)`, whichever
-    policy sampled the tokens (see `kl_estimate`).
-
-    Where the estimate is clamped there is no gradient at all, not even the weight's: times a large constant, it would
-    lower w, which is the wrong direction. The gradient of `w k3` is `w (k3 + 1 - exp(-d)) grad log p = w d grad log p`;
-    as the gradient of a product, float32 subtracts two numbers of 4e8 at d = -19.9 and gets -32.
-
-    Args:
-        log_weights: `log p - log q`, q the policy that sampled the tokens.
-        log_ratios: d, `log p - log ref`, which is clamped to +-`LOG_RATIO_LIMIT`.
-        estimator: k1 or k3.
-        limit: bound of the product, e.g. 10; None for none.
-    """
-    weight, clamped = jnp.exp(log_weights), jnp.clip(log_ratios, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    value, stopped = cast(Array, kl_estimate(clamped, estimator)), jax.lax.stop_gradient
-    product, outside = weight * value, jnp.abs(log_ratios) >= LOG_RATIO_LIMIT
-    if estimator == "k3":
-        half = 0.5 * clamped**2  # whose gradient is d
-        product = stopped(weight) * (stopped(value - half) + half)
-    if limit is not None:
-        outside |= jnp.abs(product) >= limit
-        product = jnp.clip(product, -limit, limit)
-    return jnp.where(outside, stopped(product), product)
 
 
 def kl_loss(
@@ -276,21 +230,37 @@ def kl_loss(
     limit: float | None = None,
     sampler_logprobs: Float[Array | np.ndarray, "B T"] | None = None,
 ) -> Float[Array, "B T"]:
-    """The estimate of `KL(p || ref)` at each token, for a term of the loss: `clamped_kl`, or `weighted_kl`.
+    """The estimate of `KL(p || ref)` at each token, for a term of the loss: `kl_estimate`, or, weighted, `w k(d)`.
+
+    d is the log-ratio to the reference, w = p / q, q the policy that sampled. The weighted estimate's gradient is that
+    of `KL(p || ref)`, whichever policy sampled (see `kl_estimate`). d and then the product are clamped, as in NeMo-RL.
+
+    Where the estimate is clamped there is no gradient at all, not even the weight's: times a large constant, it would
+    lower w, which is the wrong direction. The gradient of `w k3` is `w (k3 + 1 - exp(-d)) grad log p = w d grad log p`;
+    as the gradient of a product, float32 subtracts two numbers of 4e8 at d = -19.9 and gets -32.
 
     Args:
         logprobs: log p of the batch's tokens.
         reference_logprobs: the same under the reference.
         batch: which tokens are trained.
-        estimator: the name; see `kl_estimate` for the gradients.
+        estimator: the name; see `kl_estimate` for the gradients. Weighted, k1 or k3.
         limit: bound of the estimate, e.g. 10; None for none.
-        sampler_logprobs: log-probs under the policy that sampled, over which the ratio of p weights the estimate; None
-            for no weight.
+        sampler_logprobs: log q; None for no weight.
     """
     log_ratios = log_ratio(logprobs, reference_logprobs, batch)
     if sampler_logprobs is None:
-        return cast(Array, clamped_kl(log_ratios, estimator, limit))
-    return weighted_kl(log_ratio(logprobs, sampler_logprobs, batch), log_ratios, estimator, limit)
+        return cast(Array, kl_estimate(log_ratios, estimator, limit))
+    weight = jnp.exp(log_ratio(logprobs, sampler_logprobs, batch))
+    clamped, stopped = jnp.clip(log_ratios, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), jax.lax.stop_gradient
+    value = cast(Array, kl_estimate(clamped, estimator))
+    product, outside = weight * value, jnp.abs(log_ratios) >= LOG_RATIO_LIMIT
+    if estimator == "k3":
+        half = 0.5 * clamped**2  # whose gradient is d
+        product = stopped(weight) * (stopped(value - half) + half)
+    if limit is not None:
+        outside |= jnp.abs(product) >= limit
+        product = jnp.clip(product, -limit, limit)
+    return jnp.where(outside, stopped(product), product)
 
 
 def clipped_surrogate(
@@ -376,18 +346,13 @@ def soft_surrogate(
     return Surrogate(-4.0 / tau * jax.nn.sigmoid(tau * (ratio - 1.0)) * advantages, None)
 
 
-def log_surrogate(logprobs: Float[Array, "B T"], advantages: Float[Array | np.ndarray, "B T"]) -> Surrogate:
-    """`-A log p`, without a ratio: the policy's term of DRO (see `GRPOConfig.drift`)."""
-    return Surrogate(-logprobs * advantages, None)
-
-
 IMPORTANCE_BOUNDS = {"truncate": (0.0, 2.0), "mask": (0.5, 5.0)}
 """The smallest and the largest importance weight of each kind, which are its authors'; see `importance_weight`."""
 
 
 def importance_weight(
     log_weights: Float[Array, "B T"], kind: Literal["truncate", "mask"], low: float, high: float
-) -> Importance:
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
     """Importance weights `w = p(y) / q(y)` for tokens that q sampled and that train p.
 
     truncate: `clip(w, low, high)` (TIS, Yao et al. 2025, https://fengyao.notion.site/off-policy-rl, after Ionides 2008,
@@ -395,16 +360,17 @@ def importance_weight(
     mask: w where `low <= w <= high`, else 0 (IcePop, Ling team 2025, https://arxiv.org/abs/2510.18855).
 
     Args:
-        log_weights: log p - log q, of each token, or of its sequence: the sum (`sequence_sum`) or the mean.
+        log_weights: log p - log q of each token.
         kind: truncate or mask.
         low: the smallest weight.
         high: the largest.
+
+    Returns:
+        The weights, without a gradient, and which of them were truncated or masked.
     """
     weight = jnp.exp(jnp.clip(jax.lax.stop_gradient(log_weights), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     outside = (weight < low) | (weight > high)
-    if kind == "truncate":
-        return Importance(jnp.clip(weight, low, high), outside)
-    return Importance(jnp.where(outside, 0.0, weight), outside)
+    return jnp.clip(weight, low, high) if kind == "truncate" else jnp.where(outside, 0.0, weight), outside
 
 
 SURE = 1e-7
@@ -422,53 +388,30 @@ def outside_trust_region(
     others: Float[Array | np.ndarray, "B T"],
     advantages: Float[Array | np.ndarray, "B T"],
     kind: Literal["tv", "kl"],
-    low: float,
-    high: float,
+    bound: float,
 ) -> Bool[Array, "B T"]:
     """Tokens whose update would move p further away from the sampler q, where it is too far away already.
 
-    DPPO, Qi et al. 2026, https://arxiv.org/abs/2602.04879, eq. 12: masked where `A > 0, p > q, D > high` or
-    `A < 0, p < q, D > low`. D compares only the taken token with all others (the paper's binary approximation, a lower
-    bound): tv is `|p - q|`, kl `q log(q / p) + (1 - q) log((1 - q) / (1 - p))`. A rare token may change its ratio a lot
-    before D notices; a common one may not.
+    DPPO, Qi et al. 2026, https://arxiv.org/abs/2602.04879, eq. 12: masked where `A > 0, p > q, D > bound` or
+    `A < 0, p < q, D > bound`. D compares only the taken token with all others (the paper's binary approximation, a
+    lower bound): tv is `|p - q|`, kl `q log(q / p) + (1 - q) log((1 - q) / (1 - p))`, finite also where p or q is 0 or
+    1. A rare token may change its ratio a lot before D notices; a common one may not.
 
     Args:
         logprobs: log p of the taken tokens.
         others: log q.
         advantages: A.
         kind: which D.
-        low: bound where the probability falls.
-        high: bound where it rises.
+        bound: the largest D.
     """
     advantages = jnp.asarray(advantages)
     p, q = (jnp.exp(jax.lax.stop_gradient(jnp.asarray(x))) for x in (logprobs, others))
-    divergence = jnp.abs(p - q) if kind == "tv" else bernoulli_kl(q, p)
-    rising = (advantages > 0) & (p > q) & (divergence > high)
-    return rising | ((advantages < 0) & (p < q) & (divergence > low))
-
-
-def bernoulli_kl(q: Float[Array, "B T"], p: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """`q log(q / p) + (1 - q) log((1 - q) / (1 - p))`, finite also where p or q is 0 or 1."""
-
-    def summand(a: jax.Array, b: jax.Array) -> jax.Array:
-        return a * (jnp.log(jnp.maximum(a, SURE)) - jnp.log(jnp.maximum(b, SURE)))
-
-    return summand(q, p) + summand(1.0 - q, 1.0 - p)
-
-
-def off_policy(
-    log_ratios: Float[Array, "B T"], advantages: Float[Array | np.ndarray, "B T"], batch: Batch, limit: float
-) -> Bool[Array, "B T"]:
-    """Tokens with A < 0 of sequences that were far likelier under the sampler: `mean_t(log q - log p) > limit`.
-
-    DeepSeek-V3.2's off-policy sequence mask, https://arxiv.org/abs/2512.02556, eqs. 8 and 9. Training on bad answers
-    that the policy would not give any more brings little and can destabilise it.
-
-    Args:
-        log_ratios: log p - log q, p the current policy, q the sampler.
-        advantages: A.
-        batch: the batch of these tokens.
-        limit: nats per token, e.g. 0.5.
-    """
-    distance = -sequence_sum(jax.lax.stop_gradient(log_ratios), batch) / jnp.asarray(batch.lengths)[batch.sequence_ids]
-    return (jnp.asarray(advantages) < 0) & (distance > limit)
+    if kind == "tv":
+        divergence = jnp.abs(p - q)
+    else:
+        taken, rest = (
+            a * (jnp.log(jnp.maximum(a, SURE)) - jnp.log(jnp.maximum(b, SURE))) for a, b in ((q, p), (1.0 - q, 1.0 - p))
+        )
+        divergence = taken + rest
+    rising = (advantages > 0) & (p > q) & (divergence > bound)
+    return rising | ((advantages < 0) & (p < q) & (divergence > bound))

@@ -22,9 +22,9 @@ from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
 from tunix.trainer.frozen_model import compute_states, not_shared
 from tunix.trainer.learner import abstract_moments
-from tunix.trainer.logprobs import Scorer, Scores
-from tunix.trainer.microbatches import Microbatcher, TrainerSpec
-from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TeacherStates, TrainState
+from tunix.trainer.microbatches import Microbatcher, Microbatches, TrainerSpec
+from tunix.trainer.step import FrozenInputs, TeacherStates, TrainState
+from tunix.trainer.step import step as train_step
 from tunix.types import Batch, Loss, Pictures
 from tunix.util.exact import jit
 
@@ -84,7 +84,6 @@ def step(
         reference: where the loss reads its log-probs.
         teacher: where the loss reads a divergence from it.
     """
-    compute = Compute(spec.model, spec.optimizer, spec.schedule, drops=bool(spec.adapter and spec.adapter.dropout))
     number, key = jax.eval_shape(lambda: (jnp.int32(0), jax.random.key(0)))
     everywhere = NamedSharding(spec.mesh, PartitionSpec())
     number, key = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for x in (number, key))
@@ -92,23 +91,8 @@ def step(
     frozen = FrozenInputs(cast(Params, base), None if reference is None else not_shared(base, reference), teacher)
     options = compiler_options(spec.mesh, spec.model.dtype)
     with jax.set_mesh(spec.mesh):
-        compiled = jit(compute.step, static_argnames="loss", donate_argnums=0, options=options)
+        compiled = jit(partial(train_step, spec), static_argnames="loss", donate_argnums=0, options=options)
         return compiled.lower(state, frozen, microbatches, key, loss)
-
-
-def scoring(
-    scorer: Scorer, params: Shapes, microbatches: Microbatches, kind: Scores, temperature: float = 1.0
-) -> jax.stages.Lowered:
-    """Log-probs, entropies or values of given sequences, as a learner or a frozen model computes them.
-
-    Args:
-        params: all weights.
-    """
-    with jax.set_mesh(scorer.microbatcher.mesh):
-        if kind == "values":
-            return jit(scorer.compute_values).lower(params, microbatches)
-        compiled = jit(scorer.compute_logprobs, static_argnames=("temperature", "entropy"), options=scorer.options)
-        return compiled.lower(params, microbatches, temperature=temperature, entropy=kind == "entropies")
 
 
 def teacher_states(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as List
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,8 @@ from tunix.plan.arithmetic import NOTHING, NOTHING_SENT, Sent, Work
 from tunix.plan.subject import Place, Subject, Trained
 from tunix.run.rehearsal import Rehearsal, Scored
 from tunix.trainer.logprobs import Scorer, Scores
+from tunix.trainer.microbatches import Microbatches
 from tunix.trainer.perf import training_flops
-from tunix.trainer.step import Microbatches
 from tunix.types import Batch, Loss, Metrics, Sequence
 from tunix.util.trees import bytes_of
 
@@ -173,7 +173,7 @@ class Recorder(Rehearsal):
             (name, temperature, *_key(shapes)),
             name,
             (reads, "frozen base"),
-            lambda: programs.scoring(scorer, params, shapes, kind, temperature),
+            lambda: scorer.lowered(kind, cast(Any, params), shapes, temperature),
         )
         program.place = subject.taught_on if of == "teacher" else "training"
         _note_pass(program, model, params, batch, microbatcher.mesh, shapes.number, head=kind != "values")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tunix.algorithms.base import Algorithm
-from tunix.algorithms.episodes import require_scores, reward_means, rewards_of, total_rewards
+from tunix.algorithms.episodes import require_scores, reward_means, total_rewards
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Packed, Prompt
 from tunix.distributed import processes
@@ -63,7 +63,7 @@ class Evaluation:
         client.publish()
         groups = self.collector.collect(client, self.prompts, 1, seed=0)
         require_scores(groups)
-        each = {f"eval/reward/{name}": mean for name, mean in reward_means(rewards_of(groups)).items()}
+        each = {f"eval/reward/{name}": mean for name, mean in reward_means(groups).items()}
         total = float(np.nanmean(total_rewards(groups, self.collector.weights)))
         return {"eval/reward": total} | (each if len(each) > 1 else {})
 

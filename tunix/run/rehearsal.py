@@ -59,12 +59,6 @@ class Rehearsal(Client):
         """Log-probs of sequences, all zeros."""
         return self.score("logprobs", of, sequences, temperature, size)
 
-    def entropies(
-        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
-    ) -> List[np.ndarray]:
-        """Entropies of sequences, all zeros."""
-        return self.score("entropies", "policy", sequences, temperature, size)
-
     def values(self, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
         """Values of sequences, all zeros."""
         return self.score("values", "critic", sequences, 1.0, size)
@@ -171,8 +165,10 @@ class Compiler(Rehearsal):
         models = {"reference": learner.reference, "teacher": learner.teacher, "critic": self._client.critic or learner}
         model = learner if of == "policy" else models[of]
         assert model is not None, f"the algorithm reads a {of}: it has one"
-        lowered = model.scorer.lowered(kind, model.params, sequences, size, temperature)
-        self._compile(lowered, model.scorer.microbatcher.mesh, kind, id(model), size or len(sequences), temperature)
+        scorer = model.scorer
+        microbatches = scorer.microbatcher.place(scorer.packed(sequences, size))
+        lowered = scorer.lowered(kind, model.params, microbatches, temperature)
+        self._compile(lowered, scorer.microbatcher.mesh, kind, id(model), size or len(sequences), temperature)
         return [np.zeros(len(x.tokens), np.float32) for x in sequences]
 
     def _compile(self, lowered: jax.stages.Lowered, mesh: Mesh, *key: object) -> None:

@@ -139,16 +139,12 @@ class Checkpoints:
         self._folder.finish(step, texts)
         steps = self.steps()
         # The last ones stay, and the one with the lowest evaluated loss (the newest of equal ones).
-        losses = {step: self._loss(step) for step in steps} if self._config.best else {}
+        texts_by_step = {step: self._folder.find(f"{step}/metrics/metrics") for step in steps if self._config.best}
+        losses = {step: json.loads(text).get(BEST) for step, text in texts_by_step.items() if text is not None}
         measured = [(loss, -step) for step, loss in losses.items() if loss is not None]
         retained = {*steps[-self._config.keep :], *(-step for _, step in sorted(measured)[:1])}
         for old in set(steps) - retained:
             self._folder.delete(old)
-
-    def _loss(self, step: int) -> float | None:
-        """The evaluated loss that is stored with a checkpoint; None without an evaluation."""
-        text = self._folder.find(f"{step}/metrics/metrics")
-        return None if text is None else json.loads(text).get(BEST)
 
     @contextmanager
     def _write_errors(self) -> Iterator[None]:

@@ -1,7 +1,6 @@
 """The recipe's sections `optimizer`, `checkpoint` and `logging`. Loads without jax."""
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -26,34 +25,6 @@ DECAYS = {
 LARGEST_DECAY = 1 - 2**-8
 """The largest decay of a moment in bfloat16. Neighbouring bfloat16 numbers differ by up to 2**-7 of their value: a
 decay that subtracts less than half of that never changes them."""
-
-
-def complaints(section: Mapping[str, Any]) -> Iterator[str]:
-    """Messages about keys of an `optimizer` section that have no effect or contradict each other.
-
-    Args:
-        section: the value of every key.
-    """
-    name = section["name"]
-    for key in ("b1", "b2", "eps"):
-        if section[key] is not None and key not in READS[name]:
-            yield f"{key} changes nothing for {name}, which reads {', '.join(READS[name])}"
-    if section["schedule"] == "constant" and section["end"]:
-        yield "end changes nothing for a constant schedule"
-    if section["warmup_from_zero"] and not section["warmup"]:
-        yield "warmup_from_zero changes nothing without a warm-up: set warmup"
-    if section["moments_dtype"] != "bfloat16":
-        return
-    decays = {key: default if section[key] is None else section[key] for key, default in DECAYS[name].items()}
-    if not any(decays.values()):
-        why = "whose statistics stay in float32" if name == "adafactor" else "which keeps none without momentum"
-        yield f"moments_dtype changes nothing for {name}, {why}"
-    for key, decay in decays.items():
-        if decay > LARGEST_DECAY:
-            yield (
-                f"moments_dtype: {decay:g} ({key}) of a bfloat16 number rounds back to that number, so that moments "
-                f"would never fall: set {key} to 0.99 or less, or moments_dtype to float32"
-            )
 
 
 class OptimizerConfig(Config):
@@ -93,7 +64,27 @@ class OptimizerConfig(Config):
 
     @model_validator(mode="after")
     def _read(self) -> "OptimizerConfig":
-        if wrong := list(complaints(self.model_dump())):
+        name, wrong = self.name, []
+        decays = {key: getattr(self, key) for key in ("b1", "b2", "eps")}
+        for key, value in decays.items():
+            if value is not None and key not in READS[name]:
+                wrong.append(f"{key} changes nothing for {name}, which reads {', '.join(READS[name])}")
+        if self.schedule == "constant" and self.end:
+            wrong.append("end changes nothing for a constant schedule")
+        if self.warmup_from_zero and not self.warmup:
+            wrong.append("warmup_from_zero changes nothing without a warm-up: set warmup")
+        if self.moments_dtype == "bfloat16":
+            decays = {key: default if decays[key] is None else decays[key] for key, default in DECAYS[name].items()}
+            if not any(decays.values()):
+                why = "whose statistics stay in float32" if name == "adafactor" else "which keeps none without momentum"
+                wrong.append(f"moments_dtype changes nothing for {name}, {why}")
+            wrong += [
+                f"moments_dtype: {decay:g} ({key}) of a bfloat16 number rounds back to that number, so that moments "
+                f"would never fall: set {key} to 0.99 or less, or moments_dtype to float32"
+                for key, decay in decays.items()
+                if decay > LARGEST_DECAY
+            ]
+        if wrong:
             raise ValueError("\n".join(wrong))
         return self
 

@@ -67,10 +67,9 @@ class Exporter:
         scores = not spec.model.has_lm_head
         if packed and self.rules is None:
             raise ValueError("there are no rounded weights to pack: train with rules")
-        if adapter and spec.adapter is None:
-            raise ValueError("there is no adapter to export: all weights were trained")
         if adapter:
-            assert spec.adapter is not None
+            if spec.adapter is None:
+                raise ValueError("there is no adapter to export: all weights were trained")
             save_adapter(
                 path,
                 params,
@@ -83,8 +82,15 @@ class Exporter:
                 stops=self.stops,
             )
             return None
-        params = {**frozen, **params}
-        whole, moved = (params, None) if packed else _merged(spec, params)
+        whole, moved = {**frozen, **params}, None
+        if not packed and spec.adapter is not None and spec.model.quantization is None:
+            whole = jit(partial(merge, adapter=spec.adapter))(whole)
+        elif not packed:
+            with jax.set_mesh(spec.mesh):
+                if spec.adapter is not None:
+                    whole, moved = merge_rounded(whole, spec.adapter, spec.model.dtype)
+                elif spec.model.simulated:
+                    whole = rounded(spec.model, whole)[0]
         save_folder(
             path,
             spec.model.config,
@@ -127,15 +133,3 @@ class StoredPolicy:
     def export(self, path: Path, *, adapter: bool = False, packed: bool = False) -> float | None:
         """Writes what was loaded; see `Exporter.__call__`."""
         return self._exporter(path, self._spec, self._params, self._frozen, adapter=adapter, packed=packed)
-
-
-def _merged(spec: TrainerSpec, params: Params) -> tuple[Params, float | None]:
-    """`(weights, moved)`: all weights with the adapter merged and matrices rounded; the relative change of a quantized
-    base by merging, or None."""
-    if spec.adapter is None:
-        with jax.set_mesh(spec.mesh):
-            return rounded(spec.model, params)[0] if spec.model.simulated else params, None
-    if spec.model.quantization is None:
-        return jit(partial(merge, adapter=spec.adapter))(params), None
-    with jax.set_mesh(spec.mesh):
-        return merge_rounded(params, spec.adapter, spec.model.dtype)

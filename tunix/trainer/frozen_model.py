@@ -27,8 +27,8 @@ from tunix.mesh import by_rows, sharding
 from tunix.models.config import is_own
 from tunix.models.model import Model, Params
 from tunix.trainer.logprobs import Scorer, each_microbatch
-from tunix.trainer.microbatches import Microbatcher, TrainerSpec
-from tunix.trainer.step import Microbatches, TeacherStates, hidden_of
+from tunix.trainer.microbatches import Microbatcher, Microbatches, TrainerSpec
+from tunix.trainer.step import TeacherStates, hidden_of
 from tunix.types import Batch, Sequence
 from tunix.util.exact import jit
 

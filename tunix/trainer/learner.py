@@ -3,14 +3,12 @@
 Weights are in two dicts: `state.params` is trainable (all weights, or an adapter's) and donated to every step; `frozen`
 is the base under an adapter, shared by all readers. A policy is a learner, and so is a critic that is a separate model.
 Unless its docstring says otherwise, a method returns as soon as the work is dispatched to the device.
-
-Axes: T time.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import replace
-from functools import cached_property
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -22,17 +20,17 @@ from tunix.distributed.global_arrays import placed
 from tunix.mesh import compiler_options
 from tunix.models.model import Params
 from tunix.trainer.frozen_model import FrozenModel, Teacher, not_shared
-from tunix.trainer.logprobs import Scorer, Scores
-from tunix.trainer.microbatches import TrainerSpec
-from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TrainState
-from tunix.types import Batch, Loss, Metrics, Sequence
+from tunix.trainer.logprobs import Scorer
+from tunix.trainer.microbatches import Microbatches, TrainerSpec
+from tunix.trainer.step import FrozenInputs, TrainState, apply, evaluate, gradients_of, step
+from tunix.types import Batch, Loss, Metrics
 from tunix.util.exact import jit
 
 Frozen = TypeVar("Frozen", bound=FrozenModel)
 
 
 class Learner:
-    """Trains one model and computes log-probs, entropies and values with its current weights."""
+    """Trains one model; `scorer` computes log-probs and values with its current weights."""
 
     def __init__(self, spec: TrainerSpec, params: Params, frozen: Params, reference: FrozenModel | None = None):
         """Takes over `params`: they are donated to the first step.
@@ -47,11 +45,23 @@ class Learner:
         """For losses that read a divergence from a teacher; set after construction."""
         self.gradients: Params | None = None
         """The sum of gradients that `forward_backward` added since the last `optim_step`; None without any."""
+        self.scorer = Scorer(spec.model, spec.microbatcher, spec.length)
+        everywhere = NamedSharding(spec.mesh, PartitionSpec())
         with jax.set_mesh(spec.mesh):
-            moments = jax.tree.map(lambda x: x.sharding, abstract_moments(spec.optimizer, params, self._everywhere))
+            moments = jax.tree.map(lambda x: x.sharding, abstract_moments(spec.optimizer, params, everywhere))
             new = jit(spec.optimizer.init, out_shardings=moments)(params)
-            self.state = TrainState(params, new, placed(np.int32(0), self._everywhere))
-        self._key = jit(lambda: jax.random.key(spec.seed), out_shardings=self._everywhere)()
+            self.state = TrainState(params, new, placed(np.int32(0), everywhere))
+        self._key = jit(lambda: jax.random.key(spec.seed), out_shardings=everywhere)()
+        options = compiler_options(spec.mesh, spec.model.dtype)
+        self._step = jit(partial(step, spec), static_argnames="loss", donate_argnums=0, options=options)
+        self._gradients = jit(partial(gradients_of, spec), static_argnames="loss", options=options)
+        # Not the gradients: every output already has a buffer of the old state to take.
+        self._apply = jit(partial(apply, spec), donate_argnums=0)
+        self._evaluate = jit(partial(evaluate, spec), static_argnames="loss", options=options)
+        if spec.model.simulated:
+            unrounded = replace(spec, model=replace(spec.model, simulated=()))
+            self._evaluate_unrounded = jit(partial(evaluate, unrounded), static_argnames="loss", options=options)
+        self._add = jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b), donate_argnums=0)
 
     @property
     def params(self) -> Params:
@@ -103,18 +113,6 @@ class Learner:
             values["eval/unrounded"] = self._evaluated(batches, loss, self._evaluate_unrounded)["eval/loss"]
         return values
 
-    def scores(
-        self, kind: Scores, sequences: List[Sequence], size: int | None = None, temperature: float = 1.0
-    ) -> List[np.ndarray]:
-        """`[T]` log-probs, entropies or values of each sequence by the current weights; see `Scorer.scores`.
-
-        Raises:
-            ValueError: values are asked for, and the model has no value head.
-        """
-        if kind == "values" and not self.spec.model.has_scalar_head:
-            raise ValueError("there is no value head: build the model with has_scalar_head=True")
-        return self.scorer.scores(kind, self.params, sequences, size, temperature)
-
     def _evaluated(self, batches: List[Batch], loss: Loss, compiled: Callable) -> dict[str, float]:
         counts = {name: np.asarray(sum(batch.counts[name] for batch in batches)) for name in batches[0].counts}
         total: dict[str, jax.Array] = {}
@@ -137,49 +135,6 @@ class Learner:
         if loss.divergence:
             states = required("teacher", self.teacher).states(batch, microbatches)
         return microbatches, FrozenInputs(self.frozen, reference, states)
-
-    @cached_property
-    def _everywhere(self) -> NamedSharding:
-        return NamedSharding(self.spec.mesh, PartitionSpec())
-
-    @cached_property
-    def _compute(self) -> Compute:
-        spec = self.spec
-        return Compute(spec.model, spec.optimizer, spec.schedule, drops=bool(spec.adapter and spec.adapter.dropout))
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return compiler_options(self.spec.mesh, self.spec.model.dtype)
-
-    @cached_property
-    def _step(self):
-        return jit(self._compute.step, static_argnames="loss", donate_argnums=0, options=self._options)
-
-    @cached_property
-    def _gradients(self):
-        return jit(self._compute.gradients, static_argnames="loss", options=self._options)
-
-    @cached_property
-    def _apply(self):
-        # Not the gradients: every output already has a buffer of the old state to take.
-        return jit(self._compute.apply, donate_argnums=0)
-
-    @cached_property
-    def _evaluate(self):
-        return jit(self._compute.evaluate, static_argnames="loss", options=self._options)
-
-    @cached_property
-    def _evaluate_unrounded(self):
-        plain = replace(self._compute, model=replace(self.spec.model, simulated=()))
-        return jit(plain.evaluate, static_argnames="loss", options=self._options)
-
-    @cached_property
-    def scorer(self) -> Scorer:
-        return Scorer(self.spec.model, self.spec.microbatcher, self.spec.length)
-
-    @cached_property
-    def _add(self):
-        return jit(lambda a, b: jax.tree.map(jax.numpy.add, a, b), donate_argnums=0)
 
 
 def abstract_moments(

@@ -1,4 +1,4 @@
-"""Log-probs, entropies and values of given sequences: packed, computed in micro-batches, and unpacked again.
+"""Log-probs and values of given sequences: packed, computed in micro-batches, and unpacked again.
 
 Nothing waits for the devices: the arrays are read when the first of them is looked at.
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax
 import numpy as np
@@ -19,13 +19,13 @@ from tunix.data.packing import pack
 from tunix.distributed.global_arrays import everywhere
 from tunix.mesh import compiler_options
 from tunix.models.model import Model, Params
-from tunix.trainer.microbatches import Microbatcher
-from tunix.trainer.step import Microbatches
+from tunix.trainer.microbatches import Microbatcher, Microbatches
+from tunix.trainer.step import forward_of
 from tunix.types import Batch, Sequence
 from tunix.util.exact import jit
 from tunix.util.loops import loop
 
-Scores = Literal["logprobs", "entropies", "values"]
+Scores = Literal["logprobs", "values"]
 """What is computed of each token of a sequence."""
 
 
@@ -33,13 +33,7 @@ class OnTheWay(List[np.ndarray]):
     """Arrays of sequences, `[T]` each, on their way from the devices: waited for when one is looked at."""
 
     def __init__(self, stacked: Float[Array, "M R T"], batch: Batch, number: int):
-        """Starts to copy them.
-
-        Args:
-            stacked: of the rows of the batch, in micro-batches.
-            batch: the packed sequences.
-            number: how many there are.
-        """
+        """Starts to copy the arrays of the first `number` sequences that are packed in the batch."""
         self._stacked, self._batch, self._number = everywhere(stacked), batch, number
         self._stacked.copy_to_host_async()
 
@@ -62,7 +56,7 @@ class OnTheWay(List[np.ndarray]):
 
 @dataclass(frozen=True)
 class Scorer:
-    """Computes per-token log-probs, entropies and values of sequences with one model."""
+    """Computes per-token log-probs and values of sequences with one model."""
 
     model: Model
     microbatcher: Microbatcher
@@ -70,19 +64,13 @@ class Scorer:
     """T, the maximum tokens of a sequence."""
 
     def lowered(
-        self,
-        kind: Scores,
-        params: Params,
-        sequences: List[Sequence],
-        size: int | None = None,
-        temperature: float = 1.0,
+        self, kind: Scores, params: Params, microbatches: Microbatches, temperature: float = 1.0
     ) -> jax.stages.Lowered:
-        """The program that `scores` runs on such sequences, lowered but not compiled."""
+        """The program that `scores` runs on such micro-batches, which may be shapes, lowered but not compiled."""
         with jax.set_mesh(self.microbatcher.mesh):
-            microbatches = self.microbatcher.place(self._packed(sequences, size))
             if kind == "values":
                 return self._values.lower(params, microbatches)
-            return self._logprobs.lower(params, microbatches, temperature=temperature, entropy=kind == "entropies")
+            return self._logprobs.lower(params, microbatches, temperature=temperature)
 
     def scores(
         self,
@@ -94,8 +82,8 @@ class Scorer:
     ) -> List[np.ndarray]:
         """`[T]` numbers of each sequence, 0 for its first token.
 
-        `logprobs` are those of each token given the tokens before; `entropies` those of the distributions that tokens
-        are taken from, in nats; `values` are at t of the state before token t, and require a value head.
+        `logprobs` are those of each token given the tokens before; `values` are at t of the state before token t, and
+        require a value head.
 
         Args:
             kind: what is computed.
@@ -104,63 +92,51 @@ class Scorer:
             size: number of sequences that the compiled shape is made for; calls of one size compile once.
             temperature: divides the logits.
         """
-        batch = self._packed(sequences, size)
+        batch = self.packed(sequences, size)
         with jax.set_mesh(self.microbatcher.mesh):
             microbatches = self.microbatcher.place(batch)
             if kind == "values":
                 scores = self._values(params, microbatches)
             else:
-                scores = self._logprobs(params, microbatches, temperature=temperature, entropy=kind == "entropies")
+                scores = self._logprobs(params, microbatches, temperature=temperature)
             return OnTheWay(scores, batch, len(sequences))
 
-    def _packed(self, sequences: List[Sequence], size: int | None) -> Batch:
+    def packed(self, sequences: List[Sequence], size: int | None) -> Batch:
+        """The sequences in rows, as many as `size` of them can need."""
         size, splits = size or len(sequences), self.microbatcher
         return pack(sequences, size, self.length, packing=True, multiple=splits.multiple, pictures=splits.pictures)
 
-    def compute_logprobs(
-        self, params: Params, microbatches: Microbatches, temperature: float, entropy: bool = False
-    ) -> Float[Array, "M R T"]:
-        """The log-probs of all tokens, or the entropies: the pure function that is compiled."""
-
-        def of_rows(rows: Batch) -> jax.Array:
-            tokens, positions, segments = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids))
-            return self.model.logprobs(
-                params,
-                tokens,
-                positions,
-                segments,
-                segments > 0,
-                entropy=entropy,
-                temperature=temperature,
-                pictures=rows.pictures,
-                experts=jax.tree.map(jax.numpy.asarray, rows.experts),
-            )[int(entropy)]
-
-        return each_microbatch(of_rows, microbatches)
-
-    def compute_values(self, params: Params, microbatches: Microbatches) -> Float[Array, "M R T"]:
-        """The values of all states: the pure function that is compiled."""
-
-        def of_rows(rows: Batch) -> jax.Array:
-            tokens, positions, segments = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids))
-            experts = jax.tree.map(jax.numpy.asarray, rows.experts)
-            hidden, _ = self.model.forward(params, tokens, positions, segments, pictures=rows.pictures, experts=experts)
-            return self.model.values_of(params, hidden, positions)
-
-        return each_microbatch(of_rows, microbatches)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of XLA with which log-probs are compiled."""
-        return compiler_options(self.microbatcher.mesh, self.model.dtype)
-
     @cached_property
     def _logprobs(self):
-        return jit(self.compute_logprobs, static_argnames=("temperature", "entropy"), options=self.options)
+        def compute_logprobs(params: Params, microbatches: Microbatches, temperature: float) -> jax.Array:
+            def of_rows(rows: Batch) -> jax.Array:
+                tokens, positions, segments = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids))
+                return self.model.logprobs(
+                    params,
+                    tokens,
+                    positions,
+                    segments,
+                    segments > 0,
+                    temperature=temperature,
+                    pictures=rows.pictures,
+                    experts=jax.tree.map(jax.numpy.asarray, rows.experts),
+                )[0]
+
+            return each_microbatch(of_rows, microbatches)
+
+        options = compiler_options(self.microbatcher.mesh, self.model.dtype)
+        return jit(compute_logprobs, static_argnames="temperature", options=options)
 
     @cached_property
     def _values(self):
-        return jit(self.compute_values)
+        def compute_values(params: Params, microbatches: Microbatches) -> jax.Array:
+            def of_rows(rows: Batch) -> jax.Array:
+                hidden, _ = forward_of(self.model, params, rows)
+                return self.model.values_of(params, hidden, jax.numpy.asarray(rows.positions))
+
+            return each_microbatch(of_rows, microbatches)
+
+        return jit(compute_values)
 
 
 def each_microbatch(compute: Callable[[Batch], jax.Array], microbatches: Microbatches) -> Float[Array, "M R T *width"]:

@@ -135,25 +135,22 @@ def require(mesh: Mesh, demand: Demand, key: str = "mesh") -> None:
     for problem in _uneven(demand, row_shards(mesh)):
         axes = " x ".join(f"{axis} {mesh.shape[axis]}" for axis in RULES["rows"] or () if mesh.shape[axis] > 1)
         wrong.append(f"{key}: rows are split over {axes}, but {problem}")
-    wrong += [f"{key}: context {problem}" for problem in _unsplit(demand, mesh.shape["context"])]
+    if (context := mesh.shape["context"]) > 1:
+        if demand.sampled:
+            wrong.append(
+                f"{key}: context {context} splits rows of training, but the model also completes prompts, whose cache "
+                "it cannot split"
+            )
+        # A part may be a single block, and else has to fill all of its blocks.
+        length, step = demand.length, context * PART
+        if length is not None and (length % context or (length > step and length % step)):
+            wrong.append(
+                f"{key}: context {context} makes no whole blocks of {PART} of rows of {length} tokens "
+                f"(data.max_length); {-(-length // step) * step} would do"
+            )
     if wrong:
         sizes, _ = choose(demand, mesh.devices.flatten().tolist(), None)
         raise UserError("\n".join([*wrong, f"`mesh: auto` would take {_written(sizes)}."]))
-
-
-def _unsplit(demand: Demand, context: int) -> Iterator[str]:
-    """What is wrong with rows in so many parts."""
-    if context == 1:
-        return
-    if demand.sampled:
-        yield f"{context} splits rows of training, but the model also completes prompts, whose cache it cannot split"
-    part = None if demand.length is None else demand.length // context
-    # A part may be a single block, and else has to fill all of its blocks.
-    if demand.length is not None and part is not None and (demand.length % context or (part > PART and part % PART)):
-        step = context * PART
-        length = -(-demand.length // step) * step
-        row = f"rows of {demand.length} tokens (data.max_length)"
-        yield f"{context} makes no whole blocks of {PART} of {row}; {length} would do"
 
 
 def near_divisors(axis: str, width: int, sizes: dict[str, int]) -> str:
@@ -195,7 +192,14 @@ def choose(demand: Demand, devices: Sequence[Any], memory: float | None) -> tupl
         crosses = near % (fsdp * tensor) != 0
         return (any(_uneven(demand, data * fsdp)), large, crosses, fsdp > MOST_FSDP, data, tensor)
 
-    data, fsdp, tensor = min(_divided(number, demand), key=order)
+    most_fsdp, most_tensor = (math.gcd(*demand.split_by(axis).values()) for axis in ("fsdp", "tensor"))
+    divided = [
+        (number // (tensor * fsdp), fsdp, tensor)
+        for tensor in range(1, number + 1)
+        for fsdp in range(1, number // tensor + 1)
+        if number % (tensor * fsdp) == most_tensor % tensor == most_fsdp % fsdp == 0
+    ]
+    data, fsdp, tensor = min(divided, key=order)
     sizes = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
     each = demand.state / (fsdp * tensor)
     parts = [f"mesh: auto takes {_written(sizes)} for {number} device(s)"]
@@ -206,15 +210,6 @@ def choose(demand: Demand, devices: Sequence[Any], memory: float | None) -> tupl
         parts.append(f"{number // near} groups of {near} have a fast network each")
     parts += list(_uneven(demand, data * fsdp))
     return sizes, "; ".join(parts)
-
-
-def _divided(number: int, demand: Demand) -> Iterator[tuple[int, int, int]]:
-    """All (data, fsdp, tensor) of so many devices that divide the model."""
-    most_fsdp, most_tensor = (math.gcd(*demand.split_by(axis).values()) for axis in ("fsdp", "tensor"))
-    for tensor in range(1, number + 1):
-        for fsdp in range(1, number // tensor + 1):
-            if number % (tensor * fsdp) == most_tensor % tensor == most_fsdp % fsdp == 0:
-                yield number // (tensor * fsdp), fsdp, tensor
 
 
 def memory_of(devices: Sequence[jax.Device]) -> float | None:  # pyright: ignore[reportInvalidTypeForm]

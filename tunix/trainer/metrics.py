@@ -37,7 +37,6 @@ class JsonLines:
         self._path = path
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends one row."""
         # JSON has no NaN; every reader accepts null.
         clean = {name: value if math.isfinite(value) else None for name, value in values.items()}
         append_rows(self._path, [{"step": step, **clean}])
@@ -92,12 +91,10 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purged)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Queues one row."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flushes the event file."""
         self._writer.close()
 
 

@@ -6,14 +6,15 @@ rows, and the number of filled micro-batches is passed along: the loop of `step.
 Axes: B rows (as packed), M micro-batches, R rows of a micro-batch, T time, S sequences.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, no_type_check
 
+import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from tunix.data.packing import row_length
 from tunix.distributed.global_arrays import placed
@@ -22,8 +23,11 @@ from tunix.mesh import RULES, by_rows, row_shards
 from tunix.models.config import DecoderConfig
 from tunix.models.model import Model
 from tunix.trainer.perf import matmul_weights
-from tunix.trainer.step import Microbatches
 from tunix.types import Batch, Pictures
+
+Index = Int[Array, ""] | int
+described = no_type_check
+"""Marks records of arrays into which jax puts descriptions of arrays too, where a program is lowered and not called."""
 
 TOKENS_PER_MICROBATCH = {"cpu": 2048}
 """Enough tokens to fill the matrix units, by platform; more only costs memory."""
@@ -34,6 +38,43 @@ measured on a CPU (docs/log.md, row lengths)."""
 
 PER_TOKEN = ("tokens", "positions", "segment_ids", "loss_mask", "sequence_ids")
 """The `[B T]` arrays that every batch has; `parents`, and `experts` `[B T L k]`, are optional."""
+
+
+@jax.tree_util.register_dataclass
+@described
+@dataclass(frozen=True)
+class Microbatches:
+    """A batch split into micro-batches of equal shape."""
+
+    rows: Mapping[str, Num[Array, "M R T *routed"] | Bool[Array, "M R T"]]
+    """The batch's per-token fields by name, e.g. `tokens`; without `parents` or `experts` where it has none."""
+    values: Mapping[str, Num[Array, "M R T"]]
+    """The batch's `per_token` values by name."""
+    weights: Float[Array, "S"]
+    lengths: Float[Array, "S"]
+    counts: Mapping[str, Float[Array, ""]]
+    per_sequence: Mapping[str, Num[Array, "S"]]
+    filled: Int[Array, ""]
+    """Number of micro-batches that hold rows, e.g. 3; the loop stops there."""
+    pictures: Pictures | None = None
+    """The batch's pictures, by micro-batches: each array is `[M R ...]`; None without any."""
+
+    @property
+    def number(self) -> int:
+        """M, the number of micro-batches."""
+        return self.rows["tokens"].shape[0]
+
+    def at(self, index: Index) -> Batch:
+        """The rows of one micro-batch `[R T]`, with the whole batch's per-sequence arrays and counts."""
+        return Batch(
+            **{name: rows[index] for name, rows in self.rows.items()},
+            weights=self.weights,
+            lengths=self.lengths,
+            counts=self.counts,
+            per_token={name: values[index] for name, values in self.values.items()},
+            per_sequence=self.per_sequence,
+            pictures=jax.tree.map(lambda x: x[index], self.pictures),
+        )
 
 
 @dataclass(frozen=True)
@@ -60,7 +101,14 @@ class Microbatcher:
             batch: the packed rows.
             put: what is done with a tree of arrays; a plan only describes them.
         """
-        rows, split = batch.tokens.shape[0], partial(_split, self.number(batch), self.rows)
+        number, rows = self.number(batch), batch.tokens.shape[0]
+
+        def split(x: np.ndarray) -> np.ndarray:
+            """Reshapes `[B ...]` to `[M R ...]`, padded with zeros at the end."""
+            padded = np.zeros((number * self.rows, *x.shape[1:]), x.dtype)
+            padded[: len(x)] = x
+            return padded.reshape(number, self.rows, *x.shape[1:])
+
         optional = {"parents": batch.parents, "experts": batch.experts}
         names = (*PER_TOKEN, *(name for name, x in optional.items() if x is not None))
         rows_by_name = {name: split(np.asarray(getattr(batch, name))) for name in names}
@@ -82,13 +130,6 @@ class Microbatcher:
         rows, size = batch.tokens.shape[0], batch.weights.shape[0]
         most = size if batch.parents is None else -(-size // self.unit)
         return -(-max(most, rows) // self.rows)
-
-
-def _split(number: int, rows: int, x: np.ndarray) -> np.ndarray:
-    """Reshapes `[B ...]` to `[number rows ...]`, padded with zeros at the end."""
-    padded = np.zeros((number * rows, *x.shape[1:]), x.dtype)
-    padded[: len(x)] = x
-    return padded.reshape(number, rows, *x.shape[1:])
 
 
 def answers_per_row(

@@ -58,12 +58,26 @@ def build_optimizer(config: OptimizerConfig, steps: int, axes: Mapping[str, Axes
     schedule = build_schedule(config, steps)
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     mask = {name: decays(name) for name in axes}
-    faster = [] if config.lora_plus is None else [lora_plus(config.lora_plus)]
-    if config.name == "muon":
-        return _in_float32(optax.chain(clip, _muon(config, schedule, axes, mask), *faster), config.moments_dtype)
-    decay = optax.add_decayed_weights(config.weight_decay, mask) if config.weight_decay else optax.identity()
-    rule = optax.chain(clip, _rule(config, axes), decay, optax.scale_by_learning_rate(schedule), *faster)
-    return _in_float32(rule, config.moments_dtype)
+    b1 = 0.9 if config.b1 is None else config.b1
+    match config.name:
+        case "muon":
+            rule = [_muon(config, schedule, axes, mask)]
+        case "adamw":
+            b2, eps = 0.999 if config.b2 is None else config.b2, 1e-8 if config.eps is None else config.eps
+            rule = [optax.scale_by_adam(b1, b2, eps)]
+        case "lion":
+            rule = [optax.scale_by_lion(b1, 0.99 if config.b2 is None else config.b2)]
+        case "adafactor":
+            # Update clipping at 1 as in the paper; the rate is the recipe's, not relative to the parameter's size.
+            factored = optax.scale_by_factored_rms(epsilon=config.eps or 1e-30)
+            rule = [_by_layer(optax.chain(factored, optax.clip_by_block_rms(1.0)), axes)]
+        case "sgd":
+            rule = [optax.trace(config.b1) if config.b1 else optax.identity()]
+    if config.name != "muon":
+        rule += [optax.add_decayed_weights(config.weight_decay, mask) if config.weight_decay else optax.identity()]
+        rule += [optax.scale_by_learning_rate(schedule)]
+    parts = [clip, *rule, *([] if config.lora_plus is None else [lora_plus(config.lora_plus)])]
+    return _in_float32(optax.chain(*parts), config.moments_dtype)
 
 
 def _in_float32(inner: optax.GradientTransformation, storage: DType) -> optax.GradientTransformation:
@@ -99,20 +113,6 @@ def lora_plus(ratio: float) -> optax.GradientTransformation:
         return {name: ratio * x if name.endswith("_lora_b") else x for name, x in updates.items()}
 
     return optax.stateless(scaled)
-
-
-def _rule(config: OptimizerConfig, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
-    b1 = 0.9 if config.b1 is None else config.b1
-    if config.name == "adamw":
-        b2, eps = 0.999 if config.b2 is None else config.b2, 1e-8 if config.eps is None else config.eps
-        return optax.scale_by_adam(b1, b2, eps)
-    if config.name == "lion":
-        return optax.scale_by_lion(b1, 0.99 if config.b2 is None else config.b2)
-    if config.name == "adafactor":
-        # Update clipping at 1 as in the paper; the rate is the recipe's, not relative to the parameter's size.
-        factored = optax.scale_by_factored_rms(epsilon=config.eps or 1e-30)
-        return _by_layer(optax.chain(factored, optax.clip_by_block_rms(1.0)), axes)
-    return optax.trace(config.b1) if config.b1 else optax.identity()
 
 
 def _by_layer(inner: optax.GradientTransformation, axes: Mapping[str, Axes]) -> optax.GradientTransformation:
@@ -159,23 +159,15 @@ def _muon(
         end = first + (2 if names[first : first + 2] == ("heads", "head") else 1)
         return optax.contrib.MuonDimensionNumbers(tuple(range(first, end)), tuple(range(end, len(names))))
 
-    def dimensions(params: Any) -> Any:
-        return {name: dimensions_of(name) for name in params}
-
     return optax.contrib.muon(
         schedule,
         beta=0.95,
         eps=1e-8 if config.eps is None else config.eps,
         weight_decay=config.weight_decay,
         weight_decay_mask=dict(mask),
-        muon_weight_dimension_numbers=dimensions,
+        muon_weight_dimension_numbers=lambda params: {name: dimensions_of(name) for name in params},
         consistent_rms=MUON_RMS,
         adam_weight_decay=config.weight_decay,
         adam_b1=0.9 if config.b1 is None else config.b1,
         adam_b2=0.999 if config.b2 is None else config.b2,
     )
-
-
-def learning_rate(schedule: optax.Schedule, step: jax.Array) -> jax.Array:
-    """The learning rate of the update after `step` finished ones."""
-    return jax.numpy.asarray(schedule(step), jax.numpy.float32)

@@ -47,22 +47,18 @@ def matrices(config: DecoderConfig) -> dict[str, dict[str, tuple[int, int]]]:
             sides[kind.mixer] |= {f"{start}k": (d, narrow)}
             sides[kind.mixer] |= {} if gemma4 and gemma4.keys_are_values else {f"{start}v": (d, narrow)}
     for mixer, of_layer in sides.items():
-        of_layer |= _ffn_matrices(c, "wide_" if mixer in WIDE else "")
+        # A wide ffn has twice the width, and names of its own.
+        start, f = ("wide_", 2 * c.ffn) if mixer in WIDE else ("", c.ffn)
+        if c.experts is None:
+            of_layer |= {f"{start}gate": (d, f), f"{start}up": (d, f), f"{start}down": (f, d)}
+        else:
+            used, shared = c.experts.active * f, c.experts.shared
+            of_layer |= {"router": (d, c.experts.number), "gates": (d, used), "ups": (d, used), "downs": (used, d)}
+            if shared:
+                of_layer |= {"gate": (d, shared), "up": (d, shared), "down": (shared, d)}
+                of_layer |= {"shared_gate": (d, 1)} if c.feed_forward == EXPERTS else {}
         if width := c.layer_inputs:
             of_layer |= {"input_gate": (d, width), "input_out": (width, d)}
-    return sides
-
-
-def _ffn_matrices(config: DecoderConfig, start: str) -> dict[str, tuple[int, int]]:
-    """Those of the ffn of a layer; `start` begins the names of an ffn of twice the width."""
-    d, f = config.d_model, config.ffn * (2 if start else 1)
-    if config.experts is None:
-        return {f"{start}gate": (d, f), f"{start}up": (d, f), f"{start}down": (f, d)}
-    used, shared = config.experts.active * f, config.experts.shared
-    sides = {"router": (d, config.experts.number), "gates": (d, used), "ups": (d, used), "downs": (used, d)}
-    if shared:
-        sides |= {"gate": (d, shared), "up": (d, shared), "down": (shared, d)}
-        sides |= {"shared_gate": (d, 1)} if config.feed_forward == EXPERTS else {}
     return sides
 
 

@@ -73,7 +73,8 @@ class Display:
         self._mean: float | None = None
         self._numbers: list[str] = []
         self._rising: list[float] = []
-        self._cell: _Cell | None = None
+        self._cell: Any = None
+        """The output of a notebook's cell that is the live line."""
         self._live: Live | None = None
         if self.console.is_terminal and not self.console.is_dumb_terminal:
             # The terminal is asked for its width at each refresh, since a window may be made smaller.
@@ -99,10 +100,9 @@ class Display:
         if self._live is not None:
             return
         if self._notebook:
-            self._cell = self._cell or _Cell()
             if now - self._printed > NOTEBOOK_EVERY or self._step == self._total:
                 self._printed = now
-                self._cell.show(self._state(NOTEBOOK_WIDTH))
+                self._show(self._state(NOTEBOOK_WIDTH))
         elif step == self._total or now - self._printed > LINES_EVERY:
             self._printed = now
             curve = sparkline(self._rising) if self._unicode else ""
@@ -173,7 +173,7 @@ class Display:
     def stop(self) -> None:
         """Ends the live line: it becomes a plain line, without the remaining time."""
         if self._cell is not None:
-            self._cell.show(self._state(NOTEBOOK_WIDTH, over=True))
+            self._show(self._state(NOTEBOOK_WIDTH, over=True))
             self._cell = None
         if self._live is not None:
             live, self._live = self._live, None
@@ -182,10 +182,7 @@ class Display:
             if self._first is not None:
                 self.console.print(self._state(self.console.width, over=True), markup=False)
 
-    def close(self) -> None:
-        """Ends the live line, if it has not ended, and restores the terminal."""
-        self.stop()
-        sys.stderr.flush()
+    close = stop
 
     @property
     def _unicode(self) -> bool:
@@ -196,6 +193,16 @@ class Display:
             print(text, flush=True)
         else:
             self.console.print(text, markup=False)
+
+    def _show(self, line: str) -> None:
+        """Shows the live line of a notebook in place of the one before."""
+        from IPython.display import display
+
+        data: dict[str, str] = {"text/plain": line}
+        if self._cell is None:
+            self._cell = display(data, raw=True, metadata=LIVE, display_id=True)
+        else:
+            self._cell.update(data, raw=True, metadata=LIVE)
 
     def _record(self, text: str) -> None:
         if self._log is not None:
@@ -217,23 +224,6 @@ class Display:
         share = self._step / self._total if self._unicode and self._total and not over else None
         fixed = [count] if over else [count, f"{duration(left)} left"]
         return live_line(width, self._title, fixed, self._numbers, rising, share)
-
-
-class _Cell:
-    """The output of a notebook's cell that is the live line."""
-
-    def __init__(self) -> None:
-        self._handle: Any = None
-
-    def show(self, line: str) -> None:
-        """Shows the line in place of the one before."""
-        from IPython.display import display
-
-        data: dict[str, str] = {"text/plain": line}
-        if self._handle is None:
-            self._handle = display(data, raw=True, metadata=LIVE, display_id=True)
-        else:
-            self._handle.update(data, raw=True, metadata=LIVE)
 
 
 class _Collector(logging.Handler):

@@ -35,14 +35,6 @@ LOGITS = 3
 """How often a chunk of logits exists in the head: logits, probabilities and their gradient."""
 
 
-class Choice(NamedTuple):
-    """What is recomputed, and why."""
-
-    remat: Remat
-    reason: str
-    """For the run's first lines, e.g. `11.9 of 79.6 GiB by estimate`."""
-
-
 class Held(NamedTuple):
     """Bytes that each device holds during a step, whatever is recomputed."""
 
@@ -52,18 +44,18 @@ class Held(NamedTuple):
     """Gradients of one micro-batch, and the sum of several."""
 
 
-def chosen(spec: TrainerSpec, held: Held, limit: float | None) -> Choice:
-    """The first of CANDIDATES that fits, or `block`.
+def chosen(spec: TrainerSpec, held: Held, limit: float | None) -> tuple[Remat, str]:
+    """The first of CANDIDATES that fits, or `block`; and why, such as `11.9 of 79.6 GiB by estimate`.
 
     Args:
         limit: bytes that a device gives to programs; None where it does not say.
     """
     if limit is None:
-        return Choice("block", "the device does not say how much memory it has")
+        return "block", "the device does not say how much memory it has"
     sizes: dict[Remat, float] = {remat: step_bytes(spec, held, remat) for remat in CANDIDATES}
     fits: list[Remat] = [remat for remat in CANDIDATES if sizes[remat] <= SHARE * limit]
     remat: Remat = fits[0] if fits else "block"
-    return Choice(remat, f"{sizes[remat] / 2**30:.1f} of {limit / 2**30:.1f} GiB by estimate")
+    return remat, f"{sizes[remat] / 2**30:.1f} of {limit / 2**30:.1f} GiB by estimate"
 
 
 def step_bytes(spec: TrainerSpec, held: Held, remat: Remat) -> float:

@@ -20,18 +20,15 @@ class Unreadable(UserError):
     """The error for a folder that does not hold this state, or is damaged."""
 
 
-class Writing:
+class Writing(ocp.StandardCheckpointer):
     """A save in progress (`protocols.Saving`)."""
-
-    def __init__(self, writer: ocp.StandardCheckpointer):
-        self._writer = writer
 
     def result(self) -> None:
         """Waits until everything is on disk; raises any error of the write."""
         try:
-            self._writer.wait_until_finished()
+            self.wait_until_finished()
         finally:
-            self._writer.close()
+            self.close()
 
 
 def save_state(path: Path, state: TrainState) -> Writing:
@@ -39,9 +36,9 @@ def save_state(path: Path, state: TrainState) -> Writing:
 
     Returns once the arrays may be donated.
     """
-    writer = ocp.StandardCheckpointer()
+    writer = Writing()
     writer.save(path_of(path), flatten(state))
-    return Writing(writer)
+    return writer
 
 
 def load_state(path: Path, like: TrainState) -> TrainState:
@@ -59,7 +56,16 @@ def load_state(path: Path, like: TrainState) -> TrainState:
             state = unflatten(arrays, like)
         except Exception as error:  # tensorstore raises a bare Exception for a damaged file
             raise Unreadable(f"{path} cannot be read: {first_line(error)}") from error
-    _compare_types(path, stored, target)
+    # Orbax casts silently. A wider type loses nothing and is only noted: it comes from a run before
+    # `optimizer.moments_dtype`, whose moments had the type of the weights.
+    for part, arrays in target.items():
+        pairs = {(stored[part][name].dtype, x.dtype) for name, x in arrays.items()}
+        for before, now in (pair for pair in pairs if pair[0] != pair[1]):
+            change = f"{path} holds {part} in {before}, and this run keeps them in {now}"
+            if before.itemsize > now.itemsize:
+                remedy = "set optimizer.moments_dtype and model.param_dtype as they were, or start with --fresh"
+                raise UserError(f"{change}: {remedy}")
+            print(f"note: {change}: they are the same numbers", file=sys.stderr)
     return state
 
 
@@ -77,23 +83,6 @@ def load_params(path: Path, target: Mapping[str, jax.ShapeDtypeStruct]) -> Param
             return reader.restore(path_of(path), wanted)["params"]
         except Exception as error:  # tensorstore raises a bare Exception for a damaged file
             raise Unreadable(f"{path} cannot be read: {first_line(error)}") from error
-
-
-def _compare_types(where: Path, stored: Mapping[str, Any], target: Mapping[str, Any]) -> None:
-    """Checks the types that Orbax casts silently. A wider type loses nothing and is only noted: it comes from a run
-    before `optimizer.moments_dtype`, whose moments had the type of the weights.
-
-    Raises:
-        UserError: a narrower type would lose precision.
-    """
-    for part, arrays in target.items():
-        pairs = {(stored[part][name].dtype, x.dtype) for name, x in arrays.items()}
-        for before, now in (pair for pair in pairs if pair[0] != pair[1]):
-            change = f"{where} holds {part} in {before}, and this run keeps them in {now}"
-            if before.itemsize > now.itemsize:
-                remedy = "set optimizer.moments_dtype and model.param_dtype as they were, or start with --fresh"
-                raise UserError(f"{change}: {remedy}")
-            print(f"note: {change}: they are the same numbers", file=sys.stderr)
 
 
 def first_line(error: Exception) -> str:
@@ -122,23 +111,16 @@ def unflatten(arrays: Mapping[str, dict[str, jax.Array]], like: TrainState) -> T
     return TrainState(arrays["params"], jax.tree.unflatten(structure, moments), arrays["step"]["step"], critic)
 
 
-def _quiet(record: logging.LogRecord) -> bool:
-    """Keeps out the tracebacks that Orbax and its abandoned tasks log for a failed write: it is reported as one
-    error."""
-    return "/orbax/" not in record.pathname and "exception was never retrieved" not in record.getMessage()
-
-
 def _show_unraisable(shown: Callable[[Any], None], unraisable: Any) -> None:
-    """Keeps out the tracebacks of tensorstore's threads, which report to an event loop that a failed write has ended.
-
-    Args:
-        shown: the `sys.unraisablehook` before.
-        unraisable: its argument.
-    """
+    """Keeps out the tracebacks of tensorstore's threads, which report to an event loop that a failed write has ended;
+    all else goes to `shown`, the hook before."""
     if str(unraisable.exc_value) != "Event loop is closed":
         shown(unraisable)
 
 
+# Tracebacks that Orbax and its abandoned tasks log for a failed write are kept out: it is reported as one error.
 for _name in ("absl", "asyncio"):
-    logging.getLogger(_name).addFilter(_quiet)
+    logging.getLogger(_name).addFilter(
+        lambda record: "/orbax/" not in record.pathname and "exception was never retrieved" not in record.getMessage()
+    )
 sys.unraisablehook = partial(_show_unraisable, sys.unraisablehook)

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast, no_type_check
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, Num, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from tunix.algorithms.ops import trained_only
 from tunix.config import LOSS_WEIGHTS
@@ -27,8 +27,8 @@ from tunix.models.divergence import Side, compared
 from tunix.models.layers import TokenKeys
 from tunix.models.model import Model, Params
 from tunix.models.moe import EXPECTED, ROWS
-from tunix.trainer.optimizer import learning_rate
-from tunix.types import Batch, Compared, Loss, LossInputs, LossOutputs, Pictures, Term
+from tunix.trainer.microbatches import Index, Microbatches, TrainerSpec, described
+from tunix.types import Batch, Loss, LossInputs, LossOutputs, Term
 from tunix.util.loops import loop
 
 COUNTS, MEANS = f"moe/{ROWS}", f"moe/{EXPECTED}"
@@ -93,9 +93,6 @@ def load_metrics(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 DROPOUT = 0xD0
 """Folded into a step's key for dropout, so that the noise of the embeddings shares nothing with it."""
 Sums = dict[str, "jax.Array | Peak"]
-Index = Int[Array, ""] | int
-described = no_type_check
-"""Marks records of arrays into which jax puts descriptions of arrays too, where a program is lowered and not called."""
 
 
 @jax.tree_util.register_dataclass
@@ -128,43 +125,6 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @described
 @dataclass(frozen=True)
-class Microbatches:
-    """A batch split into micro-batches of equal shape."""
-
-    rows: Mapping[str, Num[Array, "M R T *routed"] | Bool[Array, "M R T"]]
-    """The batch's per-token fields by name, e.g. `tokens`; without `parents` or `experts` where it has none."""
-    values: Mapping[str, Num[Array, "M R T"]]
-    """The batch's `per_token` values by name."""
-    weights: Float[Array, "S"]
-    lengths: Float[Array, "S"]
-    counts: Mapping[str, Float[Array, ""]]
-    per_sequence: Mapping[str, Num[Array, "S"]]
-    filled: Int[Array, ""]
-    """Number of micro-batches that hold rows, e.g. 3; the loop stops there."""
-    pictures: Pictures | None = None
-    """The batch's pictures, by micro-batches: each array is `[M R ...]`; None without any."""
-
-    @property
-    def number(self) -> int:
-        """M, the number of micro-batches."""
-        return self.rows["tokens"].shape[0]
-
-    def at(self, index: Index) -> Batch:
-        """The rows of one micro-batch `[R T]`, with the whole batch's per-sequence arrays and counts."""
-        return Batch(
-            **{name: rows[index] for name, rows in self.rows.items()},
-            weights=self.weights,
-            lengths=self.lengths,
-            counts=self.counts,
-            per_token={name: values[index] for name, values in self.values.items()},
-            per_sequence=self.per_sequence,
-            pictures=jax.tree.map(lambda x: x[index], self.pictures),
-        )
-
-
-@jax.tree_util.register_dataclass
-@described
-@dataclass(frozen=True)
 class TeacherStates:
     """A teacher's hidden states for one batch, on the student's mesh, and the head that maps them to logits."""
 
@@ -187,121 +147,136 @@ class FrozenInputs(NamedTuple):
     """The teacher's states for this batch, where the loss reads a divergence."""
 
 
-@dataclass(frozen=True)
-class Compute:
-    """The pure functions that implement the client's methods, for one model and one optimizer."""
+def step(
+    spec: TrainerSpec,
+    state: TrainState,
+    frozen: FrozenInputs,
+    microbatches: Microbatches,
+    key: PRNGKeyArray,
+    loss: Loss,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """One update: the new state and the metrics. The caller's jit donates `state`."""
+    gradients, metrics = gradients_of(spec, state, frozen, microbatches, key, loss)
+    state, more = apply(spec, state, gradients)
+    return state, metrics | more
 
-    model: Model
-    optimizer: optax.GradientTransformation
-    schedule: optax.Schedule
-    drops: bool = False
-    """Whether the adapter uses dropout during training."""
 
-    def step(self, state: TrainState, frozen: FrozenInputs, microbatches: Microbatches, key: PRNGKeyArray, loss: Loss):
-        """One update; returns `(state, metrics)`. The caller's jit donates `state`."""
-        gradients, metrics = self.gradients(state, frozen, microbatches, key, loss)
-        state, more = self.apply(state, gradients)
-        return state, metrics | more
-
-    def gradients(
-        self, state: TrainState, frozen: FrozenInputs, microbatches: Microbatches, key: PRNGKeyArray, loss: Loss
-    ):
-        """The gradients of the whole batch's loss, and its metrics."""
-        key = jax.random.fold_in(key, state.step)
-
-        def one_microbatch(params: Params, index: Index) -> tuple[jax.Array, Sums]:
-            sums = self.sums(params, frozen, microbatches, index, loss, key, rows)
-            return cast(jax.Array, sums["train/loss"]), sums
-
-        rows = None
-        if self.model.router_aux_loss_coef and microbatches.number > 1:
-            # The loss is a product of two means, of which a micro-batch's gradient needs the whole batch's first one.
-            rows = accumulate(
-                lambda index: self._forward(state.params, frozen, microbatches.at(index), loss, key)[1][ROWS],
-                microbatches,
-            )
-
-        gradient, axes = jax.grad(one_microbatch, has_aux=True), self.model.axes
-
-        def placed(index: Index) -> tuple[Params, Sums]:
-            # As the weights: a sum over micro-batches is then never held whole by any device.
-            gradients, sums = gradient(state.params, index)
-            return {name: constrain(x, *axes[name]) for name, x in gradients.items()}, sums
-
-        gradients, sums = accumulate(placed, microbatches)
-        return gradients, to_scalars(sums)
-
-    def apply(self, state: TrainState, gradients: Params) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Applies the optimizer; returns the new state and its metrics."""
-        updates, moments = self.optimizer.update(gradients, state.moments, state.params)
-        metrics = {
-            # As the optimizer clips by it: in bfloat16 it would have three digits, and on CPUs memory of its own.
-            "train/grad_norm": optax.tree.norm(optax.tree.cast(gradients, jnp.float32)),
-            "train/learning_rate": learning_rate(self.schedule, state.step),
-        }
-        params = cast(Params, optax.apply_updates(state.params, updates))
-        return TrainState(params, moments, state.step + 1), metrics
-
-    def evaluate(
-        self, params: Params, frozen: FrozenInputs, microbatches: Microbatches, loss: Loss
-    ) -> dict[str, jax.Array]:
-        """The loss and its metrics, forward only and without noise."""
-        return to_scalars(
-            accumulate(lambda index: self.sums(params, frozen, microbatches, index, loss, None), microbatches)
+def gradients_of(
+    spec: TrainerSpec,
+    state: TrainState,
+    frozen: FrozenInputs,
+    microbatches: Microbatches,
+    key: PRNGKeyArray,
+    loss: Loss,
+) -> tuple[Params, dict[str, jax.Array]]:
+    """The gradients of the whole batch's loss, and its metrics."""
+    key = jax.random.fold_in(key, state.step)
+    rows = None
+    if spec.model.router_aux_loss_coef and microbatches.number > 1:
+        # The loss is a product of two means, of which a micro-batch's gradient needs the whole batch's first one.
+        rows = accumulate(
+            lambda index: _forward(spec, state.params, frozen, microbatches.at(index), loss, key)[1][ROWS],
+            microbatches,
         )
 
-    def sums(
-        self,
-        params: Params,
-        frozen: FrozenInputs,
-        microbatches: Microbatches,
-        index: Index,
-        loss: Loss,
-        key: PRNGKeyArray | None,
-        rows: Float[Array, "L E"] | None = None,
-    ) -> Sums:
-        """One micro-batch's share of the loss and its metrics, already divided by the whole batch's counts.
+    def one_microbatch(params: Params, index: Index) -> tuple[jax.Array, Sums]:
+        sums = sums_of(spec, params, frozen, microbatches, index, loss, key, rows)
+        return cast(jax.Array, sums["train/loss"]), sums
 
-        Args:
-            key: of embedding noise and dropout; None for an evaluation, without noise.
-            rows: of each expert in the whole batch; None where nobody reads them, or the micro-batch is the whole.
-        """
-        batch = microbatches.at(index)
-        hidden, auxiliary = self._forward(params, frozen, batch, loss, key)
-        params = {**frozen.base, **params}
-        logprobs, entropy = jnp.zeros(batch.tokens.shape, jnp.float32), None
-        if loss.logprobs:
-            logprobs, entropy = _logprobs(self.model, params, hidden, batch, loss)
-        values = self.model.values_of(params, hidden, jnp.asarray(batch.positions)) if loss.values else None
-        inputs = LossInputs(batch, logprobs, entropy if loss.entropy else None, values)
-        if loss.reference:
-            assert frozen.reference is not None, "the loss reads a reference: hold one"
-            model = replace(self.model, adapt=None, has_scalar_head=False)
-            reference = {**frozen.base, **frozen.reference}
-            states = hidden_of(model, reference, batch)
-            of_reference, _ = _logprobs(model, reference, states, batch, replace(loss, entropy=False))
-            inputs = replace(inputs, reference_logprobs=jax.lax.stop_gradient(of_reference))
-        if loss.divergence:
-            assert frozen.teacher is not None, "the loss reads a divergence: hold a teacher"
-            inputs = replace(inputs, compared=_compared(self.model, params, hidden, frozen.teacher, batch, index, loss))
-        sums = loss_sums(loss.function, inputs)
-        if key is None:  # an evaluation adds up what it finds in its batches, which shares do not bear
-            return sums
-        load = load_sums(auxiliary, rows, self.model.router_aux_loss_coef)
-        if "loss/router_aux" in load:
-            sums["train/loss"] = cast(jax.Array, sums["train/loss"]) + load["loss/router_aux"]
-        return {**sums, **load}
+    gradient, axes = jax.grad(one_microbatch, has_aux=True), spec.model.axes
 
-    def _forward(
-        self, params: Params, frozen: FrozenInputs, batch: Batch, loss: Loss, key: PRNGKeyArray | None
-    ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-        """The policy's final hidden states for a micro-batch, with noise where there is a key, and auxiliary terms."""
-        noise, dropout_keys = None, None
-        if key is not None and loss.embedding_noise:
-            noise = embedding_noise(batch, self.model.config.d_model, loss.embedding_noise, key)
-        if key is not None and self.drops:
-            dropout_keys = token_keys(batch, jax.random.fold_in(key, DROPOUT))
-        return forward_of(self.model, {**frozen.base, **params}, batch, noise, dropout_keys)
+    def placed(index: Index) -> tuple[Params, Sums]:
+        # As the weights: a sum over micro-batches is then never held whole by any device.
+        gradients, sums = gradient(state.params, index)
+        return {name: constrain(x, *axes[name]) for name, x in gradients.items()}, sums
+
+    gradients, sums = accumulate(placed, microbatches)
+    return gradients, to_scalars(sums)
+
+
+def apply(spec: TrainerSpec, state: TrainState, gradients: Params) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Applies the optimizer; returns the new state and its metrics."""
+    updates, moments = spec.optimizer.update(gradients, state.moments, state.params)
+    metrics = {
+        # As the optimizer clips by it: in bfloat16 it would have three digits, and on CPUs memory of its own.
+        "train/grad_norm": optax.tree.norm(optax.tree.cast(gradients, jnp.float32)),
+        "train/learning_rate": jnp.asarray(spec.schedule(state.step), jnp.float32),
+    }
+    params = cast(Params, optax.apply_updates(state.params, updates))
+    return TrainState(params, moments, state.step + 1), metrics
+
+
+def evaluate(
+    spec: TrainerSpec, params: Params, frozen: FrozenInputs, microbatches: Microbatches, loss: Loss
+) -> dict[str, jax.Array]:
+    """The loss and its metrics, forward only and without noise."""
+    return to_scalars(
+        accumulate(lambda index: sums_of(spec, params, frozen, microbatches, index, loss, None), microbatches)
+    )
+
+
+def sums_of(
+    spec: TrainerSpec,
+    params: Params,
+    frozen: FrozenInputs,
+    microbatches: Microbatches,
+    index: Index,
+    loss: Loss,
+    key: PRNGKeyArray | None,
+    rows: Float[Array, "L E"] | None = None,
+) -> Sums:
+    """One micro-batch's share of the loss and its metrics, already divided by the whole batch's counts.
+
+    Args:
+        key: of embedding noise and dropout; None for an evaluation, without noise.
+        rows: of each expert in the whole batch; None where nobody reads them, or the micro-batch is the whole.
+    """
+    model, batch = spec.model, microbatches.at(index)
+    hidden, auxiliary = _forward(spec, params, frozen, batch, loss, key)
+    params = {**frozen.base, **params}
+    tokens, positions, mask = map(jnp.asarray, (batch.tokens, batch.positions, batch.loss_mask))
+
+    def logprobs_of(model: Model, params: Params, hidden: jax.Array, entropy: bool) -> tuple[jax.Array, jax.Array]:
+        return model.logprobs_of(params, hidden, tokens, positions, mask, entropy=entropy, temperature=loss.temperature)
+
+    logprobs, entropy = jnp.zeros(batch.tokens.shape, jnp.float32), None
+    if loss.logprobs:
+        logprobs, entropy = logprobs_of(model, params, hidden, loss.entropy)
+    values = model.values_of(params, hidden, positions) if loss.values else None
+    inputs = LossInputs(batch, logprobs, entropy if loss.entropy else None, values)
+    if loss.reference:
+        assert frozen.reference is not None, "the loss reads a reference: hold one"
+        of_reference = replace(model, adapt=None, has_scalar_head=False)
+        reference = {**frozen.base, **frozen.reference}
+        states = hidden_of(of_reference, reference, batch)
+        reference_logprobs, _ = logprobs_of(of_reference, reference, states, False)
+        inputs = replace(inputs, reference_logprobs=jax.lax.stop_gradient(reference_logprobs))
+    if loss.divergence:
+        assert frozen.teacher is not None, "the loss reads a divergence: hold a teacher"
+        # Shifted as for log-probs: the state at t - 1 predicts token t.
+        student = Side(hidden[:, :-1], model.table(params), model.config.logit_softcap)
+        teacher = Side(frozen.teacher.hidden[index][:, :-1], frozen.teacher.table, frozen.teacher.softcap)
+        divergence = compared(student, teacher, tokens[:, 1:], (mask & (positions > 0))[:, 1:], loss.divergence)
+        inputs = replace(inputs, compared=jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), divergence))
+    sums = loss_sums(loss.function, inputs)
+    if key is None:  # an evaluation adds up what it finds in its batches, which shares do not bear
+        return sums
+    load = load_sums(auxiliary, rows, model.router_aux_loss_coef)
+    if "loss/router_aux" in load:
+        sums["train/loss"] = cast(jax.Array, sums["train/loss"]) + load["loss/router_aux"]
+    return {**sums, **load}
+
+
+def _forward(
+    spec: TrainerSpec, params: Params, frozen: FrozenInputs, batch: Batch, loss: Loss, key: PRNGKeyArray | None
+) -> tuple[Float[Array, "B T D"], Auxiliary]:
+    """The policy's final hidden states for a micro-batch, with noise where there is a key, and auxiliary terms."""
+    noise, dropout_keys = None, None
+    if key is not None and loss.embedding_noise:
+        noise = embedding_noise(batch, spec.model.config.d_model, loss.embedding_noise, key)
+    if key is not None and spec.adapter is not None and spec.adapter.dropout:
+        dropout_keys = token_keys(batch, jax.random.fold_in(key, DROPOUT))
+    return forward_of(spec.model, {**frozen.base, **params}, batch, noise, dropout_keys)
 
 
 def hidden_of(model: Model, params: Params, batch: Batch) -> Float[Array, "B T D"]:
@@ -332,57 +307,25 @@ def forward_of(
     )
 
 
-def _logprobs(
-    model: Model, params: Params, hidden: Float[Array, "B T D"], batch: Batch, loss: Loss
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """The log-probs of the trained tokens, and their entropies where the loss reads them."""
-    tokens, positions, mask = map(jnp.asarray, (batch.tokens, batch.positions, batch.loss_mask))
-    return model.logprobs_of(
-        params, hidden, tokens, positions, mask, entropy=loss.entropy, temperature=loss.temperature
-    )
-
-
-def _compared(
-    model: Model,
-    params: Params,
-    hidden: Float[Array, "B T D"],
-    states: TeacherStates,
-    batch: Batch,
-    index: Index,
-    loss: Loss,
-) -> Compared:
-    """The divergence of policy and teacher at the trained tokens of a micro-batch."""
-    assert loss.divergence is not None
-    needed = (jnp.asarray(batch.loss_mask) & (jnp.asarray(batch.positions) > 0))[:, 1:]
-    # Shifted as for log-probs: the state at t - 1 predicts token t.
-    student = Side(hidden[:, :-1], model.table(params), model.config.logit_softcap)
-    teacher = Side(states.hidden[index][:, :-1], states.table, states.softcap)
-    values = compared(student, teacher, jnp.asarray(batch.tokens)[:, 1:], needed, loss.divergence)
-    return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), values)
-
-
 def loss_sums(function: Callable[[LossInputs], LossOutputs], inputs: LossInputs) -> Sums:
-    """Evaluates and reduces a loss; sequences of weight 0 affect neither its value nor its gradient."""
-    return reduce_outputs(function(trained_only(inputs)), inputs.batch)
+    """Evaluates and reduces a loss to `train/loss` (the sum of the terms), each of several terms, and its metrics.
 
-
-def reduce_outputs(outputs: LossOutputs, batch: Batch) -> Sums:
-    """Reduces a loss's outputs to `train/loss` (the sum of the terms), each of several terms, and its metrics."""
+    Sequences of weight 0 affect neither its value nor its gradient.
+    """
+    outputs, batch = function(trained_only(inputs)), inputs.batch
     terms = {name: reduce(term, batch) for name, term in outputs.terms.items()}
     sums: Sums = {"train/loss": sum(terms.values(), jnp.float32(0))}
     if len(terms) > 1:
         sums |= {f"loss/{name}": value for name, value in terms.items()}
     metrics = {name: x if isinstance(x, Term) else Term(x) for name, x in outputs.metrics.items()}
     sums |= {name: reduce(term, batch) for name, term in metrics.items()}
-    return sums | {name: peak(values, batch) for name, values in outputs.peaks.items()}
-
-
-def peak(values: Float[Array, "B T"], batch: Batch) -> Peak:
-    """The largest value at trained tokens of sequences with a weight above 0; nan counts as infinity."""
-    counts = batch.loss_mask & (batch.weights[batch.sequence_ids] > 0)
-    flat = jnp.where(counts, jnp.where(jnp.isnan(values), jnp.inf, values), -jnp.inf).ravel()
-    place = jnp.argmax(flat)
-    return Peak(flat[place], place.astype(jnp.int32))
+    for name, values in outputs.peaks.items():
+        # Over trained tokens of sequences with a weight above 0; nan counts as infinity.
+        counts = batch.loss_mask & (batch.weights[batch.sequence_ids] > 0)
+        flat = jnp.where(counts, jnp.where(jnp.isnan(values), jnp.inf, values), -jnp.inf).ravel()
+        place = jnp.argmax(flat)
+        sums[name] = Peak(flat[place], place.astype(jnp.int32))
+    return sums
 
 
 def to_scalars(sums: Sums) -> dict[str, jax.Array]:
@@ -426,7 +369,7 @@ def accumulate(compute: Callable, microbatches: Microbatches) -> Any:
     """
     if microbatches.number == 1:
         return compute(0)
-    shapes = jax.eval_shape(compute, 0)
+    shapes, is_peak = jax.eval_shape(compute, 0), lambda x: isinstance(x, Peak)
     size = microbatches.rows["tokens"][0].size
 
     def nothing(x: Any) -> Any:
@@ -442,15 +385,11 @@ def accumulate(compute: Callable, microbatches: Microbatches) -> Any:
             larger = b.value > a.value  # of equal ones the earlier stays
             return Peak(jnp.where(larger, b.value, a.value), jnp.where(larger, b.place + i * size, a.place))
 
-        return jax.tree.map(joined, sums, compute(i), is_leaf=_is_peak)
+        return jax.tree.map(joined, sums, compute(i), is_leaf=is_peak)
 
-    start = jax.tree.map(nothing, shapes, is_leaf=_is_peak)
+    start = jax.tree.map(nothing, shapes, is_leaf=is_peak)
     sums = loop(microbatches.filled, body, start, usual=microbatches.number)
     return jax.tree.map(lambda total, x: total.astype(x.dtype), sums, shapes)
-
-
-def _is_peak(x: Any) -> bool:
-    return isinstance(x, Peak)
 
 
 def token_keys(batch: Batch, key: PRNGKeyArray) -> TokenKeys:

@@ -50,14 +50,7 @@ class Trainer(Client):
         exporter: Exporter | None = None,
         critic: Learner | None = None,
     ):
-        """Combines the parts; no weights are published yet.
-
-        Args:
-            learner: the policy.
-            sampler: completes prompts; it receives the policy's weights at each `publish`.
-            exporter: writes exported folders; None for one without tokenizer files.
-            critic: a separate model that predicts values; None where the policy has a value head, or none is needed.
-        """
+        """Combines the parts; no weights are published yet. See `local_client` for the sampler and the others."""
         self.learner, self.sampler, self.critic = learner, sampler, critic
         self.exporter = exporter or Exporter()
         self._version = int(learner.state.step)
@@ -91,7 +84,6 @@ class Trainer(Client):
         return self.learner.step(batch, loss)
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Metrics:
-        """Adds the batch's gradients to those accumulated since the last `optim_step`."""
         return self.learner.forward_backward(batch, loss)
 
     def optim_step(self) -> Metrics:
@@ -123,13 +115,7 @@ class Trainer(Client):
             return required("teacher", self.learner.teacher).logprobs(sequences, temperature, size)
         if of == "reference":
             return required("reference", self.learner.reference).logprobs(sequences, temperature, size)
-        return self.learner.scores("logprobs", sequences, size, temperature)
-
-    def entropies(
-        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
-    ) -> List[np.ndarray]:
-        """The `[T]` entropies in nats of the distributions of each sequence's tokens, 0 for the first."""
-        return self.learner.scores("entropies", sequences, size, temperature)
+        return self.learner.scorer.scores("logprobs", self.learner.params, sequences, size, temperature)
 
     def values(self, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
         """The `[T]` values of each sequence's states: at t, of the state before token t is sampled; 0 for the first.
@@ -137,9 +123,11 @@ class Trainer(Client):
         Raises:
             ValueError: there is no critic and no value head.
         """
-        if self.critic is not None:
-            return self.critic.scores("values", unreplayed(sequences), size)
-        return self.learner.scores("values", sequences, size)
+        learner = self.critic or self.learner
+        if not learner.spec.model.has_scalar_head:
+            raise ValueError("there is no value head: build the model with has_scalar_head=True")
+        sequences = sequences if self.critic is None else unreplayed(sequences)
+        return learner.scorer.scores("values", learner.params, sequences, size)
 
     def run(
         self, requests: List[Request], reply: Reply | None = None, on_done: OnDone | None = None
@@ -213,9 +201,9 @@ def local_client(
         params: the trainable weights; their buffers are taken over.
         frozen: the other weights: the base under an adapter, which is also its reference; empty without an adapter.
         keep_reference: whether a copy of the current weights is kept as the reference.
-        sampler: completes prompts; None for an engine on the same devices.
+        sampler: completes prompts, with the weights of each `publish`; None for an engine on the same devices.
         exporter: writes exported folders; None for one without tokenizer files.
-        critic: a separate model that predicts the values of states.
+        critic: a separate model that predicts values; None where the policy has a value head, or none is needed.
     """
     reference = None
     if spec.adapter is not None:

@@ -10,7 +10,7 @@ import pytest
 from tests.policy_batches import PROMPT, Taken, batch_of, gradients, inputs_of, reduced, rows
 from tunix.algorithms.distill.algorithm import Distill
 from tunix.algorithms.distill.config import DistillConfig
-from tunix.trainer.step import reduce_outputs
+from tunix.trainer.step import loss_sums
 from tunix.types import Compared, Divergence, LossInputs, Sampling
 
 NAMES = ("teacher_logprobs", "divergence", "agreement")
@@ -93,8 +93,7 @@ def test_the_expected_gradient_of_drawn_tokens_is_that_of_the_reverse_kl():
 
 
 def test_on_own_text_the_mismatch_is_measured(inputs):
-    found = algorithm(on_policy=True).gated_loss(inputs)
-    sums = reduce_outputs(found, inputs.batch)
+    sums = loss_sums(algorithm(on_policy=True).gated_loss, inputs)
     assert float(sums["mismatch/mean"]) == pytest.approx(log(2) / 3, rel=1e-5)  # only the second token has moved
     assert float(sums["mismatch/max"].value) == pytest.approx(log(2), rel=1e-5)
 

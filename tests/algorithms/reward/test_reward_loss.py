@@ -15,7 +15,7 @@ from tunix.algorithms.reward.algorithm import RewardModel
 from tunix.algorithms.reward.config import RewardModelConfig
 from tunix.data.packing import pack, with_spare
 from tunix.trainer.perf import Compilations
-from tunix.trainer.step import reduce_outputs
+from tunix.trainer.step import loss_sums
 from tunix.types import LossInputs, Sequence
 
 # -log sigmoid(x) = log(1 + exp(-x)).
@@ -37,7 +37,7 @@ def inputs(scores, weights=(1.0, 1.0), margins=None, fill=0.0) -> LossInputs:
 
 
 def reduced(given: LossInputs, **config) -> dict[str, float]:
-    sums = reduce_outputs(algorithm(**config).loss(given), given.batch)
+    sums = loss_sums(algorithm(**config).loss, given)
     return {name: float(value) for name, value in sums.items()}
 
 
@@ -81,8 +81,7 @@ def test_equal_scores_are_half_a_success():
 
 
 def loss_of(values, given: LossInputs, **config):
-    outputs = algorithm(**config).loss(replace(given, values=values))
-    return reduce_outputs(outputs, given.batch)["train/loss"]
+    return loss_sums(algorithm(**config).loss, replace(given, values=values))["train/loss"]
 
 
 @pytest.mark.parametrize("fill", [7.0, np.inf, np.nan])

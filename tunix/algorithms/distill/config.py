@@ -15,6 +15,7 @@ class DistillConfig(RuledConfig):
     """Which text the student learns on, and which divergence from the teacher is minimised there."""
 
     tiny_caps: ClassVar[Mapping[str, int]] = {"group_size": TINY_GROUP}
+    learns_from_teacher: ClassVar[bool] = True
 
     name: str = "distill"
     on_policy: bool = False
@@ -49,12 +50,10 @@ class DistillConfig(RuledConfig):
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
-        """The value that null becomes for each key, given the other settings."""
         kind = "sampled" if settings["on_policy"] else "forward_kl"
         return {"divergence": kind, "beta": 0.5, "temperature": 1.0, "group_size": 1}
 
     def conflicts(self) -> list[str]:
-        """Messages about settings that contradict each other, one sentence each."""
         if self.divergence == "sampled" and not self.on_policy:
             return [
                 "divergence: sampled is an estimate from tokens that the student sampled: set on_policy: true, or take "
@@ -66,11 +65,6 @@ class DistillConfig(RuledConfig):
     def reads(self) -> RowKind:
         """Given text, all of it or its completion; only the prompt where the student samples the completions."""
         return RowKind.PROMPT if self.on_policy else RowKind(self.train_on)
-
-    @property
-    def learns_from_teacher(self) -> bool:
-        """Always true: distillation needs a teacher."""
-        return True
 
     @property
     def samples_per_prompt(self) -> int:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from tunix.algorithms.ops import log_ratio, plain_surrogate, token_ratio
+from tunix.algorithms.ops import log_ratio, plain_surrogate, policy_ratio
 from tunix.types import Batch, Compared, LossOutputs, Over, Term
 
 TEACHER = "teacher_logprobs"
@@ -76,7 +76,7 @@ def sampled_loss(
         over: what the term is averaged over.
     """
     old, teacher = jnp.asarray(old_logprobs), jnp.asarray(teacher_logprobs)
-    ratio = token_ratio(log_ratio(logprobs, old, batch))
+    ratio = policy_ratio(log_ratio(logprobs, old, batch), batch)
     surrogate = plain_surrogate(ratio, teacher - old)
     metrics = {"distill/divergence": old - teacher, "distill/teacher_logprob": teacher, "policy/ratio": ratio}
     return LossOutputs({"distill": Term(surrogate.loss, over)}, metrics)

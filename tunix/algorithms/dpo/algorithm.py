@@ -40,7 +40,6 @@ class DPO(OnPolicy):
     sequences_per_example = 2
 
     def __init__(self, config: DPOConfig, sampling: Sampling | None = None):
-        """Creates the algorithm with bco's running mean of rewards; for the arguments see `Algorithm`."""
         super().__init__(config, sampling)
         # Of all pairs trained on: half the sum of the two sides' means, weighted by pairs. It starts at 0, which all
         # rewards are where the policy is the reference, and stays on the device, so that no step waits for the numbers
@@ -73,7 +72,7 @@ class DPO(OnPolicy):
             divergence=config.divergence,
             alpha=config.alpha or 0.5,
             margins=config.offset * jnp.asarray(values[MARGIN])[::2] if config.offset else 0.0,
-            baselines=values[BASELINE] if config.measures else None,
+            baselines=values[BASELINE] if config.sorts or config.shifts else None,
             sft_weight=config.sft_weight or 0.0,
             sft_reduction=config.sft_reduction,
         )
@@ -118,7 +117,14 @@ class DPO(OnPolicy):
             reference = [sequence.per_token[REFERENCE] for sequence in scored]
         else:
             reference = client.logprobs(scored, "reference", self.temperature)
-        p, q = (self._scores(logprobs, scored) for logprobs in (policy, reference))
+        assert self.config.beta is not None
+        masks = [x.loss_mask for x in scored]
+        # Of each completion the log-prob, or its mean over tokens, times beta.
+        counts = [mask.sum() for mask in masks] if self.config.length_normalized else 1
+        p, q = (
+            self.config.beta * (np.array([x[mask].sum() for x, mask in zip(logprobs, masks, strict=True)]) / counts)
+            for logprobs in (policy, reference)
+        )
         counted = np.asarray(batch.weights)[::2] > 0
         baseline = np.zeros(size, np.float32)
         if self.config.loss == "aot":
@@ -140,13 +146,6 @@ class DPO(OnPolicy):
             per_sequence={**batch.per_sequence, BASELINE: baseline},
         )
 
-    def _scores(self, logprobs: List[np.ndarray], sequences: List[Sequence]) -> np.ndarray:
-        """`[S]` beta times the log-prob of each completion, or times its mean over tokens."""
-        assert self.config.beta is not None
-        masks = [sequence.loss_mask for sequence in sequences]
-        sums = np.array([values[mask].sum() for values, mask in zip(logprobs, masks, strict=True)])
-        return self.config.beta * (sums / [mask.sum() for mask in masks] if self.config.length_normalized else sums)
-
     def step(self, client: Client, batch: Batch) -> Metrics:
         """Makes one update, and adds its rewards to the running mean where the form has one."""
         metrics = dict(super().step(client, batch))
@@ -163,7 +162,6 @@ class DPO(OnPolicy):
         return {"mean": float(self._mean), "pairs": self._pairs} if self.config.shifts else {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restores the running mean."""
         if self.config.shifts:
             self._mean, self._pairs = state["mean"], state["pairs"]
 

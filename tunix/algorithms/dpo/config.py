@@ -1,38 +1,22 @@
 """The `algorithm` section of a recipe for DPO and its relatives. Loads without jax."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
 from tunix.algorithms.config import NonNegative, Rule, RuledConfig, Settings
 from tunix.config import TINY_GROUP, Place, Positive, RowKind
 
-Form = Literal[
-    "sigmoid",
-    "robust",
-    "exo",
-    "ipo",
-    "hinge",
-    "discopop",
-    "nca",
-    "bco",
-    "sppo_hard",
-    "apo_zero",
-    "apo_down",
-    "aot",
-    "aot_unpaired",
-    "simpo",
-    "orpo",
-    "cpo",
+PairedForm = Literal[
+    "sigmoid", "robust", "exo", "ipo", "hinge", "discopop", "nca", "bco", "sppo_hard", "apo_zero", "apo_down"
 ]
+SortedForm = Literal["aot", "aot_unpaired"]
+Form = Literal[PairedForm, SortedForm, "simpo", "orpo", "cpo"]
 
-SORTED = ("aot", "aot_unpaired")
+SORTED = get_args(SortedForm)
 """Forms that compare the sorted values of a whole batch."""
-REFERENCED = (
-    *("sigmoid", "robust", "exo", "ipo", "hinge", "discopop", "nca", "bco", "sppo_hard", "apo_zero", "apo_down"),
-    *SORTED,
-)
+REFERENCED = (*get_args(PairedForm), *SORTED)
 """Forms that compare with a reference; the others have none."""
 LOGISTIC = ("sigmoid", "robust", "simpo", "cpo")
 """Forms that are a log-likelihood of the label: they have label smoothing and an offset."""
@@ -128,11 +112,10 @@ class DPOConfig(RuledConfig):
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
-        """The value that null becomes for each key, given the other settings."""
-        form = settings["loss"]
+        form = str(settings["loss"])  # before the fields are checked it may be a list
         return {
-            "beta": _value_for(form, {"simpo": 2.0, "discopop": 0.05, "sppo_hard": 0.001}, 0.1),
-            "label_smoothing": _value_for(form, {"robust": 0.1, "exo": 0.001}, 0.0),
+            "beta": {"simpo": 2.0, "discopop": 0.05, "sppo_hard": 0.001}.get(form, 0.1),
+            "label_smoothing": {"robust": 0.1, "exo": 0.001}.get(form, 0.0),
             "gamma": 1.0,
             "tau": 0.05,
             "alpha": 0.5,
@@ -140,7 +123,6 @@ class DPOConfig(RuledConfig):
         }
 
     def conflicts(self) -> list[str]:
-        """Messages about settings that contradict each other, one sentence each."""
         wrong = []
         if self.loss == "robust" and not self.label_smoothing:
             wrong.append("label_smoothing: robust without a share of wrong labels is sigmoid; set it, or loss: sigmoid")
@@ -171,11 +153,6 @@ class DPOConfig(RuledConfig):
         return self.loss == "bco" and self.reward_shift
 
     @property
-    def measures(self) -> bool:
-        """Whether rewards have a baseline, which is computed before the update."""
-        return self.sorts or self.shifts
-
-    @property
     def reads(self) -> RowKind:
         """Pairs of completions; or prompts, where the policy samples the completions."""
         return RowKind.PROMPT if self.online else RowKind.PAIRS
@@ -202,8 +179,3 @@ class DPOConfig(RuledConfig):
         """A message where a form that sorts pairs has a single one."""
         if self.sorts and batch_size < 2:
             yield f"batch_size: {self.loss} sorts the pairs of a batch, and 1 has no other; take 2 or more"
-
-
-def _value_for(form: Any, values: Mapping[str, float], otherwise: float) -> float:
-    """The value of a form, which is compared and not looked up: before the fields are checked it may be a list."""
-    return next((value for name, value in values.items() if form == name), otherwise)

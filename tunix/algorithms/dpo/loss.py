@@ -58,6 +58,16 @@ def dpo_loss(
         cpo                  beta log p(y) (https://arxiv.org/abs/2401.08417)
         orpo                 log(P / (1 - P)) with log P = log p(y) / |y| (https://arxiv.org/abs/2403.07691, eq. 4)
 
+    The forms, with d = r_chosen - r_rejected - margins and e the label smoothing; formulas stand in the code:
+
+        sigmoid, simpo, orpo, cpo    `logistic`, which has their sources
+        robust                       `robust`
+        exo          https://arxiv.org/abs/2402.00856    sppo_hard           https://arxiv.org/abs/2405.00675
+        ipo          https://arxiv.org/abs/2310.12036    apo_zero, apo_down  https://arxiv.org/abs/2408.06266
+        discopop     https://arxiv.org/abs/2406.08414    aot, aot_unpaired   https://arxiv.org/abs/2406.05882
+        nca          https://arxiv.org/abs/2402.05369    bco                 https://arxiv.org/abs/2404.04656
+        hinge        https://arxiv.org/abs/2305.10425 (SLiC-HF), https://arxiv.org/abs/2309.06657 (RSO)
+
     The second term is that of RPO (Pang et al. 2024, https://arxiv.org/abs/2404.19733); with `sft_reduction: tokens` it
     is the sum of -log p(chosen) over the pairs divided by that of |chosen|.
 
@@ -104,25 +114,57 @@ def dpo_loss(
         case "robust":
             compared_Pa = robust(gap, label_smoothing)
         case "exo":
-            compared_Pa = exo(gap, label_smoothing)
+            # KL(p || q), p = (sigmoid(d), sigmoid(-d)) and q = (1 - e, e): Ji et al. 2024, eq. 16, for two completions.
+            # DPO is the KL the other way round; this one seeks the mode. Its minimum is 0, at d = log((1 - e) / e), 6.9
+            # for the paper's e = 0.001.
+            right, wrong = jax.nn.log_sigmoid(gap), jax.nn.log_sigmoid(-gap)
+            compared_Pa = jnp.exp(right) * (right - np.log1p(-label_smoothing))
+            compared_Pa += jnp.exp(wrong) * (wrong - np.log(label_smoothing))
         case "ipo":
-            compared_Pa = ipo(gap / beta, beta)
+            # (h - 1 / (2 tau))^2, h the unscaled difference of the log-ratios: Azar et al. 2023, eq. 17. h is one of
+            # sums over completions, as in the paper. Its authors later recommended means over tokens
+            # (https://huggingface.co/blog/pref-tuning), which is `length_normalized`.
+            compared_Pa = (gap / beta - 1 / (2 * beta)) ** 2
         case "hinge":
-            compared_Pa = hinge(gap)
+            # max(0, 1 - d): Zhao et al. 2023; with a reference as in RSO, Liu et al. 2023.
+            compared_Pa = jax.nn.relu(1 - gap)
         case "discopop":
-            compared_Pa = discopop(gap, tau)
+            # (1 - m) (-log sigmoid(d)) + m exp(-d), m = sigmoid(d / tau): exponential where d is large, else logistic;
+            # not convex. Lu et al. 2024, eq. 5. One exponent for both factors of m exp(-d): separately they overflow
+            # where d is far below 0.
+            exponent = jnp.minimum(jax.nn.log_sigmoid(gap / tau) - gap, EXPONENT_LIMIT)
+            compared_Pa = -jax.nn.sigmoid(-gap / tau) * jax.nn.log_sigmoid(gap) + jnp.exp(exponent)
         case "nca":
-            compared_Pa = nca(chosen, rejected)
+            # -log sigmoid(r_c) - (log sigmoid(-r_c) + log sigmoid(-r_r)) / 2: classifies the chosen completion against
+            # noise, of which both are samples, so that its likelihood does not fall. Chen et al. 2024, eq. 11 with
+            # rewards of 1 and 0 and K = 2.
+            noise = jax.nn.log_sigmoid(-chosen) + jax.nn.log_sigmoid(-rejected)
+            compared_Pa = -jax.nn.log_sigmoid(chosen) - 0.5 * noise
         case "bco":
-            compared_Pa = bco(chosen, rejected)
+            # -log sigmoid(r_c - delta) - log sigmoid(-(r_r - delta)): classifies each completion by itself, with the
+            # reward as the logit. Jung et al. 2024. Its delta, the mean of both sides' expected rewards, is the
+            # baseline (`DPO.prepare_batch`).
+            compared_Pa = -jax.nn.log_sigmoid(chosen) - jax.nn.log_sigmoid(-rejected)
         case "sppo_hard":
-            compared_Pa = sppo_hard(chosen / beta, rejected / beta, 1 / beta)
+            # (h_c - eta / 2)^2 + (h_r + eta / 2)^2, h the unscaled log-ratio of a completion: Wu et al. 2024, eq. 4.7,
+            # where the probability to win is 1 for the chosen completion and 0 for the other; eta is 1 / beta, 1000.
+            eta = 1 / beta
+            compared_Pa = (chosen / beta - 0.5 * eta) ** 2 + (rejected / beta + 0.5 * eta) ** 2
         case "apo_zero":
-            compared_Pa = apo_zero(chosen, rejected)
+            # Raises the chosen completion and lowers the rejected one, independently; for chosen completions that are
+            # better than the policy's own. D'Oosterlinck et al. 2024; the constant 1 is ours.
+            compared_Pa = 1 - jax.nn.sigmoid(chosen) + jax.nn.sigmoid(rejected)
         case "apo_down":
-            compared_Pa = apo_down(chosen, rejected)
+            # Lowers the chosen completion too, and the rejected one further; for a policy that is better than the
+            # chosen completions. D'Oosterlinck et al. 2024; the constant 1 is ours.
+            compared_Pa = jax.nn.sigmoid(chosen) + 1 - jax.nn.sigmoid(chosen - rejected)
         case "aot_unpaired":
-            compared_Pa = aot_unpaired(chosen, rejected, label_smoothing)
+            # `logistic` of the k-th smallest chosen reward less the k-th smallest rejected one, for every k of the
+            # batch (Melnyk et al. 2024, unpaired). Two sequences that are compared may be in different micro-batches.
+            # Each has the other's reward as its baseline, without a gradient: every comparison occurs twice, with half
+            # of its value and the full gradient of one side.
+            twice = logistic(chosen, label_smoothing) + logistic(-rejected, label_smoothing)
+            compared_Pa = twice - 0.5 * jax.lax.stop_gradient(twice)
     terms = {"preference": Term(compared_Pa, "pairs")}
     if sft_weight:
         weights, lengths = jnp.asarray(batch.weights)[::2], jnp.asarray(batch.lengths)[::2]
@@ -181,107 +223,3 @@ def robust(gap: Pairs, smoothing: float) -> Pairs:
     """
     right, wrong = jax.nn.log_sigmoid(gap), jax.nn.log_sigmoid(-gap)
     return (-(1 - smoothing) * right + smoothing * wrong) / (1 - 2 * smoothing)
-
-
-def exo(gap: Pairs, smoothing: float) -> Pairs:
-    """`KL(p || q)` of two distributions over the pair, p = (sigmoid(d), sigmoid(-d)) and q = (1 - e, e).
-
-    EXO, Ji et al. 2024, https://arxiv.org/abs/2402.00856, eq. 16, for two completions. DPO is the KL the other way
-    round; this one seeks the mode. Its minimum is 0, at d = log((1 - e) / e), 6.9 for the paper's e = 0.001.
-    """
-    right, wrong = jax.nn.log_sigmoid(gap), jax.nn.log_sigmoid(-gap)
-    return jnp.exp(right) * (right - np.log1p(-smoothing)) + jnp.exp(wrong) * (wrong - np.log(smoothing))
-
-
-def ipo(gap: Pairs, tau: float) -> Pairs:
-    """`(h - 1 / (2 tau))^2`, h the difference of the log-ratios, unscaled.
-
-    Azar et al. 2023, https://arxiv.org/abs/2310.12036, eq. 17. h is a difference of sums over completions, as in the
-    paper. Its authors later recommended means over tokens (https://huggingface.co/blog/pref-tuning), which other
-    libraries use by default: here that is `length_normalized: true`.
-    """
-    return (gap - 1 / (2 * tau)) ** 2
-
-
-def hinge(gap: Pairs) -> Pairs:
-    """`max(0, 1 - d)`: SLiC's hinge on rewards relative to a reference.
-
-    SLiC-HF, Zhao et al. 2023, https://arxiv.org/abs/2305.10425; with a reference as in RSO, Liu et al. 2023,
-    https://arxiv.org/abs/2309.06657.
-    """
-    return jax.nn.relu(1 - gap)
-
-
-def discopop(gap: Pairs, tau: float) -> Pairs:
-    """`(1 - m) (-log sigmoid(d)) + m exp(-d)` with `m = sigmoid(d / tau)`: exponential where d is large, else
-    logistic.
-
-    DiscoPOP, the log-ratio modulated loss, Lu et al. 2024, https://arxiv.org/abs/2406.08414, eq. 5. It is not convex.
-    """
-    # One exponent for both factors of m exp(-d): separately they overflow where d is far below 0.
-    exponent = jnp.minimum(jax.nn.log_sigmoid(gap / tau) - gap, EXPONENT_LIMIT)
-    return -jax.nn.sigmoid(-gap / tau) * jax.nn.log_sigmoid(gap) + jnp.exp(exponent)
-
-
-def nca(chosen: Pairs, rejected: Pairs) -> Pairs:
-    """`-log sigmoid(r_c) - (log sigmoid(-r_c) + log sigmoid(-r_r)) / 2`: classifies the chosen completion against
-    noise, of which both are samples, so that its likelihood does not fall.
-
-    NCA for pairs, Chen et al. 2024, https://arxiv.org/abs/2402.05369, eq. 11 with rewards of 1 and 0 and K = 2.
-    """
-    noise = jax.nn.log_sigmoid(-chosen) + jax.nn.log_sigmoid(-rejected)
-    return -jax.nn.log_sigmoid(chosen) - 0.5 * noise
-
-
-def bco(chosen: Pairs, rejected: Pairs) -> Pairs:
-    """`-log sigmoid(r_c - delta) - log sigmoid(-(r_r - delta))`: classifies each completion by itself, with the reward
-    as the logit.
-
-    BCO, Jung et al. 2024, https://arxiv.org/abs/2404.04656. Its delta, the mean of both sides' expected rewards, is
-    subtracted before (`DPO.prepare_batch`).
-    """
-    return -jax.nn.log_sigmoid(chosen) - jax.nn.log_sigmoid(-rejected)
-
-
-def sppo_hard(chosen: Pairs, rejected: Pairs, eta: float) -> Pairs:
-    """`(h_c - eta / 2)^2 + (h_r + eta / 2)^2`, h the log-ratio of a completion, unscaled.
-
-    SPPO, Wu et al. 2024, https://arxiv.org/abs/2405.00675, eq. 4.7, where the probability that a completion wins is 1
-    for the chosen one and 0 for the other; its eta is 1 / beta, 1000.
-    """
-    return (chosen - 0.5 * eta) ** 2 + (rejected + 0.5 * eta) ** 2
-
-
-def aot_unpaired(chosen: Pairs, rejected: Pairs, smoothing: float) -> Pairs:
-    """`logistic` of the k-th smallest chosen reward less the k-th smallest rejected one, for every k of the batch.
-
-    AOT, Melnyk et al. 2024, https://arxiv.org/abs/2406.05882, unpaired, with the logistic loss.
-
-    Two sequences that are compared may be in different micro-batches. Each has the other's reward as its baseline,
-    without a gradient: every comparison occurs twice, with half of its value and the full gradient of one side.
-
-    Args:
-        chosen: chosen rewards, less the rejected reward of the same rank.
-        rejected: rejected rewards, less the chosen reward of the same rank.
-        smoothing: see `logistic`.
-    """
-    twice = logistic(chosen, smoothing) + logistic(-rejected, smoothing)
-    return twice - 0.5 * jax.lax.stop_gradient(twice)
-
-
-def apo_zero(chosen: Pairs, rejected: Pairs) -> Pairs:
-    """`1 - sigmoid(r_c) + sigmoid(r_r)`: raises the chosen completion and lowers the rejected one, independently; for
-    chosen completions that are better than the policy's own.
-
-    D'Oosterlinck et al. 2024, https://arxiv.org/abs/2408.06266; the constant 1 is ours.
-    """
-    return 1 - jax.nn.sigmoid(chosen) + jax.nn.sigmoid(rejected)
-
-
-def apo_down(chosen: Pairs, rejected: Pairs) -> Pairs:
-    """`sigmoid(r_c) + 1 - sigmoid(r_c - r_r)`: lowers the chosen completion too, and the rejected one further; for a
-    policy that is better than the chosen completions.
-
-    D'Oosterlinck et al. 2024, https://arxiv.org/abs/2408.06266; the constant 1 is ours.
-    """
-    return jax.nn.sigmoid(chosen) + 1 - jax.nn.sigmoid(chosen - rejected)

@@ -3,18 +3,12 @@
 Axes: P prompts, G group.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
-from tunix.algorithms.advantages import gdpo, group_advantages, has_signal, to_come, whitened
-from tunix.algorithms.episodes import (
-    Groups,
-    are_scored,
-    require_scores,
-    rewards_of,
-    spread,
-    total_rewards,
-    with_tokens,
-)
+from tunix.algorithms.advantages import gdpo, group_advantages, has_signal, whitened
+from tunix.algorithms.episodes import Groups, are_scored, require_scores, rewards_of, spread, total_rewards
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.grpo.loss import grpo_loss
 from tunix.algorithms.on_policy import PolicyGradient
@@ -93,22 +87,26 @@ class GRPO(PolicyGradient):
             rewards = total_rewards(groups, data.weights) + penalties
             if config.advantage == "mean_batch":
                 rewards = group_advantages(rewards, "mean")
-            returns = [
-                spread(x, reward) + to_come(self.kl_rewards(x), x.loss_mask)
-                for x, reward in zip(sequences, rewards.ravel(), strict=True)
-            ]
+            returns = []
+            for x, reward in zip(sequences, rewards.ravel(), strict=True):
+                # Undiscounted: a token's own KL penalty and those of all later ones.
+                kl_to_come = np.cumsum(self.kl_rewards(x)[::-1])[::-1]
+                returns.append(spread(x, reward) + np.where(x.loss_mask, kl_to_come, 0.0))
             counted = [x.loss_mask & (x.weight > 0) for x in sequences]
-            return with_tokens(sequences, "advantages", whitened(returns, counted, config.std_eps, config.std))
-        if config.kl and config.kl_in == "reward":
-            kl = np.array([float(self.kl_rewards(x).sum()) for x in sequences])
-            penalties = penalties + kl.reshape(penalties.shape)
-        if config.normalize_rewards == "each":
-            # The penalty counts as one more reward; where it is constant it is normalised away.
-            penalty = "overlong penalty"
-            named, weights = {**rewards_of(groups), penalty: penalties}, {**data.weights, penalty: 1.0}
-            advantages = gdpo(named, weights, config.advantage, config.std_eps, config.std, are_scored(groups))
+            advantages = whitened(returns, counted, config.std_eps, config.std)
         else:
-            advantages = self.advantages(total_rewards(groups, data.weights) + penalties)
-        values = np.asarray(advantages).ravel()
-        spreads = [spread(x, value) for x, value in zip(sequences, values, strict=True)]
-        return with_tokens(sequences, "advantages", spreads)
+            if config.kl and config.kl_in == "reward":
+                kl = np.array([float(self.kl_rewards(x).sum()) for x in sequences])
+                penalties = penalties + kl.reshape(penalties.shape)
+            if config.normalize_rewards == "each":
+                # The penalty counts as one more reward; where it is constant it is normalised away.
+                penalty = "overlong penalty"
+                named, weights = {**rewards_of(groups), penalty: penalties}, {**data.weights, penalty: 1.0}
+                scores = gdpo(named, weights, config.advantage, config.std_eps, config.std, are_scored(groups))
+            else:
+                scores = self.advantages(total_rewards(groups, data.weights) + penalties)
+            advantages = [spread(x, value) for x, value in zip(sequences, np.asarray(scores).ravel(), strict=True)]
+        return [
+            replace(x, per_token={**x.per_token, "advantages": values})
+            for x, values in zip(sequences, advantages, strict=True)
+        ]

@@ -162,12 +162,10 @@ class GRPOConfig(PolicyConfig):
         Rule(("ratio",), lambda s: s["surrogate"] != "log", "with surrogate: log, which has no ratio"),
         Rule(
             ("clip_low", "clip_high"),
-            lambda s: s["surrogate"] not in ("soft", "none", "log"),
+            lambda s: s["surrogate"] in ("clip", "cispo"),
             "with surrogate: none, soft or log, which clip nothing",
         ),
-        Rule(
-            ("dual_clip",), lambda s: s["surrogate"] not in ("cispo", "soft", "none", "log"), "without surrogate: clip"
-        ),
+        Rule(("dual_clip",), lambda s: s["surrogate"] == "clip", "without surrogate: clip"),
         Rule(
             ("std", "std_eps"),
             lambda s: s["advantage"] in DIVIDES or s["normalize_rewards"] == "each",
@@ -183,7 +181,6 @@ class GRPOConfig(PolicyConfig):
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
-        """The value that null becomes for each key, given the other settings."""
         clips = {"clip_low": 1.0, "clip_high": 4.0} if settings["surrogate"] == "cispo" else {}
         return {**super().usual(settings), **clips}
 
@@ -202,7 +199,6 @@ class GRPOConfig(PolicyConfig):
         return True
 
     def conflicts(self) -> list[str]:
-        """Messages about settings that contradict each other, one sentence each."""
         wrong = super().conflicts()
         if self.group_size == 1 and self.advantage != "batch":
             wrong.append(

@@ -5,23 +5,22 @@ Axes: B rows, T time.
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from tunix.algorithms.ops import (
+    Surrogate,
     cispo_surrogate,
     clipped_surrogate,
-    completion_ratio,
     log_ratio,
-    log_surrogate,
-    off_policy,
     outside_trust_region,
     plain_surrogate,
-    sequence_ratio,
+    policy_ratio,
+    sequence_mean,
     soft_surrogate,
     surrogate_outputs,
-    token_ratio,
     without,
 )
 from tunix.types import Batch, LossOutputs, Over
@@ -71,14 +70,11 @@ def grpo_loss(
         drift: coefficient of half the squared log-ratio.
     """
     log_ratios = log_ratio(logprobs, old_logprobs, batch)
-    if ratio == "sequence":
-        ratios = sequence_ratio(log_ratios, batch)
-    else:
-        ratios = completion_ratio(log_ratios, batch) if ratio == "completion" else token_ratio(log_ratios)
+    ratios = policy_ratio(log_ratios, batch, ratio)
     if surrogate == "none":
         policy = plain_surrogate(ratios, advantages)
-    elif surrogate == "log":
-        policy = log_surrogate(logprobs, advantages)
+    elif surrogate == "log":  # the policy's term of DRO (see `GRPOConfig.drift`)
+        policy = Surrogate(-logprobs * advantages, None)
     elif surrogate == "soft":
         positive, negative = SOFT_TAUS
         policy = soft_surrogate(ratios, advantages, positive, negative)
@@ -90,12 +86,13 @@ def grpo_loss(
         else:
             policy = clipped_surrogate(ratios, advantages, clip_low, clip_high, dual_clip)
     if trust_region is not None:
-        kind, bound = trust_region
-        policy = without(policy, outside_trust_region(logprobs, old_logprobs, advantages, kind, bound, bound))
+        policy = without(policy, outside_trust_region(logprobs, old_logprobs, advantages, *trust_region))
     if off_policy_limit is not None:
+        # DeepSeek-V3.2's mask, https://arxiv.org/abs/2512.02556, eqs. 8 and 9: training on bad answers that the policy
+        # would not give any more brings little and can destabilise it.
         sampler = old_logprobs if sampler_logprobs is None else sampler_logprobs
-        moved = log_ratio(logprobs, sampler, batch)
-        policy = without(policy, off_policy(moved, advantages, batch, off_policy_limit))
+        distance = -sequence_mean(jax.lax.stop_gradient(log_ratio(logprobs, sampler, batch)), batch)
+        policy = without(policy, (jnp.asarray(advantages) < 0) & (distance > off_policy_limit))
     if ratio == "completion" and not isinstance(over, str):
         # So that the sum over tokens counts a completion, which is one action, once.
         policy = policy._replace(loss=policy.loss / jnp.asarray(batch.lengths)[batch.sequence_ids])

@@ -32,8 +32,8 @@ def kto_loss(
         undesirable  v = w sigmoid(beta (z0 - r))
 
     KTO, Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, eq. 8. z0 estimates KL(policy || reference) from
-    completions to other rows' prompts (`KTO.baseline`) and has no gradient. With z0 = 0 these are the two halves of
-    APO-zero (D'Oosterlinck et al. 2024, https://arxiv.org/abs/2408.06266), each on separate rows.
+    completions to other rows' prompts (`KTO.prepare_batch`) and has no gradient. With z0 = 0 these are the two halves
+    of APO-zero (D'Oosterlinck et al. 2024, https://arxiv.org/abs/2408.06266), each on separate rows.
 
     Args:
         logprobs: log p of the batch's tokens.

@@ -168,7 +168,6 @@ class PPO(PolicyGradient):
         return {"steps": self._steps, "kl": self.kl_coefficient}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Restores the number of steps and the KL coefficient."""
         self._steps, self.kl_coefficient = state["steps"], state["kl"]
 
 

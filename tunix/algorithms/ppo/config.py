@@ -6,7 +6,6 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from tunix.algorithms.config import PolicyConfig, Rule, Settings
-from tunix.config import Positive
 
 Unit = Annotated[float, Field(ge=0, le=1)]
 
@@ -17,8 +16,6 @@ class PPOConfig(PolicyConfig):
     tiny_caps: ClassVar[Mapping[str, int]] = {**PolicyConfig.tiny_caps, "critic_warmup": 2}
 
     name: str = "ppo"
-    group_size: Positive = 1
-    """Completions of each prompt."""
     gamma: Unit = 1.0
     """Discount per sampled token."""
     lam: Unit = 0.95
@@ -51,7 +48,6 @@ class PPOConfig(PolicyConfig):
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
-        """The value that null becomes for each key, given the other settings."""
         return {**super().usual(settings), "kl_in": "reward"}
 
     @property
@@ -61,5 +57,4 @@ class PPOConfig(PolicyConfig):
 
     @property
     def learning_rate_of_critic(self) -> float | None:
-        """The section's `critic_learning_rate`."""
         return self.critic_learning_rate

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from tunix.algorithms.ops import clipped_surrogate, log_ratio, surrogate_outputs, token_ratio
+from tunix.algorithms.ops import clipped_surrogate, log_ratio, policy_ratio, surrogate_outputs
 from tunix.types import Batch, LossOutputs, Over, Term
 
 
@@ -37,7 +37,7 @@ def ppo_loss(
         dual_clip: bounds the loss where A < 0 at this many times A; see `ops.clipped_surrogate`.
     """
     log_ratios = log_ratio(logprobs, old_logprobs, batch)
-    ratios = token_ratio(log_ratios)
+    ratios = policy_ratio(log_ratios, batch)
     surrogate = clipped_surrogate(ratios, advantages, clip_low, clip_high, dual_clip)
     return surrogate_outputs(surrogate, ratios, log_ratios, over)
 
