@@ -29,6 +29,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jaxtyping import Array, Float, Int
 
 from tunix.mesh import platform
+from tunix.models.attention.inputs import because
 from tunix.models.attention.tokamax_ops import capability, for_the_device_in_use, missing, operation
 
 CAPABILITY = 8.0
@@ -203,10 +204,7 @@ def implementation(spec: GroupedSpec) -> str:
 
 def described(specs: Sequence[GroupedSpec]) -> str:
     """Which implementation computes these products, and why no faster one: `triton (mosaic: widths of 2880 ...)`."""
-    texts = []
-    for spec in specs:
-        reasons = [f"{name}: {reason}" for name, lacks in IMPLEMENTATIONS if (reason := lacks(spec))]
-        texts.append(implementation(spec) + (f" ({'; '.join(reasons)})" if reasons else ""))
+    texts = [because(implementation(spec), ((name, lacks(spec)) for name, lacks in IMPLEMENTATIONS)) for spec in specs]
     return "; ".join(dict.fromkeys(texts))
 
 

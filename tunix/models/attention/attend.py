@@ -31,7 +31,9 @@ from tunix.models.attention.inputs import (
     ByKind,
     Gradients,
     Mixed,
+    Queries,
     Segments,
+    because,
     inner_products,
     merged,
     past_sinks,
@@ -83,7 +85,7 @@ class _Call(NamedTuple):
 
 
 def attend(
-    q: Float[Array, "B T N H"],
+    q: Queries,
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     view: Segments | ByKind,
@@ -91,7 +93,7 @@ def attend(
     scale: float,
     softcap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Queries:
     """`softmax(scale q.k) v` over the keys of the same rows that each query sees.
 
     Args:
@@ -236,28 +238,18 @@ def described(specs: Sequence[AttentionSpec], wanted: str = "auto") -> str:
     """
     by_text: dict[str, list[AttentionSpec]] = {}
     for spec in specs:
-        by_text.setdefault(_described(spec, wanted), []).append(spec)
+        chosen = implementation(spec, wanted)
+        faster = IMPLEMENTATIONS[: IMPLEMENTATIONS.index(chosen)] if wanted == "auto" else ()
+        text = because(chosen.name, ((kernel.name, kernel.lacks(spec)) for kernel in faster))
+        by_text.setdefault(text, []).append(spec)
     if len(by_text) == 1:
         return next(iter(by_text))
     windows = {text: ", ".join(f"{spec.window or 'whole'}" for spec in those) for text, those in by_text.items()}
     return "; ".join(f"windows {windows[text]}: {text}" for text in by_text)
 
 
-def _described(spec: AttentionSpec, wanted: str) -> str:
-    chosen = implementation(spec, wanted)
-    faster = IMPLEMENTATIONS[: IMPLEMENTATIONS.index(chosen)] if wanted == "auto" else ()
-    reasons: dict[str, str] = {}
-    for candidate in faster:
-        if reason := candidate.lacks(spec):
-            reasons.setdefault(reason, candidate.name)  # once where two kernels have it
-    return chosen.name + (f" ({'; '.join(f'{name}: {reason}' for reason, name in reasons.items())})" if reasons else "")
-
-
 def spec_of(
-    q: jax.Array | jax.ShapeDtypeStruct,
-    k: jax.Array | jax.ShapeDtypeStruct,
-    view: Segments,
-    softcap: float | None,
+    q: jax.Array | jax.ShapeDtypeStruct, k: jax.Array | jax.ShapeDtypeStruct, view: Segments, softcap: float | None
 ) -> AttentionSpec:
     """The spec of a call of `attend`, on the mesh in use."""
     return AttentionSpec(
@@ -310,7 +302,6 @@ def _on_each_device(compute: Callable, name: Literal["forward", "backward"]) -> 
 
     def spread(q, k, v, tokens, *more):
         heads = "heads" if k.shape[2] % shards("heads") == 0 else None
-
         split = parts_of(q.shape[1]) > 1
 
         def part(q, k, v, tokens, *more):

@@ -14,14 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.models.attention.inputs import (
-    HIDDEN,
-    Gradients,
-    Mixed,
-    Segments,
-    inner_products,
-    scaled,
-)
+from tunix.models.attention.inputs import HIDDEN, Gradients, Keys, Mixed, Queries, Segments, inner_products, scaled
 from tunix.util.loops import add_at, loop
 
 BLOCK = 512
@@ -44,15 +37,7 @@ class _Blocks(NamedTuple):
     """The block of keys that the first block of queries is at."""
 
 
-def forward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B keys K H"],
-    v: Float[Array, "B keys K H"],
-    view: Segments,
-    *,
-    scale: float,
-    softcap: float | None,
-) -> Mixed:
+def forward(q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None) -> Mixed:
     """As `attend.Implementation.forward`."""
     size = block_size(q.shape[1], k.shape[1])
     blocks = _cut(scaled(q, scale), k, v, view, size)
@@ -82,12 +67,12 @@ def forward(
 
 
 def backward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B keys K H"],
-    v: Float[Array, "B keys K H"],
+    q: Queries,
+    k: Keys,
+    v: Keys,
     view: Segments,
     result: Mixed,
-    d_mixed: Float[Array, "B T N H"],
+    d_mixed: Queries,
     *,
     scale: float,
     softcap: float | None,

@@ -6,6 +6,7 @@ kernel's file imports from here, `attend.py` from it.
 Axes: B rows, T time, Q queries of a block, N query heads, K kv heads, J query heads of a kv head, H head dim.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,10 +20,13 @@ from tunix.config import CacheType
 HIDDEN = -1e30
 """Added to the scores of pairs that do not see each other; their softmax weight is exactly 0 in float32."""
 
-Mixed = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
+Queries = Float[Array, "B T N H"]
+Keys = Float[Array, "B keys K H"]
+"""Keys, or values."""
+Mixed = tuple[Queries, Float[Array, "B T N"]]
 """Each query's mean of the values it sees, and the log-sum-exp of its scores in float32: with it two such results over
 different keys are merged, and a backward pass makes the weights again."""
-Gradients = tuple[Float[Array, "B T N H"], Float[Array, "B keys K H"], Float[Array, "B keys K H"]]
+Gradients = tuple[Queries, Keys, Keys]
 """Gradients by q, k and v, in their dtypes."""
 
 
@@ -117,7 +121,7 @@ class ByKind(NamedTuple):
     """How many layers there are of each kind."""
 
 
-def inner_products(mixed: Float[Array, "B T N H"], d_mixed: Float[Array, "B T N H"]) -> Float[Array, "B T N"]:
+def inner_products(mixed: Queries, d_mixed: Queries) -> Float[Array, "B T N"]:
     """What the gradient of a softmax takes off the gradient of each weight: `d_scores = weights (d_weights - this)`.
 
     The sum of weights times their gradients over the keys is that of `mixed` times its gradient over the head.
@@ -141,21 +145,34 @@ def past_sinks(result: Mixed, sinks: Float[Array, "N"] | None) -> Mixed:
     return mixed * jax.nn.sigmoid(lse - sinks)[..., None].astype(mixed.dtype), jnp.logaddexp(lse, sinks)
 
 
-def scaled(q: Float[Array, "B T N H"], scale: float) -> Float[Array, "B T N H"]:
+def scaled(q: Queries, scale: float) -> Queries:
     """Queries times `scale`, multiplied in float32: Gemma 2 27B's 144^-0.5 in bfloat16 is 0.195 % too large."""
     return (q.astype(jnp.float32) * scale).astype(q.dtype)
 
 
-def grouped(q: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B K J T H"]:
+def grouped(q: Queries, kv_heads: int) -> Float[Array, "B K J T H"]:
     """Queries by their kv head, heads before tokens: plain batched products, which every backend does best."""
     rows, length, _, dim = q.shape
     return q.reshape(rows, length, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
 
 
-def ungrouped(mixed: Float[Array, "B K J T H"]) -> Float[Array, "B T N H"]:
+def ungrouped(mixed: Float[Array, "B K J T H"]) -> Queries:
     """The inverse of `grouped`."""
     rows, _, _, length, dim = mixed.shape
     return mixed.transpose(0, 3, 1, 2, 4).reshape(rows, length, -1, dim)
+
+
+def because(chosen: str, faster: Iterable[tuple[str, str | None]]) -> str:
+    """The implementation that was chosen, and why no faster one: `einsum (splash: it needs a TPU)`.
+
+    Args:
+        faster: names, and what each lacks; a reason that several have is said once.
+    """
+    reasons: dict[str, str] = {}
+    for name, reason in faster:
+        if reason:
+            reasons.setdefault(reason, name)
+    return chosen + (f" ({'; '.join(f'{name}: {reason}' for reason, name in reasons.items())})" if reasons else "")
 
 
 @dataclass(frozen=True)

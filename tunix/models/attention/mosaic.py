@@ -17,13 +17,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from tunix.models.attention.inputs import (
     LANES,
     AttentionSpec,
     Gradients,
+    Keys,
     Mixed,
+    Queries,
     Segments,
     inner_products,
     merged,
@@ -56,7 +58,15 @@ def lacks(spec: AttentionSpec) -> str | None:
     """Why the kernel cannot compute a call; None where it can."""
     if spec.capability is None or int(spec.capability) not in CAPABILITIES:
         return "it needs an NVIDIA GPU of compute capability 9 or 10 (Hopper, Blackwell)"
-    return unfit(spec) or missing("attention")
+    if spec.pictures:
+        return "tokens of a picture see later ones"
+    if spec.dtype not in ("bfloat16", "float16"):
+        return f"it multiplies bfloat16, not {spec.dtype}"
+    if spec.queries != spec.keys and spec.queries % LANES:
+        return f"parts of rows of {spec.queries} tokens are no multiple of {LANES}"
+    if spec.head_dim > WIDEST:
+        return f"heads of {spec.head_dim} numbers are wider than {WIDEST}"
+    return missing("attention")
 
 
 def lacks_hopper(spec: AttentionSpec) -> str | None:
@@ -66,28 +76,8 @@ def lacks_hopper(spec: AttentionSpec) -> str | None:
     return None if int(spec.capability or 0) == HOPPER else "its backward kernels are written for Hopper"
 
 
-def unfit(spec: AttentionSpec) -> str | None:
-    """Why the kernel cannot compute a call on any device."""
-    if spec.pictures:
-        return "tokens of a picture see later ones"
-    if spec.dtype not in ("bfloat16", "float16"):
-        return f"it multiplies bfloat16, not {spec.dtype}"
-    if spec.queries != spec.keys and spec.queries % LANES:
-        return f"parts of rows of {spec.queries} tokens are no multiple of {LANES}"
-    if spec.head_dim > WIDEST:
-        return f"heads of {spec.head_dim} numbers are wider than {WIDEST}"
-    return None
-
-
 def forward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B keys K H"],
-    v: Float[Array, "B keys K H"],
-    view: Segments,
-    *,
-    scale: float,
-    softcap: float | None,
-    op: Any = None,
+    q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None, op: Any = None
 ) -> Mixed:
     """As `attend.Implementation.forward`; `op` is another of tokamax's, e.g. its reference for a CPU."""
     op = op or operation("attention")
@@ -105,12 +95,12 @@ def forward(
 
 
 def backward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B keys K H"],
-    v: Float[Array, "B keys K H"],
+    q: Queries,
+    k: Keys,
+    v: Keys,
     view: Segments,
     result: Mixed,
-    d_mixed: Float[Array, "B T N H"],
+    d_mixed: Queries,
     *,
     scale: float,
     softcap: float | None,
@@ -138,12 +128,12 @@ def backward(
 
 
 def backward_of_tokamax(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B keys K H"],
-    v: Float[Array, "B keys K H"],
+    q: Queries,
+    k: Keys,
+    v: Keys,
     view: Segments,
     result: Mixed,
-    d_mixed: Float[Array, "B T N H"],
+    d_mixed: Queries,
     *,
     scale: float,
     softcap: float | None,

@@ -24,7 +24,9 @@ from tunix.models.attention.inputs import (
     LANES,
     AttentionSpec,
     Gradients,
+    Keys,
     Mixed,
+    Queries,
     Segments,
     inner_products,
     merged,
@@ -86,11 +88,6 @@ def lacks(spec: AttentionSpec) -> str | None:
     """Why the kernel cannot compute a call; None where it can."""
     if spec.platform != "tpu":
         return "it needs a TPU"
-    return unfit(spec)
-
-
-def unfit(spec: AttentionSpec) -> str | None:
-    """Why the kernel cannot compute a call on any device."""
     if spec.pictures:
         return "tokens of a picture see later ones"
     if spec.queries != spec.keys and spec.queries % LANES:
@@ -101,14 +98,7 @@ def unfit(spec: AttentionSpec) -> str | None:
 
 
 def forward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B keys K H"],
-    v: Float[Array, "B keys K H"],
-    view: Segments,
-    *,
-    scale: float,
-    softcap: float | None,
-    interpret: bool = False,
+    q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None, interpret: bool = False
 ) -> Mixed:
     """As `attend.Implementation.forward`; `interpret` runs the kernel's text on any device, slowly."""
     block_masks, sizes = _masks_of(q, k, view), _sizes(q.shape[1])
@@ -139,12 +129,12 @@ def forward(
 
 
 def backward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B keys K H"],
-    v: Float[Array, "B keys K H"],
+    q: Queries,
+    k: Keys,
+    v: Keys,
     view: Segments,
     result: Mixed,
-    d_mixed: Float[Array, "B T N H"],
+    d_mixed: Queries,
     *,
     scale: float,
     softcap: float | None,
