@@ -162,7 +162,9 @@ class Decoder(nnx.Module):
             x = x + noise.astype(dtype)
         if pictures is not None:
             assert self.vision is not None, "a model without a tower sees no pictures"
-            assert self.vision.config.turns == (pictures.rope is not None), "rope is told of the rows that it turns by"
+            assert self.vision.config.any_shape == (pictures.rope is not None), (
+                "rope is told of the rows that it turns by"
+            )
             x = with_pictures(x, self.vision(pictures, dtype), pictures)
         x = constrain(x, "rows", "time", None)
         stacked = {path: variable[...] for path, variable in _flat(nnx.state(self.layers)).items()}

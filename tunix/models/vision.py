@@ -159,7 +159,7 @@ def numbers(pictures: Pictures) -> Int[Array, "B T"]:
 
 def seen_ahead(pictures: Pictures | None, config: VisionConfig | None) -> dict[str, Any]:
     """What a view of rows with pictures is told of them: fields of `Segments` and of `PieceView`."""
-    if pictures is None or config is None or not config.sees_ahead:
+    if pictures is None or config is None or config.any_shape:
         return {}
     return {"pictures": numbers(pictures), "ahead": config.tokens - 1}
 

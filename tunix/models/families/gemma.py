@@ -76,9 +76,8 @@ def gemma_sizes(fields: Fields, defaults: Mapping[str, int | None]) -> Shape:
 
 def gemma_config(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
     """The config of a Gemma: what all have in common, and `different` for what this one adds."""
-    return decoder(
-        fields, shape, tied=True, activation="gelu_tanh", norm_offset=True, scale_embeddings=True, **different
-    )
+    different |= {"activation": "gelu_tanh", "norm_offset": True, "scale_embeddings": True}
+    return decoder(fields, shape, tied=True, **different)
 
 
 def windows(fields: Fields, default: tuple[bool, ...], usual: int = 4096) -> dict[str, Any]:
@@ -108,11 +107,6 @@ def every(period: int, layers: int) -> tuple[bool, ...]:
 
 alternating = partial(every, 2)
 """Gemma 2's pattern of local layers: local, global, local, ..."""
-
-
-def write_gemma(config: DecoderConfig) -> dict[str, Any]:
-    """The config.json of a `gemma` folder."""
-    return written(config) | {"model_type": "gemma", "hidden_act": GELU, "attention_bias": False}
 
 
 def write_gemma2(config: DecoderConfig) -> dict[str, Any]:
@@ -147,7 +141,7 @@ GEMMA = FamilyText(
     architecture="GemmaForCausalLM",
     classifier="GemmaForSequenceClassification",
     read=read_gemma,
-    write=write_gemma,
+    write=lambda config: written(config) | {"model_type": "gemma", "hidden_act": GELU, "attention_bias": False},
     tensors={**SHARED, **TWO_NORMS},
     presets={
         "gemma-2b": sized(GEMMA_BASE, 2048, 16_384, 18, 8, 1, 256),

@@ -16,15 +16,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tunix.models.config import COLOURS, TOWER_LAYER, DecoderConfig, Rope, VisionConfig
+from tunix.models.config import COLOURS, DecoderConfig, Rope, VisionConfig
 from tunix.models.families.base import (
     QK_NORMS,
     SHARED,
     FamilyText,
     Tensor,
     VisionText,
-    biased,
-    in_layers,
+    of_tower,
     sized,
     text_part,
 )
@@ -39,9 +38,16 @@ from tunix.models.families.gemma import (
     windows,
     write_gemma2,
 )
-from tunix.models.families.hf_config import Fields, write_rope
+from tunix.models.families.hf_config import Fields, write_rope, written_integers
 
 VISION_TYPE = "siglip_vision_model"
+VISION_SIZES = {
+    "width": ("hidden_size", 768),
+    "ffn": ("intermediate_size", 3072),
+    "num_layers": ("num_hidden_layers", 12),
+    "num_heads": ("num_attention_heads", 12),
+}
+VISION_IDS = {"begin_id": ("boi_token", 255_999), "end_id": ("eoi_token", 256_000), "soft_id": ("image_token", 262_144)}
 
 
 def read_vision(fields: Fields) -> VisionConfig:
@@ -54,21 +60,11 @@ def read_vision(fields: Fields) -> VisionConfig:
         inner.refuse("vision_use_head", "must be false: the tower's own head has no use here.")
     side, patch = inner.integer("image_size", 224), inner.integer("patch_size", 16)
     tokens, positions = fields.integer("mm_tokens_per_image", 256), side // patch
-    config = VisionConfig(
-        tower="siglip",
-        width=inner.integer("hidden_size", 768),
-        ffn=inner.integer("intermediate_size", 3072),
-        num_layers=inner.integer("num_hidden_layers", 12),
-        num_heads=inner.integer("num_attention_heads", 12),
-        patch=patch,
-        pool=positions // max(math.isqrt(tokens), 1),
-        positions=positions,
-        norm_eps=inner.number("layer_norm_eps", 1e-6),
-        tokens=tokens,
-        begin_id=_id(fields, "boi_token", 255_999),
-        end_id=_id(fields, "eoi_token", 256_000),
-        soft_id=_id(fields, "image_token", 262_144),
-    )
+    read = inner.integers(VISION_SIZES) | {"patch": patch, "positions": positions, "tokens": tokens}
+    read["pool"] = positions // max(math.isqrt(tokens), 1)
+    for ours, (name, default) in VISION_IDS.items():  # under either of its names
+        read[ours] = fields.integer(f"{name}_index", fields.integer(f"{name}_id", default))
+    config = VisionConfig("siglip", norm_eps=inner.number("layer_norm_eps", 1e-6), **read)
     inner.finish()
     if config.width % config.num_heads:
         inner.refuse("num_attention_heads", f"does not divide hidden_size = {config.width}.")
@@ -81,20 +77,12 @@ def read_vision(fields: Fields) -> VisionConfig:
     return config
 
 
-def _id(fields: Fields, name: str, default: int) -> int:
-    """A special token's id, under either of its names."""
-    return fields.integer(f"{name}_index", fields.integer(f"{name}_id", default))
-
-
 def write_vision(config: DecoderConfig, c: VisionConfig) -> dict[str, Any]:
     """What the config.json of a `gemma3` folder says of the tower."""
     return {
         "vision_config": {
             "model_type": VISION_TYPE,
-            "hidden_size": c.width,
-            "intermediate_size": c.ffn,
-            "num_hidden_layers": c.num_layers,
-            "num_attention_heads": c.num_heads,
+            **written_integers(VISION_SIZES, c),
             "image_size": c.side,
             "patch_size": c.patch,
             "layer_norm_eps": c.norm_eps,
@@ -104,9 +92,7 @@ def write_vision(config: DecoderConfig, c: VisionConfig) -> dict[str, Any]:
             "vision_use_head": False,
         },
         "mm_tokens_per_image": c.tokens,
-        "boi_token_index": c.begin_id,
-        "eoi_token_index": c.end_id,
-        "image_token_index": c.soft_id,
+        **{f"{name}_index": getattr(c, ours) for ours, (name, _) in VISION_IDS.items()},
     }
 
 
@@ -123,12 +109,8 @@ _TOWER_LAYER = {
     "down": ("mlp.fc2", "Dt Ft", "Ft Dt"),
 }
 VISION_TENSORS: dict[str, Tensor] = {
-    **{
-        f"vision/{ours}": Tensor(f"vision_tower.{name}", theirs, axes)
-        for ours, (name, theirs, axes) in biased(_TOWER).items()
-    },
+    **of_tower("vision_tower.", _TOWER, "encoder.layers.", _TOWER_LAYER),
     "vision/position": Tensor("vision_tower.embeddings.position_embedding.weight", "Pl Dt", "Pl Dt"),
-    **in_layers(biased(_TOWER_LAYER), TOWER_LAYER, starts=("vision/layers/", "vision_tower.encoder.layers.")),
     "vision/soft_norm": Tensor("multi_modal_projector.mm_soft_emb_norm.weight", "Dt", "Dt"),
     "vision/projection": Tensor("multi_modal_projector.mm_input_projection_weight", "Dt D", "Dt D"),
 }

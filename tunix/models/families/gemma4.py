@@ -30,7 +30,6 @@ from tunix.models.families.base import (
     STACKED,
     FamilyText,
     Tensor,
-    axis_sizes,
     decoder,
     in_layers,
     layer_types,
@@ -41,25 +40,6 @@ from tunix.models.families.base import (
 )
 from tunix.models.families.gemma import FOUR_NORMS, GELU, every
 from tunix.models.families.hf_config import Fields, write_rope
-
-
-def axes(config: DecoderConfig) -> dict[str, int]:
-    """The size of each axis of the family's weights."""
-    gemma4, experts = config.gemma4, config.experts
-    assert gemma4 is not None, "the family has it"
-    return {
-        **axis_sizes(config),
-        "Kw": gemma4.global_kv_heads,
-        "Hw": gemma4.global_head_dim,
-        "Vl": gemma4.layer_vocab or config.vocab_size,
-        "Dp": gemma4.layer_inputs,
-        "Da": config.num_layers * gemma4.layer_inputs,
-        "L": config.num_layers,
-        "Fw": 2 * config.ffn,
-        "Fe": config.ffn,
-        "F": config.ffn if experts is None else experts.shared,
-        "E": 0 if experts is None else experts.number,
-    }
 
 
 def spare(config: DecoderConfig, name: str) -> bool:
@@ -370,7 +350,6 @@ GEMMA4 = FamilyText(
         window=256,
     ),
     local=five_to_one,
-    axes=axes,
     stacked=STACKED,
     writes_stacked=True,
     spare=spare,

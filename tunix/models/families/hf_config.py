@@ -40,6 +40,10 @@ HARMLESS_AT: Mapping[str, tuple[Any, ...]] = {
 """Fields that change nothing at these values only."""
 
 
+Integers = Mapping[str, tuple[str, int]]
+"""Our name of a number -> the field's, and what it is where the file leaves it out."""
+
+
 class Fields:
     """The fields of one JSON object, and which of them were read."""
 
@@ -77,6 +81,10 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             self.refuse(name, "must be a positive integer.")
         return value
+
+    def integers(self, table: Integers) -> dict[str, int]:
+        """Positive integers by our names."""
+        return {ours: self.integer(name, default) for ours, (name, default) in table.items()}
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number; missing and null mean `default`, and are an error where there is none."""
@@ -230,6 +238,11 @@ def _read_rope(block: Fields, theta: float, max_positions: int, share: float | N
             )
     block.finish()
     return rope
+
+
+def written_integers(table: Integers, config: Any) -> dict[str, int]:
+    """The fields of config.json from what `Fields.integers` has read."""
+    return {name: getattr(config, ours) for ours, (name, _) in table.items()}
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:

@@ -65,7 +65,6 @@ LLAMA = FamilyText(
     whole_heads=True,
 )
 
-
 NUMBER, ACTIVE = 8, 2
 
 

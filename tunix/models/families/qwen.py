@@ -12,6 +12,7 @@ Axes: D model width, F ffn width, E experts.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from tunix.models.config import EXPERTS, DecoderConfig, Experts, Rope
@@ -33,37 +34,17 @@ from tunix.models.families.hf_config import Fields
 THETA = 1_000_000.0
 
 
-def read_qwen2(fields: Fields) -> DecoderConfig:
-    """A `qwen2` config.json."""
-    fields.only("use_mrope", False, None)
-    return _read(fields, "qwen2", head_dim=None)
-
-
-def read_qwen3(fields: Fields) -> DecoderConfig:
-    """A `qwen3` config.json."""
-    fields.only("attention_bias", False)
-    return _read(fields, "qwen3", head_dim=128)
-
-
-def _read(fields: Fields, family: Literal["qwen2", "qwen3"], head_dim: int | None) -> DecoderConfig:
+def read(family: Literal["qwen2", "qwen3"], fields: Fields) -> DecoderConfig:
+    """A `qwen2` or `qwen3` config.json."""
+    if family == "qwen2":
+        fields.only("use_mrope", False, None)
+    else:
+        fields.only("attention_bias", False)
     fields.only("hidden_act", "silu")
+    head_dim = 128 if family == "qwen3" else None
     shape = sizes(fields, {"head_dim": head_dim, "max_position_embeddings": 32_768})
-    window, local = _windows(fields, shape["num_layers"])
-    return decoder(
-        fields,
-        shape,
-        family=family,
-        activation="silu",
-        rope=fields.rope(10_000.0, shape["max_positions"]),
-        qk_norm=family == "qwen3",
-        qkv_bias=family == "qwen2",
-        window=window,
-        local_layers=local,
-    )
-
-
-def _windows(fields: Fields, layers: int) -> tuple[int | None, tuple[bool, ...]]:
-    """The window and the local layers; `sliding_window` means nothing unless `use_sliding_window` is set."""
+    layers = shape["num_layers"]
+    # `sliding_window` means nothing unless `use_sliding_window` is set.
     used = fields.flag("use_sliding_window", False)
     first, size = fields.get("max_window_layers", 28), fields.get("sliding_window", 4096)
     if not isinstance(first, int):
@@ -72,7 +53,17 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, tuple[bool, ...]]
     local = fields.local_layers(layers, tuple(used and layer >= first for layer in range(layers)))
     if local and not used:
         fields.refuse("layer_types", "names sliding_attention, but use_sliding_window is off or sliding_window null.")
-    return (fields.integer("sliding_window", 4096), local) if local else (None, ())
+    return decoder(
+        fields,
+        shape,
+        family=family,
+        activation="silu",
+        rope=fields.rope(10_000.0, shape["max_positions"]),
+        qk_norm=family == "qwen3",
+        qkv_bias=family == "qwen2",
+        window=fields.integer("sliding_window", 4096) if local else None,
+        local_layers=local,
+    )
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
@@ -89,18 +80,8 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-_QWEN2 = DecoderConfig(
-    family="qwen2",
-    activation="silu",
-    norm_eps=1e-6,
-    tied=True,
-    rope=Rope(theta=10_000.0),
-    qkv_bias=True,
-    **SMALL,
-)
+_QWEN2 = DecoderConfig("qwen2", **SMALL, activation="silu", norm_eps=1e-6, tied=True, rope=Rope(), qkv_bias=True)
 _QWEN3 = replace(_QWEN2, family="qwen3", qkv_bias=False, qk_norm=True)
-
-
 _QWEN2_LARGE = replace(_QWEN2, vocab_size=152_064, tied=False, max_positions=32_768, rope=Rope(theta=THETA))
 _QWEN2_TIED = replace(_QWEN2_LARGE, vocab_size=151_936, tied=True)
 _QWEN3_LARGE = replace(_QWEN3, vocab_size=151_936, tied=False, max_positions=40_960, rope=Rope(theta=THETA))
@@ -111,7 +92,7 @@ QWEN2 = FamilyText(
     template="chatml",
     architecture="Qwen2ForCausalLM",
     classifier="Qwen2ForSequenceClassification",
-    read=read_qwen2,
+    read=partial(read, "qwen2"),
     write=write,
     tensors={
         **SHARED,
@@ -142,7 +123,7 @@ QWEN3 = FamilyText(
     template="chatml",
     architecture="Qwen3ForCausalLM",
     classifier="Qwen3ForSequenceClassification",
-    read=read_qwen3,
+    read=partial(read, "qwen3"),
     write=write,
     tensors={**SHARED, **TWO_NORMS, **QK_NORMS},
     presets={

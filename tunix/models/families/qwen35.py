@@ -31,7 +31,6 @@ from tunix.models.config import (
     EXPERTS,
     FRAMES,
     ROPE_THETA,
-    TOWER_LAYER,
     DecoderConfig,
     DeltaNet,
     Experts,
@@ -48,23 +47,35 @@ from tunix.models.families.base import (
     Shape,
     Tensor,
     VisionText,
-    axis_sizes,
-    biased,
     decoder,
     in_layers,
+    of_tower,
     sized,
     sizes,
     text_part,
     written,
 )
-from tunix.models.families.hf_config import Fields, write_rope
+from tunix.models.families.hf_config import Fields, write_rope, written_integers
 from tunix.models.families.qwen import BANKS
 
 GELU = "gelu_pytorch_tanh"
 VISION_TYPE = "qwen3_5_vision"
 SOFT_TOKENS = 256
 """Soft tokens of a picture at most, which a recipe decides (`data.picture_tokens`), not a folder."""
-VISION_DEFAULTS = {"hidden_size": 1152, "intermediate_size": 4304, "depth": 27, "num_heads": 16, "patch_size": 16}
+VISION_SIZES = {
+    "width": ("hidden_size", 1152),
+    "ffn": ("intermediate_size", 4304),
+    "num_layers": ("depth", 27),
+    "num_heads": ("num_heads", 16),
+    "patch": ("patch_size", 16),
+    "pool": ("spatial_merge_size", 2),
+}
+VISION_IDS = {
+    "begin_id": ("vision_start_token_id", 248_053),
+    "end_id": ("vision_end_token_id", 248_054),
+    "soft_id": ("image_token_id", 248_056),
+    "film_id": ("video_token_id", 248_057),
+}
 
 
 def read_vision(fields: Fields) -> VisionConfig:
@@ -82,27 +93,9 @@ def read_vision(fields: Fields) -> VisionConfig:
     rope.only("rope_type", "axial", None)
     rope.only("rope_theta", ROPE_THETA, None)
     rope.finish()
-    sizes = {name: inner.integer(name, value) for name, value in VISION_DEFAULTS.items()}
-    learned = inner.integer("num_position_embeddings", 2304)
-    config = VisionConfig(
-        tower="qwen",
-        width=sizes["hidden_size"],
-        ffn=sizes["intermediate_size"],
-        num_layers=sizes["depth"],
-        num_heads=sizes["num_heads"],
-        patch=sizes["patch_size"],
-        pool=inner.integer("spatial_merge_size", 2),
-        positions=math.isqrt(learned),
-        norm_eps=1e-6,
-        tokens=SOFT_TOKENS,
-        begin_id=fields.integer("vision_start_token_id", 248_053),
-        end_id=fields.integer("vision_end_token_id", 248_054),
-        soft_id=fields.integer("image_token_id", 248_056),
-        film_id=fields.integer("video_token_id", 248_057),
-        any_shape=True,
-        sees_ahead=False,
-        turns=True,
-    )
+    learned, read = inner.integer("num_position_embeddings", 2304), inner.integers(VISION_SIZES)
+    read |= fields.integers(VISION_IDS) | {"positions": math.isqrt(learned), "tokens": SOFT_TOKENS}
+    config = VisionConfig("qwen", norm_eps=1e-6, **read)
     inner.finish()
     if config.positions**2 != learned:
         inner.refuse("num_position_embeddings", "is no square.")
@@ -116,22 +109,14 @@ def write_vision(config: DecoderConfig, c: VisionConfig) -> dict[str, Any]:
     return {
         "vision_config": {
             "model_type": VISION_TYPE,
-            "hidden_size": c.width,
-            "intermediate_size": c.ffn,
-            "depth": c.num_layers,
-            "num_heads": c.num_heads,
-            "patch_size": c.patch,
-            "spatial_merge_size": c.pool,
+            **written_integers(VISION_SIZES, c),
             "num_position_embeddings": c.positions**2,
             "out_hidden_size": config.d_model,
             "temporal_patch_size": FRAMES,
             "in_channels": COLOURS,
             "hidden_act": GELU,
         },
-        "vision_start_token_id": c.begin_id,
-        "vision_end_token_id": c.end_id,
-        "image_token_id": c.soft_id,
-        "video_token_id": c.film_id,
+        **written_integers(VISION_IDS, c),
     }
 
 
@@ -150,12 +135,8 @@ _TOWER_LAYER = {
     "down": ("mlp.linear_fc2", "Dt Ft", "Ft Dt"),
 }
 VISION_TENSORS: dict[str, Tensor] = {
-    **{
-        f"vision/{ours}": Tensor(f"visual.{name}", theirs, axes)
-        for ours, (name, theirs, axes) in biased(_TOWER).items()
-    },
+    **of_tower("visual.", _TOWER, "blocks.", _TOWER_LAYER),
     "vision/position": Tensor("visual.pos_embed.weight", "Pl Dt", "Pl Dt"),
-    **in_layers(biased(_TOWER_LAYER), TOWER_LAYER, starts=("vision/layers/", "visual.blocks.")),
 }
 
 QWEN35_VISION = VisionText(
@@ -166,14 +147,9 @@ QWEN35_VISION = VisionText(
     prefixes=(("model.language_model.", "model."), ("model.visual.", "visual."), ("mtp.", None)),
     written=(("model.", "model.language_model."), ("visual.", "model.visual.")),
     published=VisionConfig(
-        *("qwen", 1152, 4304, 27, 16, 16, 2, 48, 1e-6, SOFT_TOKENS, 248_053, 248_054, 248_056, 248_057),
-        any_shape=True,
-        sees_ahead=False,
-        turns=True,
+        "qwen", 1152, 4304, 27, 16, 16, 2, 48, 1e-6, SOFT_TOKENS, 248_053, 248_054, 248_056, 248_057
     ),
-    small=VisionConfig(
-        *("qwen", 32, 64, 2, 2, 4, 2, 4, 1e-6, 16, 261, 262, 263, 264), any_shape=True, sees_ahead=False, turns=True
-    ),
+    small=VisionConfig("qwen", 32, 64, 2, 2, 4, 2, 4, 1e-6, 16, 261, 262, 263, 264),
 )
 
 
@@ -185,6 +161,13 @@ DEFAULTS = {"head_dim": 256, "max_position_embeddings": 32_768}
 """Sizes that a config.json may leave out."""
 SECTIONS = (11, 11, 10)
 """How many pairs of a head's dimensions turn by a token's time, row and column."""
+DELTA_SIZES = {
+    "key_heads": ("linear_num_key_heads", 16),
+    "value_heads": ("linear_num_value_heads", 32),
+    "key_dim": ("linear_key_head_dim", 128),
+    "value_dim": ("linear_value_head_dim", 128),
+    "taps": ("linear_conv_kernel_dim", 4),
+}
 TYPES = {"linear_attention": True, "full_attention": False}
 
 
@@ -225,13 +208,7 @@ def read_text(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
 
 
 def _delta(fields: Fields) -> DeltaNet:
-    delta = DeltaNet(
-        key_heads=fields.integer("linear_num_key_heads", 16),
-        value_heads=fields.integer("linear_num_value_heads", 32),
-        key_dim=fields.integer("linear_key_head_dim", 128),
-        value_dim=fields.integer("linear_value_head_dim", 128),
-        taps=fields.integer("linear_conv_kernel_dim", 4),
-    )
+    delta = DeltaNet(**fields.integers(DELTA_SIZES))
     if delta.value_heads % delta.key_heads:
         fields.refuse("linear_num_value_heads", f"is no multiple of linear_num_key_heads = {delta.key_heads}.")
     if delta.value_heads // delta.key_heads * delta.value_dim % delta.key_dim:
@@ -274,33 +251,13 @@ def write(config: DecoderConfig) -> dict[str, Any]:
             "mrope_interleaved": True,
         },
         "layer_types": ["linear_attention" if linear else "full_attention" for linear in config.linear_layers],
-        "linear_num_key_heads": delta.key_heads,
-        "linear_num_value_heads": delta.value_heads,
-        "linear_key_head_dim": delta.key_dim,
-        "linear_value_head_dim": delta.value_dim,
-        "linear_conv_kernel_dim": delta.taps,
+        **written_integers(DELTA_SIZES, delta),
     }
 
 
 def three_to_one(layers: int) -> tuple[bool, ...]:
     """The published pattern: three DeltaNets, then attention; of fewer layers the last one is attention."""
     return tuple((layer + 1) % min(4, layers) != 0 for layer in range(layers))
-
-
-def axes(config: DecoderConfig) -> dict[str, int]:
-    """The size of each axis of the family's weights."""
-    delta = config.delta
-    assert delta is not None, "the family has them"
-    return {
-        **axis_sizes(config),
-        "Hg": 2 * config.head_dim,
-        "Hk": delta.key_heads,
-        "Hv": delta.value_heads,
-        "U": delta.channels // delta.key_dim,
-        "Dk": delta.key_dim,
-        "Dv": delta.value_dim,
-        "Ta": delta.taps,
-    }
 
 
 _QWEN35 = DecoderConfig(
@@ -376,7 +333,6 @@ QWEN35 = FamilyText(
         delta=DeltaNet(2, 4, 16, 16),
     ),
     linear=three_to_one,
-    axes=axes,
     prefixes=PREFIXES,
     passengers=("mtp.",),
     passenger_fields=DRAFTING,
@@ -417,12 +373,6 @@ def write_moe(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def axes_of_moe(config: DecoderConfig) -> dict[str, int]:
-    """The size of each axis of the family's weights."""
-    assert config.experts is not None, "the family has them"
-    return {**axes(config), "Fs": config.experts.shared}
-
-
 _MOE = replace(_QWEN35, family="qwen3_5_moe", experts=Experts(NUMBER, ACTIVE, shared=FFN), feed_forward=EXPERTS)
 
 QWEN35_MOE = FamilyText(
@@ -448,7 +398,6 @@ QWEN35_MOE = FamilyText(
     presets={"qwen3.5-35b-a3b": sized(_MOE, 2048, FFN, 40, 16, 2, 256, linear=three_to_one)},
     small=replace(QWEN35.small, family="qwen3_5_moe", ffn=32, experts=Experts(8, 2, shared=48), feed_forward=EXPERTS),
     linear=three_to_one,
-    axes=axes_of_moe,
     prefixes=PREFIXES,
     stacked=STACKED,
     passengers=QWEN35.passengers,

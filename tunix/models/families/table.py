@@ -13,7 +13,7 @@ from typing import Any
 
 from tunix.errors import UserError, nearest
 from tunix.models.config import DENSE_AND_EXPERTS, DecoderConfig, VisionConfig
-from tunix.models.families.base import FamilyText, Shape, Tensor, tower_axes
+from tunix.models.families.base import FamilyText, Shape, Tensor
 from tunix.models.families.gemma import GEMMA, GEMMA2
 from tunix.models.families.gemma3 import GEMMA3
 from tunix.models.families.gemma4 import GEMMA4
@@ -127,7 +127,7 @@ def tensors_of(config: DecoderConfig) -> Mapping[str, Tensor]:
 
 def axes_of(config: DecoderConfig) -> dict[str, int]:
     """The size of each axis that `tensors_of` names."""
-    return FAMILIES[config.family].axes(config) | (tower_axes(config.vision) if config.vision else {})
+    return FAMILIES[config.family].axes(config)
 
 
 def count_weights(config: DecoderConfig) -> dict[str, int]:

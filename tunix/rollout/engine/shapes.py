@@ -123,7 +123,7 @@ class Sizes:
     @property
     def turns(self) -> bool:
         """Whether rope turns tokens after a picture to other places than theirs."""
-        return self.vision is not None and self.vision.turns
+        return self.vision is not None and self.vision.any_shape
 
     @property
     def in_place(self) -> bool:
