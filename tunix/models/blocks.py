@@ -295,6 +295,10 @@ class Block(nnx.Module):
         """The matrices of experts by name; none where there are no experts."""
         return {name: module for name, module in vars(self.ffn).items() if isinstance(module, Bank)}
 
+    def matrices(self) -> dict[str, Projection | Bank]:
+        """The projections and the matrices of experts by name."""
+        return self.projections() | self.banks()
+
 
 MIXERS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], Mixer]] = {
     "attention": Attention,
