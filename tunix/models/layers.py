@@ -136,14 +136,7 @@ class Projection(Stored):
     """For several joined adapters: a row's factor on each channel, and the DoRA gain of its adapter."""
 
     def __init__(
-        self,
-        spec: str,
-        shape: tuple[int, ...],
-        axes: Axes,
-        rngs: nnx.Rngs,
-        *,
-        contracted: int,
-        bias: bool = False,
+        self, spec: str, shape: tuple[int, ...], axes: Axes, rngs: nnx.Rngs, *, contracted: int, bias: bool = False
     ):
         """Creates the weights with random values.
 
@@ -372,8 +365,8 @@ class GatedFFN(nnx.Module):
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, wide: bool = False):
-        self.activation, names = config.activation, ("gate", "up", "down")
-        self.names = tuple(f"wide_{name}" if wide else name for name in names)
+        self.activation = config.activation
+        self.names = tuple(f"wide_{name}" if wide else name for name in ("gate", "up", "down"))
         width = 2 * config.ffn if wide else config.ffn
         for name, projection in zip(self.names, projections(config.d_model, width, rngs), strict=True):
             setattr(self, name, projection)

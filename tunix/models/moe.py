@@ -54,7 +54,7 @@ from tunix.models.expert_products import (
     taken,
     to_experts,
 )
-from tunix.models.layers import Norm, Stored, TokenKeys, gated, joined, projections, weight
+from tunix.models.layers import Matrix, Norm, Stored, TokenKeys, gated, joined, projections, weight
 from tunix.models.quantization.formats import Simulated
 from tunix.util.loops import needed_first
 
@@ -301,16 +301,6 @@ class Router(nnx.Module):
         return jax.nn.softmax(logits, axis=-1)
 
 
-class SharedGate(nnx.Module):
-    """The sigmoid that weighs the shared expert, one number for each token."""
-
-    def __init__(self, d: int, rngs: nnx.Rngs):
-        self.w = weight(rngs, (d,), ("embed",), std=d**-0.5)
-
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T 1"]:
-        return jax.nn.sigmoid(jnp.einsum("BTD,D->BT", x, self.w[...])[..., None])
-
-
 class Choice(NamedTuple):
     """Which experts each token uses."""
 
@@ -336,7 +326,8 @@ class MixtureOfExperts(nnx.Module):
         if config.experts.shared:
             self.gate, self.up, self.down = projections(d, config.experts.shared, rngs)
         weighed = config.experts.shared and config.feed_forward == EXPERTS
-        self.shared_gate = SharedGate(d, rngs) if weighed else None
+        # Its sigmoid weighs the shared expert, one number for each token.
+        self.shared_gate = Matrix(weight(rngs, (d,), ("embed",), std=d**-0.5)) if weighed else None
 
     def __call__(
         self,
@@ -354,7 +345,7 @@ class MixtureOfExperts(nnx.Module):
         y, auxiliary = self.routed(x, x, real, replayed)
         if self.shared_gate is not None:
             shared = gated((self.gate, self.up, self.down), self.activation, x, dropout_keys)
-            y = y + self.shared_gate(x) * shared
+            y = y + jax.nn.sigmoid(jnp.einsum("BTD,D->BT", x, self.shared_gate.w[...])[..., None]) * shared
         return y, auxiliary
 
     def routed(
@@ -421,9 +412,8 @@ class MixtureOfExperts(nnx.Module):
         if mesh.empty or mesh.size == 1:
             return compute(0, x, choice, real, *matrices)
         tokens, wide = (partition(("rows", "time", None)[:rank], x.shape[:rank], mesh) for rank in (2, 3))
-        matrices, banks = zip(
-            *(sharded(bank, axes, mesh) for bank, axes in zip(matrices, _SPLIT_MATRICES, strict=True)), strict=True
-        )
+        parts = [sharded(bank, axes, mesh) for bank, axes in zip(matrices, _SPLIT_MATRICES, strict=True)]
+        matrices, banks = zip(*parts, strict=True)
         of_gates = banks[0]["w"]
         split = [axis for axis, there in zip(SPLIT, (of_gates[0], of_gates[2]), strict=True) if there]
         # Rows that the mesh does not divide are on all of its devices.
@@ -434,11 +424,17 @@ class MixtureOfExperts(nnx.Module):
             per_device = len(matrices[0]["w"])
             first = jax.lax.axis_index("expert") * per_device if "expert" in split else 0
             local, choice = partial(compute, first), Choice(experts, weights)
-            y = (
-                _exchanged(local, per_device, x, choice, real, *matrices)
-                if shared
-                else local(x, choice, real, *matrices)
-            )
+            if shared:
+                # Each token is computed where its experts are.
+                flat, flat_experts, flat_weights = (rows.reshape(-1, rows.shape[-1]) for rows in (x, experts, weights))
+                where = destinations(flat_experts, real.reshape(-1), per_device)
+                # Together, in float32, which has all numbers of experts: a TPU sends rows of 128 numbers at least.
+                sent = jnp.concatenate([flat_weights, flat_experts], axis=1)
+                weights, experts = jnp.split(dispatch(sent, where), 2, axis=-1)
+                choice = Choice(experts.astype(jnp.int32), weights)
+                y = combine(local(dispatch(flat, where), choice, where.arrived, *matrices), where).reshape(x.shape)
+            else:
+                y = local(x, choice, real, *matrices)
             return jax.lax.psum(y, summed) if summed else y
 
         specs = (wide, wide, wide, tokens, *banks)
@@ -449,28 +445,6 @@ class MixtureOfExperts(nnx.Module):
 
 _SPLIT_MATRICES: tuple[Axes, ...] = (("expert", None, "ffn"), ("expert", None, "ffn"), ("expert", "ffn", None))
 """How the three matrices are split while they multiply: whole columns of the model, of the device's own experts."""
-
-
-def _exchanged(
-    compute: Callable[..., Float[Array, "s n D"]],
-    per_device: int,
-    x: Float[Array, "B T D"],
-    choice: Choice,
-    real: Bool[Array, "B T"],
-    *matrices: Arrays,
-) -> Float[Array, "B T D"]:
-    """The weighted results of a device's tokens, each computed where its experts are.
-
-    Args:
-        compute: `_mixed` of the experts of this device, of which there are `per_device`.
-    """
-    x_tokens, experts, weights = (rows.reshape(-1, rows.shape[-1]) for rows in (x, *choice))
-    where = destinations(experts, real.reshape(-1), per_device)
-    # Together, in float32, which has all numbers of experts: a TPU sends rows of 128 numbers at least.
-    weights, experts = jnp.split(dispatch(jnp.concatenate([weights, experts], axis=1), where), 2, axis=-1)
-    came = Choice(experts.astype(jnp.int32), weights)
-    parts = compute(dispatch(x_tokens, where), came, where.arrived, *matrices)
-    return combine(parts, where).reshape(x.shape)
 
 
 def _mixed(

@@ -99,28 +99,25 @@ class Tower(nnx.Module):
             real: 1, and 0 for what fills a picture up.
             rope: turns queries and keys, where the tower does that.
         """
-        dtype = x.dtype.name
+        c, dtype = self.config, x.dtype.name
         positions = jnp.broadcast_to(jnp.arange(x.shape[1]), real.shape)
         view = Segments(real, positions, pictures=real, ahead=x.shape[1] - 1)
-        stacked = {name: in_compute("w", param[...], dtype) for name, param in self.layers.items()}
-        x, _ = jax.lax.scan(lambda x, weights: (self._layer(x, weights, view, rope), None), x, stacked)
-        return x
 
-    def _layer(
-        self, x: Float[Array, "B Pp Dt"], w: dict[str, jax.Array], view: Segments, rope: RopeTables | None
-    ) -> Float[Array, "B Pp Dt"]:
-        """The stream after a layer."""
-        c = self.config
-        y = layer_norm(x, w["attn_norm"], w["attn_norm_bias"], c.norm_eps)
-        matrices = [(w["qkv"][:, i], w["qkv_bias"][i]) for i in range(3)] if "qkv" in w else []
-        matrices = matrices or [(w[name], w[f"{name}_bias"]) for name in QKV]
-        q, k, v = (jnp.einsum("BTD,DNH->BTNH", y, matrix) + bias for matrix, bias in matrices)
-        q, k = (q, k) if rope is None else (rotate(q, rope), rotate(k, rope))
-        y = attend(q, k, v, view, scale=c.head_dim**-0.5)
-        x = x + jnp.einsum("BTNH,NHD->BTD", y, w["o"]) + w["o_bias"]
-        y = layer_norm(x, w["mlp_norm"], w["mlp_norm_bias"], c.norm_eps)
-        y = jax.nn.gelu(jnp.einsum("BTD,DF->BTF", y, w["up"]) + w["up_bias"], approximate=True)
-        return x + jnp.einsum("BTF,FD->BTD", y, w["down"]) + w["down_bias"]
+        def layer(x: Float[Array, "B Pp Dt"], w: dict[str, jax.Array]) -> tuple[Float[Array, "B Pp Dt"], None]:
+            y = layer_norm(x, w["attn_norm"], w["attn_norm_bias"], c.norm_eps)
+            matrices = [(w["qkv"][:, i], w["qkv_bias"][i]) for i in range(3)] if "qkv" in w else []
+            matrices = matrices or [(w[name], w[f"{name}_bias"]) for name in QKV]
+            q, k, v = (jnp.einsum("BTD,DNH->BTNH", y, matrix) + bias for matrix, bias in matrices)
+            q, k = (q, k) if rope is None else (rotate(q, rope), rotate(k, rope))
+            y = attend(q, k, v, view, scale=c.head_dim**-0.5)
+            x = x + jnp.einsum("BTNH,NHD->BTD", y, w["o"]) + w["o_bias"]
+            y = layer_norm(x, w["mlp_norm"], w["mlp_norm_bias"], c.norm_eps)
+            y = jax.nn.gelu(jnp.einsum("BTD,DF->BTF", y, w["up"]) + w["up_bias"], approximate=True)
+            return x + jnp.einsum("BTF,FD->BTD", y, w["down"]) + w["down_bias"], None
+
+        return jax.lax.scan(
+            layer, x, {name: in_compute("w", param[...], dtype) for name, param in self.layers.items()}
+        )[0]
 
 
 def layer_norm(x: Float[Array, "*B Dt"], w: Float[Array, "Dt"], b: Float[Array, "Dt"], eps: float) -> jax.Array:

@@ -57,17 +57,16 @@ def _attention(source: str, start: str, wider: str) -> dict[str, Tensor]:
     """
     every, k, h = (source, *(mixer for mixer, one in SHARED.items() if one == source)), f"K{wider}", f"H{wider}"
     alone = {
-        "k/w": ("self_attn.k_proj.weight", f"({k} {h}) D", f"D {k} {h}"),
-        "v/w": ("self_attn.v_proj.weight", f"({k} {h}) D", f"D {k} {h}"),
-        "k_norm/w": ("self_attn.k_norm.weight", h, h),
+        f"{start}k/w": ("self_attn.k_proj.weight", f"({k} {h}) D", f"D {k} {h}"),
+        f"{start}v/w": ("self_attn.v_proj.weight", f"({k} {h}) D", f"D {k} {h}"),
+        f"{start}k_norm/w": ("self_attn.k_norm.weight", h, h),
     }
     both = {
-        "q/w": ("self_attn.q_proj.weight", f"(N {h}) D", f"D N {h}"),
-        "o/w": ("self_attn.o_proj.weight", f"D (N {h})", f"N {h} D"),
-        "q_norm/w": ("self_attn.q_norm.weight", h, h),
+        f"{start}q/w": ("self_attn.q_proj.weight", f"(N {h}) D", f"D N {h}"),
+        f"{start}o/w": ("self_attn.o_proj.weight", f"D (N {h})", f"N {h} D"),
+        f"{start}q_norm/w": ("self_attn.q_norm.weight", h, h),
     }
-    tensors = {**in_layers(alone, source), **in_layers(both, every)}
-    return {name.replace("layers/", f"layers/{start}"): tensor for name, tensor in tensors.items()}
+    return {**in_layers(alone, source), **in_layers(both, every)}
 
 
 _USUAL = tuple(mixer for mixer in ("attention", GLOBAL, *SHARED) if mixer not in WIDE)
@@ -127,25 +126,8 @@ def read_experts(fields: Fields, dense: int, wide: bool) -> dict[str, Any]:
     experts = Experts(fields.integer("num_experts"), fields.integer("top_k_experts"), shared=dense)
     if experts.active > experts.number:
         fields.refuse("top_k_experts", f"is more than the {experts.number} experts that there are.")
-    return {
-        "ffn": fields.integer("moe_intermediate_size"),
-        "experts": experts,
-        "feed_forward": DENSE_AND_EXPERTS,
-    }
-
-
-def write_experts(config: DecoderConfig) -> dict[str, Any]:
-    """The fields of config.json for layers with experts, or for layers without."""
-    experts = config.experts
-    if experts is None:
-        return {"enable_moe_block": False}
-    return {
-        "enable_moe_block": True,
-        "num_experts": experts.number,
-        "top_k_experts": experts.active,
-        "moe_intermediate_size": config.ffn,
-        "intermediate_size": experts.shared,
-    }
+    width = fields.integer("moe_intermediate_size")
+    return {"ffn": width, "experts": experts, "feed_forward": DENSE_AND_EXPERTS}
 
 
 _TOKENS = ("boi", "eoi", "image", "video", "boa", "eoa", "audio")
@@ -237,11 +219,15 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     for old in ("rope_theta", "rope_scaling"):  # which the family never had
         del fields[old]
     whole = {**write_rope(config.rope), "partial_rotary_factor": config.rope.share}
+    experts: dict[str, Any] = {"enable_moe_block": config.experts is not None}
+    if config.experts is not None:
+        experts |= {"num_experts": config.experts.number, "top_k_experts": config.experts.active}
+        experts |= {"moe_intermediate_size": config.ffn, "intermediate_size": config.experts.shared}
     return fields | {
         "model_type": "gemma4_text",
         "hidden_activation": GELU,
         "attention_bias": False,
-        **write_experts(config),
+        **experts,
         "layer_types": layer_types(config),
         "sliding_window": config.window,
         "rope_parameters": {"full_attention": whole, "sliding_attention": write_rope(config.rope_local or Rope())},
@@ -261,12 +247,7 @@ def five_to_one(layers: int) -> tuple[bool, ...]:
     return (*every(6, layers)[:-1], False)
 
 
-ALWAYS: dict[str, Any] = {
-    "scale_embeddings": True,
-    "post_norms": True,
-    "qk_norm": True,
-    "query_scale": 1.0,
-}
+ALWAYS: dict[str, Any] = {"scale_embeddings": True, "post_norms": True, "qk_norm": True, "query_scale": 1.0}
 """What all Gemma 4 have in common."""
 GEMMA4_DEFAULTS = {
     "vocab_size": 262_144,

@@ -292,10 +292,13 @@ _DELTA = in_layers(
     },
     DELTANET,
 )
-_MIXED = {
-    "qkv/w": ("in_proj_qkv.weight", "(Hk U Dk) D", "D Hk U Dk"),
-    "conv/w": ("conv1d.weight", "(Hk U Dk) 1 Ta", "Hk U Dk Ta"),
-}
+_MIXED = in_layers(
+    {
+        "qkv/w": ("linear_attn.in_proj_qkv.weight", "(Hk U Dk) D", "D Hk U Dk"),
+        "conv/w": ("linear_attn.conv1d.weight", "(Hk U Dk) 1 Ta", "Hk U Dk Ta"),
+    },
+    DELTANET,
+)
 PREFIXES = (("model.language_model.", "model."), ("model.visual.", None), ("mtp.", None))
 TENSORS: Mapping[str, Tensor] = {
     **SHARED,
@@ -303,10 +306,7 @@ TENSORS: Mapping[str, Tensor] = {
     **{name: replace({**SHARED, **QK_NORMS}[name], mixer="attention") for name in _ATTENTION},
     **in_layers({"q/w": ("self_attn.q_proj.weight", "(N Hg) D", "D N Hg")}, "attention"),
     **_DELTA,
-    **{
-        f"layers/{ours}": Tensor(f"model.layers.{{layer}}.linear_attn.{name}", theirs, axes, DELTANET, _CHANNELS)
-        for ours, (name, theirs, axes) in _MIXED.items()
-    },
+    **{name: replace(tensor, runs=_CHANNELS) for name, tensor in _MIXED.items()},
 }
 
 QWEN35 = FamilyText(
