@@ -17,27 +17,7 @@ from functools import partial
 from typing import Any
 
 from tunix.models.config import COLOURS, DecoderConfig, Rope, VisionConfig
-from tunix.models.families.base import (
-    QK_NORMS,
-    SHARED,
-    FamilyText,
-    Tensor,
-    VisionText,
-    of_tower,
-    sized,
-    text_part,
-)
-from tunix.models.families.gemma import (
-    FOUR_NORMS,
-    GELU,
-    GEMMA_BASE,
-    every,
-    gemma_config,
-    gemma_query_scale,
-    gemma_sizes,
-    windows,
-    write_gemma2,
-)
+from tunix.models.families import base, gemma
 from tunix.models.families.hf_config import Fields, write_rope, written_integers
 
 VISION_TYPE = "siglip_vision_model"
@@ -54,7 +34,7 @@ def read_vision(fields: Fields) -> VisionConfig:
     """The tower that a `gemma3` config.json describes."""
     inner = Fields(fields.mapping("vision_config"), fields.file, "vision_config.")
     inner.only("model_type", VISION_TYPE)
-    inner.only("hidden_act", GELU)
+    inner.only("hidden_act", gemma.GELU)
     inner.only("num_channels", COLOURS)
     if inner.get("vision_use_head", True) is not False:
         inner.refuse("vision_use_head", "must be false: the tower's own head has no use here.")
@@ -87,7 +67,7 @@ def write_vision(config: DecoderConfig, c: VisionConfig) -> dict[str, Any]:
             "patch_size": c.patch,
             "layer_norm_eps": c.norm_eps,
             "num_channels": COLOURS,
-            "hidden_act": GELU,
+            "hidden_act": gemma.GELU,
             "attention_dropout": 0.0,
             "vision_use_head": False,
         },
@@ -108,14 +88,14 @@ _TOWER_LAYER = {
     "up": ("mlp.fc1", "Ft Dt", "Dt Ft"),
     "down": ("mlp.fc2", "Dt Ft", "Ft Dt"),
 }
-VISION_TENSORS: dict[str, Tensor] = {
-    **of_tower("vision_tower.", _TOWER, "encoder.layers.", _TOWER_LAYER),
-    "vision/position": Tensor("vision_tower.embeddings.position_embedding.weight", "Pl Dt", "Pl Dt"),
-    "vision/soft_norm": Tensor("multi_modal_projector.mm_soft_emb_norm.weight", "Dt", "Dt"),
-    "vision/projection": Tensor("multi_modal_projector.mm_input_projection_weight", "Dt D", "Dt D"),
+VISION_TENSORS: dict[str, base.Tensor] = {
+    **base.of_tower("vision_tower.", _TOWER, "encoder.layers.", _TOWER_LAYER),
+    "vision/position": base.Tensor("vision_tower.embeddings.position_embedding.weight", "Pl Dt", "Pl Dt"),
+    "vision/soft_norm": base.Tensor("multi_modal_projector.mm_soft_emb_norm.weight", "Dt", "Dt"),
+    "vision/projection": base.Tensor("multi_modal_projector.mm_input_projection_weight", "Dt D", "Dt D"),
 }
 
-GEMMA3_VISION = VisionText(
+GEMMA3_VISION = base.VisionText(
     architecture="Gemma3ForConditionalGeneration",
     read=read_vision,
     write=write_vision,
@@ -149,15 +129,15 @@ MULTIMODAL = (
 def read_gemma3(fields: Fields) -> DecoderConfig:
     """A `gemma3_text` config.json, or the text part of a multimodal `gemma3` one."""
     if "text_config" in fields.raw:
-        return text_part(fields, read_gemma3, MULTIMODAL)
-    fields.only("hidden_activation", GELU)
-    fields.only("hidden_act", GELU)
+        return base.text_part(fields, read_gemma3, MULTIMODAL)
+    fields.only("hidden_activation", gemma.GELU)
+    fields.only("hidden_act", gemma.GELU)
     fields.only("attn_logit_softcapping", None)
     fields.get("_sliding_window_pattern")
-    shape = gemma_sizes(fields, GEMMA3_DEFAULTS)
+    shape = gemma.read_sizes(fields, GEMMA3_DEFAULTS)
     positions = shape["max_positions"]
     pattern = fields.integer("sliding_window_pattern", 6)
-    return gemma_config(
+    return gemma.read_config(
         fields,
         shape,
         family="gemma3",
@@ -171,26 +151,26 @@ def read_gemma3(fields: Fields) -> DecoderConfig:
         ),
         post_norms=True,
         qk_norm=True,
-        query_scale=gemma_query_scale(fields, shape["head_dim"]),
+        query_scale=gemma.read_query_scale(fields, shape["head_dim"]),
         logit_softcap=fields.optional("final_logit_softcapping"),
-        **windows(fields, every(pattern, shape["num_layers"])),
+        **gemma.windows(fields, gemma.every(pattern, shape["num_layers"])),
     )
 
 
 def write_gemma3(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `gemma3_text` folder."""
     local = config.rope_local or config.rope
-    return write_gemma2(config) | {
+    return gemma.write_gemma2(config) | {
         "model_type": "gemma3_text",
         "rope_parameters": {"full_attention": write_rope(config.rope), "sliding_attention": write_rope(local)},
         "rope_local_base_freq": local.theta,
     }
 
 
-five_to_one = partial(every, 6)
+five_to_one = partial(gemma.every, 6)
 """Gemma 3's pattern of local layers: five local ones, then a global one."""
 _LARGE = replace(
-    GEMMA_BASE,
+    gemma.GEMMA_BASE,
     family="gemma3",
     vocab_size=262_208,
     max_positions=131_072,
@@ -214,7 +194,7 @@ GEMMA3_DEFAULTS = {
 }
 """What the text part of the published multimodal folders leaves out (transformers' Gemma3TextConfig)."""
 
-GEMMA3 = FamilyText(
+GEMMA3 = base.FamilyText(
     model_types=("gemma3_text", "gemma3"),
     hub="gemma-?3",
     template="gemma",
@@ -222,16 +202,18 @@ GEMMA3 = FamilyText(
     classifier="Gemma3TextForSequenceClassification",
     read=read_gemma3,
     write=write_gemma3,
-    tensors={**SHARED, **FOUR_NORMS, **QK_NORMS},
+    tensors={**base.SHARED, **gemma.FOUR_NORMS, **base.QK_NORMS},
     presets={
-        "gemma3-270m": sized(_TEXT_ONLY, 640, 2048, 18, 4, 1, 256, local=five_to_one),
-        "gemma3-1b": sized(_TEXT_ONLY, 1152, 6912, 26, 4, 1, 256, local=five_to_one),
-        "gemma3-4b": sized(_LARGE, 2560, 10_240, 34, 8, 4, 256, local=five_to_one),
-        "gemma3-12b": sized(_LARGE, 3840, 15_360, 48, 16, 8, 256, local=five_to_one),
-        "gemma3-27b": sized(_LARGE, 5376, 21_504, 62, 32, 16, 128, local=five_to_one, query_scale=168**-0.5),
+        "gemma3-270m": base.sized(_TEXT_ONLY, 640, 2048, 18, 4, 1, 256, local=five_to_one),
+        "gemma3-1b": base.sized(_TEXT_ONLY, 1152, 6912, 26, 4, 1, 256, local=five_to_one),
+        "gemma3-4b": base.sized(_LARGE, 2560, 10_240, 34, 8, 4, 256, local=five_to_one),
+        "gemma3-12b": base.sized(_LARGE, 3840, 15_360, 48, 16, 8, 256, local=five_to_one),
+        "gemma3-27b": base.sized(_LARGE, 5376, 21_504, 62, 32, 16, 128, local=five_to_one, query_scale=168**-0.5),
     },
     # Six layers, so that the tiny one has a global layer too.
-    small=sized(_TEXT_ONLY, 64, 192, 6, 4, 1, 32, local=five_to_one, vocab_size=512, max_positions=2048, window=256),
+    small=base.sized(
+        _TEXT_ONLY, 64, 192, 6, 4, 1, 32, local=five_to_one, vocab_size=512, max_positions=2048, window=256
+    ),
     local=five_to_one,
     whole_heads=True,
     prefixes=(

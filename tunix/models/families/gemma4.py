@@ -24,21 +24,7 @@ from functools import partial
 from typing import Any
 
 from tunix.models.config import DENSE_AND_EXPERTS, GLOBAL, SHARED, WIDE, DecoderConfig, Experts, Gemma4, Rope
-from tunix.models.families.base import SHARED as SHARED_TENSORS
-from tunix.models.families.base import (
-    SMALL,
-    STACKED,
-    FamilyText,
-    Tensor,
-    decoder,
-    in_layers,
-    layer_types,
-    sized,
-    sizes,
-    text_part,
-    written,
-)
-from tunix.models.families.gemma import FOUR_NORMS, GELU, every
+from tunix.models.families import base, gemma
 from tunix.models.families.hf_config import Fields, write_rope
 
 
@@ -48,14 +34,14 @@ def spare(config: DecoderConfig, name: str) -> bool:
     return match is not None and int(match[1]) in config.layers_with(tuple(SHARED))
 
 
-def _attention(source: str, start: str, wider: str) -> dict[str, Tensor]:
+def _attention(source: str, start: str, wider: str) -> dict[str, base.Tensor]:
     """The tensors of attention in layers with this mixer, and in those that read their keys and values.
 
     Args:
         start: begins our names.
         wider: ends the letters of the axes.
     """
-    every, k, h = (source, *(mixer for mixer, one in SHARED.items() if one == source)), f"K{wider}", f"H{wider}"
+    readers, k, h = (source, *(mixer for mixer, one in SHARED.items() if one == source)), f"K{wider}", f"H{wider}"
     alone = {
         f"{start}k/w": ("self_attn.k_proj.weight", f"({k} {h}) D", f"D {k} {h}"),
         f"{start}v/w": ("self_attn.v_proj.weight", f"({k} {h}) D", f"D {k} {h}"),
@@ -66,15 +52,13 @@ def _attention(source: str, start: str, wider: str) -> dict[str, Tensor]:
         f"{start}o/w": ("self_attn.o_proj.weight", f"D (N {h})", f"N {h} D"),
         f"{start}q_norm/w": ("self_attn.q_norm.weight", h, h),
     }
-    return {**in_layers(alone, source), **in_layers(both, every)}
+    return {**base.in_layers(alone, source), **base.in_layers(both, readers)}
 
 
 _USUAL = tuple(mixer for mixer in ("attention", GLOBAL, *SHARED) if mixer not in WIDE)
-_TABLES = {name: one for name, one in SHARED_TENSORS.items() if not name.startswith("layers/")}
-_FFN = {
-    f"layers/{name}/w": replace(SHARED_TENSORS[f"layers/{name}/w"], mixer=_USUAL) for name in ("gate", "up", "down")
-}
-_WIDE = in_layers(
+_TABLES = {name: one for name, one in base.SHARED.items() if not name.startswith("layers/")}
+_FFN = {f"layers/{name}/w": replace(base.SHARED[f"layers/{name}/w"], mixer=_USUAL) for name in ("gate", "up", "down")}
+_WIDE = base.in_layers(
     {
         "wide_gate/w": ("mlp.gate_proj.weight", "Fw D", "D Fw"),
         "wide_up/w": ("mlp.up_proj.weight", "Fw D", "D Fw"),
@@ -83,10 +67,10 @@ _WIDE = in_layers(
     WIDE,
 )
 _INPUTS = {
-    "inputs/embed/w": Tensor("model.embed_tokens_per_layer.weight", "Vl Da", "Vl Da"),
-    "inputs/context/w": Tensor("model.per_layer_model_projection.weight", "(L Dp) D", "D L Dp"),
-    "inputs/norm/w": Tensor("model.per_layer_projection_norm.weight", "Dp", "Dp"),
-    **in_layers(
+    "inputs/embed/w": base.Tensor("model.embed_tokens_per_layer.weight", "Vl Da", "Vl Da"),
+    "inputs/context/w": base.Tensor("model.per_layer_model_projection.weight", "(L Dp) D", "D L Dp"),
+    "inputs/norm/w": base.Tensor("model.per_layer_projection_norm.weight", "Dp", "Dp"),
+    **base.in_layers(
         {
             "input_gate/w": ("per_layer_input_gate.weight", "Dp D", "D Dp"),
             "input_out/w": ("per_layer_projection.weight", "D Dp", "Dp D"),
@@ -96,7 +80,7 @@ _INPUTS = {
 }
 
 
-EXPERT_TENSORS = in_layers(
+EXPERT_TENSORS = base.in_layers(
     {
         "router/w": ("router.proj.weight", "E D", "D E"),
         "router/norm/w": ("router.scale", "D", "D"),
@@ -141,13 +125,15 @@ ROPE = Rope(theta=1_000_000.0, kind="proportional", share=0.25)
 def read_gemma4(fields: Fields) -> DecoderConfig:
     """A `gemma4_text` config.json, or the text part of a multimodal `gemma4` or `gemma4_unified` one."""
     if "text_config" in fields.raw:
-        return text_part(fields, read_gemma4, MULTIMODAL)
-    fields.only("hidden_activation", GELU)
+        return base.text_part(fields, read_gemma4, MULTIMODAL)
+    fields.only("hidden_activation", gemma.GELU)
     fields.only("attention_bias", False)
     # Between the tokens of a picture, which is no text, attention may go both ways.
     fields.only("use_bidirectional_attention", None, "vision")
-    shape = sizes(fields, GEMMA4_DEFAULTS)
-    stated = fields.local_layers(shape["num_layers"], every(6, shape["num_layers"])) or (False,) * shape["num_layers"]
+    shape = base.sizes(fields, GEMMA4_DEFAULTS)
+    stated = (
+        fields.local_layers(shape["num_layers"], gemma.every(6, shape["num_layers"])) or (False,) * shape["num_layers"]
+    )
     if not any(stated[:-1]):
         fields.refuse("layer_types", "names no local layer; this family has both kinds.")
     local = (*stated[:-1], False)  # the last one never is, whatever the folder says
@@ -165,7 +151,7 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
         rope = fields.rope(ROPE.theta, shape["max_positions"], layer_type="full_attention", share=1.0)
         if rope.share != 1 and rope.kind != "proportional":
             fields.refuse("rope_parameters", "rotates a part of each head, which only a proportional rope does here.")
-    return decoder(
+    return base.decoder(
         fields,
         shape,
         tied=True,
@@ -215,7 +201,7 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `gemma4_text` folder."""
     gemma4 = config.gemma4
     assert gemma4 is not None, "the family has it"
-    fields = written(config)
+    fields = base.written(config)
     for old in ("rope_theta", "rope_scaling"):  # which the family never had
         del fields[old]
     whole = {**write_rope(config.rope), "partial_rotary_factor": config.rope.share}
@@ -225,10 +211,10 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         experts |= {"moe_intermediate_size": config.ffn, "intermediate_size": config.experts.shared}
     return fields | {
         "model_type": "gemma4_text",
-        "hidden_activation": GELU,
+        "hidden_activation": gemma.GELU,
         "attention_bias": False,
         **experts,
-        "layer_types": layer_types(config),
+        "layer_types": base.layer_types(config),
         "sliding_window": config.window,
         "rope_parameters": {"full_attention": whole, "sliding_attention": write_rope(config.rope_local or Rope())},
         "global_head_dim": gemma4.global_head_dim,
@@ -244,7 +230,7 @@ def write(config: DecoderConfig) -> dict[str, Any]:
 
 def five_to_one(layers: int) -> tuple[bool, ...]:
     """The published pattern of local layers: five, then a global one; the last one is global."""
-    return (*every(6, layers)[:-1], False)
+    return (*gemma.every(6, layers)[:-1], False)
 
 
 ALWAYS: dict[str, Any] = {"scale_embeddings": True, "post_norms": True, "qk_norm": True, "query_scale": 1.0}
@@ -272,7 +258,7 @@ _GEMMA4 = DecoderConfig(
     window=1024,
     logit_softcap=30.0,
     **ALWAYS,
-    **{**SMALL, "vocab_size": 262_144, "max_positions": 262_144},
+    **{**base.SMALL, "vocab_size": 262_144, "max_positions": 262_144},
 )
 _MATFORMER = replace(_GEMMA4, max_positions=131_072, window=512)
 """What E2B and E4B have in common."""
@@ -280,23 +266,23 @@ _MATFORMER = replace(_GEMMA4, max_positions=131_072, window=512)
 
 def _large(d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, global_kv_heads: int) -> DecoderConfig:
     gemma4 = Gemma4(global_kv_heads, 512, keys_are_values=True)
-    return sized(_GEMMA4, d_model, ffn, layers, heads, kv_heads, 256, local=five_to_one, gemma4=gemma4)
+    return base.sized(_GEMMA4, d_model, ffn, layers, heads, kv_heads, 256, local=five_to_one, gemma4=gemma4)
 
 
-TENSORS: Mapping[str, Tensor] = {
+TENSORS: Mapping[str, base.Tensor] = {
     **_TABLES,
     **_attention("attention", "", ""),
     **_attention(GLOBAL, "global_", "w"),
     **_FFN,
     **_WIDE,
-    **FOUR_NORMS,
+    **gemma.FOUR_NORMS,
     **_INPUTS,
     **EXPERT_TENSORS,
-    "layers/output/factor": Tensor("model.layers.{layer}.layer_scalar", "1", ""),
+    "layers/output/factor": base.Tensor("model.layers.{layer}.layer_scalar", "1", ""),
 }
 """Our parameter name -> the tensor."""
 
-GEMMA4 = FamilyText(
+GEMMA4 = base.FamilyText(
     model_types=("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified"),
     hub="gemma-?4",
     template="gemma4",
@@ -306,12 +292,12 @@ GEMMA4 = FamilyText(
     write=write,
     tensors=TENSORS,
     presets={
-        "gemma4-e2b": sized(
+        "gemma4-e2b": base.sized(
             *(_MATFORMER, 1536, 6144, 35, 8, 1, 256),
-            local=partial(every, 5),
+            local=partial(gemma.every, 5),
             gemma4=Gemma4(1, 512, shared_layers=20, shared_wide=True, layer_inputs=256),
         ),
-        "gemma4-e4b": sized(
+        "gemma4-e4b": base.sized(
             *(_MATFORMER, 2560, 10_240, 42, 8, 2, 256),
             local=five_to_one,
             gemma4=Gemma4(2, 512, shared_layers=18, layer_inputs=256),
@@ -322,7 +308,7 @@ GEMMA4 = FamilyText(
         ),
         "gemma4-31b": _large(5376, 21_504, 60, 32, 16, 4),
     },
-    small=sized(
+    small=base.sized(
         *(_GEMMA4, 64, 192, 6, 4, 2, 32),
         local=five_to_one,
         gemma4=Gemma4(1, 64, keys_are_values=True),
@@ -331,7 +317,7 @@ GEMMA4 = FamilyText(
         window=256,
     ),
     local=five_to_one,
-    stacked=STACKED,
+    stacked=base.STACKED,
     writes_stacked=True,
     spare=spare,
     prefixes=(

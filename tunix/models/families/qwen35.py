@@ -37,24 +37,7 @@ from tunix.models.config import (
     Rope,
     VisionConfig,
 )
-from tunix.models.families.base import (
-    QK_NORMS,
-    SHARED,
-    SMALL,
-    STACKED,
-    TWO_NORMS,
-    FamilyText,
-    Shape,
-    Tensor,
-    VisionText,
-    decoder,
-    in_layers,
-    of_tower,
-    sized,
-    sizes,
-    text_part,
-    written,
-)
+from tunix.models.families import base
 from tunix.models.families.hf_config import Fields, write_rope, written_integers
 from tunix.models.families.qwen import BANKS
 
@@ -134,12 +117,12 @@ _TOWER_LAYER = {
     "up": ("mlp.linear_fc1", "Ft Dt", "Dt Ft"),
     "down": ("mlp.linear_fc2", "Dt Ft", "Ft Dt"),
 }
-VISION_TENSORS: dict[str, Tensor] = {
-    **of_tower("visual.", _TOWER, "blocks.", _TOWER_LAYER),
-    "vision/position": Tensor("visual.pos_embed.weight", "Pl Dt", "Pl Dt"),
+VISION_TENSORS: dict[str, base.Tensor] = {
+    **base.of_tower("visual.", _TOWER, "blocks.", _TOWER_LAYER),
+    "vision/position": base.Tensor("visual.pos_embed.weight", "Pl Dt", "Pl Dt"),
 }
 
-QWEN35_VISION = VisionText(
+QWEN35_VISION = base.VisionText(
     architecture="Qwen3_5ForConditionalGeneration",
     read=read_vision,
     write=write_vision,
@@ -174,12 +157,12 @@ TYPES = {"linear_attention": True, "full_attention": False}
 def read_qwen35(fields: Fields) -> DecoderConfig:
     """A `qwen3_5_text` config.json, or the text part of a multimodal `qwen3_5` one."""
     if "text_config" in fields.raw:
-        return text_part(fields, read_qwen35, VISION)
+        return base.text_part(fields, read_qwen35, VISION)
     fields.only("mlp_only_layers", [], None)
-    return read_text(fields, sizes(fields, DEFAULTS), family="qwen3_5")
+    return read_text(fields, base.sizes(fields, DEFAULTS), family="qwen3_5")
 
 
-def read_text(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
+def read_text(fields: Fields, shape: base.Shape, **different: Any) -> DecoderConfig:
     """The config of a model with these mixers, from a text config.json.
 
     Args:
@@ -193,7 +176,7 @@ def read_text(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
     fields.read |= set(DRAFTING)
     share = fields.number("partial_rotary_factor", 0.25)
     rope = fields.rope(10_000.0, shape["max_positions"], share=share)
-    return decoder(
+    return base.decoder(
         fields,
         shape,
         activation="silu",
@@ -237,7 +220,7 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `qwen3_5_text` folder."""
     delta = config.delta
     assert delta is not None, "the family has them"
-    fields = written(config)
+    fields = base.written(config)
     for old in ("rope_theta", "rope_scaling"):  # which the family never had
         del fields[old]
     return fields | {
@@ -270,17 +253,17 @@ _QWEN35 = DecoderConfig(
     qk_norm=True,
     output_gate=True,
     delta=DeltaNet(16, 32, 128, 128),
-    **{**SMALL, "vocab_size": 248_320, "max_positions": 262_144},
+    **{**base.SMALL, "vocab_size": 248_320, "max_positions": 262_144},
 )
 _TIED = replace(_QWEN35, tied=True)
 _FEW, _MANY = DeltaNet(16, 16, 128, 128), DeltaNet(16, 48, 128, 128)
 """The mixers of 0.8B and 2B, and of 27B, which have fewer and more heads of values than the other sizes."""
 
-_ATTENTION = (*(f"layers/{name}/w" for name in "kvo"), *QK_NORMS)
+_ATTENTION = (*(f"layers/{name}/w" for name in "kvo"), *base.QK_NORMS)
 """What attention alone has, as in other families; its queries come with gates."""
 _CHANNELS = ("U", (1, 1))
 """A folder has the queries of all key heads first, then their keys, then the values."""
-_DELTA = in_layers(
+_DELTA = base.in_layers(
     {
         "z/w": ("linear_attn.in_proj_z.weight", "(Hv Dv) D", "D Hv Dv"),
         "beta/w": ("linear_attn.in_proj_b.weight", "Hv D", "D Hv"),
@@ -292,7 +275,7 @@ _DELTA = in_layers(
     },
     DELTANET,
 )
-_MIXED = in_layers(
+_MIXED = base.in_layers(
     {
         "qkv/w": ("linear_attn.in_proj_qkv.weight", "(Hk U Dk) D", "D Hk U Dk"),
         "conv/w": ("linear_attn.conv1d.weight", "(Hk U Dk) 1 Ta", "Hk U Dk Ta"),
@@ -300,16 +283,16 @@ _MIXED = in_layers(
     DELTANET,
 )
 PREFIXES = (("model.language_model.", "model."), ("model.visual.", None), ("mtp.", None))
-TENSORS: Mapping[str, Tensor] = {
-    **SHARED,
-    **TWO_NORMS,
-    **{name: replace({**SHARED, **QK_NORMS}[name], mixer="attention") for name in _ATTENTION},
-    **in_layers({"q/w": ("self_attn.q_proj.weight", "(N Hg) D", "D N Hg")}, "attention"),
+TENSORS: Mapping[str, base.Tensor] = {
+    **base.SHARED,
+    **base.TWO_NORMS,
+    **{name: replace({**base.SHARED, **base.QK_NORMS}[name], mixer="attention") for name in _ATTENTION},
+    **base.in_layers({"q/w": ("self_attn.q_proj.weight", "(N Hg) D", "D N Hg")}, "attention"),
     **_DELTA,
     **{name: replace(tensor, runs=_CHANNELS) for name, tensor in _MIXED.items()},
 }
 
-QWEN35 = FamilyText(
+QWEN35 = base.FamilyText(
     model_types=("qwen3_5_text", "qwen3_5"),
     hub=r"qwen-?3\.[568]",
     template="chatml",
@@ -319,13 +302,13 @@ QWEN35 = FamilyText(
     write=write,
     tensors=TENSORS,
     presets={
-        "qwen3.5-0.8b": sized(_TIED, 1024, 3584, 24, 8, 2, 256, linear=three_to_one, delta=_FEW),
-        "qwen3.5-2b": sized(_TIED, 2048, 6144, 24, 8, 2, 256, linear=three_to_one, delta=_FEW),
-        "qwen3.5-4b": sized(_TIED, 2560, 9216, 32, 16, 4, 256, linear=three_to_one),
-        "qwen3.5-9b": sized(_QWEN35, 4096, 12_288, 32, 16, 4, 256, linear=three_to_one),
-        "qwen3.5-27b": sized(_QWEN35, 5120, 17_408, 64, 24, 4, 256, linear=three_to_one, delta=_MANY),
+        "qwen3.5-0.8b": base.sized(_TIED, 1024, 3584, 24, 8, 2, 256, linear=three_to_one, delta=_FEW),
+        "qwen3.5-2b": base.sized(_TIED, 2048, 6144, 24, 8, 2, 256, linear=three_to_one, delta=_FEW),
+        "qwen3.5-4b": base.sized(_TIED, 2560, 9216, 32, 16, 4, 256, linear=three_to_one),
+        "qwen3.5-9b": base.sized(_QWEN35, 4096, 12_288, 32, 16, 4, 256, linear=three_to_one),
+        "qwen3.5-27b": base.sized(_QWEN35, 5120, 17_408, 64, 24, 4, 256, linear=three_to_one, delta=_MANY),
     },
-    small=sized(
+    small=base.sized(
         *(_TIED, 64, 192, 4, 4, 2, 16),
         linear=three_to_one,
         vocab_size=512,
@@ -346,8 +329,8 @@ NUMBER, ACTIVE, FFN = 256, 8, 512
 def read_qwen35_moe(fields: Fields) -> DecoderConfig:
     """A `qwen3_5_moe_text` config.json, or the text part of a multimodal `qwen3_5_moe` one."""
     if "text_config" in fields.raw:
-        return text_part(fields, read_qwen35_moe, VISION)
-    shape = sizes(fields, {**DEFAULTS, "intermediate_size": FFN})
+        return base.text_part(fields, read_qwen35_moe, VISION)
+    shape = base.sizes(fields, {**DEFAULTS, "intermediate_size": FFN})
     experts = fields.experts(NUMBER, ACTIVE)
     return read_text(
         fields,
@@ -375,7 +358,7 @@ def write_moe(config: DecoderConfig) -> dict[str, Any]:
 
 _MOE = replace(_QWEN35, family="qwen3_5_moe", experts=Experts(NUMBER, ACTIVE, shared=FFN), feed_forward=EXPERTS)
 
-QWEN35_MOE = FamilyText(
+QWEN35_MOE = base.FamilyText(
     model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
     hub=r"qwen-?3\.[568].*\d+b-a\d+b",
     template="chatml",
@@ -386,7 +369,7 @@ QWEN35_MOE = FamilyText(
     tensors={
         **TENSORS,
         **BANKS,
-        **in_layers(
+        **base.in_layers(
             {
                 "shared_gate/w": ("mlp.shared_expert_gate.weight", "1 D", "D"),
                 "gate/w": ("mlp.shared_expert.gate_proj.weight", "Fs D", "D Fs"),
@@ -395,11 +378,11 @@ QWEN35_MOE = FamilyText(
             }
         ),
     },
-    presets={"qwen3.5-35b-a3b": sized(_MOE, 2048, FFN, 40, 16, 2, 256, linear=three_to_one)},
+    presets={"qwen3.5-35b-a3b": base.sized(_MOE, 2048, FFN, 40, 16, 2, 256, linear=three_to_one)},
     small=replace(QWEN35.small, family="qwen3_5_moe", ffn=32, experts=Experts(8, 2, shared=48), feed_forward=EXPERTS),
     linear=three_to_one,
     prefixes=PREFIXES,
-    stacked=STACKED,
+    stacked=base.STACKED,
     passengers=QWEN35.passengers,
     passenger_fields=DRAFTING,
 )
