@@ -148,12 +148,12 @@ def decode_specs(
             kv_heads // parts,
             head_dim,
             dtype,
-            cache,
-            page,
-            tuple(kind.window for kind in kinds if (kind.kv_heads, kind.head_dim) == (kv_heads, head_dim)),
             config.attention_softcap,
             where,
             capability(device) if where == "gpu" else None,
+            cache,
+            page,
+            tuple(kind.window for kind in kinds if (kind.kv_heads, kind.head_dim) == (kv_heads, head_dim)),
             config.sinks,
         )
         specs.append(spec)

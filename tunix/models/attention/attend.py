@@ -200,7 +200,7 @@ def _within_rows(
     specs = [spec_of(q, k, one, softcap) for one in views]
     chosen = tuple(implementation(spec, one.attention) for spec, one in zip(specs, views, strict=True))
     call = _Call(chosen, tuple(one.window for one in views), layers, scale, softcap, views[0].ahead)
-    tokens, length = (views[0].ids, views[0].positions, views[0].parents, views[0].pictures), q.shape[1]
+    tokens, length = views[0].tokens, q.shape[1]
     if any(one.kernel for one in chosen) and length % LANES and parts_of(length) == 1:
         # Kernels want whole blocks: what is added to rows is a segment of its own.
         def fill(x: jax.Array, value: int) -> jax.Array:
@@ -278,8 +278,7 @@ def _by_kind(call: _Call, name: Literal["forward", "backward"], kind, q, k, v, t
 
     def branch(method: Implementation, window: int | None) -> Callable:
         def compute(q, k, v, tokens, *more, first=0):
-            ids, positions, parents, pictures = tokens
-            view = Segments(ids, positions, parents, window=window, first=first, pictures=pictures, ahead=call.ahead)
+            view = Segments(*tokens[:3], window=window, first=first, pictures=tokens.pictures, ahead=call.ahead)
             return getattr(method, name)(q, k, v, view, *more, scale=call.scale, softcap=call.softcap)
 
         return _on_each_device(compute, name) if method.local else compute

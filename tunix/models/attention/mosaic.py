@@ -169,16 +169,10 @@ def intervals(view: Segments, queries: int) -> list[_Interval]:
     start = jax.lax.cummax(jnp.where(new, columns, 0), axis=1)
     first = start if view.window is None else jnp.maximum(start, columns - view.window + 1)
     seen = [_Interval(first, columns + 1)]
-    if view.parents is not None:
-        seen.append(_of_parents(view, start))
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, view.first, queries, axis=1), seen)
-
-
-def _of_parents(view: Segments, start: Int[Array, "B T"]) -> _Interval:
-    """The columns of each token's prompt, within its window by positions."""
     length = view.ids.shape[1]
 
-    def of_row(ids, parents, positions, start):
+    def of_prompt(ids, parents, positions, start):
+        """The columns of each token's prompt in a row, within its window by positions."""
         begin = jax.ops.segment_min(start, ids, num_segments=length + 1)[parents]
         stop = jax.ops.segment_max(jnp.arange(length), ids, num_segments=length + 1)[parents] + 1
         # A prompt's positions are its columns, moved.
@@ -187,7 +181,9 @@ def _of_parents(view: Segments, start: Int[Array, "B T"]) -> _Interval:
         some = (parents != ids) & (near < stop)
         return _Interval(jnp.where(some, near, 0), jnp.where(some, stop, 1), some)
 
-    return jax.vmap(of_row)(view.ids, view.parents, view.positions, start)
+    if view.parents is not None:
+        seen.append(jax.vmap(of_prompt)(view.ids, view.parents, view.positions, start))
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, view.first, queries, axis=1), seen)
 
 
 def _mask(interval: _Interval, q: jax.Array, k: jax.Array) -> Any:
