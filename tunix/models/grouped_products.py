@@ -249,11 +249,7 @@ def grouped_gradients(
         return jax.vjp(lambda w: jax.lax.ragged_dot(rows, w, sizes), matrices)[1](d)[0]
     with for_the_device_in_use():
         gradients = operation("ragged_dot")(
-            rows,
-            d,
-            group_sizes=sizes,
-            ragged_dot_dimension_numbers=OF_GROUPS,
-            preferred_element_type=matrices.dtype,
+            rows, d, group_sizes=sizes, ragged_dot_dimension_numbers=OF_GROUPS, preferred_element_type=matrices.dtype
         )
     # Not promised for a group without rows: a kernel may leave what was there.
     return jnp.where((sizes > 0)[:, None, None], gradients, 0)

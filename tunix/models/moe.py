@@ -256,14 +256,8 @@ def combine(parts: Float[Array, "s n D"], where: Destinations) -> Float[Array, "
     return sums(back.reshape(-1, parts.shape[-1]), where.places, where.there)
 
 
-dispatch.defvjp(
-    lambda x, where: (dispatch(x, where), where),
-    lambda where, d: (combine(d, where), None),
-)
-combine.defvjp(
-    lambda parts, where: (combine(parts, where), where),
-    lambda where, d: (dispatch(d, where), None),
-)
+dispatch.defvjp(lambda x, where: (dispatch(x, where), where), lambda where, d: (combine(d, where), None))
+combine.defvjp(lambda parts, where: (combine(parts, where), where), lambda where, d: (dispatch(d, where), None))
 
 
 def _sent(blocks: Float[Array, "s n _"], sent: Int[Array, "s"], received: Int[Array, "s"]) -> Float[Array, "s n _"]:

@@ -12,17 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from tunix.models.attention.inputs import (
-    HIDDEN,
-    Gradients,
-    Keys,
-    Mixed,
-    Queries,
-    Segments,
-    grouped,
-    scaled,
-    ungrouped,
-)
+from tunix.models.attention.inputs import HIDDEN, Gradients, Keys, Mixed, Queries, Segments, grouped, scaled, ungrouped
 
 BLOCK_Q = 128
 """Queries of a block at least: a block skips the keys that come after what it sees, nearly half of all scores."""

@@ -135,19 +135,14 @@ def read_gemma3(fields: Fields) -> DecoderConfig:
     fields.only("attn_logit_softcapping", None)
     fields.get("_sliding_window_pattern")
     shape = gemma.read_sizes(fields, GEMMA3_DEFAULTS)
-    positions = shape["max_positions"]
-    pattern = fields.integer("sliding_window_pattern", 6)
+    positions, pattern = shape["max_positions"], fields.integer("sliding_window_pattern", 6)
     return gemma.read_config(
         fields,
         shape,
         family="gemma3",
         rope=fields.rope(1_000_000.0, positions, layer_type="full_attention"),
         rope_local=fields.rope(
-            10_000.0,
-            positions,
-            layer_type="sliding_attention",
-            theta_field="rope_local_base_freq",
-            scaling_field=None,
+            10_000.0, positions, layer_type="sliding_attention", theta_field="rope_local_base_freq", scaling_field=None
         ),
         post_norms=True,
         qk_norm=True,

@@ -151,7 +151,6 @@ DELTA_SIZES = {
     "value_dim": ("linear_value_head_dim", 128),
     "taps": ("linear_conv_kernel_dim", 4),
 }
-TYPES = {"linear_attention": True, "full_attention": False}
 
 
 def read_qwen35(fields: Fields) -> DecoderConfig:
@@ -176,6 +175,18 @@ def read_text(fields: Fields, shape: base.Shape, **different: Any) -> DecoderCon
     fields.read |= set(DRAFTING)
     share = fields.number("partial_rotary_factor", 0.25)
     rope = fields.rope(10_000.0, shape["max_positions"], share=share)
+    layers, interval = shape["num_layers"], fields.integer("full_attention_interval", 4)
+    linear = fields.layer_types(layers, {"linear_attention": True, "full_attention": False})
+    linear = linear or tuple((layer + 1) % interval != 0 for layer in range(layers))
+    if all(linear) or not any(linear):
+        fields.refuse("layer_types", "names one kind of layer only; this family alternates between the two.")
+    delta = DeltaNet(**fields.integers(DELTA_SIZES))
+    if delta.value_heads % delta.key_heads:
+        fields.refuse("linear_num_value_heads", f"is no multiple of linear_num_key_heads = {delta.key_heads}.")
+    if delta.value_heads // delta.key_heads * delta.value_dim % delta.key_dim:
+        fields.refuse("linear_value_head_dim", "gives a key head values that are no multiple of its keys' width.")
+    if delta.taps < 2:
+        fields.refuse("linear_conv_kernel_dim", "must be 2 or more.")
     return base.decoder(
         fields,
         shape,
@@ -184,36 +195,10 @@ def read_text(fields: Fields, shape: base.Shape, **different: Any) -> DecoderCon
         rope=rope if rope.sections else replace(rope, sections=SECTIONS),  # those of published folders
         qk_norm=True,
         output_gate=True,
-        linear_layers=_linear_layers(fields, shape["num_layers"]),
-        delta=_delta(fields),
+        linear_layers=linear,
+        delta=delta,
         **different,
     )
-
-
-def _delta(fields: Fields) -> DeltaNet:
-    delta = DeltaNet(**fields.integers(DELTA_SIZES))
-    if delta.value_heads % delta.key_heads:
-        fields.refuse("linear_num_value_heads", f"is no multiple of linear_num_key_heads = {delta.key_heads}.")
-    if delta.value_heads // delta.key_heads * delta.value_dim % delta.key_dim:
-        fields.refuse("linear_value_head_dim", "gives a key head values that are no multiple of its keys' width.")
-    if delta.taps < 2:
-        fields.refuse("linear_conv_kernel_dim", "must be 2 or more.")
-    return delta
-
-
-def _linear_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Which layers are Gated DeltaNets, from `layer_types` or else `full_attention_interval`."""
-    interval = fields.integer("full_attention_interval", 4)
-    types = fields.get("layer_types")
-    if types is None:
-        linear = tuple((layer + 1) % interval != 0 for layer in range(layers))
-    elif isinstance(types, list) and len(types) == layers and all(one in TYPES for one in types):
-        linear = tuple(TYPES[one] for one in types)
-    else:
-        fields.refuse("layer_types", f"must name {' or '.join(TYPES)} for each of the {layers} layers.")
-    if all(linear) or not any(linear):
-        fields.refuse("layer_types", "names one kind of layer only; this family alternates between the two.")
-    return linear
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
