@@ -8,21 +8,17 @@ both orders give the same). Qwen 3.5 adds a shared expert, that all tokens use, 
 gpt-oss has biases (`Experts.biases`): the router's before the softmax, an expert's after each of its matrices.
 No expert has a capacity: no token is dropped, and none depends on the others.
 
-Pairs of a token and one of its experts are sorted by expert, so that each matrix multiplies consecutive rows
-(`expert_products.py`), and brought back. On a mesh each device has some experts (`expert`) and columns of them
-(`tensor`). Devices of the axis `expert` have rows of their own: tokens go to the devices of their experts, and their
-parts of the sums come back. Where the mesh does not divide the rows all have all tokens, and add
-up their parts.
-
 An expert's adapter adds `s x A_e B_e` to its product (LoRA). Gate and up share an A, and their B's are one, as in PEFT,
 for which both are one parameter of the model: so an adapter means the same in both. Biases stay as they are. Its
 products are grouped by expert as the experts' own are; `A_e B_e`, which is as large as the matrix, is never computed.
 
-A token goes once to each device that has any of its experts, with its choice and weights; that device's part of its sum
-comes back, and the parts are added up at home. That is the dispatch and combine of Lepikhin et al. 2020 (GShard,
-https://arxiv.org/abs/2006.16668) without a capacity: each device has room for all tokens of all devices, a block for
-each, so that none is dropped. Accelerators send of a block what is in it (`jax.lax.ragged_all_to_all`). XLA has no such
-program for CPUs, where blocks are sent whole: as many bytes as if every device gathered all tokens.
+On a mesh each device has some experts (`expert`) and columns of them (`tensor`). A token goes once to each device that
+has any of its experts, with its choice and weights; that device's part of its sum comes back, and the parts are added
+up at home; where the mesh does not divide the rows, all devices have all tokens and add up their parts. That is the
+dispatch and combine of Lepikhin et al. 2020 (GShard, https://arxiv.org/abs/2006.16668) without a capacity: each device
+has room for all tokens of all devices, a block for each, so that none is dropped. Accelerators send of a block what is
+in it (`jax.lax.ragged_all_to_all`). XLA has no such program for CPUs, where blocks are sent whole: as many bytes as if
+every device gathered all tokens.
 
 Axes: B rows, T time, D model width, F ffn width, E experts, k chosen experts of a token; n tokens (of a shard), r rows,
 s shards of the rows; in shapes of weights r is the rank, and 2 is gate and up.
@@ -358,8 +354,7 @@ class MixtureOfExperts(nnx.Module):
         Args:
             x: what the experts compute.
             scored: by what the router chooses.
-            real: which tokens are not padding; None where all are.
-            replayed: experts to use instead of the router's choice; see `chosen`.
+            real: as in `__call__`, as is `replayed`.
         """
         real = jnp.ones(x.shape[:2], bool) if real is None else real
         scores = self.router(scored)

@@ -71,9 +71,10 @@ class Tower(nnx.Module):
         for name in ("patch_bias", "norm_bias"):
             setattr(self, name, nnx.Param(jnp.zeros(d, jnp.float32), axes=("embed",)))
 
-    def weights(self, dtype: str, *names: str) -> list[jax.Array]:
+    def weights(self, dtype: str) -> dict[str, jax.Array]:
         """Weights outside of the layers by name, in the compute dtype."""
-        return [in_compute("w", getattr(self, name)[...], dtype) for name in names]
+        own = {name: weight for name, weight in vars(self).items() if isinstance(weight, nnx.Param)}
+        return {name: in_compute("w", weight[...], dtype) for name, weight in own.items()}
 
     def __call__(self, pictures: Pictures, dtype: DType) -> Float[Array, "B Pi So D"]:
         """The embeddings of the soft tokens of pictures; of a picture that has fewer, those after its last mean
@@ -177,17 +178,15 @@ class Siglip(Tower):
     def soft_tokens(self, x: Float[Array, "B Pp Pr Pc Rb"], grids: Int[Array, "B 2"]) -> Float[Array, "B So D"]:
         """The soft tokens of pictures, which all have one grid."""
         del grids
-        c, dtype = self.config, x.dtype.name
-        patch, patch_bias, position = self.weights(dtype, "patch", "patch_bias", "position")
-        norm, norm_bias, soft_norm, projection = self.weights(dtype, "norm", "norm_bias", "soft_norm", "projection")
-        x = jnp.einsum("BPrci,rciD->BPD", x, patch) + patch_bias + position
+        c, w = self.config, self.weights(x.dtype.name)
+        x = jnp.einsum("BPrci,rciD->BPD", x, w["patch"]) + w["patch_bias"] + w["position"]
         x = self.mixed(x, jnp.ones(x.shape[:2], jnp.int32))
-        x = layer_norm(x, norm, norm_bias, c.norm_eps)
+        x = layer_norm(x, w["norm"], w["norm_bias"], c.norm_eps)
         # The means of squares of patches, as many as a picture has soft tokens.
         side = math.isqrt(c.tokens)
         squares = x.reshape(len(x), side, c.pool, side, c.pool, c.width).astype(jnp.float32)
         x = jnp.mean(squares, (2, 4)).astype(x.dtype).reshape(len(x), c.tokens, c.width)
-        return jnp.einsum("BSD,DE->BSE", rms_norm(x, soft_norm, eps=c.norm_eps, offset=True), projection)
+        return jnp.einsum("BSD,DE->BSE", rms_norm(x, w["soft_norm"], eps=c.norm_eps, offset=True), w["projection"])
 
 
 class QwenVision(Tower):
@@ -210,26 +209,23 @@ class QwenVision(Tower):
 
     def soft_tokens(self, x: Float[Array, "B Pp Pr Pc Rb"], grids: Int[Array, "B 2"]) -> Float[Array, "B So D"]:
         """The soft tokens of pictures, each of its own grid."""
-        c, dtype = self.config, x.dtype.name
-        patch, patch_bias, position = self.weights(dtype, "patch", "patch_bias", "position")
-        norm, norm_bias, up, up_bias = self.weights(dtype, "norm", "norm_bias", "merge_up", "merge_up_bias")
-        down, down_bias = self.weights(dtype, "merge_down", "merge_down_bias")
+        c, w = self.config, self.weights(x.dtype.name)
         # The row and the column of each patch, square by square.
         index, columns = jnp.arange(c.patches), jnp.maximum(grids[:, 1:], 1)
         square, inside = index // c.pool**2, index % c.pool**2
         row, column = square // columns * c.pool + inside // c.pool, square % columns * c.pool + inside % c.pool
         at = jnp.stack([row, column], axis=-1)
-        x = jnp.einsum("BPrci,rciD->BPD", x, jnp.sum(patch, axis=0)) + patch_bias
-        x = x + interpolated(position, at, c.pool * grids).astype(x.dtype)
+        x = jnp.einsum("BPrci,rciD->BPD", x, jnp.sum(w["patch"], axis=0)) + w["patch_bias"]
+        x = x + interpolated(w["position"], at, c.pool * grids).astype(x.dtype)
         real = jnp.arange(c.patches) < jnp.prod(grids, axis=-1, keepdims=True) * c.pool**2
         # Patches turn by their row in the first half of the pairs, and by their column in the others.
         quarter = c.head_dim // 4
         frequencies = 1.0 / ROPE_THETA ** (jnp.arange(quarter, dtype=jnp.float32) / quarter)
         angles = (at[..., None].astype(jnp.float32) * frequencies).reshape(*at.shape[:2], 2 * quarter)
         x = self.mixed(x, real.astype(jnp.int32), (jnp.cos(angles), jnp.sin(angles)))
-        x = layer_norm(x, norm, norm_bias, c.norm_eps)
-        x = jnp.einsum("BSD,DF->BSF", x.reshape(len(x), c.tokens, -1), up) + up_bias
-        return jnp.einsum("BSF,FD->BSD", jax.nn.gelu(x, approximate=False), down) + down_bias
+        x = layer_norm(x, w["norm"], w["norm_bias"], c.norm_eps)
+        x = jnp.einsum("BSD,DF->BSF", x.reshape(len(x), c.tokens, -1), w["merge_up"]) + w["merge_up_bias"]
+        return jnp.einsum("BSF,FD->BSD", jax.nn.gelu(x, approximate=False), w["merge_down"]) + w["merge_down_bias"]
 
 
 def interpolated(

@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from tunix.mesh import partition, platform, shards
-from tunix.models.attention import chunked, einsum, mosaic, pages, splash
+from tunix.models.attention import chunked, einsum, mosaic, splash
 from tunix.models.attention.decoding import of_slots, reader_of
 from tunix.models.attention.inputs import (
     LANES,
@@ -140,7 +140,9 @@ def attend_cached(
 
     def part(cache, q, new, view):
         # Written before they are read, which changes nothing of earlier tokens, so that pages are changed in place.
-        cache = cache if written else pages.written(cache, view.writes, new)
+        if not written:
+            flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), new)
+            cache = cache.with_tokens(view.writes.pages.reshape(-1), view.writes.offsets.reshape(-1), flat)
         if isinstance(view, PieceView):
             return cache, reader_of(cache).before_piece(q, cache, view, scale=scale, softcap=softcap)
         return cache, of_slots(q, cache, view, scale=scale, softcap=softcap)

@@ -318,12 +318,6 @@ def block_of(length: int) -> int:
     return min(BLOCK_Q, length)
 
 
-def written(pages: Pages, writes: Writes, new: Tokens) -> Pages:
-    """The pages with new tokens `[B C ...]` in them."""
-    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), new)
-    return pages.with_tokens(writes.pages.reshape(-1), writes.offsets.reshape(-1), flat)
-
-
 def of_slots(
     q: Float[Array, "B C N H"], pages: Pages, view: SlotsView, *, scale: float, softcap: float | None
 ) -> Mixed:

@@ -88,22 +88,23 @@ _TOWER_LAYER = {
     "up": ("mlp.fc1", "Ft Dt", "Dt Ft"),
     "down": ("mlp.fc2", "Dt Ft", "Ft Dt"),
 }
-VISION_TENSORS: dict[str, base.Tensor] = {
-    **base.of_tower("vision_tower.", _TOWER, "encoder.layers.", _TOWER_LAYER),
-    "vision/position": base.Tensor("vision_tower.embeddings.position_embedding.weight", "Pl Dt", "Pl Dt"),
-    "vision/soft_norm": base.Tensor("multi_modal_projector.mm_soft_emb_norm.weight", "Dt", "Dt"),
-    "vision/projection": base.Tensor("multi_modal_projector.mm_input_projection_weight", "Dt D", "Dt D"),
-}
-
+_TEXT_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
 GEMMA3_VISION = base.VisionText(
     architecture="Gemma3ForConditionalGeneration",
     read=read_vision,
     write=write_vision,
-    tensors=VISION_TENSORS,
+    tensors={
+        **base.of_tower("vision_tower.", _TOWER, "encoder.layers.", _TOWER_LAYER),
+        "vision/position": base.Tensor("vision_tower.embeddings.position_embedding.weight", "Pl Dt", "Pl Dt"),
+        "vision/soft_norm": base.Tensor("multi_modal_projector.mm_soft_emb_norm.weight", "Dt", "Dt"),
+        "vision/projection": base.Tensor("multi_modal_projector.mm_input_projection_weight", "Dt D", "Dt D"),
+    },
     prefixes=(
-        ("model.language_model.", "model."),
-        ("language_model.model.", "model."),
-        ("language_model.lm_head.", "lm_head."),
+        *_TEXT_PREFIXES,
         ("model.vision_tower.vision_model.", "vision_tower."),
         ("model.vision_tower.", "vision_tower."),
         ("vision_tower.vision_model.", "vision_tower."),
@@ -212,13 +213,8 @@ GEMMA3 = base.FamilyText(
     local=five_to_one,
     whole_heads=True,
     prefixes=(
-        ("model.language_model.", "model."),
-        ("language_model.model.", "model."),
-        ("language_model.lm_head.", "lm_head."),
-        ("model.vision_tower.", None),
-        ("model.multi_modal_projector.", None),
-        ("vision_tower.", None),
-        ("multi_modal_projector.", None),
+        *_TEXT_PREFIXES,
+        *((f"{start}{part}.", None) for start in ("model.", "") for part in ("vision_tower", "multi_modal_projector")),
     ),
     vision=GEMMA3_VISION,
 )

@@ -55,68 +55,10 @@ def _attention(source: str, start: str, wider: str) -> dict[str, base.Tensor]:
     return {**base.in_layers(alone, source), **base.in_layers(both, readers)}
 
 
-_USUAL = tuple(mixer for mixer in ("attention", GLOBAL, *SHARED) if mixer not in WIDE)
-_TABLES = {name: one for name, one in base.SHARED.items() if not name.startswith("layers/")}
-_FFN = {f"layers/{name}/w": replace(base.SHARED[f"layers/{name}/w"], mixer=_USUAL) for name in ("gate", "up", "down")}
-_WIDE = base.in_layers(
-    {
-        "wide_gate/w": ("mlp.gate_proj.weight", "Fw D", "D Fw"),
-        "wide_up/w": ("mlp.up_proj.weight", "Fw D", "D Fw"),
-        "wide_down/w": ("mlp.down_proj.weight", "D Fw", "Fw D"),
-    },
-    WIDE,
+MULTIMODAL = (
+    *("vision_config", "audio_config", "vision_soft_tokens_per_image", "eoa_token_index"),
+    *(f"{name}_token_id" for name in ("boi", "eoi", "image", "video", "boa", "eoa", "audio")),
 )
-_INPUTS = {
-    "inputs/embed/w": base.Tensor("model.embed_tokens_per_layer.weight", "Vl Da", "Vl Da"),
-    "inputs/context/w": base.Tensor("model.per_layer_model_projection.weight", "(L Dp) D", "D L Dp"),
-    "inputs/norm/w": base.Tensor("model.per_layer_projection_norm.weight", "Dp", "Dp"),
-    **base.in_layers(
-        {
-            "input_gate/w": ("per_layer_input_gate.weight", "Dp D", "D Dp"),
-            "input_out/w": ("per_layer_projection.weight", "D Dp", "Dp D"),
-            "post_input_norm/w": ("post_per_layer_input_norm.weight", "D", "D"),
-        }
-    ),
-}
-
-
-EXPERT_TENSORS = base.in_layers(
-    {
-        "router/w": ("router.proj.weight", "E D", "D E"),
-        "router/norm/w": ("router.scale", "D", "D"),
-        "router/factor": ("router.per_expert_scale", "E", "E"),
-        "gates/w": ("experts.{expert}.gate_proj.weight", "Fe D", "E D Fe"),
-        "ups/w": ("experts.{expert}.up_proj.weight", "Fe D", "E D Fe"),
-        "downs/w": ("experts.{expert}.down_proj.weight", "D Fe", "E Fe D"),
-        "dense_norm/w": ("post_feedforward_layernorm_1.weight", "D", "D"),
-        "pre_experts_norm/w": ("pre_feedforward_layernorm_2.weight", "D", "D"),
-        "experts_norm/w": ("post_feedforward_layernorm_2.weight", "D", "D"),
-    }
-)
-
-
-def read_experts(fields: Fields, dense: int, wide: bool) -> dict[str, Any]:
-    """The settings of layers with experts, as DecoderConfig names them; none where there are none.
-
-    Args:
-        dense: width of the dense ffn.
-        wide: whether it is twice as wide in some layers.
-    """
-    if not fields.flag("enable_moe_block", False):
-        fields.read |= {"num_experts", "top_k_experts", "moe_intermediate_size"}
-        return {}
-    if wide:
-        fields.refuse("use_double_wide_mlp", "is not supported in layers with experts (enable_moe_block).")
-    experts = Experts(fields.integer("num_experts"), fields.integer("top_k_experts"), shared=dense)
-    if experts.active > experts.number:
-        fields.refuse("top_k_experts", f"is more than the {experts.number} experts that there are.")
-    width = fields.integer("moe_intermediate_size")
-    return {"ffn": width, "experts": experts, "feed_forward": DENSE_AND_EXPERTS}
-
-
-_TOKENS = ("boi", "eoi", "image", "video", "boa", "eoa", "audio")
-_OTHERS = ("vision_config", "audio_config", "vision_soft_tokens_per_image", "eoa_token_index")
-MULTIMODAL = frozenset((*_OTHERS, *(f"{one}_token_id" for one in _TOKENS)))
 """Fields of a multimodal folder that concern pictures and sound."""
 ROPE = Rope(theta=1_000_000.0, kind="proportional", share=0.25)
 """The rope of global layers where a folder does not state any."""
@@ -145,6 +87,17 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
     # The width of inputs of each layer's own, 0 where there are none, and how many ids have them.
     width = fields.get("hidden_size_per_layer_input", 256) and fields.integer("hidden_size_per_layer_input", 256)
     rows = fields.integer("vocab_size_per_layer_input", 262_144)
+    experts: dict[str, Any] = {}
+    if not fields.flag("enable_moe_block", False):
+        fields.read |= {"num_experts", "top_k_experts", "moe_intermediate_size"}
+    elif wide:
+        fields.refuse("use_double_wide_mlp", "is not supported in layers with experts (enable_moe_block).")
+    else:
+        number, active = fields.integer("num_experts"), fields.integer("top_k_experts")
+        if active > number:
+            fields.refuse("top_k_experts", f"is more than the {number} experts that there are.")
+        experts["experts"] = Experts(number, active, shared=shape["ffn"])
+        experts |= {"ffn": fields.integer("moe_intermediate_size"), "feed_forward": DENSE_AND_EXPERTS}
     rope = ROPE
     if fields.get("rope_parameters") is not None:
         # A folder that has ropes but none for global layers rotates their whole heads.
@@ -170,7 +123,7 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
         window=fields.integer("sliding_window", 512),
         local_layers=local,
         **ALWAYS,
-        **read_experts(fields, shape["ffn"], wide),
+        **experts,
     )
 
 
@@ -269,16 +222,41 @@ def _large(d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, globa
     return base.sized(_GEMMA4, d_model, ffn, layers, heads, kv_heads, 256, local=five_to_one, gemma4=gemma4)
 
 
+_USUAL = tuple(mixer for mixer in ("attention", GLOBAL, *SHARED) if mixer not in WIDE)
 TENSORS: Mapping[str, base.Tensor] = {
-    **_TABLES,
+    **{name: tensor for name, tensor in base.SHARED.items() if not name.startswith("layers/")},
     **_attention("attention", "", ""),
     **_attention(GLOBAL, "global_", "w"),
-    **_FFN,
-    **_WIDE,
+    **{f"layers/{name}/w": replace(base.SHARED[f"layers/{name}/w"], mixer=_USUAL) for name in ("gate", "up", "down")},
+    **base.in_layers(
+        {
+            "wide_gate/w": ("mlp.gate_proj.weight", "Fw D", "D Fw"),
+            "wide_up/w": ("mlp.up_proj.weight", "Fw D", "D Fw"),
+            "wide_down/w": ("mlp.down_proj.weight", "D Fw", "Fw D"),
+        },
+        WIDE,
+    ),
     **gemma.FOUR_NORMS,
-    **_INPUTS,
-    **EXPERT_TENSORS,
-    "layers/output/factor": base.Tensor("model.layers.{layer}.layer_scalar", "1", ""),
+    "inputs/embed/w": base.Tensor("model.embed_tokens_per_layer.weight", "Vl Da", "Vl Da"),
+    "inputs/context/w": base.Tensor("model.per_layer_model_projection.weight", "(L Dp) D", "D L Dp"),
+    "inputs/norm/w": base.Tensor("model.per_layer_projection_norm.weight", "Dp", "Dp"),
+    **base.in_layers(
+        {
+            "input_gate/w": ("per_layer_input_gate.weight", "Dp D", "D Dp"),
+            "input_out/w": ("per_layer_projection.weight", "D Dp", "Dp D"),
+            "post_input_norm/w": ("post_per_layer_input_norm.weight", "D", "D"),
+            "router/w": ("router.proj.weight", "E D", "D E"),
+            "router/norm/w": ("router.scale", "D", "D"),
+            "router/factor": ("router.per_expert_scale", "E", "E"),
+            "gates/w": ("experts.{expert}.gate_proj.weight", "Fe D", "E D Fe"),
+            "ups/w": ("experts.{expert}.up_proj.weight", "Fe D", "E D Fe"),
+            "downs/w": ("experts.{expert}.down_proj.weight", "D Fe", "E Fe D"),
+            "dense_norm/w": ("post_feedforward_layernorm_1.weight", "D", "D"),
+            "pre_experts_norm/w": ("pre_feedforward_layernorm_2.weight", "D", "D"),
+            "experts_norm/w": ("post_feedforward_layernorm_2.weight", "D", "D"),
+            "output/factor": ("layer_scalar", "1", ""),
+        }
+    ),
 }
 """Our parameter name -> the tensor."""
 

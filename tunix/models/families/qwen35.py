@@ -117,16 +117,14 @@ _TOWER_LAYER = {
     "up": ("mlp.linear_fc1", "Ft Dt", "Dt Ft"),
     "down": ("mlp.linear_fc2", "Dt Ft", "Ft Dt"),
 }
-VISION_TENSORS: dict[str, base.Tensor] = {
-    **base.of_tower("visual.", _TOWER, "blocks.", _TOWER_LAYER),
-    "vision/position": base.Tensor("visual.pos_embed.weight", "Pl Dt", "Pl Dt"),
-}
-
 QWEN35_VISION = base.VisionText(
     architecture="Qwen3_5ForConditionalGeneration",
     read=read_vision,
     write=write_vision,
-    tensors=VISION_TENSORS,
+    tensors={
+        **base.of_tower("visual.", _TOWER, "blocks.", _TOWER_LAYER),
+        "vision/position": base.Tensor("visual.pos_embed.weight", "Pl Dt", "Pl Dt"),
+    },
     prefixes=(("model.language_model.", "model."), ("model.visual.", "visual."), ("mtp.", None)),
     written=(("model.", "model.language_model."), ("visual.", "model.visual.")),
     published=VisionConfig(
