@@ -402,7 +402,7 @@ class MixtureOfExperts(nnx.Module):
             return compute(0, x, choice, real, *matrices)
         tokens, wide = (partition(("rows", "time", None)[:rank], x.shape[:rank], mesh) for rank in (2, 3))
         parts = [sharded(bank, axes, mesh) for bank, axes in zip(matrices, _SPLIT_MATRICES, strict=True)]
-        matrices, banks = zip(*parts, strict=True)
+        matrices, banks = [bank for bank, _ in parts], [specs for _, specs in parts]
         of_gates = banks[0]["w"]
         split = [axis for axis, there in zip(SPLIT, (of_gates[0], of_gates[2]), strict=True) if there]
         # Rows that the mesh does not divide are on all of its devices.

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from tunix.config import DType
+from tunix.mesh import Axes
 from tunix.models.attention.attend import attend
 from tunix.models.attention.inputs import Segments
 from tunix.models.config import COLOURS, FRAMES, ROPE_THETA, VisionConfig
@@ -40,28 +41,26 @@ class Tower(nnx.Module):
         heads, split = (config.num_heads, config.head_dim), ("heads", "head")
         made: dict[str, nnx.Param] = {}
 
-        def matrix(name: str, *shape: int, axes: tuple[str | None, ...], inputs: int) -> None:
+        def matrix(name: str, shape: tuple[int, ...], axes: Axes, inputs: int) -> None:
             made[name] = weight(rngs, (depth, *shape), ("layers", *axes), std=inputs**-0.5)
 
-        def vector(name: str, *shape: int, axes: tuple[str | None, ...], value: float = 0.0) -> None:
+        def vector(name: str, shape: tuple[int, ...], axes: Axes, value: float = 0.0) -> None:
             made[name] = nnx.Param(jnp.full((depth, *shape), value, jnp.float32), axes=("layers", *axes))
 
         if joined:
             # Whole on every device: folders have all queries first, so that heads are no runs of theirs to split.
-            matrix("qkv", d, 3, *heads, axes=("embed", None, None, None), inputs=d)
-            vector("qkv_bias", 3, *heads, axes=(None, None, None))
+            matrix("qkv", (d, 3, *heads), ("embed", None, None, None), inputs=d)
+            vector("qkv_bias", (3, *heads), (None, None, None))
         else:
             for name in QKV:
-                matrix(name, d, *heads, axes=("embed", *split), inputs=d)
-                vector(f"{name}_bias", *heads, axes=split)
-        matrix("o", *heads, d, axes=(*split, "embed"), inputs=d)
-        matrix("up", d, f, axes=("embed", "ffn"), inputs=d)
-        vector("up_bias", f, axes=("ffn",))
-        matrix("down", f, d, axes=("ffn", "embed"), inputs=f)
-        for name in ("attn_norm", "mlp_norm"):
-            vector(name, d, axes=("embed",), value=1.0)
-        for name in ("o_bias", "down_bias", "attn_norm_bias", "mlp_norm_bias"):
-            vector(name, d, axes=("embed",))
+                matrix(name, (d, *heads), ("embed", *split), inputs=d)
+                vector(f"{name}_bias", heads, split)
+        matrix("o", (*heads, d), (*split, "embed"), inputs=d)
+        matrix("up", (d, f), ("embed", "ffn"), inputs=d)
+        vector("up_bias", (f,), ("ffn",))
+        matrix("down", (f, d), ("ffn", "embed"), inputs=f)
+        for name in ("attn_norm", "mlp_norm", "o_bias", "down_bias", "attn_norm_bias", "mlp_norm_bias"):
+            vector(name, (d,), ("embed",), value=float(name.endswith("norm")))
         self.layers = nnx.Dict(made)
         pixels = (*((FRAMES,) if joined else ()), config.patch, config.patch, COLOURS)
         axes = (*(None,) * len(pixels), "embed")
@@ -73,8 +72,8 @@ class Tower(nnx.Module):
 
     def weights(self, dtype: str) -> dict[str, jax.Array]:
         """Weights outside of the layers by name, in the compute dtype."""
-        own = {name: weight for name, weight in vars(self).items() if isinstance(weight, nnx.Param)}
-        return {name: in_compute("w", weight[...], dtype) for name, weight in own.items()}
+        params = {name: param for name, param in vars(self).items() if isinstance(param, nnx.Param)}
+        return {name: in_compute("w", param[...], dtype) for name, param in params.items()}
 
     def __call__(self, pictures: Pictures, dtype: DType) -> Float[Array, "B Pi So D"]:
         """The embeddings of the soft tokens of pictures; of a picture that has fewer, those after its last mean

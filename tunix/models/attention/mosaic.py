@@ -12,7 +12,7 @@ Axes: B rows, T time, Q queries of a block, N query heads, K kv heads, H head di
 """
 
 from collections.abc import Iterable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -80,18 +80,14 @@ def forward(
     q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None, op: Any = None
 ) -> Mixed:
     """As `attend.Implementation.forward`; `op` is another of tokamax's, e.g. its reference for a CPU."""
-    op = op or operation("attention")
-
-    def call_kernel(interval: _Interval) -> Mixed:
-        mask = _mask(interval, q, k)
+    op, parts = op or operation("attention"), []
+    for interval in intervals(view, q.shape[1]):
+        call = partial(op, mask=_mask(interval, q, k), logits_scale=scale, logits_soft_cap=softcap)
         with for_the_device_in_use():
-            mixed, (top, total) = op(
-                q, k, v, mask=mask, logits_scale=scale, logits_soft_cap=softcap, return_residuals=True
-            )
+            mixed, (top, total) = call(q, k, v, return_residuals=True)
         lse = (top + jnp.log(total)).swapaxes(1, 2)
-        return mixed, lse if interval.some is None else jnp.where(interval.some[..., None], lse, -jnp.inf)
-
-    return reduce(merged, map(call_kernel, intervals(view, q.shape[1])))
+        parts.append((mixed, lse if interval.some is None else jnp.where(interval.some[..., None], lse, -jnp.inf)))
+    return reduce(merged, parts)
 
 
 def backward(
@@ -113,18 +109,12 @@ def backward(
     from tunix.models.attention.mosaic_backward import HOPPER, gradients  # half a second of jax's modules
 
     mixed, lse = result
-    inner = inner_products(mixed, d_mixed)
-
-    def gradients_of(interval: _Interval) -> Gradients:
+    inner, parts = inner_products(mixed, d_mixed), []
+    for interval in intervals(view, q.shape[1]):
         stop = interval.stop if interval.some is None else jnp.where(interval.some, interval.stop, interval.start)
-        return gradients(
-            *(q, k, v, d_mixed, lse, inner, interval.start, stop),
-            scale=scale,
-            softcap=softcap,
-            machine=machine or HOPPER,
-        )
-
-    return _added(map(gradients_of, intervals(view, q.shape[1])), q, k, v)
+        inputs = (q, k, v, d_mixed, lse, inner, interval.start, stop)
+        parts.append(gradients(*inputs, scale=scale, softcap=softcap, machine=machine or HOPPER))
+    return _added(parts, q, k, v)
 
 
 def backward_of_tokamax(
@@ -140,10 +130,9 @@ def backward_of_tokamax(
     op: Any = None,
 ) -> Gradients:
     """As `backward`, by tokamax's kernels; `op` as in `forward`."""
-    op = op or operation("attention")
+    op, parts = op or operation("attention"), []
     mixed, lse = result
-
-    def gradients_of(interval: _Interval) -> Gradients:
+    for interval in intervals(view, q.shape[1]):
         mass = lse if interval.some is None else jnp.where(interval.some[..., None], lse, NEVER)
         # The kernel takes the largest score and the sum of the others by it; of all that is known, the sum is 1.
         residuals = (mass.swapaxes(1, 2), jnp.ones_like(mass.swapaxes(1, 2)))
@@ -151,9 +140,8 @@ def backward_of_tokamax(
             call = op.bind(q, k, v, mask=_mask(interval, q, k), logits_scale=scale, logits_soft_cap=softcap)
             settings = {name: value for name, value in call.kwargs.items() if name != "return_residuals"}
             by_name = op.vjp(residuals, mixed, d_mixed, *call.args, **settings)
-        return by_name["q"], by_name["k"], by_name["v"]
-
-    return _added(map(gradients_of, intervals(view, q.shape[1])), q, k, v)
+        parts.append((by_name["q"], by_name["k"], by_name["v"]))
+    return _added(parts, q, k, v)
 
 
 def _added(parts: Iterable[Gradients], q: jax.Array, k: jax.Array, v: jax.Array) -> Gradients:

@@ -271,8 +271,14 @@ def _of_keys(*refs: Any, group: int, scale: float, softcap: float | None, stages
 
     numbers = gpu.BlockSpec((BLOCK,), lambda i: (begin + i,))
     specs = [*[numbers] * 4, *[_block(width, q.dtype, begin)] * 2]
-    of_row = (lse.at[row, head], start.at[row], stop.at[row], inner.at[row, head])
-    _pipeline(step, context, begin, end, stages, specs)(*of_row, d_mixed.at[row, :, head], q.at[row, :, head])
+    _pipeline(step, context, begin, end, stages, specs)(
+        lse.at[row, head],
+        start.at[row],
+        stop.at[row],
+        inner.at[row, head],
+        d_mixed.at[row, :, head],
+        q.at[row, :, head],
+    )
 
 
 def _weights(

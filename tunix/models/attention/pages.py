@@ -193,11 +193,12 @@ def placed(pages: Pages, place: Callable[[Any, Axes], Any]) -> Any:
     Heads that the mesh in use does not divide have no axis.
     """
     whole = pages.kv_heads % shards("kv_heads") != 0
-    parts: dict[str, Any] = {}
+    result: Any = pages
     for name, axes in zip(pages._fields, pages.AXES, strict=True):
         if (array := getattr(pages, name)) is not None:
-            parts[name] = place(array, tuple(None if whole and axis == "kv_heads" else axis for axis in axes))
-    return pages._replace(**parts)
+            axes = tuple(None if whole and axis == "kv_heads" else axis for axis in axes)
+            result = result._replace(**{name: place(array, axes)})
+    return result
 
 
 def _kind_of(x: Array) -> CacheType:

@@ -76,9 +76,9 @@ def read_vision(fields: Fields) -> VisionConfig:
     rope.only("rope_type", "axial", None)
     rope.only("rope_theta", ROPE_THETA, None)
     rope.finish()
-    learned, read = inner.integer("num_position_embeddings", 2304), inner.integers(VISION_SIZES)
-    read |= fields.integers(VISION_IDS) | {"positions": math.isqrt(learned), "tokens": SOFT_TOKENS}
-    config = VisionConfig("qwen", norm_eps=1e-6, **read)
+    learned = inner.integer("num_position_embeddings", 2304)
+    numbers = inner.integers(VISION_SIZES) | fields.integers(VISION_IDS)
+    config = VisionConfig("qwen", positions=math.isqrt(learned), norm_eps=1e-6, tokens=SOFT_TOKENS, **numbers)
     inner.finish()
     if config.positions**2 != learned:
         inner.refuse("num_position_embeddings", "is no square.")
