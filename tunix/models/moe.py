@@ -50,7 +50,7 @@ from tunix.models.expert_products import (
     taken,
     to_experts,
 )
-from tunix.models.layers import Matrix, Norm, Stored, TokenKeys, gated, joined, projections, weight
+from tunix.models.layers import GatedFFN, Matrix, Norm, Stored, TokenKeys, joined, weight
 from tunix.models.quantization.formats import Simulated
 from tunix.util.loops import needed_first
 
@@ -300,7 +300,7 @@ class Choice(NamedTuple):
     """What their results are multiplied by, in float32."""
 
 
-class MixtureOfExperts(nnx.Module):
+class MixtureOfExperts(GatedFFN):
     """The ffn of several experts; its matrices are stacked over them, and named as the parameters are."""
 
     router_class: type[Router] = Router
@@ -314,7 +314,7 @@ class MixtureOfExperts(nnx.Module):
         self.ups = Bank((e, d, f), ("expert", "embed", "ffn"), rngs, bias=bias)
         self.downs = Bank((e, f, d), ("expert", "ffn", "embed"), rngs, bias=bias)
         if config.experts.shared:
-            self.gate, self.up, self.down = projections(d, config.experts.shared, rngs)
+            super().__init__(config, rngs, width=config.experts.shared)
         weighed = config.experts.shared and config.feed_forward == EXPERTS
         # Its sigmoid weighs the shared expert, one number for each token.
         self.shared_gate = Matrix(weight(rngs, (d,), ("embed",), std=d**-0.5)) if weighed else None
@@ -334,7 +334,7 @@ class MixtureOfExperts(nnx.Module):
         """
         y, auxiliary = self.routed(x, x, real, replayed)
         if self.shared_gate is not None:
-            shared = gated((self.gate, self.up, self.down), self.activation, x, dropout_keys)
+            shared = self.gated(x, dropout_keys)
             y = y + jax.nn.sigmoid(jnp.einsum("BTD,D->BT", x, self.shared_gate.w[...])[..., None]) * shared
         return y, auxiliary
 
@@ -507,8 +507,7 @@ class DenseAndExperts(MixtureOfExperts):
         Args:
             x: the residual stream.
         """
-        ffn = (self.gate, self.up, self.down)
-        dense = gated(ffn, self.activation, self.pre_mlp_norm(x), dropout_keys)
+        dense = self.gated(self.pre_mlp_norm(x), dropout_keys)
         mixed, auxiliary = self.routed(self.pre_experts_norm(x), x, real, replayed)
         return self.dense_norm(dense) + self.experts_norm(mixed), auxiliary
 
