@@ -201,24 +201,15 @@ def _masks_of(q: Float[Array, "B T N H"], k: Float[Array, "B keys K H"], view: S
     block_masks = _masks(keys, keys // queries, q.shape[2], view.window)
     if queries == keys:
         return block_masks
-    part = view.first // queries
-
-    def of_part(mask: Any) -> Any:
-        def sliced(x: Any, axis: int) -> jax.Array | None:
-            """One of so many equal parts of an array."""
-            if x is None:
-                return None
-            size = x.shape[axis] // (keys // queries)
-            return jax.lax.dynamic_slice_in_dim(jnp.asarray(x), part * size, size, axis)
-
-        return mask._replace(
-            data_next=sliced(mask.data_next, 1),
-            mask_next=sliced(mask.mask_next, 1),
-            block_mask=sliced(mask.block_mask, 1),
-            q_sequence=sliced(mask.q_sequence, 0),
-        )
-
-    return _Masks(of_part(block_masks.by_q), of_part(block_masks.by_kv), block_masks.function)
+    part, of_part = view.first // queries, []
+    for mask in (block_masks.by_q, block_masks.by_kv):
+        for name, axis in (("data_next", 1), ("mask_next", 1), ("block_mask", 1), ("q_sequence", 0)):
+            if (x := getattr(mask, name)) is not None:
+                size = x.shape[axis] // (keys // queries)
+                x = jax.lax.dynamic_slice_in_dim(jnp.asarray(x), part * size, size, axis)
+                mask = mask._replace(**{name: x})
+        of_part.append(mask)
+    return _Masks(of_part[0], of_part[1], block_masks.function)
 
 
 def _sizes(length: int) -> splash.BlockSizes:

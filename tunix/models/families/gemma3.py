@@ -119,10 +119,9 @@ GEMMA3_VISION = base.VisionText(
     small=VisionConfig("siglip", 32, 64, 2, 2, 4, 2, 4, 1e-6, 4, 261, 262, 263),
 )
 
-
 MULTIMODAL = (
-    *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
-    *("boi_token_id", "eoi_token_id", "image_token_id"),
+    *("vision_config", "mm_tokens_per_image"),
+    *(f"{name}_{end}" for name, _ in VISION_IDS.values() for end in ("index", "id")),
 )
 """Fields of a multimodal folder that concern its vision part."""
 

@@ -134,7 +134,7 @@ QWEN35_VISION = base.VisionText(
 )
 
 
-VISION = ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+VISION = ("vision_config", *(name for name, _ in VISION_IDS.values()))
 """Fields of a multimodal folder that concern its vision part."""
 DRAFTING = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 """Fields of heads that draft several tokens, which nothing here computes with."""

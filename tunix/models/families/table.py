@@ -115,14 +115,9 @@ def tensors_of(config: DecoderConfig) -> Mapping[str, Tensor]:
     return {**family.tensors, **(family.vision.tensors if config.vision and family.vision else {})}
 
 
-def axes_of(config: DecoderConfig) -> dict[str, int]:
-    """The size of each axis that `tensors_of` names."""
-    return FAMILIES[config.family].axes(config)
-
-
 def count_weights(config: DecoderConfig) -> dict[str, int]:
     """How many weights a model has under each of our names, those of all layers together; without a scalar head."""
-    sizes, counts, experts = axes_of(config), {}, config.experts
+    sizes, counts, experts = FAMILIES[config.family].axes(config), {}, config.experts
     # Tensors of the family that this model has not, although it has their layers and all of their axes.
     unused = {"value/w"}
     unused |= {"head/w"} if config.tied else set()
