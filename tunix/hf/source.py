@@ -44,7 +44,6 @@ from tunix.lora.config import AdapterConfig
 from tunix.models.config import DecoderConfig, is_own, trains
 from tunix.models.families.table import (
     FAMILIES,
-    axes_of,
     family_of,
     from_hf,
     preset,
@@ -95,7 +94,7 @@ def read_folder(folder: Path, pictures: bool = False) -> DecoderConfig:
         )
     config = from_hf(raw, file, pictures)
     stored = stored if config.vision is None else named_tensors(folder, family, pictures=True)
-    sizes, wanted = axes_of(config), {}
+    sizes, wanted = FAMILIES[config.family].axes(config), {}
     for tensor in tensors_of(config).values():
         shape = tuple(sizes[axis] for axis in tensor.ours.split())
         keys = {key for layer in config.layers_with(tensor.mixer) for key in tensor.keys(layer, shape)}

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_serializer, model_validator
 from tunix.config import BaseType, Config, Fraction, Place, Positive
 from tunix.errors import UserError
 from tunix.models.config import DecoderConfig
-from tunix.models.families.table import axes_of, count_weights, tensors_of
+from tunix.models.families.table import FAMILIES, count_weights, tensors_of
 from tunix.models.quantization.modules import BANKS, EXPERTS, PROJECTIONS, matched, projections_of
 
 Table = Literal["embed_tokens", "lm_head"]
@@ -166,7 +166,8 @@ class AdapterConfig(Config):
 
     def count_weights(self, config: DecoderConfig) -> int:
         """How many weights train: those of the low-rank matrices, of DoRA's magnitudes and of the tables in `also`."""
-        sizes, tensors, counts = axes_of(config), tensors_of(config), count_weights(config)
+        sizes, tensors = FAMILIES[config.family].axes(config), tensors_of(config)
+        counts = count_weights(config)
         number = sum(counts[table] for table in self.tables_in(config))
         for ours, low in self.modules_of(config).items():
             tensor = tensors[f"layers/{ours}/w"]

@@ -235,9 +235,9 @@ class Block(nnx.Module):
     def __init__(self, config: DecoderConfig, mixer: str, rngs: nnx.Rngs):
         norm = partial(Norm, config.d_model, "embed", eps=config.norm_eps, offset=config.norm_offset)
         self.mixer = MIXERS[mixer](config, rngs)
-        self.ffn = (
-            GatedFFN(config, rngs, wide=True) if mixer in WIDE else FEED_FORWARDS[config.feed_forward](config, rngs)
-        )
+        wide = mixer in WIDE
+        make = partial(GatedFFN, width=2 * config.ffn, start="wide_") if wide else FEED_FORWARDS[config.feed_forward]
+        self.ffn = make(config, rngs)
         self.pre_attn_norm = norm()
         self.pre_mlp_norm = None if config.feed_forward in NORM_THEMSELVES else norm()
         self.post_attn_norm = norm() if config.post_norms else None
@@ -294,6 +294,10 @@ class Block(nnx.Module):
     def banks(self) -> dict[str, Bank]:
         """The matrices of experts by name; none where there are no experts."""
         return {name: module for name, module in vars(self.ffn).items() if isinstance(module, Bank)}
+
+    def matrices(self) -> dict[str, Projection | Bank]:
+        """The projections and the matrices of experts by name."""
+        return self.projections() | self.banks()
 
 
 MIXERS: Mapping[str, Callable[[DecoderConfig, nnx.Rngs], Mixer]] = {

@@ -47,12 +47,13 @@ class VisionConfig:
     """The id that stands for each of them, e.g. 262144."""
     film_id: int | None = None
     """The id that would stand for parts of a film, e.g. 248057, which an export repeats; None where there is none."""
-    any_shape: bool = False
-    """Whether pictures keep their proportions; else all become squares of `side` pixels."""
-    sees_ahead: bool = True
-    """Whether the decoder's tokens of a picture see the later ones of it."""
-    turns: bool = False
-    """Whether the decoder's rope turns its tokens by their rows and columns (`Rope.sections`)."""
+
+    @property
+    def any_shape(self) -> bool:
+        """Whether pictures keep their proportions, and the decoder's rope turns their tokens by row and column
+        (`Rope.sections`); else all become squares of `side` pixels, whose tokens see the later ones of their picture.
+        """
+        return self.tower == "qwen"
 
     @property
     def head_dim(self) -> int:

@@ -479,8 +479,7 @@ class GatedDeltaNet(nnx.Module):
         last = jnp.take_along_axis(whole, widened(chunk, whole), axis=1)
         columns = widened(place[..., None] + 1 + jnp.arange(lags), whole)
         new = SlotStates(
-            jnp.take_along_axis(last, columns, axis=2),
-            jnp.take_along_axis(after, widened(chunk, after), axis=1),
+            jnp.take_along_axis(last, columns, axis=2), jnp.take_along_axis(after, widened(chunk, after), axis=1)
         )
         before = SlotStates(inputs, states)
         kept = jax.tree.map(lambda x, y, z: by_first(ends >= 0, x, y).reshape(z.shape), new, before, held)

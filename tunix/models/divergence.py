@@ -235,24 +235,25 @@ def _backward(pair, saved, cotangents):
         block_results = jax.tree.map(sliced, results)
         d = jnp.where(real, pick(cotangent, order), 0.0)[..., None, None]
         block_states = (h, pick(states[1], order))
-        return lambda index: d * _by_logits(pair, block_states, chunks, index, block_results)
+
+        def of_chunk(index):
+            """Derivatives of the divergence with respect to the student's product of state and table."""
+            z, slope = chunk_logits(pair.student, block_states[0], chunks[0], index)
+            y, _ = chunk_logits(pair.teacher, block_states[1], chunks[1], index)
+            log_p = block_results.student.per_id().log_p(z)
+            pull = _summands(pair.settings, log_p, block_results.teacher.per_id().log_p(y))[1]
+            if pair.settings.top_k:
+                share = jnp.exp(log_p - block_results.rest[..., None, None])
+                inside = y >= block_results.least[..., None, None]
+                pull = jnp.where(inside, pull, share * block_results.pull[..., None, None])
+            return d * ((pull - jnp.exp(log_p) * block_results.mean[..., None, None]) * slope)
+
+        return of_chunk
 
     vocab, trains = pair.student.vocab, trained is not None
     d_hidden, d_table = gradients(states[0], chunks[0], needed, visit, vocab, trains, d_logits_of)
     nothing = np.zeros(needed.shape, jax.dtypes.float0)
     return d_hidden, d_table, None, None, nothing, nothing
-
-
-def _by_logits(pair: _Pair, states, chunks, index, results: _Results) -> jax.Array:
-    """`[B C p W]` derivatives of the divergence with respect to the student's product of state and table."""
-    z, slope = chunk_logits(pair.student, states[0], chunks[0], index)
-    y, _ = chunk_logits(pair.teacher, states[1], chunks[1], index)
-    log_p, log_q = results.student.per_id().log_p(z), results.teacher.per_id().log_p(y)
-    pull = _summands(pair.settings, log_p, log_q)[1]
-    if pair.settings.top_k:
-        share = jnp.exp(log_p - results.rest[..., None, None])
-        pull = jnp.where(y >= results.least[..., None, None], pull, share * results.pull[..., None, None])
-    return (pull - jnp.exp(log_p) * results.mean[..., None, None]) * slope
 
 
 _compared.defvjp(_forward, _backward, symbolic_zeros=True)

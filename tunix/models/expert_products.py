@@ -236,14 +236,8 @@ def _gradients(
 
 def _rows_of(x: jax.Array, by_token: bool, where: Routes) -> Callable[[jax.Array, int], jax.Array]:
     """A function from a place and a number of rows to these rows."""
-    tokens = where.tokens
-
-    def rows(at: jax.Array, size: int) -> jax.Array:
-        if by_token:
-            return taken(x, jax.lax.dynamic_slice_in_dim(tokens, at, size))
-        return jax.lax.dynamic_slice_in_dim(x, at, size)
-
-    return rows
+    tokens, part = where.tokens, jax.lax.dynamic_slice_in_dim
+    return lambda at, size: taken(x, part(tokens, at, size)) if by_token else part(x, at, size)
 
 
 def _over_experts(

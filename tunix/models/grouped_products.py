@@ -29,6 +29,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jaxtyping import Array, Float, Int
 
 from tunix.mesh import platform
+from tunix.models.attention.inputs import because
 from tunix.models.attention.tokamax_ops import capability, for_the_device_in_use, missing, operation
 
 CAPABILITY = 8.0
@@ -203,10 +204,7 @@ def implementation(spec: GroupedSpec) -> str:
 
 def described(specs: Sequence[GroupedSpec]) -> str:
     """Which implementation computes these products, and why no faster one: `triton (mosaic: widths of 2880 ...)`."""
-    texts = []
-    for spec in specs:
-        reasons = [f"{name}: {reason}" for name, lacks in IMPLEMENTATIONS if (reason := lacks(spec))]
-        texts.append(implementation(spec) + (f" ({'; '.join(reasons)})" if reasons else ""))
+    texts = [because(implementation(spec), ((name, lacks(spec)) for name, lacks in IMPLEMENTATIONS)) for spec in specs]
     return "; ".join(dict.fromkeys(texts))
 
 
@@ -251,11 +249,7 @@ def grouped_gradients(
         return jax.vjp(lambda w: jax.lax.ragged_dot(rows, w, sizes), matrices)[1](d)[0]
     with for_the_device_in_use():
         gradients = operation("ragged_dot")(
-            rows,
-            d,
-            group_sizes=sizes,
-            ragged_dot_dimension_numbers=OF_GROUPS,
-            preferred_element_type=matrices.dtype,
+            rows, d, group_sizes=sizes, ragged_dot_dimension_numbers=OF_GROUPS, preferred_element_type=matrices.dtype
         )
     # Not promised for a group without rows: a kernel may leave what was there.
     return jnp.where((sizes > 0)[:, None, None], gradients, 0)

@@ -36,7 +36,6 @@ from tunix.models.attention.inputs import AttentionSpec, DecodeSpec, Segments, p
 from tunix.models.attention.pages import (
     NOWHERE,
     Gathered,
-    Pages,
     PieceView,
     SlotsView,
     Table,
@@ -75,7 +74,12 @@ def difference(name: str, spec: AttentionSpec, measurements: Path = MEASURED) ->
 
 def remembered(call: list, measure: Callable[[], float], measurements: Path = MEASURED) -> float:
     """What was measured of a kernel's call on such a device before; else it is measured."""
-    versions = [version("jax"), version("jaxlib"), _version("tokamax"), _version("libtpu")]
+    versions = []
+    for package in ("jax", "jaxlib", "tokamax", "libtpu"):
+        try:
+            versions.append(version(package))
+        except PackageNotFoundError:
+            versions.append("none")
     text = str([jax.local_devices()[0].device_kind, *versions, *call])
     key, path = hashlib.sha256(text.encode()).hexdigest()[:16], measurements.expanduser()
     try:
@@ -104,11 +108,11 @@ def measured(kernel: Implementation, spec: AttentionSpec) -> float:
         return *result, *implementation.backward(q, k, v, view, result, pull, scale=scale, softcap=softcap)
 
     with jax.set_mesh(Mesh(jax.local_devices()[:1], ("alone",))):
-        computed = _computed(partial(results, kernel), inputs)
+        computed = jit(partial(results, kernel))(*inputs)
         with jax.default_matmul_precision("highest"):
-            exact = _computed(partial(results, BY_NAME["einsum"]), tuple(x.astype(np.float32) for x in inputs))
+            exact = jit(partial(results, BY_NAME["einsum"]))(*(x.astype(np.float32) for x in inputs))
     real = np.asarray(view.ids > 0)
-    return max(off(x[real], y[real]) for x, y in zip(computed, exact, strict=True))
+    return max(off(np.asarray(x)[real], np.asarray(y)[real]) for x, y in zip(computed, exact, strict=True))
 
 
 def row(spec: AttentionSpec) -> Segments:
@@ -124,21 +128,11 @@ def row(spec: AttentionSpec) -> Segments:
     return Segments(jnp.asarray(ids), jnp.asarray(positions), above, window=spec.window)
 
 
-def _computed(function: Callable, inputs: tuple[jax.Array, ...]) -> list[np.ndarray]:
-    return [np.asarray(x, np.float32) for x in jit(function)(*inputs)]
-
-
 def off(computed: np.ndarray, right: np.ndarray) -> float:
     """The root mean square of a difference, relative to that of what is right; infinite where one is not a number."""
+    computed, right = computed.astype(np.float32), right.astype(np.float32)
     apart = float(np.sqrt(np.mean((computed - right) ** 2)) / np.sqrt(np.mean(right**2)))
     return apart if np.isfinite(apart) else float("inf")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
 
 
 HELD = (1, 300, 900, 1024)
@@ -185,21 +179,17 @@ def _of_window(candidate: Reader, spec: DecodeSpec, window: int | None) -> float
     queries = jax.random.normal(keys[3], (1, length, spec.heads, spec.head_dim)).astype(spec.dtype)
     order = np.random.default_rng(0).permutation(len(k)).astype(np.int32)
 
-    def view(places: np.ndarray, origin: Gathered | None) -> SlotsView:
-        positions = jnp.asarray(HELD)[:, None] - 1
-        table = Table(jnp.asarray(places.reshape(len(HELD), columns)), jnp.zeros(len(HELD), jnp.int32))
-        return SlotsView(Writes(jnp.full_like(positions, NOWHERE), positions), positions, table, origin, window)
-
-    def filled(layout: type[Pages], at: np.ndarray) -> Pages:
-        pages = layout.empty(len(k), spec.kv_heads, spec.head_dim, spec.page, spec.cache)
-        new = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rounded(k, v, spec.cache))
-        return pages.with_tokens(jnp.repeat(jnp.asarray(at), spec.page), jnp.tile(jnp.arange(spec.page), len(k)), new)
-
     def mixed(
         reader: Reader, at: np.ndarray, origin: Gathered | None, q: jax.Array, queries: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        pages, places = filled(reader.layout, at), at.reshape(len(HELD), columns)
-        slots = past_sinks(reader.of_slots(q, pages, view(at, origin), scale=scale, softcap=softcap), sinks)[0]
+        pages = reader.layout.empty(len(k), spec.kv_heads, spec.head_dim, spec.page, spec.cache)
+        new = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rounded(k, v, spec.cache))
+        page, offsets = jnp.repeat(jnp.asarray(at), spec.page), jnp.tile(jnp.arange(spec.page), len(k))
+        pages, places = pages.with_tokens(page, offsets, new), at.reshape(len(HELD), columns)
+        positions, table = jnp.asarray(HELD)[:, None] - 1, Table(jnp.asarray(places), jnp.zeros(len(HELD), jnp.int32))
+        writes = Writes(jnp.full_like(positions, NOWHERE), positions)
+        view = SlotsView(writes, positions, table, origin, window)
+        slots = past_sinks(reader.of_slots(q, pages, view, scale=scale, softcap=softcap), sinks)[0]
         # The log-sum-exp of earlier tokens is always read: it is compared by what sinks leave of the mean.
         piece = reader.before_piece(queries, pages, _piece(places, spec.page, window), scale=scale, softcap=softcap)
         return slots, past_sinks(piece, jnp.linspace(0, 8, spec.heads))[0]
@@ -210,7 +200,7 @@ def _of_window(candidate: Reader, spec: DecodeSpec, window: int | None) -> float
     with jax.default_matmul_precision("highest"):
         plain = partial(mixed, decoding.BY_NAME["gathered"], every, side)
         exact = jit(plain)(q.astype(jnp.float32), queries.astype(jnp.float32))
-    return max(off(np.asarray(x, np.float32), np.asarray(y)) for x, y in zip(computed, exact, strict=True))
+    return max(off(np.asarray(x), np.asarray(y)) for x, y in zip(computed, exact, strict=True))
 
 
 def _piece(places: Int[np.ndarray, "B Co"], page: int, window: int | None) -> PieceView:
@@ -250,11 +240,8 @@ def grouped_difference(d: int, f: int, dtype: str, measurements: Path = MEASURED
         dtype: of rows and matrices, e.g. "bfloat16".
         measurements: the file of what was found before.
     """
-    return remembered(
-        ["grouped", d, f, dtype],
-        lambda: max(_measured(d, f, dtype), _measured(f, d, dtype)),
-        measurements,
-    )
+    call = ["grouped", d, f, dtype]
+    return remembered(call, lambda: max(_measured(d, f, dtype), _measured(f, d, dtype)), measurements)
 
 
 def _measured(d: int, f: int, dtype: str) -> float:
@@ -271,7 +258,7 @@ def _measured(d: int, f: int, dtype: str) -> float:
     with jax.set_mesh(Mesh(jax.local_devices()[:1], ("alone",))):
         foreign = (jnp.pad(x, ((0, FOREIGN), (0, 0)), constant_values=np.nan) for x in (rows, pulls))
         computed = jit(results)(*foreign, matrices, jnp.asarray(SIZES, jnp.int32))
-    *by_row, of_groups = (np.asarray(x, np.float32) for x in computed)
+    *by_row, of_groups = map(np.asarray, computed)
     rows, pulls, matrices = (np.asarray(x, np.float32) for x in (rows, pulls, matrices))
     ends = np.cumsum(SIZES)
     groups = [np.s_[end - size : end] for size, end in zip(SIZES, ends, strict=True)]

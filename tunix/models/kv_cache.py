@@ -21,8 +21,9 @@ from tunix.config import CacheType, DType
 from tunix.mesh import Axes, constrain, partition, platform
 from tunix.models.attention.inputs import DecodeSpec
 from tunix.models.attention.pages import CachedView, Columns, Pages, placed
+from tunix.models.attention.tokamax_ops import capability
 from tunix.models.blocks import NAMES, Cache, Kept, layer_inputs
-from tunix.models.config import SHARED, TOWER, DecoderConfig, LayerKind
+from tunix.models.config import SHARED, TOWER, DecoderConfig
 from tunix.models.deltanet import PieceStates, SlotStates, StepView
 from tunix.models.layers import RopeTables, rms_norm, rope_tables
 from tunix.models.model import Model, Params, embedded
@@ -67,13 +68,11 @@ def unstack(model: Model, params: Params) -> Weights:
 
     top = {name: view(name, x) for name, x in params.items() if is_top(name)}
     stacked = [name for name in params if name.startswith(LAYERS)]
-    places = {name: {layer: i for i, layer in enumerate(model.layers_of[name])} for name in stacked}
-
-    def layer(number: int) -> Params:
-        indices = {name: at[number] for name, at in places.items() if number in at}
-        return {name.removeprefix(LAYERS): view(name, params[name][index]) for name, index in indices.items()}
-
-    return Weights(top, tuple(layer(index) for index in range(model.config.num_layers)))
+    layers: list[Params] = [{} for _ in range(model.config.num_layers)]
+    for name in stacked:
+        for index, number in enumerate(model.layers_of[name]):
+            layers[number][name.removeprefix(LAYERS)] = view(name, params[name][index])
+    return Weights(top, tuple(layers))
 
 
 def view_axes(model: Model, name: str) -> Axes:
@@ -91,11 +90,12 @@ def gains(model: Model, weights: Weights) -> tuple[Params, ...]:
     """DoRA's gains in each layer, for weights that do not change; decoding reads them in place of the magnitudes."""
     x = jnp.zeros((), model.dtype)
 
-    def of_layer(layer_weights: Params, kind: LayerKind) -> Params:
+    by_layer: list[Params] = []
+    for layer_weights, kind in zip(weights.layers, model.config.kinds, strict=True):
         projections = model.layer(layer_weights, kind.mixer, has_gains=False).projections().items()
-        return {f"{name}/w_lora_m": one.gain(x) for name, one in projections if one.adapter and one.adapter.magnitude}
-
-    return tuple(map(of_layer, weights.layers, model.config.kinds))
+        adapted = {name: part for name, part in projections if part.adapter and part.adapter.magnitude}
+        by_layer.append({f"{name}/w_lora_m": part.gain(x) for name, part in adapted.items()})
+    return tuple(by_layer)
 
 
 def empty(
@@ -120,16 +120,17 @@ def empty(
         dtype: of the model, in which these hold the inputs of their convolutions.
     """
 
-    def layer_cache(of: LayerKind) -> Cache | None:
+    caches: list[Cache | None] = []
+    for of in config.kinds:
         if of.mixer in SHARED:
-            return None
-        if not of.paged:
+            caches.append(None)
+        elif of.paged:
+            pages = layout.empty(numbers[config.paged_kinds.index(of)], of.kv_heads, of.head_dim, size, kind)
+            caches.append(placed(pages, lambda x, axes: constrain(x, *axes)))
+        else:
             assert config.delta is not None, "its sizes come with the layers"
-            return SlotStates.empty(config.delta, slots, dtype)
-        pages = layout.empty(numbers[config.paged_kinds.index(of)], of.kv_heads, of.head_dim, size, kind)
-        return placed(pages, lambda x, axes: constrain(x, *axes))
-
-    return tuple(map(layer_cache, config.kinds))
+            caches.append(SlotStates.empty(config.delta, slots, dtype))
+    return tuple(caches)
 
 
 def decode_specs(
@@ -137,29 +138,26 @@ def decode_specs(
 ) -> tuple[DecodeSpec, ...]:
     """What is read on each device of a mesh, for each shape of the heads: pages of `page` tokens by queries of this
     dtype."""
-    device = mesh.devices.flat[0]
+    device, kinds, specs = mesh.devices.flat[0], config.paged_kinds, []
     where = "gpu" if device.platform in ("cuda", "rocm") else device.platform
-    capability = getattr(device, "compute_capability", None) if where == "gpu" else None
-
-    def spec(kv_heads: int, head_dim: int) -> DecodeSpec:
+    for kv_heads, head_dim in dict.fromkeys((kind.kv_heads, kind.head_dim) for kind in kinds):
         split = partition(("kv_heads",), (kv_heads,), mesh)[0] is not None
         parts = mesh.shape["tensor"] if split else 1
-        return DecodeSpec(
+        spec = DecodeSpec(
             config.num_heads // parts,
             kv_heads // parts,
             head_dim,
             dtype,
+            config.attention_softcap,
+            where,
+            capability(device) if where == "gpu" else None,
             cache,
             page,
             tuple(kind.window for kind in kinds if (kind.kv_heads, kind.head_dim) == (kv_heads, head_dim)),
-            config.attention_softcap,
-            where,
-            None if capability is None else float(capability),
             config.sinks,
         )
-
-    kinds = config.paged_kinds
-    return tuple(spec(heads, dim) for heads, dim in dict.fromkeys((kind.kv_heads, kind.head_dim) for kind in kinds))
+        specs.append(spec)
+    return tuple(specs)
 
 
 def extend(

@@ -136,14 +136,7 @@ class Projection(Stored):
     """For several joined adapters: a row's factor on each channel, and the DoRA gain of its adapter."""
 
     def __init__(
-        self,
-        spec: str,
-        shape: tuple[int, ...],
-        axes: Axes,
-        rngs: nnx.Rngs,
-        *,
-        contracted: int,
-        bias: bool = False,
+        self, spec: str, shape: tuple[int, ...], axes: Axes, rngs: nnx.Rngs, *, contracted: int, bias: bool = False
     ):
         """Creates the weights with random values.
 
@@ -371,12 +364,14 @@ class GatedFFN(nnx.Module):
     parameter has one shape.
     """
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, wide: bool = False):
-        self.activation, names = config.activation, ("gate", "up", "down")
-        self.names = tuple(f"wide_{name}" if wide else name for name in names)
-        width = 2 * config.ffn if wide else config.ffn
-        for name, projection in zip(self.names, projections(config.d_model, width, rngs), strict=True):
-            setattr(self, name, projection)
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, *, width: int | None = None, start: str = ""):
+        """Random weights, `width` wide or as wide as the config says, whose names begin with `start`."""
+        self.activation = config.activation
+        self.names = tuple(start + name for name in ("gate", "up", "down"))
+        d, f = config.d_model, width or config.ffn
+        for name in self.names[:2]:
+            setattr(self, name, Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1))
+        setattr(self, self.names[2], Projection("BTF,FD->BTD", (f, d), ("ffn", "embed"), rngs, contracted=1))
 
     def __call__(
         self,
@@ -385,28 +380,14 @@ class GatedFFN(nnx.Module):
         real: Bool[Array, "B T"] | None = None,
         replayed: Int[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
-        gate, up, down = (getattr(self, name) for name in self.names)
-        return gated((gate, up, down), self.activation, x, dropout_keys), {}
+        return self.gated(x, dropout_keys), {}
 
-
-FFNProjections = tuple[Projection, Projection, Projection]
-"""The gate, the other factor, and what their product is multiplied with."""
-
-
-def projections(d: int, f: int, rngs: nnx.Rngs) -> FFNProjections:
-    """The three projections of a gated ffn that is `f` wide."""
-    gate = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
-    up = Projection("BTD,DF->BTF", (d, f), ("embed", "ffn"), rngs, contracted=1)
-    return gate, up, Projection("BTF,FD->BTD", (f, d), ("ffn", "embed"), rngs, contracted=1)
-
-
-def gated(
-    ffn: FFNProjections, activation: str, x: Float[Array, "B T D"], dropout_keys: TokenKeys | None
-) -> Float[Array, "B T D"]:
-    """The output of a gated ffn."""
-    gate, up = ffn[0](x, dropout_keys), ffn[1](x, dropout_keys)
-    gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
-    return ffn[2](joined(activation, None, gate, up), dropout_keys)
+    def gated(self, x: Float[Array, "B T D"], dropout_keys: TokenKeys | None) -> Float[Array, "B T D"]:
+        """The output alone."""
+        of_gate, of_up, of_down = (getattr(self, name) for name in self.names)
+        gate, up = of_gate(x, dropout_keys), of_up(x, dropout_keys)
+        gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
+        return of_down(joined(self.activation, None, gate, up), dropout_keys)
 
 
 def joined(

@@ -14,7 +14,7 @@ Dp width of inputs of layers, k chosen experts of a token.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -56,11 +56,8 @@ Path = tuple[str, ...]
 """Where a variable is in the module, e.g. `("layers", "mixer", "q", "w")`."""
 TOGETHER = 1 << 26
 """Bytes, in float32, of the random matrices that one program creates before they are rounded, at most."""
-
-
 PAGE = 4096
 """Bytes of a page of memory."""
-
 READ_LATER = "kept by "
 """Begins the names under which a stage returns keys and values that later layers read, beside auxiliary terms."""
 OfKind = Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]
@@ -108,22 +105,20 @@ class Decoder(nnx.Module):
         vision = config.vision
         self.vision = TOWERS[vision.tower](vision, config.d_model, rngs) if vision else None
 
-        def finished(block: Block, rngs: nnx.Rngs) -> Block:
-            block = block if model.adapt is None else model.adapt(block, rngs)
-            matrices = block.projections() | block.banks()
-            for name, rounding in model.simulated:
-                if name in matrices:
-                    matrices[name].simulate(name, rounding)
-            if model.quantization is not None:
-                for name, matrix in matrices.items():
-                    matrix.quantize(name, model.quantization)
-            return block
-
         def stack(mixer: str) -> Block:
             @nnx.split_rngs(splits=len(config.layers_with(mixer)))
             @nnx.vmap
             def made(rngs: nnx.Rngs) -> Block:
-                return finished(Block(config, mixer, rngs), rngs)
+                block = Block(config, mixer, rngs)
+                block = block if model.adapt is None else model.adapt(block, rngs)
+                matrices = block.matrices()
+                for name, rounding in model.simulated:
+                    if name in matrices:
+                        matrices[name].simulate(name, rounding)
+                if model.quantization is not None:
+                    for name, matrix in matrices.items():
+                        matrix.quantize(name, model.quantization)
+                return block
 
             return made(rngs)
 
@@ -140,12 +135,12 @@ class Decoder(nnx.Module):
         self,
         tokens: Int[Array, "B T"],
         segments: Segments,
+        noise: Float[Array, "B T D"] | None,
+        dropout_keys: TokenKeys | None,
+        pictures: Pictures | None,
+        experts: Int[Array, "B T L k"] | None,
         *,
         dtype: DType,
-        noise: Float[Array, "B T D"] | None = None,
-        dropout_keys: TokenKeys | None = None,
-        pictures: Pictures | None = None,
-        experts: Int[Array, "B T L k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         """Hidden states after the final norm, in `dtype`, and the layers' auxiliary terms, stacked.
 
@@ -162,12 +157,14 @@ class Decoder(nnx.Module):
             x = x + noise.astype(dtype)
         if pictures is not None:
             assert self.vision is not None, "a model without a tower sees no pictures"
-            assert self.vision.config.turns == (pictures.rope is not None), "rope is told of the rows that it turns by"
+            assert self.vision.config.any_shape == (pictures.rope is not None), (
+                "rope is told of the rows that it turns by"
+            )
             x = with_pictures(x, self.vision(pictures, dtype), pictures)
         x = constrain(x, "rows", "time", None)
         stacked = {path: variable[...] for path, variable in _flat(nnx.state(self.layers)).items()}
         blocks = [self.block(mixer) for mixer in c.mixers]
-        matrices = {name: x for block in blocks for name, x in (block.projections() | block.banks()).items()}
+        matrices = {name: x for block in blocks for name, x in block.matrices().items()}
 
         def cast(path: Path, w: jax.Array) -> jax.Array:
             module, name = path[-2:]
@@ -188,14 +185,34 @@ class Decoder(nnx.Module):
             context, norm = (in_compute("w", w, dtype) for w in (context, norm))
             per_layer = layer_inputs(c, embed, context, norm, tokens, x)
         of_kind = {mixer: self._kinds_with(mixer, segments, turned) for mixer in c.mixers}
+
+        def layer(
+            stage: Stage, place: int, x: Float[Array, "B T D"], weights: Weights, others: Others
+        ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
+            """The stream after the layer at a place of a stage's period, its auxiliary terms, and the keys and values
+            that later stages read, by the mixer of the layers that made them."""
+            at = stage.start + place
+            (index, number, layer_experts), kind = others.plain, c.kinds[at]
+            layer_keys = None if dropout_keys is None else fold_tokens(dropout_keys, number)
+            rope, view = of_kind[kind.mixer](index)
+            read = Kept(*others.shared[kind.source.mixer]) if kind.mixer in SHARED else None
+            block = self.structures[kind.mixer].block(weights)
+            x, kept, terms = block(x, rope, view, read, layer_keys, others.differentiable, layer_experts)
+            terms.pop(CHOSEN, None)  # nobody reads it here, and a scan would stack it over the layers
+            if at in c.sources and stage.stop - stage.start == stage.period:
+                assert isinstance(kept, Kept), "a layer hands on what others read"
+                return x, {**terms, READ_LATER + kind.mixer: (kept.keys, kept.values)}
+            return x, terms
+
         by_name: dict[str, list[jax.Array]] = {}
         shared: dict[str, PyTree] = {}
         for stage in c.stages:
-            layer = partial(self._layer, stage, of_kind, dropout_keys)
-            others = Others(_part(plain, stage), _part(per_layer, stage), shared)
-            period = [self.structures[kind.mixer].paths for kind in c.kinds[stage.start : stage.stop][: stage.period]]
-            weights = self._of_stage(stacked, stage)
-            x, terms = over_layers(layer, cast, x, weights, others, self.remat, period)
+            of_stage = slice(stage.start, stage.stop)
+            inputs, own_inputs = jax.tree.map(lambda x, part=of_stage: x[part], (plain, per_layer))
+            period = [self.structures[kind.mixer].paths for kind in c.kinds[of_stage][: stage.period]]
+            weights = stacked if len(c.stages) == 1 else self._of_stage(stacked, stage)
+            others = Others(inputs, own_inputs, shared)
+            x, terms = over_layers(partial(layer, stage), cast, x, weights, others, self.remat, period)
             for name, term in terms.items():
                 if name.startswith(READ_LATER):  # by one layer
                     shared = {**shared, name.removeprefix(READ_LATER): jax.tree.map(lambda x: x[0], term)}
@@ -206,44 +223,8 @@ class Decoder(nnx.Module):
         auxiliary = {name: jnp.concatenate(terms) for name, terms in by_name.items()}
         return rms_norm(x, norm, eps=c.norm_eps, offset=c.norm_offset), auxiliary
 
-    def _layer(
-        self,
-        stage: Stage,
-        of_kind: Mapping[str, OfKind],
-        dropout_keys: TokenKeys | None,
-        place: int,
-        x: Float[Array, "B T D"],
-        weights: Weights,
-        others: Others,
-    ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
-        """The stream after a layer, its auxiliary terms, and the keys and values that later stages read.
-
-        Args:
-            stage: the layer's.
-            of_kind: for each mixer what `_kinds_with` returns.
-            dropout_keys: a key for each token.
-            place: the layer's in its period.
-            weights: those that it has.
-            others: its kind and number, the experts of its tokens, its own inputs, and keys and values by the mixer of
-                the layers that made them.
-        """
-        c, at = self.config, stage.start + place
-        (index, number, experts), kind = others.plain, c.kinds[at]
-        layer_keys = None if dropout_keys is None else fold_tokens(dropout_keys, number)
-        rope, view = of_kind[kind.mixer](index)
-        read = Kept(*others.shared[kind.source.mixer]) if kind.mixer in SHARED else None
-        block = self.structures[kind.mixer].block(weights)
-        x, kept, auxiliary = block(x, rope, view, read, layer_keys, others.differentiable, experts)
-        auxiliary.pop(CHOSEN, None)  # nobody reads it here, and a scan would stack it over the layers
-        if at in c.sources and stage.stop - stage.start == stage.period:
-            assert isinstance(kept, Kept), "a layer hands on what others read"
-            return x, {**auxiliary, READ_LATER + kind.mixer: (kept.keys, kept.values)}
-        return x, auxiliary
-
     def _of_stage(self, stacked: Weights, stage: Stage) -> Weights:
         """The weights of the layers of a stage, each stacked over those of them that have it."""
-        if len(self.config.stages) == 1:
-            return stacked
         part: dict[Path, jax.Array] = {}
         for path, w in stacked.items():
             mixers = tuple(mixer for mixer, one in self.structures.items() if path in one.paths)
@@ -269,11 +250,6 @@ class Decoder(nnx.Module):
         return lambda number: (jax.tree.map(lambda table: table[number], stacked), ByKind(views, number, layers))
 
 
-def _part(stacked: PyTree, stage: Stage) -> PyTree:
-    """The part of a stage in what is stacked over all layers."""
-    return jax.tree.map(lambda x: x[stage.start : stage.stop], stacked)
-
-
 def _flat(state: nnx.State) -> dict[Path, nnx.Variable]:
     return {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
@@ -285,12 +261,11 @@ def _joined(stacks: Sequence[Mapping[Path, nnx.Variable]]) -> nnx.Dict:
         for path, variable in stack.items():
             by_path.setdefault(path, []).append(variable)
 
-    def concatenated(parts: list[nnx.Variable]) -> nnx.Variable:
-        if len(parts) == 1:
-            return parts[0]
-        return parts[0].replace(jnp.concatenate([part[...] for part in parts]))
-
-    return _dict(tree_of({path: concatenated(parts) for path, parts in by_path.items()}))
+    whole = {
+        path: parts[0] if len(parts) == 1 else parts[0].replace(jnp.concatenate([part[...] for part in parts]))
+        for path, parts in by_path.items()
+    }
+    return _dict(tree_of(whole))
 
 
 def _dict(tree: Any) -> Any:
@@ -392,25 +367,21 @@ class Model:
         Quantized values and their scales keep their fixed dtype (`kinds`).
         """
 
-        def made(names: list[str]) -> Params:
+        # Groups of matrices that may exist unrounded at the same time: TOGETHER bytes at most, or one matrix.
+        groups = [[name for name in dtypes if name not in self.kinds], []]
+        for name in self.quantized:
+            if name not in dtypes:
+                continue
+            together = (*groups[-1], name)
+            if groups[-1] and sum(4 * math.prod(self.shapes[x]) for x in together if not is_scale(x)) > TOGETHER:
+                groups.append([])
+            groups[-1] += [name, name + SCALE]
+        params: Params = {}
+        for names in filter(None, groups):
             kinds = tuple((name, self.kinds.get(name, dtypes[name])) for name in names)
-            return _maker(self, kinds, mesh)(key)
-
-        params = made([name for name in dtypes if name not in self.kinds])
-        for names in self._together([name for name in self.quantized if name in dtypes]):
-            params |= jax.block_until_ready(made([one for name in names for one in (name, name + SCALE)]))
+            jax.block_until_ready(params)
+            params |= _maker(self, kinds, mesh)(key)
         return {name: params[name] for name in dtypes}
-
-    def _together(self, names: Sequence[str]) -> Iterator[list[str]]:
-        """Groups of matrices that may exist unrounded at the same time: TOGETHER bytes at most, or one matrix."""
-        group: list[str] = []
-        for name in names:
-            if group and sum(4 * math.prod(self.shapes[one]) for one in (*group, name)) > TOGETHER:
-                yield group
-                group = []
-            group.append(name)
-        if group:
-            yield group
 
     def forward(
         self,
@@ -431,15 +402,7 @@ class Model:
         """
         decoder = nnx.merge(self._split[0], tree_of({self._paths[name]: x for name, x in params.items()}))
         segments = Segments(segment_ids, positions, parents, **seen_ahead(pictures, self.config.vision))
-        return decoder(
-            tokens,
-            segments,
-            dtype=self.dtype,
-            noise=noise,
-            dropout_keys=dropout_keys,
-            pictures=pictures,
-            experts=experts,
-        )
+        return decoder(tokens, segments, noise, dropout_keys, pictures, experts, dtype=self.dtype)
 
     def soft_tokens(self, params: Params, pictures: Pictures) -> Float[Array, "B Pi So D"]:
         """The embeddings of the soft tokens of pictures, by the tower among these parameters."""
@@ -520,13 +483,8 @@ class Model:
 
         See `Projection.on_grid`.
         """
-        return self._simulating[name].on_grid(w) if name in self._simulating else w
-
-    @cached_property
-    def _simulating(self) -> dict[str, Projection | Bank]:
-        """The projections and banks with simulated rounding, by the name of their matrix."""
-        simulated = dict(self.simulated)
-        return {f"layers/{name}/w": one for name, one in self.matrices.items() if name in simulated}
+        module = name.removeprefix("layers/").removesuffix("/w")
+        return self.matrices[module].on_grid(w) if module in self.matrices else w
 
     @cached_property
     def projections(self) -> dict[str, Projection]:
@@ -537,7 +495,7 @@ class Model:
     def matrices(self) -> dict[str, Projection | Bank]:
         """The projections of the layers and the banks of their experts, likewise."""
         blocks = map(self._decoder.block, self.config.mixers)
-        return {name: one for block in blocks for name, one in (block.projections() | block.banks()).items()}
+        return {name: one for block in blocks for name, one in block.matrices().items()}
 
     def layer(self, weights: Params, mixer: str, has_gains: bool = True) -> Block:
         """One block built from its weights, which are named as in `layers/` and have no axis L.

@@ -8,21 +8,17 @@ both orders give the same). Qwen 3.5 adds a shared expert, that all tokens use, 
 gpt-oss has biases (`Experts.biases`): the router's before the softmax, an expert's after each of its matrices.
 No expert has a capacity: no token is dropped, and none depends on the others.
 
-Pairs of a token and one of its experts are sorted by expert, so that each matrix multiplies consecutive rows
-(`expert_products.py`), and brought back. On a mesh each device has some experts (`expert`) and columns of them
-(`tensor`). Devices of the axis `expert` have rows of their own: tokens go to the devices of their experts, and their
-parts of the sums come back. Where the mesh does not divide the rows all have all tokens, and add
-up their parts.
-
 An expert's adapter adds `s x A_e B_e` to its product (LoRA). Gate and up share an A, and their B's are one, as in PEFT,
 for which both are one parameter of the model: so an adapter means the same in both. Biases stay as they are. Its
 products are grouped by expert as the experts' own are; `A_e B_e`, which is as large as the matrix, is never computed.
 
-A token goes once to each device that has any of its experts, with its choice and weights; that device's part of its sum
-comes back, and the parts are added up at home. That is the dispatch and combine of Lepikhin et al. 2020 (GShard,
-https://arxiv.org/abs/2006.16668) without a capacity: each device has room for all tokens of all devices, a block for
-each, so that none is dropped. Accelerators send of a block what is in it (`jax.lax.ragged_all_to_all`). XLA has no such
-program for CPUs, where blocks are sent whole: as many bytes as if every device gathered all tokens.
+On a mesh each device has some experts (`expert`) and columns of them (`tensor`). A token goes once to each device that
+has any of its experts, with its choice and weights; that device's part of its sum comes back, and the parts are added
+up at home; where the mesh does not divide the rows, all devices have all tokens and add up their parts. That is the
+dispatch and combine of Lepikhin et al. 2020 (GShard, https://arxiv.org/abs/2006.16668) without a capacity: each device
+has room for all tokens of all devices, a block for each, so that none is dropped. Accelerators send of a block what is
+in it (`jax.lax.ragged_all_to_all`). XLA has no such program for CPUs, where blocks are sent whole: as many bytes as if
+every device gathered all tokens.
 
 Axes: B rows, T time, D model width, F ffn width, E experts, k chosen experts of a token; n tokens (of a shard), r rows,
 s shards of the rows; in shapes of weights r is the rank, and 2 is gate and up.
@@ -54,7 +50,7 @@ from tunix.models.expert_products import (
     taken,
     to_experts,
 )
-from tunix.models.layers import Norm, Stored, TokenKeys, gated, joined, projections, weight
+from tunix.models.layers import GatedFFN, Matrix, Norm, Stored, TokenKeys, joined, weight
 from tunix.models.quantization.formats import Simulated
 from tunix.util.loops import needed_first
 
@@ -256,14 +252,8 @@ def combine(parts: Float[Array, "s n D"], where: Destinations) -> Float[Array, "
     return sums(back.reshape(-1, parts.shape[-1]), where.places, where.there)
 
 
-dispatch.defvjp(
-    lambda x, where: (dispatch(x, where), where),
-    lambda where, d: (combine(d, where), None),
-)
-combine.defvjp(
-    lambda parts, where: (combine(parts, where), where),
-    lambda where, d: (dispatch(d, where), None),
-)
+dispatch.defvjp(lambda x, where: (dispatch(x, where), where), lambda where, d: (combine(d, where), None))
+combine.defvjp(lambda parts, where: (combine(parts, where), where), lambda where, d: (dispatch(d, where), None))
 
 
 def _sent(blocks: Float[Array, "s n _"], sent: Int[Array, "s"], received: Int[Array, "s"]) -> Float[Array, "s n _"]:
@@ -301,16 +291,6 @@ class Router(nnx.Module):
         return jax.nn.softmax(logits, axis=-1)
 
 
-class SharedGate(nnx.Module):
-    """The sigmoid that weighs the shared expert, one number for each token."""
-
-    def __init__(self, d: int, rngs: nnx.Rngs):
-        self.w = weight(rngs, (d,), ("embed",), std=d**-0.5)
-
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T 1"]:
-        return jax.nn.sigmoid(jnp.einsum("BTD,D->BT", x, self.w[...])[..., None])
-
-
 class Choice(NamedTuple):
     """Which experts each token uses."""
 
@@ -320,7 +300,7 @@ class Choice(NamedTuple):
     """What their results are multiplied by, in float32."""
 
 
-class MixtureOfExperts(nnx.Module):
+class MixtureOfExperts(GatedFFN):
     """The ffn of several experts; its matrices are stacked over them, and named as the parameters are."""
 
     router_class: type[Router] = Router
@@ -334,9 +314,10 @@ class MixtureOfExperts(nnx.Module):
         self.ups = Bank((e, d, f), ("expert", "embed", "ffn"), rngs, bias=bias)
         self.downs = Bank((e, f, d), ("expert", "ffn", "embed"), rngs, bias=bias)
         if config.experts.shared:
-            self.gate, self.up, self.down = projections(d, config.experts.shared, rngs)
+            super().__init__(config, rngs, width=config.experts.shared)
         weighed = config.experts.shared and config.feed_forward == EXPERTS
-        self.shared_gate = SharedGate(d, rngs) if weighed else None
+        # Its sigmoid weighs the shared expert, one number for each token.
+        self.shared_gate = Matrix(weight(rngs, (d,), ("embed",), std=d**-0.5)) if weighed else None
 
     def __call__(
         self,
@@ -353,8 +334,8 @@ class MixtureOfExperts(nnx.Module):
         """
         y, auxiliary = self.routed(x, x, real, replayed)
         if self.shared_gate is not None:
-            shared = gated((self.gate, self.up, self.down), self.activation, x, dropout_keys)
-            y = y + self.shared_gate(x) * shared
+            shared = self.gated(x, dropout_keys)
+            y = y + jax.nn.sigmoid(jnp.einsum("BTD,D->BT", x, self.shared_gate.w[...])[..., None]) * shared
         return y, auxiliary
 
     def routed(
@@ -373,8 +354,7 @@ class MixtureOfExperts(nnx.Module):
         Args:
             x: what the experts compute.
             scored: by what the router chooses.
-            real: which tokens are not padding; None where all are.
-            replayed: experts to use instead of the router's choice; see `chosen`.
+            real: as in `__call__`, as is `replayed`.
         """
         real = jnp.ones(x.shape[:2], bool) if real is None else real
         scores = self.router(scored)
@@ -421,9 +401,8 @@ class MixtureOfExperts(nnx.Module):
         if mesh.empty or mesh.size == 1:
             return compute(0, x, choice, real, *matrices)
         tokens, wide = (partition(("rows", "time", None)[:rank], x.shape[:rank], mesh) for rank in (2, 3))
-        matrices, banks = zip(
-            *(sharded(bank, axes, mesh) for bank, axes in zip(matrices, _SPLIT_MATRICES, strict=True)), strict=True
-        )
+        parts = [sharded(bank, axes, mesh) for bank, axes in zip(matrices, _SPLIT_MATRICES, strict=True)]
+        matrices, banks = [bank for bank, _ in parts], [specs for _, specs in parts]
         of_gates = banks[0]["w"]
         split = [axis for axis, there in zip(SPLIT, (of_gates[0], of_gates[2]), strict=True) if there]
         # Rows that the mesh does not divide are on all of its devices.
@@ -434,11 +413,17 @@ class MixtureOfExperts(nnx.Module):
             per_device = len(matrices[0]["w"])
             first = jax.lax.axis_index("expert") * per_device if "expert" in split else 0
             local, choice = partial(compute, first), Choice(experts, weights)
-            y = (
-                _exchanged(local, per_device, x, choice, real, *matrices)
-                if shared
-                else local(x, choice, real, *matrices)
-            )
+            if shared:
+                # Each token is computed where its experts are.
+                flat, flat_experts, flat_weights = (rows.reshape(-1, rows.shape[-1]) for rows in (x, experts, weights))
+                where = destinations(flat_experts, real.reshape(-1), per_device)
+                # Together, in float32, which has all numbers of experts: a TPU sends rows of 128 numbers at least.
+                sent = jnp.concatenate([flat_weights, flat_experts], axis=1)
+                weights, experts = jnp.split(dispatch(sent, where), 2, axis=-1)
+                choice = Choice(experts.astype(jnp.int32), weights)
+                y = combine(local(dispatch(flat, where), choice, where.arrived, *matrices), where).reshape(x.shape)
+            else:
+                y = local(x, choice, real, *matrices)
             return jax.lax.psum(y, summed) if summed else y
 
         specs = (wide, wide, wide, tokens, *banks)
@@ -449,28 +434,6 @@ class MixtureOfExperts(nnx.Module):
 
 _SPLIT_MATRICES: tuple[Axes, ...] = (("expert", None, "ffn"), ("expert", None, "ffn"), ("expert", "ffn", None))
 """How the three matrices are split while they multiply: whole columns of the model, of the device's own experts."""
-
-
-def _exchanged(
-    compute: Callable[..., Float[Array, "s n D"]],
-    per_device: int,
-    x: Float[Array, "B T D"],
-    choice: Choice,
-    real: Bool[Array, "B T"],
-    *matrices: Arrays,
-) -> Float[Array, "B T D"]:
-    """The weighted results of a device's tokens, each computed where its experts are.
-
-    Args:
-        compute: `_mixed` of the experts of this device, of which there are `per_device`.
-    """
-    x_tokens, experts, weights = (rows.reshape(-1, rows.shape[-1]) for rows in (x, *choice))
-    where = destinations(experts, real.reshape(-1), per_device)
-    # Together, in float32, which has all numbers of experts: a TPU sends rows of 128 numbers at least.
-    weights, experts = jnp.split(dispatch(jnp.concatenate([weights, experts], axis=1), where), 2, axis=-1)
-    came = Choice(experts.astype(jnp.int32), weights)
-    parts = compute(dispatch(x_tokens, where), came, where.arrived, *matrices)
-    return combine(parts, where).reshape(x.shape)
 
 
 def _mixed(
@@ -544,8 +507,7 @@ class DenseAndExperts(MixtureOfExperts):
         Args:
             x: the residual stream.
         """
-        ffn = (self.gate, self.up, self.down)
-        dense = gated(ffn, self.activation, self.pre_mlp_norm(x), dropout_keys)
+        dense = self.gated(self.pre_mlp_norm(x), dropout_keys)
         mixed, auxiliary = self.routed(self.pre_experts_norm(x), x, real, replayed)
         return self.dense_norm(dense) + self.experts_norm(mixed), auxiliary
 

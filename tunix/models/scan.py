@@ -92,7 +92,11 @@ def over_layers(
         remat: what is kept for the backward pass.
         period: the weights that each layer of a period has.
     """
-    paths, places = list(weights), _places(list(weights), period)
+    paths, places = list(weights), []
+    for number, members in enumerate(period):
+        indices = [at for at, path in enumerate(paths) if path in members]
+        turns = [sum(paths[at] in before for before in period[:number]) for at in indices]
+        places.append(_Place(number, indices, turns))
     casts, stacked = [partial(cast, path) for path in paths], list(weights.values())
     slices = [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in stacked]
     # The dtypes of the stacked weights, and those in which layers use them.
@@ -156,11 +160,10 @@ def over_layers(
         return jax.vjp(lambda x, sinks, more: run(x, values, sinks, more), x.value, sinks, others)
 
     def backward(pull: Callable, d_results: PyTree) -> tuple[jax.Array, list, tuple]:
-        def is_zero(d: Any) -> bool:
-            return isinstance(d, SymbolicZero)
-
         d_results = jax.tree.map(
-            lambda d: jnp.zeros(d.aval.shape, d.aval.dtype) if is_zero(d) else d, d_results, is_leaf=is_zero
+            lambda d: jnp.zeros(d.aval.shape, d.aval.dtype) if isinstance(d, SymbolicZero) else d,
+            d_results,
+            is_leaf=lambda d: isinstance(d, SymbolicZero),
         )
         d_x, d_sinks, d_more = pull(d_results)
         return d_x, [d if d is None else d.astype(dtype) for d, dtype in zip(d_sinks, dtypes, strict=True)], d_more
@@ -184,15 +187,6 @@ class _Place(NamedTuple):
         where = list(zip(self.weights, self.turns, strict=True))
         parts = [[None if all[at] is None else all[at][turn] for at, turn in where] for all in (weights, sinks)]
         return parts[0], parts[1], jax.tree.map(lambda x: x[self.number], others)
-
-
-def _places(paths: list[Path], period: Sequence[Collection[Path]]) -> list[_Place]:
-    """The layers of a period, given the weights that each has."""
-    places = []
-    for number, members in enumerate(period):
-        indices = [at for at, path in enumerate(paths) if path in members]
-        places.append(_Place(number, indices, [sum(paths[at] in one for one in period[:number]) for at in indices]))
-    return places
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

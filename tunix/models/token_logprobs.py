@@ -277,22 +277,12 @@ def gradients(
     start = (jnp.zeros((*visit.order.shape, size), hidden.dtype), sums)
     d_hidden, sums = loop(visit.number, body, start, usual=visit.order.shape[1] // block)
     d_hidden = jnp.where(needed[..., None], pick(d_hidden, visit.back), 0)
-    return d_hidden, _table_gradient(sums, vocab).astype(chunks.dtype) if trained else None
-
-
-def _table_gradient(sums: Float[Array, "chunks s D p W"], vocab: int) -> Float[Array, "V D"]:
-    """The table's gradient from the sums of each shard of the rows: the one place where shards are added."""
-    chunks = constrain(jnp.sum(sums, axis=1).transpose(2, 0, 3, 1), "vocab", None, None, "embed")
-    parts, _, _, dim = chunks.shape
-    whole = chunks.reshape(parts, -1, dim)[:, : -(-vocab // parts)].reshape(-1, dim)
-    return constrain(whole[:vocab], "vocab", "embed")
-
-
-class _Head(NamedTuple):
-    """The settings that are known when a program is compiled."""
-
-    scaling: LogitScaling
-    entropy: bool
+    if not trained:
+        return d_hidden, None
+    # The one place where the sums of each shard of the rows are added.
+    by_part = constrain(jnp.sum(sums, axis=1).transpose(2, 0, 3, 1), "vocab", None, None, "embed")
+    whole = by_part.reshape(parts, -1, size)[:, : -(-vocab // parts)].reshape(-1, size)
+    return d_hidden, constrain(whole[:vocab], "vocab", "embed").astype(chunks.dtype)
 
 
 def token_logprobs(
@@ -317,19 +307,18 @@ def token_logprobs(
         entropy: whether the entropy is computed; zeros otherwise.
         temperature: the sampler's, above 0.
     """
-    head = _Head(LogitScaling(softcap, temperature, len(table)), entropy)
-    results = _token_logprobs(head, in_pieces(hidden), table, in_pieces(targets), in_pieces(needed))
+    scaling = LogitScaling(softcap, temperature, len(table))
+    results = _token_logprobs(scaling, entropy, in_pieces(hidden), table, in_pieces(targets), in_pieces(needed))
     return jax.tree.map(lambda x: in_rows(x, *targets.shape), results)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _token_logprobs(head, hidden, table, targets, needed):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _token_logprobs(scaling, entropy, hidden, table, targets, needed):
     chunks = in_chunks(table, needed.shape)
-    logprobs, spread, _, _ = _values(head, hidden, chunks, targets, visit_of(needed), needed, pulled=False)
-    return logprobs, spread
+    return _values(scaling, entropy, hidden, chunks, targets, visit_of(needed), needed, pulled=False)[:2]
 
 
-def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
+def _values(scaling, entropy, hidden, chunks, targets, visit, needed, *, pulled):
     """Log-probs and entropies `[B T]`, and in visiting order each token's `LogSumExp` `[B places]` and pull.
 
     A pull `[B places D]` (computed if `pulled`) is the gradient of a token's log-prob with respect to its state,
@@ -339,7 +328,7 @@ def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
     """
 
     def block_of(order):
-        return _block(head, pick(hidden, order), chunks, pick(targets, order), pulled=pulled)
+        return _block(scaling, entropy, pick(hidden, order), chunks, pick(targets, order), pulled=pulled)
 
     empty = jnp.zeros(visit.order.shape, jnp.float32)
     pulls = jnp.zeros((*visit.order.shape, chunks.shape[-1] if pulled else 0), jnp.float32)
@@ -349,21 +338,21 @@ def _values(head, hidden, chunks, targets, visit, needed, *, pulled):
     return logprobs, spread, LogSumExp(top, log_total), pull
 
 
-def _block(head, h: jax.Array, chunks, wanted: jax.Array, *, pulled: bool) -> tuple[jax.Array, ...]:
+def _block(scaling, entropy, h: jax.Array, chunks, wanted: jax.Array, *, pulled: bool) -> tuple[jax.Array, ...]:
     """Log-prob, entropy, both parts of the log-sum-exp `[B C]` and pull `[B C D]` of a block of tokens."""
     number, parts, _, size = chunks.shape
 
     def body(index, running):
         top, total, weighted, taken, mixed, steep = running
-        logits, slope = chunk_logits(head.scaling, h, chunks, index)
+        logits, slope = chunk_logits(scaling, h, chunks, index)
         new_top = jnp.maximum(top, jnp.max(logits, -1))
         shrink, below = jnp.exp(top - new_top), logits - new_top[..., None]
         p = jnp.exp(below)
-        if head.entropy:
+        if entropy:
             # The sum was relative to the old maximum; it becomes relative to the new one.
             weighted = shrink * (weighted + total * (top - new_top)) + jnp.sum(p * below, -1)
         total = total * shrink + jnp.sum(p, -1)
-        is_target = taken_in(wanted, chunks, head.scaling.vocab, index)
+        is_target = taken_in(wanted, chunks, scaling.vocab, index)
         taken = taken + jnp.sum(jnp.where(is_target, logits, 0.0), -1)
         if pulled:
             # The barrier makes XLA compute these once, instead of fusing (and recomputing) them in the product.
@@ -383,27 +372,27 @@ def _block(head, h: jax.Array, chunks, wanted: jax.Array, *, pulled: bool) -> tu
     total, taken, steep = jnp.sum(total * shrink, -1), jnp.sum(taken, -1), jnp.sum(steep, -1)
     log_total, pull = jnp.log(total), jnp.sum(mixed * shrink[..., None], -2)
     if pulled:
-        target = chunks[place_of(wanted, chunks, head.scaling.vocab)].astype(jnp.float32)
+        target = chunks[place_of(wanted, chunks, scaling.vocab)].astype(jnp.float32)
         pull = steep[..., None] * target - pull / total[..., None]
     logprob = LogSumExp(top, log_total).log_p(taken)
-    return logprob, log_total - weighted / total if head.entropy else jnp.zeros_like(top), top, log_total, pull
+    return logprob, log_total - weighted / total if entropy else jnp.zeros_like(top), top, log_total, pull
 
 
-def _forward(head, hidden, table, targets, needed):
+def _forward(scaling, entropy, hidden, table, targets, needed):
     trained = table.perturbed
     # The entropy's gradient is another sum over the vocabulary: with it the backward pass recomputes the logits.
-    pulled = not trained and not head.entropy
+    pulled = not trained and not entropy
     hidden, table, targets, needed = (x.value for x in (hidden, table, targets, needed))
     chunks = in_chunks(table, needed.shape)
     visit = visit_of(needed)
-    logprobs, spread, lse, pull = _values(head, hidden, chunks, targets, visit, needed, pulled=pulled)
+    logprobs, spread, lse, pull = _values(scaling, entropy, hidden, chunks, targets, visit, needed, pulled=pulled)
     if pulled:
         return (logprobs, spread), (pick(pull, visit.back).astype(hidden.dtype), targets, needed)
     # Only arrays can be saved: () stands for a table that trains, None for one that is frozen under an adapter.
     return (logprobs, spread), (hidden, chunks, targets, needed, visit, lse, spread, () if trained else None)
 
 
-def _backward(head, saved, cotangents):
+def _backward(scaling, entropy, saved, cotangents):
     d_logprobs, d_spread = (None if isinstance(d, SymbolicZero) else d for d in cotangents)
     d_table = None
     if len(saved) == 3:
@@ -415,12 +404,12 @@ def _backward(head, saved, cotangents):
         targets, needed = saved[2:4]
         zero = jnp.zeros(needed.shape)
         d_logprobs, d_spread = (zero if d is None else jnp.where(needed, d, 0.0) for d in (d_logprobs, d_spread))
-        d_hidden, d_table = _gradients(head, saved, d_logprobs, d_spread)
+        d_hidden, d_table = _gradients(scaling, entropy, saved, d_logprobs, d_spread)
     nothing = (np.zeros(targets.shape, jax.dtypes.float0), np.zeros(needed.shape, jax.dtypes.float0))
     return d_hidden, d_table, *nothing
 
 
-def _gradients(head, saved, d_logprobs, d_spread):
+def _gradients(scaling, entropy, saved, d_logprobs, d_spread):
     """Gradients by the states and, where it trains, by the table; each chunk's logits are made again."""
     hidden, chunks, targets, needed, visit, lse, spread, trained = saved
 
@@ -430,17 +419,17 @@ def _gradients(head, saved, d_logprobs, d_spread):
         pull, pull_spread, own_spread = (x[..., None, None] for x in (*pulls, pick(spread, order)))
 
         def of_chunk(index):
-            logits, slope = chunk_logits(head.scaling, h, chunks, index)
+            logits, slope = chunk_logits(scaling, h, chunks, index)
             log_p = block_lse.log_p(logits)
             p = jnp.exp(log_p)
-            d_logits = pull * (taken_in(wanted, chunks, head.scaling.vocab, index) - p)
-            if head.entropy:
+            d_logits = pull * (taken_in(wanted, chunks, scaling.vocab, index) - p)
+            if entropy:
                 d_logits -= pull_spread * p * (log_p + own_spread)
             return d_logits * slope
 
         return of_chunk
 
-    return gradients(hidden, chunks, needed, visit, head.scaling.vocab, trained is not None, d_logits_of)
+    return gradients(hidden, chunks, needed, visit, scaling.vocab, trained is not None, d_logits_of)
 
 
 _token_logprobs.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from tunix.config import DType
+from tunix.mesh import Axes
 from tunix.models.attention.attend import attend
 from tunix.models.attention.inputs import Segments
 from tunix.models.config import COLOURS, FRAMES, ROPE_THETA, VisionConfig
@@ -40,28 +41,26 @@ class Tower(nnx.Module):
         heads, split = (config.num_heads, config.head_dim), ("heads", "head")
         made: dict[str, nnx.Param] = {}
 
-        def matrix(name: str, *shape: int, axes: tuple[str | None, ...], inputs: int) -> None:
+        def matrix(name: str, shape: tuple[int, ...], axes: Axes, inputs: int) -> None:
             made[name] = weight(rngs, (depth, *shape), ("layers", *axes), std=inputs**-0.5)
 
-        def vector(name: str, *shape: int, axes: tuple[str | None, ...], value: float = 0.0) -> None:
+        def vector(name: str, shape: tuple[int, ...], axes: Axes, value: float = 0.0) -> None:
             made[name] = nnx.Param(jnp.full((depth, *shape), value, jnp.float32), axes=("layers", *axes))
 
         if joined:
             # Whole on every device: folders have all queries first, so that heads are no runs of theirs to split.
-            matrix("qkv", d, 3, *heads, axes=("embed", None, None, None), inputs=d)
-            vector("qkv_bias", 3, *heads, axes=(None, None, None))
+            matrix("qkv", (d, 3, *heads), ("embed", None, None, None), inputs=d)
+            vector("qkv_bias", (3, *heads), (None, None, None))
         else:
             for name in QKV:
-                matrix(name, d, *heads, axes=("embed", *split), inputs=d)
-                vector(f"{name}_bias", *heads, axes=split)
-        matrix("o", *heads, d, axes=(*split, "embed"), inputs=d)
-        matrix("up", d, f, axes=("embed", "ffn"), inputs=d)
-        vector("up_bias", f, axes=("ffn",))
-        matrix("down", f, d, axes=("ffn", "embed"), inputs=f)
-        for name in ("attn_norm", "mlp_norm"):
-            vector(name, d, axes=("embed",), value=1.0)
-        for name in ("o_bias", "down_bias", "attn_norm_bias", "mlp_norm_bias"):
-            vector(name, d, axes=("embed",))
+                matrix(name, (d, *heads), ("embed", *split), inputs=d)
+                vector(f"{name}_bias", heads, split)
+        matrix("o", (*heads, d), (*split, "embed"), inputs=d)
+        matrix("up", (d, f), ("embed", "ffn"), inputs=d)
+        vector("up_bias", (f,), ("ffn",))
+        matrix("down", (f, d), ("ffn", "embed"), inputs=f)
+        for name in ("attn_norm", "mlp_norm", "o_bias", "down_bias", "attn_norm_bias", "mlp_norm_bias"):
+            vector(name, (d,), ("embed",), value=float(name.endswith("norm")))
         self.layers = nnx.Dict(made)
         pixels = (*((FRAMES,) if joined else ()), config.patch, config.patch, COLOURS)
         axes = (*(None,) * len(pixels), "embed")
@@ -71,9 +70,10 @@ class Tower(nnx.Module):
         for name in ("patch_bias", "norm_bias"):
             setattr(self, name, nnx.Param(jnp.zeros(d, jnp.float32), axes=("embed",)))
 
-    def weights(self, dtype: str, *names: str) -> list[jax.Array]:
+    def weights(self, dtype: str) -> dict[str, jax.Array]:
         """Weights outside of the layers by name, in the compute dtype."""
-        return [in_compute("w", getattr(self, name)[...], dtype) for name in names]
+        params = {name: param for name, param in vars(self).items() if isinstance(param, nnx.Param)}
+        return {name: in_compute("w", param[...], dtype) for name, param in params.items()}
 
     def __call__(self, pictures: Pictures, dtype: DType) -> Float[Array, "B Pi So D"]:
         """The embeddings of the soft tokens of pictures; of a picture that has fewer, those after its last mean
@@ -99,28 +99,25 @@ class Tower(nnx.Module):
             real: 1, and 0 for what fills a picture up.
             rope: turns queries and keys, where the tower does that.
         """
-        dtype = x.dtype.name
+        c, dtype = self.config, x.dtype.name
         positions = jnp.broadcast_to(jnp.arange(x.shape[1]), real.shape)
         view = Segments(real, positions, pictures=real, ahead=x.shape[1] - 1)
-        stacked = {name: in_compute("w", param[...], dtype) for name, param in self.layers.items()}
-        x, _ = jax.lax.scan(lambda x, weights: (self._layer(x, weights, view, rope), None), x, stacked)
-        return x
 
-    def _layer(
-        self, x: Float[Array, "B Pp Dt"], w: dict[str, jax.Array], view: Segments, rope: RopeTables | None
-    ) -> Float[Array, "B Pp Dt"]:
-        """The stream after a layer."""
-        c = self.config
-        y = layer_norm(x, w["attn_norm"], w["attn_norm_bias"], c.norm_eps)
-        matrices = [(w["qkv"][:, i], w["qkv_bias"][i]) for i in range(3)] if "qkv" in w else []
-        matrices = matrices or [(w[name], w[f"{name}_bias"]) for name in QKV]
-        q, k, v = (jnp.einsum("BTD,DNH->BTNH", y, matrix) + bias for matrix, bias in matrices)
-        q, k = (q, k) if rope is None else (rotate(q, rope), rotate(k, rope))
-        y = attend(q, k, v, view, scale=c.head_dim**-0.5)
-        x = x + jnp.einsum("BTNH,NHD->BTD", y, w["o"]) + w["o_bias"]
-        y = layer_norm(x, w["mlp_norm"], w["mlp_norm_bias"], c.norm_eps)
-        y = jax.nn.gelu(jnp.einsum("BTD,DF->BTF", y, w["up"]) + w["up_bias"], approximate=True)
-        return x + jnp.einsum("BTF,FD->BTD", y, w["down"]) + w["down_bias"]
+        def layer(x: Float[Array, "B Pp Dt"], w: dict[str, jax.Array]) -> tuple[Float[Array, "B Pp Dt"], None]:
+            y = layer_norm(x, w["attn_norm"], w["attn_norm_bias"], c.norm_eps)
+            matrices = [(w["qkv"][:, i], w["qkv_bias"][i]) for i in range(3)] if "qkv" in w else []
+            matrices = matrices or [(w[name], w[f"{name}_bias"]) for name in QKV]
+            q, k, v = (jnp.einsum("BTD,DNH->BTNH", y, matrix) + bias for matrix, bias in matrices)
+            q, k = (q, k) if rope is None else (rotate(q, rope), rotate(k, rope))
+            y = attend(q, k, v, view, scale=c.head_dim**-0.5)
+            x = x + jnp.einsum("BTNH,NHD->BTD", y, w["o"]) + w["o_bias"]
+            y = layer_norm(x, w["mlp_norm"], w["mlp_norm_bias"], c.norm_eps)
+            y = jax.nn.gelu(jnp.einsum("BTD,DF->BTF", y, w["up"]) + w["up_bias"], approximate=True)
+            return x + jnp.einsum("BTF,FD->BTD", y, w["down"]) + w["down_bias"], None
+
+        return jax.lax.scan(
+            layer, x, {name: in_compute("w", param[...], dtype) for name, param in self.layers.items()}
+        )[0]
 
 
 def layer_norm(x: Float[Array, "*B Dt"], w: Float[Array, "Dt"], b: Float[Array, "Dt"], eps: float) -> jax.Array:
@@ -159,7 +156,7 @@ def numbers(pictures: Pictures) -> Int[Array, "B T"]:
 
 def seen_ahead(pictures: Pictures | None, config: VisionConfig | None) -> dict[str, Any]:
     """What a view of rows with pictures is told of them: fields of `Segments` and of `PieceView`."""
-    if pictures is None or config is None or not config.sees_ahead:
+    if pictures is None or config is None or config.any_shape:
         return {}
     return {"pictures": numbers(pictures), "ahead": config.tokens - 1}
 
@@ -180,17 +177,15 @@ class Siglip(Tower):
     def soft_tokens(self, x: Float[Array, "B Pp Pr Pc Rb"], grids: Int[Array, "B 2"]) -> Float[Array, "B So D"]:
         """The soft tokens of pictures, which all have one grid."""
         del grids
-        c, dtype = self.config, x.dtype.name
-        patch, patch_bias, position = self.weights(dtype, "patch", "patch_bias", "position")
-        norm, norm_bias, soft_norm, projection = self.weights(dtype, "norm", "norm_bias", "soft_norm", "projection")
-        x = jnp.einsum("BPrci,rciD->BPD", x, patch) + patch_bias + position
+        c, w = self.config, self.weights(x.dtype.name)
+        x = jnp.einsum("BPrci,rciD->BPD", x, w["patch"]) + w["patch_bias"] + w["position"]
         x = self.mixed(x, jnp.ones(x.shape[:2], jnp.int32))
-        x = layer_norm(x, norm, norm_bias, c.norm_eps)
+        x = layer_norm(x, w["norm"], w["norm_bias"], c.norm_eps)
         # The means of squares of patches, as many as a picture has soft tokens.
         side = math.isqrt(c.tokens)
         squares = x.reshape(len(x), side, c.pool, side, c.pool, c.width).astype(jnp.float32)
         x = jnp.mean(squares, (2, 4)).astype(x.dtype).reshape(len(x), c.tokens, c.width)
-        return jnp.einsum("BSD,DE->BSE", rms_norm(x, soft_norm, eps=c.norm_eps, offset=True), projection)
+        return jnp.einsum("BSD,DE->BSE", rms_norm(x, w["soft_norm"], eps=c.norm_eps, offset=True), w["projection"])
 
 
 class QwenVision(Tower):
@@ -213,26 +208,23 @@ class QwenVision(Tower):
 
     def soft_tokens(self, x: Float[Array, "B Pp Pr Pc Rb"], grids: Int[Array, "B 2"]) -> Float[Array, "B So D"]:
         """The soft tokens of pictures, each of its own grid."""
-        c, dtype = self.config, x.dtype.name
-        patch, patch_bias, position = self.weights(dtype, "patch", "patch_bias", "position")
-        norm, norm_bias, up, up_bias = self.weights(dtype, "norm", "norm_bias", "merge_up", "merge_up_bias")
-        down, down_bias = self.weights(dtype, "merge_down", "merge_down_bias")
+        c, w = self.config, self.weights(x.dtype.name)
         # The row and the column of each patch, square by square.
         index, columns = jnp.arange(c.patches), jnp.maximum(grids[:, 1:], 1)
         square, inside = index // c.pool**2, index % c.pool**2
         row, column = square // columns * c.pool + inside // c.pool, square % columns * c.pool + inside % c.pool
         at = jnp.stack([row, column], axis=-1)
-        x = jnp.einsum("BPrci,rciD->BPD", x, jnp.sum(patch, axis=0)) + patch_bias
-        x = x + interpolated(position, at, c.pool * grids).astype(x.dtype)
+        x = jnp.einsum("BPrci,rciD->BPD", x, jnp.sum(w["patch"], axis=0)) + w["patch_bias"]
+        x = x + interpolated(w["position"], at, c.pool * grids).astype(x.dtype)
         real = jnp.arange(c.patches) < jnp.prod(grids, axis=-1, keepdims=True) * c.pool**2
         # Patches turn by their row in the first half of the pairs, and by their column in the others.
         quarter = c.head_dim // 4
         frequencies = 1.0 / ROPE_THETA ** (jnp.arange(quarter, dtype=jnp.float32) / quarter)
         angles = (at[..., None].astype(jnp.float32) * frequencies).reshape(*at.shape[:2], 2 * quarter)
         x = self.mixed(x, real.astype(jnp.int32), (jnp.cos(angles), jnp.sin(angles)))
-        x = layer_norm(x, norm, norm_bias, c.norm_eps)
-        x = jnp.einsum("BSD,DF->BSF", x.reshape(len(x), c.tokens, -1), up) + up_bias
-        return jnp.einsum("BSF,FD->BSD", jax.nn.gelu(x, approximate=False), down) + down_bias
+        x = layer_norm(x, w["norm"], w["norm_bias"], c.norm_eps)
+        x = jnp.einsum("BSD,DF->BSF", x.reshape(len(x), c.tokens, -1), w["merge_up"]) + w["merge_up_bias"]
+        return jnp.einsum("BSF,FD->BSD", jax.nn.gelu(x, approximate=False), w["merge_down"]) + w["merge_down_bias"]
 
 
 def interpolated(

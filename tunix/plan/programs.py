@@ -57,7 +57,9 @@ def microbatches_of(
     by_picture = (*tokens.shape[:2], pictures)
     pixels: Any = jax.ShapeDtypeStruct((*by_picture, *vision.shape), jnp.uint8, sharding=by_row)
     grids: Any = jax.ShapeDtypeStruct((*by_picture, 2), jnp.int32, sharding=by_row)
-    rope: Any = jax.ShapeDtypeStruct((*tokens.shape, 3), jnp.int32, sharding=tokens.sharding) if vision.turns else None
+    rope: Any = (
+        jax.ShapeDtypeStruct((*tokens.shape, 3), jnp.int32, sharding=tokens.sharding) if vision.any_shape else None
+    )
     return replace(shapes, pictures=Pictures(pixels, grids, tokens, rope))
 
 

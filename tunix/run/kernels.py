@@ -80,7 +80,7 @@ def _specs(
             jax.ShapeDtypeStruct((1, length, heads, kind.head_dim), model.dtype)
             for heads in (config.num_heads, kind.kv_heads)
         )
-        ahead = config.vision is not None and config.vision.sees_ahead
+        ahead = config.vision is not None and not config.vision.any_shape
         view = Segments(ids, ids, ids if branched else None, kind.window, pictures=ids if ahead else None)
         return spec_of(q, k, view, config.attention_softcap)
 

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.models
 HELD = np.array([1, 40, 100, 64, 0])
 """Tokens of each slot; the last one is idle."""
 PAGE, COLUMNS = 16, 7
-H100 = DecodeSpec(16, 8, 128, "bfloat16", "bfloat16", 128, (None,), None, "gpu", 9.0)
+H100 = DecodeSpec(16, 8, 128, "bfloat16", None, "gpu", 9.0, "bfloat16", 128, (None,))
 V5P = replace(H100, platform="tpu", capability=None)
 INT8 = replace(V5P, cache="int8")
 

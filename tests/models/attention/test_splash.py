@@ -100,10 +100,10 @@ def test_what_the_kernel_lacks():
     q, k = jnp.zeros((B, T, N, H)), jnp.zeros((B, T, K, H))
     spec = spec_of(q, k, rows(parents=True), None)
     assert splash.lacks(spec) == "it needs a TPU"
-    assert splash.unfit(spec) is None
-    assert "columns" in str(splash.unfit(spec_of(q, k, rows(parents=True)._replace(window=8), None)))
-    part = replace(spec, queries=100)
-    assert "parts of rows of 100 tokens are no multiple of 128" in str(splash.unfit(part))
+    assert splash.lacks(replace(spec, platform="tpu")) is None
+    assert "columns" in str(splash.lacks(replace(spec, platform="tpu", window=8)))
+    part = replace(spec, platform="tpu", queries=100)
+    assert "parts of rows of 100 tokens are no multiple of 128" in str(splash.lacks(part))
 
 
 @pytest.mark.parametrize(

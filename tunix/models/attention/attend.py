@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from tunix.mesh import partition, platform, shards
-from tunix.models.attention import chunked, einsum, mosaic, pages, splash
+from tunix.models.attention import chunked, einsum, mosaic, splash
 from tunix.models.attention.decoding import of_slots, reader_of
 from tunix.models.attention.inputs import (
     LANES,
@@ -31,7 +31,9 @@ from tunix.models.attention.inputs import (
     ByKind,
     Gradients,
     Mixed,
+    Queries,
     Segments,
+    because,
     inner_products,
     merged,
     past_sinks,
@@ -83,7 +85,7 @@ class _Call(NamedTuple):
 
 
 def attend(
-    q: Float[Array, "B T N H"],
+    q: Queries,
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     view: Segments | ByKind,
@@ -91,7 +93,7 @@ def attend(
     scale: float,
     softcap: float | None = None,
     sinks: Float[Array, "N"] | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Queries:
     """`softmax(scale q.k) v` over the keys of the same rows that each query sees.
 
     Args:
@@ -138,7 +140,9 @@ def attend_cached(
 
     def part(cache, q, new, view):
         # Written before they are read, which changes nothing of earlier tokens, so that pages are changed in place.
-        cache = cache if written else pages.written(cache, view.writes, new)
+        if not written:
+            flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), new)
+            cache = cache.with_tokens(view.writes.pages.reshape(-1), view.writes.offsets.reshape(-1), flat)
         if isinstance(view, PieceView):
             return cache, reader_of(cache).before_piece(q, cache, view, scale=scale, softcap=softcap)
         return cache, of_slots(q, cache, view, scale=scale, softcap=softcap)
@@ -198,7 +202,7 @@ def _within_rows(
     specs = [spec_of(q, k, one, softcap) for one in views]
     chosen = tuple(implementation(spec, one.attention) for spec, one in zip(specs, views, strict=True))
     call = _Call(chosen, tuple(one.window for one in views), layers, scale, softcap, views[0].ahead)
-    tokens, length = (views[0].ids, views[0].positions, views[0].parents, views[0].pictures), q.shape[1]
+    tokens, length = views[0].tokens, q.shape[1]
     if any(one.kernel for one in chosen) and length % LANES and parts_of(length) == 1:
         # Kernels want whole blocks: what is added to rows is a segment of its own.
         def fill(x: jax.Array, value: int) -> jax.Array:
@@ -236,28 +240,18 @@ def described(specs: Sequence[AttentionSpec], wanted: str = "auto") -> str:
     """
     by_text: dict[str, list[AttentionSpec]] = {}
     for spec in specs:
-        by_text.setdefault(_described(spec, wanted), []).append(spec)
+        chosen = implementation(spec, wanted)
+        faster = IMPLEMENTATIONS[: IMPLEMENTATIONS.index(chosen)] if wanted == "auto" else ()
+        text = because(chosen.name, ((kernel.name, kernel.lacks(spec)) for kernel in faster))
+        by_text.setdefault(text, []).append(spec)
     if len(by_text) == 1:
         return next(iter(by_text))
     windows = {text: ", ".join(f"{spec.window or 'whole'}" for spec in those) for text, those in by_text.items()}
     return "; ".join(f"windows {windows[text]}: {text}" for text in by_text)
 
 
-def _described(spec: AttentionSpec, wanted: str) -> str:
-    chosen = implementation(spec, wanted)
-    faster = IMPLEMENTATIONS[: IMPLEMENTATIONS.index(chosen)] if wanted == "auto" else ()
-    reasons: dict[str, str] = {}
-    for candidate in faster:
-        if reason := candidate.lacks(spec):
-            reasons.setdefault(reason, candidate.name)  # once where two kernels have it
-    return chosen.name + (f" ({'; '.join(f'{name}: {reason}' for reason, name in reasons.items())})" if reasons else "")
-
-
 def spec_of(
-    q: jax.Array | jax.ShapeDtypeStruct,
-    k: jax.Array | jax.ShapeDtypeStruct,
-    view: Segments,
-    softcap: float | None,
+    q: jax.Array | jax.ShapeDtypeStruct, k: jax.Array | jax.ShapeDtypeStruct, view: Segments, softcap: float | None
 ) -> AttentionSpec:
     """The spec of a call of `attend`, on the mesh in use."""
     return AttentionSpec(
@@ -286,8 +280,7 @@ def _by_kind(call: _Call, name: Literal["forward", "backward"], kind, q, k, v, t
 
     def branch(method: Implementation, window: int | None) -> Callable:
         def compute(q, k, v, tokens, *more, first=0):
-            ids, positions, parents, pictures = tokens
-            view = Segments(ids, positions, parents, window=window, first=first, pictures=pictures, ahead=call.ahead)
+            view = Segments(*tokens[:3], window=window, first=first, pictures=tokens.pictures, ahead=call.ahead)
             return getattr(method, name)(q, k, v, view, *more, scale=call.scale, softcap=call.softcap)
 
         return _on_each_device(compute, name) if method.local else compute
@@ -310,7 +303,6 @@ def _on_each_device(compute: Callable, name: Literal["forward", "backward"]) -> 
 
     def spread(q, k, v, tokens, *more):
         heads = "heads" if k.shape[2] % shards("heads") == 0 else None
-
         split = parts_of(q.shape[1]) > 1
 
         def part(q, k, v, tokens, *more):

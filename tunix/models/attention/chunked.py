@@ -17,8 +17,11 @@ from jaxtyping import Array, Bool, Float, Int
 from tunix.models.attention.inputs import (
     HIDDEN,
     Gradients,
+    Keys,
     Mixed,
+    Queries,
     Segments,
+    Tokens,
     inner_products,
     scaled,
 )
@@ -36,23 +39,13 @@ class _Blocks(NamedTuple):
     q: Float[Array, "parts B K Q H"]
     k: Float[Array, "blocks B K C H"]
     v: Float[Array, "blocks B K C H"]
-    ids: Int[Array, "blocks B C"]
-    parents: Int[Array, "blocks B C"]
-    positions: Int[Array, "blocks B C"]
-    pictures: Int[Array, "blocks B C"] | None
+    tokens: Tokens
+    """`[blocks B C]` each."""
     first: Int[Array, ""] | int
     """The block of keys that the first block of queries is at."""
 
 
-def forward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B keys K H"],
-    v: Float[Array, "B keys K H"],
-    view: Segments,
-    *,
-    scale: float,
-    softcap: float | None,
-) -> Mixed:
+def forward(q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None) -> Mixed:
     """As `attend.Implementation.forward`."""
     size = block_size(q.shape[1], k.shape[1])
     blocks = _cut(scaled(q, scale), k, v, view, size)
@@ -82,12 +75,12 @@ def forward(
 
 
 def backward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B keys K H"],
-    v: Float[Array, "B keys K H"],
+    q: Queries,
+    k: Keys,
+    v: Keys,
     view: Segments,
     result: Mixed,
-    d_mixed: Float[Array, "B T N H"],
+    d_mixed: Queries,
     *,
     scale: float,
     softcap: float | None,
@@ -153,20 +146,21 @@ def _needed(blocks: _Blocks, view: Segments, size: int) -> Bool[Array, "blocks b
         real = jnp.where(ids > 0, ids, LAST)
         return jnp.min(real, -1), jnp.max(real, -1)
 
-    low, high = ranges(blocks.ids)
+    tokens = blocks.tokens
+    low, high = ranges(tokens.ids)
     needed = (low[:, None] <= high[None]) & (low[None] <= high[:, None])
-    index = jnp.arange(len(blocks.ids))
-    if view.parents is not None:
-        first, last = ranges(blocks.parents)
+    index = jnp.arange(len(tokens.ids))
+    if tokens.parents is not None:
+        first, last = ranges(tokens.parents)
         needed |= (first[:, None] <= high[None]) & (low[None] <= last[:, None])
     ahead = (index[:, None] - index[None])[..., None]
     needed &= ahead >= -((view.ahead + size - 1) // size)
     if view.window is None:
         return needed
-    if view.parents is None:
+    if tokens.parents is None:
         # From the first query of a block to the last key of another.
         return needed & ((ahead - 1) * size + 1 < view.window)
-    nearest = jnp.min(blocks.positions, -1)[:, None] - jnp.max(blocks.positions, -1)[None]
+    nearest = jnp.min(tokens.positions, -1)[:, None] - jnp.max(tokens.positions, -1)[None]
     return needed & (nearest < view.window)
 
 
@@ -179,46 +173,25 @@ def _scores(
     if softcap is not None:
         bent = jnp.tanh(scores / softcap)
         scores, slope = softcap * bent, 1 - bent**2
-    bias = jnp.where(_seen(blocks, view, i, j, size), 0.0, HIDDEN)
-    rows, kv_heads, queries, keys = scores.shape
-    scores = scores.reshape(rows, kv_heads, -1, size, keys) + bias[:, None, None]
-    return scores.reshape(rows, kv_heads, queries, keys), slope
-
-
-def _seen(
-    blocks: _Blocks, view: Segments, i: Int[Array, ""], j: Int[Array, ""], size: int
-) -> Bool[Array, "B queries C"]:
-    """Whether the queries of block i see the keys of block j: `Segments.seen` for a pair of blocks."""
-    i = i + blocks.first
-    ids, parents, positions = (x[i][:, :, None] for x in (blocks.ids, blocks.parents, blocks.positions))
-    place = jnp.arange(size)
-    columns = (i - j) * size + place[:, None] - place[None]
-    seen = ids == blocks.ids[j][:, None]
-    if view.parents is not None:
-        seen |= parents == blocks.ids[j][:, None]
-    pictures, now = blocks.pictures, columns >= 0
-    if pictures is not None:
-        now = now | ((pictures[i][:, :, None] == pictures[j][:, None]) & (pictures[j][:, None] > 0))
-    seen &= now
-    if view.window is None:
-        return seen
-    distance = columns if view.parents is None else positions - blocks.positions[j][:, None]
-    return seen & (distance < view.window)
+    at, place = i + blocks.first, jnp.arange(size)
+    queries = jax.tree.map(lambda x: x[at][:, :, None], blocks.tokens)
+    keys = jax.tree.map(lambda x: x[j][:, None], blocks.tokens)
+    columns = (at - j) * size + place[:, None] - place[None]
+    bias = jnp.where(queries.see(keys, columns, view.window), 0.0, HIDDEN)
+    by_head = scores.reshape(*scores.shape[:2], -1, size, scores.shape[3])
+    return (by_head + bias[:, None, None]).reshape(scores.shape), slope
 
 
 def _cut(q: jax.Array, k: jax.Array, v: jax.Array, view: Segments, size: int) -> _Blocks:
     """The rows in blocks; what fills the last one is a segment of its own."""
     kv_heads = k.shape[2]
-    parents = view.ids if view.parents is None else view.parents
 
-    def tokens(x: jax.Array) -> jax.Array:
+    def in_blocks(x: jax.Array) -> jax.Array:
         padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size)), constant_values=-1)
         return padded.reshape(len(x), -1, size).swapaxes(0, 1)
 
     q, k, v = (_queries(x, kv_heads, size) for x in (q, k, v))
-    pictures = None if view.pictures is None else tokens(view.pictures)
-    first = view.first // size
-    return _Blocks(q, k, v, tokens(view.ids), tokens(parents), tokens(view.positions), pictures, first)
+    return _Blocks(q, k, v, jax.tree.map(in_blocks, view.tokens), view.first // size)
 
 
 def _queries(x: Float[Array, "B T N H"], kv_heads: int, size: int) -> Float[Array, "blocks B K Q H"]:

@@ -45,11 +45,6 @@ def lacks(spec: DecodeSpec) -> str | None:
         return "it needs an NVIDIA GPU of compute capability 8 or more"
     if spec.cache == "fp8" and spec.capability < 8.9:
         return "fp8 needs compute capability 8.9 or more"
-    return unfit(spec)
-
-
-def unfit(spec: DecodeSpec) -> str | None:
-    """Why the kernel cannot read a cache on any device."""
     if spec.head_dim & (spec.head_dim - 1) or spec.head_dim < ROWS:
         return f"a head dim of {spec.head_dim} is no power of two of at least {ROWS}"
     if spec.page < ROWS:
@@ -86,11 +81,9 @@ def of_slots(q: Float[Array, "B 1 N H"], pages: Rows, view: SlotsView, *, scale:
     return normalised(peak[..., None], mass[..., None], mixed[..., None, :], q.dtype)
 
 
-def _kernel(
-    table: Any, starts: Any, stops: Any, q: Any, keys: Any, values: Any, *rest: Any, rows, block, size, softcap
-):
-    """One program: `rest` are the scales, where there are any, and the three results."""
-    *scales, peaks, masses, sums = rest
+def _kernel(*refs: Any, rows: int, block: int, size: int, softcap: float | None) -> None:
+    """One program; there are scales where there are any."""
+    table, starts, stops, q, keys, values, *scales, peaks, masses, sums = refs
     slot, head, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     # It begins at a computed 0: from 0.12 on jax refuses a slice that is known to end beyond its array, masked or not.
     start, stop, every = starts[slot], stops[slot], pl.ds(0 * part, rows)
@@ -125,16 +118,9 @@ def before_piece(
     there = jnp.arange(visits.blocks.shape[1]) < visits.number[0]
     borders = jnp.sum(there & (visits.blocks[0] < jnp.arange(blocks + 1)[:, None]), axis=1, dtype=jnp.int32)
     tokens = [x.reshape(blocks, width) for x in (view.ids, view.begins, view.positions)]
-    block = min(pages.size, TILE // dim)
+    kernel = partial(_piece_kernel, group=heads // pages.kv_heads, block=min(pages.size, TILE // dim), size=pages.size)
     mixed, lse = pl.pallas_call(
-        partial(
-            _piece_kernel,
-            group=heads // pages.kv_heads,
-            block=block,
-            size=pages.size,
-            window=view.window,
-            softcap=softcap,
-        ),
+        partial(kernel, window=view.window, softcap=softcap),
         grid=(blocks, heads),
         out_shape=[
             jax.ShapeDtypeStruct((blocks, heads, width, dim), q.dtype),
@@ -155,26 +141,9 @@ def before_piece(
     return mixed.swapaxes(1, 2).reshape(q.shape), lse.swapaxes(1, 2).reshape(1, length, heads)
 
 
-def _piece_kernel(
-    borders: Any,
-    pages: Any,
-    starts: Any,
-    owners: Any,
-    ids: Any,
-    begins: Any,
-    positions: Any,
-    q: Any,
-    keys: Any,
-    values: Any,
-    *rest: Any,
-    group,
-    block,
-    size,
-    window,
-    softcap,
-):
-    """One program: `rest` are the scales, where there are any, and both results."""
-    *scales, mixed, lse = rest
+def _piece_kernel(*refs: Any, group: int, block: int, size: int, window: int | None, softcap: float | None) -> None:
+    """One program; there are scales where there are any."""
+    borders, pages, starts, owners, ids, begins, positions, q, keys, values, *scales, mixed, lse = refs
     row, head = pl.program_id(0), pl.program_id(1)
     queries, tiles = q[row, head], size // block
     segment, ends, firsts = ids[row], begins[row], None if window is None else positions[row] - window

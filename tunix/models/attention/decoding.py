@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 from jaxtyping import Array, Float
 
 from tunix.models.attention import decode_triton, pages
-from tunix.models.attention.inputs import LANES, DecodeSpec, Mixed, scaled
+from tunix.models.attention.inputs import LANES, DecodeSpec, Mixed, because, scaled
 from tunix.models.attention.pages import LARGEST, STORED, Columns, Interleaved, Pages, Rows, SlotsView
 
 TOKENS = 1024
@@ -107,8 +107,8 @@ def _lacks(candidate: Reader, specs: Sequence[DecodeSpec]) -> str | None:
 def described(specs: Sequence[DecodeSpec], chosen: str) -> str:
     """The implementation that was chosen, and why no faster one: `triton (ragged: it needs a TPU)`."""
     faster = IMPLEMENTATIONS[: IMPLEMENTATIONS.index(BY_NAME[chosen])]
-    reasons = [f"{one.name}: {_lacks(one, specs) or 'it gives other numbers on this device'}" for one in faster]
-    return chosen + (f" ({'; '.join(reasons)})" if reasons else "")
+    other = "it gives other numbers on this device"
+    return because(chosen, ((kernel.name, _lacks(kernel, specs) or other) for kernel in faster))
 
 
 def unsaved(specs: Sequence[DecodeSpec]) -> str | None:
@@ -130,10 +130,8 @@ def of_slots(
     if number == 1 or not implementation.in_place:
         return implementation.of_slots(q, cache, view, scale=scale, softcap=softcap)
     # Kernels read for one query: guesses have slots of their own.
-    result = implementation.of_slots(
-        q.reshape(-1, 1, *q.shape[2:]), cache, view.by_token(), scale=scale, softcap=softcap
-    )
-    mixed, lse = result
+    each = q.reshape(-1, 1, *q.shape[2:])
+    mixed, lse = implementation.of_slots(each, cache, view.by_token(), scale=scale, softcap=softcap)
     return mixed.reshape(q.shape), lse.reshape(slots, number, -1)
 
 

@@ -12,44 +12,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from tunix.models.attention.inputs import (
-    HIDDEN,
-    Gradients,
-    Mixed,
-    Segments,
-    grouped,
-    scaled,
-    ungrouped,
-)
+from tunix.models.attention.inputs import HIDDEN, Gradients, Keys, Mixed, Queries, Segments, grouped, scaled, ungrouped
 
 BLOCK_Q = 128
 """Queries of a block at least: a block skips the keys that come after what it sees, nearly half of all scores."""
 MOST_BLOCKS = 4
 """Blocks of a row at most; each is compiled on its own."""
-Mix = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-"""What the queries of a block mix of the values, and the log-sum-exp of their scores, from these and the values."""
+MixedBlock = tuple[Float[Array, "B K J Q H"], Float[Array, "B K J Q"]]
+"""What the queries of a block mix of the values, and the log-sum-exp of their scores."""
 
 
-def forward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    view: Segments,
-    *,
-    scale: float,
-    softcap: float | None,
-) -> Mixed:
+def forward(q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None) -> Mixed:
     """Attention within packed rows, by blocks of queries; as `attend.Implementation.forward`."""
     return _by_blocks(_mixed, q, k, v, view, scale, softcap)
 
 
 def backward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
+    q: Queries,
+    k: Keys,
+    v: Keys,
     view: Segments,
     result: Mixed,
-    d_mixed: Float[Array, "B T N H"],
+    d_mixed: Queries,
     *,
     scale: float,
     softcap: float | None,
@@ -66,7 +50,7 @@ def backward(
     return jax.vjp(again, q, k, v)[1](d_mixed)
 
 
-def _by_blocks(mix: Mix, q, k, v, view: Segments, scale: float, softcap: float | None) -> Mixed:
+def _by_blocks(mix: Callable[..., MixedBlock], q, k, v, view: Segments, scale: float, softcap: float | None) -> Mixed:
     """What `mix` returns for each block of queries, side by side."""
     queries = grouped(scaled(q, scale), k.shape[2])
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
@@ -77,28 +61,19 @@ def _by_blocks(mix: Mix, q, k, v, view: Segments, scale: float, softcap: float |
         # A finite bias: it is added once per pair, where a select would compare again for every head.
         bias = jnp.where(view.seen(start, stop), 0.0, HIDDEN)
         end = view.end(stop)
-        scores = _scores(queries[:, :, :, start:stop], k[:, :, :end], bias, softcap)
-        block, lse = mix(scores, v[:, :, :end])
+        block_q, block_k = queries[:, :, :, start:stop], k[:, :, :end]
+        # In the products Q runs over the block's queries of all J heads.
+        scores = jnp.einsum("BKQH,BKTH->BKQT", _flat(block_q), block_k, preferred_element_type=jnp.float32)
+        scores = scores.reshape(*block_q.shape[:-1], end)
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        block, lse = mix(scores + bias[:, None, None], v[:, :, :end])
         mixed.append(block)
         mass.append(lse)
     return ungrouped(jnp.concatenate(mixed, axis=3)), ungrouped(jnp.concatenate(mass, axis=3)[..., None])[..., 0]
 
 
-def _scores(
-    q: Float[Array, "B K J Q H"], k: Float[Array, "B K T H"], bias: Float[Array, "B Q T"], softcap: float | None
-) -> Float[Array, "B K J Q T"]:
-    """The scores of a block of queries in float32."""
-    # In the products Q runs over the block's queries of all J heads.
-    scores = jnp.einsum("BKQH,BKTH->BKQT", _flat(q), k, preferred_element_type=jnp.float32)
-    scores = scores.reshape(*q.shape[:-1], k.shape[2])
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    return scores + bias[:, None, None]
-
-
-def _mixed(
-    scores: Float[Array, "B K J Q T"], v: Float[Array, "B K T H"]
-) -> tuple[Float[Array, "B K J Q H"], Float[Array, "B K J Q"]]:
+def _mixed(scores: Float[Array, "B K J Q T"], v: Float[Array, "B K T H"]) -> MixedBlock:
     """The mean of the values of a block of queries, and the log-sum-exp of its scores.
 
     Weights are rounded for the product before they are divided by their sum, as those of tokens that are decoded are
@@ -112,9 +87,7 @@ def _mixed(
     return (sums / mass[..., None]).astype(v.dtype), peak + jnp.log(mass)
 
 
-def _mixed_by_softmax(
-    scores: Float[Array, "B K J Q T"], v: Float[Array, "B K T H"]
-) -> tuple[Float[Array, "B K J Q H"], Float[Array, "B K J Q"]]:
+def _mixed_by_softmax(scores: Float[Array, "B K J Q T"], v: Float[Array, "B K T H"]) -> MixedBlock:
     """As `_mixed`, but for rounding: the derivative's products have operands of the values' dtype alone."""
     mixed = jnp.einsum("BKQT,BKTH->BKQH", _flat(jax.nn.softmax(scores, axis=-1).astype(v.dtype)), v)
     return mixed.reshape(*scores.shape[:-1], v.shape[-1]), jax.nn.logsumexp(scores, axis=-1)

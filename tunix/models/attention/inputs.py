@@ -6,6 +6,7 @@ kernel's file imports from here, `attend.py` from it.
 Axes: B rows, T time, Q queries of a block, N query heads, K kv heads, J query heads of a kv head, H head dim.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,21 +20,20 @@ from tunix.config import CacheType
 HIDDEN = -1e30
 """Added to the scores of pairs that do not see each other; their softmax weight is exactly 0 in float32."""
 
-Mixed = tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]
+Queries = Float[Array, "B T N H"]
+Keys = Float[Array, "B keys K H"]
+"""Keys, or values."""
+Mixed = tuple[Queries, Float[Array, "B T N"]]
 """Each query's mean of the values it sees, and the log-sum-exp of its scores in float32: with it two such results over
 different keys are merged, and a backward pass makes the weights again."""
-Gradients = tuple[Float[Array, "B T N H"], Float[Array, "B keys K H"], Float[Array, "B keys K H"]]
+Gradients = tuple[Queries, Keys, Keys]
 """Gradients by q, k and v, in their dtypes."""
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
-    """The properties of one call of `attend` that are known while its program is traced."""
+class HeadsSpec:
+    """The heads of some layers, and the device that computes them: known while a program is traced."""
 
-    queries: int
-    """Queries in a row, padding included, e.g. 4096; of those that are split over devices, a part's."""
-    keys: int
-    """Keys in a row, e.g. 4096."""
     heads: int
     """N, query heads."""
     kv_heads: int
@@ -42,18 +42,58 @@ class AttentionSpec:
     """H, e.g. 128."""
     dtype: str
     """Dtype of the queries, e.g. bfloat16."""
-    branched: bool
-    """Whether segments also see their parent's tokens (`Segments.parents`)."""
-    pictures: bool
-    """Whether tokens of a picture also see later ones of it (`Segments.pictures`)."""
-    window: int | None
-    """Positions that a query sees, itself included; None for all."""
     softcap: float | None
     """Scores become `softcap * tanh(scores / softcap)`; None leaves them."""
     platform: str
     """cpu, gpu or tpu."""
     capability: float | None
     """Compute capability of an NVIDIA GPU, e.g. 9.0; None of another device."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec(HeadsSpec):
+    """The properties of one call of `attend`."""
+
+    queries: int
+    """Queries in a row, padding included, e.g. 4096; of those that are split over devices, a part's."""
+    keys: int
+    """Keys in a row, e.g. 4096."""
+    branched: bool
+    """Whether segments also see their parent's tokens (`Segments.parents`)."""
+    pictures: bool
+    """Whether tokens of a picture also see later ones of it (`Segments.pictures`)."""
+    window: int | None
+    """Positions that a query sees, itself included; None for all."""
+
+
+class Tokens(NamedTuple):
+    """Of each token of packed rows what says which others it sees, as in `Segments`."""
+
+    ids: Int[Array, "..."]
+    positions: Int[Array, "..."]
+    parents: Int[Array, "..."] | None
+    pictures: Int[Array, "..."] | None
+
+    def see(self, keys: "Tokens", columns: Int[Array, "..."], window: int | None) -> Bool[Array, "..."]:
+        """Whether these tokens see others; all arrays broadcast.
+
+        Args:
+            keys: the others.
+            columns: by how many columns each of these comes after each of the others in its row.
+            window: positions that a token sees, itself included; None for all.
+        """
+        seen = self.ids == keys.ids
+        if self.parents is not None:
+            seen |= self.parents == keys.ids
+        now = columns >= 0
+        if self.pictures is not None and keys.pictures is not None:
+            now = now | ((self.pictures == keys.pictures) & (keys.pictures > 0))
+        seen &= now
+        if window is None:
+            return seen
+        # Between a segment and its parent there may be others, so columns do not give the distance.
+        distance = columns if self.parents is None else self.positions - keys.positions
+        return seen & (distance < window)
 
 
 class Segments(NamedTuple):
@@ -82,20 +122,17 @@ class Segments(NamedTuple):
     def seen(self, start: int, stop: int) -> Bool[Array, "B Q T"]:
         """Whether the queries `start` to `stop` see the keys before `end(stop)`."""
         end = self.end(stop)
-        query, key = np.s_[:, start:stop, None], np.s_[:, None, :end]
+        queries, keys = (
+            jax.tree.map(lambda x, part=part: x[part], self.tokens)
+            for part in (np.s_[:, start:stop, None], np.s_[:, None, :end])
+        )
         columns = jnp.arange(start, stop)[:, None] - jnp.arange(end)[None]
-        seen = self.ids[query] == self.ids[key]
-        if self.parents is not None:
-            seen |= self.parents[query] == self.ids[key]
-        now = columns >= 0
-        if self.pictures is not None:
-            now = now | ((self.pictures[query] == self.pictures[key]) & (self.pictures[key] > 0))
-        seen &= now
-        if self.window is None:
-            return seen
-        # Between a segment and its parent there may be others, so columns do not give the distance.
-        distance = columns if self.parents is None else self.positions[query] - self.positions[key]
-        return seen & (distance < self.window)
+        return queries.see(keys, columns, self.window)
+
+    @property
+    def tokens(self) -> Tokens:
+        """What it says of each token."""
+        return Tokens(self.ids, self.positions, self.parents, self.pictures)
 
     def end(self, stop: int) -> int:
         """One after the last key that a query before `stop` sees."""
@@ -117,7 +154,7 @@ class ByKind(NamedTuple):
     """How many layers there are of each kind."""
 
 
-def inner_products(mixed: Float[Array, "B T N H"], d_mixed: Float[Array, "B T N H"]) -> Float[Array, "B T N"]:
+def inner_products(mixed: Queries, d_mixed: Queries) -> Float[Array, "B T N"]:
     """What the gradient of a softmax takes off the gradient of each weight: `d_scores = weights (d_weights - this)`.
 
     The sum of weights times their gradients over the keys is that of `mixed` times its gradient over the head.
@@ -141,46 +178,45 @@ def past_sinks(result: Mixed, sinks: Float[Array, "N"] | None) -> Mixed:
     return mixed * jax.nn.sigmoid(lse - sinks)[..., None].astype(mixed.dtype), jnp.logaddexp(lse, sinks)
 
 
-def scaled(q: Float[Array, "B T N H"], scale: float) -> Float[Array, "B T N H"]:
+def scaled(q: Queries, scale: float) -> Queries:
     """Queries times `scale`, multiplied in float32: Gemma 2 27B's 144^-0.5 in bfloat16 is 0.195 % too large."""
     return (q.astype(jnp.float32) * scale).astype(q.dtype)
 
 
-def grouped(q: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B K J T H"]:
+def grouped(q: Queries, kv_heads: int) -> Float[Array, "B K J T H"]:
     """Queries by their kv head, heads before tokens: plain batched products, which every backend does best."""
     rows, length, _, dim = q.shape
     return q.reshape(rows, length, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
 
 
-def ungrouped(mixed: Float[Array, "B K J T H"]) -> Float[Array, "B T N H"]:
+def ungrouped(mixed: Float[Array, "B K J T H"]) -> Queries:
     """The inverse of `grouped`."""
     rows, _, _, length, dim = mixed.shape
     return mixed.transpose(0, 3, 1, 2, 4).reshape(rows, length, -1, dim)
 
 
+def because(chosen: str, faster: Iterable[tuple[str, str | None]]) -> str:
+    """The implementation that was chosen, and why no faster one: `einsum (splash: it needs a TPU)`.
+
+    Args:
+        faster: names, and what each lacks; a reason that several have is said once.
+    """
+    reasons: dict[str, str] = {}
+    for name, reason in faster:
+        if reason:
+            reasons.setdefault(reason, name)
+    return chosen + (f" ({'; '.join(f'{name}: {reason}' for reason, name in reasons.items())})" if reasons else "")
+
+
 @dataclass(frozen=True)
-class DecodeSpec:
+class DecodeSpec(HeadsSpec):
     """The properties of a cache and of the queries that read it, on each device; of layers with one shape of heads."""
 
-    heads: int
-    """N, query heads of a device."""
-    kv_heads: int
-    """K of a device; each serves N / K query heads."""
-    head_dim: int
-    """H, e.g. 128."""
-    dtype: str
-    """Dtype of the queries, e.g. bfloat16."""
     cache: CacheType
     """What keys and values are kept in."""
     page: int
     """Pt, e.g. 128."""
     windows: tuple[int | None, ...]
     """The window of each kind of these layers; None for all of a sequence."""
-    softcap: float | None
-    """Scores become `softcap * tanh(scores / softcap)`; None leaves them."""
-    platform: str
-    """cpu, gpu or tpu."""
-    capability: float | None
-    """Compute capability of an NVIDIA GPU, e.g. 9.0; None of another device."""
     sinks: bool = False
     """Whether sinks take part in the softmax."""

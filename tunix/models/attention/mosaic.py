@@ -12,18 +12,20 @@ Axes: B rows, T time, Q queries of a block, N query heads, K kv heads, H head di
 """
 
 from collections.abc import Iterable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from tunix.models.attention.inputs import (
     LANES,
     AttentionSpec,
     Gradients,
+    Keys,
     Mixed,
+    Queries,
     Segments,
     inner_products,
     merged,
@@ -56,7 +58,15 @@ def lacks(spec: AttentionSpec) -> str | None:
     """Why the kernel cannot compute a call; None where it can."""
     if spec.capability is None or int(spec.capability) not in CAPABILITIES:
         return "it needs an NVIDIA GPU of compute capability 9 or 10 (Hopper, Blackwell)"
-    return unfit(spec) or missing("attention")
+    if spec.pictures:
+        return "tokens of a picture see later ones"
+    if spec.dtype not in ("bfloat16", "float16"):
+        return f"it multiplies bfloat16, not {spec.dtype}"
+    if spec.queries != spec.keys and spec.queries % LANES:
+        return f"parts of rows of {spec.queries} tokens are no multiple of {LANES}"
+    if spec.head_dim > WIDEST:
+        return f"heads of {spec.head_dim} numbers are wider than {WIDEST}"
+    return missing("attention")
 
 
 def lacks_hopper(spec: AttentionSpec) -> str | None:
@@ -66,51 +76,27 @@ def lacks_hopper(spec: AttentionSpec) -> str | None:
     return None if int(spec.capability or 0) == HOPPER else "its backward kernels are written for Hopper"
 
 
-def unfit(spec: AttentionSpec) -> str | None:
-    """Why the kernel cannot compute a call on any device."""
-    if spec.pictures:
-        return "tokens of a picture see later ones"
-    if spec.dtype not in ("bfloat16", "float16"):
-        return f"it multiplies bfloat16, not {spec.dtype}"
-    if spec.queries != spec.keys and spec.queries % LANES:
-        return f"parts of rows of {spec.queries} tokens are no multiple of {LANES}"
-    if spec.head_dim > WIDEST:
-        return f"heads of {spec.head_dim} numbers are wider than {WIDEST}"
-    return None
-
-
 def forward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B keys K H"],
-    v: Float[Array, "B keys K H"],
-    view: Segments,
-    *,
-    scale: float,
-    softcap: float | None,
-    op: Any = None,
+    q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None, op: Any = None
 ) -> Mixed:
     """As `attend.Implementation.forward`; `op` is another of tokamax's, e.g. its reference for a CPU."""
-    op = op or operation("attention")
-
-    def call_kernel(interval: _Interval) -> Mixed:
-        mask = _mask(interval, q, k)
+    op, parts = op or operation("attention"), []
+    for interval in intervals(view, q.shape[1]):
+        call = partial(op, mask=_mask(interval, q, k), logits_scale=scale, logits_soft_cap=softcap)
         with for_the_device_in_use():
-            mixed, (top, total) = op(
-                q, k, v, mask=mask, logits_scale=scale, logits_soft_cap=softcap, return_residuals=True
-            )
+            mixed, (top, total) = call(q, k, v, return_residuals=True)
         lse = (top + jnp.log(total)).swapaxes(1, 2)
-        return mixed, lse if interval.some is None else jnp.where(interval.some[..., None], lse, -jnp.inf)
-
-    return reduce(merged, map(call_kernel, intervals(view, q.shape[1])))
+        parts.append((mixed, lse if interval.some is None else jnp.where(interval.some[..., None], lse, -jnp.inf)))
+    return reduce(merged, parts)
 
 
 def backward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B keys K H"],
-    v: Float[Array, "B keys K H"],
+    q: Queries,
+    k: Keys,
+    v: Keys,
     view: Segments,
     result: Mixed,
-    d_mixed: Float[Array, "B T N H"],
+    d_mixed: Queries,
     *,
     scale: float,
     softcap: float | None,
@@ -123,37 +109,30 @@ def backward(
     from tunix.models.attention.mosaic_backward import HOPPER, gradients  # half a second of jax's modules
 
     mixed, lse = result
-    inner = inner_products(mixed, d_mixed)
-
-    def gradients_of(interval: _Interval) -> Gradients:
+    inner, parts = inner_products(mixed, d_mixed), []
+    for interval in intervals(view, q.shape[1]):
         stop = interval.stop if interval.some is None else jnp.where(interval.some, interval.stop, interval.start)
-        return gradients(
-            *(q, k, v, d_mixed, lse, inner, interval.start, stop),
-            scale=scale,
-            softcap=softcap,
-            machine=machine or HOPPER,
-        )
-
-    return _added(map(gradients_of, intervals(view, q.shape[1])), q, k, v)
+        inputs = (q, k, v, d_mixed, lse, inner, interval.start, stop)
+        parts.append(gradients(*inputs, scale=scale, softcap=softcap, machine=machine or HOPPER))
+    return _added(parts, q, k, v)
 
 
 def backward_of_tokamax(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B keys K H"],
-    v: Float[Array, "B keys K H"],
+    q: Queries,
+    k: Keys,
+    v: Keys,
     view: Segments,
     result: Mixed,
-    d_mixed: Float[Array, "B T N H"],
+    d_mixed: Queries,
     *,
     scale: float,
     softcap: float | None,
     op: Any = None,
 ) -> Gradients:
     """As `backward`, by tokamax's kernels; `op` as in `forward`."""
-    op = op or operation("attention")
+    op, parts = op or operation("attention"), []
     mixed, lse = result
-
-    def gradients_of(interval: _Interval) -> Gradients:
+    for interval in intervals(view, q.shape[1]):
         mass = lse if interval.some is None else jnp.where(interval.some[..., None], lse, NEVER)
         # The kernel takes the largest score and the sum of the others by it; of all that is known, the sum is 1.
         residuals = (mass.swapaxes(1, 2), jnp.ones_like(mass.swapaxes(1, 2)))
@@ -161,9 +140,8 @@ def backward_of_tokamax(
             call = op.bind(q, k, v, mask=_mask(interval, q, k), logits_scale=scale, logits_soft_cap=softcap)
             settings = {name: value for name, value in call.kwargs.items() if name != "return_residuals"}
             by_name = op.vjp(residuals, mixed, d_mixed, *call.args, **settings)
-        return by_name["q"], by_name["k"], by_name["v"]
-
-    return _added(map(gradients_of, intervals(view, q.shape[1])), q, k, v)
+        parts.append((by_name["q"], by_name["k"], by_name["v"]))
+    return _added(parts, q, k, v)
 
 
 def _added(parts: Iterable[Gradients], q: jax.Array, k: jax.Array, v: jax.Array) -> Gradients:
@@ -179,16 +157,10 @@ def intervals(view: Segments, queries: int) -> list[_Interval]:
     start = jax.lax.cummax(jnp.where(new, columns, 0), axis=1)
     first = start if view.window is None else jnp.maximum(start, columns - view.window + 1)
     seen = [_Interval(first, columns + 1)]
-    if view.parents is not None:
-        seen.append(_of_parents(view, start))
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, view.first, queries, axis=1), seen)
-
-
-def _of_parents(view: Segments, start: Int[Array, "B T"]) -> _Interval:
-    """The columns of each token's prompt, within its window by positions."""
     length = view.ids.shape[1]
 
-    def of_row(ids, parents, positions, start):
+    def of_prompt(ids, parents, positions, start):
+        """The columns of each token's prompt in a row, within its window by positions."""
         begin = jax.ops.segment_min(start, ids, num_segments=length + 1)[parents]
         stop = jax.ops.segment_max(jnp.arange(length), ids, num_segments=length + 1)[parents] + 1
         # A prompt's positions are its columns, moved.
@@ -197,7 +169,9 @@ def _of_parents(view: Segments, start: Int[Array, "B T"]) -> _Interval:
         some = (parents != ids) & (near < stop)
         return _Interval(jnp.where(some, near, 0), jnp.where(some, stop, 1), some)
 
-    return jax.vmap(of_row)(view.ids, view.parents, view.positions, start)
+    if view.parents is not None:
+        seen.append(jax.vmap(of_prompt)(view.ids, view.parents, view.positions, start))
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, view.first, queries, axis=1), seen)
 
 
 def _mask(interval: _Interval, q: jax.Array, k: jax.Array) -> Any:

@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from tunix.models.attention.inputs import Gradients
+from tunix.models.attention.inputs import Gradients, Keys, Queries
 
 BLOCK = 64
 """Queries and keys of the products of one warpgroup."""
@@ -70,10 +70,10 @@ HOPPER = Machine()
 
 
 def gradients(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B keys K H"],
-    v: Float[Array, "B keys K H"],
-    d_mixed: Float[Array, "B T N H"],
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    d_mixed: Queries,
     lse: Float[Array, "B T N"],
     inner: Float[Array, "B T N"],
     start: Int[Array, "B T"],
@@ -163,28 +163,9 @@ def ranges(
     return jnp.stack(by_queries, -1).astype(jnp.int32), jnp.stack(by_keys, -1).astype(jnp.int32)
 
 
-def _of_queries(
-    q: Any,
-    k: Any,
-    v: Any,
-    d_mixed: Any,
-    lse: Any,
-    inner: Any,
-    start: Any,
-    stop: Any,
-    limits: Any,
-    d_q: Any,
-    q_tile: Any,
-    d_tile: Any,
-    ready: Any,
-    *staging: Any,
-    group: int,
-    scale: float,
-    softcap: float | None,
-    stages: int,
-    machine: Machine,
-) -> None:
+def _of_queries(*refs: Any, group: int, scale: float, softcap: float | None, stages: int, machine: Machine) -> None:
     """The gradients of a tile of queries: each warpgroup has a block of them, and both meet the same keys."""
+    q, k, v, d_mixed, lse, inner, start, stop, limits, d_q, q_tile, d_tile, ready, *staging = refs
     row, head, tile, warpgroup = (lax.axis_index(name) for name in ("rows", "heads", "tiles", "warpgroup"))
     kv_head, width = lax.div(head, jnp.int32(group)), q_tile.shape[-1]
     place = pl.ds(tile * TILE + warpgroup * BLOCK, BLOCK)
@@ -229,29 +210,9 @@ def _of_queries(
     )
 
 
-def _of_keys(
-    q: Any,
-    k: Any,
-    v: Any,
-    d_mixed: Any,
-    lse: Any,
-    inner: Any,
-    start: Any,
-    stop: Any,
-    limits: Any,
-    d_k: Any,
-    d_v: Any,
-    k_tile: Any,
-    v_tile: Any,
-    ready: Any,
-    *staging: Any,
-    group: int,
-    scale: float,
-    softcap: float | None,
-    stages: int,
-    machine: Machine,
-) -> None:
+def _of_keys(*refs: Any, group: int, scale: float, softcap: float | None, stages: int, machine: Machine) -> None:
     """The gradients of a tile of keys and values, of one query head; products are transposed, keys before queries."""
+    q, k, v, d_mixed, lse, inner, start, stop, limits, d_k, d_v, k_tile, v_tile, ready, *staging = refs
     row, head, tile, warpgroup = (lax.axis_index(name) for name in ("rows", "heads", "tiles", "warpgroup"))
     kv_head, width = lax.div(head, jnp.int32(group)), k_tile.shape[-1]
     first = tile * TILE + warpgroup * BLOCK
@@ -280,10 +241,8 @@ def _of_keys(
         gpu.commit_smem_to_gmem_group()
         gpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def step(
-        index: Any, lse_block: Any, start: Any, stop: Any, inner_block: Any, d_block: Any, q_block: Any, *more: Any
-    ) -> Any:
-        *free, (of_k, of_v) = more
+    def step(index: Any, *blocks: Any) -> Any:
+        lse_block, start, stop, inner_block, d_block, q_block, *free, (of_k, of_v) = blocks
         block = begin + index[0]
         scores = _product(multiply, k_tile, q_block.T)
         read = partial(machine.load, layout=_COLUMN)

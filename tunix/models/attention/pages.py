@@ -20,7 +20,7 @@ dim, Pg pages, Pt tokens of a page, Co columns of a page table, Vi visits, Cp co
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,10 +58,9 @@ class Tokens(NamedTuple):
         """Keys and values as numbers of this dtype."""
         if self.scales is None:
             return self.keys.astype(dtype), self.values.astype(dtype)
-        return (
-            scaled_up(self.keys, self.scales[..., 0, None], dtype),
-            scaled_up(self.values, self.scales[..., 1, None], dtype),
-        )
+        numbers = (self.keys, self.values)
+        keys, values = (scaled_up(x, self.scales[..., i, None], dtype) for i, x in enumerate(numbers))
+        return keys, values
 
 
 def scaled_up(x: Array, scale: Array, dtype: jax.typing.DTypeLike) -> Array:
@@ -88,20 +87,15 @@ def rounded(k: Float[Array, "*at K H"], v: Float[Array, "*at K H"], kind: CacheT
     return Tokens(number(k), number(v), jnp.stack([scale(k), scale(v)], axis=-1))
 
 
-class _Apart(NamedTuple):
-    """Keys apart from values."""
+class Columns(NamedTuple):
+    """The keys' head dim stands before their tokens, `[Pg K H Pt]`, as a batched product on a CPU wants it."""
 
     keys: Array
     values: Float[Array, "Pg K Pt H"]
     scales: Float[Array, "Pg K 2 Pt"] | None = None
     """For int8, what each token's key and value are multiplied by."""
-
-
-class Columns(_Apart):
-    """The keys' head dim stands before their tokens, `[Pg K H Pt]`, as a batched product on a CPU wants it."""
-
-    TURNED: ClassVar[bool] = True
-    AXES: ClassVar[tuple[Axes, ...]] = (("rows", "kv_heads", None, None),) * 3
+    TURNED = True
+    AXES = (("rows", "kv_heads", None, None),) * 3
 
     @classmethod
     def empty(cls, number: int, kv_heads: int, head_dim: int, size: int, kind: CacheType) -> "Columns":
@@ -150,17 +144,12 @@ class Rows(Columns):
     TURNED = False
 
 
-class _Together(NamedTuple):
-    """Keys and values in one array."""
+class Interleaved(NamedTuple):
+    """As `jax.experimental.pallas.ops.tpu.ragged_paged_attention` reads it."""
 
     both: Float[Array, "Pg Pt _ H"]
     """`[Pg Pt 2K H]`: the key and then the value of each kv head."""
-
-
-class Interleaved(_Together):
-    """As `jax.experimental.pallas.ops.tpu.ragged_paged_attention` reads it."""
-
-    AXES: ClassVar[tuple[Axes, ...]] = (("rows", None, "kv_heads", None),)
+    AXES = (("rows", None, "kv_heads", None),)
 
     @classmethod
     def empty(cls, number: int, kv_heads: int, head_dim: int, size: int, kind: CacheType) -> "Interleaved":
@@ -204,14 +193,12 @@ def placed(pages: Pages, place: Callable[[Any, Axes], Any]) -> Any:
     Heads that the mesh in use does not divide have no axis.
     """
     whole = pages.kv_heads % shards("kv_heads") != 0
-
-    def axes(logical: Axes) -> Axes:
-        return tuple(None if whole and axis == "kv_heads" else axis for axis in logical)
-
-    axes_by_name = {
-        name: axes for name, axes in zip(pages._fields, pages.AXES, strict=True) if getattr(pages, name) is not None
-    }
-    return pages._replace(**{name: place(getattr(pages, name), axes(axes_by_name[name])) for name in axes_by_name})
+    result: Any = pages
+    for name, axes in zip(pages._fields, pages.AXES, strict=True):
+        if (array := getattr(pages, name)) is not None:
+            axes = tuple(None if whole and axis == "kv_heads" else axis for axis in axes)
+            result = result._replace(**{name: place(array, axes)})
+    return result
 
 
 def _kind_of(x: Array) -> CacheType:
@@ -332,12 +319,6 @@ def block_of(length: int) -> int:
     return min(BLOCK_Q, length)
 
 
-def written(pages: Pages, writes: Writes, new: Tokens) -> Pages:
-    """The pages with new tokens `[B C ...]` in them."""
-    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), new)
-    return pages.with_tokens(writes.pages.reshape(-1), writes.offsets.reshape(-1), flat)
-
-
 def of_slots(
     q: Float[Array, "B C N H"], pages: Pages, view: SlotsView, *, scale: float, softcap: float | None
 ) -> Mixed:
@@ -404,14 +385,12 @@ def before_piece(
         keys, values = jax.tree.map(lambda x: x[page][None], pages).read(q.dtype)
         part = _page_partials(queries[block][None], seen[None], keys, values, softcap)
         # Merged with what the block has met before: both relative to the higher peak.
-        old = tuple(x[block] for x in so_far)
-        part = tuple(x[0] for x in part)
+        old, part = [x[block] for x in so_far], [x[0] for x in part]
         peak = jnp.maximum(old[0], part[0])
         shares = [jnp.exp(x[0] - peak) for x in (old, part)]
         mass = sum(share * x[1] for share, x in zip(shares, (old, part), strict=True))
         sums = sum(share[..., None] * x[2] for share, x in zip(shares, (old, part), strict=True))
-        new = (peak, mass, sums)
-        return tuple(all.at[block].set(x) for all, x in zip(so_far, new, strict=True))
+        return tuple(all.at[block].set(x) for all, x in zip(so_far, (peak, mass, sums), strict=True))
 
     shape = queries.shape[:-1]
     start = (jnp.full(shape, HIDDEN), jnp.zeros(shape), jnp.zeros(queries.shape))

@@ -24,7 +24,9 @@ from tunix.models.attention.inputs import (
     LANES,
     AttentionSpec,
     Gradients,
+    Keys,
     Mixed,
+    Queries,
     Segments,
     inner_products,
     merged,
@@ -86,11 +88,6 @@ def lacks(spec: AttentionSpec) -> str | None:
     """Why the kernel cannot compute a call; None where it can."""
     if spec.platform != "tpu":
         return "it needs a TPU"
-    return unfit(spec)
-
-
-def unfit(spec: AttentionSpec) -> str | None:
-    """Why the kernel cannot compute a call on any device."""
     if spec.pictures:
         return "tokens of a picture see later ones"
     if spec.queries != spec.keys and spec.queries % LANES:
@@ -101,14 +98,7 @@ def unfit(spec: AttentionSpec) -> str | None:
 
 
 def forward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B keys K H"],
-    v: Float[Array, "B keys K H"],
-    view: Segments,
-    *,
-    scale: float,
-    softcap: float | None,
-    interpret: bool = False,
+    q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None, interpret: bool = False
 ) -> Mixed:
     """As `attend.Implementation.forward`; `interpret` runs the kernel's text on any device, slowly."""
     block_masks, sizes = _masks_of(q, k, view), _sizes(q.shape[1])
@@ -139,12 +129,12 @@ def forward(
 
 
 def backward(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B keys K H"],
-    v: Float[Array, "B keys K H"],
+    q: Queries,
+    k: Keys,
+    v: Keys,
     view: Segments,
     result: Mixed,
-    d_mixed: Float[Array, "B T N H"],
+    d_mixed: Queries,
     *,
     scale: float,
     softcap: float | None,
@@ -211,24 +201,15 @@ def _masks_of(q: Float[Array, "B T N H"], k: Float[Array, "B keys K H"], view: S
     block_masks = _masks(keys, keys // queries, q.shape[2], view.window)
     if queries == keys:
         return block_masks
-    part = view.first // queries
-
-    def of_part(mask: Any) -> Any:
-        def sliced(x: Any, axis: int) -> jax.Array | None:
-            """One of so many equal parts of an array."""
-            if x is None:
-                return None
-            size = x.shape[axis] // (keys // queries)
-            return jax.lax.dynamic_slice_in_dim(jnp.asarray(x), part * size, size, axis)
-
-        return mask._replace(
-            data_next=sliced(mask.data_next, 1),
-            mask_next=sliced(mask.mask_next, 1),
-            block_mask=sliced(mask.block_mask, 1),
-            q_sequence=sliced(mask.q_sequence, 0),
-        )
-
-    return _Masks(of_part(block_masks.by_q), of_part(block_masks.by_kv), block_masks.function)
+    part, of_part = view.first // queries, []
+    for mask in (block_masks.by_q, block_masks.by_kv):
+        for name, axis in (("data_next", 1), ("mask_next", 1), ("block_mask", 1), ("q_sequence", 0)):
+            if (x := getattr(mask, name)) is not None:
+                size = x.shape[axis] // (keys // queries)
+                x = jax.lax.dynamic_slice_in_dim(jnp.asarray(x), part * size, size, axis)
+                mask = mask._replace(**{name: x})
+        of_part.append(mask)
+    return _Masks(of_part[0], of_part[1], block_masks.function)
 
 
 def _sizes(length: int) -> splash.BlockSizes:

@@ -15,7 +15,7 @@ from typing import Any, TypedDict, TypeVar
 import numpy as np
 
 from tunix.data.templates import TemplateName
-from tunix.models.config import COLOURS, FRAMES, DecoderConfig, VisionConfig
+from tunix.models.config import COLOURS, DENSE_AND_EXPERTS, FRAMES, TOWER_LAYER, DecoderConfig, VisionConfig
 from tunix.models.families.hf_config import Fields, write_rope
 
 SCORE = "score.weight"
@@ -24,6 +24,8 @@ AXES = r"\([^)]*\)|\S+"
 """Matches one axis of a file: `D`, or the flattened `(N H)`."""
 Array = TypeVar("Array", bound=Any)
 """An array of numpy or jax, which this module is loaded without."""
+Names = Mapping[str, tuple[str, str, str]]
+"""Our names within some part -> the file's, the axes in the file, and ours; as in `Tensor`."""
 Pattern = Callable[[int], tuple[bool, ...]]
 """A number of layers -> which of them are of some kind; nothing where none is."""
 
@@ -151,38 +153,25 @@ class Tensor:
 
 
 def axis_sizes(config: DecoderConfig) -> dict[str, int]:
-    """The size of each axis of a layer's and the tables' weights, by its letter."""
-    c = config
-    return {
-        "V": c.vocab_size,
-        "D": c.d_model,
-        "N": c.num_heads,
-        "K": c.num_kv_heads,
-        "H": c.head_dim,
-        "F": c.ffn,
-        **({} if c.experts is None else {"E": c.experts.number}),
-    }
-
-
-def tower_axes(config: VisionConfig) -> dict[str, int]:
-    """The size of each axis of a tower's weights, by its letters: Pl learned positions, Pr rows and Pc columns of a
-    patch, Rb colours, Fr frames, Dt width, Ft ffn width, Nt heads, Ht head dim, Qk parts of an attention's matrix, Ds
-    width of a square of patches, Fm ffn width of what merges it."""
-    square = config.width * config.pool**2
-    return {
-        "Dt": config.width,
-        "Ft": config.ffn,
-        "Nt": config.num_heads,
-        "Ht": config.head_dim,
-        "Pl": config.positions**2,
-        "Pr": config.patch,
-        "Pc": config.patch,
-        "Rb": COLOURS,
-        "Fr": FRAMES,
-        "Qk": 3,
-        "Ds": square,
-        "Fm": square,
-    }
+    """The size of each axis of a model's weights, by its letters, which the families' files explain."""
+    c, experts, delta, gemma4, tower = config, config.experts, config.delta, config.gemma4, config.vision
+    sizes = {"V": c.vocab_size, "D": c.d_model, "N": c.num_heads, "K": c.num_kv_heads, "H": c.head_dim, "F": c.ffn}
+    sizes |= {"L": c.num_layers, "Hg": 2 * c.head_dim, "Fw": 2 * c.ffn, "E": 0, "Fe": c.ffn}
+    if experts is not None:
+        sizes |= {"E": experts.number, "Fs": experts.shared}
+        if c.feed_forward == DENSE_AND_EXPERTS:
+            sizes["F"] = experts.shared
+    if delta is not None:
+        sizes |= {"Hk": delta.key_heads, "Hv": delta.value_heads, "Dk": delta.key_dim, "Dv": delta.value_dim}
+        sizes |= {"U": delta.channels // delta.key_dim, "Ta": delta.taps}
+    if gemma4 is not None:
+        sizes |= {"Kw": gemma4.global_kv_heads, "Hw": gemma4.global_head_dim, "Dp": gemma4.layer_inputs}
+        sizes |= {"Da": c.num_layers * gemma4.layer_inputs, "Vl": gemma4.layer_vocab or c.vocab_size}
+    if tower is not None:
+        sizes |= {"Dt": tower.width, "Ft": tower.ffn, "Nt": tower.num_heads, "Ht": tower.head_dim, "Qk": 3}
+        sizes |= {"Pl": tower.positions**2, "Pr": tower.patch, "Pc": tower.patch, "Rb": COLOURS, "Fr": FRAMES}
+        sizes |= dict.fromkeys(("Ds", "Fm"), tower.width * tower.pool**2)
+    return sizes
 
 
 @dataclass(frozen=True)
@@ -406,31 +395,35 @@ def layer_types(config: DecoderConfig) -> list[str]:
     return ["sliding_attention" if here else "full_attention" for here in local]
 
 
-def in_layers(
-    table: Mapping[str, tuple[str, str, str]],
-    mixer: str | tuple[str, ...] | None = None,
-    *,
-    starts: tuple[str, str] = ("layers/", "model.layers."),
-) -> dict[str, Tensor]:
-    """Tensors by our full names, from a table by names within a layer; of layers with this mixer, or of all.
-
-    Args:
-        starts: what our names and the file's begin with, before the layer's number there.
-    """
+def in_layers(table: Names, mixer: str | tuple[str, ...] | None = None) -> dict[str, Tensor]:
+    """Tensors by our full names, from a table by names within a layer; of layers with this mixer, or of all."""
     return {
-        f"{starts[0]}{ours}": Tensor(f"{starts[1]}{{layer}}.{name}", theirs, axes, mixer)
+        f"layers/{ours}": Tensor(f"model.layers.{{layer}}.{name}", theirs, axes, mixer)
         for ours, (name, theirs, axes) in table.items()
     }
 
 
-def biased(table: Mapping[str, tuple[str, str, str]]) -> dict[str, tuple[str, str, str]]:
-    """The weights of modules and their biases, which have the first of the file's axes, from a table of the modules."""
-    both: dict[str, tuple[str, str, str]] = {}
-    for ours, (name, theirs, axes) in table.items():
-        outputs = re.findall(AXES, theirs)[0]
-        both[ours] = (f"{name}.weight", theirs, axes)
-        both[f"{ours}_bias"] = (f"{name}.bias", outputs, outputs.strip("()"))
-    return both
+def of_tower(start: str, table: Names, layers: str, layer_table: Names) -> dict[str, Tensor]:
+    """The weights of a tower's modules and their biases, which have the first of the file's axes.
+
+    Args:
+        start: what names in the file begin with.
+        table: the modules outside of the layers.
+        layers: what those of the layers begin with, before the layer's number.
+        layer_table: the modules of a layer.
+    """
+    tensors: dict[str, Tensor] = {}
+    places = (
+        ("vision/", start, table, None),
+        ("vision/layers/", f"{start}{layers}{{layer}}.", layer_table, TOWER_LAYER),
+    )
+    for ours_start, their_start, modules, mixer in places:
+        for ours, (name, theirs, axes) in modules.items():
+            outputs = re.findall(AXES, theirs)[0]
+            tensors[ours_start + ours] = Tensor(f"{their_start}{name}.weight", theirs, axes, mixer)
+            bias = Tensor(f"{their_start}{name}.bias", outputs, outputs.strip("()"), mixer)
+            tensors[f"{ours_start}{ours}_bias"] = bias
+    return tensors
 
 
 STACKED = {".gate_up_proj": (".gate_proj.weight", ".up_proj.weight"), ".down_proj": (".down_proj.weight",)}

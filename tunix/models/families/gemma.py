@@ -11,19 +11,7 @@ from functools import partial
 from typing import Any
 
 from tunix.models.config import DecoderConfig, Rope
-from tunix.models.families.base import (
-    SHARED,
-    SMALL,
-    TWO_NORMS,
-    FamilyText,
-    Shape,
-    decoder,
-    in_layers,
-    layer_types,
-    sized,
-    sizes,
-    written,
-)
+from tunix.models.families import base
 from tunix.models.families.hf_config import Fields
 
 GELU = "gelu_pytorch_tanh"
@@ -35,7 +23,7 @@ GEMMA_BASE = DecoderConfig(
     rope=Rope(theta=10_000.0),
     norm_offset=True,
     scale_embeddings=True,
-    **{**SMALL, "vocab_size": 256_000, "max_positions": 8192},
+    **{**base.SMALL, "vocab_size": 256_000, "max_positions": 8192},
 )
 """What the published Gemma 1 have in common, and much of it later ones too."""
 
@@ -44,8 +32,8 @@ def read_gemma(fields: Fields) -> DecoderConfig:
     """A `gemma` config.json; its legacy `hidden_act: gelu` always meant the tanh form (transformers#29402)."""
     fields.only("hidden_act", GELU, "gelu")
     fields.only("hidden_activation", GELU, None)
-    shape = gemma_sizes(fields, {"head_dim": 256, "max_position_embeddings": 8192})
-    return gemma_config(fields, shape, family="gemma", rope=fields.rope(10_000.0, shape["max_positions"]))
+    shape = read_sizes(fields, {"head_dim": 256, "max_position_embeddings": 8192})
+    return read_config(fields, shape, family="gemma", rope=fields.rope(10_000.0, shape["max_positions"]))
 
 
 def read_gemma2(fields: Fields) -> DecoderConfig:
@@ -53,32 +41,31 @@ def read_gemma2(fields: Fields) -> DecoderConfig:
     fields.only("hidden_activation", GELU)
     fields.only("hidden_act", GELU)
     fields.get("sliding_window_size")
-    shape = gemma_sizes(fields, {"head_dim": 256, "max_position_embeddings": 8192})
-    return gemma_config(
+    shape = read_sizes(fields, {"head_dim": 256, "max_position_embeddings": 8192})
+    return read_config(
         fields,
         shape,
         family="gemma2",
         rope=fields.rope(10_000.0, shape["max_positions"]),
         post_norms=True,
-        query_scale=gemma_query_scale(fields, shape["head_dim"]),
+        query_scale=read_query_scale(fields, shape["head_dim"]),
         attention_softcap=fields.optional("attn_logit_softcapping", 50.0),
         logit_softcap=fields.optional("final_logit_softcapping", 30.0),
         **windows(fields, alternating(shape["num_layers"])),
     )
 
 
-def gemma_sizes(fields: Fields, defaults: Mapping[str, int | None]) -> Shape:
+def read_sizes(fields: Fields, defaults: Mapping[str, int | None]) -> base.Shape:
     """The shape that a config.json states, after refusing the switches that no Gemma here has."""
     fields.only("attention_bias", False)
     fields.only("use_bidirectional_attention", False, None)
-    return sizes(fields, defaults)
+    return base.sizes(fields, defaults)
 
 
-def gemma_config(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
+def read_config(fields: Fields, shape: base.Shape, **different: Any) -> DecoderConfig:
     """The config of a Gemma: what all have in common, and `different` for what this one adds."""
-    return decoder(
-        fields, shape, tied=True, activation="gelu_tanh", norm_offset=True, scale_embeddings=True, **different
-    )
+    different |= {"activation": "gelu_tanh", "norm_offset": True, "scale_embeddings": True}
+    return base.decoder(fields, shape, tied=True, **different)
 
 
 def windows(fields: Fields, default: tuple[bool, ...], usual: int = 4096) -> dict[str, Any]:
@@ -95,7 +82,7 @@ def windows(fields: Fields, default: tuple[bool, ...], usual: int = 4096) -> dic
     return {"window": window, "local_layers": local} if local else {}
 
 
-def gemma_query_scale(fields: Fields, head_dim: int) -> float | None:
+def read_query_scale(fields: Fields, head_dim: int) -> float | None:
     """1 / sqrt(query_pre_attn_scalar); None where that is head_dim, so that it follows a changed head_dim."""
     scalar = fields.integer("query_pre_attn_scalar", 256)
     return None if scalar == head_dim else scalar**-0.5
@@ -110,14 +97,9 @@ alternating = partial(every, 2)
 """Gemma 2's pattern of local layers: local, global, local, ..."""
 
 
-def write_gemma(config: DecoderConfig) -> dict[str, Any]:
-    """The config.json of a `gemma` folder."""
-    return written(config) | {"model_type": "gemma", "hidden_act": GELU, "attention_bias": False}
-
-
 def write_gemma2(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `gemma2` folder."""
-    return written(config) | {
+    return base.written(config) | {
         "model_type": "gemma2",
         "hidden_activation": GELU,
         "attention_bias": False,
@@ -125,12 +107,12 @@ def write_gemma2(config: DecoderConfig) -> dict[str, Any]:
         "attn_logit_softcapping": config.attention_softcap,
         "final_logit_softcapping": config.logit_softcap,
         "sliding_window": config.window or 4096,
-        "layer_types": layer_types(config),
+        "layer_types": base.layer_types(config),
     }
 
 
 _GEMMA2 = replace(GEMMA_BASE, family="gemma2", post_norms=True, attention_softcap=50.0, logit_softcap=30.0, window=4096)
-FOUR_NORMS = in_layers(
+FOUR_NORMS = base.in_layers(
     {
         "pre_attn_norm/w": ("input_layernorm.weight", "D", "D"),
         "post_attn_norm/w": ("post_attention_layernorm.weight", "D", "D"),
@@ -140,23 +122,23 @@ FOUR_NORMS = in_layers(
 )
 """Norms of a block that norms the outputs of its parts too."""
 
-GEMMA = FamilyText(
+GEMMA = base.FamilyText(
     model_types=("gemma",),
     hub="gemma",
     template="gemma",
     architecture="GemmaForCausalLM",
     classifier="GemmaForSequenceClassification",
     read=read_gemma,
-    write=write_gemma,
-    tensors={**SHARED, **TWO_NORMS},
+    write=lambda config: base.written(config) | {"model_type": "gemma", "hidden_act": GELU, "attention_bias": False},
+    tensors={**base.SHARED, **base.TWO_NORMS},
     presets={
-        "gemma-2b": sized(GEMMA_BASE, 2048, 16_384, 18, 8, 1, 256),
-        "gemma-7b": sized(GEMMA_BASE, 3072, 24_576, 28, 16, 16, 256),
+        "gemma-2b": base.sized(GEMMA_BASE, 2048, 16_384, 18, 8, 1, 256),
+        "gemma-7b": base.sized(GEMMA_BASE, 3072, 24_576, 28, 16, 16, 256),
     },
-    small=sized(GEMMA_BASE, 64, 192, 2, 4, 1, 32, vocab_size=512, max_positions=2048),
+    small=base.sized(GEMMA_BASE, 64, 192, 2, 4, 1, 32, vocab_size=512, max_positions=2048),
 )
 
-GEMMA2 = FamilyText(
+GEMMA2 = base.FamilyText(
     model_types=("gemma2",),
     hub="gemma-?2-",
     template="gemma",
@@ -164,13 +146,13 @@ GEMMA2 = FamilyText(
     classifier="Gemma2ForSequenceClassification",
     read=read_gemma2,
     write=write_gemma2,
-    tensors={**SHARED, **FOUR_NORMS},
+    tensors={**base.SHARED, **FOUR_NORMS},
     presets={
-        "gemma2-2b": sized(_GEMMA2, 2304, 9216, 26, 8, 4, 256, local=alternating),
-        "gemma2-9b": sized(_GEMMA2, 3584, 14_336, 42, 16, 8, 256, local=alternating),
-        "gemma2-27b": sized(_GEMMA2, 4608, 36_864, 46, 32, 16, 128, local=alternating, query_scale=144**-0.5),
+        "gemma2-2b": base.sized(_GEMMA2, 2304, 9216, 26, 8, 4, 256, local=alternating),
+        "gemma2-9b": base.sized(_GEMMA2, 3584, 14_336, 42, 16, 8, 256, local=alternating),
+        "gemma2-27b": base.sized(_GEMMA2, 4608, 36_864, 46, 32, 16, 128, local=alternating, query_scale=144**-0.5),
     },
-    small=sized(_GEMMA2, 64, 192, 2, 4, 2, 32, local=alternating, vocab_size=512, max_positions=2048, window=256),
+    small=base.sized(_GEMMA2, 64, 192, 2, 4, 2, 32, local=alternating, vocab_size=512, max_positions=2048, window=256),
     local=alternating,
     whole_heads=True,
 )

@@ -16,59 +16,35 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tunix.models.config import COLOURS, TOWER_LAYER, DecoderConfig, Rope, VisionConfig
-from tunix.models.families.base import (
-    QK_NORMS,
-    SHARED,
-    FamilyText,
-    Tensor,
-    VisionText,
-    biased,
-    in_layers,
-    sized,
-    text_part,
-)
-from tunix.models.families.gemma import (
-    FOUR_NORMS,
-    GELU,
-    GEMMA_BASE,
-    every,
-    gemma_config,
-    gemma_query_scale,
-    gemma_sizes,
-    windows,
-    write_gemma2,
-)
-from tunix.models.families.hf_config import Fields, write_rope
+from tunix.models.config import COLOURS, DecoderConfig, Rope, VisionConfig
+from tunix.models.families import base, gemma
+from tunix.models.families.hf_config import Fields, write_rope, written_integers
 
 VISION_TYPE = "siglip_vision_model"
+VISION_SIZES = {
+    "width": ("hidden_size", 768),
+    "ffn": ("intermediate_size", 3072),
+    "num_layers": ("num_hidden_layers", 12),
+    "num_heads": ("num_attention_heads", 12),
+}
+VISION_IDS = {"begin_id": ("boi_token", 255_999), "end_id": ("eoi_token", 256_000), "soft_id": ("image_token", 262_144)}
 
 
 def read_vision(fields: Fields) -> VisionConfig:
     """The tower that a `gemma3` config.json describes."""
     inner = Fields(fields.mapping("vision_config"), fields.file, "vision_config.")
     inner.only("model_type", VISION_TYPE)
-    inner.only("hidden_act", GELU)
+    inner.only("hidden_act", gemma.GELU)
     inner.only("num_channels", COLOURS)
     if inner.get("vision_use_head", True) is not False:
         inner.refuse("vision_use_head", "must be false: the tower's own head has no use here.")
     side, patch = inner.integer("image_size", 224), inner.integer("patch_size", 16)
     tokens, positions = fields.integer("mm_tokens_per_image", 256), side // patch
-    config = VisionConfig(
-        tower="siglip",
-        width=inner.integer("hidden_size", 768),
-        ffn=inner.integer("intermediate_size", 3072),
-        num_layers=inner.integer("num_hidden_layers", 12),
-        num_heads=inner.integer("num_attention_heads", 12),
-        patch=patch,
-        pool=positions // max(math.isqrt(tokens), 1),
-        positions=positions,
-        norm_eps=inner.number("layer_norm_eps", 1e-6),
-        tokens=tokens,
-        begin_id=_id(fields, "boi_token", 255_999),
-        end_id=_id(fields, "eoi_token", 256_000),
-        soft_id=_id(fields, "image_token", 262_144),
-    )
+    read = inner.integers(VISION_SIZES) | {"patch": patch, "positions": positions, "tokens": tokens}
+    read["pool"] = positions // max(math.isqrt(tokens), 1)
+    for ours, (name, default) in VISION_IDS.items():  # under either of its names
+        read[ours] = fields.integer(f"{name}_index", fields.integer(f"{name}_id", default))
+    config = VisionConfig("siglip", norm_eps=inner.number("layer_norm_eps", 1e-6), **read)
     inner.finish()
     if config.width % config.num_heads:
         inner.refuse("num_attention_heads", f"does not divide hidden_size = {config.width}.")
@@ -81,32 +57,22 @@ def read_vision(fields: Fields) -> VisionConfig:
     return config
 
 
-def _id(fields: Fields, name: str, default: int) -> int:
-    """A special token's id, under either of its names."""
-    return fields.integer(f"{name}_index", fields.integer(f"{name}_id", default))
-
-
 def write_vision(config: DecoderConfig, c: VisionConfig) -> dict[str, Any]:
     """What the config.json of a `gemma3` folder says of the tower."""
     return {
         "vision_config": {
             "model_type": VISION_TYPE,
-            "hidden_size": c.width,
-            "intermediate_size": c.ffn,
-            "num_hidden_layers": c.num_layers,
-            "num_attention_heads": c.num_heads,
+            **written_integers(VISION_SIZES, c),
             "image_size": c.side,
             "patch_size": c.patch,
             "layer_norm_eps": c.norm_eps,
             "num_channels": COLOURS,
-            "hidden_act": GELU,
+            "hidden_act": gemma.GELU,
             "attention_dropout": 0.0,
             "vision_use_head": False,
         },
         "mm_tokens_per_image": c.tokens,
-        "boi_token_index": c.begin_id,
-        "eoi_token_index": c.end_id,
-        "image_token_index": c.soft_id,
+        **{f"{name}_index": getattr(c, ours) for ours, (name, _) in VISION_IDS.items()},
     }
 
 
@@ -122,26 +88,23 @@ _TOWER_LAYER = {
     "up": ("mlp.fc1", "Ft Dt", "Dt Ft"),
     "down": ("mlp.fc2", "Dt Ft", "Ft Dt"),
 }
-VISION_TENSORS: dict[str, Tensor] = {
-    **{
-        f"vision/{ours}": Tensor(f"vision_tower.{name}", theirs, axes)
-        for ours, (name, theirs, axes) in biased(_TOWER).items()
-    },
-    "vision/position": Tensor("vision_tower.embeddings.position_embedding.weight", "Pl Dt", "Pl Dt"),
-    **in_layers(biased(_TOWER_LAYER), TOWER_LAYER, starts=("vision/layers/", "vision_tower.encoder.layers.")),
-    "vision/soft_norm": Tensor("multi_modal_projector.mm_soft_emb_norm.weight", "Dt", "Dt"),
-    "vision/projection": Tensor("multi_modal_projector.mm_input_projection_weight", "Dt D", "Dt D"),
-}
-
-GEMMA3_VISION = VisionText(
+_TEXT_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+GEMMA3_VISION = base.VisionText(
     architecture="Gemma3ForConditionalGeneration",
     read=read_vision,
     write=write_vision,
-    tensors=VISION_TENSORS,
+    tensors={
+        **base.of_tower("vision_tower.", _TOWER, "encoder.layers.", _TOWER_LAYER),
+        "vision/position": base.Tensor("vision_tower.embeddings.position_embedding.weight", "Pl Dt", "Pl Dt"),
+        "vision/soft_norm": base.Tensor("multi_modal_projector.mm_soft_emb_norm.weight", "Dt", "Dt"),
+        "vision/projection": base.Tensor("multi_modal_projector.mm_input_projection_weight", "Dt D", "Dt D"),
+    },
     prefixes=(
-        ("model.language_model.", "model."),
-        ("language_model.model.", "model."),
-        ("language_model.lm_head.", "lm_head."),
+        *_TEXT_PREFIXES,
         ("model.vision_tower.vision_model.", "vision_tower."),
         ("model.vision_tower.", "vision_tower."),
         ("vision_tower.vision_model.", "vision_tower."),
@@ -156,10 +119,9 @@ GEMMA3_VISION = VisionText(
     small=VisionConfig("siglip", 32, 64, 2, 2, 4, 2, 4, 1e-6, 4, 261, 262, 263),
 )
 
-
 MULTIMODAL = (
-    *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
-    *("boi_token_id", "eoi_token_id", "image_token_id"),
+    *("vision_config", "mm_tokens_per_image"),
+    *(f"{name}_{end}" for name, _ in VISION_IDS.values() for end in ("index", "id")),
 )
 """Fields of a multimodal folder that concern its vision part."""
 
@@ -167,48 +129,43 @@ MULTIMODAL = (
 def read_gemma3(fields: Fields) -> DecoderConfig:
     """A `gemma3_text` config.json, or the text part of a multimodal `gemma3` one."""
     if "text_config" in fields.raw:
-        return text_part(fields, read_gemma3, MULTIMODAL)
-    fields.only("hidden_activation", GELU)
-    fields.only("hidden_act", GELU)
+        return base.text_part(fields, read_gemma3, MULTIMODAL)
+    fields.only("hidden_activation", gemma.GELU)
+    fields.only("hidden_act", gemma.GELU)
     fields.only("attn_logit_softcapping", None)
     fields.get("_sliding_window_pattern")
-    shape = gemma_sizes(fields, GEMMA3_DEFAULTS)
-    positions = shape["max_positions"]
-    pattern = fields.integer("sliding_window_pattern", 6)
-    return gemma_config(
+    shape = gemma.read_sizes(fields, GEMMA3_DEFAULTS)
+    positions, pattern = shape["max_positions"], fields.integer("sliding_window_pattern", 6)
+    return gemma.read_config(
         fields,
         shape,
         family="gemma3",
         rope=fields.rope(1_000_000.0, positions, layer_type="full_attention"),
         rope_local=fields.rope(
-            10_000.0,
-            positions,
-            layer_type="sliding_attention",
-            theta_field="rope_local_base_freq",
-            scaling_field=None,
+            10_000.0, positions, layer_type="sliding_attention", theta_field="rope_local_base_freq", scaling_field=None
         ),
         post_norms=True,
         qk_norm=True,
-        query_scale=gemma_query_scale(fields, shape["head_dim"]),
+        query_scale=gemma.read_query_scale(fields, shape["head_dim"]),
         logit_softcap=fields.optional("final_logit_softcapping"),
-        **windows(fields, every(pattern, shape["num_layers"])),
+        **gemma.windows(fields, gemma.every(pattern, shape["num_layers"])),
     )
 
 
 def write_gemma3(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `gemma3_text` folder."""
     local = config.rope_local or config.rope
-    return write_gemma2(config) | {
+    return gemma.write_gemma2(config) | {
         "model_type": "gemma3_text",
         "rope_parameters": {"full_attention": write_rope(config.rope), "sliding_attention": write_rope(local)},
         "rope_local_base_freq": local.theta,
     }
 
 
-five_to_one = partial(every, 6)
+five_to_one = partial(gemma.every, 6)
 """Gemma 3's pattern of local layers: five local ones, then a global one."""
 _LARGE = replace(
-    GEMMA_BASE,
+    gemma.GEMMA_BASE,
     family="gemma3",
     vocab_size=262_208,
     max_positions=131_072,
@@ -232,7 +189,7 @@ GEMMA3_DEFAULTS = {
 }
 """What the text part of the published multimodal folders leaves out (transformers' Gemma3TextConfig)."""
 
-GEMMA3 = FamilyText(
+GEMMA3 = base.FamilyText(
     model_types=("gemma3_text", "gemma3"),
     hub="gemma-?3",
     template="gemma",
@@ -240,26 +197,23 @@ GEMMA3 = FamilyText(
     classifier="Gemma3TextForSequenceClassification",
     read=read_gemma3,
     write=write_gemma3,
-    tensors={**SHARED, **FOUR_NORMS, **QK_NORMS},
+    tensors={**base.SHARED, **gemma.FOUR_NORMS, **base.QK_NORMS},
     presets={
-        "gemma3-270m": sized(_TEXT_ONLY, 640, 2048, 18, 4, 1, 256, local=five_to_one),
-        "gemma3-1b": sized(_TEXT_ONLY, 1152, 6912, 26, 4, 1, 256, local=five_to_one),
-        "gemma3-4b": sized(_LARGE, 2560, 10_240, 34, 8, 4, 256, local=five_to_one),
-        "gemma3-12b": sized(_LARGE, 3840, 15_360, 48, 16, 8, 256, local=five_to_one),
-        "gemma3-27b": sized(_LARGE, 5376, 21_504, 62, 32, 16, 128, local=five_to_one, query_scale=168**-0.5),
+        "gemma3-270m": base.sized(_TEXT_ONLY, 640, 2048, 18, 4, 1, 256, local=five_to_one),
+        "gemma3-1b": base.sized(_TEXT_ONLY, 1152, 6912, 26, 4, 1, 256, local=five_to_one),
+        "gemma3-4b": base.sized(_LARGE, 2560, 10_240, 34, 8, 4, 256, local=five_to_one),
+        "gemma3-12b": base.sized(_LARGE, 3840, 15_360, 48, 16, 8, 256, local=five_to_one),
+        "gemma3-27b": base.sized(_LARGE, 5376, 21_504, 62, 32, 16, 128, local=five_to_one, query_scale=168**-0.5),
     },
     # Six layers, so that the tiny one has a global layer too.
-    small=sized(_TEXT_ONLY, 64, 192, 6, 4, 1, 32, local=five_to_one, vocab_size=512, max_positions=2048, window=256),
+    small=base.sized(
+        _TEXT_ONLY, 64, 192, 6, 4, 1, 32, local=five_to_one, vocab_size=512, max_positions=2048, window=256
+    ),
     local=five_to_one,
     whole_heads=True,
     prefixes=(
-        ("model.language_model.", "model."),
-        ("language_model.model.", "model."),
-        ("language_model.lm_head.", "lm_head."),
-        ("model.vision_tower.", None),
-        ("model.multi_modal_projector.", None),
-        ("vision_tower.", None),
-        ("multi_modal_projector.", None),
+        *_TEXT_PREFIXES,
+        *((f"{start}{part}.", None) for start in ("model.", "") for part in ("vision_tower", "multi_modal_projector")),
     ),
     vision=GEMMA3_VISION,
 )

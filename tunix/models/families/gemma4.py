@@ -24,42 +24,8 @@ from functools import partial
 from typing import Any
 
 from tunix.models.config import DENSE_AND_EXPERTS, GLOBAL, SHARED, WIDE, DecoderConfig, Experts, Gemma4, Rope
-from tunix.models.families.base import SHARED as SHARED_TENSORS
-from tunix.models.families.base import (
-    SMALL,
-    STACKED,
-    FamilyText,
-    Tensor,
-    axis_sizes,
-    decoder,
-    in_layers,
-    layer_types,
-    sized,
-    sizes,
-    text_part,
-    written,
-)
-from tunix.models.families.gemma import FOUR_NORMS, GELU, every
+from tunix.models.families import base, gemma
 from tunix.models.families.hf_config import Fields, write_rope
-
-
-def axes(config: DecoderConfig) -> dict[str, int]:
-    """The size of each axis of the family's weights."""
-    gemma4, experts = config.gemma4, config.experts
-    assert gemma4 is not None, "the family has it"
-    return {
-        **axis_sizes(config),
-        "Kw": gemma4.global_kv_heads,
-        "Hw": gemma4.global_head_dim,
-        "Vl": gemma4.layer_vocab or config.vocab_size,
-        "Dp": gemma4.layer_inputs,
-        "Da": config.num_layers * gemma4.layer_inputs,
-        "L": config.num_layers,
-        "Fw": 2 * config.ffn,
-        "Fe": config.ffn,
-        "F": config.ffn if experts is None else experts.shared,
-        "E": 0 if experts is None else experts.number,
-    }
 
 
 def spare(config: DecoderConfig, name: str) -> bool:
@@ -68,109 +34,31 @@ def spare(config: DecoderConfig, name: str) -> bool:
     return match is not None and int(match[1]) in config.layers_with(tuple(SHARED))
 
 
-def _attention(source: str, start: str, wider: str) -> dict[str, Tensor]:
+def _attention(source: str, start: str, wider: str) -> dict[str, base.Tensor]:
     """The tensors of attention in layers with this mixer, and in those that read their keys and values.
 
     Args:
         start: begins our names.
         wider: ends the letters of the axes.
     """
-    every, k, h = (source, *(mixer for mixer, one in SHARED.items() if one == source)), f"K{wider}", f"H{wider}"
+    readers, k, h = (source, *(mixer for mixer, one in SHARED.items() if one == source)), f"K{wider}", f"H{wider}"
     alone = {
-        "k/w": ("self_attn.k_proj.weight", f"({k} {h}) D", f"D {k} {h}"),
-        "v/w": ("self_attn.v_proj.weight", f"({k} {h}) D", f"D {k} {h}"),
-        "k_norm/w": ("self_attn.k_norm.weight", h, h),
+        f"{start}k/w": ("self_attn.k_proj.weight", f"({k} {h}) D", f"D {k} {h}"),
+        f"{start}v/w": ("self_attn.v_proj.weight", f"({k} {h}) D", f"D {k} {h}"),
+        f"{start}k_norm/w": ("self_attn.k_norm.weight", h, h),
     }
     both = {
-        "q/w": ("self_attn.q_proj.weight", f"(N {h}) D", f"D N {h}"),
-        "o/w": ("self_attn.o_proj.weight", f"D (N {h})", f"N {h} D"),
-        "q_norm/w": ("self_attn.q_norm.weight", h, h),
+        f"{start}q/w": ("self_attn.q_proj.weight", f"(N {h}) D", f"D N {h}"),
+        f"{start}o/w": ("self_attn.o_proj.weight", f"D (N {h})", f"N {h} D"),
+        f"{start}q_norm/w": ("self_attn.q_norm.weight", h, h),
     }
-    tensors = {**in_layers(alone, source), **in_layers(both, every)}
-    return {name.replace("layers/", f"layers/{start}"): tensor for name, tensor in tensors.items()}
+    return {**base.in_layers(alone, source), **base.in_layers(both, readers)}
 
 
-_USUAL = tuple(mixer for mixer in ("attention", GLOBAL, *SHARED) if mixer not in WIDE)
-_TABLES = {name: one for name, one in SHARED_TENSORS.items() if not name.startswith("layers/")}
-_FFN = {
-    f"layers/{name}/w": replace(SHARED_TENSORS[f"layers/{name}/w"], mixer=_USUAL) for name in ("gate", "up", "down")
-}
-_WIDE = in_layers(
-    {
-        "wide_gate/w": ("mlp.gate_proj.weight", "Fw D", "D Fw"),
-        "wide_up/w": ("mlp.up_proj.weight", "Fw D", "D Fw"),
-        "wide_down/w": ("mlp.down_proj.weight", "D Fw", "Fw D"),
-    },
-    WIDE,
+MULTIMODAL = (
+    *("vision_config", "audio_config", "vision_soft_tokens_per_image", "eoa_token_index"),
+    *(f"{name}_token_id" for name in ("boi", "eoi", "image", "video", "boa", "eoa", "audio")),
 )
-_INPUTS = {
-    "inputs/embed/w": Tensor("model.embed_tokens_per_layer.weight", "Vl Da", "Vl Da"),
-    "inputs/context/w": Tensor("model.per_layer_model_projection.weight", "(L Dp) D", "D L Dp"),
-    "inputs/norm/w": Tensor("model.per_layer_projection_norm.weight", "Dp", "Dp"),
-    **in_layers(
-        {
-            "input_gate/w": ("per_layer_input_gate.weight", "Dp D", "D Dp"),
-            "input_out/w": ("per_layer_projection.weight", "D Dp", "Dp D"),
-            "post_input_norm/w": ("post_per_layer_input_norm.weight", "D", "D"),
-        }
-    ),
-}
-
-
-EXPERT_TENSORS = in_layers(
-    {
-        "router/w": ("router.proj.weight", "E D", "D E"),
-        "router/norm/w": ("router.scale", "D", "D"),
-        "router/factor": ("router.per_expert_scale", "E", "E"),
-        "gates/w": ("experts.{expert}.gate_proj.weight", "Fe D", "E D Fe"),
-        "ups/w": ("experts.{expert}.up_proj.weight", "Fe D", "E D Fe"),
-        "downs/w": ("experts.{expert}.down_proj.weight", "D Fe", "E Fe D"),
-        "dense_norm/w": ("post_feedforward_layernorm_1.weight", "D", "D"),
-        "pre_experts_norm/w": ("pre_feedforward_layernorm_2.weight", "D", "D"),
-        "experts_norm/w": ("post_feedforward_layernorm_2.weight", "D", "D"),
-    }
-)
-
-
-def read_experts(fields: Fields, dense: int, wide: bool) -> dict[str, Any]:
-    """The settings of layers with experts, as DecoderConfig names them; none where there are none.
-
-    Args:
-        dense: width of the dense ffn.
-        wide: whether it is twice as wide in some layers.
-    """
-    if not fields.flag("enable_moe_block", False):
-        fields.read |= {"num_experts", "top_k_experts", "moe_intermediate_size"}
-        return {}
-    if wide:
-        fields.refuse("use_double_wide_mlp", "is not supported in layers with experts (enable_moe_block).")
-    experts = Experts(fields.integer("num_experts"), fields.integer("top_k_experts"), shared=dense)
-    if experts.active > experts.number:
-        fields.refuse("top_k_experts", f"is more than the {experts.number} experts that there are.")
-    return {
-        "ffn": fields.integer("moe_intermediate_size"),
-        "experts": experts,
-        "feed_forward": DENSE_AND_EXPERTS,
-    }
-
-
-def write_experts(config: DecoderConfig) -> dict[str, Any]:
-    """The fields of config.json for layers with experts, or for layers without."""
-    experts = config.experts
-    if experts is None:
-        return {"enable_moe_block": False}
-    return {
-        "enable_moe_block": True,
-        "num_experts": experts.number,
-        "top_k_experts": experts.active,
-        "moe_intermediate_size": config.ffn,
-        "intermediate_size": experts.shared,
-    }
-
-
-_TOKENS = ("boi", "eoi", "image", "video", "boa", "eoa", "audio")
-_OTHERS = ("vision_config", "audio_config", "vision_soft_tokens_per_image", "eoa_token_index")
-MULTIMODAL = frozenset((*_OTHERS, *(f"{one}_token_id" for one in _TOKENS)))
 """Fields of a multimodal folder that concern pictures and sound."""
 ROPE = Rope(theta=1_000_000.0, kind="proportional", share=0.25)
 """The rope of global layers where a folder does not state any."""
@@ -179,13 +67,15 @@ ROPE = Rope(theta=1_000_000.0, kind="proportional", share=0.25)
 def read_gemma4(fields: Fields) -> DecoderConfig:
     """A `gemma4_text` config.json, or the text part of a multimodal `gemma4` or `gemma4_unified` one."""
     if "text_config" in fields.raw:
-        return text_part(fields, read_gemma4, MULTIMODAL)
-    fields.only("hidden_activation", GELU)
+        return base.text_part(fields, read_gemma4, MULTIMODAL)
+    fields.only("hidden_activation", gemma.GELU)
     fields.only("attention_bias", False)
     # Between the tokens of a picture, which is no text, attention may go both ways.
     fields.only("use_bidirectional_attention", None, "vision")
-    shape = sizes(fields, GEMMA4_DEFAULTS)
-    stated = fields.local_layers(shape["num_layers"], every(6, shape["num_layers"])) or (False,) * shape["num_layers"]
+    shape = base.sizes(fields, GEMMA4_DEFAULTS)
+    stated = (
+        fields.local_layers(shape["num_layers"], gemma.every(6, shape["num_layers"])) or (False,) * shape["num_layers"]
+    )
     if not any(stated[:-1]):
         fields.refuse("layer_types", "names no local layer; this family has both kinds.")
     local = (*stated[:-1], False)  # the last one never is, whatever the folder says
@@ -197,13 +87,24 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
     # The width of inputs of each layer's own, 0 where there are none, and how many ids have them.
     width = fields.integer("hidden_size_per_layer_input", 256, least=0)
     rows = fields.integer("vocab_size_per_layer_input", 262_144)
+    experts: dict[str, Any] = {}
+    if not fields.flag("enable_moe_block", False):
+        fields.read |= {"num_experts", "top_k_experts", "moe_intermediate_size"}
+    elif wide:
+        fields.refuse("use_double_wide_mlp", "is not supported in layers with experts (enable_moe_block).")
+    else:
+        number, active = fields.integer("num_experts"), fields.integer("top_k_experts")
+        if active > number:
+            fields.refuse("top_k_experts", f"is more than the {number} experts that there are.")
+        experts["experts"] = Experts(number, active, shared=shape["ffn"])
+        experts |= {"ffn": fields.integer("moe_intermediate_size"), "feed_forward": DENSE_AND_EXPERTS}
     rope = ROPE
     if fields.get("rope_parameters") is not None:
         # A folder that has ropes but none for global layers rotates their whole heads.
         rope = fields.rope(ROPE.theta, shape["max_positions"], layer_type="full_attention", share=1.0)
         if rope.share != 1 and rope.kind != "proportional":
             fields.refuse("rope_parameters", "rotates a part of each head, which only a proportional rope does here.")
-    return decoder(
+    return base.decoder(
         fields,
         shape,
         tied=True,
@@ -222,7 +123,7 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
         window=fields.integer("sliding_window", 512),
         local_layers=local,
         **ALWAYS,
-        **read_experts(fields, shape["ffn"], wide),
+        **experts,
     )
 
 
@@ -253,16 +154,20 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `gemma4_text` folder."""
     gemma4 = config.gemma4
     assert gemma4 is not None, "the family has it"
-    fields = written(config)
+    fields = base.written(config)
     for old in ("rope_theta", "rope_scaling"):  # which the family never had
         del fields[old]
     whole = {**write_rope(config.rope), "partial_rotary_factor": config.rope.share}
+    experts: dict[str, Any] = {"enable_moe_block": config.experts is not None}
+    if config.experts is not None:
+        experts |= {"num_experts": config.experts.number, "top_k_experts": config.experts.active}
+        experts |= {"moe_intermediate_size": config.ffn, "intermediate_size": config.experts.shared}
     return fields | {
         "model_type": "gemma4_text",
-        "hidden_activation": GELU,
+        "hidden_activation": gemma.GELU,
         "attention_bias": False,
-        **write_experts(config),
-        "layer_types": layer_types(config),
+        **experts,
+        "layer_types": base.layer_types(config),
         "sliding_window": config.window,
         "rope_parameters": {"full_attention": whole, "sliding_attention": write_rope(config.rope_local or Rope())},
         "global_head_dim": gemma4.global_head_dim,
@@ -278,15 +183,10 @@ def write(config: DecoderConfig) -> dict[str, Any]:
 
 def five_to_one(layers: int) -> tuple[bool, ...]:
     """The published pattern of local layers: five, then a global one; the last one is global."""
-    return (*every(6, layers)[:-1], False)
+    return (*gemma.every(6, layers)[:-1], False)
 
 
-ALWAYS: dict[str, Any] = {
-    "scale_embeddings": True,
-    "post_norms": True,
-    "qk_norm": True,
-    "query_scale": 1.0,
-}
+ALWAYS: dict[str, Any] = {"scale_embeddings": True, "post_norms": True, "qk_norm": True, "query_scale": 1.0}
 """What all Gemma 4 have in common."""
 GEMMA4_DEFAULTS = {
     "vocab_size": 262_144,
@@ -311,7 +211,7 @@ _GEMMA4 = DecoderConfig(
     window=1024,
     logit_softcap=30.0,
     **ALWAYS,
-    **{**SMALL, "vocab_size": 262_144, "max_positions": 262_144},
+    **{**base.SMALL, "vocab_size": 262_144, "max_positions": 262_144},
 )
 _MATFORMER = replace(_GEMMA4, max_positions=131_072, window=512)
 """What E2B and E4B have in common."""
@@ -319,23 +219,48 @@ _MATFORMER = replace(_GEMMA4, max_positions=131_072, window=512)
 
 def _large(d_model: int, ffn: int, layers: int, heads: int, kv_heads: int, global_kv_heads: int) -> DecoderConfig:
     gemma4 = Gemma4(global_kv_heads, 512, keys_are_values=True)
-    return sized(_GEMMA4, d_model, ffn, layers, heads, kv_heads, 256, local=five_to_one, gemma4=gemma4)
+    return base.sized(_GEMMA4, d_model, ffn, layers, heads, kv_heads, 256, local=five_to_one, gemma4=gemma4)
 
 
-TENSORS: Mapping[str, Tensor] = {
-    **_TABLES,
+_USUAL = tuple(mixer for mixer in ("attention", GLOBAL, *SHARED) if mixer not in WIDE)
+TENSORS: Mapping[str, base.Tensor] = {
+    **{name: tensor for name, tensor in base.SHARED.items() if not name.startswith("layers/")},
     **_attention("attention", "", ""),
     **_attention(GLOBAL, "global_", "w"),
-    **_FFN,
-    **_WIDE,
-    **FOUR_NORMS,
-    **_INPUTS,
-    **EXPERT_TENSORS,
-    "layers/output/factor": Tensor("model.layers.{layer}.layer_scalar", "1", ""),
+    **{f"layers/{name}/w": replace(base.SHARED[f"layers/{name}/w"], mixer=_USUAL) for name in ("gate", "up", "down")},
+    **base.in_layers(
+        {
+            "wide_gate/w": ("mlp.gate_proj.weight", "Fw D", "D Fw"),
+            "wide_up/w": ("mlp.up_proj.weight", "Fw D", "D Fw"),
+            "wide_down/w": ("mlp.down_proj.weight", "D Fw", "Fw D"),
+        },
+        WIDE,
+    ),
+    **gemma.FOUR_NORMS,
+    "inputs/embed/w": base.Tensor("model.embed_tokens_per_layer.weight", "Vl Da", "Vl Da"),
+    "inputs/context/w": base.Tensor("model.per_layer_model_projection.weight", "(L Dp) D", "D L Dp"),
+    "inputs/norm/w": base.Tensor("model.per_layer_projection_norm.weight", "Dp", "Dp"),
+    **base.in_layers(
+        {
+            "input_gate/w": ("per_layer_input_gate.weight", "Dp D", "D Dp"),
+            "input_out/w": ("per_layer_projection.weight", "D Dp", "Dp D"),
+            "post_input_norm/w": ("post_per_layer_input_norm.weight", "D", "D"),
+            "router/w": ("router.proj.weight", "E D", "D E"),
+            "router/norm/w": ("router.scale", "D", "D"),
+            "router/factor": ("router.per_expert_scale", "E", "E"),
+            "gates/w": ("experts.{expert}.gate_proj.weight", "Fe D", "E D Fe"),
+            "ups/w": ("experts.{expert}.up_proj.weight", "Fe D", "E D Fe"),
+            "downs/w": ("experts.{expert}.down_proj.weight", "D Fe", "E Fe D"),
+            "dense_norm/w": ("post_feedforward_layernorm_1.weight", "D", "D"),
+            "pre_experts_norm/w": ("pre_feedforward_layernorm_2.weight", "D", "D"),
+            "experts_norm/w": ("post_feedforward_layernorm_2.weight", "D", "D"),
+            "output/factor": ("layer_scalar", "1", ""),
+        }
+    ),
 }
 """Our parameter name -> the tensor."""
 
-GEMMA4 = FamilyText(
+GEMMA4 = base.FamilyText(
     model_types=("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified"),
     hub="gemma-?4",
     template="gemma4",
@@ -345,12 +270,12 @@ GEMMA4 = FamilyText(
     write=write,
     tensors=TENSORS,
     presets={
-        "gemma4-e2b": sized(
+        "gemma4-e2b": base.sized(
             *(_MATFORMER, 1536, 6144, 35, 8, 1, 256),
-            local=partial(every, 5),
+            local=partial(gemma.every, 5),
             gemma4=Gemma4(1, 512, shared_layers=20, shared_wide=True, layer_inputs=256),
         ),
-        "gemma4-e4b": sized(
+        "gemma4-e4b": base.sized(
             *(_MATFORMER, 2560, 10_240, 42, 8, 2, 256),
             local=five_to_one,
             gemma4=Gemma4(2, 512, shared_layers=18, layer_inputs=256),
@@ -361,7 +286,7 @@ GEMMA4 = FamilyText(
         ),
         "gemma4-31b": _large(5376, 21_504, 60, 32, 16, 4),
     },
-    small=sized(
+    small=base.sized(
         *(_GEMMA4, 64, 192, 6, 4, 2, 32),
         local=five_to_one,
         gemma4=Gemma4(1, 64, keys_are_values=True),
@@ -370,8 +295,7 @@ GEMMA4 = FamilyText(
         window=256,
     ),
     local=five_to_one,
-    axes=axes,
-    stacked=STACKED,
+    stacked=base.STACKED,
     writes_stacked=True,
     spare=spare,
     prefixes=(

@@ -12,20 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from tunix.models.config import EXPERTS, Clamp, DecoderConfig, Experts, Rope
-from tunix.models.families.base import (
-    SHARED,
-    SMALL,
-    STACKED,
-    TWO_NORMS,
-    FamilyText,
-    decoder,
-    in_layers,
-    layer_types,
-    sized,
-    sizes,
-    written,
-)
-from tunix.models.families.gemma import alternating, windows
+from tunix.models.families import base, gemma
 from tunix.models.families.hf_config import Fields
 
 NUMBER, ACTIVE, WINDOW = 128, 4, 128
@@ -36,11 +23,11 @@ def read_gpt_oss(fields: Fields) -> DecoderConfig:
     """A `gpt_oss` config.json."""
     fields.only("hidden_act", "silu")
     fields.get("initial_context_length")  # which the rope says again
-    shape = sizes(fields, {"head_dim": 64, "max_position_embeddings": 131_072})
+    shape = base.sizes(fields, {"head_dim": 64, "max_position_embeddings": 131_072})
     biased, experts = fields.flag("attention_bias", True), fields.experts(NUMBER, ACTIVE)
     fields.only("experts_per_token", experts.active)
     clamp = Clamp(fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702))
-    return decoder(
+    return base.decoder(
         fields,
         shape,
         eps=1e-5,
@@ -52,7 +39,7 @@ def read_gpt_oss(fields: Fields) -> DecoderConfig:
         sinks=True,
         experts=replace(experts, biases=True, clamp=clamp),
         feed_forward=EXPERTS,
-        **windows(fields, alternating(shape["num_layers"]), WINDOW),
+        **gemma.windows(fields, gemma.alternating(shape["num_layers"]), WINDOW),
     )
 
 
@@ -60,12 +47,12 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `gpt_oss` folder."""
     assert config.experts is not None, "the family has them"
     assert config.experts.clamp is not None, "and joins their gates so"
-    return written(config) | {
+    return base.written(config) | {
         "model_type": "gpt_oss",
         "hidden_act": "silu",
         "attention_bias": config.qkv_bias,
         "sliding_window": config.window or WINDOW,
-        "layer_types": layer_types(config),
+        "layer_types": base.layer_types(config),
         "num_local_experts": config.experts.number,
         "num_experts_per_tok": config.experts.active,
         "swiglu_limit": config.experts.clamp.limit,
@@ -85,10 +72,10 @@ _LARGE = DecoderConfig(
     window=WINDOW,
     experts=Experts(32, ACTIVE, biases=True, clamp=Clamp()),
     feed_forward=EXPERTS,
-    **{**SMALL, "vocab_size": 201_088, "max_positions": 131_072},
+    **{**base.SMALL, "vocab_size": 201_088, "max_positions": 131_072},
 )
 
-GPT_OSS = FamilyText(
+GPT_OSS = base.FamilyText(
     model_types=("gpt_oss",),
     hub="gpt-?oss",
     template="chatml",
@@ -97,9 +84,9 @@ GPT_OSS = FamilyText(
     read=read_gpt_oss,
     write=write,
     tensors={
-        **SHARED,
-        **TWO_NORMS,
-        **in_layers(
+        **base.SHARED,
+        **base.TWO_NORMS,
+        **base.in_layers(
             {
                 "sinks": ("self_attn.sinks", "N", "N"),
                 "q/b": ("self_attn.q_proj.bias", "(N H)", "N H"),
@@ -117,11 +104,13 @@ GPT_OSS = FamilyText(
             }
         ),
     },
-    stacked={**STACKED, ".gate_up_proj_bias": (".gate_proj.bias", ".up_proj.bias")},
+    stacked={**base.STACKED, ".gate_up_proj_bias": (".gate_proj.bias", ".up_proj.bias")},
     alternate=True,
     writes_stacked=True,
     packed=("mxfp4",),
-    presets={"gpt-oss-20b": sized(_LARGE, 2880, 2880, 24, 64, 8, 64, local=alternating)},
-    small=replace(_LARGE, local_layers=alternating(2), experts=Experts(8, 2, biases=True, clamp=Clamp()), **SMALL),
-    local=alternating,
+    presets={"gpt-oss-20b": base.sized(_LARGE, 2880, 2880, 24, 64, 8, 64, local=gemma.alternating)},
+    small=replace(
+        _LARGE, local_layers=gemma.alternating(2), experts=Experts(8, 2, biases=True, clamp=Clamp()), **base.SMALL
+    ),
+    local=gemma.alternating,
 )

@@ -40,6 +40,10 @@ HARMLESS_AT: Mapping[str, tuple[Any, ...]] = {
 """Fields that change nothing at these values only."""
 
 
+Integers = Mapping[str, tuple[str, int]]
+"""Our name of a number -> the field's, and what it is where the file leaves it out."""
+
+
 class Fields:
     """The fields of one JSON object, and which of them were read."""
 
@@ -51,8 +55,7 @@ class Fields:
             file: the file that it is in, for messages.
             inside: path of the object within the file, such as `rope_parameters.`.
         """
-        self.raw, self.file, self.inside = raw, file, inside
-        self.read: set[str] = set()
+        self.raw, self.file, self.inside, self.read = raw, file, inside, set[str]()
 
     def refuse(self, name: str, why: str) -> NoReturn:
         """Raises the error for a field that cannot be used."""
@@ -77,6 +80,10 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             self.refuse(name, "must be a positive integer.")
         return value
+
+    def integers(self, table: Integers) -> dict[str, int]:
+        """Positive integers by our names."""
+        return {ours: self.integer(name, default) for ours, (name, default) in table.items()}
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number; missing and null mean `default`, and are an error where there is none."""
@@ -134,14 +141,17 @@ class Fields:
 
     def local_layers(self, layers: int, default: tuple[bool, ...]) -> tuple[bool, ...]:
         """Which layers are local, from `layer_types` or else `default`; empty where none is."""
-        kinds = self.get("layer_types")
-        local = default
-        if kinds is not None:
-            names = {"sliding_attention": True, "full_attention": False}
-            if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in names for kind in kinds):
-                self.refuse("layer_types", f"must name {' or '.join(names)} for each of the {layers} layers.")
-            local = tuple(names[kind] for kind in kinds)
+        local = self.layer_types(layers, {"sliding_attention": True, "full_attention": False}) or default
         return local if any(local) else ()
+
+    def layer_types(self, layers: int, names: Mapping[str, bool]) -> tuple[bool, ...] | None:
+        """Of which of two types each layer is; None where the file does not say."""
+        types = self.get("layer_types")
+        if types is None:
+            return None
+        if not isinstance(types, list) or len(types) != layers or any(name not in names for name in types):
+            self.refuse("layer_types", f"must name {' or '.join(names)} for each of the {layers} layers.")
+        return tuple(names[name] for name in types)
 
     def rope(
         self,
@@ -165,8 +175,7 @@ class Fields:
         """
         stated = self.optional(theta_field)
         base = theta if stated is None else stated
-        new = self.mapping("rope_parameters")
-        where = "rope_parameters."
+        new, where = self.mapping("rope_parameters"), "rope_parameters."
         if layer_type is not None:
             new, where = Fields(new, self.file, where).mapping(layer_type), f"{where}{layer_type}."
         blocks = [(new, where)]
@@ -232,6 +241,11 @@ def _read_rope(block: Fields, theta: float, max_positions: int, share: float | N
     return rope
 
 
+def written_integers(table: Integers, config: Any) -> dict[str, int]:
+    """The fields of config.json from what `Fields.integers` has read."""
+    return {name: getattr(config, ours) for ours, (name, _) in table.items()}
+
+
 def write_rope(rope: Rope) -> dict[str, Any]:
     """One rope as transformers 5 spells it."""
     written: dict[str, Any] = {"rope_type": rope.kind, "rope_theta": rope.theta}
@@ -243,8 +257,6 @@ def write_rope(rope: Rope) -> dict[str, Any]:
         written |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     if rope.kind == "yarn":
         written |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
-        if not rope.truncate:
-            written["truncate"] = False
-        if rope.attention_factor is not None:
-            written["attention_factor"] = rope.attention_factor
+        written |= {} if rope.truncate else {"truncate": False}
+        written |= {} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}
     return written

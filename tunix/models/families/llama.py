@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from tunix.models.config import EXPERTS, DecoderConfig, Experts, Rope
-from tunix.models.families.base import SHARED, SMALL, TWO_NORMS, FamilyText, decoder, in_layers, sized, sizes, written
+from tunix.models.families import base
 from tunix.models.families.hf_config import Fields
 
 
@@ -24,14 +24,19 @@ def read(fields: Fields) -> DecoderConfig:
     fields.only("hidden_act", "silu")
     fields.only("attention_bias", False)
     fields.only("mlp_bias", False)
-    shape = sizes(fields, {"max_position_embeddings": 2048})
+    shape = base.sizes(fields, {"max_position_embeddings": 2048})
     rope = fields.rope(10_000.0, shape["max_positions"])
-    return decoder(fields, shape, family="llama", activation="silu", rope=rope)
+    return base.decoder(fields, shape, family="llama", activation="silu", rope=rope)
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `llama` folder."""
-    return written(config) | {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    return base.written(config) | {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
 
 
 _3 = DecoderConfig(
@@ -40,12 +45,12 @@ _3 = DecoderConfig(
     norm_eps=1e-5,
     tied=False,
     rope=Rope(theta=500_000.0),
-    **{**SMALL, "vocab_size": 128_256, "max_positions": 8192},
+    **{**base.SMALL, "vocab_size": 128_256, "max_positions": 8192},
 )
 _31 = replace(_3, max_positions=131_072, rope=Rope(theta=500_000.0, kind="llama3", factor=8.0))
 _32 = replace(_31, tied=True, rope=replace(_31.rope, factor=32.0))
 
-LLAMA = FamilyText(
+LLAMA = base.FamilyText(
     model_types=("llama",),
     hub="llama",
     template="llama3",
@@ -53,18 +58,17 @@ LLAMA = FamilyText(
     classifier="LlamaForSequenceClassification",
     read=read,
     write=write,
-    tensors={**SHARED, **TWO_NORMS},
+    tensors={**base.SHARED, **base.TWO_NORMS},
     presets={
-        "llama3-8b": sized(_3, 4096, 14_336, 32, 32, 8, 128),
-        "llama3.1-8b": sized(_31, 4096, 14_336, 32, 32, 8, 128),
-        "llama3.1-70b": sized(_31, 8192, 28_672, 80, 64, 8, 128),
-        "llama3.2-1b": sized(_32, 2048, 8192, 16, 32, 8, 64),
-        "llama3.2-3b": sized(_32, 3072, 8192, 28, 24, 8, 128),
+        "llama3-8b": base.sized(_3, 4096, 14_336, 32, 32, 8, 128),
+        "llama3.1-8b": base.sized(_31, 4096, 14_336, 32, 32, 8, 128),
+        "llama3.1-70b": base.sized(_31, 8192, 28_672, 80, 64, 8, 128),
+        "llama3.2-1b": base.sized(_32, 2048, 8192, 16, 32, 8, 64),
+        "llama3.2-3b": base.sized(_32, 3072, 8192, 28, 24, 8, 128),
     },
-    small=replace(_3, tied=True, rope=Rope(theta=10_000.0), **SMALL),
+    small=replace(_3, tied=True, rope=Rope(theta=10_000.0), **base.SMALL),
     whole_heads=True,
 )
-
 
 NUMBER, ACTIVE = 8, 2
 
@@ -74,8 +78,8 @@ def read_mixtral(fields: Fields) -> DecoderConfig:
     fields.only("hidden_act", "silu")
     fields.only("sliding_window", None)
     fields.only("router_jitter_noise", 0, 0.0)
-    shape = sizes(fields, {"max_position_embeddings": 131_072})
-    return decoder(
+    shape = base.sizes(fields, {"max_position_embeddings": 131_072})
+    return base.decoder(
         fields,
         shape,
         eps=1e-5,
@@ -90,7 +94,7 @@ def read_mixtral(fields: Fields) -> DecoderConfig:
 def write_mixtral(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `mixtral` folder."""
     assert config.experts is not None, "the family has them"
-    return written(config) | {
+    return base.written(config) | {
         "model_type": "mixtral",
         "hidden_act": "silu",
         "sliding_window": None,
@@ -107,10 +111,10 @@ _MIXTRAL = DecoderConfig(
     rope=Rope(theta=1_000_000.0),
     experts=Experts(NUMBER, ACTIVE),
     feed_forward=EXPERTS,
-    **{**SMALL, "vocab_size": 32_000, "max_positions": 32_768},
+    **{**base.SMALL, "vocab_size": 32_000, "max_positions": 32_768},
 )
 
-MIXTRAL = FamilyText(
+MIXTRAL = base.FamilyText(
     model_types=("mixtral",),
     hub="mixtral",
     template="chatml",
@@ -119,9 +123,9 @@ MIXTRAL = FamilyText(
     read=read_mixtral,
     write=write_mixtral,
     tensors={
-        **SHARED,
-        **TWO_NORMS,
-        **in_layers(
+        **base.SHARED,
+        **base.TWO_NORMS,
+        **base.in_layers(
             {
                 "router/w": ("block_sparse_moe.gate.weight", "E D", "D E"),
                 "gates/w": ("block_sparse_moe.experts.{expert}.w1.weight", "F D", "E D F"),
@@ -130,6 +134,6 @@ MIXTRAL = FamilyText(
             }
         ),
     },
-    presets={"mixtral-8x7b": sized(_MIXTRAL, 4096, 14_336, 32, 32, 8, 128)},
-    small=replace(_MIXTRAL, **SMALL),
+    presets={"mixtral-8x7b": base.sized(_MIXTRAL, 4096, 14_336, 32, 32, 8, 128)},
+    small=replace(_MIXTRAL, **base.SMALL),
 )

@@ -12,58 +12,27 @@ Axes: D model width, F ffn width, E experts.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from tunix.models.config import EXPERTS, DecoderConfig, Experts, Rope
-from tunix.models.families.base import (
-    QK_NORMS,
-    SHARED,
-    SMALL,
-    TWO_NORMS,
-    FamilyText,
-    decoder,
-    in_layers,
-    layer_types,
-    sized,
-    sizes,
-    written,
-)
+from tunix.models.families import base
 from tunix.models.families.hf_config import Fields
 
 THETA = 1_000_000.0
 
 
-def read_qwen2(fields: Fields) -> DecoderConfig:
-    """A `qwen2` config.json."""
-    fields.only("use_mrope", False, None)
-    return _read(fields, "qwen2", head_dim=None)
-
-
-def read_qwen3(fields: Fields) -> DecoderConfig:
-    """A `qwen3` config.json."""
-    fields.only("attention_bias", False)
-    return _read(fields, "qwen3", head_dim=128)
-
-
-def _read(fields: Fields, family: Literal["qwen2", "qwen3"], head_dim: int | None) -> DecoderConfig:
+def read(family: Literal["qwen2", "qwen3"], fields: Fields) -> DecoderConfig:
+    """A `qwen2` or `qwen3` config.json."""
+    if family == "qwen2":
+        fields.only("use_mrope", False, None)
+    else:
+        fields.only("attention_bias", False)
     fields.only("hidden_act", "silu")
-    shape = sizes(fields, {"head_dim": head_dim, "max_position_embeddings": 32_768})
-    window, local = _windows(fields, shape["num_layers"])
-    return decoder(
-        fields,
-        shape,
-        family=family,
-        activation="silu",
-        rope=fields.rope(10_000.0, shape["max_positions"]),
-        qk_norm=family == "qwen3",
-        qkv_bias=family == "qwen2",
-        window=window,
-        local_layers=local,
-    )
-
-
-def _windows(fields: Fields, layers: int) -> tuple[int | None, tuple[bool, ...]]:
-    """The window and the local layers; `sliding_window` means nothing unless `use_sliding_window` is set."""
+    head_dim = 128 if family == "qwen3" else None
+    shape = base.sizes(fields, {"head_dim": head_dim, "max_position_embeddings": 32_768})
+    layers = shape["num_layers"]
+    # `sliding_window` means nothing unless `use_sliding_window` is set.
     used = fields.flag("use_sliding_window", False)
     first, size = fields.get("max_window_layers", 28), fields.get("sliding_window", 4096)
     if not isinstance(first, int):
@@ -72,51 +41,51 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, tuple[bool, ...]]
     local = fields.local_layers(layers, tuple(used and layer >= first for layer in range(layers)))
     if local and not used:
         fields.refuse("layer_types", "names sliding_attention, but use_sliding_window is off or sliding_window null.")
-    return (fields.integer("sliding_window", 4096), local) if local else (None, ())
+    return base.decoder(
+        fields,
+        shape,
+        family=family,
+        activation="silu",
+        rope=fields.rope(10_000.0, shape["max_positions"]),
+        qk_norm=family == "qwen3",
+        qkv_bias=family == "qwen2",
+        window=fields.integer("sliding_window", 4096) if local else None,
+        local_layers=local,
+    )
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `qwen2` or `qwen3` folder."""
     bias = {"attention_bias": False} if config.family == "qwen3" else {}
-    return written(config) | {
+    return base.written(config) | {
         "model_type": config.family,
         "hidden_act": "silu",
         "use_sliding_window": config.window is not None,
         "sliding_window": config.window,
         "max_window_layers": config.num_layers,
-        "layer_types": layer_types(config),
+        "layer_types": base.layer_types(config),
         **bias,
     }
 
 
-_QWEN2 = DecoderConfig(
-    family="qwen2",
-    activation="silu",
-    norm_eps=1e-6,
-    tied=True,
-    rope=Rope(theta=10_000.0),
-    qkv_bias=True,
-    **SMALL,
-)
+_QWEN2 = DecoderConfig("qwen2", **base.SMALL, activation="silu", norm_eps=1e-6, tied=True, rope=Rope(), qkv_bias=True)
 _QWEN3 = replace(_QWEN2, family="qwen3", qkv_bias=False, qk_norm=True)
-
-
 _QWEN2_LARGE = replace(_QWEN2, vocab_size=152_064, tied=False, max_positions=32_768, rope=Rope(theta=THETA))
 _QWEN2_TIED = replace(_QWEN2_LARGE, vocab_size=151_936, tied=True)
 _QWEN3_LARGE = replace(_QWEN3, vocab_size=151_936, tied=False, max_positions=40_960, rope=Rope(theta=THETA))
 
-QWEN2 = FamilyText(
+QWEN2 = base.FamilyText(
     model_types=("qwen2",),
     hub="qwen",
     template="chatml",
     architecture="Qwen2ForCausalLM",
     classifier="Qwen2ForSequenceClassification",
-    read=read_qwen2,
+    read=partial(read, "qwen2"),
     write=write,
     tensors={
-        **SHARED,
-        **TWO_NORMS,
-        **in_layers(
+        **base.SHARED,
+        **base.TWO_NORMS,
+        **base.in_layers(
             {
                 "q/b": ("self_attn.q_proj.bias", "(N H)", "N H"),
                 "k/b": ("self_attn.k_proj.bias", "(K H)", "K H"),
@@ -125,39 +94,39 @@ QWEN2 = FamilyText(
         ),
     },
     presets={
-        "qwen2.5-0.5b": sized(_QWEN2_TIED, 896, 4864, 24, 14, 2, 64),
-        "qwen2.5-1.5b": sized(_QWEN2_TIED, 1536, 8960, 28, 12, 2, 128),
-        "qwen2.5-3b": sized(_QWEN2_TIED, 2048, 11_008, 36, 16, 2, 128),
-        "qwen2.5-7b": sized(_QWEN2_LARGE, 3584, 18_944, 28, 28, 4, 128),
-        "qwen2.5-14b": sized(_QWEN2_LARGE, 5120, 13_824, 48, 40, 8, 128),
-        "qwen2.5-32b": sized(_QWEN2_LARGE, 5120, 27_648, 64, 40, 8, 128),
-        "qwen2.5-72b": sized(_QWEN2_LARGE, 8192, 29_568, 80, 64, 8, 128),
+        "qwen2.5-0.5b": base.sized(_QWEN2_TIED, 896, 4864, 24, 14, 2, 64),
+        "qwen2.5-1.5b": base.sized(_QWEN2_TIED, 1536, 8960, 28, 12, 2, 128),
+        "qwen2.5-3b": base.sized(_QWEN2_TIED, 2048, 11_008, 36, 16, 2, 128),
+        "qwen2.5-7b": base.sized(_QWEN2_LARGE, 3584, 18_944, 28, 28, 4, 128),
+        "qwen2.5-14b": base.sized(_QWEN2_LARGE, 5120, 13_824, 48, 40, 8, 128),
+        "qwen2.5-32b": base.sized(_QWEN2_LARGE, 5120, 27_648, 64, 40, 8, 128),
+        "qwen2.5-72b": base.sized(_QWEN2_LARGE, 8192, 29_568, 80, 64, 8, 128),
     },
     small=_QWEN2,
 )
 
-QWEN3 = FamilyText(
+QWEN3 = base.FamilyText(
     model_types=("qwen3",),
     hub="qwen-?3",
     template="chatml",
     architecture="Qwen3ForCausalLM",
     classifier="Qwen3ForSequenceClassification",
-    read=read_qwen3,
+    read=partial(read, "qwen3"),
     write=write,
-    tensors={**SHARED, **TWO_NORMS, **QK_NORMS},
+    tensors={**base.SHARED, **base.TWO_NORMS, **base.QK_NORMS},
     presets={
-        "qwen3-0.6b": sized(_QWEN3_LARGE, 1024, 3072, 28, 16, 8, 128, tied=True),
-        "qwen3-1.7b": sized(_QWEN3_LARGE, 2048, 6144, 28, 16, 8, 128, tied=True),
-        "qwen3-4b": sized(_QWEN3_LARGE, 2560, 9728, 36, 32, 8, 128, tied=True),
-        "qwen3-8b": sized(_QWEN3_LARGE, 4096, 12_288, 36, 32, 8, 128),
-        "qwen3-14b": sized(_QWEN3_LARGE, 5120, 17_408, 40, 40, 8, 128),
-        "qwen3-32b": sized(_QWEN3_LARGE, 5120, 25_600, 64, 64, 8, 128),
+        "qwen3-0.6b": base.sized(_QWEN3_LARGE, 1024, 3072, 28, 16, 8, 128, tied=True),
+        "qwen3-1.7b": base.sized(_QWEN3_LARGE, 2048, 6144, 28, 16, 8, 128, tied=True),
+        "qwen3-4b": base.sized(_QWEN3_LARGE, 2560, 9728, 36, 32, 8, 128, tied=True),
+        "qwen3-8b": base.sized(_QWEN3_LARGE, 4096, 12_288, 36, 32, 8, 128),
+        "qwen3-14b": base.sized(_QWEN3_LARGE, 5120, 17_408, 40, 40, 8, 128),
+        "qwen3-32b": base.sized(_QWEN3_LARGE, 5120, 25_600, 64, 64, 8, 128),
     },
     small=_QWEN3,
 )
 
 
-BANKS = in_layers(
+BANKS = base.in_layers(
     {
         "router/w": ("mlp.gate.weight", "E D", "D E"),
         "gates/w": ("mlp.experts.{expert}.gate_proj.weight", "F D", "E D F"),
@@ -176,8 +145,8 @@ def read_qwen3_moe(fields: Fields) -> DecoderConfig:
     fields.only("mlp_only_layers", [], None)
     fields.only("decoder_sparse_step", 1)
     fields.read |= {"max_window_layers", "sliding_window"}  # of windows, which no published size uses
-    shape = sizes(fields, {"max_position_embeddings": 32_768})
-    return decoder(
+    shape = base.sizes(fields, {"max_position_embeddings": 32_768})
+    return base.decoder(
         fields,
         shape,
         family="qwen3_moe",
@@ -197,7 +166,7 @@ def write_moe(config: DecoderConfig) -> dict[str, Any]:
     the published sizes: nothing has it.
     """
     assert config.experts is not None, "the family has them"
-    return written(config) | {
+    return base.written(config) | {
         "model_type": "qwen3_moe",
         "hidden_act": "silu",
         "attention_bias": False,
@@ -215,7 +184,7 @@ def write_moe(config: DecoderConfig) -> dict[str, Any]:
 
 _MOE = replace(_QWEN3_LARGE, family="qwen3_moe", experts=Experts(128, 8), feed_forward=EXPERTS)
 
-QWEN3_MOE = FamilyText(
+QWEN3_MOE = base.FamilyText(
     model_types=("qwen3_moe",),
     hub=r"qwen-?3-.*\d+b-a\d+b",
     template="chatml",
@@ -223,10 +192,10 @@ QWEN3_MOE = FamilyText(
     classifier="Qwen3MoeForSequenceClassification",
     read=read_qwen3_moe,
     write=write_moe,
-    tensors={**SHARED, **TWO_NORMS, **QK_NORMS, **BANKS},
+    tensors={**base.SHARED, **base.TWO_NORMS, **base.QK_NORMS, **BANKS},
     presets={
-        "qwen3-30b-a3b": sized(_MOE, 2048, 768, 48, 32, 4, 128),
-        "qwen3-235b-a22b": sized(_MOE, 4096, 1536, 94, 64, 4, 128),
+        "qwen3-30b-a3b": base.sized(_MOE, 2048, 768, 48, 32, 4, 128),
+        "qwen3-235b-a22b": base.sized(_MOE, 4096, 1536, 94, 64, 4, 128),
     },
-    small=replace(_MOE, experts=Experts(8, 2), **SMALL),
+    small=replace(_MOE, experts=Experts(8, 2), **base.SMALL),
 )

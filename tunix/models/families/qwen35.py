@@ -31,40 +31,34 @@ from tunix.models.config import (
     EXPERTS,
     FRAMES,
     ROPE_THETA,
-    TOWER_LAYER,
     DecoderConfig,
     DeltaNet,
     Experts,
     Rope,
     VisionConfig,
 )
-from tunix.models.families.base import (
-    QK_NORMS,
-    SHARED,
-    SMALL,
-    STACKED,
-    TWO_NORMS,
-    FamilyText,
-    Shape,
-    Tensor,
-    VisionText,
-    axis_sizes,
-    biased,
-    decoder,
-    in_layers,
-    sized,
-    sizes,
-    text_part,
-    written,
-)
-from tunix.models.families.hf_config import Fields, write_rope
+from tunix.models.families import base
+from tunix.models.families.hf_config import Fields, write_rope, written_integers
 from tunix.models.families.qwen import BANKS
 
 GELU = "gelu_pytorch_tanh"
 VISION_TYPE = "qwen3_5_vision"
 SOFT_TOKENS = 256
 """Soft tokens of a picture at most, which a recipe decides (`data.picture_tokens`), not a folder."""
-VISION_DEFAULTS = {"hidden_size": 1152, "intermediate_size": 4304, "depth": 27, "num_heads": 16, "patch_size": 16}
+VISION_SIZES = {
+    "width": ("hidden_size", 1152),
+    "ffn": ("intermediate_size", 4304),
+    "num_layers": ("depth", 27),
+    "num_heads": ("num_heads", 16),
+    "patch": ("patch_size", 16),
+    "pool": ("spatial_merge_size", 2),
+}
+VISION_IDS = {
+    "begin_id": ("vision_start_token_id", 248_053),
+    "end_id": ("vision_end_token_id", 248_054),
+    "soft_id": ("image_token_id", 248_056),
+    "film_id": ("video_token_id", 248_057),
+}
 
 
 def read_vision(fields: Fields) -> VisionConfig:
@@ -82,27 +76,9 @@ def read_vision(fields: Fields) -> VisionConfig:
     rope.only("rope_type", "axial", None)
     rope.only("rope_theta", ROPE_THETA, None)
     rope.finish()
-    sizes = {name: inner.integer(name, value) for name, value in VISION_DEFAULTS.items()}
     learned = inner.integer("num_position_embeddings", 2304)
-    config = VisionConfig(
-        tower="qwen",
-        width=sizes["hidden_size"],
-        ffn=sizes["intermediate_size"],
-        num_layers=sizes["depth"],
-        num_heads=sizes["num_heads"],
-        patch=sizes["patch_size"],
-        pool=inner.integer("spatial_merge_size", 2),
-        positions=math.isqrt(learned),
-        norm_eps=1e-6,
-        tokens=SOFT_TOKENS,
-        begin_id=fields.integer("vision_start_token_id", 248_053),
-        end_id=fields.integer("vision_end_token_id", 248_054),
-        soft_id=fields.integer("image_token_id", 248_056),
-        film_id=fields.integer("video_token_id", 248_057),
-        any_shape=True,
-        sees_ahead=False,
-        turns=True,
-    )
+    numbers = inner.integers(VISION_SIZES) | fields.integers(VISION_IDS)
+    config = VisionConfig("qwen", positions=math.isqrt(learned), norm_eps=1e-6, tokens=SOFT_TOKENS, **numbers)
     inner.finish()
     if config.positions**2 != learned:
         inner.refuse("num_position_embeddings", "is no square.")
@@ -116,22 +92,14 @@ def write_vision(config: DecoderConfig, c: VisionConfig) -> dict[str, Any]:
     return {
         "vision_config": {
             "model_type": VISION_TYPE,
-            "hidden_size": c.width,
-            "intermediate_size": c.ffn,
-            "depth": c.num_layers,
-            "num_heads": c.num_heads,
-            "patch_size": c.patch,
-            "spatial_merge_size": c.pool,
+            **written_integers(VISION_SIZES, c),
             "num_position_embeddings": c.positions**2,
             "out_hidden_size": config.d_model,
             "temporal_patch_size": FRAMES,
             "in_channels": COLOURS,
             "hidden_act": GELU,
         },
-        "vision_start_token_id": c.begin_id,
-        "vision_end_token_id": c.end_id,
-        "image_token_id": c.soft_id,
-        "video_token_id": c.film_id,
+        **written_integers(VISION_IDS, c),
     }
 
 
@@ -149,35 +117,24 @@ _TOWER_LAYER = {
     "up": ("mlp.linear_fc1", "Ft Dt", "Dt Ft"),
     "down": ("mlp.linear_fc2", "Dt Ft", "Ft Dt"),
 }
-VISION_TENSORS: dict[str, Tensor] = {
-    **{
-        f"vision/{ours}": Tensor(f"visual.{name}", theirs, axes)
-        for ours, (name, theirs, axes) in biased(_TOWER).items()
-    },
-    "vision/position": Tensor("visual.pos_embed.weight", "Pl Dt", "Pl Dt"),
-    **in_layers(biased(_TOWER_LAYER), TOWER_LAYER, starts=("vision/layers/", "visual.blocks.")),
-}
-
-QWEN35_VISION = VisionText(
+QWEN35_VISION = base.VisionText(
     architecture="Qwen3_5ForConditionalGeneration",
     read=read_vision,
     write=write_vision,
-    tensors=VISION_TENSORS,
+    tensors={
+        **base.of_tower("visual.", _TOWER, "blocks.", _TOWER_LAYER),
+        "vision/position": base.Tensor("visual.pos_embed.weight", "Pl Dt", "Pl Dt"),
+    },
     prefixes=(("model.language_model.", "model."), ("model.visual.", "visual."), ("mtp.", None)),
     written=(("model.", "model.language_model."), ("visual.", "model.visual.")),
     published=VisionConfig(
-        *("qwen", 1152, 4304, 27, 16, 16, 2, 48, 1e-6, SOFT_TOKENS, 248_053, 248_054, 248_056, 248_057),
-        any_shape=True,
-        sees_ahead=False,
-        turns=True,
+        "qwen", 1152, 4304, 27, 16, 16, 2, 48, 1e-6, SOFT_TOKENS, 248_053, 248_054, 248_056, 248_057
     ),
-    small=VisionConfig(
-        *("qwen", 32, 64, 2, 2, 4, 2, 4, 1e-6, 16, 261, 262, 263, 264), any_shape=True, sees_ahead=False, turns=True
-    ),
+    small=VisionConfig("qwen", 32, 64, 2, 2, 4, 2, 4, 1e-6, 16, 261, 262, 263, 264),
 )
 
 
-VISION = ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+VISION = ("vision_config", *(name for name, _ in VISION_IDS.values()))
 """Fields of a multimodal folder that concern its vision part."""
 DRAFTING = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 """Fields of heads that draft several tokens, which nothing here computes with."""
@@ -185,18 +142,24 @@ DEFAULTS = {"head_dim": 256, "max_position_embeddings": 32_768}
 """Sizes that a config.json may leave out."""
 SECTIONS = (11, 11, 10)
 """How many pairs of a head's dimensions turn by a token's time, row and column."""
-TYPES = {"linear_attention": True, "full_attention": False}
+DELTA_SIZES = {
+    "key_heads": ("linear_num_key_heads", 16),
+    "value_heads": ("linear_num_value_heads", 32),
+    "key_dim": ("linear_key_head_dim", 128),
+    "value_dim": ("linear_value_head_dim", 128),
+    "taps": ("linear_conv_kernel_dim", 4),
+}
 
 
 def read_qwen35(fields: Fields) -> DecoderConfig:
     """A `qwen3_5_text` config.json, or the text part of a multimodal `qwen3_5` one."""
     if "text_config" in fields.raw:
-        return text_part(fields, read_qwen35, VISION)
+        return base.text_part(fields, read_qwen35, VISION)
     fields.only("mlp_only_layers", [], None)
-    return read_text(fields, sizes(fields, DEFAULTS), family="qwen3_5")
+    return read_text(fields, base.sizes(fields, DEFAULTS), family="qwen3_5")
 
 
-def read_text(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
+def read_text(fields: Fields, shape: base.Shape, **different: Any) -> DecoderConfig:
     """The config of a model with these mixers, from a text config.json.
 
     Args:
@@ -210,7 +173,19 @@ def read_text(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
     fields.read |= set(DRAFTING)
     share = fields.number("partial_rotary_factor", 0.25)
     rope = fields.rope(10_000.0, shape["max_positions"], share=share)
-    return decoder(
+    layers, interval = shape["num_layers"], fields.integer("full_attention_interval", 4)
+    linear = fields.layer_types(layers, {"linear_attention": True, "full_attention": False})
+    linear = linear or tuple((layer + 1) % interval != 0 for layer in range(layers))
+    if all(linear) or not any(linear):
+        fields.refuse("layer_types", "names one kind of layer only; this family alternates between the two.")
+    delta = DeltaNet(**fields.integers(DELTA_SIZES))
+    if delta.value_heads % delta.key_heads:
+        fields.refuse("linear_num_value_heads", f"is no multiple of linear_num_key_heads = {delta.key_heads}.")
+    if delta.value_heads // delta.key_heads * delta.value_dim % delta.key_dim:
+        fields.refuse("linear_value_head_dim", "gives a key head values that are no multiple of its keys' width.")
+    if delta.taps < 2:
+        fields.refuse("linear_conv_kernel_dim", "must be 2 or more.")
+    return base.decoder(
         fields,
         shape,
         activation="silu",
@@ -218,49 +193,17 @@ def read_text(fields: Fields, shape: Shape, **different: Any) -> DecoderConfig:
         rope=rope if rope.sections else replace(rope, sections=SECTIONS),  # those of published folders
         qk_norm=True,
         output_gate=True,
-        linear_layers=_linear_layers(fields, shape["num_layers"]),
-        delta=_delta(fields),
+        linear_layers=linear,
+        delta=delta,
         **different,
     )
-
-
-def _delta(fields: Fields) -> DeltaNet:
-    delta = DeltaNet(
-        key_heads=fields.integer("linear_num_key_heads", 16),
-        value_heads=fields.integer("linear_num_value_heads", 32),
-        key_dim=fields.integer("linear_key_head_dim", 128),
-        value_dim=fields.integer("linear_value_head_dim", 128),
-        taps=fields.integer("linear_conv_kernel_dim", 4),
-    )
-    if delta.value_heads % delta.key_heads:
-        fields.refuse("linear_num_value_heads", f"is no multiple of linear_num_key_heads = {delta.key_heads}.")
-    if delta.value_heads // delta.key_heads * delta.value_dim % delta.key_dim:
-        fields.refuse("linear_value_head_dim", "gives a key head values that are no multiple of its keys' width.")
-    if delta.taps < 2:
-        fields.refuse("linear_conv_kernel_dim", "must be 2 or more.")
-    return delta
-
-
-def _linear_layers(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """Which layers are Gated DeltaNets, from `layer_types` or else `full_attention_interval`."""
-    interval = fields.integer("full_attention_interval", 4)
-    types = fields.get("layer_types")
-    if types is None:
-        linear = tuple((layer + 1) % interval != 0 for layer in range(layers))
-    elif isinstance(types, list) and len(types) == layers and all(one in TYPES for one in types):
-        linear = tuple(TYPES[one] for one in types)
-    else:
-        fields.refuse("layer_types", f"must name {' or '.join(TYPES)} for each of the {layers} layers.")
-    if all(linear) or not any(linear):
-        fields.refuse("layer_types", "names one kind of layer only; this family alternates between the two.")
-    return linear
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `qwen3_5_text` folder."""
     delta = config.delta
     assert delta is not None, "the family has them"
-    fields = written(config)
+    fields = base.written(config)
     for old in ("rope_theta", "rope_scaling"):  # which the family never had
         del fields[old]
     return fields | {
@@ -274,33 +217,13 @@ def write(config: DecoderConfig) -> dict[str, Any]:
             "mrope_interleaved": True,
         },
         "layer_types": ["linear_attention" if linear else "full_attention" for linear in config.linear_layers],
-        "linear_num_key_heads": delta.key_heads,
-        "linear_num_value_heads": delta.value_heads,
-        "linear_key_head_dim": delta.key_dim,
-        "linear_value_head_dim": delta.value_dim,
-        "linear_conv_kernel_dim": delta.taps,
+        **written_integers(DELTA_SIZES, delta),
     }
 
 
 def three_to_one(layers: int) -> tuple[bool, ...]:
     """The published pattern: three DeltaNets, then attention; of fewer layers the last one is attention."""
     return tuple((layer + 1) % min(4, layers) != 0 for layer in range(layers))
-
-
-def axes(config: DecoderConfig) -> dict[str, int]:
-    """The size of each axis of the family's weights."""
-    delta = config.delta
-    assert delta is not None, "the family has them"
-    return {
-        **axis_sizes(config),
-        "Hg": 2 * config.head_dim,
-        "Hk": delta.key_heads,
-        "Hv": delta.value_heads,
-        "U": delta.channels // delta.key_dim,
-        "Dk": delta.key_dim,
-        "Dv": delta.value_dim,
-        "Ta": delta.taps,
-    }
 
 
 _QWEN35 = DecoderConfig(
@@ -313,17 +236,17 @@ _QWEN35 = DecoderConfig(
     qk_norm=True,
     output_gate=True,
     delta=DeltaNet(16, 32, 128, 128),
-    **{**SMALL, "vocab_size": 248_320, "max_positions": 262_144},
+    **{**base.SMALL, "vocab_size": 248_320, "max_positions": 262_144},
 )
 _TIED = replace(_QWEN35, tied=True)
 _FEW, _MANY = DeltaNet(16, 16, 128, 128), DeltaNet(16, 48, 128, 128)
 """The mixers of 0.8B and 2B, and of 27B, which have fewer and more heads of values than the other sizes."""
 
-_ATTENTION = (*(f"layers/{name}/w" for name in "kvo"), *QK_NORMS)
+_ATTENTION = (*(f"layers/{name}/w" for name in "kvo"), *base.QK_NORMS)
 """What attention alone has, as in other families; its queries come with gates."""
 _CHANNELS = ("U", (1, 1))
 """A folder has the queries of all key heads first, then their keys, then the values."""
-_DELTA = in_layers(
+_DELTA = base.in_layers(
     {
         "z/w": ("linear_attn.in_proj_z.weight", "(Hv Dv) D", "D Hv Dv"),
         "beta/w": ("linear_attn.in_proj_b.weight", "Hv D", "D Hv"),
@@ -335,24 +258,24 @@ _DELTA = in_layers(
     },
     DELTANET,
 )
-_MIXED = {
-    "qkv/w": ("in_proj_qkv.weight", "(Hk U Dk) D", "D Hk U Dk"),
-    "conv/w": ("conv1d.weight", "(Hk U Dk) 1 Ta", "Hk U Dk Ta"),
-}
-PREFIXES = (("model.language_model.", "model."), ("model.visual.", None), ("mtp.", None))
-TENSORS: Mapping[str, Tensor] = {
-    **SHARED,
-    **TWO_NORMS,
-    **{name: replace({**SHARED, **QK_NORMS}[name], mixer="attention") for name in _ATTENTION},
-    **in_layers({"q/w": ("self_attn.q_proj.weight", "(N Hg) D", "D N Hg")}, "attention"),
-    **_DELTA,
-    **{
-        f"layers/{ours}": Tensor(f"model.layers.{{layer}}.linear_attn.{name}", theirs, axes, DELTANET, _CHANNELS)
-        for ours, (name, theirs, axes) in _MIXED.items()
+_MIXED = base.in_layers(
+    {
+        "qkv/w": ("linear_attn.in_proj_qkv.weight", "(Hk U Dk) D", "D Hk U Dk"),
+        "conv/w": ("linear_attn.conv1d.weight", "(Hk U Dk) 1 Ta", "Hk U Dk Ta"),
     },
+    DELTANET,
+)
+PREFIXES = (("model.language_model.", "model."), ("model.visual.", None), ("mtp.", None))
+TENSORS: Mapping[str, base.Tensor] = {
+    **base.SHARED,
+    **base.TWO_NORMS,
+    **{name: replace({**base.SHARED, **base.QK_NORMS}[name], mixer="attention") for name in _ATTENTION},
+    **base.in_layers({"q/w": ("self_attn.q_proj.weight", "(N Hg) D", "D N Hg")}, "attention"),
+    **_DELTA,
+    **{name: replace(tensor, runs=_CHANNELS) for name, tensor in _MIXED.items()},
 }
 
-QWEN35 = FamilyText(
+QWEN35 = base.FamilyText(
     model_types=("qwen3_5_text", "qwen3_5"),
     hub=r"qwen-?3\.[568]",
     template="chatml",
@@ -362,13 +285,13 @@ QWEN35 = FamilyText(
     write=write,
     tensors=TENSORS,
     presets={
-        "qwen3.5-0.8b": sized(_TIED, 1024, 3584, 24, 8, 2, 256, linear=three_to_one, delta=_FEW),
-        "qwen3.5-2b": sized(_TIED, 2048, 6144, 24, 8, 2, 256, linear=three_to_one, delta=_FEW),
-        "qwen3.5-4b": sized(_TIED, 2560, 9216, 32, 16, 4, 256, linear=three_to_one),
-        "qwen3.5-9b": sized(_QWEN35, 4096, 12_288, 32, 16, 4, 256, linear=three_to_one),
-        "qwen3.5-27b": sized(_QWEN35, 5120, 17_408, 64, 24, 4, 256, linear=three_to_one, delta=_MANY),
+        "qwen3.5-0.8b": base.sized(_TIED, 1024, 3584, 24, 8, 2, 256, linear=three_to_one, delta=_FEW),
+        "qwen3.5-2b": base.sized(_TIED, 2048, 6144, 24, 8, 2, 256, linear=three_to_one, delta=_FEW),
+        "qwen3.5-4b": base.sized(_TIED, 2560, 9216, 32, 16, 4, 256, linear=three_to_one),
+        "qwen3.5-9b": base.sized(_QWEN35, 4096, 12_288, 32, 16, 4, 256, linear=three_to_one),
+        "qwen3.5-27b": base.sized(_QWEN35, 5120, 17_408, 64, 24, 4, 256, linear=three_to_one, delta=_MANY),
     },
-    small=sized(
+    small=base.sized(
         *(_TIED, 64, 192, 4, 4, 2, 16),
         linear=three_to_one,
         vocab_size=512,
@@ -376,7 +299,6 @@ QWEN35 = FamilyText(
         delta=DeltaNet(2, 4, 16, 16),
     ),
     linear=three_to_one,
-    axes=axes,
     prefixes=PREFIXES,
     passengers=("mtp.",),
     passenger_fields=DRAFTING,
@@ -390,8 +312,8 @@ NUMBER, ACTIVE, FFN = 256, 8, 512
 def read_qwen35_moe(fields: Fields) -> DecoderConfig:
     """A `qwen3_5_moe_text` config.json, or the text part of a multimodal `qwen3_5_moe` one."""
     if "text_config" in fields.raw:
-        return text_part(fields, read_qwen35_moe, VISION)
-    shape = sizes(fields, {**DEFAULTS, "intermediate_size": FFN})
+        return base.text_part(fields, read_qwen35_moe, VISION)
+    shape = base.sizes(fields, {**DEFAULTS, "intermediate_size": FFN})
     experts = fields.experts(NUMBER, ACTIVE)
     return read_text(
         fields,
@@ -417,15 +339,9 @@ def write_moe(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def axes_of_moe(config: DecoderConfig) -> dict[str, int]:
-    """The size of each axis of the family's weights."""
-    assert config.experts is not None, "the family has them"
-    return {**axes(config), "Fs": config.experts.shared}
-
-
 _MOE = replace(_QWEN35, family="qwen3_5_moe", experts=Experts(NUMBER, ACTIVE, shared=FFN), feed_forward=EXPERTS)
 
-QWEN35_MOE = FamilyText(
+QWEN35_MOE = base.FamilyText(
     model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
     hub=r"qwen-?3\.[568].*\d+b-a\d+b",
     template="chatml",
@@ -436,7 +352,7 @@ QWEN35_MOE = FamilyText(
     tensors={
         **TENSORS,
         **BANKS,
-        **in_layers(
+        **base.in_layers(
             {
                 "shared_gate/w": ("mlp.shared_expert_gate.weight", "1 D", "D"),
                 "gate/w": ("mlp.shared_expert.gate_proj.weight", "Fs D", "D Fs"),
@@ -445,12 +361,11 @@ QWEN35_MOE = FamilyText(
             }
         ),
     },
-    presets={"qwen3.5-35b-a3b": sized(_MOE, 2048, FFN, 40, 16, 2, 256, linear=three_to_one)},
+    presets={"qwen3.5-35b-a3b": base.sized(_MOE, 2048, FFN, 40, 16, 2, 256, linear=three_to_one)},
     small=replace(QWEN35.small, family="qwen3_5_moe", ffn=32, experts=Experts(8, 2, shared=48), feed_forward=EXPERTS),
     linear=three_to_one,
-    axes=axes_of_moe,
     prefixes=PREFIXES,
-    stacked=STACKED,
+    stacked=base.STACKED,
     passengers=QWEN35.passengers,
     passenger_fields=DRAFTING,
 )

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tunix.errors import UserError, nearest
-from tunix.models.config import DENSE_AND_EXPERTS, DecoderConfig, VisionConfig
-from tunix.models.families.base import FamilyText, Shape, Tensor, tower_axes
+from tunix.models.config import DENSE_AND_EXPERTS, DecoderConfig
+from tunix.models.families.base import FamilyText, Shape, Tensor
 from tunix.models.families.gemma import GEMMA, GEMMA2
 from tunix.models.families.gemma3 import GEMMA3
 from tunix.models.families.gemma4 import GEMMA4
@@ -82,26 +82,16 @@ def from_hf(raw: Mapping[str, Any], file: Path, pictures: bool = False) -> Decod
         check_section(fields.mapping(SECTION), file, family.packed)
     config = family.read(fields)
     if pictures:
-        config = replace(config, vision=_vision(config.family, fields))
+        if family.vision is None or "vision_config" not in raw:
+            sees = ", ".join(f"{name} folders with a vision_config" for name, text in FAMILIES.items() if text.vision)
+            raise UserError(
+                f"{file}: model_type = {raw.get('model_type')!r} is read as a text model, which sees no "
+                f"pictures: leave data.pictures out, or take a model that does ({sees})."
+            )
+        config = replace(config, vision=family.vision.read(fields))
     fields.finish()
     _check(config, str(file))
     return config
-
-
-def _vision(family: str, fields: Fields) -> VisionConfig:
-    """The tower that sees pictures.
-
-    Raises:
-        UserError: the model has none, or it is not supported.
-    """
-    vision = FAMILIES[family].vision
-    if vision is None or "vision_config" not in fields.raw:
-        sees = ", ".join(f"{name} folders with a vision_config" for name, one in FAMILIES.items() if one.vision)
-        raise UserError(
-            f"{fields.file}: model_type = {fields.raw.get('model_type')!r} is read as a text model, which sees no "
-            f"pictures: leave data.pictures out, or take a model that does ({sees})."
-        )
-    return vision.read(fields)
 
 
 def with_vision(config: DecoderConfig, published: bool) -> DecoderConfig:
@@ -125,35 +115,24 @@ def tensors_of(config: DecoderConfig) -> Mapping[str, Tensor]:
     return {**family.tensors, **(family.vision.tensors if config.vision and family.vision else {})}
 
 
-def axes_of(config: DecoderConfig) -> dict[str, int]:
-    """The size of each axis that `tensors_of` names."""
-    return FAMILIES[config.family].axes(config) | (tower_axes(config.vision) if config.vision else {})
-
-
 def count_weights(config: DecoderConfig) -> dict[str, int]:
     """How many weights a model has under each of our names, those of all layers together; without a scalar head."""
-    sizes, counts = axes_of(config), {}
+    sizes, counts, experts = FAMILIES[config.family].axes(config), {}, config.experts
+    # Tensors of the family that this model has not, although it has their layers and all of their axes.
+    unused = {"value/w"}
+    unused |= {"head/w"} if config.tied else set()
+    if experts is not None and not experts.shared:
+        unused |= {f"layers/{name}/w" for name in ("gate", "up", "down")}
+    if config.feed_forward != DENSE_AND_EXPERTS:
+        unused |= {f"layers/{name}/w" for name in ("dense_norm", "experts_norm", "pre_experts_norm", "router/norm")}
+    unused |= set() if config.layer_inputs else {"layers/post_input_norm/w"}
+    unused |= {"layers/global_v/w"} if config.gemma4 and config.gemma4.keys_are_values else set()
     for name, tensor in tensors_of(config).items():
         layers = len(config.layers_with(tensor.mixer)) if tensor.layered else 1
-        if _is_used(config, name):
-            counts[name] = layers * math.prod(sizes[axis] for axis in tensor.ours.split())
-    return {name: count for name, count in counts.items() if count}
-
-
-def _is_used(config: DecoderConfig, name: str) -> bool:
-    """Whether a model has this one of its family's tensors, provided that it has its layers and all of its axes."""
-    experts, mixture = config.experts, config.feed_forward == DENSE_AND_EXPERTS
-    if name == "value/w":
-        return False
-    if name == "head/w":
-        return not config.tied
-    if name.startswith(("layers/gate/", "layers/up/", "layers/down/")):
-        return experts is None or experts.shared > 0
-    if name in ("layers/dense_norm/w", "layers/experts_norm/w", "layers/pre_experts_norm/w", "layers/router/norm/w"):
-        return mixture
-    if name == "layers/post_input_norm/w":
-        return config.layer_inputs > 0
-    return not (name == "layers/global_v/w" and config.gemma4 and config.gemma4.keys_are_values)
+        count = layers * math.prod(sizes[axis] for axis in tensor.ours.split())
+        if count and name not in unused:
+            counts[name] = count
+    return counts
 
 
 def to_hf(config: DecoderConfig) -> dict[str, Any]:
@@ -219,28 +198,23 @@ def with_sizes(config: DecoderConfig, sizes: Mapping[str, int]) -> DecoderConfig
     new = replace(config, **sizes)
     if "head_dim" not in sizes and config.head_dim * config.num_heads == config.d_model:
         new = replace(new, head_dim=new.d_model // new.num_heads)
+    family = FAMILIES[config.family]
     if config.local_layers and "num_layers" in sizes:
-        new = replace(new, local_layers=FAMILIES[config.family].local(new.num_layers))
+        new = replace(new, local_layers=family.local(new.num_layers))
     if config.linear_layers and "num_layers" in sizes:
-        new = replace(new, linear_layers=FAMILIES[config.family].linear(new.num_layers))
+        new = replace(new, linear_layers=family.linear(new.num_layers))
     if gemma4 := config.gemma4:
         shared = gemma4.shared_layers
         if shared and "num_layers" in sizes:
-            shared = _shared(new, shared * new.num_layers // config.num_layers)
-        width, kv_heads = (
-            gemma4.global_head_dim * new.head_dim // config.head_dim,
-            min(gemma4.global_kv_heads, new.num_kv_heads),
-        )
+            # As large a part as before may read the keys and values of others, where those before have all kinds.
+            most, local = shared * new.num_layers // config.num_layers, new.local_layers or (False,) * new.num_layers
+            shared = next((n for n in range(most, 0, -1) if set(local[: len(local) - n]) == set(local)), 0)
+        width = gemma4.global_head_dim * new.head_dim // config.head_dim
+        kv_heads = min(gemma4.global_kv_heads, new.num_kv_heads)
         gemma4 = replace(gemma4, global_head_dim=width, global_kv_heads=kv_heads, shared_layers=shared)
         new = replace(new, gemma4=gemma4)
     _check(new, "sizes")
     return new
-
-
-def _shared(config: DecoderConfig, most: int) -> int:
-    """How many layers may read the keys and values of others, `most` at most: those before them have all kinds."""
-    local = config.local_layers or (False,) * config.num_layers
-    return next((n for n in range(most, 0, -1) if set(local[: len(local) - n]) == set(local)), 0)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -265,11 +239,12 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _check(config: DecoderConfig, where: str) -> None:
     """Refuses shapes that cannot be computed, or that transformers would refuse after an export."""
-    c, gemma4 = config, config.gemma4
-    for kv_heads in (c.num_kv_heads, *(() if gemma4 is None else (gemma4.global_kv_heads,))):
+    c, heads = config, [(config.num_kv_heads, config.head_dim)]
+    if c.gemma4 is not None:
+        heads.append((c.gemma4.global_kv_heads, c.gemma4.global_head_dim))
+    for kv_heads, head_dim in heads:
         if c.num_heads % kv_heads:
             raise UserError(f"{where}: num_heads = {c.num_heads} is not a multiple of num_kv_heads = {kv_heads}.")
-    for head_dim in (c.head_dim, *(() if gemma4 is None else (gemma4.global_head_dim,))):
         if head_dim < 2 or head_dim % 2:
             raise UserError(f"{where}: head_dim = {head_dim} must be even: rope turns pairs of dimensions.")
     if FAMILIES[c.family].whole_heads and c.d_model % c.num_heads:

@@ -111,7 +111,7 @@ class Piece:
         if sizes.vision is not None:  # room for as many of the largest pictures as a piece has at most
             number = length // sizes.vision.tokens
             pixels = np.zeros((sizes.shards, number, *sizes.vision.shape), np.uint8)
-            rope = np.zeros((*shape, 3), np.int32) if sizes.vision.turns else None
+            rope = np.zeros((*shape, 3), np.int32) if sizes.vision.any_shape else None
             pictures = Pictures(pixels, np.zeros((sizes.shards, number, 2), np.int32), np.zeros(shape, np.int32), rope)
         self.inputs = Inputs(
             tokens, positions, ids, begins, tuple(visits), writes, last, adapters, sources, ends, pictures

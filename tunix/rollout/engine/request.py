@@ -70,7 +70,7 @@ def check_pictures(number: int, prompt: np.ndarray, pictures: Pictures | None, v
             f"prompt {number} has {len(soft)} tokens for {pictures.number} pictures of {counts}: "
             "each needs all of its own, one after the other, and text after the last"
         )
-    if vision.turns and pictures.rope is None:
+    if vision.any_shape and pictures.rope is None:
         raise UserError(
             f"prompt {number} has pictures without places for rope: data.pictures.rope_positions finds them"
         )
