@@ -28,8 +28,6 @@ GIB = 2**30
 WIDTH = 120
 PATIENCE = 180.0
 """Seconds after which a run starts without having been planned."""
-DEADLINE = 600.0
-"""Seconds that a plan may take."""
 ELSEWHERE = {"JAX_PLATFORMS": "cpu"}
 """Environment of a worker that plans for devices that are not here."""
 HERE = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -52,13 +50,13 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether all stages were examined and fit."""
-        return bool(self.verdicts) and all(one["fits"] for one in self.verdicts)
+        return bool(self.verdicts) and all(verdict["fits"] for verdict in self.verdicts)
 
 
 def ask(
     recipe: Recipe,
     topology: str | None,
-    deadline: float = DEADLINE,
+    deadline: float = 600.0,
     remedies: bool = True,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Plan:
@@ -189,18 +187,14 @@ def refuse_misfit(recipe: Recipe, topology: str | None, otherwise: str) -> None:
             return
         if planned.late and planned.fits:
             tell(f"not planned to the end within {PATIENCE:.0f} s")
+    stages = recipe.stages or (recipe,)
     for number, verdict in enumerate(planned.verdicts):
         if not verdict["fits"]:
             remedy = suggestion(planned, number)
             raise UserError(
-                f"{stage_of(recipe, number).output} on {place(verdict)}: {summary(verdict)}. "
+                f"{stages[number].output} on {place(verdict)}: {summary(verdict)}. "
                 f"{remedy[0].upper()}{remedy[1:]}. `tunix plan` shows what takes the memory; {otherwise}"
             )
-
-
-def stage_of(recipe: Recipe, number: int) -> Recipe:
-    """A stage of a recipe, or the recipe itself where it has none."""
-    return recipe.stages[number] if recipe.stages else recipe
 
 
 @contextmanager
@@ -215,8 +209,9 @@ def _progress(topology: str | None) -> Iterator[Callable[[str], None]]:
 
 
 def _show(planned: Plan, recipe: Recipe, console: Console) -> None:
+    stages = recipe.stages or (recipe,)
     for number, verdict in enumerate(planned.verdicts):
-        console.print(f"[bold]{stage_of(recipe, number).output}[/] on {place(verdict)}: {summary(verdict)}")
+        console.print(f"[bold]{stages[number].output}[/] on {place(verdict)}: {summary(verdict)}")
         for line in verdict["chosen"]:
             console.print(f"  {line}", markup=False)
         # The kinds of memory during the program of each place that needs most, and the arrays that its compiler lists.

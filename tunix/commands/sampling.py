@@ -187,13 +187,14 @@ class ProgressSampler(SamplingClient):
         self, requests: List[Request], reply: Reply | None = None, on_done: OnDone | None = None
     ) -> list[Completion]:
         """Implements `protocols.SamplingClient.run`; the numbers of the requests go on after `done`."""
+
+        def show(request: int, tokens: np.ndarray) -> None:
+            self.tokens += len(tokens)
+            # Requests start in order, so all but the latest `slots` of those seen have ended.
+            self.bar.show(self.done + max(0, request + 1 - self.engine.slots), self.tokens)
+
         numbered = [replace(request, index=self.done + request.index) for request in requests]
-        sampled = self.engine.run(numbered, reply, on_done, on_tokens=self._on_tokens)
+        sampled = self.engine.run(numbered, reply, on_done, on_tokens=show)
         self.done += len(sampled)
         self.bar.show(self.done, self.tokens)
         return sampled
-
-    def _on_tokens(self, request: int, tokens: np.ndarray) -> None:
-        """Counts tokens. Requests start in order, so all but the latest `slots` of those seen have ended."""
-        self.tokens += len(tokens)
-        self.bar.show(self.done + max(0, request + 1 - self.engine.slots), self.tokens)
