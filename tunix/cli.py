@@ -153,9 +153,9 @@ def value(name: str, text: str, kind: Callable[[str], Any] = str, default: Any =
     )
 
 
-def values(name: str, text: str) -> Argument:
+def values(name: str, text: str, kind: Callable[[str], Any] = str) -> Argument:
     """Declares an option that may be given several times."""
-    return value(name, f"{text}; may be given several times", default=[], action="append")
+    return value(name, f"{text}; may be given several times", kind, [], action="append")
 
 
 def switch(*names: str, text: str) -> Argument:
@@ -180,12 +180,7 @@ def seed(text: str) -> int:
 # Arguments that several commands have.
 RECIPE = together(
     value("recipe RECIPE", "YAML file, or the name of one that tunix brings", Path),
-    value(
-        "overrides section.key=value",
-        "replaces a value of the recipe, e.g. optimizer.learning_rate=1e-5",
-        nargs="*",
-        default=[],
-    ),
+    value("overrides section.key=value", "replaces a value, e.g. optimizer.learning_rate=1e-5", nargs="*", default=[]),
     switch("--tiny", text="a two-layer random model, and generated rows for those of the hub: no download"),
 )
 MODEL = value("model MODEL", "hub id, folder, or the folder of a run")
@@ -221,9 +216,11 @@ PROMPTS = together(
 
 
 def filled(function: Callable[..., Result], parsed: Parsed, **others: Any) -> Result:
-    """Calls a function, or makes a record: each parameter is the option of its name, unless `others` has it."""
-    named = signature(function).parameters.keys() & vars(parsed).keys() - others.keys()
-    return function(**{name: vars(parsed)[name] for name in named}, **others)
+    """Calls a function, or makes a record: each parameter is the option of its name, unless `others` has it; of several
+    values a tuple."""
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()}
+    named = signature(function).parameters.keys() & options.keys() - others.keys()
+    return function(**{name: options[name] for name in named}, **others)
 
 
 def slots(what: str) -> Argument:
@@ -249,10 +246,7 @@ def sampling(max_tokens: int) -> Argument:
     RECIPE,
     switch("--fresh", text="start again even where the run folder could be resumed"),
     VERBOSE,
-    switch(
-        "--no-plan",
-        text="do not compile the programs first to see whether they fit the accelerators here (`tunix plan`)",
-    ),
+    switch("--no-plan", text="do not compile the programs first to see whether they fit (`tunix plan`)"),
     value(
         "--coordinator HOST:PORT",
         "address of process 0 where a run has several processes, e.g. 10.0.0.1:8476; each is given the same",
@@ -319,9 +313,7 @@ def _recipes(_: Parsed) -> None:
 def _doctor(_: Parsed) -> None:
     from tunix.commands.doctor import doctor
 
-    findings, healthy = doctor()
-    print("\n".join(map(str, findings)))
-    if not healthy:
+    if not doctor():
         raise SystemExit(1)
 
 
@@ -329,12 +321,9 @@ def _doctor(_: Parsed) -> None:
     "what a recipe needs of devices that need not be here, by their compilers",
     "tunix plan recipes/sft_gemma.yaml --topology h100:1",
     RECIPE,
-    value(
+    values(
         "--topology CHIP:SHAPE",
-        "devices that need not be here, e.g. v5e:4x4, v5p:8x8x8, v6e:16x16, h100:8, h200:1; may be given several "
-        "times; without it those at hand",
-        default=[],
-        action="append",
+        "devices that need not be here, e.g. v5e:4x4, v5p:8x8x8, v6e:16x16, h100:8, h200:1 (those at hand)",
     ),
     value("--deadline S", "maximum seconds of each plan (600)", float, 600.0),
     switch("--json", text="print everything as JSON"),
@@ -385,11 +374,7 @@ def _plan(parsed: Parsed) -> None:
     values("--sbatch OPTION", "SLURM: option of sbatch, e.g. partition=gpu, time=04:00:00"),
 )
 def _launch(parsed: Parsed) -> None:
-    """Makes the job of a recipe, prints or writes it, and submits it where that is asked for.
-
-    Raises:
-        UserError: the recipe does not fit the devices, something is missing, or the file or the scheduler refuses.
-    """
+    """Makes the job of a recipe, prints or writes it, and submits it where that is asked for."""
     import shutil
     import subprocess
 
@@ -402,9 +387,9 @@ def _launch(parsed: Parsed) -> None:
     slurm = parsed.target == "slurm"
     secrets = tuple(secret.partition("=")[::2] for secret in parsed.secret)
     options = filled(Options, parsed, mounts=tuple(map(mount_of, parsed.mount)), secrets=secrets)
-    recipe = Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny)
     if parsed.dry_run and parsed.submit:
         raise UserError("--dry-run writes nothing and --submit needs the file: leave one of them out")
+    recipe = Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny)
     job = job_of(recipe, options)
     text = script(job) if slurm else manifest(job)
     if job.placement.slices > 1 and not parsed.no_plan:
@@ -496,13 +481,7 @@ def _score(parsed: Parsed) -> None:
         Path,
     ),
     value("--n N", "completions of each prompt (1)", count, 1),
-    value(
-        "--adapter DIR",
-        "PEFT adapter on top of the model; may be given several times, to compare the answers of each",
-        Path,
-        [],
-        action="append",
-    ),
+    values("--adapter DIR", "PEFT adapter on top of the model; of several the answers are compared", Path),
     slots("completions sampled"),
     REWARDS,
     value(
@@ -512,11 +491,7 @@ def _score(parsed: Parsed) -> None:
         nargs="?",
         const=1,
     ),
-    value(
-        "--threshold X",
-        "write rows to train on instead: the completions with a reward of at least X; also with --best",
-        float,
-    ),
+    value("--threshold X", "write rows to train on instead: those with a reward of X or more; also with --best", float),
     sampling(max_tokens=256),
 )
 def _generate(parsed: Parsed) -> None:
@@ -647,12 +622,6 @@ def _chat(parsed: Parsed) -> None:
     DTYPE,
 )
 def _serve(parsed: Parsed) -> None:
-    """Answers completions over HTTP until Ctrl-C, for runs that sample elsewhere than they train, and other clients.
-
-    Raises:
-        UserError: the port is taken, the model is not accessible or cannot sample, or the server's packages are not
-            installed.
-    """
     from tunix.util.ports import listen
 
     # Before anything is imported: reading and compiling a model takes minutes, which a taken port makes worthless.

@@ -54,16 +54,13 @@ class _Report:
 
 
 def check(recipe: str | Path, overrides: Collection[str] = (), *, tiny: bool = False, everything: bool = False) -> str:
-    """Validates a recipe and what it names.
+    """The recipe as YAML, with comments, if it and what it names are valid.
 
     Args:
         recipe: its file, or the name of one that tunix brings.
         overrides: as on the command line.
         tiny: as it runs with `--tiny`.
         everything: every value in the text, those that were filled in too.
-
-    Returns:
-        The recipe as YAML, with comments.
 
     Raises:
         UserError: everything that is wrong, one line each.
@@ -123,12 +120,7 @@ def _changed(written: Mapping[str, Any], before: Mapping[str, Any], after: Mappi
 
 
 def _examine(recipe: Recipe, model: ModelConfig) -> _Report:
-    """Looks at what one run names.
-
-    Args:
-        recipe: of a single run or a stage.
-        model: the section `model` of the first stage, which names the weights.
-    """
+    """Looks at what a run or a stage names; `model` is the section of the first stage, which names the weights."""
     report, data, kind = _Report(), recipe.data, recipe.algorithm.reads
     environment, rewards, adapter = recipe.rollout.environment, recipe.reward, recipe.adapter
     kind = RowKind.ROW if kind == RowKind.PROMPT and environment is not None else kind

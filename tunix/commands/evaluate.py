@@ -109,34 +109,26 @@ SAMPLES = 8
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """The options of `tunix eval`; None for those that are not given."""
+    """The options of `tunix eval` by their names, which its help explains; None for those that are not given."""
 
     data: str | None = None
-    """Rows, named as in a recipe: a file, a folder, a hub id or a function."""
     split: str | None = None
-    """Split of the rows, e.g. `test`."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Column in tunix -> column of the rows, e.g. `{"prompt": "question"}`."""
     rows: int | None = None
-    """Maximum number of rows, from the start."""
     task: Task | None = None
     """Task to measure; None for the one that fits the run, the rewards or the rows."""
     rewards: RewardConfig | None = None
     """How answers are scored."""
     threshold: float | None = None
-    """Minimum reward of a right answer; None for 1."""
     n: int | None = None
-    """Number of answers to each row."""
     k: List[int] = ()
-    """Values of k for pass@k, e.g. `(1, 8)`."""
     max_tokens: int | None = None
-    """Maximum tokens of an answer."""
     temperature: float | None = None
     """Sampling temperature. None: greedy; for pass@k the run's, or 1."""
     stop: List[str] = ()
     """Stop strings in addition to the run's."""
     seed: int = 0
-    """Seed of the sampling."""
 
 
 @dataclass(frozen=True)
@@ -167,15 +159,8 @@ class Setting:
     sampling: Sampling
 
     def examples(self, kind: RowKind) -> tuple[list[int], list[Kept], str]:
-        """Renders the rows.
-
-        Returns:
-            The numbers of the rows that are kept, from 0; these rows; and what became of the others, e.g.
-            `; 2 x longer than max_length`.
-
-        Raises:
-            UserError: every row is dropped.
-        """
+        """The numbers of the rows that are kept, from 0; these rows, rendered; and what became of the others, e.g.
+        `; 2 x longer than max_length`. Raises UserError where every row is dropped."""
         source = self.inference.source
         examples = Examples(self.rows, source.tokenizer, self.config, kind, source.decoder.vocab_size)
         made = list(examples.first(self.options.rows))
@@ -189,12 +174,7 @@ class Setting:
 
 
 def evaluate(model: InferenceOptions, options: EvalOptions, out: Path | None = None) -> None:
-    """Evaluates a model, prints the numbers, and writes `out`.
-
-    Args:
-        model: the model, or a run.
-        options: the rows and tasks.
-        out: .json (numbers and rows) or .jsonl (rows); None to print only.
+    """Evaluates a model or a run, prints the numbers, and writes `out`: .json (numbers and rows) or .jsonl (rows).
 
     Raises:
         UserError: the model, the rows or the rewards are not accessible, or do not fit together.

@@ -1,11 +1,9 @@
 """`tunix generate`: completes one prompt on the screen, or many rows in a file.
 
-Rows -> prompts (`inference/model.py`) -> the engine -> one JSON object per completion, in the order of the rows: `row`
-(from 0), `sample` (0 to n - 1), the row's prompt under the name of its column, `tokens` (ids with the stop token),
-`text` (without special tokens and stop string; absent without a tokenizer), `logprobs`, `finish`, and with rewards
-`reward` (their weighted sum, null where one failed), `rewards` and `failures` by name. Completion j of row i depends
-on (seed, i n + j, token index) alone, so the same command writes the same file. Rows are sampled in chunks, which
-`resumable_output.py` stores, so that an interrupted call can resume.
+Rows -> prompts (`inference/model.py`) -> the engine -> one JSON object per completion, in the order of the rows.
+Completion j of row i depends on (seed, i n + j, token index) alone, also with each of several adapters, so the same
+command writes the same file. Rows are sampled in chunks, which `resumable_output.py` stores, so that an interrupted
+call can resume.
 
 `choose` selects from the scored completions of each prompt (best-of-n, rejection sampling), as rows for SFT. The
 trained tokens must be the sampled ones. Rows of `prompt` and `completion` (strings, or messages where the prompt was
@@ -13,15 +11,14 @@ sent as a chat) are written if each of them, rendered as by `tunix run`, gives e
 not (it was cut off, its text has other tokens, or its prompt was given as ids), all rows are `input_ids` with `labels`,
 which need no rendering.
 
-With several `--adapter` the same prompts are answered with each of them. The base is read once and is not changed; the
-adapters are loaded unmerged and share the engine's batches; one with its own embeddings, which cannot be mixed within
-a batch, samples after the others. Completion j of row i depends on the same with every adapter, as with it alone.
+Several adapters are loaded unmerged with one base and share the engine's batches; one with its own embeddings, which
+cannot be mixed within a batch, samples after the others.
 """
 
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from collections.abc import Sequence as List
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -64,25 +61,25 @@ class Chosen:
     rows: list[dict[str, Any]]
     """Rows in the order of the prompts, the best completion of each first."""
     prompts: int
-    """Number of prompts with at least one selected completion."""
+    """Prompts with at least one selected completion."""
     failed: int
-    """Number of prompts without a scored completion."""
+    """Prompts without a scored completion."""
     longest: int
-    """Number of tokens in the longest row."""
+    """Tokens of the longest row."""
     respelled: int
-    """Number of rows whose text does not give the sampled tokens; above 0, all rows are ids."""
+    """Rows whose text does not give the sampled tokens; above 0, all rows are ids."""
 
 
 def ranked(rewards: List[float | None], most: int | None, threshold: float | None) -> list[int]:
-    """The indices of the selected completions, the best first, of equal ones the first.
+    """The indices of the selected completions of a prompt, the best first, of equal ones the first.
 
     Args:
-        rewards: of one prompt's completions; None where there is no score.
+        rewards: of the completions; None where there is no score.
         most: maximum number to select; None for all.
         threshold: minimum reward; None for any.
     """
-    scored = [(value, i) for i, value in enumerate(rewards) if value is not None]
-    passing = [(-value, i) for value, i in scored if threshold is None or value >= threshold]
+    least = -math.inf if threshold is None else threshold
+    passing = [(-value, i) for i, value in enumerate(rewards) if value is not None and value >= least]
     return [i for _, i in sorted(passing)][:most]
 
 
@@ -93,13 +90,8 @@ def choose(
     most: int | None,
     threshold: float | None,
 ) -> Chosen:
-    """Selects completions and writes them as rows to train on.
-
-    Args:
-        groups: the completions of each prompt as written to the file: `tokens`, `text`, `reward`.
-        most: maximum number of completions for each prompt; None for all.
-        threshold: minimum reward; None for any.
-    """
+    """Selects completions as rows to train on, by `ranked`, from those of each prompt as they are written to the file:
+    `tokens`, `text`, `reward`."""
     taken: list[tuple[Prompt, Mapping[str, Any]]] = []
     failed = served = 0
     for prompt, group in zip(prompts, groups, strict=True):
@@ -145,11 +137,7 @@ class ComparedAdapters:
     """Several adapters on one base, with an engine that samples with each of them."""
 
     def __init__(self, inference: InferenceModel, paths: List[Path]):
-        """Loads the base and all adapters.
-
-        Args:
-            inference: the base.
-            paths: PEFT folders.
+        """Loads the base and the adapters of PEFT folders.
 
         Raises:
             UserError: an adapter is not accessible, does not fit the base, or was trained on a base that was rounded
@@ -203,12 +191,7 @@ class ComparedAdapters:
         self._versions = count()
 
     def sample(self, requests: List[Request], bar: Bar, done: int) -> dict[Path, list[Completion]]:
-        """The completions of the requests with each adapter.
-
-        Args:
-            bar: displays the progress.
-            done: completions before these.
-        """
+        """The completions of the requests with each adapter; `done` were sampled before."""
         completions: dict[str, list[Completion]] = {}
         for tables, adapters in self.mixtures:
             self._engine.publish({**self._params, **tables}, next(self._versions), adapters=adapters)
@@ -226,26 +209,23 @@ class ComparedAdapters:
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """The options of `tunix generate`."""
+    """The options of `tunix generate` by their names, which its help explains."""
 
     prompt: str | None
     """A string to answer; None with `input`."""
     sampling: Sampling
     """How tokens are sampled; the model's stop ids are added."""
     input: str | None = None
-    """.jsonl, .parquet, ... with `prompt`, `messages` or `input_ids`; None with `prompt`."""
     out: Path | None = None
     """.jsonl to write; required with `input`."""
     n: int = 1
-    """Completions of each prompt."""
     seed: int = 0
-    """Of the sampling."""
     adapters: List[Path] = ()
     """PEFT folders whose answers are compared; empty for the model's own."""
     rewards: RewardConfig | None = None
     """How each completion is scored; requires `out`, and one model."""
     best: int | None = None
-    """Maximum number of completions of each prompt to write as rows to train on, the best ones; None for all."""
+    """Maximum number of completions of each prompt to write as rows to train on; None for all."""
     threshold: float | None = None
     """Minimum reward of a completion that is written as a row to train on; None for any."""
 
@@ -279,9 +259,28 @@ def generate(model: InferenceOptions, options: GenerateOptions) -> None:
     if options.out is not None:
         call.write(options.out)
     elif options.n > 1 or compared:
-        call.print_all()
-    else:
-        call.print_one()
+        (answers,) = call.sampled([range(1)])
+        for _, sample, completion, more in answers:
+            name = f"{sample + 1} of {options.n}"
+            if adapter := more.get("adapter"):
+                name = f"{adapter}, {name}" if options.n > 1 else adapter
+            print(f"--- {name} ({completion.finish})\n{inference.text(completion)}")
+    else:  # printed as it is sampled
+        assert inference.tokenizer is not None  # a string was encoded
+        stream = TextStream(inference.tokenizer, options.sampling.stop_strings)
+
+        def show(_: int, tokens: np.ndarray) -> None:
+            print(stream.feed(tokens), end="", flush=True)
+
+        request = Request(prompts[0].tokens, options.sampling, options.seed)
+        (completion,) = inference.engine.run([request], on_tokens=show)
+        print(stream.finish())
+        if completion.finish == "length":
+            print(f"(cut off after {len(completion.tokens)} tokens)", file=sys.stderr)
+
+
+Answer = tuple[int, int, Completion, Mapping[str, Any]]
+"""The number of the row, and of the sample; the completion; and further fields by name."""
 
 
 @dataclass(frozen=True)
@@ -297,40 +296,6 @@ class _Call:
     def per_row(self) -> int:
         """Completions of each row."""
         return self.options.n * (len(self.compared.paths) if self.compared else 1)
-
-    def requests(self, chunk: range) -> list[Request]:
-        """The requests of rows."""
-        n, seed = self.options.n, self.options.seed
-        return [
-            Request(self.prompts[i].tokens, self.options.sampling, seed, i * n + j) for i in chunk for j in range(n)
-        ]
-
-    def print_one(self) -> None:
-        """Prints the answer to a prompt as it is sampled."""
-        assert self.inference.tokenizer is not None  # a string was encoded
-        stream = TextStream(self.inference.tokenizer, self.options.sampling.stop_strings)
-
-        def show(_: int, tokens: np.ndarray) -> None:
-            print(stream.feed(tokens), end="", flush=True)
-
-        (completion,) = self.inference.engine.run(self.requests(range(1)), on_tokens=show)
-        print(stream.finish())
-        if completion.finish == "length":
-            print(f"(cut off after {len(completion.tokens)} tokens)", file=sys.stderr)
-
-    def print_all(self) -> None:
-        """Prints the answers to a prompt, with numbers and adapters, when all are there."""
-        with closing(Bar("generate", self.per_row)) as bar:
-            if self.compared:
-                groups = self.compared.sample(self.requests(range(1)), bar, done=0).items()
-            else:
-                groups = [(None, ProgressSampler(self.inference.engine, bar).run(self.requests(range(1))))]
-        for adapter, completions in groups:
-            for number, completion in enumerate(completions, start=1):
-                name = f"{number} of {self.options.n}"
-                if adapter is not None:
-                    name = f"{adapter}, {name}" if self.options.n > 1 else str(adapter)
-                print(f"--- {name} ({completion.finish})\n{self.inference.text(completion)}")
 
     def write(self, out: Path) -> None:
         """Samples the missing chunks, and then writes the file."""
@@ -354,9 +319,12 @@ class _Call:
         with resumable_output(out, inputs, rows * self.per_row, prompts * self.per_row) as output:
             if output.done:
                 print(f"going on after {output.done // self.per_row} of {prompts} rows", file=sys.stderr)
-            if output.done < prompts * self.per_row:
+            chunks = [range(i, min(i + rows, prompts)) for i in range(output.done // self.per_row, prompts, rows)]
+            if chunks:
                 try:
-                    self._sample(output, rows)
+                    with closing(self.sampled(chunks, output.done)) as sampled:
+                        for chunk in sampled:
+                            output.append(self._line(i, j, completion, more) for i, j, completion, more in chunk)
                 except KeyboardInterrupt as stopped:
                     kept = "interrupted before anything was kept"
                     if output.done:
@@ -368,33 +336,46 @@ class _Call:
             summary = self._finish(output)
         print(f"{summary}, written to {out}")
 
-    def _sample(self, output: ResumableOutput, rows: int) -> None:
-        """Samples, scores and stores the missing chunks, of `rows` rows each."""
-        inference, options, n, prompts = self.inference, self.options, self.options.n, len(self.prompts)
-        chunks = [range(i, min(i + rows, prompts)) for i in range(output.done // self.per_row, prompts, rows)]
-        with closing(Bar("generate", prompts * self.per_row)) as bar:
+    def sampled(self, chunks: List[range], done: int = 0) -> Generator[list[Answer], None, None]:
+        """Samples and scores chunks of rows.
+
+        Args:
+            chunks: the rows of each.
+            done: completions of the rows before.
+
+        Yields:
+            The completions of a chunk in the order of their lines.
+        """
+        inference, options, n = self.inference, self.options, self.options.n
+        with closing(Bar("generate", len(self.prompts) * self.per_row)) as bar:
             if self.compared:
                 for chunk in chunks:
-                    sampled = self.compared.sample(self.requests(chunk), bar, output.done)
-                    output.append(
-                        self._line(i, j, completions[(i - chunk.start) * n + j], {"adapter": str(path)})
+                    requests = [
+                        Request(self.prompts[i].tokens, options.sampling, options.seed, i * n + j)
                         for i in chunk
-                        for path, completions in sampled.items()
                         for j in range(n)
-                    )
+                    ]
+                    completions = self.compared.sample(requests, bar, done)
+                    done += len(chunk) * self.per_row
+                    yield [
+                        (i, j, by_request[(i - chunk.start) * n + j], {"adapter": str(path)})
+                        for i in chunk
+                        for path, by_request in completions.items()
+                        for j in range(n)
+                    ]
                 return
             longest = max(len(prompt.tokens) for prompt in self.prompts) + options.sampling.max_tokens
             data, columns = inference.data(min(longest, inference.limit)), list(self.prompts[0].row)
             with open_collector(inference, options.sampling, options.rewards, columns, data) as collector:
-                sampler = ProgressSampler(inference.engine, bar, done=output.done)
+                sampler = ProgressSampler(inference.engine, bar, done=done)
                 for chunk in chunks:
                     groups = collector.collect(sampler, self.prompts[chunk.start : chunk.stop], n, options.seed)
                     totals = total_rewards(groups, collector.weights).tolist() if collector.weights else None
-                    output.append(
-                        self._line(i, j, scored.completion, score_fields(scored, total[j]) if total else {})
+                    yield [
+                        (i, j, scored.completion, score_fields(scored, total[j]) if total else {})
                         for i, group, total in zip(chunk, groups, totals or [None] * len(groups), strict=True)
                         for j, scored in enumerate(group)
-                    )
+                    ]
 
     def _line(self, row: int, sample: int, completion: Completion, more: Mapping[str, Any]) -> str:
         """A completion as a line of the file, with additional fields by name."""

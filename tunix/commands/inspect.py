@@ -33,16 +33,8 @@ LISTED = 20
 
 
 def show(recipe: Recipe, rows: int, console: Console | None = None) -> None:
-    """Prints the first examples and the accounting of each stage of a recipe.
-
-    Args:
-        recipe: the recipe to inspect.
-        rows: number of examples to print for each stage.
-        console: the output; standard output by default.
-
-    Raises:
-        UserError: the data or the tokenizer is missing, or a row does not fit the recipe.
-    """
+    """Prints the first examples and the accounting of each stage of a recipe; raises UserError where the data or the
+    tokenizer is missing, or a row does not fit the recipe."""
     console = console or Console(highlight=False, emoji=False)
     for stage in recipe.stages or (recipe,):
         if recipe.stages:

@@ -90,19 +90,20 @@ def ask(
             worker.stdin.write(json.dumps(request))
             worker.stdin.close()
             for line in map(json.loads, worker.stdout):
-                if "error" in line:
-                    raise UserError(line["error"])
-                if "verdict" in line:
-                    plan.verdicts.append(line["verdict"])
-                if "change" in line:
-                    plan.changes[line["stage"]] = line["change"]
-                if "begun" in line:
-                    tell("tracing the programs")
-                if "trying" in line:
-                    plan.tried.append(line["trying"])
-                    tell(f"it does not fit; trying {line['trying']}")
-                if "compiling" in line:
-                    tell(f"compiling {line['compiling']}")
+                match line:
+                    case {"error": error}:
+                        raise UserError(error)
+                    case {"verdict": verdict}:
+                        plan.verdicts.append(verdict)
+                    case {"change": change, "stage": stage}:
+                        plan.changes[stage] = change
+                    case {"begun": _}:
+                        tell("tracing the programs")
+                    case {"trying": words}:
+                        plan.tried.append(words)
+                        tell(f"it does not fit; trying {words}")
+                    case {"compiling": program}:
+                        tell(f"compiling {program}")
             code = worker.wait()
         finally:
             plan.late = not stop.is_alive()
@@ -123,17 +124,7 @@ def plan(
     as_json: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Plans a recipe for each topology and prints the result.
-
-    Args:
-        topologies: such as `h100:8`; None for the devices at hand.
-        deadline: seconds of each plan.
-        as_json: prints one JSON object for each topology instead.
-        console: the output; standard output by default.
-
-    Raises:
-        UserError: the recipe cannot be planned, or not within the deadline.
-    """
+    """Prints the plan of a recipe for each topology, or a JSON object for each; arguments and errors as of `ask`."""
     if not (math.isfinite(deadline) and deadline > 0):
         raise UserError(f"--deadline {deadline:g}: it is a number of seconds above 0")
     console = console or Console(highlight=False, emoji=False, soft_wrap=True)
@@ -151,14 +142,8 @@ def plan(
 
 
 def require_fit(recipe: Recipe, fresh: bool) -> None:
-    """Asks whether a run fits the accelerators here, before JAX takes them.
-
-    Nothing is asked on a CPU, of a run that goes on, and where arithmetic says that memory is ample
-    (`plan/subject.py`). Where it cannot be found out, a line on standard error says why, and the run may start.
-
-    Raises:
-        UserError: it does not fit; with the smallest change that does.
-    """
+    """`refuse_misfit` of the accelerators here, before JAX takes them; nothing is asked on a CPU, of a run that goes
+    on, and where arithmetic says that memory is ample (`plan/subject.py`)."""
     if not accelerated() or (Path(recipe.output).expanduser().exists() and not fresh):
         return
     from tunix.plan.subject import ample  # this loads jax
@@ -170,15 +155,8 @@ def require_fit(recipe: Recipe, fresh: bool) -> None:
 
 
 def refuse_misfit(recipe: Recipe, topology: str | None, otherwise: str) -> None:
-    """Asks whether a recipe fits devices; where that cannot be found out, a line on standard error says why.
-
-    Args:
-        topology: such as `h100:8`; None for the devices at hand.
-        otherwise: how to try it all the same, for the message.
-
-    Raises:
-        UserError: it does not fit; with the smallest change that does.
-    """
+    """Raises a UserError where a recipe does not fit devices, with the smallest change that does, and how to try it
+    otherwise; where it cannot be found out whether it fits, a line on standard error says why."""
     with _progress(topology) as tell:
         try:
             planned = ask(recipe, topology, PATIENCE, tell=tell)
@@ -225,18 +203,25 @@ def _show(planned: Plan, recipe: Recipe, console: Console) -> None:
             for buffer in most["buffers"]:
                 console.print(f"  {_array(buffer)}", markup=False)
         # Every program: what is needed while it runs, what it costs, and the least time that takes.
-        costs = ("TFLOP", "GB moved", "GB sent", "least ms", "s to trace + compile")
-        names = ("program", "GiB with all held", "a step", *costs)
-        table = Table(*(Column(name, no_wrap=name == "program", justify="right") for name in names), box=SIMPLE)
-        table.columns[0].justify = "left"
+        table = Table(Column("program", no_wrap=True), box=SIMPLE)
+        for name in ("GiB with all held", "a step", "TFLOP", "GB moved", "GB sent", "least ms", "s to trace + compile"):
+            table.add_column(name, justify="right")
         for program in verdict["programs"]:
             flops, moved, sent = program["work"][0], sum(program["work"][1:]), sum(program["sent"].values())
-            cost = (f"{flops / 1e12:,.1f}", f"{moved / 1e9:,.0f}", f"{sent / 1e9:,.1f}") if flops else ("", "", "")
             known = program["seconds"] is not None and not program["refused"]
             least = f"{1e3 * program['seconds']:,.0f}, {program['bound']}" if known else ""
             times = f"{program['times']:g} x" if program["times"] else ""
             made = f"{program['traced_in']:.0f} + {program['compiled_in']:.0f}" if program["compiled_in"] else ""
-            table.add_row(program["name"], f"{program['total'] / GIB:.2f}", times, *cost, least, made)
+            table.add_row(
+                program["name"],
+                f"{program['total'] / GIB:.2f}",
+                times,
+                f"{flops / 1e12:,.1f}" if flops else "",
+                f"{moved / 1e9:,.0f}" if flops else "",
+                f"{sent / 1e9:,.1f}" if flops else "",
+                least,
+                made,
+            )
         console.print(table)
         console.print("GiB by the compiler; TFLOP, GB and least ms by arithmetic of the model, full rows and the mesh")
         if (prediction := verdict["prediction"]) is not None:

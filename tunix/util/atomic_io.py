@@ -79,11 +79,7 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 
 def write_lines_atomic(path: Path, lines: Iterable[str]) -> None:
-    """Replaces the file at `path` by one with these lines, which include their line ends.
-
-    Raises:
-        UserError: the disk refuses; the old file is still there.
-    """
+    """Replaces the file at `path` by one with these lines, which include their line ends; errors as of `replacing`."""
     with replacing(path) as file:
         file.writelines(line.encode("utf-8") for line in lines)
 
@@ -188,11 +184,7 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Appends whole lines and closes the file.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Appends whole lines and closes the file; raises UserError where it cannot be written."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(text)

@@ -52,7 +52,10 @@ def load_object(reference: str) -> Any:
     if place.endswith(".py") and not os.path.isfile(place):  # which takes any text
         raise UserError(f"{reference}: there is no file {place} (paths start from the current folder)")
     _NEIGHBOURS.add(Path.cwd())
-    _NEIGHBOURS.forget_changed()
+    # Where a file has changed, all are imported again: others hold what they imported from it.
+    if not all(path.is_file() and _NEIGHBOURS.loaded(path) for path in _NEIGHBOURS.modules):
+        for path in list(_NEIGHBOURS.modules):
+            _NEIGHBOURS.drop(path)
     before = _NEIGHBOURS.importing
     try:
         if place.endswith(".py"):
@@ -67,7 +70,9 @@ def load_object(reference: str) -> Any:
         said = f"{reference}: importing {place} failed{line} with {type(error).__name__}: {error}"
         # A package may have the name of a neighbour, and is imported in its place.
         missing = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
-        hidden, there = _NEIGHBOURS.file_of(missing), sys.modules.get(missing)
+        specs = (PathFinder.find_spec(missing, [str(folder)]) for folder in _NEIGHBOURS.folders if missing)
+        hidden = next((spec.origin for spec in specs if spec is not None and spec.origin is not None), None)
+        there = sys.modules.get(missing)
         if hidden is not None and there is not None and there.__spec__ and there.__spec__.origin != hidden:
             said += f". {hidden} has the name of an installed module, which is imported in its place: rename it"
         raise UserError(said) from error
@@ -199,17 +204,6 @@ class _Neighbours(MetaPathFinder):
         _, module = self.modules.pop(path)
         for name in [name for name, other in sys.modules.items() if other is module]:
             del sys.modules[name]
-
-    def forget_changed(self) -> None:
-        """Forgets all files where one of them has changed: others hold what they imported from it."""
-        if not all(path.is_file() and self.loaded(path) for path in self.modules):
-            for path in list(self.modules):
-                self.drop(path)
-
-    def file_of(self, name: str) -> str | None:
-        """The file of a module in one of the folders."""
-        specs = (PathFinder.find_spec(name, [str(folder)]) for folder in self.folders if name)
-        return next((spec.origin for spec in specs if spec is not None and spec.origin is not None), None)
 
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """The neighbour of this name of the file that imports it; None for imports that are not the user's."""

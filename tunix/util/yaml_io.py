@@ -81,11 +81,7 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), lis
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value of one YAML document.
-
-    Raises:
-        UserError: the text is not valid; the message starts with `where:line:column:`.
-    """
+    """The value of one YAML document; raises UserError, with `where:line:column:`, where it is not valid."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -102,11 +98,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Raises:
-        UserError: there is no such file, it cannot be read, or its content is not a mapping.
-    """
+    """The mapping in a YAML file; raises UserError where there is none, or it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
