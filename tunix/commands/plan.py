@@ -28,10 +28,6 @@ GIB = 2**30
 WIDTH = 120
 PATIENCE = 180.0
 """Seconds after which a run starts without having been planned."""
-ELSEWHERE = {"JAX_PLATFORMS": "cpu"}
-"""Environment of a worker that plans for devices that are not here."""
-HERE = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-"""Environment of a worker that plans for the devices at hand: it takes no memory that it does not need."""
 
 
 @dataclass
@@ -72,6 +68,8 @@ def ask(
         UserError: the topology or the model is not known, a compiler is not installed, or it broke down.
     """
     request = {"recipe": recipe.sections(), "name": "recipe", "topology": topology, "remedies": remedies}
+    # Of the devices at hand the worker takes no memory that it does not need; for others it computes on the CPU.
+    platform = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if topology is None else {"JAX_PLATFORMS": "cpu"}
     plan = Plan()
     with tempfile.TemporaryFile("w+") as noise:
         worker = subprocess.Popen(
@@ -80,7 +78,7 @@ def ask(
             stdout=subprocess.PIPE,
             stderr=noise,
             text=True,
-            env={**os.environ, **(HERE if topology is None else ELSEWHERE)},
+            env=os.environ | platform,
         )
         stop = threading.Timer(deadline, worker.kill)
         stop.start()
