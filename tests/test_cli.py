@@ -242,18 +242,19 @@ def test_each_command_reaches_its_room(monkeypatch: pytest.MonkeyPatch):
     stub(
         monkeypatch,
         "inference.scoring",
-        score=lambda model, data, out, **options: calls.append(("score", model, data, out, options)),
+        score=lambda model, data, out, adapter, batch_size, max_length, dtype: calls.append(
+            ("score", model, data, out, adapter, batch_size, max_length, dtype)
+        ),
     )
     assert main(["run", "r.yaml", "--fresh", "steps=7", "-v"]) == 0
     assert main(["inspect", "r.yaml", "--rows", "2"]) == 0
     assert main(["export", "runs/r", "out", "--adapter", "--step", "5"]) == 0
     assert main(["score", "m", "d.jsonl", "--out", "o.jsonl", "--adapter", "a"]) == 0
-    options = {"adapter": Path("a"), "batch_size": 8, "max_length": 1024, "dtype": "float32"}
     assert calls == [
         ("run", 7, True, True),
         ("inspect", 50, 2),
         ("export", Path("runs/r"), Path("out"), True, False, 5),
-        ("score", "m", "d.jsonl", Path("o.jsonl"), options),
+        ("score", "m", "d.jsonl", Path("o.jsonl"), Path("a"), 8, 1024, "float32"),
     ]
 
 

@@ -13,18 +13,16 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from tunix import __version__
 from tunix.errors import Interrupted, UserError, install_command, nearest
 from tunix.util.atomic_io import ROOM, is_full, write_text_atomic
 
-if TYPE_CHECKING:
-    from tunix.inference.model import InferenceOptions
-    from tunix.types import Sampling
-
 Parsed = argparse.Namespace
+Result = TypeVar("Result")
 EXPORT_OPTIONS = {
     "adapter": "huggingface",
     "packed": "huggingface",
@@ -64,19 +62,6 @@ class Command:
     execute: Callable[[Parsed], None]
     """Runs the command; imports the modules that it needs."""
 
-    def parsed(self, name: str, words: Sequence[str]) -> Parsed:
-        """The arguments of a call.
-
-        Raises:
-            UserError: they do not fit.
-        """
-        parser = Parser(
-            f"tunix {name}", description=self.summary, epilog=f"example: {self.example}", allow_abbrev=False
-        )
-        self.arguments(parser)
-        # Intermixed, so that overrides and options may follow each other in any order.
-        return parser.parse_intermixed_args(words)
-
 
 def entry() -> NoReturn:
     """Entry point of the console script `tunix`."""
@@ -110,7 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             hint = nearest(name, COMMANDS) or f" There are {', '.join(COMMANDS)}."
             raise UserError(f"{name!r} is no command.{hint}")
         else:
-            COMMANDS[name].execute(COMMANDS[name].parsed(name, words))
+            command = COMMANDS[name]
+            example = f"example: {command.example}"
+            parser = Parser(f"tunix {name}", description=command.summary, epilog=example, allow_abbrev=False)
+            command.arguments(parser)
+            # Intermixed, so that overrides and options may follow each other in any order.
+            command.execute(parser.parse_intermixed_args(words))
     except UserError as error:
         if os.environ.get("TUNIX_DEBUG") == "1":
             traceback.print_exc()
@@ -163,9 +153,9 @@ def value(name: str, text: str, kind: Callable[[str], Any] = str, default: Any =
     )
 
 
-def values(name: str, text: str) -> Argument:
+def values(name: str, text: str, kind: Callable[[str], Any] = str) -> Argument:
     """Declares an option that may be given several times."""
-    return value(name, f"{text}; may be given several times", default=[], action="append")
+    return value(name, f"{text}; may be given several times", kind, [], action="append")
 
 
 def switch(*names: str, text: str) -> Argument:
@@ -190,12 +180,7 @@ def seed(text: str) -> int:
 # Arguments that several commands have.
 RECIPE = together(
     value("recipe RECIPE", "YAML file, or the name of one that tunix brings", Path),
-    value(
-        "overrides section.key=value",
-        "replaces a value of the recipe, e.g. optimizer.learning_rate=1e-5",
-        nargs="*",
-        default=[],
-    ),
+    value("overrides section.key=value", "replaces a value, e.g. optimizer.learning_rate=1e-5", nargs="*", default=[]),
     switch("--tiny", text="a two-layer random model, and generated rows for those of the hub: no download"),
 )
 MODEL = value("model MODEL", "hub id, folder, or the folder of a run")
@@ -230,13 +215,21 @@ PROMPTS = together(
 )
 
 
+def filled(function: Callable[..., Result], parsed: Parsed, **others: Any) -> Result:
+    """Calls a function, or makes a record: each parameter is the option of its name, unless `others` has it; of several
+    values a tuple."""
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(parsed).items()}
+    named = signature(function).parameters.keys() & options.keys() - others.keys()
+    return function(**{name: options[name] for name in named}, **others)
+
+
 def slots(what: str) -> Argument:
     """Declares how many of something are computed at a time."""
     return value("--slots N", f"{what} at a time: more memory, more speed, the same result", count)
 
 
 def sampling(max_tokens: int) -> Argument:
-    """Declares how answers are sampled, which `_sampling` reads."""
+    """Declares how answers are sampled: the fields of `Sampling`."""
     return together(
         value("--max-tokens N", f"maximum tokens of an answer ({max_tokens})", int, max_tokens),
         value("--temperature T", "0 is greedy (1.0)", float, 1.0),
@@ -247,35 +240,13 @@ def sampling(max_tokens: int) -> Argument:
     )
 
 
-def _sampling(parsed: Parsed) -> "Sampling":
-    from tunix.types import Sampling
-
-    return Sampling(
-        max_tokens=parsed.max_tokens,
-        temperature=parsed.temperature,
-        top_k=parsed.top_k,
-        top_p=parsed.top_p,
-        min_p=parsed.min_p,
-        stop_strings=tuple(parsed.stop),
-    )
-
-
-def _inference_options(parsed: Parsed, adapter: Path | None, slots: int | None) -> "InferenceOptions":
-    from tunix.inference.model import InferenceOptions
-
-    return InferenceOptions(parsed.model, adapter, parsed.dtype, slots, parsed.system, parsed.raw)
-
-
 @command(
     "train; resumes where the run folder holds the same recipe",
     "tunix run recipes/sft_gemma.yaml steps=100 --tiny",
     RECIPE,
     switch("--fresh", text="start again even where the run folder could be resumed"),
     VERBOSE,
-    switch(
-        "--no-plan",
-        text="do not compile the programs first to see whether they fit the accelerators here (`tunix plan`)",
-    ),
+    switch("--no-plan", text="do not compile the programs first to see whether they fit (`tunix plan`)"),
     value(
         "--coordinator HOST:PORT",
         "address of process 0 where a run has several processes, e.g. 10.0.0.1:8476; each is given the same",
@@ -342,9 +313,7 @@ def _recipes(_: Parsed) -> None:
 def _doctor(_: Parsed) -> None:
     from tunix.commands.doctor import doctor
 
-    findings, healthy = doctor()
-    print("\n".join(map(str, findings)))
-    if not healthy:
+    if not doctor():
         raise SystemExit(1)
 
 
@@ -352,12 +321,9 @@ def _doctor(_: Parsed) -> None:
     "what a recipe needs of devices that need not be here, by their compilers",
     "tunix plan recipes/sft_gemma.yaml --topology h100:1",
     RECIPE,
-    value(
+    values(
         "--topology CHIP:SHAPE",
-        "devices that need not be here, e.g. v5e:4x4, v5p:8x8x8, v6e:16x16, h100:8, h200:1; may be given several "
-        "times; without it those at hand",
-        default=[],
-        action="append",
+        "devices that need not be here, e.g. v5e:4x4, v5p:8x8x8, v6e:16x16, h100:8, h200:1 (those at hand)",
     ),
     value("--deadline S", "maximum seconds of each plan (600)", float, 600.0),
     switch("--json", text="print everything as JSON"),
@@ -408,11 +374,7 @@ def _plan(parsed: Parsed) -> None:
     values("--sbatch OPTION", "SLURM: option of sbatch, e.g. partition=gpu, time=04:00:00"),
 )
 def _launch(parsed: Parsed) -> None:
-    """Makes the job of a recipe, prints or writes it, and submits it where that is asked for.
-
-    Raises:
-        UserError: the recipe does not fit the devices, something is missing, or the file or the scheduler refuses.
-    """
+    """Makes the job of a recipe, prints or writes it, and submits it where that is asked for."""
     import shutil
     import subprocess
 
@@ -423,26 +385,11 @@ def _launch(parsed: Parsed) -> None:
     from tunix.recipe.recipe import Recipe
 
     slurm = parsed.target == "slurm"
-    options = Options(
-        target=parsed.target,
-        topology=parsed.topology,
-        slices=parsed.slices,
-        per_host=parsed.per_host,
-        name=parsed.name,
-        image=parsed.image,
-        namespace=parsed.namespace,
-        service_account=parsed.service_account,
-        pathways_dir=parsed.pathways_dir,
-        restarts=parsed.restarts,
-        grace=parsed.grace,
-        mounts=tuple(map(mount_of, parsed.mount)),
-        secrets=tuple(secret.partition("=")[::2] for secret in parsed.secret),
-        setup=tuple(parsed.setup),
-        sbatch=tuple(parsed.sbatch),
-    )
-    recipe = Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny)
+    secrets = tuple(secret.partition("=")[::2] for secret in parsed.secret)
+    options = filled(Options, parsed, mounts=tuple(map(mount_of, parsed.mount)), secrets=secrets)
     if parsed.dry_run and parsed.submit:
         raise UserError("--dry-run writes nothing and --submit needs the file: leave one of them out")
+    recipe = Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny)
     job = job_of(recipe, options)
     text = script(job) if slurm else manifest(job)
     if job.placement.slices > 1 and not parsed.no_plan:
@@ -513,15 +460,7 @@ def _trace(parsed: Parsed) -> None:
 def _score(parsed: Parsed) -> None:
     from tunix.inference.scoring import score
 
-    score(
-        parsed.model,
-        parsed.data,
-        parsed.out,
-        adapter=parsed.adapter,
-        batch_size=parsed.batch_size,
-        max_length=parsed.max_length,
-        dtype=parsed.dtype,
-    )
+    filled(score, parsed)
 
 
 @command(
@@ -542,13 +481,7 @@ def _score(parsed: Parsed) -> None:
         Path,
     ),
     value("--n N", "completions of each prompt (1)", count, 1),
-    value(
-        "--adapter DIR",
-        "PEFT adapter on top of the model; may be given several times, to compare the answers of each",
-        Path,
-        [],
-        action="append",
-    ),
+    values("--adapter DIR", "PEFT adapter on top of the model; of several the answers are compared", Path),
     slots("completions sampled"),
     REWARDS,
     value(
@@ -558,35 +491,24 @@ def _score(parsed: Parsed) -> None:
         nargs="?",
         const=1,
     ),
-    value(
-        "--threshold X",
-        "write rows to train on instead: the completions with a reward of at least X; also with --best",
-        float,
-    ),
+    value("--threshold X", "write rows to train on instead: those with a reward of X or more; also with --best", float),
     sampling(max_tokens=256),
 )
 def _generate(parsed: Parsed) -> None:
-    from tunix.commands.generate import generate
+    from tunix.commands.generate import GenerateOptions, generate
     from tunix.commands.sampling import reward_config
+    from tunix.inference.model import InferenceOptions
+    from tunix.types import Sampling
 
     rewards = reward_config(parsed.reward, parsed.reward_model, parsed.deadline)
     for name in ("best", "threshold"):
         if rewards is None and vars(parsed)[name] is not None:
             raise UserError(f"--{name} selects by reward: add --reward, for instance exact_match")
     compared = parsed.adapter if len(parsed.adapter) > 1 else ()
-    generate(
-        _inference_options(parsed, parsed.adapter[0] if parsed.adapter and not compared else None, parsed.slots),
-        parsed.prompt,
-        rows=parsed.input,
-        out=parsed.out,
-        sampling=_sampling(parsed),
-        n=parsed.n,
-        seed=parsed.seed,
-        adapters=compared,
-        rewards=rewards,
-        best=parsed.best,
-        threshold=parsed.threshold,
-    )
+    adapter = parsed.adapter[0] if len(parsed.adapter) == 1 else None
+    sampling = filled(Sampling, parsed, stop_strings=tuple(parsed.stop))
+    options = filled(GenerateOptions, parsed, sampling=sampling, adapters=compared, rewards=rewards)
+    generate(filled(InferenceOptions, parsed, adapter=adapter), options)
 
 
 @command(
@@ -623,26 +545,14 @@ def _generate(parsed: Parsed) -> None:
 def _eval(parsed: Parsed) -> None:
     from tunix.commands.evaluate import EvalOptions, evaluate
     from tunix.commands.sampling import reward_config
+    from tunix.inference.model import InferenceOptions
 
     columns = dict(column.partition("=")[::2] for column in parsed.column)
     if wrong := next((ours for ours, theirs in columns.items() if not (ours and theirs)), None):
         raise UserError(f"--column {wrong!r}: write ours=theirs, as in prompt=question")
-    eval_options = EvalOptions(
-        data=parsed.data,
-        split=parsed.split,
-        columns=columns,
-        rows=parsed.rows,
-        task=parsed.task,
-        rewards=reward_config(parsed.reward, parsed.reward_model, parsed.deadline),
-        threshold=parsed.threshold,
-        n=parsed.n,
-        ks=tuple(parsed.k),
-        max_tokens=parsed.max_tokens,
-        temperature=parsed.temperature,
-        stop=tuple(parsed.stop),
-        seed=parsed.seed,
-    )
-    evaluate(_inference_options(parsed, parsed.adapter, parsed.slots), eval_options, parsed.out)
+    rewards = reward_config(parsed.reward, parsed.reward_model, parsed.deadline)
+    options = filled(EvalOptions, parsed, columns=columns, rewards=rewards)
+    evaluate(filled(InferenceOptions, parsed), options, parsed.out)
 
 
 @command(
@@ -675,8 +585,8 @@ def _quantize(parsed: Parsed) -> None:
     from tunix.commands.quantize import quantize
     from tunix.inference.model import InferenceOptions
 
-    options = InferenceOptions(parsed.model, parsed.adapter, parsed.dtype)
-    quantize(options, parsed.out, parsed.rules, EvalOptions(data=parsed.data, rows=parsed.rows), packed=parsed.packed)
+    rows = EvalOptions(data=parsed.data, rows=parsed.rows)
+    quantize(filled(InferenceOptions, parsed), parsed.out, parsed.rules, rows, packed=parsed.packed)
 
 
 @command(
@@ -688,8 +598,11 @@ def _quantize(parsed: Parsed) -> None:
 )
 def _chat(parsed: Parsed) -> None:
     from tunix.commands.chat import chat
+    from tunix.inference.model import InferenceOptions
+    from tunix.types import Sampling
 
-    chat(_inference_options(parsed, parsed.adapter, slots=1), sampling=_sampling(parsed), seed=parsed.seed)
+    sampling = filled(Sampling, parsed, stop_strings=tuple(parsed.stop))
+    chat(filled(InferenceOptions, parsed, slots=1), sampling=sampling, seed=parsed.seed)
 
 
 @command(
@@ -709,12 +622,6 @@ def _chat(parsed: Parsed) -> None:
     DTYPE,
 )
 def _serve(parsed: Parsed) -> None:
-    """Answers completions over HTTP until Ctrl-C, for runs that sample elsewhere than they train, and other clients.
-
-    Raises:
-        UserError: the port is taken, the model is not accessible or cannot sample, or the server's packages are not
-            installed.
-    """
     from tunix.util.ports import listen
 
     # Before anything is imported: reading and compiling a model takes minutes, which a taken port makes worthless.
@@ -729,9 +636,7 @@ def _serve(parsed: Parsed) -> None:
             raise UserError(f"tunix serve needs {error.name}: {install_command('serve')}") from None
         from tunix.serving.service import Service
 
-        inference = InferenceModel(
-            InferenceOptions(parsed.model, parsed.adapter, parsed.dtype, slots=parsed.slots, length=parsed.max_length)
-        )
+        inference = InferenceModel(filled(InferenceOptions, parsed, length=parsed.max_length))
         require_lm_head(inference.source, parsed.model)
         print(f"{parsed.model}: reading, and compiling for {inference.slots} requests at a time", file=sys.stderr)
         service = Service(inference, adapters=parsed.enable_lora)

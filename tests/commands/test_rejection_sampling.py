@@ -19,11 +19,12 @@ import pytest
 from tests.marks import slow
 from tests.tiny_runs import files, lines, model_folder, train, write_recipe, write_rows
 from tunix.cli import main
-from tunix.commands.generate import Question, choose, ranked
+from tunix.commands.generate import choose, ranked
 from tunix.commands.resumable_output import ResumableOutput
 from tunix.data.examples import Examples
 from tunix.data.pipeline import Batches
 from tunix.data.tokenizer import bytes_tokenizer
+from tunix.data.types import Prompt
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.recipe.recipe import Recipe
 from tunix.run.inputs import open_inputs
@@ -150,7 +151,7 @@ def test_rows_are_text_where_their_text_says_it_all(base: Path):
     """Answers that end in the template's end of a turn are messages; one that was cut off makes all rows ids."""
     inference = InferenceModel(InferenceOptions(str(base), system="be brief"))
     row = {"prompt": "hi", "answer": 3}
-    question = Question(row, inference.prompt(row, "the row"))
+    prompt = Prompt(inference.prompt(row, "the row"), "hi", row)
     end = TOKENIZER.hf.convert_tokens_to_ids("<|eot_id|>")
 
     def said(text: str, ends: bool, reward: float) -> dict[str, Any]:
@@ -158,30 +159,30 @@ def test_rows_are_text_where_their_text_says_it_all(base: Path):
         return {"tokens": tokens, "text": text, "reward": reward, "row": 0, "sample": 0}
 
     whole, cut = said("yes", True, 1.0), said("ye", False, 0.5)
-    chosen = choose(inference, [question], [[cut, whole]], 1, None)
+    chosen = choose(inference, [prompt], [[cut, whole]], 1, None)
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     answer = [{"role": "assistant", "content": "yes"}]
     assert chosen.rows == [{"prompt": messages, "completion": answer, "reward": 1.0, "row": 0, "sample": 0}]
-    assert chosen.longest == len(question.tokens) + 4
+    assert chosen.longest == len(prompt.tokens) + 4
     write_rows(Path("best.jsonl"), chosen.rows)
-    prompt = question.tokens.tolist()
-    assert trained(Path("best.jsonl"), base) == [(prompt, whole["tokens"])]
+    ids = prompt.tokens.tolist()
+    assert trained(Path("best.jsonl"), base) == [(ids, whole["tokens"])]
 
-    both = choose(inference, [question], [[cut, whole]], 2, None)
+    both = choose(inference, [prompt], [[cut, whole]], 2, None)
     assert both.respelled == 1
-    assert both.rows[1]["input_ids"] == prompt + cut["tokens"]
-    assert both.rows[1]["labels"] == [-100] * len(prompt) + cut["tokens"]
+    assert both.rows[1]["input_ids"] == ids + cut["tokens"]
+    assert both.rows[1]["labels"] == [-100] * len(ids) + cut["tokens"]
     write_rows(Path("best.jsonl"), both.rows)
-    assert trained(Path("best.jsonl"), base) == [(prompt, whole["tokens"]), (prompt, cut["tokens"])]
+    assert trained(Path("best.jsonl"), base) == [(ids, whole["tokens"]), (ids, cut["tokens"])]
 
 
 def test_plain_strings_stay_strings(base: Path):
     """BOS is 2, EOS is 1; h is byte 104, after 3 specials and 3 markers."""
     inference = InferenceModel(InferenceOptions(str(base), raw=True))
-    question = Question({"prompt": "h"}, inference.prompt({"prompt": "h"}, "the row"))
-    assert question.tokens.tolist() == [2, 110]
+    prompt = Prompt(inference.prompt({"prompt": "h"}, "the row"), "h", {"prompt": "h"})
+    assert prompt.tokens.tolist() == [2, 110]
     one = {"tokens": [111, 1], "text": "i", "reward": 1.0, "row": 0, "sample": 0}
-    chosen = choose(inference, [question], [[one]], 1, None)
+    chosen = choose(inference, [prompt], [[one]], 1, None)
     assert chosen.rows == [{"prompt": "h", "completion": "i", "reward": 1.0, "row": 0, "sample": 0}]
 
 

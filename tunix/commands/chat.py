@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -22,12 +23,7 @@ COMMANDS = ("/quit", "/reset")
 
 
 def chat(options: InferenceOptions, *, sampling: Sampling, seed: int = 0) -> None:
-    """Holds a conversation until `/quit` or the end of the input.
-
-    Args:
-        options: the model.
-        sampling: how tokens are sampled; the model's stop ids are added.
-        seed: answer i depends on (seed, i, token index).
+    """Holds a conversation until `/quit` or the end of the input; answer i depends on (seed, i, token index).
 
     Raises:
         UserError: the model cannot be loaded, has no tokenizer, or a setting is invalid.
@@ -35,7 +31,8 @@ def chat(options: InferenceOptions, *, sampling: Sampling, seed: int = 0) -> Non
     inference = InferenceModel(options)
     if inference.tokenizer is None:
         raise UserError(f"{options.model} has no tokenizer: it cannot chat; tunix generate --input answers input_ids")
-    conversation = Conversation(inference, inference.tokenizer, inference.with_stop_ids(sampling), seed)
+    sampling, write = inference.with_stop_ids(sampling), partial(print, end="", flush=True)
+    conversation = Conversation(inference, inference.tokenizer, sampling, seed, write)
     # Loaded now, so that a mistake is reported and the wait is over before the first line.
     plain, _ = inference.plain_reason, inference.engine
     _print_status(f"{options.model}: /reset forgets what was said, /quit or Ctrl-D ends, Ctrl-C stops an answer")
@@ -69,10 +66,6 @@ def _print_status(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _write(text: str) -> None:
-    print(text, end="", flush=True)
-
-
 @dataclass
 class Conversation:
     """The turns so far, and the model that answers the next line."""
@@ -81,7 +74,7 @@ class Conversation:
     tokenizer: Tokenizer
     sampling: Sampling
     seed: int
-    write: Callable[[str], None] = _write
+    write: Callable[[str], None]
     """Receives the pieces of an answer."""
     turns: list[Message] = field(default_factory=list)
     """With a chat template, the turns so far."""
@@ -96,12 +89,12 @@ class Conversation:
         if word == "/reset":
             self.turns, self.text = [], []
             _print_status("forgotten")
-        elif re.fullmatch(r"/\w+", word):
+            return
+        if re.fullmatch(r"/\w+", word):
             _print_status(f"{word} is no command; there are {', '.join(COMMANDS)}.{nearest(word, COMMANDS)}")
-        elif word:
-            self._answer(line)
-
-    def _answer(self, line: str) -> None:
+            return
+        if not word:
+            return
         turns: list[Message] = [*self.turns, {"role": "user", "content": line}]
         inference, tokenizer = self.inference, self.tokenizer
         if inference.plain_reason is None:

@@ -34,7 +34,7 @@ READ = 10_000
 
 @dataclass
 class _Report:
-    """What was found about one run."""
+    """What was found about the runs of a recipe."""
 
     wrong: list[str] = field(default_factory=list)
     """Mistakes, one sentence each."""
@@ -44,17 +44,17 @@ class _Report:
     """What may surprise."""
 
     @contextmanager
-    def noting(self, key: str = "") -> Iterator[None]:
+    def noting(self, key: str) -> Iterator[None]:
         """Notes a mistake that ends the block, with its key."""
         try:
             yield
         except UserError as error:
             text = str(error)
-            self.wrong.append(f"{key}: {text}" if key and not text.startswith(key.partition(".")[0]) else text)
+            self.wrong.append(text if text.startswith(key.partition(".")[0]) else f"{key}: {text}")
 
 
 def check(recipe: str | Path, overrides: Collection[str] = (), *, tiny: bool = False, everything: bool = False) -> str:
-    """Validates a recipe and what it names.
+    """The recipe as YAML, with comments, if it and what it names are valid.
 
     Args:
         recipe: its file, or the name of one that tunix brings.
@@ -62,28 +62,26 @@ def check(recipe: str | Path, overrides: Collection[str] = (), *, tiny: bool = F
         tiny: as it runs with `--tiny`.
         everything: every value in the text, those that were filled in too.
 
-    Returns:
-        The recipe as YAML, with comments.
-
     Raises:
         UserError: everything that is wrong, one line each.
     """
     path = recipe_file(recipe)
     asked = Recipe.load(path, overrides)
     checked = Recipe.load(path, overrides, tiny) if tiny else asked
-    reports = [_examine(stage, checked.model) for stage in checked.stages or (checked,)]
-    reports.append(_Report())
-    with reports[-1].noting("output"):  # what `tunix run` would refuse; nothing is written
+    report, runs = _Report(), checked.stages or (checked,)
+    for run in runs:
+        _examine(run, checked.model, report)
+    with report.noting("output"):  # what `tunix run` would refuse; nothing is written
         folder = Path(checked.output).expanduser()
         for parent in (folder, *folder.parents):
             if parent.exists() and not parent.is_dir():
                 raise UserError(f"output: {parent} is a file, and {folder} has to be a folder")
         refuse_no_run(folder)
         refuse_other_run(checked, folder)
-        if not any(url_of(stage.checkpoint.folder or "") for stage in checked.stages or (checked,)):
+        if not any(url_of(run.checkpoint.folder or "") for run in runs):
             refuse_foreign_checkpoints(checked)
-    if wrong := list(dict.fromkeys(line for report in reports for line in report.wrong)):
-        raise UserError("\n".join(f"{path}: {line}" for line in wrong))
+    if report.wrong:
+        raise UserError("\n".join(f"{path}: {line}" for line in dict.fromkeys(report.wrong)))
     # The sections that the file and the overrides set, and what `--tiny` changes: they build an equal recipe.
     written = written_sections(path, overrides)
     before, after = asked.sections(), checked.sections()
@@ -97,12 +95,10 @@ def check(recipe: str | Path, overrides: Collection[str] = (), *, tiny: bool = F
         said = {"output": checked.output, "stages": [_changed(stage, was, now) for stage, was, now in stages]}
     else:
         said = _changed(written, before, after)
-    facts = list(dict.fromkeys(line for report in reports for line in report.facts))
-    facts += [f"toy, {what}" for what in checked.replaced]
-    notes = [line for report in reports for line in report.notes]
     if not tiny and (note := hardware_note(path, overrides)):
-        notes.append(note)
-    lines = [*facts, *(f"note: {note}" for note in notes)]
+        report.notes.append(note)
+    lines = [*dict.fromkeys(report.facts), *(f"toy, {what}" for what in checked.replaced)]
+    lines += [f"note: {note}" for note in report.notes]
     if not everything:
         lines.append("all other values are the defaults: --all prints them")
     return write_yaml(said) + "".join(f"# {line}\n" for line in [*lines, f"ok: {recipe}"])
@@ -122,14 +118,9 @@ def _changed(written: Mapping[str, Any], before: Mapping[str, Any], after: Mappi
     return kept
 
 
-def _examine(recipe: Recipe, model: ModelConfig) -> _Report:
-    """Looks at what one run names.
-
-    Args:
-        recipe: of a single run or a stage.
-        model: the section `model` of the first stage, which names the weights.
-    """
-    report, data, kind = _Report(), recipe.data, recipe.algorithm.reads
+def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
+    """Looks at what a run or a stage names; `model` is the section of the first stage, which names the weights."""
+    data, kind = recipe.data, recipe.algorithm.reads
     environment, rewards, adapter = recipe.rollout.environment, recipe.reward, recipe.adapter
     kind = RowKind.ROW if kind == RowKind.PROMPT and environment is not None else kind
     train = _check_rows(recipe, "data.train", data.train, data.split, kind, report)
@@ -169,7 +160,6 @@ def _examine(recipe: Recipe, model: ModelConfig) -> _Report:
         _decoder("teacher.path", recipe.teacher.path, recipe, report)
     if rewards is not None and rewards.model:
         _decoder("reward.model", rewards.model, recipe, report)
-    return report
 
 
 def _check_rows(recipe: Recipe, key: str, spec: str, split: str | None, kind: RowKind, report: _Report) -> Rows | None:

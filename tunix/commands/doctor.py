@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,25 +51,17 @@ print(json.dumps({"version": jax.__version__, "devices": found}))
 """
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the answer."""
-
-    state: Literal["ok", "note", "problem"]
-    """Whether it is as it should be, worth knowing, or keeps runs from working."""
-    what: str
-    """What was looked at, e.g. `disk`."""
-    text: str
-    """What was found, and the remedy where there is one."""
-
-    def __str__(self) -> str:
-        return f"{self.state:<8}{self.what:<15}{self.text}"
+Finding = tuple[Literal["ok", "note", "problem"], str, str]
+"""Whether something is as it should be, worth knowing, or keeps runs from working; what was looked at, e.g. `disk`; and
+what was found, with the remedy where there is one."""
 
 
-def doctor() -> tuple[list[Finding], bool]:
-    """What this machine can run and what is missing, and whether nothing keeps runs from working."""
+def doctor() -> bool:
+    """Prints what this machine can run and what is missing; whether nothing keeps runs from working."""
     findings = [*_packages(), *_devices(), *_places()]
-    return findings, all(finding.state != "problem" for finding in findings)
+    for state, what, text in findings:
+        print(f"{state:<8}{what:<15}{text}")
+    return all(state != "problem" for state, _, _ in findings)
 
 
 def _packages() -> Iterator[Finding]:
@@ -80,26 +71,26 @@ def _packages() -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
     fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
     remedy = "" if fits else ": tunix wants 3.11, 3.12 or 3.13; make an environment with one of these"
-    yield Finding("ok" if fits else "problem", "Python", f"{version}, {sys.executable}{remedy}")
-    yield Finding("ok", "tunix", f"{__version__}, {Path(__file__).parents[1]}")
+    yield "ok" if fits else "problem", "Python", f"{version}, {sys.executable}{remedy}"
+    yield "ok", "tunix", f"{__version__}, {Path(__file__).parents[1]}"
 
     try:
         wanted = [Requirement(line) for line in importlib.metadata.requires("tunix") or []]
     except importlib.metadata.PackageNotFoundError:
-        yield Finding("problem", "packages", "tunix is not installed here: `pip install .` in its clone")
+        yield "problem", "packages", "tunix is not installed here: `pip install .` in its clone"
         return
     missing = [need.name for need in wanted if _applies(need, "") and not _installed(need)]
     if missing:
-        yield Finding("problem", "packages", f"{', '.join(missing)} missing or too old: `pip install .` in the clone")
+        yield "problem", "packages", f"{', '.join(missing)} missing or too old: `pip install .` in the clone"
     else:
-        yield Finding("ok", "packages", "all that tunix asks for")
+        yield "ok", "packages", "all that tunix asks for"
     for extra, purpose in EXTRAS.items():
         needs = [need for need in wanted if _applies(need, extra) and not _applies(need, "")]
         if absent := [str(need).partition(";")[0].strip() for need in needs if not _installed(need)]:
             text = f"not installed, for {purpose}: `pip install '.[{extra}]'` in the clone ({', '.join(absent)})"
-            yield Finding("note", f"[{extra}]", text)
+            yield "note", f"[{extra}]", text
         else:
-            yield Finding("ok", f"[{extra}]", f"installed, for {purpose}")
+            yield "ok", f"[{extra}]", f"installed, for {purpose}"
 
 
 def _applies(need: Any, extra: str) -> bool:
@@ -134,15 +125,12 @@ def _devices() -> Iterator[Finding]:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
         )
     except subprocess.TimeoutExpired:
-        yield Finding(
-            "problem",
-            "devices",
-            f"JAX named none within {PATIENCE:.0f} s: another process may hold them; JAX_PLATFORMS=cpu leaves them out",
-        )
+        remedy = "another process may hold them; JAX_PLATFORMS=cpu leaves them out"
+        yield "problem", "devices", f"JAX named none within {PATIENCE:.0f} s: {remedy}"
         return
     if done.returncode:
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        yield Finding("problem", "devices", f"JAX does not start: {last}")
+        yield "problem", "devices", f"JAX does not start: {last}"
         return
     said = json.loads(done.stdout.strip().splitlines()[-1])
     devices = said["devices"]
@@ -150,13 +138,13 @@ def _devices() -> Iterator[Finding]:
     memory = devices[0]["memory"]
     each = "" if memory is None else f", {memory / GIB:.1f} GiB of each"
     text = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)) + each
-    yield Finding("ok", "jax", said["version"])
+    yield "ok", "jax", said["version"]
     on_cpu = devices[0]["platform"] == "cpu"
     if on_cpu and accelerated():
         install = "`pip install '.[gpu]'` (NVIDIA) or `pip install '.[tpu]'` in the clone"
-        yield Finding("problem", "devices", f"JAX sees {text} alone, but there are accelerators here: {install}")
+        yield "problem", "devices", f"JAX sees {text} alone, but there are accelerators here: {install}"
     else:
-        yield Finding("ok", "devices", text)
+        yield "ok", "devices", text
     # Which of the included recipes fit, by what their headers say that they need.
     headers = {name: read_header(file) for name, file in included_recipes().items()}
     fits = [name for name, header in headers.items() if header.for_laptops]
@@ -167,7 +155,7 @@ def _devices() -> Iterator[Finding]:
             fits += [name] if count <= len(devices) and float(needs[2]) * GIB <= memory else []
     rest = len(headers) - len(fits)
     text = f"{', '.join(sorted(fits))}; the other {rest} with --tiny" if rest else "all"
-    yield Finding("ok", "recipes", text)
+    yield "ok", "recipes", text
 
 
 def _places() -> Iterator[Finding]:
@@ -175,19 +163,19 @@ def _places() -> Iterator[Finding]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     state = "ok" if memory >= LEAST_MEMORY else "problem"
     remedy = "" if state == "ok" else f": the quickstart takes up to {LEAST_MEMORY / GIB:.0f} GiB"
-    yield Finding(state, "memory", f"{memory / GIB:.1f} GiB, {os.cpu_count()} CPU cores{remedy}")
+    yield state, "memory", f"{memory / GIB:.1f} GiB, {os.cpu_count()} CPU cores{remedy}"
     free = shutil.disk_usage(Path.cwd()).free
     tight = free < LEAST_DISK
     remedy = f": less than {LEAST_DISK / GIB:.0f} GiB, which a model and its checkpoints soon take" if tight else ""
-    yield Finding("note" if tight else "ok", "disk", f"{free / GIB:.1f} GiB free in {Path.cwd()}{remedy}")
+    yield "note" if tight else "ok", "disk", f"{free / GIB:.1f} GiB free in {Path.cwd()}{remedy}"
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
     yield _writable("hub's cache", cache, "set HF_HOME to a folder that can be written")
     token = "HF_TOKEN" in os.environ or Path(os.environ.get("HF_TOKEN_PATH", home / "token")).expanduser().is_file()
     text = "there is one" if token else "none: models behind a licence (Gemma, Llama) want `hf auth login`"
-    yield Finding("ok" if token else "note", "hub's token", text)
+    yield "ok" if token else "note", "hub's token", text
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        yield Finding("note", "hub", "HF_HUB_OFFLINE is set: only what is in the cache can be used")
+        yield "note", "hub", "HF_HUB_OFFLINE is set: only what is in the cache can be used"
     folder = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR", "~/.cache/tunix/compiled")).expanduser()
     yield _writable("compiled", folder, "set JAX_COMPILATION_CACHE_DIR to a folder that can be written")
 
@@ -196,5 +184,5 @@ def _writable(what: str, folder: Path, remedy: str) -> Finding:
     """Whether a folder can be written, or made; nothing is made."""
     place = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not (place.is_dir() and os.access(place, os.W_OK)):
-        return Finding("problem", what, f"{folder} cannot be written: {remedy}")
-    return Finding("ok", what, f"{folder}{'' if folder.is_dir() else ' (made when it is needed)'}")
+        return "problem", what, f"{folder} cannot be written: {remedy}"
+    return "ok", what, f"{folder}{'' if folder.is_dir() else ' (made when it is needed)'}"

@@ -54,14 +54,7 @@ class Estimate:
     """Number of rows in the estimate."""
 
 
-def mean_of(values_P: Num[np.ndarray, "P"]) -> Estimate:
-    """The mean `m = sum x / P` with its standard error `sqrt(sum (x - m)^2 / (P - 1) / P)`."""
-    number = len(values_P)
-    error = float(np.std(values_P, ddof=1) / math.sqrt(number)) if number > 1 else None
-    return Estimate(float(np.mean(values_P)), error, number)
-
-
-def ratio_of(sums_P: Float[np.ndarray, "P"], counts_P: Num[np.ndarray, "P"]) -> Estimate:
+def ratio_of(sums_P: Num[np.ndarray, "P"], counts_P: Num[np.ndarray, "P"]) -> Estimate:
     """The mean over the tokens of rows, `r = sum s / sum c`, with its standard error.
 
     The tokens of a row are not independent, so the error is over rows (the linearised error of a ratio, Cochran
@@ -72,6 +65,11 @@ def ratio_of(sums_P: Float[np.ndarray, "P"], counts_P: Num[np.ndarray, "P"]) -> 
     spread = float(((sums_P - ratio * counts_P) ** 2).sum())
     error = math.sqrt(number / (number - 1) * spread) / total if number > 1 else None
     return Estimate(ratio, error, number)
+
+
+def mean_of(values_P: Num[np.ndarray, "P"]) -> Estimate:
+    """The mean `m = sum x / P` with its standard error `sqrt(sum (x - m)^2 / (P - 1) / P)`."""
+    return ratio_of(values_P, np.ones(len(values_P)))
 
 
 def means_of(values_PG: Num[np.ndarray, "P G"]) -> Float[np.ndarray, "scored"]:
@@ -111,34 +109,26 @@ SAMPLES = 8
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """The options of `tunix eval`; None for those that are not given."""
+    """The options of `tunix eval` by their names, which its help explains; None for those that are not given."""
 
     data: str | None = None
-    """Rows, named as in a recipe: a file, a folder, a hub id or a function."""
     split: str | None = None
-    """Split of the rows, e.g. `test`."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Column in tunix -> column of the rows, e.g. `{"prompt": "question"}`."""
     rows: int | None = None
-    """Maximum number of rows, from the start."""
     task: Task | None = None
     """Task to measure; None for the one that fits the run, the rewards or the rows."""
     rewards: RewardConfig | None = None
     """How answers are scored."""
     threshold: float | None = None
-    """Minimum reward of a right answer; None for 1."""
     n: int | None = None
-    """Number of answers to each row."""
-    ks: tuple[int, ...] = ()
-    """Values of k for pass@k, e.g. `(1, 8)`."""
+    k: List[int] = ()
     max_tokens: int | None = None
-    """Maximum tokens of an answer."""
     temperature: float | None = None
     """Sampling temperature. None: greedy; for pass@k the run's, or 1."""
-    stop: tuple[str, ...] = ()
+    stop: List[str] = ()
     """Stop strings in addition to the run's."""
     seed: int = 0
-    """Seed of the sampling."""
 
 
 @dataclass(frozen=True)
@@ -157,32 +147,23 @@ class Setting:
     """Everything that an evaluation needs: model, rows, tasks, rewards and sampling."""
 
     inference: InferenceModel
+    options: EvalOptions
+    """With what the run or the tasks say where an option is not given: `rows`, `rewards` and `n`."""
     rows: Rows
     config: DataConfig
     """How the rows are rendered."""
-    limit: int | None
-    """Maximum number of rows, from the start; None for all."""
     tasks: tuple[Task, ...]
     train_on: RowKind
     """The tokens that the loss is averaged over."""
-    rewards: RewardConfig | None
     play: Player | None
     sampling: Sampling
-    n: int
-    """Number of answers to each row."""
 
     def examples(self, kind: RowKind) -> tuple[list[int], list[Kept], str]:
-        """Renders the rows.
-
-        Returns:
-            The numbers of the rows that are kept, from 0; these rows; and what became of the others, e.g.
-            `; 2 x longer than max_length`.
-
-        Raises:
-            UserError: every row is dropped.
-        """
-        vocab_size = self.inference.source.decoder.vocab_size
-        made = list(Examples(self.rows, self.inference.tokenizer, self.config, kind, vocab_size).first(self.limit))
+        """The numbers of the rows that are kept, from 0; these rows, rendered; and what became of the others, e.g.
+        `; 2 x longer than max_length`. Raises UserError where every row is dropped."""
+        source = self.inference.source
+        examples = Examples(self.rows, source.tokenizer, self.config, kind, source.decoder.vocab_size)
+        made = list(examples.first(self.options.rows))
         account = sum(map(Accounting.of, made), Accounting())
         lost = {**account.dropped, "cut off at max_length": account.truncated, **account.notes}
         note = "".join(f"; {count} x {reason}" for reason, count in lost.items() if count)
@@ -192,16 +173,8 @@ class Setting:
         return list(kept), list(kept.values()), note
 
 
-def evaluate(options: InferenceOptions, eval_options: EvalOptions, out: Path | None = None) -> dict[str, float]:
-    """Evaluates a model, prints the numbers, and writes `out`.
-
-    Args:
-        options: the model, or a run.
-        eval_options: the rows and tasks.
-        out: .json (numbers and rows) or .jsonl (rows); None to print only.
-
-    Returns:
-        The numbers by name.
+def evaluate(model: InferenceOptions, options: EvalOptions, out: Path | None = None) -> None:
+    """Evaluates a model or a run, prints the numbers, and writes `out`: .json (numbers and rows) or .jsonl (rows).
 
     Raises:
         UserError: the model, the rows or the rewards are not accessible, or do not fit together.
@@ -210,7 +183,7 @@ def evaluate(options: InferenceOptions, eval_options: EvalOptions, out: Path | N
         refuse_out(out)
         if out.suffix not in (".json", ".jsonl"):
             raise UserError(f"--out {out}: end its name in .json for numbers and rows, or in .jsonl for the rows alone")
-    setting = prepare(options, eval_options)
+    setting = prepare(model, options)
     results: dict[Task, EvalResult] = {}
     with nullcontext() if setting.play is None else closing(setting.play):
         for task in setting.tasks:
@@ -219,86 +192,100 @@ def evaluate(options: InferenceOptions, eval_options: EvalOptions, out: Path | N
             elif task == "pairs":
                 results[task] = pairs(setting)
             else:
-                results[task] = answers(setting, task, eval_options)
-    metrics = {name: value for result in results.values() for name, value in result.metrics.items()}
+                results[task] = answers(setting, task)
     if out is not None:
         rows = [{"task": task, **row} for task, result in results.items() for row in result.rows]
         numbers = {
             name: {key: x if x is None or math.isfinite(x) else None for key, x in asdict(number).items()}
-            for name, number in metrics.items()  # JSON has neither infinity nor nan
+            for result in results.values()
+            for name, number in result.metrics.items()  # JSON has neither infinity nor nan
         }
-        report = {
-            "model": options.model,
-            "data": setting.rows.name,
-            "split": setting.rows.split,
-            "metrics": numbers,
-            "rows": rows,
-        }
+        about = {"model": model.model, "data": setting.rows.name, "split": setting.rows.split}
         by_row = "".join(json.dumps(row) + "\n" for row in rows)
-        write_text_atomic(out, by_row if out.suffix == ".jsonl" else json.dumps(report, indent=1) + "\n")
+        report = json.dumps({**about, "metrics": numbers, "rows": rows}, indent=1) + "\n"
+        write_text_atomic(out, by_row if out.suffix == ".jsonl" else report)
     print(_table(setting, results))
-    return {name: estimate.value for name, estimate in metrics.items()}
 
 
-def prepare(options: InferenceOptions, eval_options: EvalOptions) -> Setting:
+def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
     """Combines the options with the recipe of a run, over which they take precedence.
 
     Raises:
-        UserError: the model or the rows are not accessible, or do not fit together.
+        UserError: the model or the rows are not accessible, or do not fit together; an option has no effect, or answers
+            cannot be scored.
     """
-    model, recipe = options.model, recipe_of_run(options.model)
-    if eval_options.data is not None:
-        rows = open_held_out(eval_options.data, eval_options.split)
+    name, recipe = model.model, recipe_of_run(model.model)
+    if options.data is not None:
+        rows = open_held_out(options.data, options.split)
     elif recipe is None:
-        raise UserError(
-            f"{model} is no run, which would bring its own rows: name some, `tunix eval {model} rows.jsonl`"
-        )
+        raise UserError(f"{name} is no run, which would bring its own rows: name some, `tunix eval {name} rows.jsonl`")
     else:
-        split = eval_options.split or recipe.data.eval_split
+        split = options.split or recipe.data.eval_split
         rows = held_out_rows(recipe.data.model_copy(update={"eval_split": split}))
         if rows is None:
-            raise UserError(f"{model} has no held-out rows (data.eval): name some, `tunix eval {model} FILE`")
-    rewards = eval_options.rewards or (recipe.reward if recipe else None)
+            raise UserError(f"{name} has no held-out rows (data.eval): name some, `tunix eval {name} FILE`")
+    rewards = options.rewards or (recipe.reward if recipe else None)
     environment = recipe.rollout.environment if recipe else None
     read = algorithm_class(recipe.algorithm.name)(recipe.algorithm).train_on if recipe else None
     tasks: tuple[Task, ...] = ("loss", "reward") if rewards or environment else ("loss",)
-    if eval_options.task:
-        tasks = (eval_options.task,)
-    elif eval_options.rewards is not None or read == RowKind.PROMPT:
+    if options.task:
+        tasks = (options.task,)
+    elif options.rewards is not None or read == RowKind.PROMPT:
         tasks = ("reward",)
     elif read == RowKind.PAIRS or (read is None and {"chosen", "chosen_ids"} & {*rows[0]}):
         tasks = ("pairs",)
-    n = eval_options.n or (max(eval_options.ks, default=SAMPLES) if "pass" in tasks else 1)
+    n = options.n or (max(options.k, default=SAMPLES) if "pass" in tasks else 1)
     # The model, how rows are rendered, and how answers are sampled.
     if recipe is None:
-        inference = InferenceModel(options)
-        tokens, temperature, stop = eval_options.max_tokens or min(LONGEST, inference.limit // 2), 1.0, ()
+        inference = InferenceModel(model)
+        tokens, temperature, stop = options.max_tokens or min(LONGEST, inference.limit // 2), 1.0, ()
         if tokens >= inference.limit:
             raise UserError(f"--max-tokens {tokens} leaves no room for a prompt: the model ends at {inference.limit}")
         config = inference.data(inference.limit, rows.name).model_copy(update={"completion_length": tokens})
     else:
         config, temperature, stop = recipe.data, recipe.rollout.temperature, recipe.rollout.stop
-        tokens = eval_options.max_tokens or config.longest_completion
+        tokens = options.max_tokens or config.longest_completion
         length = config.max_length + max(tokens - config.longest_completion, 0)
-        inference = InferenceModel(replace(options, length=length))
-        if eval_options.data is not None or options.raw or options.system is not None:  # its own rows tell it
+        inference = InferenceModel(replace(model, length=length))
+        if options.data is not None or model.raw or model.system is not None:  # its own rows tell it
             config = config.model_copy(update={"chat": inference.plain_reason is None, "system": inference.system})
-    config = config.model_copy(update={"columns": {**config.columns, **eval_options.columns}})
+    config = config.model_copy(update={"columns": {**config.columns, **options.columns}})
     if "pass" not in tasks:
         temperature = 0.0
-    if eval_options.temperature is not None:
-        temperature = eval_options.temperature
+    if options.temperature is not None:
+        temperature = options.temperature
     if tasks != ("pairs",):
-        require_lm_head(inference.source, model)
+        require_lm_head(inference.source, name)
     play = Player(environment, inference.tokenizer, config.template_kwargs) if environment else None
-    stop = (*stop, *eval_options.stop, *(play.stop_strings if play else ()))
-    sampling = Sampling(tokens, temperature, stop_strings=stop)
-    _refuse_useless(eval_options, tasks, n, temperature, bool(rewards or (play and play.scores)))
-    limit = eval_options.rows or (recipe.eval.rows if recipe and eval_options.data is None else None)
-    train_on = RowKind.ALL if read == RowKind.ALL else RowKind.COMPLETION
-    if {*tasks} & {*SAMPLING_TASKS}:
-        sampling = inference.with_stop_ids(sampling)
-    return Setting(inference, rows, config, limit, tasks, train_on, rewards, play, sampling, n)
+    # Options without effect, and answers that cannot be scored, are refused.
+    samples, said = bool({*tasks} & {*SAMPLING_TASKS}), " and ".join(tasks)
+    fitting: dict[str, tuple[Any, tuple[Task, ...]]] = {
+        "--reward": (options.rewards, SAMPLING_TASKS),
+        "--n": (options.n, SAMPLING_TASKS),
+        "--threshold": (options.threshold, ("accuracy", "pass")),
+        "--k": (options.k or None, ("pass",)),
+    }
+    for option, (value, tasks_of_it) in fitting.items():
+        if value is not None and not {*tasks} & {*tasks_of_it}:
+            raise UserError(f"{option} changes nothing for {said}: it goes with --task {' or '.join(tasks_of_it)}")
+    if samples and not (rewards or (play and play.scores)):
+        raise UserError(f"--task {said}: nothing scores the answers; add --reward, for instance exact_match")
+    if n > 1 and temperature == 0:
+        raise UserError(f"--n {n}: greedy answers to one row are all alike; set --temperature")
+    if options.k and max(options.k) > n:
+        raise UserError(f"--k {max(options.k)} is more than the {n} answers of --n")
+    sampling = Sampling(tokens, temperature, stop_strings=(*stop, *options.stop, *(play.stop_strings if play else ())))
+    limit = options.rows or (recipe.eval.rows if recipe and options.data is None else None)
+    return Setting(
+        inference,
+        replace(options, rows=limit, rewards=rewards, n=n),
+        rows,
+        config,
+        tasks,
+        RowKind.ALL if read == RowKind.ALL else RowKind.COMPLETION,
+        play,
+        inference.with_stop_ids(sampling) if samples else sampling,
+    )
 
 
 def recipe_of_run(model: str) -> Recipe | None:
@@ -308,32 +295,6 @@ def recipe_of_run(model: str) -> Recipe | None:
         return None
     recipe = Recipe.load(folder / "recipe.yaml", [f"output={json.dumps(str(folder))}"])
     return recipe.stages[-1] if recipe.stages else recipe
-
-
-def _refuse_useless(
-    eval_options: EvalOptions, tasks: tuple[Task, ...], n: int, temperature: float, scored: bool
-) -> None:
-    """Refuses options without effect, and answers that cannot be scored.
-
-    Raises:
-        UserError: names the option and the remedy.
-    """
-    task = " and ".join(tasks)
-    fitting: dict[str, tuple[Any, tuple[Task, ...]]] = {
-        "--reward": (eval_options.rewards, SAMPLING_TASKS),
-        "--n": (eval_options.n, SAMPLING_TASKS),
-        "--threshold": (eval_options.threshold, ("accuracy", "pass")),
-        "--k": (eval_options.ks or None, ("pass",)),
-    }
-    for option, (value, tasks_of_it) in fitting.items():
-        if value is not None and not {*tasks} & {*tasks_of_it}:
-            raise UserError(f"{option} changes nothing for {task}: it goes with --task {' or '.join(tasks_of_it)}")
-    if {*tasks} & {*SAMPLING_TASKS} and not scored:
-        raise UserError(f"--task {task}: nothing scores the answers; add --reward, for instance exact_match")
-    if n > 1 and temperature == 0:
-        raise UserError(f"--n {n}: greedy answers to one row are all alike; set --temperature")
-    if eval_options.ks and max(eval_options.ks) > n:
-        raise UserError(f"--k {max(eval_options.ks)} is more than the {n} answers of --n")
 
 
 def loss(setting: Setting) -> EvalResult:
@@ -386,22 +347,23 @@ def _token_scores(
         return token_scores(*inference.weights(), sequences, what, progress=bar.show)
 
 
-def answers(setting: Setting, task: Task, eval_options: EvalOptions) -> EvalResult:
+def answers(setting: Setting, task: Task) -> EvalResult:
     """Samples and scores the model's answers to each row, and measures one of `SAMPLING_TASKS`.
 
     Raises:
         UserError: not one answer has a score, or no row has enough for a k.
     """
-    inference, n = setting.inference, setting.n
+    inference, options = setting.inference, setting.options
+    assert options.n is not None, "`prepare` says it"
     places, kept, note = setting.examples(RowKind.PROMPT if setting.play is None else RowKind.ROW)
     prompts = [prompt_of(example) for example in kept]
     columns = [*setting.rows[0], *setting.config.columns]
     with open_collector(
-        inference, setting.sampling, setting.rewards, columns, setting.config, setting.play
+        inference, setting.sampling, options.rewards, columns, setting.config, setting.play
     ) as collector:
         engine = inference.engine
-        with closing(Bar("eval", n * len(prompts))) as bar:
-            groups = collector.collect(ProgressSampler(engine, bar), prompts, n, eval_options.seed)
+        with closing(Bar("eval", options.n * len(prompts))) as bar:
+            groups = collector.collect(ProgressSampler(engine, bar), prompts, options.n, options.seed)
         totals_PG = total_rewards(groups, collector.weights)
     scored = [answer for group in groups for answer in group]
     failed = [reason for answer in scored if (reason := answer.unscored)]
@@ -409,7 +371,7 @@ def answers(setting: Setting, task: Task, eval_options: EvalOptions) -> EvalResu
         raise UserError(f"none of {len(failed)} answers could be scored, the first because {failed[0]}")
     notes = [f"{len(scored)} answers, {sum(answer.truncated for answer in scored)} cut off{note}"]
     notes += [f"{len(failed)} have no score and count nowhere; the first: {failed[0]}"] if failed else []
-    threshold = 1.0 if eval_options.threshold is None else eval_options.threshold
+    threshold = 1.0 if options.threshold is None else options.threshold
     metrics: dict[str, Estimate] = {}
     if task == "reward":
         metrics["reward"] = mean_of(means_of(totals_PG))
@@ -418,29 +380,22 @@ def answers(setting: Setting, task: Task, eval_options: EvalOptions) -> EvalResu
             if len(named) > 1 and not np.isnan(values_PG).all():
                 metrics[f"reward/{name}"] = mean_of(means_of(values_PG))
     elif task == "accuracy":
-        right_PG = np.where(np.isnan(totals_PG), np.nan, totals_PG >= threshold)
-        metrics["accuracy"] = mean_of(means_of(right_PG))
+        metrics["accuracy"] = mean_of(means_of(np.where(np.isnan(totals_PG), np.nan, totals_PG >= threshold)))
     else:
         scored_P = (~np.isnan(totals_PG)).sum(axis=1)
         right_P = (totals_PG >= threshold).sum(axis=1)
-        for k in eval_options.ks or sorted({1, n}):
+        for k in options.k or sorted({1, options.n}):
             enough = scored_P >= k
             if not enough.any():
                 raise UserError(f"--k {k}: no row has so many answers with a score; {'; '.join(notes)}")
             metrics[f"pass@{k}"] = mean_of(pass_at_k(scored_P[enough], right_P[enough], k))
             if not enough.all():
                 notes.append(f"pass@{k} leaves {int((~enough).sum())} rows out, which have fewer scores")
-    rows = []
-    for place, group, totals in zip(places, groups, totals_PG.tolist(), strict=True):
-        shown = [
-            {
-                "tokens": answer.completion.tokens.tolist(),
-                **({"text": answer.text} if answer.text else {}),
-                **score_fields(answer, total),
-            }
-            for answer, total in zip(group, totals, strict=True)
-        ]
-        rows.append({"row": place, "answers": shown})
+    rows = [{"row": place, "answers": []} for place in places]
+    for row, group, totals in zip(rows, groups, totals_PG.tolist(), strict=True):
+        for answer, total in zip(group, totals, strict=True):
+            text = {"text": answer.text} if answer.text else {}
+            row["answers"].append({"tokens": answer.completion.tokens.tolist(), **text, **score_fields(answer, total)})
     return EvalResult(metrics, rows, notes)
 
 

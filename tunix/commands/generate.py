@@ -1,11 +1,9 @@
 """`tunix generate`: completes one prompt on the screen, or many rows in a file.
 
-Rows -> prompts (`inference/model.py`) -> the engine -> one JSON object per completion, in the order of the rows: `row`
-(from 0), `sample` (0 to n - 1), the row's prompt under the name of its column, `tokens` (ids with the stop token),
-`text` (without special tokens and stop string; absent without a tokenizer), `logprobs`, `finish`, and with rewards
-`reward` (their weighted sum, null where one failed), `rewards` and `failures` by name. Completion j of row i depends
-on (seed, i n + j, token index) alone, so the same command writes the same file. Rows are sampled in chunks, which
-`resumable_output.py` stores, so that an interrupted call can resume.
+Rows -> prompts (`inference/model.py`) -> the engine -> one JSON object per completion, in the order of the rows.
+Completion j of row i depends on (seed, i n + j, token index) alone, also with each of several adapters, so the same
+command writes the same file. Rows are sampled in chunks, which `resumable_output.py` stores, so that an interrupted
+call can resume.
 
 `choose` selects from the scored completions of each prompt (best-of-n, rejection sampling), as rows for SFT. The
 trained tokens must be the sampled ones. Rows of `prompt` and `completion` (strings, or messages where the prompt was
@@ -13,15 +11,14 @@ sent as a chat) are written if each of them, rendered as by `tunix run`, gives e
 not (it was cut off, its text has other tokens, or its prompt was given as ids), all rows are `input_ids` with `labels`,
 which need no rendering.
 
-With several `--adapter` the same prompts are answered with each of them. The base is read once and is not changed; the
-adapters are loaded unmerged and share the engine's batches; one with its own embeddings, which cannot be mixed within
-a batch, samples after the others. Completion j of row i depends on the same with every adapter, as with it alone.
+Several adapters are loaded unmerged with one base and share the engine's batches; one with its own embeddings, which
+cannot be mixed within a batch, samples after the others.
 """
 
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from collections.abc import Sequence as List
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -54,16 +51,8 @@ from tunix.util.atomic_io import refuse_out
 
 UNTRAINED = -100
 """The label of a token that is no target."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """A row with a prompt to answer."""
-
-    row: Mapping[str, Any]
-    """The columns of the row."""
-    tokens: np.ndarray
-    """`[T]` int32 token ids of the prompt."""
+WAVES = 8
+"""Completions of a chunk for each slot: slots idle only at the end of a chunk, and a kill loses at most one chunk."""
 
 
 @dataclass(frozen=True)
@@ -73,93 +62,84 @@ class Chosen:
     rows: list[dict[str, Any]]
     """Rows in the order of the prompts, the best completion of each first."""
     prompts: int
-    """Number of prompts with at least one selected completion."""
+    """Prompts with at least one selected completion."""
     failed: int
-    """Number of prompts without a scored completion."""
+    """Prompts without a scored completion."""
     longest: int
-    """Number of tokens in the longest row."""
+    """Tokens of the longest row."""
     respelled: int
-    """Number of rows whose text does not give the sampled tokens; above 0, all rows are ids."""
+    """Rows whose text does not give the sampled tokens; above 0, all rows are ids."""
 
 
 def ranked(rewards: List[float | None], most: int | None, threshold: float | None) -> list[int]:
-    """The indices of the selected completions, the best first, of equal ones the first.
+    """The indices of the selected completions of a prompt, the best first, of equal ones the first.
 
     Args:
-        rewards: of one prompt's completions; None where there is no score.
+        rewards: of the completions; None where there is no score.
         most: maximum number to select; None for all.
         threshold: minimum reward; None for any.
     """
-    scored = [(value, i) for i, value in enumerate(rewards) if value is not None]
-    passing = [(-value, i) for value, i in scored if threshold is None or value >= threshold]
+    least = -math.inf if threshold is None else threshold
+    passing = [(-value, i) for i, value in enumerate(rewards) if value is not None and value >= least]
     return [i for _, i in sorted(passing)][:most]
 
 
 def choose(
     inference: InferenceModel,
-    questions: List[Question],
+    prompts: List[Prompt],
     groups: Iterable[List[Mapping[str, Any]]],
     most: int | None,
     threshold: float | None,
 ) -> Chosen:
-    """Selects completions and writes them as rows to train on.
-
-    Args:
-        groups: the completions of each question as written to the file: `tokens`, `text`, `reward`.
-        most: maximum number of completions for each prompt; None for all.
-        threshold: minimum reward; None for any.
-    """
-    taken: list[tuple[Question, Mapping[str, Any]]] = []
-    failed = prompts = 0
-    for question, group in zip(questions, groups, strict=True):
+    """Selects completions as rows to train on, by `ranked`, from those of each prompt as they are written to the file:
+    `tokens`, `text`, `reward`."""
+    taken: list[tuple[Prompt, Mapping[str, Any]]] = []
+    failed = served = 0
+    for prompt, group in zip(prompts, groups, strict=True):
         places = ranked([one["reward"] for one in group], most, threshold)
-        taken += [(question, group[place]) for place in places]
-        prompts += bool(places)
+        taken += [(prompt, group[place]) for place in places]
+        served += bool(places)
         failed += all(one["reward"] is None for one in group)
-    texts = [_as_text(inference, question, completion) for question, completion in taken]
+    texts = [_as_text(inference, prompt, completion) for prompt, completion in taken]
     respelled = sum(text is None for text in texts)
     rows, longest = [], 0
-    for text, (question, completion) in zip(texts, taken, strict=True):
-        prompt, tokens = question.tokens.tolist(), completion["tokens"]
-        ids = {"input_ids": [*prompt, *tokens], "labels": [UNTRAINED] * len(prompt) + list(tokens)}
+    for text, (prompt, completion) in zip(texts, taken, strict=True):
+        before, tokens = prompt.tokens.tolist(), completion["tokens"]
+        ids = {"input_ids": [*before, *tokens], "labels": [UNTRAINED] * len(before) + list(tokens)}
         shape = ids if respelled or text is None else text
         rows.append({**shape, **{name: completion[name] for name in ("reward", "row", "sample")}})
         longest = max(longest, len(ids["input_ids"]))
-    return Chosen(rows, prompts, failed, longest, respelled)
+    return Chosen(rows, served, failed, longest, respelled)
 
 
-def _as_text(inference: InferenceModel, question: Question, completion: Mapping[str, Any]) -> dict[str, Any] | None:
+def _as_text(inference: InferenceModel, prompt: Prompt, completion: Mapping[str, Any]) -> dict[str, Any] | None:
     """The row as text; None where rendering it would not give the sampled tokens."""
-    if inference.tokenizer is None or (prompt := inference.training_prompt(question.row)) is None:
+    if inference.tokenizer is None or (words := inference.training_prompt(prompt.row)) is None:
         return None
     text = completion["text"]
     turn = {"role": "assistant", "content": text}
-    row = {"prompt": prompt, "completion": text if isinstance(prompt, str) else [turn]}
-    row |= {name: question.row[name] for name in ("tools", TEMPLATE_KWARGS) if question.row.get(name) is not None}
+    row = {"prompt": words, "completion": text if isinstance(words, str) else [turn]}
+    row |= {name: prompt.row[name] for name in ("tools", TEMPLATE_KWARGS) if prompt.row.get(name) is not None}
     data, vocab_size = DataConfig(train=""), inference.source.decoder.vocab_size
     rendering = Rendering("prompt_completion", data, vocab_size=vocab_size, uncut=True)
     try:
         example = to_example(row, inference.tokenizer, rendering)
     except UserError:  # the template refuses this answer, which can still be trained as ids
         return None
-    start, sampled = len(question.tokens), [*question.tokens.tolist(), *completion["tokens"]]
     if not isinstance(example, Kept):
         return None
-    sequence = example.sequences[0]
+    sequence, sampled = example.sequences[0], [*prompt.tokens.tolist(), *completion["tokens"]]
     # A template may close a turn with a token that is neither sampled nor trained.
     same = sequence.tokens[: len(sampled)].tolist() == sampled
-    return row if same and np.flatnonzero(sequence.loss_mask).tolist() == [*range(start, len(sampled))] else None
+    trained = [*range(len(prompt.tokens), len(sampled))]
+    return row if same and np.flatnonzero(sequence.loss_mask).tolist() == trained else None
 
 
 class ComparedAdapters:
     """Several adapters on one base, with an engine that samples with each of them."""
 
     def __init__(self, inference: InferenceModel, paths: List[Path]):
-        """Loads the base and all adapters.
-
-        Args:
-            inference: the base.
-            paths: PEFT folders.
+        """Loads the base and the adapters of PEFT folders.
 
         Raises:
             UserError: an adapter is not accessible, does not fit the base, or was trained on a base that was rounded
@@ -213,12 +193,7 @@ class ComparedAdapters:
         self._versions = count()
 
     def sample(self, requests: List[Request], bar: Bar, done: int) -> dict[Path, list[Completion]]:
-        """The completions of the requests with each adapter.
-
-        Args:
-            bar: displays the progress.
-            done: completions before these.
-        """
+        """The completions of the requests with each adapter; `done` were sampled before."""
         completions: dict[str, list[Completion]] = {}
         for tables, adapters in self.mixtures:
             self._engine.publish({**self._params, **tables}, next(self._versions), adapters=adapters)
@@ -234,148 +209,124 @@ class ComparedAdapters:
         return {path: completions[str(path)] for path in self.paths}
 
 
-WAVES = 8
-"""Completions of a chunk for each slot: slots idle only at the end of a chunk, and a kill loses at most one chunk."""
+@dataclass(frozen=True)
+class GenerateOptions:
+    """The options of `tunix generate` by their names, which its help explains."""
+
+    prompt: str | None
+    """A string to answer; None with `input`."""
+    sampling: Sampling
+    """How tokens are sampled; the model's stop ids are added."""
+    input: str | None = None
+    out: Path | None = None
+    """.jsonl to write; required with `input`."""
+    n: int = 1
+    seed: int = 0
+    adapters: List[Path] = ()
+    """PEFT folders whose answers are compared; empty for the model's own."""
+    rewards: RewardConfig | None = None
+    """How each completion is scored; requires `out`, and one model."""
+    best: int | None = None
+    """Maximum number of completions of each prompt to write as rows to train on; None for all."""
+    threshold: float | None = None
+    """Minimum reward of a completion that is written as a row to train on; None for any."""
 
 
-def generate(
-    options: InferenceOptions,
-    prompt: str | None,
-    *,
-    rows: str | None = None,
-    out: Path | None = None,
-    sampling: Sampling,
-    n: int = 1,
-    seed: int = 0,
-    adapters: List[Path] = (),
-    rewards: RewardConfig | None = None,
-    best: int | None = None,
-    threshold: float | None = None,
-) -> None:
+def generate(model: InferenceOptions, options: GenerateOptions) -> None:
     """Prints completions of a prompt, or writes those of a prompt or of rows to a file.
-
-    Args:
-        options: the model.
-        prompt: a string; None with `rows`.
-        rows: .jsonl, .parquet, ... with `prompt`, `messages` or `input_ids`; None with `prompt`.
-        out: .jsonl to write; required with `rows`.
-        sampling: how tokens are sampled; the model's stop ids are added.
-        n: completions of each prompt.
-        seed: of the sampling.
-        adapters: PEFT folders whose answers are compared; empty for the model's own.
-        rewards: how each completion is scored; requires `out`, and one model.
-        best: maximum number of completions of each prompt to write as rows to train on, the best ones; None for all.
-        threshold: minimum reward of a completion that is written as a row to train on; None for any.
 
     Raises:
         UserError: the model, an adapter, the rows or the output are not accessible, or a setting is invalid.
         Interrupted: by Ctrl-C while a file was written; the same call resumes it.
     """
-    if rewards is not None and adapters:
+    if options.rewards is not None and options.adapters:
         raise UserError("--reward scores the completions of one model: give one --adapter at a time")
-    if rewards is not None and out is None:
+    if options.rewards is not None and options.out is None:
         raise UserError("--reward: say with --out FILE where the scores go")
-    if (prompt is None) == (rows is None):
+    if (options.prompt is None) == (options.input is None):
         raise UserError('give one of a prompt, as in `tunix generate MODEL "prompt"`, and --input FILE')
-    if rows is not None and out is None:
-        raise UserError(f"--input {rows}: say with --out FILE where the completions go")
-    if out is not None:
-        refuse_out(out)
-    table = Rows("the prompt", [{"prompt": prompt}]) if rows is None else open_rows(rows)
-    inference = InferenceModel(options)
-    sampling = inference.with_stop_ids(sampling)
-    questions = []
+    if options.input is not None and options.out is None:
+        raise UserError(f"--input {options.input}: say with --out FILE where the completions go")
+    if options.out is not None:
+        refuse_out(options.out)
+    table = Rows("the prompt", [{"prompt": options.prompt}]) if options.input is None else open_rows(options.input)
+    inference = InferenceModel(model)
+    options = replace(options, sampling=inference.with_stop_ids(options.sampling))
+    prompts = []
     for index in range(len(table)):
-        where = table.name if rows is None else f"row {index + 1} of {table.name}"
-        questions.append(Question(table[index], inference.prompt(table[index], where)))
-    compared = ComparedAdapters(inference, adapters) if adapters else None
-    call = _Call(inference, questions, sampling, n, seed, compared, rewards, best, threshold)
-    if out is not None:
-        call.write(out)
-    elif n > 1 or compared:
-        call.print_all()
-    else:
-        call.print_one()
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call of `tunix generate`; the fields are its arguments."""
-
-    inference: InferenceModel
-    questions: List[Question]
-    sampling: Sampling
-    n: int
-    seed: int
-    compared: ComparedAdapters | None
-    rewards: RewardConfig | None
-    best: int | None
-    threshold: float | None
-
-    @property
-    def per_row(self) -> int:
-        """Completions of each row."""
-        return self.n * (len(self.compared.paths) if self.compared else 1)
-
-    def requests(self, first: int, last: int) -> list[Request]:
-        """The requests of rows, from `first` to before `last`."""
-        return [
-            Request(self.questions[i].tokens, self.sampling, self.seed, i * self.n + j)
-            for i in range(first, last)
-            for j in range(self.n)
-        ]
-
-    def print_one(self) -> None:
-        """Prints the answer to a prompt as it is sampled."""
-        assert self.inference.tokenizer is not None  # a string was encoded
-        stream = TextStream(self.inference.tokenizer, self.sampling.stop_strings)
+        row, where = table[index], table.name if options.input is None else f"row {index + 1} of {table.name}"
+        prompts.append(Prompt(inference.prompt(row, where), prompt_text(row), row))
+    compared = ComparedAdapters(inference, options.adapters) if options.adapters else None
+    call = _Call(inference, prompts, options, compared)
+    if options.out is not None:
+        call.write(options.out)
+    elif options.n > 1 or compared:
+        (answers,) = call.sampled([range(1)])
+        for _, sample, completion, more in answers:
+            name = f"{sample + 1} of {options.n}"
+            if adapter := more.get("adapter"):
+                name = f"{adapter}, {name}" if options.n > 1 else adapter
+            print(f"--- {name} ({completion.finish})\n{inference.text(completion)}")
+    else:  # printed as it is sampled
+        assert inference.tokenizer is not None  # a string was encoded
+        stream = TextStream(inference.tokenizer, options.sampling.stop_strings)
 
         def show(_: int, tokens: np.ndarray) -> None:
             print(stream.feed(tokens), end="", flush=True)
 
-        (completion,) = self.inference.engine.run(self.requests(0, 1), on_tokens=show)
+        request = Request(prompts[0].tokens, options.sampling, options.seed)
+        (completion,) = inference.engine.run([request], on_tokens=show)
         print(stream.finish())
         if completion.finish == "length":
             print(f"(cut off after {len(completion.tokens)} tokens)", file=sys.stderr)
 
-    def print_all(self) -> None:
-        """Prints the answers to a prompt, with numbers and adapters, when all are there."""
-        with closing(Bar("generate", self.per_row)) as bar:
-            if self.compared:
-                groups = self.compared.sample(self.requests(0, 1), bar, done=0).items()
-            else:
-                groups = [(None, ProgressSampler(self.inference.engine, bar).run(self.requests(0, 1)))]
-        for adapter, completions in groups:
-            for number, completion in enumerate(completions, start=1):
-                name = f"{number} of {self.n}"
-                if adapter is not None:
-                    name = f"{adapter}, {name}" if self.n > 1 else str(adapter)
-                print(f"--- {name} ({completion.finish})\n{self.inference.text(completion)}")
+
+Answer = tuple[int, int, Completion, Mapping[str, Any]]
+"""The number of the row, and of the sample; the completion; and further fields by name."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of `tunix generate`."""
+
+    inference: InferenceModel
+    prompts: List[Prompt]
+    options: GenerateOptions
+    compared: ComparedAdapters | None
+
+    @property
+    def per_row(self) -> int:
+        """Completions of each row."""
+        return self.options.n * (len(self.compared.paths) if self.compared else 1)
 
     def write(self, out: Path) -> None:
         """Samples the missing chunks, and then writes the file."""
-        rows, prompts = max(1, WAVES * self.inference.slots // self.n), len(self.questions)
+        inference, options = self.inference, self.options
+        rows, prompts = max(1, WAVES * inference.slots // options.n), len(self.prompts)
         if self.compared and len(self.compared.mixtures) > 1:
             rows = prompts  # the engine compiles again for each mixture that it changes to
         # Everything that determines the lines; also the slots, from which the size of chunks follows.
         inputs: dict[str, Any] = {
-            "model": digest_of_source(self.inference.source),
-            "rows": digest_of_rows([question.row, question.tokens.tolist()] for question in self.questions),
-            "rewards": None if self.rewards is None else fingerprint(self.rewards),
-            "n": self.n,
-            "seed": self.seed,
-            "dtype": self.inference.options.dtype,
-            "slots": self.inference.slots,
-            **{key: list(x) if isinstance(x, tuple) else x for key, x in vars(self.sampling).items()},
+            "model": digest_of_source(inference.source),
+            "rows": digest_of_rows([prompt.row, prompt.tokens.tolist()] for prompt in self.prompts),
+            "rewards": None if options.rewards is None else fingerprint(options.rewards),
+            "n": options.n,
+            "seed": options.seed,
+            "dtype": inference.options.dtype,
+            "slots": inference.slots,
+            **{key: list(x) if isinstance(x, tuple) else x for key, x in vars(options.sampling).items()},
         }
         if self.compared:
             inputs["adapters"] = {str(path): digest_of_folder(path) for path in self.compared.paths}
         with resumable_output(out, inputs, rows * self.per_row, prompts * self.per_row) as output:
             if output.done:
                 print(f"going on after {output.done // self.per_row} of {prompts} rows", file=sys.stderr)
-            if output.done < prompts * self.per_row:
+            chunks = [range(i, min(i + rows, prompts)) for i in range(output.done // self.per_row, prompts, rows)]
+            if chunks:
                 try:
-                    self._sample(output, rows)
+                    with closing(self.sampled(chunks, output.done)) as sampled:
+                        for chunk in sampled:
+                            output.append(self._line(i, j, completion, more) for i, j, completion, more in chunk)
                 except KeyboardInterrupt as stopped:
                     kept = "interrupted before anything was kept"
                     if output.done:
@@ -387,39 +338,50 @@ class _Call:
             summary = self._finish(output)
         print(f"{summary}, written to {out}")
 
-    def _sample(self, output: ResumableOutput, rows: int) -> None:
-        """Samples, scores and stores the missing chunks, of `rows` rows each."""
-        n, prompts = self.n, len(self.questions)
-        chunks = [range(i, min(i + rows, prompts)) for i in range(output.done // self.per_row, prompts, rows)]
-        with closing(Bar("generate", prompts * self.per_row)) as bar:
+    def sampled(self, chunks: List[range], done: int = 0) -> Generator[list[Answer], None, None]:
+        """Samples and scores chunks of rows.
+
+        Args:
+            chunks: the rows of each.
+            done: completions of the rows before.
+
+        Yields:
+            The completions of a chunk in the order of their lines.
+        """
+        inference, options, n = self.inference, self.options, self.options.n
+        with closing(Bar("generate", len(self.prompts) * self.per_row)) as bar:
             if self.compared:
                 for chunk in chunks:
-                    sampled = self.compared.sample(self.requests(chunk.start, chunk.stop), bar, output.done)
-                    output.append(
-                        self._line(i, j, completions[(i - chunk.start) * n + j], {"adapter": str(path)})
+                    requests = [
+                        Request(self.prompts[i].tokens, options.sampling, options.seed, i * n + j)
                         for i in chunk
-                        for path, completions in sampled.items()
                         for j in range(n)
-                    )
+                    ]
+                    completions = self.compared.sample(requests, bar, done)
+                    done += len(chunk) * self.per_row
+                    yield [
+                        (i, j, by_request[(i - chunk.start) * n + j], {"adapter": str(path)})
+                        for i in chunk
+                        for path, by_request in completions.items()
+                        for j in range(n)
+                    ]
                 return
-            longest = max(len(question.tokens) for question in self.questions) + self.sampling.max_tokens
-            data, columns = self.inference.data(min(longest, self.inference.limit)), list(self.questions[0].row)
-            with open_collector(self.inference, self.sampling, self.rewards, columns, data) as collector:
-                sampler = ProgressSampler(self.inference.engine, bar, done=output.done)
+            longest = max(len(prompt.tokens) for prompt in self.prompts) + options.sampling.max_tokens
+            data, columns = inference.data(min(longest, inference.limit)), list(self.prompts[0].row)
+            with open_collector(inference, options.sampling, options.rewards, columns, data) as collector:
+                sampler = ProgressSampler(inference.engine, bar, done=done)
                 for chunk in chunks:
-                    questions = [self.questions[i] for i in chunk]
-                    asked = [Prompt(question.tokens, prompt_text(question.row), question.row) for question in questions]
-                    groups = collector.collect(sampler, asked, n, self.seed)
+                    groups = collector.collect(sampler, self.prompts[chunk.start : chunk.stop], n, options.seed)
                     totals = total_rewards(groups, collector.weights).tolist() if collector.weights else None
-                    output.append(
-                        self._line(i, j, scored.completion, score_fields(scored, total[j]) if total else {})
+                    yield [
+                        (i, j, scored.completion, score_fields(scored, total[j]) if total else {})
                         for i, group, total in zip(chunk, groups, totals or [None] * len(groups), strict=True)
                         for j, scored in enumerate(group)
-                    )
+                    ]
 
     def _line(self, row: int, sample: int, completion: Completion, more: Mapping[str, Any]) -> str:
         """A completion as a line of the file, with additional fields by name."""
-        columns, text = self.questions[row].row, self.inference.text(completion)
+        columns, text = self.prompts[row].row, self.inference.text(completion)
         name = prompt_column(columns, "the row")
         fields = {
             "row": row,
@@ -435,8 +397,8 @@ class _Call:
 
     def _finish(self, output: ResumableOutput) -> str:
         """Writes the file from the stored lines; returns its summary."""
-        prompts, lines = len(self.questions), map(json.loads, output.lines())
-        if self.best is None and self.threshold is None:
+        prompts, lines, options = len(self.prompts), map(json.loads, output.lines()), self.options
+        if options.best is None and options.threshold is None:
             tokens = scores = failed = 0
             for line in lines:
                 tokens += len(line["tokens"])
@@ -446,12 +408,12 @@ class _Call:
             if self.compared:
                 return f"{prompts} rows, {len(self.compared.paths)} adapters, {output.done} completions"
             summary = f"{prompts} rows, {output.done} completions, {readable(tokens)} tokens"
-            if self.rewards is None:
+            if options.rewards is None:
                 return summary
             mean = scores / (output.done - failed) if output.done > failed else math.nan
             return f"{summary}, mean reward {mean:.4f}" + (f", {failed} without a score" if failed else "")
-        groups = iter(lambda: list(islice(lines, self.n)), [])
-        chosen = choose(self.inference, self.questions, groups, self.best, self.threshold)
+        groups = iter(lambda: list(islice(lines, options.n)), [])
+        chosen = choose(self.inference, self.prompts, groups, options.best, options.threshold)
         below = prompts - chosen.prompts - chosen.failed
         reasons = [f"{below} had nothing above the threshold"] if below else []
         reasons += [f"{chosen.failed} had no score"] if chosen.failed else []

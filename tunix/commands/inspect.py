@@ -9,7 +9,6 @@ import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +19,12 @@ from tunix.config import RowKind
 from tunix.data.examples import Examples, to_example
 from tunix.data.pipeline import Cutter, Groups, Layout
 from tunix.data.shapes import Rendering
-from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import CUT_AWAY, Dropped, Kept
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
 from tunix.run.inputs import open_inputs
 from tunix.run.setup import layout, row_kind_of
-from tunix.types import Sequence
 
 ACCOUNTED = 5000
 """Maximum rows that the accounting reads, so that a large data set takes only seconds."""
@@ -36,16 +33,8 @@ LISTED = 20
 
 
 def show(recipe: Recipe, rows: int, console: Console | None = None) -> None:
-    """Prints the first examples and the accounting of each stage of a recipe.
-
-    Args:
-        recipe: the recipe to inspect.
-        rows: number of examples to print for each stage.
-        console: the output; standard output by default.
-
-    Raises:
-        UserError: the data or the tokenizer is missing, or a row does not fit the recipe.
-    """
+    """Prints the first examples and the accounting of each stage of a recipe; raises UserError where the data or the
+    tokenizer is missing, or a row does not fit the recipe."""
     console = console or Console(highlight=False, emoji=False)
     for stage in recipe.stages or (recipe,):
         if recipe.stages:
@@ -59,24 +48,22 @@ def _show_run(recipe: Recipe, rows: int, console: Console) -> None:
     with tempfile.TemporaryDirectory() as folder:
         inputs = open_inputs(recipe, Path(folder))
         algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)
-        train, tokenizer = inputs.train, inputs.tokenizer
-        # The settings with which the run renders its rows.
-        examples = Examples(train, tokenizer, recipe.data, row_kind_of(recipe, algorithm))
-        settings, seen = examples.settings, list(examples.first(max(rows, ACCOUNTED)))
-        shown = seen[:rows]
-        pieces = _pieces(shown, Cutter(recipe.data, settings.train_on), recipe.batch_size)
-        lost = partial(_lost, train, tokenizer, settings)
+        # Rendered with the settings of the run.
+        examples = Examples(inputs.train, inputs.tokenizer, recipe.data, row_kind_of(recipe, algorithm))
+        seen = list(examples.first(max(rows, ACCOUNTED)))
+        pieces = _pieces(seen[:rows], Cutter(recipe.data, examples.train_on), recipe.batch_size)
         for number, parts in enumerate(pieces, start=1):
             for part, example in enumerate(parts, start=1):
                 place = f"{number}, piece {part} of {len(parts)}" if len(parts) > 1 else str(number)
-                _show_example(place, example, tokenizer, settings, console)
-            for rule, text in lost(number - 1, shown[number - 1]):
-                said = isinstance(shown[number - 1], Dropped)
+                _show_example(place, example, examples, console)
+            for rule, text in _lost(examples, number - 1, seen[number - 1]):
+                said = isinstance(seen[number - 1], Dropped)
                 console.print(text if said else f"{rule}: {text}", markup=False, soft_wrap=True)
             console.print()
         packed = None if algorithm.train_on == RowKind.PROMPT else layout(algorithm)
-        _show_totals(seen, recipe, packed, train, settings, console)
-        lines = ((i, rule, text) for i, example in enumerate(seen[rows:], rows) for rule, text in lost(i, example))
+        _show_totals(seen, recipe.batch_size, packed, examples, console)
+        rest = enumerate(seen[rows:], start=rows)
+        lines = ((i, rule, text) for i, example in rest for rule, text in _lost(examples, i, example))
         for count, (i, rule, text) in enumerate(lines):
             if count == LISTED:
                 console.print(f"and so on; --rows {len(seen)} shows all", markup=False)
@@ -101,10 +88,10 @@ def _pieces(examples: list[Kept | Dropped], cut: Cutter, size: int) -> Iterator[
         yield parts or [example if isinstance(example, Dropped) else Dropped(CUT_AWAY)]
 
 
-def _show_example(
-    number: str, example: Kept | Dropped, tokenizer: Tokenizer | None, settings: Rendering, console: Console
-) -> None:
-    """Prints one example: the counts of its sequences, and their texts."""
+def _show_example(number: str, example: Kept | Dropped, examples: Examples, console: Console) -> None:
+    """Prints one example: the counts of its sequences, and their texts with trained tokens marked, ids where there is
+    no tokenizer."""
+    settings, tokenizer = examples.settings, examples.tokenizer
     if isinstance(example, Dropped):
         console.print(f"row {number}: dropped, {example.reason}", style="bold", markup=False)
         return
@@ -120,13 +107,23 @@ def _show_example(
         notes += [f"weight {sequence.weight:g}"] if sequence.weight != 1 else []
         notes += [f"{name} {value:g}" for name, value in sequence.per_sequence.items()]
         console.print(f"row {number}: {side}{', '.join(notes)}", style="bold", markup=False)
-        console.print(_marked(sequence, tokenizer, coloured=coloured), soft_wrap=True)
+        text, before = Text(), []
+        for trained, group in itertools.groupby(range(size), key=lambda t: bool(sequence.loss_mask[t])):
+            ids = sequence.tokens[list(group)]
+            words = _text(ids, tokenizer, before)
+            before = ids.tolist()
+            if coloured:
+                text.append(words, "bold green" if trained else "dim")
+            else:
+                text.append(f"[[{words}]]" if trained else words)
+            if tokenizer is None:
+                text.append(" ")
+        console.print(text, soft_wrap=True)
 
 
-def _lost(
-    rows: Rows, tokenizer: Tokenizer | None, settings: Rendering, index: int, example: Kept | Dropped
-) -> Iterator[tuple[str, str]]:
+def _lost(examples: Examples, index: int, example: Kept | Dropped) -> Iterator[tuple[str, str]]:
     """Yields each rule by which a row was refused or shortened, and the text that it is about."""
+    rows, tokenizer, settings = examples.rows, examples.tokenizer, examples.settings
     if isinstance(example, Dropped):
         shown = example.detail or _shortened(json.dumps(rows[index], ensure_ascii=False, default=str))
         yield f"dropped, {example.reason}", shown
@@ -159,54 +156,30 @@ def _limit(settings: Rendering) -> int:
     return data.longest_prompt if settings.train_on == RowKind.PROMPT else data.max_length
 
 
-def _marked(sequence: Sequence, tokenizer: Tokenizer | None, coloured: bool) -> Text:
-    """The sequence as text with trained tokens marked; ids where there is no tokenizer."""
-    text, before = Text(), []
-    for trained, group in itertools.groupby(range(len(sequence.tokens)), key=lambda t: bool(sequence.loss_mask[t])):
-        ids = sequence.tokens[list(group)]
-        words = _text(ids, tokenizer, before)
-        before = ids.tolist()
-        if coloured:
-            text.append(words, "bold green" if trained else "dim")
-        else:
-            text.append(f"[[{words}]]" if trained else words)
-        if tokenizer is None:
-            text.append(" ")
-    return text
-
-
 def _show_totals(
-    examples: list[Kept | Dropped],
-    recipe: Recipe,
-    packed: Layout | None,
-    rows: Rows,
-    settings: Rendering,
-    console: Console,
+    seen: list[Kept | Dropped], batch_size: int, packed: Layout | None, examples: Examples, console: Console
 ) -> None:
     """Counts the examples, packed by batch as in a run (prompts alone are not packed), and prints the accounting as a
     table whose counts add up: rows = kept + dropped, and dropped rows by reason."""
+    rows, config, settings = examples.rows, examples.config, examples.settings
     tokens, trained, packed_rows, empty = 0, 0, 0, 0
-    length = packed.length(recipe.data) if packed else 0
-    groups = Groups(examples, Cutter(recipe.data, settings.train_on), recipe.batch_size)
+    groups = Groups(seen, Cutter(config, settings.train_on), batch_size)
     for group, _ in groups:
         sequences = [sequence for kept in group for sequence in kept.sequences]
         tokens += sum(len(sequence.tokens) for sequence in sequences)
         trained += sum(int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences)
         if packed:
-            batch = packed.packed(group, recipe.batch_size, recipe.data, groups.accounting).batch
+            batch = packed.packed(group, batch_size, config, groups.accounting).batch
             packed_rows += len(batch.tokens)
             empty += int(np.count_nonzero(batch.segment_ids == 0))  # positions without a token
     account = groups.accounting
-    if account.rows < len(rows):
-        console.print(f"The first {account.rows:,} of {len(rows):,} rows of {rows.name}:", markup=False)
-    else:
-        console.print(f"All rows of {rows.name}:", markup=False)
-    dropped = sorted(account.dropped.items())
+    some = f"The first {account.rows:,} of {len(rows):,}" if account.rows < len(rows) else "All"
+    console.print(f"{some} rows of {rows.name}:", markup=False)
     # Rows that are too long: how many were truncated, or into how many pieces they were cut.
     cuts = [("    truncated", account.truncated, f"cut at {_limit(settings)} tokens")]
     if settings.uncut:
         cuts = [
-            ("    pieces", account.pieces, f"of at most {recipe.data.max_length} tokens, each a sequence of a batch"),
+            ("    pieces", account.pieces, f"of at most {config.max_length} tokens, each a sequence of a batch"),
             ("    left out", account.untrained, "pieces with nothing to train on"),
         ]
     lines = [
@@ -214,14 +187,13 @@ def _show_totals(
         ("  kept", account.kept, ""),
         *cuts,
         ("  dropped", sum(account.dropped.values()), ""),
-        *(("   ", count, reason) for reason, count in dropped),
+        *(("   ", count, reason) for reason, count in sorted(account.dropped.items())),
         *(("  with notes" if n == 0 else "", count, rule) for n, (rule, count) in enumerate(account.notes.items())),
         ("tokens", tokens, "of the kept rows"),
     ]
-    if packed_rows:
+    if packed and packed_rows:
+        length = packed.length(config)
         lines.append(("  trained", trained, f"{trained / tokens:.1%} of them"))
-        places = packed_rows * length
-        note = f"of {length} tokens, {empty / places:.1%} empty"
-        lines.append(("packed rows", packed_rows, note))
+        lines.append(("packed rows", packed_rows, f"of {length} tokens, {empty / (packed_rows * length):.1%} empty"))
     for name, count, note in lines:
         console.print(f"  {name:<14}{count:>12,}  {note}".rstrip(), markup=False)

@@ -28,12 +28,6 @@ GIB = 2**30
 WIDTH = 120
 PATIENCE = 180.0
 """Seconds after which a run starts without having been planned."""
-DEADLINE = 600.0
-"""Seconds that a plan may take."""
-ELSEWHERE = {"JAX_PLATFORMS": "cpu"}
-"""Environment of a worker that plans for devices that are not here."""
-HERE = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-"""Environment of a worker that plans for the devices at hand: it takes no memory that it does not need."""
 
 
 @dataclass
@@ -52,13 +46,13 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether all stages were examined and fit."""
-        return bool(self.verdicts) and all(one["fits"] for one in self.verdicts)
+        return bool(self.verdicts) and all(verdict["fits"] for verdict in self.verdicts)
 
 
 def ask(
     recipe: Recipe,
     topology: str | None,
-    deadline: float = DEADLINE,
+    deadline: float = 600.0,
     remedies: bool = True,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Plan:
@@ -74,6 +68,8 @@ def ask(
         UserError: the topology or the model is not known, a compiler is not installed, or it broke down.
     """
     request = {"recipe": recipe.sections(), "name": "recipe", "topology": topology, "remedies": remedies}
+    # Of the devices at hand the worker takes no memory that it does not need; for others it computes on the CPU.
+    platform = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if topology is None else {"JAX_PLATFORMS": "cpu"}
     plan = Plan()
     with tempfile.TemporaryFile("w+") as noise:
         worker = subprocess.Popen(
@@ -82,7 +78,7 @@ def ask(
             stdout=subprocess.PIPE,
             stderr=noise,
             text=True,
-            env={**os.environ, **(HERE if topology is None else ELSEWHERE)},
+            env=os.environ | platform,
         )
         stop = threading.Timer(deadline, worker.kill)
         stop.start()
@@ -92,19 +88,20 @@ def ask(
             worker.stdin.write(json.dumps(request))
             worker.stdin.close()
             for line in map(json.loads, worker.stdout):
-                if "error" in line:
-                    raise UserError(line["error"])
-                if "verdict" in line:
-                    plan.verdicts.append(line["verdict"])
-                if "change" in line:
-                    plan.changes[line["stage"]] = line["change"]
-                if "begun" in line:
-                    tell("tracing the programs")
-                if "trying" in line:
-                    plan.tried.append(line["trying"])
-                    tell(f"it does not fit; trying {line['trying']}")
-                if "compiling" in line:
-                    tell(f"compiling {line['compiling']}")
+                match line:
+                    case {"error": error}:
+                        raise UserError(error)
+                    case {"verdict": verdict}:
+                        plan.verdicts.append(verdict)
+                    case {"change": change, "stage": stage}:
+                        plan.changes[stage] = change
+                    case {"begun": _}:
+                        tell("tracing the programs")
+                    case {"trying": words}:
+                        plan.tried.append(words)
+                        tell(f"it does not fit; trying {words}")
+                    case {"compiling": program}:
+                        tell(f"compiling {program}")
             code = worker.wait()
         finally:
             plan.late = not stop.is_alive()
@@ -125,17 +122,7 @@ def plan(
     as_json: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Plans a recipe for each topology and prints the result.
-
-    Args:
-        topologies: such as `h100:8`; None for the devices at hand.
-        deadline: seconds of each plan.
-        as_json: prints one JSON object for each topology instead.
-        console: the output; standard output by default.
-
-    Raises:
-        UserError: the recipe cannot be planned, or not within the deadline.
-    """
+    """Prints the plan of a recipe for each topology, or a JSON object for each; arguments and errors as of `ask`."""
     if not (math.isfinite(deadline) and deadline > 0):
         raise UserError(f"--deadline {deadline:g}: it is a number of seconds above 0")
     console = console or Console(highlight=False, emoji=False, soft_wrap=True)
@@ -153,14 +140,8 @@ def plan(
 
 
 def require_fit(recipe: Recipe, fresh: bool) -> None:
-    """Asks whether a run fits the accelerators here, before JAX takes them.
-
-    Nothing is asked on a CPU, of a run that goes on, and where arithmetic says that memory is ample
-    (`plan/subject.py`). Where it cannot be found out, a line on standard error says why, and the run may start.
-
-    Raises:
-        UserError: it does not fit; with the smallest change that does.
-    """
+    """`refuse_misfit` of the accelerators here, before JAX takes them; nothing is asked on a CPU, of a run that goes
+    on, and where arithmetic says that memory is ample (`plan/subject.py`)."""
     if not accelerated() or (Path(recipe.output).expanduser().exists() and not fresh):
         return
     from tunix.plan.subject import ample  # this loads jax
@@ -172,15 +153,8 @@ def require_fit(recipe: Recipe, fresh: bool) -> None:
 
 
 def refuse_misfit(recipe: Recipe, topology: str | None, otherwise: str) -> None:
-    """Asks whether a recipe fits devices; where that cannot be found out, a line on standard error says why.
-
-    Args:
-        topology: such as `h100:8`; None for the devices at hand.
-        otherwise: how to try it all the same, for the message.
-
-    Raises:
-        UserError: it does not fit; with the smallest change that does.
-    """
+    """Raises a UserError where a recipe does not fit devices, with the smallest change that does, and how to try it
+    otherwise; where it cannot be found out whether it fits, a line on standard error says why."""
     with _progress(topology) as tell:
         try:
             planned = ask(recipe, topology, PATIENCE, tell=tell)
@@ -189,18 +163,14 @@ def refuse_misfit(recipe: Recipe, topology: str | None, otherwise: str) -> None:
             return
         if planned.late and planned.fits:
             tell(f"not planned to the end within {PATIENCE:.0f} s")
+    stages = recipe.stages or (recipe,)
     for number, verdict in enumerate(planned.verdicts):
         if not verdict["fits"]:
             remedy = suggestion(planned, number)
             raise UserError(
-                f"{stage_of(recipe, number).output} on {place(verdict)}: {summary(verdict)}. "
+                f"{stages[number].output} on {place(verdict)}: {summary(verdict)}. "
                 f"{remedy[0].upper()}{remedy[1:]}. `tunix plan` shows what takes the memory; {otherwise}"
             )
-
-
-def stage_of(recipe: Recipe, number: int) -> Recipe:
-    """A stage of a recipe, or the recipe itself where it has none."""
-    return recipe.stages[number] if recipe.stages else recipe
 
 
 @contextmanager
@@ -215,8 +185,9 @@ def _progress(topology: str | None) -> Iterator[Callable[[str], None]]:
 
 
 def _show(planned: Plan, recipe: Recipe, console: Console) -> None:
+    stages = recipe.stages or (recipe,)
     for number, verdict in enumerate(planned.verdicts):
-        console.print(f"[bold]{stage_of(recipe, number).output}[/] on {place(verdict)}: {summary(verdict)}")
+        console.print(f"[bold]{stages[number].output}[/] on {place(verdict)}: {summary(verdict)}")
         for line in verdict["chosen"]:
             console.print(f"  {line}", markup=False)
         # The kinds of memory during the program of each place that needs most, and the arrays that its compiler lists.
@@ -230,18 +201,25 @@ def _show(planned: Plan, recipe: Recipe, console: Console) -> None:
             for buffer in most["buffers"]:
                 console.print(f"  {_array(buffer)}", markup=False)
         # Every program: what is needed while it runs, what it costs, and the least time that takes.
-        costs = ("TFLOP", "GB moved", "GB sent", "least ms", "s to trace + compile")
-        names = ("program", "GiB with all held", "a step", *costs)
-        table = Table(*(Column(name, no_wrap=name == "program", justify="right") for name in names), box=SIMPLE)
-        table.columns[0].justify = "left"
+        table = Table(Column("program", no_wrap=True), box=SIMPLE)
+        for name in ("GiB with all held", "a step", "TFLOP", "GB moved", "GB sent", "least ms", "s to trace + compile"):
+            table.add_column(name, justify="right")
         for program in verdict["programs"]:
             flops, moved, sent = program["work"][0], sum(program["work"][1:]), sum(program["sent"].values())
-            cost = (f"{flops / 1e12:,.1f}", f"{moved / 1e9:,.0f}", f"{sent / 1e9:,.1f}") if flops else ("", "", "")
             known = program["seconds"] is not None and not program["refused"]
             least = f"{1e3 * program['seconds']:,.0f}, {program['bound']}" if known else ""
             times = f"{program['times']:g} x" if program["times"] else ""
             made = f"{program['traced_in']:.0f} + {program['compiled_in']:.0f}" if program["compiled_in"] else ""
-            table.add_row(program["name"], f"{program['total'] / GIB:.2f}", times, *cost, least, made)
+            table.add_row(
+                program["name"],
+                f"{program['total'] / GIB:.2f}",
+                times,
+                f"{flops / 1e12:,.1f}" if flops else "",
+                f"{moved / 1e9:,.0f}" if flops else "",
+                f"{sent / 1e9:,.1f}" if flops else "",
+                least,
+                made,
+            )
         console.print(table)
         console.print("GiB by the compiler; TFLOP, GB and least ms by arithmetic of the model, full rows and the mesh")
         if (prediction := verdict["prediction"]) is not None:

@@ -7,10 +7,8 @@ and afterwards on the written folder.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -82,13 +80,12 @@ def quantize(
     if setting is not None and before is not None:
         # The written folder, on the same rows with the same rendering.
         written = InferenceModel(replace(setting.inference.options, model=str(out), adapter=None))
-        after = loss(replace(setting, inference=written))
-        numbers |= {f"loss/{when}": one.metrics["loss"].value for when, one in (("before", before), ("after", after))}
+        numbers["loss/before"] = before.metrics["loss"].value
+        numbers["loss/after"] = loss(replace(setting, inference=written)).metrics["loss"].value
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     print(f"{options.model} rounded into {out}, {options.dtype}, {readable(size)}B")
-    chosen = parsed.modules
     for theirs, ours in projections_of(inference.source.decoder).items():
-        if (rule := chosen.get(ours[0])) is None:
+        if (rule := parsed.modules.get(ours[0])) is None:
             print(f"  {theirs:<10} as it was")
             continue
         tile = f"tiles of {rule.tile}" if rule.tile else "a scale for each output"
@@ -101,31 +98,27 @@ def quantize(
 
 
 def read_words(text: str) -> Rules:
-    """Parses `--rules`: words, or the name of a YAML file.
+    """Parses `--rules`: words such as `q_proj=int8,mlp.*=int4:64/int8,o_proj=none`, or the name of a YAML file.
 
     Raises:
         UserError: they are not written as rules, or are invalid.
     """
-    file = Path(text).expanduser()
-    sections = read_mapping(file) if file.suffix in (".yaml", ".yml") else {"rules": _of_words(text)}
+    file, where = Path(text).expanduser(), "--rules: "
+    if file.suffix in (".yaml", ".yml"):
+        sections, where = read_mapping(file), f"{file}: "
+    else:
+        rules = []
+        for word in text.split(","):
+            if (match := WORD.fullmatch(word.strip())) is None:
+                raise UserError(
+                    f"--rules: {word!r} is no rule; one is MODULE=TYPE, MODULE=TYPE:TILE or MODULE=TYPE/ACTIVATIONS, "
+                    "as in mlp.*=int4:64, and MODULE=none leaves modules as they are; or name a .yaml file"
+                )
+            rule = {key: value for key, value in match.groupdict().items() if value is not None}
+            rules.append({**rule, "weights": None if rule["weights"] == "none" else rule["weights"]})
+        sections = {"rules": rules}
     try:
         return Rules.model_validate(sections)
     except ValidationError as error:
-        where = f"{file}: " if file.suffix in (".yaml", ".yml") else "--rules: "
         keys = {"": list(Rules.model_fields), "rules": list(Rule.model_fields)}
         raise UserError("\n".join(where + line for line in problems(error, keys))) from error
-
-
-def _of_words(text: str) -> list[Mapping[str, Any]]:
-    """Parses `q_proj=int8,mlp.*=int4:64/int8,o_proj=none` into rules as in a recipe."""
-    rules: list[Mapping[str, Any]] = []
-    for word in text.split(","):
-        match = WORD.fullmatch(word.strip())
-        if match is None:
-            raise UserError(
-                f"--rules: {word!r} is no rule; one is MODULE=TYPE, MODULE=TYPE:TILE or MODULE=TYPE/ACTIVATIONS, as in "
-                "mlp.*=int4:64, and MODULE=none leaves modules as they are; or name a .yaml file"
-            )
-        rule = {key: value for key, value in match.groupdict().items() if value is not None}
-        rules.append({**rule, "weights": None if rule["weights"] == "none" else rule["weights"]})
-    return rules

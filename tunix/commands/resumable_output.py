@@ -33,7 +33,6 @@ class ResumableOutput:
     out: Path
     """The file to write in the end."""
     path: Path
-    """The partial file."""
     file: IO[bytes]
     """The partial file, open and locked."""
     start: int
@@ -42,11 +41,7 @@ class ResumableOutput:
     """Number of lines so far."""
 
     def append(self, lines: Iterable[str]) -> None:
-        """Appends a chunk; when it returns, the chunk is on disk.
-
-        Raises:
-            UserError: the file cannot be written.
-        """
+        """Appends a chunk, which is on disk when this returns; raises UserError where it cannot be written."""
         written = [line.encode() for line in lines]
         try:
             self.file.seek(0, os.SEEK_END)

@@ -44,12 +44,7 @@ from tunix.util.yaml_io import parse_yaml, problems
 
 
 def reward_config(specs: List[str], model: str | None, deadline: float) -> RewardConfig | None:
-    """The `reward` section for the options of the command line; None where there are none.
-
-    Args:
-        specs: the value of each --reward, as above.
-        model: hub id, folder or run of a reward model.
-        deadline: maximum seconds of a call.
+    """The `reward` section for the values of --reward (as above), --reward-model and --deadline; None without any.
 
     Raises:
         UserError: one of them cannot be read.
@@ -143,23 +138,13 @@ class Bar:
     """A progress bar that appears after `PATIENCE` seconds."""
 
     def __init__(self, title: str, total: int):
-        """Starts the clock; displays nothing yet.
-
-        Args:
-            title: name of the command, e.g. `generate`.
-            total: number of items to be done.
-        """
+        """Starts the clock of a command, e.g. `generate`, that has to do `total` items; displays nothing yet."""
         self._title, self._total = title, total
         self._began = time.monotonic()
         self._display: Display | None = None
 
     def show(self, done: int, tokens: int = 0) -> None:
-        """Displays the progress.
-
-        Args:
-            done: number of items done.
-            tokens: number of tokens since the bar was created, for the speed.
-        """
+        """Displays how many items are done; the tokens since the bar was created say the speed."""
         seconds = time.monotonic() - self._began
         if self._display is None and seconds > PATIENCE:
             self._display = Display(self._title, self._total, done)
@@ -187,13 +172,14 @@ class ProgressSampler(SamplingClient):
         self, requests: List[Request], reply: Reply | None = None, on_done: OnDone | None = None
     ) -> list[Completion]:
         """Implements `protocols.SamplingClient.run`; the numbers of the requests go on after `done`."""
+
+        def show(request: int, tokens: np.ndarray) -> None:
+            self.tokens += len(tokens)
+            # Requests start in order, so all but the latest `slots` of those seen have ended.
+            self.bar.show(self.done + max(0, request + 1 - self.engine.slots), self.tokens)
+
         numbered = [replace(request, index=self.done + request.index) for request in requests]
-        sampled = self.engine.run(numbered, reply, on_done, on_tokens=self._on_tokens)
+        sampled = self.engine.run(numbered, reply, on_done, on_tokens=show)
         self.done += len(sampled)
         self.bar.show(self.done, self.tokens)
         return sampled
-
-    def _on_tokens(self, request: int, tokens: np.ndarray) -> None:
-        """Counts tokens. Requests start in order, so all but the latest `slots` of those seen have ended."""
-        self.tokens += len(tokens)
-        self.bar.show(self.done + max(0, request + 1 - self.engine.slots), self.tokens)

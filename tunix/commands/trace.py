@@ -16,15 +16,12 @@ from tunix.util.atomic_io import read_rows, refuse_out, write_text_atomic
 
 
 def trace(run: Path, step: int, out: Path | None = None) -> Path:
-    """Writes a step's activities in Chrome's trace format, which Perfetto opens.
+    """Writes a step's activities in Chrome's trace format, which Perfetto opens; returns the file.
 
     Args:
         run: the run folder.
         step: the step's number, from 1.
         out: the file; None for `trace-STEP.json` in the run folder, which may be written again.
-
-    Returns:
-        The file.
 
     Raises:
         UserError: the run has recorded no such step, or the file exists.

@@ -35,15 +35,10 @@ def cpu_devices() -> int:
 
 
 def check_driver(file: Path = DRIVER) -> None:
-    """Refuses an NVIDIA driver that JAX's wheel cannot run with: JAX itself ends in a traceback, or takes the CPU.
+    """Raises a UserError where NVIDIA's driver, by the `file` in which it says its version, is older than JAX's wheel
+    wants, with what to install: JAX itself ends in a traceback, or takes the CPU.
 
     `JAX_SKIP_CUDA_CONSTRAINTS_CHECK`, JAX's own variable, is for those who have CUDA's compatibility libraries.
-
-    Args:
-        file: what the driver says of itself.
-
-    Raises:
-        UserError: it is too old, and what to install.
     """
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if "cpu" in platforms or os.environ.get("JAX_SKIP_CUDA_CONSTRAINTS_CHECK") or not file.exists():
@@ -116,13 +111,11 @@ TAKEN = 0.5
 
 
 def check_cards() -> None:
-    """Refuses GPUs whose memory is mostly another's: JAX would read all weights before it ends for want of memory.
+    """Raises a UserError where a GPU's memory is mostly another's: JAX would read all weights before it ends for want
+    of memory.
 
     Whoever says how much memory JAX may take (`XLA_PYTHON_CLIENT_MEM_FRACTION`) or has it take no more than it needs
     (`XLA_PYTHON_CLIENT_PREALLOCATE=false`) is not refused.
-
-    Raises:
-        UserError: which GPU it is, and what to do.
     """
     sparing = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "true").lower() in ("false", "0")
     if sparing or MEMORY in os.environ:

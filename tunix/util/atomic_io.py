@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tunix.errors import UserError
-from tunix.util.object_store import is_taken, uploaded, url_of
+from tunix.util.object_store import files_below, uploaded, url_of
 
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """No space is left on the disk, or in the user's quota; a file is larger than its file system or its limit allows."""
@@ -57,19 +57,13 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         return
     path = path.expanduser().resolve()
     refuse_taken(path)
-    temporary = _sibling(path)
-    try:
+    with _sibling(path, " Nothing was left behind.") as temporary:
         temporary.mkdir(parents=True)
         yield temporary
         sync_folder(temporary)
         refuse_taken(path)
         temporary.rename(path)
         sync(path.parent)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, UserError) or not (isinstance(error, OSError) or is_full(error)):
-            raise
-        raise UserError(f"could not write {path}: {_reason(error)} Nothing was left behind.") from error
 
 
 def sync_folder(path: Path) -> None:
@@ -80,20 +74,12 @@ def sync_folder(path: Path) -> None:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Replaces the file at `path` by one with the content `text`.
-
-    Raises:
-        UserError: the disk refuses; the old file is still there.
-    """
+    """`write_lines_atomic` of a whole text."""
     write_lines_atomic(path, [text])
 
 
 def write_lines_atomic(path: Path, lines: Iterable[str]) -> None:
-    """Replaces the file at `path` by one with these lines, which include their line ends.
-
-    Raises:
-        UserError: the disk refuses; the old file is still there.
-    """
+    """Replaces the file at `path` by one with these lines, which include their line ends; errors as of `replacing`."""
     with replacing(path) as file:
         file.writelines(line.encode("utf-8") for line in lines)
 
@@ -105,35 +91,38 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     Raises:
         UserError: the disk refuses; the old file is still there.
     """
-    temporary = _sibling(path)
-    try:
+    with _sibling(path) as temporary:
         with open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
         sync(path.parent)
+
+
+@contextmanager
+def _sibling(path: Path, after: str = "") -> Iterator[Path]:
+    """The name of a temporary next to `path`, which an error removes; what the disk refuses is said in a sentence."""
+    temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        yield temporary
     except BaseException as error:
-        temporary.unlink(missing_ok=True)
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
         if isinstance(error, UserError) or not (isinstance(error, OSError) or is_full(error)):
             raise
-        raise UserError(f"could not write {path}: {_reason(error)}") from error
-
-
-def _reason(error: BaseException) -> str:
-    """What the system says, as a sentence, and for a full disk the remedy."""
-    said = (isinstance(error, OSError) and error.strerror) or str(error)
-    return f"{said}. {ROOM}." if is_full(error) else f"{said}."
-
-
-def _sibling(path: Path) -> Path:
-    return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+        said = (isinstance(error, OSError) and error.strerror) or str(error)
+        remedy = f" {ROOM}." if is_full(error) else ""
+        raise UserError(f"could not write {path}: {said}.{remedy}{after}") from error
 
 
 def refuse_taken(path: Path) -> None:
     """Raises UserError where a new folder would replace something; an empty folder may be filled."""
     url = url_of(path)
-    if (url is not None and is_taken(url)) or (path.exists() and not (path.is_dir() and not any(path.iterdir()))):
+    taken = files_below(url) if url is not None else any(path.iterdir()) if path.is_dir() else path.exists()
+    if taken:
         raise UserError(
             f"{url or path} is there already and nothing is overwritten: choose another path, or move it away."
         )
@@ -190,20 +179,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Appends rows and closes the file, so that a killed process loses none.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Appends rows as `append_text` does, so that a killed process loses none."""
     append_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def append_text(path: Path, text: str) -> None:
-    """Appends whole lines and closes the file.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Appends whole lines and closes the file; raises UserError where it cannot be written."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(text)

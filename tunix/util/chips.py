@@ -71,11 +71,7 @@ def chip_named(kind: str) -> Chip | None:
 
 
 def chip_of(topology: str) -> Chip:
-    """The chip of a topology.
-
-    Raises:
-        UserError: there is none of this name.
-    """
+    """The chip of a topology; raises UserError where there is none of this name."""
     name = topology.split(":")[0]
     if name not in CHIPS:
         known = ", ".join(CHIPS)
@@ -89,7 +85,6 @@ def number_of(topology: str) -> int:
 
 
 # --- Topologies for compilers ---------------------------------------------------------------------------------------
-
 
 TPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
 """Environment in which libtpu looks for no device."""

@@ -2,7 +2,7 @@
 
 pathlib makes one slash of two, so `gs:/bucket/folder` stands for the same place: a path of the command line may be one.
 A store has neither locks nor renames, so that no run can live there (`recipe.sections`), only its checkpoints
-(`trainer.checkpoint_folder`).
+(`trainer.checkpoint_folder`). Where it cannot be reached, or refuses, each function raises a `UserError`.
 """
 
 import re
@@ -29,11 +29,7 @@ def url_of(path: str | Path) -> str | None:
 
 
 def files_of(url: str) -> dict[str, int]:
-    """The files directly in a folder -> their sizes in bytes; empty where there is no such folder.
-
-    Raises:
-        UserError: the store cannot be reached.
-    """
+    """The files directly in a folder -> their sizes in bytes; empty where there is no such folder."""
     with _errors(url):
         folder = path_of(url)
         files = {file.name: file.stat() for file in folder.iterdir()} if folder.is_dir() else {}
@@ -44,9 +40,6 @@ def files_below(url: str) -> list[str]:
     """The files in a folder and in folders below it, by their paths from there; empty where there is no such folder.
 
     Asks the store itself: a listing that fsspec remembers lacks what others have written since, such as tensorstore.
-
-    Raises:
-        UserError: the store cannot be reached.
     """
     with _errors(url):
         store = _file_system(url)
@@ -60,11 +53,7 @@ def files_below(url: str) -> list[str]:
 
 
 def read_text(url: str) -> str | None:
-    """The content of a file; None where there is none.
-
-    Raises:
-        UserError: the store cannot be reached.
-    """
+    """The content of a file; None where there is none."""
     with _errors(url):
         try:
             return _file_system(url).cat_file(url).decode()
@@ -73,43 +62,20 @@ def read_text(url: str) -> str | None:
 
 
 def write_text(url: str, text: str) -> None:
-    """Writes a file, which is there as a whole when this returns.
-
-    Raises:
-        UserError: the store cannot be reached, or refuses.
-    """
+    """Writes a file, which is there as a whole when this returns."""
     with _errors(url):
         path_of(url).write_text(text)
 
 
 def delete(url: str, names: Iterable[str]) -> None:
-    """Deletes files in a folder, in as few requests as the store takes.
-
-    Raises:
-        UserError: the store cannot be reached, or refuses.
-    """
+    """Deletes files in a folder, in as few requests as the store takes."""
     if files := [f"{url}/{name}" for name in names]:
         with _errors(url):
             _file_system(url).rm(files)
 
 
-def is_taken(url: str) -> bool:
-    """Whether there is anything under an address: a file, or a folder that holds files or folders.
-
-    Raises:
-        UserError: the store cannot be reached.
-    """
-    with _errors(url):
-        place = path_of(url)
-        return any(place.iterdir()) if place.is_dir() else place.exists()
-
-
 def read(url: str, begin: int, end: int) -> bytes:
-    """The bytes of a file from `begin` to before `end`: one request for exactly these.
-
-    Raises:
-        UserError: the store cannot be reached, or there is no such file.
-    """
+    """The bytes of a file, which has to exist, from `begin` to before `end`: one request for exactly these."""
     with _errors(url):
         return _file_system(url).cat_file(url, start=begin, end=end)
 
@@ -118,8 +84,7 @@ def read(url: str, begin: int, end: int) -> bytes:
 def uploaded(url: str) -> Iterator[Path]:
     """A local folder that is copied to the store when the block ends without an error; what makes it a model is last.
 
-    Raises:
-        UserError: the store cannot be reached, or refuses a write; then nothing of it is left behind.
+    Where the store refuses a write, nothing of the folder is left behind.
     """
     with tempfile.TemporaryDirectory(prefix="tunix-") as local:
         yield Path(local)

@@ -6,7 +6,6 @@ neighbour called `json.py` or `datasets.py` hides neither the standard library n
 """
 
 import ast
-import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -16,7 +15,7 @@ import sys
 import sysconfig
 import traceback
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -53,20 +52,32 @@ def load_object(reference: str) -> Any:
     if place.endswith(".py") and not os.path.isfile(place):  # which takes any text
         raise UserError(f"{reference}: there is no file {place} (paths start from the current folder)")
     _NEIGHBOURS.add(Path.cwd())
-    _NEIGHBOURS.forget_changed()
+    # Where a file has changed, all are imported again: others hold what they imported from it.
+    if not all(path.is_file() and _NEIGHBOURS.loaded(path) for path in _NEIGHBOURS.modules):
+        for path in list(_NEIGHBOURS.modules):
+            _NEIGHBOURS.drop(path)
+    before = _NEIGHBOURS.importing
     try:
         if place.endswith(".py"):
             module = _file_module(Path(place).resolve())
         else:  # of the current folder where Python finds none
-            with _NEIGHBOURS.importing(place.partition(".")[0]):
-                module = importlib.import_module(place)
+            _NEIGHBOURS.importing = place.partition(".")[0]
+            module = importlib.import_module(place)
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # whatever the user's code raises is for the user to fix
         line = f" at {where}" if (where := user_line(error)) else ""
-        raise UserError(
-            f"{reference}: importing {place} failed{line} with {type(error).__name__}: {error}{_hidden(error)}"
-        ) from error
+        said = f"{reference}: importing {place} failed{line} with {type(error).__name__}: {error}"
+        # A package may have the name of a neighbour, and is imported in its place.
+        missing = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
+        specs = (PathFinder.find_spec(missing, [str(folder)]) for folder in _NEIGHBOURS.folders if missing)
+        hidden = next((spec.origin for spec in specs if spec is not None and spec.origin is not None), None)
+        there = sys.modules.get(missing)
+        if hidden is not None and there is not None and there.__spec__ and there.__spec__.origin != hidden:
+            said += f". {hidden} has the name of an installed module, which is imported in its place: rename it"
+        raise UserError(said) from error
+    finally:
+        _NEIGHBOURS.importing = before
     if not hasattr(module, name):  # a module may import its names when they are asked for, as trl.rewards does
         raise UserError(f"{reference}: {place} has no {name!r}.{nearest(name, vars(module))}")
     return getattr(module, name)
@@ -131,18 +142,13 @@ def _file_module(path: Path) -> ModuleType:
     _NEIGHBOURS.add(path.parent)
     if (module := _NEIGHBOURS.loaded(path)) is not None:
         return module
-    _refuse_namesakes(path)
     name = f"tunix_user_{path.stem}_{abs(hash((path, path.stat().st_mtime_ns)))}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
+    loader = _Shared(spec.loader, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    _NEIGHBOURS.keep(path, module)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        _NEIGHBOURS.drop(path)
-        raise
+    loader.exec_module(module)
     return module
 
 
@@ -171,113 +177,75 @@ def _refuse_namesakes(path: Path) -> None:
             )
 
 
-def _hidden(error: BaseException) -> str:
-    """A hint where an import failed because a package has the name of a neighbour; empty elsewhere."""
-    name = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
-    module = sys.modules.get(name)
-    beside = _NEIGHBOURS.beside(name) if name else None
-    if beside is None or module is None or module.__spec__ is None or module.__spec__.origin == beside:
-        return ""
-    return f". {beside} has the name of an installed module, which is imported in its place: rename it"
-
-
 class _Neighbours(MetaPathFinder):
     """The last of Python's finders: top-level modules that the user's files import from their folders."""
 
     def __init__(self) -> None:
-        self._folders: list[Path] = []
-        self._modules: dict[Path, tuple[int, ModuleType]] = {}
+        self.folders: list[Path] = []
+        self.modules: dict[Path, tuple[int, ModuleType]] = {}
         """File -> its time of change when it was imported, and the module."""
-        self._importing: str | None = None
-        """The module that a recipe names, which is searched in the current folder."""
+        self.importing: str | None = None
+        """The module that a recipe names, which may come from the current folder, whoever imports it."""
 
     def add(self, folder: Path) -> None:
         """Adds a folder whose files may import each other; again where something removed this finder."""
-        if folder not in self._folders:
-            self._folders.append(folder)
+        if folder not in self.folders:
+            self.folders.append(folder)
         if self not in sys.meta_path:
             sys.meta_path.append(self)
 
-    @contextlib.contextmanager
-    def importing(self, name: str) -> Iterator[None]:
-        """In this block the module of this name may come from the current folder, whoever imports it."""
-        before, self._importing = self._importing, name
-        try:
-            yield
-        finally:
-            self._importing = before
-
     def loaded(self, path: Path) -> ModuleType | None:
         """The module of a file that was imported since it last changed."""
-        time, module = self._modules.get(path, (None, None))
+        time, module = self.modules.get(path, (None, None))
         return module if time == path.stat().st_mtime_ns else None
-
-    def keep(self, path: Path, module: ModuleType) -> None:
-        """Remembers a file's module."""
-        self._modules[path] = (path.stat().st_mtime_ns, module)
 
     def drop(self, path: Path) -> None:
         """Forgets a file's module."""
-        _, module = self._modules.pop(path)
+        _, module = self.modules.pop(path)
         for name in [name for name, other in sys.modules.items() if other is module]:
             del sys.modules[name]
-
-    def forget_changed(self) -> None:
-        """Forgets all files where one of them has changed: others hold what they imported from it."""
-        times = {path: path.stat().st_mtime_ns if path.is_file() else None for path in self._modules}
-        if any(time != self._modules[path][0] for path, time in times.items()):
-            for path in times:
-                self.drop(path)
-
-    def beside(self, name: str) -> str | None:
-        """The file of this name in one of the folders."""
-        specs = (PathFinder.find_spec(name, [str(folder)]) for folder in self._folders)
-        return next((spec.origin for spec in specs if spec is not None and spec.origin is not None), None)
 
     def find_spec(self, name: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """The neighbour of this name of the file that imports it; None for imports that are not the user's."""
         if path is not None:  # a module within a package, which Python finds by itself
             return None
-        for folder in [Path.cwd()] if name == self._importing else self._searched():
-            spec = PathFinder.find_spec(name, [str(folder)])
-            if spec is None:
-                continue
-            if spec.origin is not None and spec.loader is not None and Path(spec.origin).suffix == ".py":
-                spec.loader = _Shared(spec.loader, self, Path(spec.origin).resolve())
-            return spec
-        return None
-
-    def _searched(self) -> list[Path]:
-        """The folders of the file that imports, the innermost first, and the current one."""
-        files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
-        # What called this method, then Python's import, then the file.
-        after = itertools.dropwhile(lambda file: file not in _IMPORT_MACHINERY, files)
-        file = Path(next((file for file in after if file not in _IMPORT_MACHINERY), ""))
-        inside = [folder for folder in self._folders if file.is_relative_to(folder) and not _installed(str(file))]
-        return [*sorted(inside, key=lambda folder: -len(folder.parts)), Path.cwd()] if inside else []
+        folders = [Path.cwd()]
+        if name != self.importing:
+            # What called this method, then Python's import, then the file that imports.
+            files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+            after = itertools.dropwhile(lambda file: file not in _IMPORT_MACHINERY, files)
+            file = Path(next((file for file in after if file not in _IMPORT_MACHINERY), ""))
+            inside = [folder for folder in self.folders if file.is_relative_to(folder)]
+            if not inside or _installed(str(file)):
+                return None
+            folders = [*sorted(inside, key=lambda folder: -len(folder.parts)), *folders]  # the innermost first
+        specs = (PathFinder.find_spec(name, [str(folder)]) for folder in folders)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.origin and spec.loader is not None and Path(spec.origin).suffix == ".py":
+            spec.loader = _Shared(spec.loader, Path(spec.origin).resolve())
+        return spec
 
 
 class _Shared(Loader):
     """Loads a file once, whether it is imported by its plain name or named in a recipe."""
 
-    def __init__(self, loader: Loader, neighbours: _Neighbours, path: Path) -> None:
-        self._loader, self._neighbours, self._path = loader, neighbours, path
-        self._known = neighbours.loaded(path)
+    def __init__(self, loader: Loader, path: Path) -> None:
+        self._loader, self._path, self._known = loader, path, _NEIGHBOURS.loaded(path)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """The file's module where it is imported already."""
-        return self._known or self._loader.create_module(spec)
+        return self._known
 
     def exec_module(self, module: ModuleType) -> None:
         """Runs the file, unless it has been."""
         if self._known is not None:
             return
-        _refuse_namesakes(self._path)
-        self._neighbours.keep(self._path, module)
+        _NEIGHBOURS.modules[self._path] = (self._path.stat().st_mtime_ns, module)
         try:
+            _refuse_namesakes(self._path)
             self._loader.exec_module(module)
         except BaseException:
-            self._neighbours.drop(self._path)
+            _NEIGHBOURS.drop(self._path)
             raise
 
 

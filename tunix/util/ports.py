@@ -15,7 +15,7 @@ def listen(host: str, port: int, option: str) -> socket.socket:
     Args:
         host: an address or a name of this machine; `ANY` for all addresses, of IPv6 too where it has them.
         port: from 1 to 65535.
-        option: how the user gave the port, e.g. `--port 8000`, for the message.
+        option: how the user gave the port, e.g. `--port 8000`.
 
     Raises:
         UserError: another program listens there, the address is not this machine's, or the port is no port.
@@ -39,14 +39,8 @@ def listen(host: str, port: int, option: str) -> socket.socket:
 
 
 def refuse_taken(address: str) -> None:
-    """Refuses an address of a coordinator whose port another program listens at.
-
-    Args:
-        address: e.g. `10.0.0.1:8476`: other addresses than loopback's stand for all of this machine.
-
-    Raises:
-        UserError: the port is taken.
-    """
+    """Raises a UserError where another program listens at the port of a coordinator, e.g. `10.0.0.1:8476`; addresses
+    but those of loopback stand for all of this machine."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():
         return  # `distributed.place` says what an address is

@@ -47,10 +47,7 @@ def begin_pathways() -> bool:
 
     Under Pathways one process drives the devices of all hosts, which it reaches through a proxy. `JAX_PLATFORMS=proxy`
     asks for it, which a PathwaysJob sets; pathwaysutils then makes the proxy a backend of JAX. Everything after that is
-    the same code as for devices of this machine.
-
-    Returns:
-        Whether the devices are Pathways'.
+    the same code as for devices of this machine. Returns whether the devices are Pathways'.
 
     Raises:
         UserError: pathwaysutils is not installed.

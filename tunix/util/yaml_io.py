@@ -23,8 +23,6 @@ Keys = Mapping[str, List[str]]
 """The known keys of each section; the top level's are under the empty name."""
 MOST_VALUES = 100_000
 """Most values of a YAML document with every alias replaced by its value."""
-
-
 ALIKE = 10
 """Mistakes in one list or section that are named one by one, at most."""
 
@@ -45,13 +43,6 @@ class _Loader(yaml.SafeLoader):
                 lines[key.value] = key.start_mark.line + 1
         return super().construct_mapping(node, deep)
 
-    def construct_document(self, node: yaml.Node) -> Any:
-        """Builds the document, and refuses aliases that expand to more values than any recipe has."""
-        if _expanded(node, {}) > MOST_VALUES:
-            problem = f"more than {MOST_VALUES} values where every alias (*name) stands for what it means"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-        return super().construct_document(node)
-
 
 def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
     """Number of values in a node with every alias followed; infinite for a node that contains itself."""
@@ -71,12 +62,10 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    """Text of several lines as a block, which is readable where a quoted one is not."""
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
-
-
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(  # text of several lines as a block, which is readable where a quoted one is not
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
 
 # PyYAML follows YAML 1.1, where 1e-4 is text, 010 is eight and `on` is true.
 _FLOAT = r"[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.\d[\d_]*([eE][-+]?\d+)?)$"
@@ -92,13 +81,14 @@ _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(_FLOAT), lis
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value of one YAML document.
-
-    Raises:
-        UserError: the text is not valid; the message starts with `where:line:column:`.
-    """
+    """The value of one YAML document; raises UserError, with `where:line:column:`, where it is not valid."""
     try:
-        return yaml.load(text, _Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is not None and _expanded(node, {}) > MOST_VALUES:
+            problem = f"more than {MOST_VALUES} values where every alias (*name) stands for what it means"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return None if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
@@ -108,11 +98,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Raises:
-        UserError: there is no such file, it cannot be read, or its content is not a mapping.
-    """
+    """The mapping in a YAML file; raises UserError where there is none, or it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -172,33 +158,34 @@ def without_effect(tree: Mapping[str, Any], overrides: Iterable[str]) -> list[st
     stages = tree.get("stages")
     if not isinstance(stages, list) or not stages:
         return []
-    keys = [override.partition("=")[0].strip() for override in overrides]
     return [
         f"{key}: every stage sets its own, which takes precedence; write stages.0.{key}=... (stages count from 0)"
-        for key in keys
-        if all(_sets(stage, key.split(".")) for stage in stages)
+        for key in map(_key, overrides)
+        if all(_sets(stage, key) for stage in stages)
     ]
 
 
 def keys_set(tree: Mapping[str, Any], overrides: Iterable[str]) -> list[frozenset[str]]:
     """The keys that overrides set, without their values: those of a recipe, or of each of its stages."""
-    keys = [override.partition("=")[0].strip() for override in overrides]
-    stages = tree.get("stages")
+    keys, stages = [_key(override) for override in overrides], tree.get("stages")
     if not isinstance(stages, list) or not stages:
         return [frozenset(keys)]
-    shared = [key for key in keys if not key.startswith("stages.")]
     sets = []
     for number, stage in enumerate(stages):
-        begin = f"stages.{number}."
-        within = [key.removeprefix(begin) for key in keys if key.startswith(begin)]
         # A key above the stages holds for those that do not set it themselves.
-        sets.append(frozenset([*within, *(key for key in shared if not _sets(stage, key.split(".")))]))
+        shared = (key for key in keys if not key.startswith("stages.") and not _sets(stage, key))
+        begin = f"stages.{number}."
+        sets.append(frozenset([*shared, *(key.removeprefix(begin) for key in keys if key.startswith(begin))]))
     return sets
 
 
-def _sets(section: Any, parts: List[str]) -> bool:
-    """Whether the key at the end of a path is set."""
-    for part in parts:
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip()
+
+
+def _sets(section: Any, key: str) -> bool:
+    """Whether a dotted key is set in a section."""
+    for part in key.split("."):
         if not isinstance(section, Mapping) or part not in section:
             return False
         section = section[part]
@@ -211,13 +198,12 @@ def problems(error: ValidationError, keys: Keys) -> list[str]:
     Of the items of a list, and of the unknown keys of a section, no more than `ALIKE` are named.
     """
     wanted: dict[str, tuple[Any, list[str]]] = {}
-    lines: list[tuple[str, str]] = []
-    """(what they are about but for the item of a list, message)."""
+    lines: list[tuple[str, str]] = []  # (what they are about but for the item of a list, message)
     for item in error.errors(include_url=False):
         # The branches of a union add parts such as "tuple[str, ...]", which are no keys.
         path = tuple(str(part) for part in item["loc"] if "[" not in str(part))
-        key, prefix = ".".join(path), ".".join(path) + ": " if path else ""
-        section = _without_items(key)
+        key = ".".join(path)
+        prefix, section = f"{key}: " if path else "", _without_items(key)
         context = item.get("ctx", {})
         if item["type"] == "missing":
             lines.append((section, f"{prefix}missing; the recipe has to say it"))

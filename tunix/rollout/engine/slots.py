@@ -33,7 +33,7 @@ class Slots:
         seeds, stops = np.zeros((number, 2), np.uint32), np.full((number, MOST_STOPS), -1, np.int32)
         settings, every = Transform.of([Sampling()] * number), np.arange(number, dtype=np.int32)
         fresh = np.zeros(number, bool)
-        turned = np.zeros(number, np.int32) if sizes.vision is not None and sizes.vision.turns else None
+        turned = np.zeros(number, np.int32) if sizes.vision is not None and sizes.vision.any_shape else None
         progress = Progress(self.held, self.left, drawn)
         self._flow = Flow(every, progress, fresh, seeds, request, adapter, stops, settings, turned)
         # Memory that nothing is written to is never taken.
