@@ -217,7 +217,9 @@ class Loop:
             self.recorder.add(self.step, values)
             if name := self.job.evaluation.reached(values):
                 self._reached, self._next = name, None
-                self.recorder.say(f"step {self.step}: {name} is {values[name]:.4f}: the run has reached eval.until")
+                self.recorder.display.say(
+                    f"step {self.step}: {name} is {values[name]:.4f}: the run has reached eval.until"
+                )
 
     def _save(self) -> None:
         """Starts to write a checkpoint of this step, unless it has one; its metrics are written before."""
