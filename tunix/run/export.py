@@ -6,7 +6,7 @@ Other formats begin from the first: it is written next to the output, converted,
 import json
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 
 from tunix.config import MeshConfig
@@ -19,7 +19,7 @@ from tunix.models.quantization.schemes import check_packs
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
 from tunix.run.client import stored_policy
-from tunix.run.owners import checkpoint_folder, refuse_foreign_checkpoints
+from tunix.run.folder import checkpoint_folder, refuse_foreign_checkpoints
 from tunix.run.setup import Setup
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.mesh_choice import memory_of
@@ -67,7 +67,22 @@ def _exported(
         check_packs(recipe.quantization)
     refuse_taken(out)
     refuse_foreign_checkpoints(recipe, moved=True)
-    chosen = _written(recipe, run, out, display, adapter=adapter, packed=packed, step=step)
+    folder = checkpoint_folder(recipe, run)
+    with closing(Checkpoints(folder, recipe.checkpoint, read_only=True)) as checkpoints:
+        chosen = step or checkpoints.latest()
+        if chosen is None or chosen not in checkpoints.steps():
+            which = f" of step {step}" if step else ""
+            raise UserError(f"{run} has no checkpoint{which}; it has {checkpoints.steps()}")
+        source = of_recipe(recipe.model, recipe.data, run / TOKENIZER, rows=None)
+        adapter_section, source = settled(recipe.adapter, source)
+        recipe = recipe.model_copy(update={"adapter": adapter_section})
+        algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)
+        mesh = build_mesh(MeshConfig())
+        memory, updates = memory_of(list(mesh.devices.flat)), chosen * recipe.algorithm.updates_per_step
+        setup = Setup(recipe, source, algorithm, mesh, memory, updates=updates, critic=algorithm.needs.values)
+        policy = stored_policy(setup, adapter=adapter, packed=packed)
+        checkpoints.restore(chosen, policy)
+        report_merging(policy.export(out, adapter=adapter, packed=packed), recipe, display)
     return f"step {chosen} of {run}"
 
 
@@ -99,30 +114,6 @@ def export_as(model: Path, out: Path, convert: Callable[[Path, Path], str], step
         with closing(Display("export", 0, 0)) as display:
             display.say(f"converting {_exported(model, Path(temporary) / 'model', display, step=step)}")
         return convert(Path(temporary) / "model", out)
-
-
-def _written(
-    recipe: Recipe, run: Path, out: Path, display: Display, *, adapter: bool, packed: bool, step: int | None
-) -> int:
-    """Writes a checkpoint's weights; returns its step."""
-    with ExitStack() as stack:
-        folder = checkpoint_folder(recipe, run)
-        checkpoints = stack.enter_context(closing(Checkpoints(folder, recipe.checkpoint, read_only=True)))
-        chosen = step or checkpoints.latest()
-        if chosen is None or chosen not in checkpoints.steps():
-            which = f" of step {step}" if step else ""
-            raise UserError(f"{run} has no checkpoint{which}; it has {checkpoints.steps()}")
-        source = of_recipe(recipe.model, recipe.data, run / TOKENIZER, rows=None)
-        adapter_section, source = settled(recipe.adapter, source)
-        recipe = recipe.model_copy(update={"adapter": adapter_section})
-        algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)
-        mesh = build_mesh(MeshConfig())
-        memory, updates = memory_of(list(mesh.devices.flat)), chosen * recipe.algorithm.updates_per_step
-        setup = Setup(recipe, source, algorithm, mesh, memory, updates=updates, critic=algorithm.needs.values)
-        policy = stored_policy(setup, adapter=adapter, packed=packed)
-        checkpoints.restore(chosen, policy)
-        report_merging(policy.export(out, adapter=adapter, packed=packed), recipe, display)
-        return chosen
 
 
 def report_merging(moved: float | None, recipe: Recipe, display: Display) -> None:

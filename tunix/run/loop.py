@@ -7,9 +7,9 @@ The device never waits for the host: a step's metrics are read only after the ne
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -108,7 +108,12 @@ class Loop:
         self._position = job.stream.mark()
         self._reached: str | None = None
         if start is not None:
-            self._restore(start)
+            record = checkpoints.restore(start, job.client)
+            job.stream.set_state(record["data"])
+            recorder.resume(record["seconds"])
+            job.algorithm.set_state(record["algorithm"])
+            self._reached = record["reached"] if job.evaluation.until else None
+            self.step = self._saved = start
             # Before the fetch, which may have to sample.
             self._warm()
         self._next = self._fetch()
@@ -149,15 +154,6 @@ class Loop:
             self.job.client.warm(self.job.workload)
             update.result()
 
-    def _restore(self, step: int) -> None:
-        """Restores a checkpoint of this run."""
-        record = self.checkpoints.restore(step, self.job.client)
-        self.job.stream.set_state(record["data"])
-        self.recorder.resume(record["seconds"])
-        self.job.algorithm.set_state(record["algorithm"])
-        self._reached = record["reached"] if self.job.evaluation.until else None
-        self.step = self._saved = step
-
     def _update(self, item: Any) -> None:
         """One update, and the evaluation, samples and checkpoint that are due after it."""
         job = self.job
@@ -175,18 +171,12 @@ class Loop:
         if self.finished:
             self.recorder.flush()
             job.samples.take(self.step)
-        if self.finished or self._save_is_due:
+        saving = job.saving
+        due = self.finished or (saving.every is not None and self.step % saving.every == 0)
+        if not due and (minutes := saving.every_minutes) is not None:
+            due = processes.broadcast("save", lambda: time.monotonic() - self._saved_at >= 60 * minutes)
+        if due:
             self._save()
-
-    @property
-    def _save_is_due(self) -> bool:
-        """Whether a checkpoint is due, by steps or by time."""
-        saving = self.job.saving
-        if saving.every is not None and self.step % saving.every == 0:
-            return True
-        if (minutes := saving.every_minutes) is None:
-            return False
-        return processes.broadcast("save", lambda: time.monotonic() - self._saved_at >= 60 * minutes)
 
     def _fetch(self) -> Any:
         """Fetches the input of the next step, None after the last. The saved position stays before it."""
@@ -233,21 +223,25 @@ class Loop:
 
 
 @contextmanager
-def stop_signals(stop: threading.Event) -> Iterator[None]:
-    """The first SIGINT or SIGTERM sets an event, so that the current step ends; a second one acts at once."""
+def handling(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """Handles signals meanwhile; in another than the main thread, which gets none, nothing changes."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals reach the main thread only
+        yield
         return
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def handle(number: int, _: object) -> None:
-        stop.set()
-        signal.signal(number, before[number])
-
-    for number in before:
-        signal.signal(number, handle)
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def stop_signals(stop: threading.Event) -> AbstractContextManager[None]:
+    """The first SIGINT or SIGTERM sets an event, so that the current step ends; a second one acts at once."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle(number: int, _: object) -> None:
+        stop.set()
+        signal.signal(number, before[signal.Signals(number)])
+
+    return handling(before, handle)
