@@ -1,5 +1,4 @@
-"""Whose a run folder is, which is locked for one process, and whose the checkpoints are that lie elsewhere. Loads without
-jax.
+"""Whose a run folder is, and whose checkpoints are that lie elsewhere; its lock. Loads without jax.
 
 A run folder belongs to the recipe in it, once the run has something to lose. Its lock says nothing about a folder that
 `checkpoint.folder` names, which other machines see: that belongs to the run whose recipe is in there. The same recipe

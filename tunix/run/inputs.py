@@ -16,7 +16,7 @@ from tunix.hf.source import TOKENIZER, Source, of_recipe
 from tunix.protocols import Client
 from tunix.recipe.notes import total_steps
 from tunix.recipe.recipe import Recipe
-from tunix.rollout.asynchronous import AsyncRollouts, Holding, Journal
+from tunix.rollout.asynchronous import FILE, AsyncRollouts, Holding, Journal
 from tunix.rollout.backlog import Backlog
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.run.evaluation import Evaluation, Samples, prompts_of, readable_tokens
@@ -81,9 +81,9 @@ def compare_views(inputs: Inputs) -> None:
     tokens = sorted(source.tokenizer.hf.get_vocab().items()) if source.tokenizer is not None else ()
     # The model's structure, its files and the tokens of its vocabulary.
     model = digest([str(source.decoder), *files, *map(str, tokens)])[:12]
-    about = {"data.train": _view(inputs.train), "model": f"{source.decoder.family} (digest {model})"}
-    if inputs.held_out is not None:
-        about["data.eval"] = _view(inputs.held_out)
+    rows = {"data.train": inputs.train} | ({} if inputs.held_out is None else {"data.eval": inputs.held_out})
+    about = {key: f"{len(some)} rows (digest {some.digest[:12]})" for key, some in rows.items()}
+    about["model"] = f"{source.decoder.family} (digest {model})"
     processes.agree(about)
 
 
@@ -95,26 +95,6 @@ def held_out_line(inputs: Inputs) -> str | None:
     split = "" if rows.split is None else f", split {rows.split}"
     shared = "; it is trained on these too, so that eval/* do not show what it makes of new ones"
     return f"held out: {len(rows):,} rows of {rows.name}{split}{shared if rows.shares_rows_with(inputs.train) else ''}"
-
-
-def _view(rows: Rows) -> str:
-    """The number of rows, and their digest."""
-    return f"{len(rows)} rows (digest {rows.digest[:12]})"
-
-
-def sampling_of(recipe: Recipe, inputs: Inputs, stops: tuple[str, ...] = ()) -> Sampling:
-    """The sampling settings of the policy's completions, which the algorithm receives too.
-
-    Args:
-        stops: stop strings of an environment, which end a turn.
-    """
-    rollout = recipe.rollout
-    return Sampling(
-        max_tokens=recipe.data.longest_completion,
-        temperature=rollout.temperature,
-        stop_ids=inputs.source.stop_ids,
-        stop_strings=(*rollout.stop, *stops),
-    )
 
 
 def open_stream(setup: Setup, inputs: Inputs, collector: Collector) -> Stream:
@@ -188,7 +168,7 @@ def check_staleness(setup: Setup) -> None:
 
 
 def asynchronous(
-    setup: Setup, stream: Stream, client: Trainer, journal: Journal, total: int, stop: threading.Event
+    setup: Setup, stream: Stream, client: Trainer, folder: Path, total: int, stop: threading.Event
 ) -> Stream:
     """The stream of a run whose next steps are sampled meanwhile.
 
@@ -196,7 +176,7 @@ def asynchronous(
         setup: of the run.
         stream: its rollouts, one step after the other.
         client: samples, and replaces its sampler's weights.
-        journal: the file of completions that no update has learned from yet.
+        folder: the run folder, with the file of completions that no update has learned from yet.
         total: steps of the run.
         stop: happens where the run is to stop.
     """
@@ -210,7 +190,7 @@ def asynchronous(
         client,
         client.sampler,
         algorithm.gather,
-        journal,
+        Journal(folder / FILE, setup.recipe.identity),
         staleness=rollout.max_staleness,
         total=total,
         goes_on=rollout.in_flight == "continue",

@@ -24,6 +24,7 @@ from tunix.lora.adapt import tables
 from tunix.mesh import AXES
 from tunix.models.config import is_own, trains
 from tunix.models.model import Model
+from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.sections import Sections
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.trainer.mesh_choice import Demand, placed, state_bytes
@@ -31,7 +32,7 @@ from tunix.trainer.microbatches import Microbatcher, TrainerSpec, answers_per_ro
 from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.perf import Work
 from tunix.trainer.remat import chosen, held_by
-from tunix.types import Workload
+from tunix.types import Sampling, Workload
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
 
@@ -57,6 +58,19 @@ def row_kind_of(recipe: Sections, algorithm: Algorithm) -> RowKind:
     """The part of a row that is read: all columns where an environment renders the prompts, else the algorithm's."""
     in_environment = algorithm.train_on == RowKind.PROMPT and recipe.rollout.environment is not None
     return RowKind.ROW if in_environment else algorithm.train_on
+
+
+def algorithm_of(recipe: Sections, stop_ids: tuple[int, ...] = (), stop_strings: tuple[str, ...] = ()) -> Algorithm:
+    """The algorithm of a recipe, which knows how the policy's completions are sampled.
+
+    Args:
+        stop_ids: of the policy's tokenizer.
+        stop_strings: of an environment, which end a turn.
+    """
+    rollout = recipe.rollout
+    stops = (*rollout.stop, *stop_strings)
+    sampling = Sampling(recipe.data.longest_completion, rollout.temperature, stop_ids=stop_ids, stop_strings=stops)
+    return algorithm_class(recipe.algorithm.name)(recipe.algorithm, sampling)
 
 
 def apart(config: RolloutMeshConfig | None, devices: Sequence[Any]) -> tuple[list[Any], Mesh | None]:
