@@ -32,7 +32,7 @@ from tunix.recipe.sections import Sections
 from tunix.rollout.engine.shapes import Sizes
 from tunix.run.describe import remat_line, sampling_line
 from tunix.run.frozen_models import divided
-from tunix.run.kernels import attention_line, experts_line
+from tunix.run.kernels import attention_of, experts_line
 from tunix.run.opening import weight_counts
 from tunix.run.sampler import local_engine
 from tunix.run.setup import Setup, apart
@@ -169,7 +169,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
     setup = replace(setup, updates=(recipe.steps or 1000) * recipe.algorithm.updates_per_step)
     mesh, spec, critic_spec = setup.mesh, setup.spec, setup.critic_spec
     branched = setup.microbatcher.unit > 1
-    attention = attention_line(source.decoder, recipe.model, mesh, setup.length, branched=branched)
+    _, attention = attention_of(source.decoder, recipe.model, mesh, setup.length, branched=branched, tried=False)
     experts = experts_line(source.decoder, recipe.model.dtype, mesh)
     policy = Trained(spec, *setup.abstract(spec))
     sampling_of_run = sampling_line(setup) if setup.samples else None
