@@ -33,7 +33,7 @@ from tunix.rollout.engine.shapes import Sizes
 from tunix.run.describe import remat_line, sampling_line
 from tunix.run.frozen_models import divided
 from tunix.run.kernels import attention_of, experts_line
-from tunix.run.opening import weight_counts
+from tunix.run.opening import cached_config, weight_counts
 from tunix.run.sampler import local_engine
 from tunix.run.setup import Setup, apart
 from tunix.trainer.mesh_choice import BYTES
@@ -287,14 +287,8 @@ def decoder_of(path: str, pictures: bool = False) -> DecoderConfig:
         return decoder_of(base, pictures)
     if folder.is_dir():
         return read_config(folder, pictures)
-    import huggingface_hub
-
-    try:
-        cached = huggingface_hub.try_to_load_from_cache(path, "config.json")
-    except huggingface_hub.errors.HFValidationError:  # no hub id
-        cached = None
-    if isinstance(cached, str):
-        return read_config(Path(cached).parent, pictures)
+    if (cached := cached_config(path)) is not None:
+        return read_config(cached.parent, pictures)
     if (name := named_preset(path)) is not None:
         return with_vision(presets()[name], published=True) if pictures else presets()[name]
     raise UserError(
