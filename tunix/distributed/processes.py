@@ -39,13 +39,12 @@ class Stopped(Exception):
 
 
 class _Scope(threading.local):
-    """How the messages of a thread begin, and what ends its waits."""
-
     name = ""
     stopped: threading.Event | None = None
 
 
 _scope = _Scope()
+"""How the messages of a thread begin, and what ends its waits."""
 
 
 def number() -> int:
@@ -169,7 +168,7 @@ def all_done(name: str, act: Callable[[], bytes]) -> list[bytes]:
     Raises:
         UserError: it failed in some; all raise the error of the first of these.
     """
-    answer, error = b"", None
+    error: UserError | None = None
     try:
         answer = DONE + act()
     except UserError as raised:
@@ -177,9 +176,7 @@ def all_done(name: str, act: Callable[[], bytes]) -> list[bytes]:
     answers = allgathered(name, answer)
     for process, received in enumerate(answers):
         if received.startswith(FAILED):
-            raise (
-                error if error is not None and process == index() else UserError(received.removeprefix(FAILED).decode())
-            )
+            raise (error if process == index() else None) or UserError(received.removeprefix(FAILED).decode())
     return [received.removeprefix(DONE) for received in answers]
 
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.config import CacheType
 from tunix.distributed import processes
-from tunix.distributed.global_arrays import Own, own_part
+from tunix.distributed.global_arrays import own_part, to_own
 from tunix.errors import UserError
 from tunix.mesh import AXES, groups_of, partition, row_shards
 from tunix.models.model import Model
@@ -169,7 +169,7 @@ class Resharding:
             sampler: the mesh that samples, of this process's devices.
         """
         self._model, self._sampler, self._trainer = model, sampler, own_part(trainer)
-        self._together = Own(trainer, self._trainer, _axes(model, self._trainer))
+        self._together = to_own(trainer, self._trainer, _axes(model, self._trainer))
         self._on_grid = {f"layers/{name}/w" for name, _ in model.simulated}
 
     def __call__(self, name: str, x: jax.Array) -> jax.Array:
@@ -198,7 +198,7 @@ def bring_of(model: Model, trainer: Mesh, sampler: Mesh) -> Bring | None:
     if processes.number() == 1 and set(trainer.devices.flat) == set(sampler.devices.flat):
         return None
     if processes.number() > 1 and set(own_part(trainer).devices.flat) == set(sampler.devices.flat):
-        return Own(trainer, sampler, _axes(model, sampler))
+        return to_own(trainer, sampler, _axes(model, sampler))
     return Resharding(model, trainer, sampler)
 
 
