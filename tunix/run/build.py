@@ -41,13 +41,8 @@ from tunix.trainer.progress import Display
 
 
 def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") -> Job:
-    """Builds everything that the loop of a run needs.
-
-    Args:
-        recipe: of one stage.
-        folder: the run folder.
-        display: is told what is trained on what.
-        stage: what that line begins with, e.g. `stage 1 of 2, `.
+    """Builds everything that the loop of a run needs, and displays what is trained on what, in a line that begins with
+    `stage`, e.g. `stage 1 of 2, `.
 
     Raises:
         UserError: something that the recipe names is missing or does not fit.

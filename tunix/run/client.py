@@ -128,11 +128,8 @@ def client_of(
 ) -> Trainer:
     """The client of a run: weights on the mesh, an optimizer, a sampler, and the models that do not train beside it.
 
-    Args:
-        setup: of the run.
-        sampler: None for the servers that the recipe names, else an engine in this process.
-        teacher: the source of the teacher, if there is one.
-        reference: the source of the reference, if it is not the initial weights.
+    Without a `sampler` it has the servers that the recipe names, or else an engine in this process; without a source of
+    the `reference` that is the initial weights.
 
     Raises:
         UserError: weights are missing or do not fit, this device does not support the requested types, or the sampler's
@@ -167,12 +164,7 @@ def stored_policy(setup: Setup, *, adapter: bool = False, packed: bool = False) 
     """The policy of a run's checkpoints, to be exported.
 
     Weights that are written as they were trained are read in the dtype that they are written in, which is that of the
-    computation: 2 bytes each for bfloat16.
-
-    Args:
-        setup: of the run.
-        adapter: whether the adapter is exported alone; then its base is not read.
-        packed: whether rounded weights are packed.
+    computation: 2 bytes each for bfloat16. Of an adapter that is exported alone the base is not read.
 
     Raises:
         UserError: the source's weights are missing or do not fit.

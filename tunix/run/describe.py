@@ -45,12 +45,7 @@ def stage_lines(setup: Setup, inputs: Inputs, total: int) -> Iterator[str]:
 def details(setup: Setup, learner: Learner, inputs: Inputs, total: int, attention: str) -> Iterator[str]:
     """Lines for the log and for `-v`: sizes and memory, and what was chosen where the recipe leaves it to tunix.
 
-    Args:
-        setup: of the run.
-        learner: holds its weights.
-        inputs: its rows.
-        total: its steps.
-        attention: what computes attention.
+    `total` are the steps of the run, `attention` is the line about what computes it.
     """
     recipe, mesh, model, first = setup.recipe, setup.mesh, setup.spec.model, setup.mesh.devices.flat[0]
     decoder, rules, rounding, teacher = setup.source.decoder, recipe.quantization, model.quantization, learner.teacher

@@ -136,13 +136,8 @@ def prompts_of(
 ) -> tuple[list[np.ndarray], list[np.ndarray], list[Pictures | None]]:
     """Prompts, completions and pictures of the first desirable sequences, each split before its first trained token.
 
-    Args:
-        sequences: given sequences; of pairs only the chosen ones.
-        number: maximum number of prompts.
-
-    Returns:
-        Prompts, their completions and the prompts' pictures. Sequences that are trained from their first token on have
-        no prompt and are left out, and so are those with an undesirable label.
+    Of pairs only the chosen ones are to be given. Sequences that are trained from their first token on have no prompt
+    and are left out, and so are those with an undesirable label. `number`: of prompts at most.
     """
     desirable = (sequence for sequence in sequences if sequence.per_sequence.get("label", 1.0))
     starts = ((sequence, int(np.argmax(sequence.loss_mask))) for sequence in desirable)

@@ -92,11 +92,8 @@ def export_as(model: Path, out: Path, convert: Callable[[Path, Path], str], step
     Args:
         model: the run folder; or a model folder or hub id, which is converted as it is.
         out: the folder to write; it must not exist.
-        convert: writes `(model folder, out)`, and returns what is told about it.
+        convert: writes `(model folder, out)`; what it returns is returned.
         step: the checkpoint to export; the newest by default.
-
-    Returns:
-        What `convert` returns.
 
     Raises:
         UserError: there is no such run, model or checkpoint, it cannot be converted, or `out` exists.
@@ -119,8 +116,7 @@ def export_as(model: Path, out: Path, convert: Callable[[Path, Path], str], step
 def report_merging(moved: float | None, recipe: Recipe, display: Display) -> None:
     """Reports how far merging an adapter moved the matrices of a quantized base.
 
-    Args:
-        moved: the relative change of the matrices; None where no quantized base was merged.
+    `moved` is their relative change; None where no quantized base was merged.
     """
     rounding = quantization(recipe.adapter)
     if moved is not None and rounding is not None:

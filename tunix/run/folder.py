@@ -150,12 +150,8 @@ def checkpoint_folder(recipe: Recipe, run: Path) -> Path:
 
 
 def refuse_foreign_checkpoints(recipe: Recipe, *, fresh: bool = False, moved: bool = False) -> None:
-    """Checks that the folders which a recipe names for checkpoints hold none, or its own.
-
-    Args:
-        recipe: one run, or one with stages.
-        fresh: whether the run starts again.
-        moved: whether the run folder may have another place than when it trained.
+    """Checks that the folders which a recipe or its stages name for checkpoints hold none, or its own; its run folder
+    may have another place than when it trained where it was `moved`.
 
     Raises:
         UserError: a folder holds another run's checkpoints, or any for a `fresh` run, or cannot be reached.

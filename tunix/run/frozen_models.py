@@ -83,10 +83,7 @@ def teacher_source(recipe: Sections, student: Source) -> Source | None:
 def build_teacher(recipe: Sections, source: Source, student: Source, learner: Learner) -> Teacher:
     """Loads the teacher onto its mesh; a frozen base that it shares with the student is not loaded twice.
 
-    Args:
-        source: from `teacher_source`.
-        student: the source of the student's weights.
-        learner: the student.
+    `source` is from `teacher_source`, `student` the source of the weights of `learner`.
     """
     config, students, length = recipe.teacher, learner.spec.mesh, learner.spec.length
     assert config is not None
@@ -119,11 +116,7 @@ KEY = "algorithm.reference_path"
 
 
 def reference_source(path: str, trained: Source) -> Source:
-    """The structure of the reference and the location of its weights.
-
-    Args:
-        path: a hub id, a folder or a run.
-        trained: the model to train.
+    """The structure of the reference at `path` (a hub id, a folder or a run) and the location of its weights.
 
     Raises:
         UserError: there is no such model, it gives scores or rounds its activations, or its vocabulary or structure is

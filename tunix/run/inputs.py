@@ -47,10 +47,8 @@ class Inputs:
 
 
 def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
-    """Opens the model's structure, the tokenizer and the rows of a recipe.
-
-    Args:
-        folder: the run folder, where a tokenizer that is trained on the rows is stored.
+    """Opens the model's structure, the tokenizer and the rows of a recipe; a tokenizer that is trained on the rows is
+    stored in `folder`, that of the run.
 
     Raises:
         UserError: something of it is not there, or the held-out split would be the one that is trained on.
@@ -170,16 +168,8 @@ def check_staleness(setup: Setup) -> None:
 def asynchronous(
     setup: Setup, stream: Stream, client: Trainer, folder: Path, total: int, stop: threading.Event
 ) -> Stream:
-    """The stream of a run whose next steps are sampled meanwhile.
-
-    Args:
-        setup: of the run.
-        stream: its rollouts, one step after the other.
-        client: samples, and replaces its sampler's weights.
-        folder: the run folder, with the file of completions that no update has learned from yet.
-        total: steps of the run.
-        stop: happens where the run is to stop.
-    """
+    """The stream of a run whose next steps are sampled meanwhile, in place of `stream`, whose rollouts come one step
+    after the other. A file in the run folder has the completions that no update has learned from yet."""
     rollout, algorithm = setup.recipe.rollout, setup.algorithm
     assert isinstance(stream, RolloutStream)
     assert isinstance(algorithm, OnPolicy)

@@ -23,15 +23,8 @@ def attention_of(
     """The recipe's model with the implementation that is to be used, and a line that says which and why no faster one.
 
     A kernel has to give the einsums' numbers on this device (`models/kernel_gates.py`); else the next implementation
-    of the table that computes all layers replaces it.
-
-    Args:
-        config: the structure of the model.
-        model: its dtype, and the implementation that the recipe names.
-        mesh: the devices.
-        length: T, tokens of a row.
-        branched: whether sequences share a prompt in a row.
-        tried: False where the devices need not be here, and nothing is asked of them.
+    of the table that computes all layers replaces it. Rows have `length` tokens, T, and where they are `branched`
+    sequences that share a prompt. Where nothing is `tried` the devices need not be here, and none is asked.
 
     Raises:
         UserError: the implementation that the recipe names cannot be used here, or gives other numbers, and why.

@@ -95,11 +95,7 @@ class Loop:
     """Trains one run from its beginning or a checkpoint to its end."""
 
     def __init__(self, job: Job, checkpoints: Checkpoints, recorder: Recorder, start: int | None):
-        """Restores the checkpoint and fetches the first input, so that `finished` is known.
-
-        Args:
-            start: step of the checkpoint to resume from; None for a new run.
-        """
+        """Restores the checkpoint of step `start`, if any, and fetches the first input, so that `finished` is known."""
         self.job, self.checkpoints, self.recorder = job, checkpoints, recorder
         self.step = 0
         """Number of updates done."""

@@ -37,13 +37,8 @@ SMALL_FILES, FEW_FILES = 32 * 2**20, 100
 
 def opened(recipe: Recipe | str | Path, overrides: Iterable[str], tiny: bool, alone: bool) -> tuple[Recipe, str]:
     """The recipe that a run trains, and the first line about it; a note on the next one where it is made for an
-    accelerator that is not here.
-
-    Args:
-        recipe: a recipe, a YAML file, or the name of a shipped one.
-        overrides: as on the command line; only for a file or a name.
-        tiny: whether it is shrunk for a laptop.
-        alone: whether one process trains it.
+    accelerator that is not here. `recipe` may be a YAML file, or the name of a shipped one, with overrides as on the
+    command line; `alone`: whether one process trains it.
 
     Raises:
         UserError: the recipe is wrong, or a local file that it names.

@@ -50,10 +50,7 @@ class Recorder:
     def push(self, step: int, update: Update, accounting: Accounting) -> None:
         """Registers a dispatched step; completes the one before it, and waits for that one only.
 
-        Args:
-            step: its number, from 1.
-            update: its metrics, which the device may still be computing, and its batches.
-            accounting: of the rows read up to this step.
+        The device may still be computing the update's metrics; `accounting` is of the rows read up to this step.
         """
         self._count_warmup("update")
         self.flush()

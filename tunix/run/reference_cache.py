@@ -41,14 +41,7 @@ def reference_logprobs(
     setup: Setup, inputs: Inputs, client: Trainer, run: Path, display: Display
 ) -> Callable[[Sequence], np.ndarray]:
     """The reference's log-probs of all given sequences of a run, held-out ones included, computed where they are not
-    stored yet; then its weights are freed.
-
-    Args:
-        setup: of the run.
-        inputs: its rows; shards are stored next to a local file of them.
-        client: holds the reference, or else the policy with its initial weights: no step was taken.
-        run: the run folder, where shards are stored otherwise.
-        display: is told how far it is.
+    stored yet, by a client that has taken no step; then its weights are freed.
 
     Returns:
         A function of a sequence: the `[T]` log-probs of its trained tokens, 0 elsewhere.

@@ -42,7 +42,7 @@ def judge(config: RewardConfig, policy: Tokenizer | None, data: DataConfig, dtyp
         policy: the tokenizer of the model that writes the completions.
         data: the limits of completions, and how prompts are rendered.
         dtype: of the computation and the weights.
-        mesh: the policy's mesh: its devices that belong to this process hold the weights.
+        mesh: whose devices that belong to this process hold the weights.
 
     Raises:
         UserError: there is no such model, it has no scalar head, or it cannot read the policy's completions.
@@ -120,12 +120,7 @@ def rendered(
 
 
 def reads_tokens(judge: Tokenizer | None, policy: Tokenizer | None, name: str) -> bool:
-    """Whether a reward model's token ids have the same meaning as the policy's.
-
-    Args:
-        judge: the reward model's tokenizer.
-        policy: the policy's tokenizer.
-        name: of the reward model, for messages.
+    """Whether the token ids of a reward model (of this name) have the same meaning as the policy's.
 
     Raises:
         UserError: only one of them has a tokenizer, so that their ids cannot be compared.

@@ -61,12 +61,8 @@ def row_kind_of(recipe: Sections, algorithm: Algorithm) -> RowKind:
 
 
 def algorithm_of(recipe: Sections, stop_ids: tuple[int, ...] = (), stop_strings: tuple[str, ...] = ()) -> Algorithm:
-    """The algorithm of a recipe, which knows how the policy's completions are sampled.
-
-    Args:
-        stop_ids: of the policy's tokenizer.
-        stop_strings: of an environment, which end a turn.
-    """
+    """The algorithm of a recipe, which knows how the policy's completions are sampled: up to stop ids of its tokenizer
+    and stop strings, of the recipe and of an environment's turns."""
     rollout = recipe.rollout
     stops = (*rollout.stop, *stop_strings)
     sampling = Sampling(recipe.data.longest_completion, rollout.temperature, stop_ids=stop_ids, stop_strings=stops)
@@ -279,11 +275,8 @@ class Setup:
         return self.recipe.model.param_dtype or self.recipe.model.dtype
 
     def dtypes(self, model: Model) -> tuple[dict[str, DType], dict[str, DType]]:
-        """Dtypes of the `(trainable, frozen)` parameters by name, but for those that are fixed (`Model.kinds`).
-
-        Args:
-            model: the policy, or the critic.
-        """
+        """Dtypes of the `(trainable, frozen)` parameters of the policy or the critic by name, but for those that are
+        fixed (`Model.kinds`)."""
         adapter = self.recipe.adapter
         if adapter is None:
             trainable = [name for name in model.shapes if trains(name, full=True)]
@@ -307,11 +300,8 @@ class Setup:
         return Work(self.source.decoder, self.recipe.adapter, self.microbatcher.rows, reference, critic)
 
     def workload(self, held_out: int) -> Workload | None:
-        """The largest workload of the sampler at a step or an evaluation; None where neither samples.
-
-        Args:
-            held_out: prompts of an evaluation.
-        """
+        """The largest workload of the sampler at a step, or an evaluation with so many prompts; None where neither
+        samples."""
         recipe = self.recipe
         begun = recipe.batch_size + recipe.rollout.spare(recipe.batch_size)
         trained = begun if self.samples else 0

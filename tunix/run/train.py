@@ -68,11 +68,7 @@ def result_of(folder: Path, entropy: float | None) -> RunResult:
 
 
 def summary(result: RunResult, recipe: Recipe, picture: Path | None) -> list[str]:
-    """The final lines of a run or a stage: what was reached, and where the curves and the weights are.
-
-    Args:
-        picture: the file of its curves; None without one.
-    """
+    """The final lines of a run or a stage: what was reached, and where the curves and the weights are."""
     labels = recipe.algorithm.reads == RowKind.LABELS
     measured = (
         ("eval/reward", "reward", " (greedy answers)"),
@@ -97,10 +93,7 @@ def summary(result: RunResult, recipe: Recipe, picture: Path | None) -> list[str
 def next_commands(recipe: Recipe, run: Path, *, chats: bool) -> list[str]:
     """What people do next with a finished run: the commands that work for it, a line each.
 
-    Args:
-        recipe: of the last stage.
-        run: the run folder.
-        chats: whether the model has a tokenizer; one that was trained on token ids alone cannot chat.
+    `recipe` is the last stage's; one that was trained on token ids alone, without a tokenizer, cannot chat.
     """
     name = shlex.quote(str(run))
     held_out = bool(recipe.data.eval or recipe.data.eval_split)
