@@ -14,12 +14,8 @@ from tunix.util.exact import jit
 
 
 def placed(tree: Any, where: Any) -> Any:
-    """A tree of numpy arrays, the same in every process, on the devices; returns before they are copied.
-
-    Args:
-        tree: numpy arrays.
-        where: a sharding for all of them, or a tree of shardings.
-    """
+    """A tree of numpy arrays, the same in every process, on the devices; returns before they are copied. `where` is a
+    sharding for all of them, or a tree of shardings."""
     if processes.number() == 1:
         return jax.device_put(tree, where)
 

@@ -157,11 +157,7 @@ class Watch:
     """Ends this process where another one died or gave up: a program on all devices would wait for it for ever."""
 
     def __init__(self, say: Callable[[str], None]):
-        """Starts to watch, in a thread.
-
-        Args:
-            say: prints a line.
-        """
+        """Starts to watch, in a thread."""
         self._say, self._over = say, threading.Event()
         self._seen: dict[int, tuple[str, float]] = {}
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)

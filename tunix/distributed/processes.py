@@ -65,9 +65,7 @@ def lead() -> bool:
 def agree(about: Mapping[str, str], deadline: float = MEETING) -> None:
     """Compares something of all processes, such as their versions and recipes.
 
-    Args:
-        about: what it is -> its value, the same in all of them.
-        deadline: seconds in which all have to answer.
+    `about`: what it is -> its value, the same in all of them.
 
     Raises:
         UserError: a process has another value, or did not answer.
@@ -102,12 +100,8 @@ def allgathered(name: str, value: bytes, deadline: float = PATIENCE) -> list[byt
 
 @contextmanager
 def scope(name: str, stopped: threading.Event) -> Iterator[None]:
-    """What this thread exchanges in the `with` block has names of its own, and is waited for until an event.
-
-    Args:
-        name: begins the names, e.g. `ahead/0`.
-        stopped: ends the waits, with `Stopped`.
-    """
+    """What this thread exchanges in the `with` block has names that begin with this one, e.g. `ahead/0`, and is waited
+    for until an event, which ends the waits with `Stopped`."""
     before = _scope.name, _scope.stopped
     _scope.name, _scope.stopped = f"{name}/", stopped
     try:
@@ -117,12 +111,8 @@ def scope(name: str, stopped: threading.Event) -> Iterator[None]:
 
 
 def spread(name: str, event: threading.Event) -> None:
-    """Waits for an event, and has it happen in all processes that call this, e.g. in a thread.
-
-    Args:
-        name: the same in all of them, and used once.
-        event: happens in one of them or more.
-    """
+    """Waits for an event that happens in one process or more, and has it happen in all that call this, e.g. in a
+    thread; by a name that is used once."""
     begin = f"tunix/{name}/happened/"
     try:
         while not event.wait(SPREAD):
@@ -142,12 +132,6 @@ def allgathered_once(
     key: str, value: bytes, deadline: float = PATIENCE, stopped: threading.Event | None = None
 ) -> list[bytes]:
     """As `allgathered`, under a key that is used once; what was handed out stays until it is forgotten.
-
-    Args:
-        key: the same in all processes, e.g. `rows/0/17`.
-        value: what this one gives.
-        deadline: seconds to wait for the others.
-        stopped: ends the waiting.
 
     Raises:
         UserError: a process gave nothing in time.

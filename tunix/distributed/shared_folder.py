@@ -39,10 +39,8 @@ class SharedFolder:
 
 @contextmanager
 def shared_folder(path: Path) -> Iterator[SharedFolder]:
-    """A temporary folder that is renamed to `path` when the blocks of all processes have ended without an error.
-
-    Args:
-        path: as the lead has it.
+    """A temporary folder that is renamed to the lead's `path` when the blocks of all processes have ended without an
+    error.
 
     Raises:
         UserError: as `atomic_folder`, in all processes.

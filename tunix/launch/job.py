@@ -51,13 +51,8 @@ def mount_of(text: str) -> Mount:
 
 
 def sent_along(recipe: Recipe, volumes: list[str]) -> dict[str, str]:
-    """Small files that the recipe names: code (`judge.py:short`) and chat templates.
-
-    Args:
-        volumes: folders that the pods see.
-
-    Returns:
-        Path, from the current folder -> text.
+    """Small files that the recipe names and that are on no volume, code (`judge.py:short`) and chat templates: path,
+    from the current folder -> text.
 
     Raises:
         UserError: a file of this machine cannot go along, so that the pods would not find it.
@@ -134,13 +129,8 @@ class Placement:
 
 
 def placement(recipe: Recipe, platform: str, topology: str | None, slices: int, per_host: int | None) -> Placement:
-    """Where a recipe runs.
-
-    Args:
-        platform: `gpu` or `tpu`, what the target has.
-        topology: devices of a slice, e.g. `h100:16`; the number may be left out where the recipe's mesh has it.
-        slices: slices of TPUs.
-        per_host: devices of a host; None for 8 GPUs, or 4 TPUs.
+    """Where a recipe runs on a platform, `gpu` or `tpu`; of a topology the number may be left out where the recipe's
+    mesh has it. A host has 8 GPUs, or 4 TPUs, unless `per_host` says otherwise.
 
     Raises:
         UserError: the number of devices stays open, differs from that of the mesh, or does not fill its hosts; or there

@@ -157,11 +157,7 @@ def _metadata(job: Job, name: str) -> Tree:
 
 def _pod(job: Job, variables: Tree) -> Tree:
     """A pod with its volumes, its grace period, and one container that runs tunix as its first process, so that SIGTERM
-    reaches it.
-
-    Args:
-        variables: name -> text, or where the value comes from.
-    """
+    reaches it, with variables: name -> text, or where the value comes from."""
     options = job.options
     kept = options.mounts[0].path if options.mounts else SCRATCH
     caches = {"HF_HOME": f"{kept}/.cache/huggingface", "JAX_COMPILATION_CACHE_DIR": f"{kept}/.cache/jax"}

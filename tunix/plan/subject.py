@@ -149,8 +149,7 @@ class Subject:
 def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) -> Subject:
     """What a run of a recipe (without stages) holds on these devices.
 
-    Args:
-        memory: bytes of each device that programs may take; None where that is not known.
+    `memory`: bytes of each device that programs may take; None where that is not known.
 
     Raises:
         UserError: the model's sizes are not known, or the recipe does not fit the devices.
@@ -250,11 +249,7 @@ def _sampled(setup: Setup, policy: Trained) -> Sampled | None:
 
 
 def structure(config: ModelConfig, pictures: bool = False) -> Source:
-    """The source of a recipe's model, with neither weights nor tokenizer.
-
-    Args:
-        config: the recipe's `model` section.
-        pictures: whether the tower that sees pictures belongs to the model.
+    """The source of a recipe's model, with neither weights nor tokenizer, but with a tower that sees pictures if asked.
 
     Raises:
         UserError: the model's sizes are not known here.
@@ -306,13 +301,11 @@ STATE = 20
 
 
 def ample(recipe: Recipe, memory: float) -> bool:
-    """Whether all stages of a recipe take at most SHARE of one device, by an estimate that is above what they need.
+    """Whether all stages of a recipe take at most SHARE of one device's memory, of the bytes that JAX may take of the
+    smallest, by an estimate that is above what they need.
 
     False too where that is not known: a model of no known sizes, an adapter from a folder, an algorithm of the
     user's, a critic, a teacher, a reward model, pictures.
-
-    Args:
-        memory: bytes that JAX may take of the smallest device.
     """
     model = recipe.model
     try:

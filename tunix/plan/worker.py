@@ -232,14 +232,8 @@ TOPOLOGY = "--topology "
 
 
 def remedies(recipe: Recipe, worst: str, topology: str | None, place: Place = "training") -> Iterator[Change]:
-    """Changes to try, in order.
-
-    Args:
-        recipe: of one run, without stages.
-        worst: name of the program that needs most.
-        topology: of the plan; None for the devices at hand.
-        place: whose devices have not enough memory.
-    """
+    """Changes to a recipe without stages to try, in order, where the devices of a place have not enough memory for the
+    program of name `worst`."""
     slots, size = recipe.rollout.slots or 256, recipe.micro_batch_size or recipe.sequences_per_update
     fewer_slots = [(f"rollout.slots={slots // part}",) for part in (2, 4, 8, 16) if slots // part]
     smaller = [f"micro_batch_size={size // part}" for part in (2, 4, 16) if size // part]
@@ -314,9 +308,7 @@ SOURCE = ("path", "init", "family", "preset", "sizes")
 def answer(request: dict[str, Any], tell: Tell) -> None:
     """Plans every stage of a recipe, and tries changes where one does not fit.
 
-    Args:
-        request: `recipe` and `name` of `Recipe.build`, `topology` (None for the devices at hand), `remedies`.
-        tell: receives each line of the answer.
+    A request has `recipe` and `name` of `Recipe.build`, `topology` (None for the devices at hand) and `remedies`.
     """
     named = request["topology"]
     recipe = Recipe.build(request["recipe"], request["name"])
