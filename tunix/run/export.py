@@ -28,7 +28,15 @@ from tunix.util.atomic_io import refuse_taken
 from tunix.util.object_store import url_of
 
 
-def export(run: Path, out: Path, *, adapter: bool = False, packed: bool = False, step: int | None = None) -> None:
+def export(
+    run: Path,
+    out: Path,
+    *,
+    adapter: bool = False,
+    packed: bool = False,
+    step: int | None = None,
+    converts: bool = False,
+) -> None:
     """Writes a run's weights as a Hugging Face folder, or its adapter as a PEFT folder.
 
     The run may still be training, or have trained on other devices; its rows are not needed.
@@ -39,18 +47,11 @@ def export(run: Path, out: Path, *, adapter: bool = False, packed: bool = False,
         adapter: writes the adapter alone; else it is merged into the base.
         packed: stores rounded weights in few bits; else in the dtype of the model.
         step: the checkpoint to export; the newest by default.
+        converts: whether the folder is only to be converted into another format.
 
     Raises:
         UserError: there is no such run, checkpoint or adapter, or `out` exists.
     """
-    with closing(Display("export", 0, 0)) as display:
-        display.say(f"{_exported(run, out, display, adapter=adapter, packed=packed, step=step)} is in {out}")
-
-
-def _exported(
-    run: Path, out: Path, display: Display, *, adapter: bool = False, packed: bool = False, step: int | None = None
-) -> str:
-    """As `export`; returns what was written, e.g. `step 20 of runs/sft`."""
     if not (run / "recipe.yaml").is_file():
         raise UserError(f"{run} is no run folder: it has no recipe.yaml")
     # The output is the present place of the folder, since a run may have been moved: a later stage finds the stage
@@ -68,7 +69,10 @@ def _exported(
     refuse_taken(out)
     refuse_foreign_checkpoints(recipe, moved=True)
     folder = checkpoint_folder(recipe, run)
-    with closing(Checkpoints(folder, recipe.checkpoint, read_only=True)) as checkpoints:
+    with (
+        closing(Display("export", 0, 0)) as display,
+        closing(Checkpoints(folder, recipe.checkpoint, read_only=True)) as checkpoints,
+    ):
         chosen = step or checkpoints.latest()
         if chosen is None or chosen not in checkpoints.steps():
             which = f" of step {step}" if step else ""
@@ -83,7 +87,7 @@ def _exported(
         policy = stored_policy(setup, adapter=adapter, packed=packed)
         checkpoints.restore(chosen, policy)
         report_merging(policy.export(out, adapter=adapter, packed=packed), recipe, display)
-    return f"step {chosen} of {run}"
+        display.say(f"converting step {chosen} of {run}" if converts else f"step {chosen} of {run} is in {out}")
 
 
 def export_as(model: Path, out: Path, convert: Callable[[Path, Path], str], step: int | None = None) -> str:
@@ -108,8 +112,7 @@ def export_as(model: Path, out: Path, convert: Callable[[Path, Path], str], step
     if near is not None:
         near.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{out.name}.tmp-", dir=near) as temporary:
-        with closing(Display("export", 0, 0)) as display:
-            display.say(f"converting {_exported(model, Path(temporary) / 'model', display, step=step)}")
+        export(model, Path(temporary) / "model", step=step, converts=True)
         return convert(Path(temporary) / "model", out)
 
 

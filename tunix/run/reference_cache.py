@@ -13,7 +13,6 @@ import hashlib
 import itertools
 import os
 from collections.abc import Callable
-from collections.abc import Sequence as List
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +57,18 @@ def reference_logprobs(
     of = "policy" if client.learner.reference is None else "reference"
     unique = {_key(sequence): sequence for sequence in sequences}
     about = digest([digest(unique), client.fingerprint(of), recipe.model.dtype])
-    folder = _folder(recipe.data.train, run, about, display)
+    # Next to a local file of rows, else in the run folder.
+    rows = Path(recipe.data.train).expanduser()
+    writable = rows.is_file() and os.access(rows.parent, os.W_OK)
+    start = rows.with_name(f"{rows.name}.reference-") if writable else run / "reference-"
+    folder = start.with_name(f"{start.name}{about[:12]}")
+    others = [x.name for x in sorted(start.parent.glob(f"{start.name}*")) if x != folder]
+    if others and not folder.exists():
+        display.say(f"{', '.join(others)}: of other rows, another model or precision; the reference is recomputed")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}") from error
     values: list[np.ndarray] = []
     listed = list(unique.values())
     for number, start in enumerate(range(0, len(listed), CHUNK)):
@@ -72,7 +82,18 @@ def reference_logprobs(
                 shard.write(save({VALUES: np.concatenate(computed)}, metadata={ABOUT: about}))
             done = min((number + 1) * CHUNK, len(unique))
             display.say(f"reference: {done} of {len(unique)} sequences in {folder}")
-        values += _stored(file, chunk, about)
+        lengths = [int(_trained(sequence).sum()) for sequence in chunk]
+        try:
+            with safe_open(file, "np") as shard:
+                origin, stored = (shard.metadata() or {}).get(ABOUT), shard.get_tensor(VALUES)
+        except SafetensorError as error:
+            raise UserError(f"{file} cannot be read ({error}): delete it, and it is recomputed") from error
+        if origin != about or len(stored) != sum(lengths):
+            raise UserError(
+                f"{file} holds a reference's log-probs of another data set, model or precision: delete it, and they "
+                "are recomputed"
+            )
+        values += np.split(stored, np.cumsum(lengths)[:-1])
     client.learner.reference = None
     by_key = dict(zip(unique, values, strict=True))
 
@@ -95,39 +116,3 @@ def _key(sequence: Sequence) -> bytes:
     """A digest of a sequence's tokens and of which are trained."""
     tokens = np.ascontiguousarray(sequence.tokens, np.int32)
     return hashlib.sha256(tokens.tobytes() + _trained(sequence).tobytes()).digest()
-
-
-def _stored(file: Path, chunk: List[Sequence], about: str) -> list[np.ndarray]:
-    """Reads the log-probs of each sequence's trained tokens from a shard.
-
-    Raises:
-        UserError: it is damaged or holds those of other inputs.
-    """
-    lengths = [int(_trained(sequence).sum()) for sequence in chunk]
-    try:
-        with safe_open(file, "np") as shard:
-            stored, values = (shard.metadata() or {}).get(ABOUT), shard.get_tensor(VALUES)
-    except SafetensorError as error:
-        raise UserError(f"{file} cannot be read ({error}): delete it, and it is recomputed") from error
-    if stored != about or len(values) != sum(lengths):
-        raise UserError(
-            f"{file} holds a reference's log-probs of another data set, model or precision: delete it, and they are "
-            "recomputed"
-        )
-    return np.split(values, np.cumsum(lengths)[:-1])
-
-
-def _folder(data: str, run: Path, about: str, display: Display) -> Path:
-    """The folder of the shards, created: next to a local file of rows, else in the run folder."""
-    file = Path(data).expanduser()
-    writable = file.is_file() and os.access(file.parent, os.W_OK)
-    start = file.with_name(f"{file.name}.reference-") if writable else run / "reference-"
-    folder = start.with_name(f"{start.name}{about[:12]}")
-    others = [x.name for x in sorted(start.parent.glob(f"{start.name}*")) if x != folder]
-    if others and not folder.exists():
-        display.say(f"{', '.join(others)}: of other rows, another model or precision; the reference is recomputed")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}") from error
-    return folder

@@ -8,7 +8,7 @@ from collections.abc import Sequence as List
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -105,14 +105,27 @@ class Rehearsal(Client):
             max_length=data.max_length,
             prompt_length=data.prompt_length,
         )
-        rows = Rows("rehearsal", [_row(data, decoder.vocab_size)] * recipe.batch_size)
+
+        def ids(number: int) -> list[int]:
+            return [token % (decoder.vocab_size - 1) + 1 for token in range(number)]
+
+        # A row of every kind, each as long as can be. Pairs share their prompt where the recipe bounds what differs.
+        side, bounded = data.completion_length or data.max_length // 2, data.completion_length or data.prompt_length
+        row = {
+            "input_ids": ids(data.max_length),
+            "prompt_ids": ids(data.longest_prompt if bounded else data.max_length - side),
+            "completion_ids": ids(side),
+            "chosen_ids": ids(side),
+            "rejected_ids": ids(side)[::-1],
+            "label": True,
+        }
 
         def rewarded(prompts: object, completions: List[Completion], texts: object) -> Callable[[], list[Score]]:
             return lambda: self._random.uniform(size=len(completions)).tolist()
 
         stream = open_stream(
             replace(setup, recipe=recipe.model_copy(update={"data": made_up, "epochs": None})),
-            Inputs(Source(decoder, None), rows, None),
+            Inputs(Source(decoder, None), Rows("rehearsal", [row] * recipe.batch_size), None),
             Collector(
                 None, setup.algorithm.sampling, None, None, data.max_length, Judge("rehearsal", 1.0, 64, rewarded)
             ),
@@ -181,23 +194,3 @@ def compiled_ahead(setup: Setup, client: Trainer) -> None:
         for program in compiler.waiting:
             program.result()
     algorithm.set_state(state)
-
-
-def _row(data: DataConfig, vocab: int) -> dict[str, Any]:
-    """A row of token ids of every kind, each as long as can be."""
-
-    def ids(number: int) -> list[int]:
-        return [token % (vocab - 1) + 1 for token in range(number)]
-
-    # Pairs share their prompt where the recipe bounds what differs.
-    side = data.completion_length or data.max_length // 2
-    prompt = ids(data.longest_prompt if data.completion_length or data.prompt_length else data.max_length - side)
-    whole = ids(data.max_length)
-    return {
-        "input_ids": whole,
-        "prompt_ids": prompt,
-        "completion_ids": ids(side),
-        "chosen_ids": ids(side),
-        "rejected_ids": ids(side)[::-1],
-        "label": True,
-    }

@@ -157,19 +157,15 @@ def run(recipe: Recipe, *, fresh: bool, verbose: bool) -> RunResult:
         processes.barrier("folder")
         if not recipe.stages:
             return _run(recipe, folder, folder, verbose=verbose)
-        return _run_stages(recipe.stages, folder, verbose)
-
-
-def _run_stages(stages: tuple[Recipe, ...], root: Path, verbose: bool) -> RunResult:
-    """Runs all stages in order, in folders within `root`; finished ones only report that they are."""
-    folders = [root / Path(stage.output).name for stage in stages]
-    results: list[RunResult] = []
-    for number, (stage, folder, after) in enumerate(zip(stages, folders, [*folders[1:], None], strict=True), 1):
-        folder.mkdir(exist_ok=True)
-        write_text_atomic(folder / "recipe.yaml", stage.to_yaml())
-        name = f"stage {number} of {len(stages)}, "
-        results.append(_run(stage, folder, root, name, results, after, verbose=verbose))
-    return results[-1]
+        # In folders within that one; finished stages only report that they are.
+        places = [folder / Path(stage.output).name for stage in recipe.stages]
+        results: list[RunResult] = []
+        for number, (stage, place) in enumerate(zip(recipe.stages, places, strict=True), 1):
+            place.mkdir(exist_ok=True)
+            write_text_atomic(place / "recipe.yaml", stage.to_yaml())
+            name, after = f"stage {number} of {len(places)}, ", (*places, None)[number]
+            results.append(_run(stage, place, folder, name, results, after, verbose=verbose))
+        return results[-1]
 
 
 def _run(
