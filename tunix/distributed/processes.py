@@ -62,7 +62,7 @@ def lead() -> bool:
     return index() == 0
 
 
-def agree(about: Mapping[str, str], deadline: float = MEETING) -> None:
+def agree(about: Mapping[str, str]) -> None:
     """Compares something of all processes, such as their versions and recipes.
 
     `about`: what it is -> its value, the same in all of them.
@@ -70,7 +70,7 @@ def agree(about: Mapping[str, str], deadline: float = MEETING) -> None:
     Raises:
         UserError: a process has another value, or did not answer.
     """
-    answers = [json.loads(answer) for answer in allgathered("agree", json.dumps(dict(about)).encode(), deadline)]
+    answers = [json.loads(answer) for answer in allgathered("agree", json.dumps(dict(about)).encode(), MEETING)]
     for other, answer in enumerate(answers):
         for name in about:
             first, theirs = answers[0].get(name), answer.get(name)

@@ -48,9 +48,6 @@ class Work(NamedTuple):
         return max(compute, memory) + between, "compute" if compute > max(memory, between) else "memory"
 
 
-NOTHING = Work()
-
-
 def training(
     config: DecoderConfig,
     batch: Batch,
@@ -231,6 +228,3 @@ def exchanged(
             kinds[kind] += amount
             far += amount * (len({group[device] for device in along.flat}) > 1)
     return Sent(dict(kinds), far)
-
-
-NOTHING_SENT = Sent({}, 0.0)

@@ -20,6 +20,7 @@ from tunix.rollout.engine.pieces import Piece
 from tunix.rollout.engine.programs import State, decode, initial_state, prefill
 from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
+from tunix.run.setup import Shapes
 from tunix.trainer.frozen_model import compute_states, not_shared
 from tunix.trainer.learner import abstract_moments
 from tunix.trainer.logprobs import Scorer, Scores
@@ -27,9 +28,6 @@ from tunix.trainer.microbatches import Microbatcher, TrainerSpec
 from tunix.trainer.step import Compute, FrozenInputs, Microbatches, TeacherStates, TrainState
 from tunix.types import Batch, Loss, Pictures
 from tunix.util.exact import jit
-
-Shapes = dict[str, jax.ShapeDtypeStruct]
-"""Parameters by name: shape, dtype and sharding."""
 
 
 def microbatches_of(

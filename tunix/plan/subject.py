@@ -24,7 +24,6 @@ from tunix.models.families.table import presets, read_config, with_vision
 from tunix.models.kv_cache import LAYERS, Weights
 from tunix.models.model import Model
 from tunix.plan import programs
-from tunix.plan.programs import Shapes
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.engine.shapes import Sizes
 from tunix.run.describe import remat_line, sampling_line
@@ -32,7 +31,7 @@ from tunix.run.frozen_models import divided
 from tunix.run.kernels import attention_of, experts_line
 from tunix.run.opening import cached_config, weight_counts
 from tunix.run.sampler import local_engine
-from tunix.run.setup import Setup, algorithm_of, apart
+from tunix.run.setup import Setup, Shapes, algorithm_of, apart
 from tunix.trainer.mesh_choice import BYTES
 from tunix.trainer.microbatches import TOKENS_ELSEWHERE, Microbatcher, TrainerSpec, rows_per_microbatch
 from tunix.trainer.remat import activations

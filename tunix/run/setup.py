@@ -35,6 +35,7 @@ from tunix.trainer.remat import chosen, held_by
 from tunix.types import Sampling, Workload
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
+"""Parameters by name: shape, dtype and sharding."""
 
 MISMATCH: dict[str, float] = {"float32": 1e-3, "bfloat16": 0.25, "int8": 1.0, "fp8": 1.0}
 """Default `rollout.mismatch_tolerance`: the largest difference of trainer and sampler that rounding explains. For
