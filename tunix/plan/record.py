@@ -216,7 +216,8 @@ def _traced(name: str, reads: tuple[str, ...], lower: Callable[[], jax.stages.Lo
 
 def programs_of(subject: Subject) -> list[Program]:
     """The programs of a run: what its algorithm asks for, and the engine's at their largest."""
-    recorder, algorithm = Recorder(subject), subject.setup.algorithm
+    recorder = Recorder(subject)  # pyright: ignore[reportAbstractUsage]  # it saves nothing
+    algorithm = subject.setup.algorithm
     if algorithm.needs.reference == "run":
         of = "policy" if algorithm.needs.reference_path is None else "reference"  # the policy at its start, or another
         algorithm.precomputed_logprobs = lambda sequence: recorder.logprobs([sequence], of)[0]

@@ -71,8 +71,10 @@ def details(setup: Setup, learner: Learner, inputs: Inputs, total: int, attentio
     if setup.mesh_reason is not None and mesh.size > 1:
         yield setup.mesh_reason
     # How the layers' matrix products are computed on these devices.
-    kinds = rules.kinds if rules is not None else [] if rounding is None else [(rounding.base, None)]
-    products = matmuls_line(kinds, model.dtype, first.platform, simulated=rules is not None)
+    if rules is not None:
+        products = matmuls_line(rules.kinds, model.dtype, first.platform, simulated=True)
+    else:
+        products = matmuls_line([] if rounding is None else [(rounding.base, None)], model.dtype, first.platform)
     experts = experts_line(decoder, recipe.model.dtype, mesh)
     yield "; ".join(filter(None, (products, attention, experts, remat_line(setup.spec))))
     if setup.samples:

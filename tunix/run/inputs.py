@@ -170,7 +170,8 @@ def asynchronous(
 ) -> Stream:
     """The stream of a run whose next steps are sampled meanwhile, in place of `stream`, whose rollouts come one step
     after the other. A file in the run folder has the completions that no update has learned from yet."""
-    rollout, algorithm = setup.recipe.rollout, setup.algorithm
+    recipe, algorithm = setup.recipe, setup.algorithm
+    assert isinstance(recipe, Recipe)
     assert isinstance(stream, RolloutStream)
     assert isinstance(algorithm, OnPolicy)
     assert isinstance(client.sampler, Holding)
@@ -180,10 +181,10 @@ def asynchronous(
         client,
         client.sampler,
         algorithm.gather,
-        Journal(folder / FILE, setup.recipe.identity),
-        staleness=rollout.max_staleness,
+        Journal(folder / FILE, recipe.identity),
+        staleness=recipe.rollout.max_staleness,
         total=total,
-        goes_on=rollout.in_flight == "continue",
+        goes_on=recipe.rollout.in_flight == "continue",
         stop=stop,
     )
 

@@ -188,7 +188,7 @@ def compiled_ahead(setup: Setup, client: Trainer) -> None:
         return
     state = algorithm.get_state()
     with ThreadPoolExecutor() as pool:
-        compiler = Compiler(setup, client, pool)
+        compiler = Compiler(setup, client, pool)  # pyright: ignore[reportAbstractUsage]  # it saves nothing
         with closing(compiler.stream()) as stream:
             algorithm.update(compiler, next(stream))
         for program in compiler.waiting:
