@@ -167,12 +167,18 @@ class Loop:
         if self.finished:
             self.recorder.flush()
             job.samples.take(self.step)
-        saving = job.saving
-        due = self.finished or (saving.every is not None and self.step % saving.every == 0)
-        if not due and (minutes := saving.every_minutes) is not None:
-            due = processes.broadcast("save", lambda: time.monotonic() - self._saved_at >= 60 * minutes)
-        if due:
+        if self.finished or self._save_is_due:
             self._save()
+
+    @property
+    def _save_is_due(self) -> bool:
+        """Whether a checkpoint is due, by steps or by time."""
+        saving = self.job.saving
+        if saving.every is not None and self.step % saving.every == 0:
+            return True
+        if (minutes := saving.every_minutes) is None:
+            return False
+        return processes.broadcast("save", lambda: time.monotonic() - self._saved_at >= 60 * minutes)
 
     def _fetch(self) -> Any:
         """Fetches the input of the next step, None after the last. The saved position stays before it."""
