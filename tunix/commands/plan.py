@@ -163,7 +163,7 @@ def require_fit(recipe: Recipe, fresh: bool) -> None:
     """
     if not accelerated() or (Path(recipe.output).expanduser().exists() and not fresh):
         return
-    from tunix.plan.subject import ample  # this loads jax
+    from tunix.plan.arithmetic import ample  # this loads jax
 
     share = float(os.environ.get(MEMORY, FRACTION))
     if cards() and ample(recipe, min(min(share * card.total, card.free) for card in cards())):

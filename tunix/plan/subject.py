@@ -1,5 +1,4 @@
-"""What a run holds in its devices' memory, as shapes: weights, moments, the reference, a critic, a teacher, the engine;
-and, by arithmetic alone, whether that is so little that nothing need be compiled to see that it fits (`ample`).
+"""What a run holds in its devices' memory, as shapes: weights, moments, the reference, a critic, a teacher, the engine.
 
 The model's structure is known without its weights and without a download. The pieces are built by the functions that a
 run uses, up to the point where weights would be read.
@@ -18,23 +17,20 @@ from tunix.hf.peft_folder import CONFIG, named_base
 from tunix.hf.run_export import exported
 from tunix.hf.source import Source, from_scratch, settled
 from tunix.mesh import build_mesh
-from tunix.models.attention.attend import SHORT
 from tunix.models.config import DecoderConfig, is_own
 from tunix.models.families.table import presets, read_config, with_vision
 from tunix.models.kv_cache import LAYERS, Weights
 from tunix.models.model import Model
-from tunix.plan import programs
+from tunix.plan.programs import moments, shared, views
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.engine.shapes import Sizes
 from tunix.run.describe import remat_line, sampling_line
 from tunix.run.frozen_models import divided
 from tunix.run.kernels import attention_of, experts_line
-from tunix.run.opening import cached_config, weight_counts
+from tunix.run.opening import cached_config
 from tunix.run.sampler import local_engine
 from tunix.run.setup import Setup, Shapes, algorithm_of, apart
-from tunix.trainer.mesh_choice import BYTES
-from tunix.trainer.microbatches import TOKENS_ELSEWHERE, Microbatcher, TrainerSpec, rows_per_microbatch
-from tunix.trainer.remat import activations
+from tunix.trainer.microbatches import Microbatcher, TrainerSpec, rows_per_microbatch
 from tunix.types import Workload
 from tunix.util.trees import bytes_of
 
@@ -127,12 +123,11 @@ class Subject:
         held: dict[Place, dict[str, int]] = {place: {} for place in self.devices}
         held["training"] = {
             "weights": bytes_of(policy.params),
-            "optimizer's moments": bytes_of(programs.moments(policy.spec, policy.params)),
+            "optimizer's moments": bytes_of(moments(policy.spec, policy.params)),
             "frozen base": bytes_of(policy.base),
         }
         if critic is not None:
-            moments = programs.moments(critic.spec, critic.params)
-            held["training"]["critic and its moments"] = bytes_of([critic.params, moments])
+            held["training"]["critic and its moments"] = bytes_of([critic.params, moments(critic.spec, critic.params)])
         if self.reference is not None and self.reference.params is not policy.base:
             held["training"]["reference"] = bytes_of(self.reference.params)
         if self.teacher is not None:
@@ -230,7 +225,7 @@ def _sampled(setup: Setup, policy: Trained) -> Sampled | None:
     if work is None or recipe.rollout.engine == "vllm":
         return None
     engine = local_engine(setup)
-    weights = programs.views(spec.model, engine.mesh, policy.all)
+    weights = views(spec.model, engine.mesh, policy.all)
     matters, sizes = work.requests > shown, engine.sizes.of_requests([work.length] * work.requests)
     # The engine's copies of what trains.
     top = [x for name, x in weights.top.items() if name in policy.params]
@@ -241,7 +236,7 @@ def _sampled(setup: Setup, policy: Trained) -> Sampled | None:
         arriving, later = (max(bytes_of(params[name]) for name in names) for names in (params, policy.params))
         newer = later + moved if recipe.rollout.max_staleness else 0
         return Sampled(engine.mesh, sizes, weights, work, "sampling", bytes_of(weights), arriving, newer, matters)
-    kept = programs.shared(weights, policy.base) if policy.base else {}
+    kept = shared(weights, policy.base) if policy.base else {}
     kept = {name: x for name, x in kept.items() if name not in policy.params}
     copied, newer = bytes_of(weights) - bytes_of(kept), moved if recipe.rollout.max_staleness else 0
     return Sampled(engine.mesh, sizes, weights, work, "training", copied, 0, newer, matters)
@@ -291,41 +286,3 @@ def named_preset(name: str) -> str | None:
 
 def _bare(name: str) -> str:
     return re.sub(r"[-_ ]", "", name.lower())
-
-
-SHARE = 0.5
-"""The part of a device's memory that the estimate may take."""
-STATE = 20
-"""Bytes of a weight that trains, with two moments, the gradients of a micro-batch and their sum, all in float32."""
-
-
-def ample(recipe: Recipe, memory: float) -> bool:
-    """Whether all stages of a recipe take at most SHARE of one device's memory, of the bytes that JAX may take of the
-    smallest, by an estimate that is above what they need.
-
-    False too where that is not known: a model of no known sizes, an adapter from a folder, an algorithm of the
-    user's, a critic, a teacher, a reward model, pictures.
-    """
-    model = recipe.model
-    try:
-        config = structure(model, recipe.data.pictures is not None).decoder
-    except UserError:
-        return False
-    if config.vision is not None:
-        return False
-    item, stored = BYTES[model.dtype], BYTES[model.param_dtype or model.dtype]
-    remat = "block" if model.remat == "auto" else model.remat
-    for stage in recipe.stages or (recipe,):
-        trained, total = weight_counts(stage, config)
-        name, judged = stage.algorithm.name, stage.reward and stage.reward.model
-        if trained is None or stage.teacher or judged or name == "ppo" or ":" in name or remat == "offload":
-            return False
-        # A pair is packed into one row.
-        length = stage.data.max_length * (2 if name in ("dpo", "reward") else 1)
-        tokens = max(TOKENS_ELSEWHERE, (stage.micro_batch_size or 1) * length)
-        needed = sum(activations(config, remat, item, tokens, min(length, SHORT)))
-        # Beside a weight that trains there may be a reference's and the sampler's copy, beside a frozen one the latter.
-        frozen = total - trained if stage.adapter is None else total
-        if (STATE + 2 * item) * trained + (stored + item) * frozen + needed > SHARE * memory:
-            return False
-    return True

@@ -13,7 +13,6 @@ from tunix.data.tokenizer import Tokenizer
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.hf.source import TOKENIZER, Source, of_recipe
-from tunix.protocols import Client
 from tunix.recipe.notes import total_steps
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.asynchronous import FILE, AsyncRollouts, Holding, Journal
@@ -219,7 +218,7 @@ def evaluation_of(setup: Setup, inputs: Inputs, collector: Collector) -> Evaluat
 
 
 def samples_of(
-    recipe: Recipe, evaluation: Evaluation, client: Client, inputs: Inputs, folder: Path, display: Display
+    recipe: Recipe, evaluation: Evaluation, client: Trainer, inputs: Inputs, folder: Path, display: Display
 ) -> Samples:
     """Held-out prompts whose greedy answers are shown before and after training; of episodes, the first turn."""
     number, tokenizer = recipe.eval.samples if recipe.algorithm.has_lm_head else 0, inputs.tokenizer
