@@ -233,7 +233,7 @@ class Setup:
         recipe, critic = self.recipe, self.critic
         model = adapted(with_stops(self.source), recipe.model, recipe.adapter, recipe.quantization)
         model = replace(model, has_scalar_head=critic in ("shared", "alone"), has_lm_head=critic != "alone")
-        trained, frozen = self.dtypes(model)
+        trained, _ = self.dtypes(model)
         spec = TrainerSpec(
             model=model,
             mesh=self.mesh,
@@ -246,7 +246,7 @@ class Setup:
         )
         if recipe.model.remat != "auto":
             return spec
-        params, base = (model.abstract(dtypes, self.mesh) for dtypes in (trained, frozen))
+        params, base = self.abstract(spec)
         remat, reason = chosen(spec, held_by(spec, params, base, copies=1 + self.keeps_reference), self.memory)
         return replace(spec, model=replace(model, remat=remat), remat_reason=reason)
 
