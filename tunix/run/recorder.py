@@ -109,8 +109,10 @@ class Recorder:
     def first(self, kind: str) -> Iterator[None]:
         """Tells every few seconds of the first update or evaluation how many programs it has compiled."""
         before = self._compilations.total
-        told = self.display.during(lambda: f"the first {kind}: {self._compilations.total - before} programs compiled")
-        with nullcontext() if kind in self._warmed_up else told:
+        progress = self.display.during(
+            lambda: f"the first {kind}: {self._compilations.total - before} programs compiled"
+        )
+        with nullcontext() if kind in self._warmed_up else progress:
             yield
 
     def flush(self) -> None:

@@ -83,7 +83,9 @@ def judge(config: RewardConfig, policy: Tokenizer | None, data: DataConfig, dtyp
 
     def begin(prompts: List[Prompt], completions: List[Completion], texts: List[str]) -> Callable[[], list[Score]]:
         """Begins to score completions; what it returns waits for each score, or has the reason why there is none."""
-        inputs = [read(*asked_of) for asked_of in zip(prompts, completions, texts, strict=True)]
+        inputs = [
+            read(prompt, completion, text) for prompt, completion, text in zip(prompts, completions, texts, strict=True)
+        ]
         readable = [with_spare(tokens) for tokens in inputs if not isinstance(tokens, Failure)]
         parts = [readable[i : i + TOGETHER] for i in range(0, len(readable), TOGETHER)]
         begun = [scorer.scores("values", params, part, TOGETHER) for part in parts]
