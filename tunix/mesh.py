@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax._src.mesh import get_concrete_mesh  # while a program is traced, jax.sharding gives the abstract one alone
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -70,23 +69,20 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
             f"mesh: {{{written}}} does not fit {len(devices)} device(s) ({devices[0].platform}){several}: "
             f"the sizes must multiply to {len(devices)}. Set one axis to -1 to take what is left."
         )
-    return Mesh(_ordered(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def _ordered(sizes: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
-    """The devices as an array of these sizes: neighbours along the last axes have the fastest network."""
     left = len(groups_of(devices))
     if left == 1:
-        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    across = []
-    for size in sizes:
-        across.append(math.gcd(size, left))
-        left //= across[-1]
-    within = [size // number for size, number in zip(sizes, across, strict=True)]
-    by_host = devices[0].platform != "tpu"
-    return mesh_utils.create_hybrid_device_mesh(
-        within, across, devices, process_is_granule=by_host, allow_split_physical_axes=True
-    )
+        ordered = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    else:
+        across: list[int] = []
+        for size in sizes:
+            across.append(math.gcd(size, left))
+            left //= across[-1]
+        within = [size // number for size, number in zip(sizes, across, strict=True)]
+        by_host = devices[0].platform != "tpu"
+        ordered = mesh_utils.create_hybrid_device_mesh(
+            within, across, devices, process_is_granule=by_host, allow_split_physical_axes=True
+        )
+    return Mesh(ordered, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def groups_of(devices: Sequence[Any]) -> list[list[Any]]:

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import pytest
 
-from tunix.plan.subject import SHARE, ample, subject_of
+from tunix.plan.arithmetic import SHARE, ample
+from tunix.plan.subject import subject_of
 from tunix.recipe.recipe import Recipe
 from tunix.trainer.remat import held_by, step_bytes
 

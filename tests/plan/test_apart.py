@@ -126,7 +126,7 @@ def verdict(limit: int, step: int, decode: int) -> Verdict:
 
 
 def test_a_run_fits_where_both_places_do():
-    assert verdict(9, 9, 8).fits
+    assert not verdict(9, 9, 8).misfits
     assert verdict(9, 10, 8).misfits == ["training"]
     assert verdict(9, 8, 10).misfits == ["sampling"]
     assert verdict(9, 10, 11).misfits == ["training", "sampling"]

@@ -164,9 +164,9 @@ def test_what_a_program_does_not_read_is_held_beside_it(monkeypatch: pytest.Monk
     assert (need.bound, need.seconds) == ("compute", pytest.approx(8e12 / 989e12))
     found = Verdict(target, {"training": held}, [need, Program("growing", total=13)], {"training": 8})
     assert found.most_on("training") == 13
-    assert found.fits
-    assert not replace(found, target=replace(target, limit=12)).fits
-    assert not replace(found, programs=[replace(need, refused="no")]).fits
+    assert not found.misfits
+    assert replace(found, target=replace(target, limit=12)).misfits
+    assert replace(found, programs=[replace(need, refused="no")]).misfits
 
 
 def test_the_prediction_is_by_all_that_a_step_runs():
@@ -255,7 +255,7 @@ def test_a_worker_is_stopped_at_its_deadline():
 @pytest.mark.slow
 def test_a_worker_answers_over_its_pipe():
     found = ask(recipe(), None)
-    assert found.fits
+    assert not found.misfits
     assert [one["name"] for one in found.verdicts[0]["programs"]] == ["step"]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tunix.run.curves import COLOURS, MOST, curve_of, svg, thinned, ticks, write_curves
+from tunix.run.curves import COLOURS, MOST, curve_of, svg, ticks, write_curves
 from tunix.trainer.progress import LEVELS, evaluated, sparkline, summary
 
 SPACE = "{http://www.w3.org/2000/svg}"
@@ -97,9 +97,10 @@ def test_ticks_are_round(low: float, high: float, expected: list[float]):
 
 
 def test_long_curves_are_means_of_neighbours():
-    points = [(float(step), float(step % 2)) for step in range(2 * MOST)]
-    assert thinned(points) == [(2 * i + 0.5, 0.5) for i in range(MOST)]
-    assert thinned(points[:MOST]) == points[:MOST]
+    rows = [{"step": step, "train/loss": float(step % 2)} for step in range(2 * MOST)]
+    assert curve_of("train/loss", [("run", rows)]).points == [(2 * i + 0.5, 0.5) for i in range(MOST)]
+    points = [(float(row["step"]), row["train/loss"]) for row in rows[:MOST]]
+    assert curve_of("train/loss", [("run", rows[:MOST])]).points == points
 
 
 def test_a_curve_in_one_line():

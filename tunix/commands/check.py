@@ -24,7 +24,7 @@ from tunix.recipe.recipe import Recipe, recipe_file, resolved_stages, written_se
 from tunix.recipe.tiny import is_download, local_folder
 from tunix.rollout.environments.remote import read_environment
 from tunix.rollout.rewards.base import ADDED, read_reward
-from tunix.run.owners import refuse_foreign_checkpoints, refuse_no_run, refuse_other_run
+from tunix.run.folder import refuse_foreign_checkpoints, refuse_no_run, refuse_other_run
 from tunix.util.object_store import url_of
 from tunix.util.yaml_io import write_yaml
 

@@ -144,7 +144,7 @@ def require_fit(recipe: Recipe, fresh: bool) -> None:
     on, and where arithmetic says that memory is ample (`plan/subject.py`)."""
     if not accelerated() or (Path(recipe.output).expanduser().exists() and not fresh):
         return
-    from tunix.plan.subject import ample  # this loads jax
+    from tunix.plan.arithmetic import ample  # this loads jax
 
     share = float(os.environ.get(MEMORY, FRACTION))
     if cards() and ample(recipe, min(min(share * card.total, card.free) for card in cards())):

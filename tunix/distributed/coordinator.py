@@ -4,6 +4,9 @@ Within process 0 it would die with it, and JAX ends every process that has lost 
 stays for a while, and the others find out who is gone.
 
     python -m tunix.distributed.coordinator ADDRESS PROCESSES HEARTBEAT GRACE
+
+It serves at ADDRESS, e.g. `127.0.0.1:8476`, until its parent has ended; GRACE seconds more where that did not say so.
+After HEARTBEAT seconds without a sign of life JAX itself ends all processes.
 """
 
 import signal
@@ -12,25 +15,13 @@ import time
 
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
-
-def serve(address: str, processes: int, heartbeat: int, grace: float) -> None:
-    """Serves until the parent has ended, and then some seconds more.
-
-    Args:
-        address: to listen at, e.g. `127.0.0.1:8476`.
-        processes: how many take part.
-        heartbeat: seconds without a sign of life after which JAX itself ends all processes.
-        grace: seconds that it stays if the parent ended without saying so.
-    """
+if __name__ == "__main__":
     # A scheduler signals all processes of a job; this one has to be there while the others save and meet.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    service = _jax.get_distributed_runtime_service(address, processes, heartbeat_timeout=heartbeat)
+    address, processes, heartbeat, grace = sys.argv[1:]
+    service = _jax.get_distributed_runtime_service(address, int(processes), heartbeat_timeout=int(heartbeat))
     print("ready", flush=True)
     if not sys.stdin.read():  # the parent writes when all is over; where it dies the pipe ends
-        time.sleep(grace)
+        time.sleep(float(grace))
     service.shutdown()
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))

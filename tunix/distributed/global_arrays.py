@@ -1,6 +1,7 @@
 """Arrays over the devices of all processes: made of what every process has on its host, and read there again."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -13,17 +14,19 @@ from tunix.util.exact import jit
 
 
 def placed(tree: Any, where: Any) -> Any:
-    """A tree of numpy arrays, the same in every process, on the devices; returns before they are copied.
-
-    Args:
-        tree: numpy arrays.
-        where: a sharding for all of them, or a tree of shardings.
-    """
+    """A tree of numpy arrays, the same in every process, on the devices; returns before they are copied. `where` is a
+    sharding for all of them, or a tree of shardings."""
     if processes.number() == 1:
         return jax.device_put(tree, where)
+
+    def place(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+        # `device_put` would compare the processes' arrays: a blocking exchange for each of them.
+        array = np.asarray(x)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
     if isinstance(where, jax.sharding.Sharding):
-        return jax.tree.map(lambda x: _placed(np.asarray(x), where), tree)
-    return jax.tree.map(lambda x, place: _placed(np.asarray(x), place), tree, where)
+        return jax.tree.map(lambda x: place(x, where), tree)
+    return jax.tree.map(place, tree, where)
 
 
 def everywhere(x: jax.Array) -> jax.Array:
@@ -43,44 +46,34 @@ def own_part(mesh: Mesh) -> Mesh:
     return Mesh(np.asarray(devices).reshape(1, -1, 1, 1, 1), AXES, axis_types=mesh.axis_types)
 
 
-class Own:
-    """Brings arrays over the devices of all processes to those of each, where they are whole."""
+def to_own(
+    every: Mesh, local: Mesh, axes: Callable[[str, jax.Array], PartitionSpec]
+) -> Callable[[str, jax.Array], jax.Array]:
+    """A function of a name and an array over the devices of all processes, which is brought to those of each, where it
+    is whole; to be called by all processes.
 
-    def __init__(self, every: Mesh, local: Mesh, axes: Callable[[str, jax.Array], PartitionSpec]):
-        """Brings nothing yet.
+    Args:
+        every: the mesh of all processes; each has as many devices of it.
+        local: the mesh of this process's devices.
+        axes: (name, array) -> how it is split over `local`.
+    """
+    by_process: dict[int, list[Any]] = {}
+    for device in every.devices.flat:
+        by_process.setdefault(device.process_index, []).append(device)
+    rows = np.asarray([by_process[number] for number in sorted(by_process)])
+    mesh = Mesh(rows.reshape(len(rows), *local.devices.shape), ("process", *local.axis_names))
 
-        Args:
-            every: the mesh of all processes; each has as many devices of it.
-            local: the mesh of this process's devices.
-            axes: (name, array) -> how it is split over `local`.
-        """
-        by_process: dict[int, list[Any]] = {}
-        for device in every.devices.flat:
-            by_process.setdefault(device.process_index, []).append(device)
-        rows = [by_process[number] for number in sorted(by_process)]
-        shape = (len(rows), *local.devices.shape)
-        self._every = Mesh(np.asarray(rows).reshape(shape), ("process", *local.axis_names))
-        self._own, self._axes = local, axes
-
-    def __call__(self, name: str, x: jax.Array) -> jax.Array:
-        """The array of a name; to be called by all processes."""
-        spec = self._axes(name, x)
+    def bring(name: str, x: jax.Array) -> jax.Array:
+        spec = axes(name, x)
         # Whole in each process: the first axis of the mesh is not named.
-        with jax.set_mesh(self._every):
-            there = jax.device_put(x, NamedSharding(self._every, spec))
+        with jax.set_mesh(mesh):
+            there = jax.device_put(x, NamedSharding(mesh, spec))
         parts = [shard.data for shard in there.addressable_shards]
-        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(self._own, spec), parts)
+        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(local, spec), parts)
+
+    return bring
 
 
-def _placed(x: np.ndarray, where: jax.sharding.Sharding) -> jax.Array:
-    # `device_put` would compare the processes' arrays: a blocking exchange for each of them.
-    return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
-
-
+@cache
 def _whole(where: NamedSharding) -> Any:
-    if where not in _copies:
-        _copies[where] = jit(lambda x: x, out_shardings=where)
-    return _copies[where]
-
-
-_copies: dict[NamedSharding, Any] = {}
+    return jit(lambda x: x, out_shardings=where)

@@ -81,51 +81,55 @@ def join(place: Place, deadline: float = MEETING) -> None:
     Raises:
         UserError: they were not there in time, or the coordinator's port is taken.
     """
-    state = runtime.global_state
+    state, silence = runtime.global_state, int(2 * SILENCE)
     try:
         if place.process == 0:
             refuse_taken(place.coordinator)
-            _serve(place)
+            # On a machine's own address it listens at all of them: which one others see it by is not known here.
+            host, _, port = place.coordinator.rpartition(":")
+            _serve(place.coordinator if is_loopback(host) else f"[::]:{port}", place.processes, silence)
         # As `jax.distributed.initialize` does, but for the coordinator, which it would put into process 0.
         client = _jax.get_distributed_runtime_client(
             place.coordinator,
             place.process,
             init_timeout=int(deadline),
-            heartbeat_timeout=int(2 * SILENCE),
+            heartbeat_timeout=silence,
             # With one, a failure to connect is raised; without, JAX ends the process.
-            missed_heartbeat_callback=_unheard,
+            missed_heartbeat_callback=lambda status: print(
+                f"the coordinator is lost: {status}", file=sys.stderr, flush=True
+            ),
             use_compression=True,
         )
         client.connect()
     except UserError:
         raise
-    except Exception as error:  # jaxlib raises its own kinds
+    except Exception as error:  # jaxlib raises its own kinds, and tells nothing of a failure to connect
         end_service()
-        raise UserError(_late(place, deadline, error)) from error
+        why = str(error) if isinstance(error, OSError) else f"waited {deadline:.0f} s"
+        who = f"process {place.process} of {place.processes}"
+        if place.process == 0:
+            message = (
+                f"not all processes came to {place.coordinator} ({why}). Start them with the same --coordinator and "
+                "--processes, and --process 0, 1, ..."
+            )
+        else:
+            message = f"no coordinator answers at {place.coordinator} ({why}). Start process 0 there, and open the port"
+        raise UserError(f"{who}: {message}") from error
     state.coordinator_address, state.client = place.coordinator, client
     state.process_id, state.num_processes = place.process, place.processes
 
 
-def _unheard(status: object) -> None:
-    """What JAX calls when it has lost the coordinator."""
-    print(f"the coordinator is lost: {status}", file=sys.stderr, flush=True)
-
-
-def _serve(place: Place) -> None:
-    """Starts the coordinator, which outlives this process by some seconds.
+def _serve(address: str, processes: int, silence: int) -> None:
+    """Starts the coordinator, which outlives this process by some seconds of `silence`.
 
     Raises:
         OSError: nothing can listen at its address.
     """
-    host, _, port = place.coordinator.rpartition(":")
-    # On a machine's own address it listens at all of them: which one others see it by is not known here.
-    address = place.coordinator if is_loopback(host) else f"[::]:{port}"
-    words = [sys.executable, "-m", "tunix.distributed.coordinator", address, str(place.processes)]
-    command = [*words, str(int(2 * SILENCE)), str(2 * SILENCE)]
+    words = [sys.executable, "-m", "tunix.distributed.coordinator", address, str(processes), *[str(silence)] * 2]
     # It says nothing of processes that end: the others do.
     environment, pipe = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}, subprocess.PIPE
     # In a session of its own: ctrl-c in the terminal is for the processes of the run.
-    service = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True, env=environment)
+    service = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, start_new_session=True, env=environment)
     assert service.stdin is not None
     assert service.stdout is not None
     if service.stdout.readline().strip() != "ready":
@@ -135,18 +139,6 @@ def _serve(place: Place) -> None:
 
 _services: list[subprocess.Popen[str]] = []
 """The coordinator that this process has started."""
-
-
-def _late(place: Place, deadline: float, error: Exception) -> str:
-    # Of a failure to connect JAX tells nothing here.
-    why = str(error) if isinstance(error, OSError) else f"waited {deadline:.0f} s"
-    who = f"process {place.process} of {place.processes}"
-    if place.process == 0:
-        return (
-            f"{who}: not all processes came to {place.coordinator} ({why}). Start them with the same --coordinator and "
-            "--processes, and --process 0, 1, ..."
-        )
-    return f"{who}: no coordinator answers at {place.coordinator} ({why}). Start process 0 there, and open the port"
 
 
 def end_service() -> None:
@@ -165,11 +157,7 @@ class Watch:
     """Ends this process where another one died or gave up: a program on all devices would wait for it for ever."""
 
     def __init__(self, say: Callable[[str], None]):
-        """Starts to watch, in a thread.
-
-        Args:
-            say: prints a line.
-        """
+        """Starts to watch, in a thread."""
         self._say, self._over = say, threading.Event()
         self._seen: dict[int, tuple[str, float]] = {}
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)

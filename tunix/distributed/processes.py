@@ -39,13 +39,12 @@ class Stopped(Exception):
 
 
 class _Scope(threading.local):
-    """How the messages of a thread begin, and what ends its waits."""
-
     name = ""
     stopped: threading.Event | None = None
 
 
 _scope = _Scope()
+"""How the messages of a thread begin, and what ends its waits."""
 
 
 def number() -> int:
@@ -63,17 +62,15 @@ def lead() -> bool:
     return index() == 0
 
 
-def agree(about: Mapping[str, str], deadline: float = MEETING) -> None:
+def agree(about: Mapping[str, str]) -> None:
     """Compares something of all processes, such as their versions and recipes.
 
-    Args:
-        about: what it is -> its value, the same in all of them.
-        deadline: seconds in which all have to answer.
+    `about`: what it is -> its value, the same in all of them.
 
     Raises:
         UserError: a process has another value, or did not answer.
     """
-    answers = [json.loads(answer) for answer in allgathered("agree", json.dumps(dict(about)).encode(), deadline)]
+    answers = [json.loads(answer) for answer in allgathered("agree", json.dumps(dict(about)).encode(), MEETING)]
     for other, answer in enumerate(answers):
         for name in about:
             first, theirs = answers[0].get(name), answer.get(name)
@@ -103,12 +100,8 @@ def allgathered(name: str, value: bytes, deadline: float = PATIENCE) -> list[byt
 
 @contextmanager
 def scope(name: str, stopped: threading.Event) -> Iterator[None]:
-    """What this thread exchanges in the `with` block has names of its own, and is waited for until an event.
-
-    Args:
-        name: begins the names, e.g. `ahead/0`.
-        stopped: ends the waits, with `Stopped`.
-    """
+    """What this thread exchanges in the `with` block has names that begin with this one, e.g. `ahead/0`, and is waited
+    for until an event, which ends the waits with `Stopped`."""
     before = _scope.name, _scope.stopped
     _scope.name, _scope.stopped = f"{name}/", stopped
     try:
@@ -118,12 +111,8 @@ def scope(name: str, stopped: threading.Event) -> Iterator[None]:
 
 
 def spread(name: str, event: threading.Event) -> None:
-    """Waits for an event, and has it happen in all processes that call this, e.g. in a thread.
-
-    Args:
-        name: the same in all of them, and used once.
-        event: happens in one of them or more.
-    """
+    """Waits for an event that happens in one process or more, and has it happen in all that call this, e.g. in a
+    thread; by a name that is used once."""
     begin = f"tunix/{name}/happened/"
     try:
         while not event.wait(SPREAD):
@@ -144,12 +133,6 @@ def allgathered_once(
 ) -> list[bytes]:
     """As `allgathered`, under a key that is used once; what was handed out stays until it is forgotten.
 
-    Args:
-        key: the same in all processes, e.g. `rows/0/17`.
-        value: what this one gives.
-        deadline: seconds to wait for the others.
-        stopped: ends the waiting.
-
     Raises:
         UserError: a process gave nothing in time.
         Stopped: the event happened.
@@ -169,7 +152,7 @@ def all_done(name: str, act: Callable[[], bytes]) -> list[bytes]:
     Raises:
         UserError: it failed in some; all raise the error of the first of these.
     """
-    answer, error = b"", None
+    error: UserError | None = None
     try:
         answer = DONE + act()
     except UserError as raised:
@@ -177,9 +160,7 @@ def all_done(name: str, act: Callable[[], bytes]) -> list[bytes]:
     answers = allgathered(name, answer)
     for process, received in enumerate(answers):
         if received.startswith(FAILED):
-            raise (
-                error if error is not None and process == index() else UserError(received.removeprefix(FAILED).decode())
-            )
+            raise (error if process == index() else None) or UserError(received.removeprefix(FAILED).decode())
     return [received.removeprefix(DONE) for received in answers]
 
 

@@ -39,10 +39,8 @@ class SharedFolder:
 
 @contextmanager
 def shared_folder(path: Path) -> Iterator[SharedFolder]:
-    """A temporary folder that is renamed to `path` when the blocks of all processes have ended without an error.
-
-    Args:
-        path: as the lead has it.
+    """A temporary folder that is renamed to the lead's `path` when the blocks of all processes have ended without an
+    error.
 
     Raises:
         UserError: as `atomic_folder`, in all processes.
@@ -57,17 +55,12 @@ def shared_folder(path: Path) -> Iterator[SharedFolder]:
         seen = processes.allgathered("seen", b"1" if place.is_dir() else b"")
         folder = SharedFolder(place, tuple(number for number, sees in enumerate(seen) if sees))
         yield folder
-        processes.all_done("written", lambda: _checked(folder, name))
+
+        def written() -> bytes:
+            if folder.errors:
+                reason = folder.errors[0].strerror or folder.errors[0]
+                raise UserError(f"could not write {name}: {reason}. Nothing was left behind.")
+            return b""
+
+        processes.all_done("written", written)
         processes.broadcast("complete", stack.close)
-
-
-def _checked(folder: SharedFolder, name: Path) -> bytes:
-    """Nothing.
-
-    Raises:
-        UserError: the disk has refused something.
-    """
-    if folder.errors:
-        reason = folder.errors[0].strerror or folder.errors[0]
-        raise UserError(f"could not write {name}: {reason}. Nothing was left behind.")
-    return b""

@@ -8,10 +8,10 @@ end the job itself.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any
 
 from tunix.config import MeshConfig
 from tunix.errors import UserError, install_command
@@ -50,39 +50,9 @@ def mount_of(text: str) -> Mount:
     return Mount(claim, path.rstrip("/"))
 
 
-def require_lasting(recipe: Recipe, mounts: tuple[Mount, ...]) -> list[str]:
-    """Checks that a pod's end loses nothing that the next one needs.
-
-    Returns:
-        What is lost all the same, one sentence each.
-
-    Raises:
-        UserError: checkpoints would be lost.
-    """
-    lost = _within(recipe.output, mounts) is None
-    for stage in recipe.stages or (recipe,):
-        place = stage.checkpoint.folder
-        if lost if place is None else url_of(place) is None and _within(place, mounts) is None:
-            name = f"output: {recipe.output}" if place is None else f"checkpoint.folder: {place}"
-            stem = PurePosixPath(recipe.output).name
-            raise UserError(
-                f"{name} is on the pod's own disk, which goes with the pod: a restart would begin again. Put the run "
-                f"on a volume, --mount CLAIM:/runs output=/runs/{stem}, or its checkpoints on "
-                f"checkpoint.folder=gs://BUCKET/{stem}"
-            )
-    if not lost:
-        return []
-    return [
-        f"output: {recipe.output} is on the pod's own disk: checkpoints stay, but metrics.jsonl, samples and export/ "
-        "go with the pod; --mount CLAIM:/runs output=/runs/... keeps them"
-    ]
-
-
-def sent_along(recipe: Recipe, mounts: tuple[Mount, ...]) -> dict[str, str]:
-    """Small files that the recipe names: code (`judge.py:short`) and chat templates.
-
-    Returns:
-        Path, from the current folder -> text.
+def sent_along(recipe: Recipe, volumes: list[str]) -> dict[str, str]:
+    """Small files that the recipe names and that are on no volume, code (`judge.py:short`) and chat templates: path,
+    from the current folder -> text.
 
     Raises:
         UserError: a file of this machine cannot go along, so that the pods would not find it.
@@ -91,7 +61,7 @@ def sent_along(recipe: Recipe, mounts: tuple[Mount, ...]) -> dict[str, str]:
     for key, value in _named(recipe.sections()):
         code = is_reference(value) and value.rpartition(":")[0].endswith(".py")
         place = value.rpartition(":")[0] if code else value
-        if key.rpartition(".")[2] in WRITTEN or _within(place, mounts) or not Path(place).expanduser().exists():
+        if key.rpartition(".")[2] in WRITTEN or _within(place, volumes) or not Path(place).expanduser().exists():
             continue
         if not (code or place.endswith(".jinja")):
             raise UserError(
@@ -115,12 +85,7 @@ def _named(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield from _named(item, f"{path}.{key}".lstrip("."))
 
 
-def _within(place: str, mounts: tuple[Mount, ...]) -> Mount | None:
-    """The volume that a path is on; None for none of them."""
-    return next((mount for mount in mounts if _below(place, (mount.path,))), None)
-
-
-def _below(place: str, folders: tuple[str, ...]) -> bool:
+def _within(place: str, folders: Iterable[str]) -> bool:
     return any(PurePosixPath(place).is_relative_to(folder) for folder in folders)
 
 
@@ -163,43 +128,31 @@ class Placement:
         return self.processes * self.per_host
 
 
-class Wanted(NamedTuple):
-    """Devices that a mesh of the recipe asks for."""
-
-    where: str
-    """Its key, e.g. `mesh` or `stages.0.mesh`."""
-    size: int
-    """Product of its sizes, without the one that is left open."""
-    apart: int
-    """Devices beside them that only teach or only sample; 0 without."""
-    is_open: bool
-    """Whether one size is -1, what is left."""
-
-
 def placement(recipe: Recipe, platform: str, topology: str | None, slices: int, per_host: int | None) -> Placement:
-    """Where a recipe runs.
-
-    Args:
-        platform: `gpu` or `tpu`, what the target has.
-        topology: devices of a slice, e.g. `h100:16`; the number may be left out where the recipe's mesh has it.
-        slices: slices of TPUs.
-        per_host: devices of a host; None for 8 GPUs, or 4 TPUs.
+    """Where a recipe runs on a platform, `gpu` or `tpu`; of a topology the number may be left out where the recipe's
+    mesh has it. A host has 8 GPUs, or 4 TPUs, unless `per_host` says otherwise.
 
     Raises:
         UserError: the number of devices stays open, differs from that of the mesh, or does not fill its hosts; or there
             are no such devices.
     """
-    meshes = _meshes(recipe)
-    fixed = [mesh for mesh in meshes if not mesh.is_open]
+    # What each mesh asks for: its key, the product of its sizes without one that is left open, devices beside them that
+    # only teach or only sample, and whether one size is -1, what is left. `auto` leaves everything open.
+    meshes: list[tuple[str, int, int, bool]] = []
+    for index, stage in enumerate(recipe.stages or (recipe,)):
+        sizes = [size for _, size in stage.mesh] if isinstance(stage.mesh, MeshConfig) else [-1]
+        where = f"stages.{index}.mesh" if recipe.stages else "mesh"
+        teaching = stage.teacher.mesh.size if stage.teacher and stage.teacher.mesh else 0
+        sampling = stage.rollout.devices.devices or 0 if stage.rollout.devices else 0
+        size = math.prod(size for size in sizes if size != -1)
+        meshes.append((where, size, teaching + sampling, -1 in sizes))
+    fixed = {where: size + apart for where, size, apart, is_open in meshes if not is_open}
     if topology is None:
-        sizes = [f"{mesh.where} is for {mesh.size + mesh.apart}" for mesh in fixed]
-        known = f" ({', '.join(sizes)})" if sizes else ""
+        known = f" ({', '.join(f'{where} is for {number}' for where, number in fixed.items())})" if fixed else ""
         raise UserError(f"--topology is missing: say which devices, e.g. --topology {EXAMPLES[platform]}{known}")
     if chip_of(topology).platform != platform:
         chips = ", ".join(name for name, chip in CHIPS.items() if chip.platform == platform)
         raise UserError(f"--topology {topology}: this target has {platform.upper()}s, one of {chips}")
-    if slices > 1 and platform == "gpu":
-        raise UserError(f"--slices {slices}: only TPUs come in slices; GPUs are counted, e.g. --topology h100:16")
     chip, _, shape = topology.partition(":")
     if not shape:
         # The one that has as many devices as the recipe's mesh.
@@ -208,10 +161,10 @@ def placement(recipe: Recipe, platform: str, topology: str | None, slices: int, 
             raise UserError(
                 f"--topology {chip}: the recipe's mesh leaves the number open; give it, e.g. {chip}:{example}"
             )
-        number = fixed[0].size + fixed[0].apart
+        where, number = next(iter(fixed.items()))
         shapes = [shape for shape in SHAPES.get(chip, ()) if slices * number_of(f"{chip}:{shape}") == number]
         if platform == "tpu" and not shapes:
-            raise UserError(f"--topology {chip}: no slice has {number} devices, as {fixed[0].where} asks for")
+            raise UserError(f"--topology {chip}: no slice has {number} devices, as {where} asks for")
         shape = str(number) if platform == "gpu" else shapes[0]
     if platform == "tpu" and shape not in SHAPES[chip]:
         raise UserError(f"--topology {chip}:{shape}: shapes of {chip} are {', '.join(SHAPES[chip])}")
@@ -222,30 +175,17 @@ def placement(recipe: Recipe, platform: str, topology: str | None, slices: int, 
     if number % each:
         raise UserError(f"--topology {chip}:{shape}: {number} devices do not fill hosts of {each}; see --per-host")
     place = Placement(chip, shape, slices, number // each, each)
-    for mesh in meshes:  # all devices have to be taken
-        left = place.devices - mesh.apart
-        if left < mesh.size or left % mesh.size or (left > mesh.size and not mesh.is_open):
+    for where, size, apart, is_open in meshes:  # all devices have to be taken
+        left = place.devices - apart
+        if left < size or left % size or (left > size and not is_open):
             times = f" x {slices} slices" if slices > 1 else ""
-            wants = f"needs a multiple of {mesh.size}" if mesh.is_open else f"is for {mesh.size}"
-            apart = f" beside the {mesh.apart} that only teach or sample" if mesh.apart else ""
+            wants = f"needs a multiple of {size}" if is_open else f"is for {size}"
+            beside = f" beside the {apart} that only teach or sample" if apart else ""
             raise UserError(
-                f"{mesh.where} {wants} devices{apart}, and --topology {place.topology}{times} has {place.devices}: "
-                f"change one of them, e.g. {mesh.where}=auto"
+                f"{where} {wants} devices{beside}, and --topology {place.topology}{times} has {place.devices}: "
+                f"change one of them, e.g. {where}=auto"
             )
     return place
-
-
-def _meshes(recipe: Recipe) -> list[Wanted]:
-    """The meshes of a recipe; `auto` leaves everything open."""
-    meshes = []
-    for index, stage in enumerate(recipe.stages or (recipe,)):
-        sizes = [size for _, size in stage.mesh] if isinstance(stage.mesh, MeshConfig) else [-1]
-        where = f"stages.{index}.mesh" if recipe.stages else "mesh"
-        teaching = stage.teacher.mesh.size if stage.teacher and stage.teacher.mesh else 0
-        sampling = stage.rollout.devices.devices or 0 if stage.rollout.devices else 0
-        size = math.prod(size for size in sizes if size != -1)
-        meshes.append(Wanted(where, size, teaching + sampling, -1 in sizes))
-    return meshes
 
 
 PLATFORMS = {"slurm": "gpu", "gke-tpu": "tpu", "gke-gpu": "gpu", "pathways": "tpu"}
@@ -326,15 +266,30 @@ def job_of(recipe: Recipe, options: Options) -> Job:
     if options.target == "slurm":
         for stage in recipe.stages or (recipe,):
             for key, folder in (("output", recipe.output), ("checkpoint.folder", stage.checkpoint.folder)):
-                if folder is not None and _below(folder, OWN_DISKS):
+                if folder is not None and _within(folder, OWN_DISKS):
                     raise UserError(
                         f"{key}: {folder} is on each node's own disk: a job that is started again may get other nodes. "
                         "Take a folder that all nodes share, such as one in your home folder"
                     )
         return Job(name, recipe.to_yaml(), {}, place, options)
-    lost = require_lasting(recipe, options.mounts)
-    files = sent_along(recipe, options.mounts)
-    return Job(name, recipe.to_yaml(), files, place, options, tuple(lost))
+    # A pod's end must lose nothing that the next one needs.
+    volumes, lost = [mount.path for mount in options.mounts], list[str]()
+    if not _within(recipe.output, volumes):
+        lost.append(
+            f"output: {recipe.output} is on the pod's own disk: checkpoints stay, but metrics.jsonl, samples and "
+            "export/ go with the pod; --mount CLAIM:/runs output=/runs/... keeps them"
+        )
+    for stage in recipe.stages or (recipe,):
+        folder = stage.checkpoint.folder
+        if lost if folder is None else url_of(folder) is None and not _within(folder, volumes):
+            where = f"output: {recipe.output}" if folder is None else f"checkpoint.folder: {folder}"
+            stem = PurePosixPath(recipe.output).name
+            raise UserError(
+                f"{where} is on the pod's own disk, which goes with the pod: a restart would begin again. Put the run "
+                f"on a volume, --mount CLAIM:/runs output=/runs/{stem}, or its checkpoints on "
+                f"checkpoint.folder=gs://BUCKET/{stem}"
+            )
+    return Job(name, recipe.to_yaml(), sent_along(recipe, volumes), place, options, tuple(lost))
 
 
 def _check(options: Options) -> None:

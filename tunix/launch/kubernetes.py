@@ -57,11 +57,34 @@ def manifest(job: Job) -> str:
     Raises:
         UserError: Pathways has no such machines.
     """
-    workload = pathways_job(job) if job.options.target == "pathways" else job_set(job)
+    place = job.placement
+    if job.options.target == "pathways":
+        # Its workers are the slices, its controller runs the recipe.
+        machine = MACHINES.get((place.chip, place.per_host))
+        if machine is None:
+            known = ", ".join(f"{number} x {chip}" for chip, number in MACHINES)
+            raise UserError(f"--topology {place.topology}: Pathways has hosts of {known}, and not of {place.per_host}")
+        workload: Tree = {
+            "apiVersion": "pathways-job.pathways.domain/v1",
+            "kind": "PathwaysJob",
+            "metadata": _metadata(job, job.name),
+            "spec": {
+                "maxRestarts": job.options.restarts,
+                "pathwaysDir": job.options.pathways_dir,
+                "workers": [{"type": machine, "topology": place.shape, "numSlices": place.slices}],
+                "controller": {
+                    "deploymentMode": "default",
+                    "mainContainerName": CONTAINER,
+                    "template": {"spec": _pod(job, {})},
+                },
+            },
+        }
+    else:
+        workload = job_set(job)
     data = {key: job.files.get(path, job.recipe) for key, path in _keys(job).items()}
     about = _metadata(job, f"{job.name}-recipe")
     config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": data}
-    title = f"# {job.name}: {job.placement.described}, written by `tunix launch` {__version__}."
+    title = f"# {job.name}: {place.described}, written by `tunix launch` {__version__}."
     return "\n".join((title, write_yaml(config_map) + "---", write_yaml(workload)))
 
 
@@ -121,34 +144,6 @@ def job_set(job: Job) -> Tree:
     }
 
 
-def pathways_job(job: Job) -> Tree:
-    """The PathwaysJob: its workers are the slices, its controller runs the recipe.
-
-    Raises:
-        UserError: Pathways has no such machines.
-    """
-    place = job.placement
-    machine = MACHINES.get((place.chip, place.per_host))
-    if machine is None:
-        known = ", ".join(f"{number} x {chip}" for chip, number in MACHINES)
-        raise UserError(f"--topology {place.topology}: Pathways has hosts of {known}, and not of {place.per_host}")
-    return {
-        "apiVersion": "pathways-job.pathways.domain/v1",
-        "kind": "PathwaysJob",
-        "metadata": _metadata(job, job.name),
-        "spec": {
-            "maxRestarts": job.options.restarts,
-            "pathwaysDir": job.options.pathways_dir,
-            "workers": [{"type": machine, "topology": place.shape, "numSlices": place.slices}],
-            "controller": {
-                "deploymentMode": "default",
-                "mainContainerName": CONTAINER,
-                "template": {"spec": _pod(job, {})},
-            },
-        },
-    }
-
-
 def _metadata(job: Job, name: str) -> Tree:
     """Name, namespace and label of an object."""
     where = {} if job.options.namespace is None else {"namespace": job.options.namespace}
@@ -157,11 +152,7 @@ def _metadata(job: Job, name: str) -> Tree:
 
 def _pod(job: Job, variables: Tree) -> Tree:
     """A pod with its volumes, its grace period, and one container that runs tunix as its first process, so that SIGTERM
-    reaches it.
-
-    Args:
-        variables: name -> text, or where the value comes from.
-    """
+    reaches it, with variables: name -> text, or where the value comes from."""
     options = job.options
     kept = options.mounts[0].path if options.mounts else SCRATCH
     caches = {"HF_HOME": f"{kept}/.cache/huggingface", "JAX_COMPILATION_CACHE_DIR": f"{kept}/.cache/jax"}

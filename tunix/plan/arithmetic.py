@@ -3,6 +3,8 @@
 Products and kernels of attention hide what they read behind what they multiply, or the other way round; what stands
 between them (norms, rope, activations, the optimizer) waits for memory alone, and adds to that. Nothing is counted that
 a better compiler could leave out, so that no run on these devices is faster.
+
+At the end, an upper estimate of the memory of a run (`ample`): of one that is little nothing need be compiled.
 """
 
 import math
@@ -14,11 +16,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from tunix.errors import UserError
 from tunix.lora.config import AdapterConfig
 from tunix.mesh import RULES, groups_of
+from tunix.models.attention.attend import SHORT
 from tunix.models.config import DecoderConfig
 from tunix.models.scan import KEEPS, Remat
+from tunix.plan.subject import structure
+from tunix.recipe.recipe import Recipe
+from tunix.run.opening import weight_counts
+from tunix.trainer.mesh_choice import BYTES
+from tunix.trainer.microbatches import TOKENS_ELSEWHERE
 from tunix.trainer.perf import adapter_weights, idle_weights, matmul_weights, matrices, mixing_flops
+from tunix.trainer.remat import activations
 from tunix.types import Batch
 from tunix.util.chips import Chip
 from tunix.util.trees import bytes_of
@@ -46,9 +56,6 @@ class Work(NamedTuple):
         """The least time on a chip, and what most of it waits for: `compute` or `memory`."""
         compute, memory, between = self.flops / chip.flops, self.bytes / chip.bandwidth, self.between / chip.bandwidth
         return max(compute, memory) + between, "compute" if compute > max(memory, between) else "memory"
-
-
-NOTHING = Work()
 
 
 def training(
@@ -233,4 +240,39 @@ def exchanged(
     return Sent(dict(kinds), far)
 
 
-NOTHING_SENT = Sent({}, 0.0)
+SHARE = 0.5
+"""The part of a device's memory that the estimate may take."""
+STATE = 20
+"""Bytes of a weight that trains, with two moments, the gradients of a micro-batch and their sum, all in float32."""
+
+
+def ample(recipe: Recipe, memory: float) -> bool:
+    """Whether all stages of a recipe take at most SHARE of one device's memory, of the bytes that JAX may take of the
+    smallest, by an estimate that is above what they need.
+
+    False too where that is not known: a model of no known sizes, an adapter from a folder, an algorithm of the
+    user's, a critic, a teacher, a reward model, pictures.
+    """
+    model = recipe.model
+    try:
+        config = structure(model, recipe.data.pictures is not None).decoder
+    except UserError:
+        return False
+    if config.vision is not None:
+        return False
+    item, stored = BYTES[model.dtype], BYTES[model.param_dtype or model.dtype]
+    remat = "block" if model.remat == "auto" else model.remat
+    for stage in recipe.stages or (recipe,):
+        trained, total = weight_counts(stage, config)
+        name, judged = stage.algorithm.name, stage.reward and stage.reward.model
+        if trained is None or stage.teacher or judged or name == "ppo" or ":" in name or remat == "offload":
+            return False
+        # A pair is packed into one row.
+        length = stage.data.max_length * (2 if name in ("dpo", "reward") else 1)
+        tokens = max(TOKENS_ELSEWHERE, (stage.micro_batch_size or 1) * length)
+        needed = sum(activations(config, remat, item, tokens, min(length, SHORT)))
+        # Beside a weight that trains there may be a reference's and the sampler's copy, beside a frozen one the latter.
+        frozen = total - trained if stage.adapter is None else total
+        if (STATE + 2 * item) * trained + (stored + item) * frozen + needed > SHARE * memory:
+            return False
+    return True

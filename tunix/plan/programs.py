@@ -20,6 +20,7 @@ from tunix.rollout.engine.pieces import Piece
 from tunix.rollout.engine.programs import State, decode, initial_state, prefill
 from tunix.rollout.engine.shapes import Sizes
 from tunix.rollout.engine.slots import Slots
+from tunix.run.setup import Shapes
 from tunix.trainer.frozen_model import compute_states, not_shared
 from tunix.trainer.learner import abstract_moments
 from tunix.trainer.microbatches import Microbatcher, Microbatches, TrainerSpec
@@ -28,21 +29,12 @@ from tunix.trainer.step import step as train_step
 from tunix.types import Batch, Loss, Pictures
 from tunix.util.exact import jit
 
-Shapes = dict[str, jax.ShapeDtypeStruct]
-"""Parameters by name: shape, dtype and sharding."""
-
 
 def microbatches_of(
     batch: Batch, microbatcher: Microbatcher, pictures: int = 0, vision: VisionConfig | None = None
 ) -> Microbatches:
-    """The shapes of a batch as `Microbatcher.place` puts it on the mesh.
-
-    Args:
-        batch: made without pictures.
-        microbatcher: splits it.
-        pictures: of a row, where the model sees them.
-        vision: the tower that sees them; None without any.
-    """
+    """The shapes of a batch, which was made without pictures, as `Microbatcher.place` puts it on the mesh; of so many
+    pictures of a row where the model has a tower that sees them."""
 
     def described(tree: Any, where: NamedSharding) -> Any:
         def shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -77,15 +69,8 @@ def step(
     reference: Shapes | None = None,
     teacher: TeacherStates | None = None,
 ) -> jax.stages.Lowered:
-    """The training step of a learner with these parameters, as `Learner.step` runs it.
-
-    Args:
-        params: those that train.
-        base: the frozen ones under an adapter.
-        microbatches: shapes of the batch.
-        reference: where the loss reads its log-probs.
-        teacher: where the loss reads a divergence from it.
-    """
+    """The training step of a learner with these parameters, over a frozen base where it trains an adapter, as
+    `Learner.step` runs it; with the reference or the teacher that the loss reads."""
     number, key = jax.eval_shape(lambda: (jnp.int32(0), jax.random.key(0)))
     everywhere = NamedSharding(spec.mesh, PartitionSpec())
     number, key = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for x in (number, key))
@@ -100,13 +85,8 @@ def step(
 def teacher_states(
     model: Model, mesh: Mesh, params: Shapes, of_teacher: Microbatches, students: Microbatches
 ) -> jax.stages.Lowered:
-    """A teacher's states of a batch, as `Teacher.states` computes them.
-
-    Args:
-        mesh: the teacher's.
-        of_teacher: the batch in the teacher's micro-batches.
-        students: the same batch in the student's.
-    """
+    """A teacher's states of a batch on its mesh, as `Teacher.states` computes them: the batch in its micro-batches, and
+    in its students'."""
     number, rows, _ = students.rows["tokens"].shape
     with jax.set_mesh(mesh):
         compiled = jit(partial(compute_states, model), static_argnames=("number", "rows"))

@@ -22,7 +22,7 @@ from tunix.data.packing import pack
 from tunix.data.pipeline import pictures_of_row
 from tunix.models.model import Model
 from tunix.plan import arithmetic, programs
-from tunix.plan.arithmetic import NOTHING, NOTHING_SENT, Sent, Work
+from tunix.plan.arithmetic import Sent, Work
 from tunix.plan.subject import Place, Subject, Trained
 from tunix.run.rehearsal import Rehearsal, Scored
 from tunix.trainer.logprobs import Scorer, Scores
@@ -49,9 +49,9 @@ class Program:
     """Tokens of one run over all devices."""
     model_flops: float = 0.0
     """FLOPs of the model in one run over all devices, without recomputation; 0 where it does not train."""
-    work: Work = NOTHING
+    work: Work = field(default_factory=Work)
     """What one run multiplies and moves on each device at the least, by arithmetic."""
-    sent: Sent = NOTHING_SENT
+    sent: Sent = field(default_factory=lambda: Sent({}, 0.0))
     """What each device sends in one run at the least, by arithmetic."""
     lowered: jax.stages.Lowered | None = None
     """None where arithmetic says what it needs."""
@@ -107,7 +107,7 @@ class Recorder(Rehearsal):
         if loss.divergence is not None and teacher is not None:
             states = programs.states_of(teacher.model, spec.mesh, shapes)
             theirs, mesh = programs.microbatches_of(batch, teacher.microbatcher), teacher.microbatcher.mesh
-            program = self._asked(
+            program = self.asked(
                 ("teacher", *_key(theirs)),
                 "teacher's states",
                 ("teacher",),
@@ -122,7 +122,7 @@ class Recorder(Rehearsal):
         reads = ["critic and its moments"] if of == "critic" else ["weights", "optimizer's moments"]
         reads += ["frozen base", *(["reference"] if reference else [])]
         name = "step" if of == "policy" else "critic's step"
-        program = self._asked((of, loss, *_key(shapes)), name, tuple(reads), lower)
+        program = self.asked((of, loss, *_key(shapes)), name, tuple(reads), lower)
         program.tokens = int((np.asarray(batch.segment_ids) > 0).sum())
         program.model_flops = training_flops(model.config, batch, spec.adapter)
         program.work = arithmetic.training(
@@ -169,7 +169,7 @@ class Recorder(Rehearsal):
         shapes = programs.microbatches_of(batch, microbatcher, microbatcher.pictures, model.config.vision)
         name = kind if kind != "logprobs" else "log-probs" if of == "policy" else f"{of}'s log-probs"
         reads = {"policy": "weights", "critic": "critic and its moments"}.get(of, of)
-        program = self._asked(
+        program = self.asked(
             (name, temperature, *_key(shapes)),
             name,
             (reads, "frozen base"),
@@ -179,7 +179,7 @@ class Recorder(Rehearsal):
         _note_pass(program, model, params, batch, microbatcher.mesh, shapes.number, head=kind != "values")
         return [np.zeros(len(x.tokens), np.float32) for x in sequences]
 
-    def _asked(
+    def asked(
         self,
         key: tuple[Hashable, ...],
         name: str,
@@ -188,7 +188,9 @@ class Recorder(Rehearsal):
     ) -> Program:
         """The program of this key, which runs once more; lowered where it is new."""
         if key not in self.programs:
-            self.programs[key] = _traced(name, reads, lower)
+            start = time.perf_counter()
+            program = Program(name, reads=reads, lowered=lower(), traced_in=time.perf_counter() - start)
+            self.programs[key] = program
         self.programs[key].times += 1
         return self.programs[key]
 
@@ -208,15 +210,10 @@ def _key(shapes: Microbatches) -> tuple[Hashable, ...]:
     return tree, *leaves
 
 
-def _traced(name: str, reads: tuple[str, ...], lower: Callable[[], jax.stages.Lowered]) -> Program:
-    """A program that is lowered now, and how long that takes."""
-    start = time.perf_counter()
-    return Program(name, reads=reads, lowered=lower(), traced_in=time.perf_counter() - start)
-
-
 def programs_of(subject: Subject) -> list[Program]:
     """The programs of a run: what its algorithm asks for, and the engine's at their largest."""
-    recorder, algorithm = Recorder(subject), subject.setup.algorithm
+    recorder = Recorder(subject)  # pyright: ignore[reportAbstractUsage]  # it saves nothing
+    algorithm = subject.setup.algorithm
     if algorithm.needs.reference == "run":
         of = "policy" if algorithm.needs.reference_path is None else "reference"  # the policy at its start, or another
         algorithm.precomputed_logprobs = lambda sequence: recorder.logprobs([sequence], of)[0]
@@ -240,10 +237,11 @@ def programs_of(subject: Subject) -> list[Program]:
     if not sampled.matters:  # it only shows samples
         return [*asked, publish, Program("pages of the cache", place, peak=pages, caches=pages)]
     copy, weights, piece = ("sampler's copy",), sampled.weights, sizes.piece * sizes.shards
-    decoding = _traced("decode", copy, lambda: programs.decoding(model, mesh, weights, state, sizes))
-    filling = _traced("prefill", copy, lambda: programs.prefilling(model, mesh, weights, state, sizes))
+    ask = recorder.asked
+    decoding = ask(("decode",), "decode", copy, lambda: programs.decoding(model, mesh, weights, state, sizes))
+    filling = ask(("prefill",), "prefill", copy, lambda: programs.prefilling(model, mesh, weights, state, sizes))
     for program, tokens in ((decoding, sizes.slots), (filling, piece)):
-        program.place, program.tokens, program.caches = place, tokens, pages
+        program.place, program.tokens, program.caches, program.times = place, tokens, pages, 0.0
         program.besides = sampled.copied - bytes_of(weights)  # what the copy shares with a frozen base is there once
     if subject.setup.samples:
         prompts, work, item = subject.setup.recipe.batch_size, sampled.work, jnp.dtype(model.dtype).itemsize
@@ -260,4 +258,4 @@ def programs_of(subject: Subject) -> list[Program]:
         )
         for program in (decoding, filling):
             program.sent = arithmetic.exchanged(config, mesh, program.tokens, item)
-    return [*asked, decoding, filling, publish]
+    return [*recorder.programs.values(), publish]

@@ -1,5 +1,4 @@
-"""What a run holds in its devices' memory, as shapes: weights, moments, the reference, a critic, a teacher, the engine;
-and, by arithmetic alone, whether that is so little that nothing need be compiled to see that it fits (`ample`).
+"""What a run holds in its devices' memory, as shapes: weights, moments, the reference, a critic, a teacher, the engine.
 
 The model's structure is known without its weights and without a download. The pieces are built by the functions that a
 run uses, up to the point where weights would be read.
@@ -12,34 +11,27 @@ from typing import Any, Literal
 
 from jax.sharding import Mesh
 
-from tunix.algorithms.base import Algorithm
 from tunix.config import DType, ModelConfig
 from tunix.errors import UserError
 from tunix.hf.peft_folder import CONFIG, named_base
 from tunix.hf.run_export import exported
 from tunix.hf.source import Source, from_scratch, settled
 from tunix.mesh import build_mesh
-from tunix.models.attention.attend import SHORT
 from tunix.models.config import DecoderConfig, is_own
 from tunix.models.families.table import presets, read_config, with_vision
 from tunix.models.kv_cache import LAYERS, Weights
 from tunix.models.model import Model
-from tunix.plan import programs
-from tunix.plan.programs import Shapes
-from tunix.recipe.algorithms import algorithm_class
+from tunix.plan.programs import moments, shared, views
 from tunix.recipe.recipe import Recipe
-from tunix.recipe.sections import Sections
 from tunix.rollout.engine.shapes import Sizes
 from tunix.run.describe import remat_line, sampling_line
 from tunix.run.frozen_models import divided
-from tunix.run.kernels import attention_line, experts_line
-from tunix.run.opening import weight_counts
+from tunix.run.kernels import attention_of, experts_line
+from tunix.run.opening import cached_config
 from tunix.run.sampler import local_engine
-from tunix.run.setup import Setup, apart
-from tunix.trainer.mesh_choice import BYTES
-from tunix.trainer.microbatches import TOKENS_ELSEWHERE, Microbatcher, TrainerSpec, rows_per_microbatch
-from tunix.trainer.remat import activations
-from tunix.types import Sampling, Workload
+from tunix.run.setup import Setup, Shapes, algorithm_of, apart
+from tunix.trainer.microbatches import Microbatcher, TrainerSpec, rows_per_microbatch
+from tunix.types import Workload
 from tunix.util.trees import bytes_of
 
 Place = Literal["training", "sampling", "teaching"]
@@ -131,12 +123,11 @@ class Subject:
         held: dict[Place, dict[str, int]] = {place: {} for place in self.devices}
         held["training"] = {
             "weights": bytes_of(policy.params),
-            "optimizer's moments": bytes_of(programs.moments(policy.spec, policy.params)),
+            "optimizer's moments": bytes_of(moments(policy.spec, policy.params)),
             "frozen base": bytes_of(policy.base),
         }
         if critic is not None:
-            moments = programs.moments(critic.spec, critic.params)
-            held["training"]["critic and its moments"] = bytes_of([critic.params, moments])
+            held["training"]["critic and its moments"] = bytes_of([critic.params, moments(critic.spec, critic.params)])
         if self.reference is not None and self.reference.params is not policy.base:
             held["training"]["reference"] = bytes_of(self.reference.params)
         if self.teacher is not None:
@@ -152,8 +143,7 @@ class Subject:
 def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) -> Subject:
     """What a run of a recipe (without stages) holds on these devices.
 
-    Args:
-        memory: bytes of each device that programs may take; None where that is not known.
+    `memory`: bytes of each device that programs may take; None where that is not known.
 
     Raises:
         UserError: the model's sizes are not known, or the recipe does not fit the devices.
@@ -163,66 +153,63 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
         adapter, source = settled(recipe.adapter, source)
         recipe = recipe.model_copy(update={"adapter": adapter})
     students, sampling_mesh = apart(recipe.rollout.devices, divided(recipe.teacher, devices)[0])
-    sampling = Sampling(max_tokens=recipe.data.longest_completion, temperature=recipe.rollout.temperature)
-    algorithm: Algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm, sampling)
-    setup = Setup.on(students, recipe, source, algorithm, memory, sampling_mesh)
+    setup = Setup.on(students, recipe, source, algorithm_of(recipe), memory, sampling_mesh)
     setup = replace(setup, updates=(recipe.steps or 1000) * recipe.algorithm.updates_per_step)
-    mesh, spec, critic_spec = setup.mesh, setup.spec, setup.critic_spec
-    branched = setup.microbatcher.unit > 1
-    attention = attention_line(source.decoder, recipe.model, mesh, setup.length, branched=branched)
-    experts = experts_line(source.decoder, recipe.model.dtype, mesh)
+    mesh, spec, critic_spec, dtype = setup.mesh, setup.spec, setup.critic_spec, recipe.model.dtype
     policy = Trained(spec, *setup.abstract(spec))
-    sampling_of_run = sampling_line(setup) if setup.samples else None
+
+    # The reference: the base under an adapter, a copy in the compute dtype, or another model of the same structure.
+    reference, other = None, setup.algorithm.needs.reference_path is not None
+    plain = replace(spec.model, adapt=None, has_scalar_head=False)
+    if spec.adapter is not None and not other:
+        reference = Frozen(plain, policy.base, spec.microbatcher)
+    elif setup.keeps_reference or other:
+        dtypes: dict[str, DType] = {name: kind for name, kind in _cast(setup, plain).items() if not is_own(name)}
+        reference = Frozen(plain, plain.abstract(dtypes, mesh), spec.microbatcher)
+
+    teacher, config = None, recipe.teacher
+    if config is not None:
+        random = ModelConfig(init="random", family=config.family, sizes=config.sizes) if config.path is None else None
+        model = Model(structure(random or ModelConfig(path=config.path)).decoder, dtype=config.dtype)
+        teachers = mesh if config.mesh is None else build_mesh(config.mesh, divided(config, devices)[1])
+        rows = rows_per_microbatch(
+            teachers, recipe.sequences_per_update, recipe.micro_batch_size, spec.length, bool(recipe.data.packing)
+        )
+        params = model.abstract(dict.fromkeys(model.shapes, config.dtype), teachers)
+        teacher = Frozen(model, params, Microbatcher(rows, teachers))
+
     reward_model = None
     if recipe.reward is not None and recipe.reward.model is not None:
-        decoder, dtype = structure(ModelConfig(path=recipe.reward.model)).decoder, recipe.model.dtype
+        decoder = structure(ModelConfig(path=recipe.reward.model)).decoder
         model = Model(decoder, dtype=dtype, has_scalar_head=True, has_lm_head=False)
         params = model.abstract(dict.fromkeys(model.shapes, dtype), sampling_mesh or mesh)
         reward_model = Frozen(model, params, spec.microbatcher)
-    reason = setup.mesh_reason if mesh.size > 1 else None
+
+    branched = setup.microbatcher.unit > 1
+    _, attention = attention_of(source.decoder, recipe.model, mesh, setup.length, branched=branched, tried=False)
+    chosen = (
+        setup.mesh_reason if mesh.size > 1 else None,
+        attention,
+        experts_line(source.decoder, dtype, mesh),
+        remat_line(spec),
+        sampling_line(setup) if setup.samples else None,
+    )
     return Subject(
         setup,
         policy,
         None if critic_spec is None else Trained(critic_spec, *setup.abstract(critic_spec)),
-        _reference(setup, policy),
-        _teacher(recipe, spec, devices),
+        reference,
+        teacher,
         _sampled(setup, policy),
         reward_model,
-        tuple(filter(None, (reason, attention, experts, remat_line(spec), sampling_of_run))),
+        tuple(filter(None, chosen)),
     )
-
-
-def _reference(setup: Setup, policy: Trained) -> Frozen | None:
-    """The reference: the base under an adapter, a copy in the compute dtype, or another model of the same structure."""
-    spec, other = policy.spec, setup.algorithm.needs.reference_path is not None
-    if not (setup.keeps_reference or other or spec.adapter is not None):
-        return None
-    model = replace(spec.model, adapt=None, has_scalar_head=False)
-    if spec.adapter is not None and not other:
-        return Frozen(model, policy.base, spec.microbatcher)
-    dtypes: dict[str, DType] = {name: dtype for name, dtype in _cast(setup, model).items() if not is_own(name)}
-    return Frozen(model, model.abstract(dtypes, spec.mesh), spec.microbatcher)
 
 
 def _cast(setup: Setup, model: Model) -> dict[str, DType]:
     """Dtypes of weights in the precision of the computation; those that are rounded later keep theirs."""
     exact = {f"layers/{name}/w" for name, _ in model.simulated}
     return {name: setup.trained_dtype if name in exact else model.dtype for name in model.shapes}
-
-
-def _teacher(recipe: Sections, student: TrainerSpec, devices: list[Any]) -> Frozen | None:
-    config = recipe.teacher
-    if config is None:
-        return None
-    random = ModelConfig(init="random", family=config.family, sizes=config.sizes) if config.path is None else None
-    source = structure(random or ModelConfig(path=config.path))
-    mesh = student.mesh if config.mesh is None else build_mesh(config.mesh, divided(config, devices)[1])
-    model = Model(source.decoder, dtype=config.dtype)
-    rows = rows_per_microbatch(
-        mesh, recipe.sequences_per_update, recipe.micro_batch_size, student.length, bool(recipe.data.packing)
-    )
-    params = model.abstract(dict.fromkeys(model.shapes, config.dtype), mesh)
-    return Frozen(model, params, Microbatcher(rows, mesh))
 
 
 def _sampled(setup: Setup, policy: Trained) -> Sampled | None:
@@ -238,7 +225,7 @@ def _sampled(setup: Setup, policy: Trained) -> Sampled | None:
     if work is None or recipe.rollout.engine == "vllm":
         return None
     engine = local_engine(setup)
-    weights = programs.views(spec.model, engine.mesh, policy.all)
+    weights = views(spec.model, engine.mesh, policy.all)
     matters, sizes = work.requests > shown, engine.sizes.of_requests([work.length] * work.requests)
     # The engine's copies of what trains.
     top = [x for name, x in weights.top.items() if name in policy.params]
@@ -249,21 +236,14 @@ def _sampled(setup: Setup, policy: Trained) -> Sampled | None:
         arriving, later = (max(bytes_of(params[name]) for name in names) for names in (params, policy.params))
         newer = later + moved if recipe.rollout.max_staleness else 0
         return Sampled(engine.mesh, sizes, weights, work, "sampling", bytes_of(weights), arriving, newer, matters)
-    kept = programs.shared(weights, policy.base) if policy.base else {}
+    kept = shared(weights, policy.base) if policy.base else {}
     kept = {name: x for name, x in kept.items() if name not in policy.params}
     copied, newer = bytes_of(weights) - bytes_of(kept), moved if recipe.rollout.max_staleness else 0
     return Sampled(engine.mesh, sizes, weights, work, "training", copied, 0, newer, matters)
 
 
-# --- The model's structure ------------------------------------------------------------------------------------------
-
-
 def structure(config: ModelConfig, pictures: bool = False) -> Source:
-    """The source of a recipe's model, with neither weights nor tokenizer.
-
-    Args:
-        config: the recipe's `model` section.
-        pictures: whether the tower that sees pictures belongs to the model.
+    """The source of a recipe's model, with neither weights nor tokenizer, but with a tower that sees pictures if asked.
 
     Raises:
         UserError: the model's sizes are not known here.
@@ -287,14 +267,8 @@ def decoder_of(path: str, pictures: bool = False) -> DecoderConfig:
         return decoder_of(base, pictures)
     if folder.is_dir():
         return read_config(folder, pictures)
-    import huggingface_hub
-
-    try:
-        cached = huggingface_hub.try_to_load_from_cache(path, "config.json")
-    except huggingface_hub.errors.HFValidationError:  # no hub id
-        cached = None
-    if isinstance(cached, str):
-        return read_config(Path(cached).parent, pictures)
+    if (cached := cached_config(path)) is not None:
+        return read_config(cached.parent, pictures)
     if (name := named_preset(path)) is not None:
         return with_vision(presets()[name], published=True) if pictures else presets()[name]
     raise UserError(
@@ -312,49 +286,3 @@ def named_preset(name: str) -> str | None:
 
 def _bare(name: str) -> str:
     return re.sub(r"[-_ ]", "", name.lower())
-
-
-# --- Whether memory is ample ------------------------------------------------------------------------------------------
-
-
-SHARE = 0.5
-"""The part of a device's memory that the estimate may take."""
-STATE = 20
-"""Bytes of a weight that trains, with two moments, the gradients of a micro-batch and their sum, all in float32."""
-
-
-def ample(recipe: Recipe, memory: float) -> bool:
-    """Whether all stages of a recipe take at most SHARE of one device, by an estimate that is above what they need.
-
-    False too where that is not known: a model of no known sizes, an adapter from a folder, an algorithm of the
-    user's, a critic, a teacher, a reward model, pictures.
-
-    Args:
-        memory: bytes that JAX may take of the smallest device.
-    """
-    try:
-        config = structure(recipe.model, recipe.data.pictures is not None).decoder
-    except UserError:
-        return False
-    if config.vision is not None:
-        return False
-    stages = recipe.stages or (recipe,)
-    return all(_bytes(stage, recipe.model, config) <= SHARE * memory for stage in stages)
-
-
-def _bytes(recipe: Recipe, model: ModelConfig, config: DecoderConfig) -> float:
-    """An upper estimate of a run's memory on one device; infinity where it is not known."""
-    trained, total = weight_counts(recipe, config)
-    name, reward_model = recipe.algorithm.name, recipe.reward.model if recipe.reward else None
-    remat = "block" if model.remat == "auto" else model.remat
-    if trained is None or recipe.teacher or reward_model or name == "ppo" or ":" in name or remat == "offload":
-        return float("inf")
-    item = BYTES[model.dtype]
-    stored = BYTES[model.param_dtype or model.dtype]
-    # A pair is packed into one row.
-    length = recipe.data.max_length * (2 if name in ("dpo", "reward") else 1)
-    tokens = max(TOKENS_ELSEWHERE, (recipe.micro_batch_size or 1) * length)
-    needed = activations(config, remat, item, tokens, min(length, SHORT))
-    # Beside a weight that trains there may be a reference's and the sampler's copy, beside a frozen one the latter.
-    frozen = total - trained if recipe.adapter is None else total
-    return (STATE + 2 * item) * trained + (stored + item) * frozen + sum(needed)

@@ -49,11 +49,7 @@ SHOWN = (
 
 
 def compiled(lowered: jax.stages.Lowered, target: str) -> dict[str, Any]:
-    """What the compiler says of a program, or is known to have said: fields of `Program`.
-
-    Args:
-        target: the devices' name: programs for other devices are others.
-    """
+    """What the compiler for `target` says of a program, or is known to have said: fields of `Program`."""
     said = (VERSION, jax.__version__, target, lowered.as_text())
     file = KEPT.expanduser() / f"{hashlib.sha256(json.dumps(said).encode()).hexdigest()}.json"
     if file.is_file():
@@ -140,11 +136,6 @@ class Verdict:
         return max(needed or [sum(self.held[place].values())])
 
     @property
-    def fits(self) -> bool:
-        """Whether every program does."""
-        return not self.misfits
-
-    @property
     def misfits(self) -> list[Place]:
         """The places whose devices have not enough memory."""
         refused = {program.place for program in self.programs if program.refused}
@@ -161,7 +152,7 @@ class Verdict:
             "number": self.target.number,
             "limit": self.target.limit,
             "needed": max(map(self.most_on, self.held)),
-            "fits": self.fits,
+            "fits": not self.misfits,
             "places": places,
             "chosen": self.chosen,
             "programs": [
@@ -188,11 +179,7 @@ class Verdict:
 
 
 def examined(subject: Subject, target: Target, tell: Callable[[str], None] = lambda _: None) -> Verdict:
-    """Compiles all programs of a run.
-
-    Args:
-        tell: receives the name of each program before it is compiled.
-    """
+    """Compiles all programs of a run, and tells the name of each before that."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         each = pool.map(lambda x: measured(x, subject.held[x.place], target, tell), programs_of(subject))
         programs = sorted(each, key=lambda x: x.total, reverse=True)
@@ -215,13 +202,8 @@ def refuted(subject: Subject, target: Target, place: Place) -> bool:
 def measured(
     program: Program, held: dict[str, int], target: Target, tell: Callable[[str], None] = lambda _: None
 ) -> Program:
-    """A program with what it needs and the least time that it takes, by its compiler where it has to be asked.
-
-    Args:
-        held: bytes on each device that the run holds between two programs, by what they are.
-        target: the devices.
-        tell: receives its name before it is compiled.
-    """
+    """A program with what it needs and the least time that it takes, by its compiler where it has to be asked; `held`
+    are bytes on each device that the run holds between two programs, by what they are."""
     if program.lowered is None:
         kinds = {**held, "caches": program.caches, "copies": program.peak - program.caches}
         total = sum(kinds.values())
@@ -242,9 +224,6 @@ def measured(
     return replace(program, total=total, kinds={name: size for name, size in kinds.items() if size})
 
 
-# --- Changes that would fit -----------------------------------------------------------------------------------------
-
-
 MOST_DEVICES = 64
 """Devices that are suggested at most."""
 Change = tuple[str, ...]
@@ -253,14 +232,8 @@ TOPOLOGY = "--topology "
 
 
 def remedies(recipe: Recipe, worst: str, topology: str | None, place: Place = "training") -> Iterator[Change]:
-    """Changes to try, in order.
-
-    Args:
-        recipe: of one run, without stages.
-        worst: name of the program that needs most.
-        topology: of the plan; None for the devices at hand.
-        place: whose devices have not enough memory.
-    """
+    """Changes to a recipe without stages to try, in order, where the devices of a place have not enough memory for the
+    program of name `worst`."""
     slots, size = recipe.rollout.slots or 256, recipe.micro_batch_size or recipe.sequences_per_update
     fewer_slots = [(f"rollout.slots={slots // part}",) for part in (2, 4, 8, 16) if slots // part]
     smaller = [f"micro_batch_size={size // part}" for part in (2, 4, 16) if size // part]
@@ -328,9 +301,6 @@ def change(recipe: Recipe, verdict: Verdict, named: str | None, tell: Tell) -> s
     return " ".join(together) if len(changes) == len(verdict.misfits) and suits(together, verdict.held) else None
 
 
-# --- The process ----------------------------------------------------------------------------------------------------
-
-
 SOURCE = ("path", "init", "family", "preset", "sizes")
 """Keys of `model` that say what it is."""
 
@@ -338,9 +308,7 @@ SOURCE = ("path", "init", "family", "preset", "sizes")
 def answer(request: dict[str, Any], tell: Tell) -> None:
     """Plans every stage of a recipe, and tries changes where one does not fit.
 
-    Args:
-        request: `recipe` and `name` of `Recipe.build`, `topology` (None for the devices at hand), `remedies`.
-        tell: receives each line of the answer.
+    A request has `recipe` and `name` of `Recipe.build`, `topology` (None for the devices at hand) and `remedies`.
     """
     named = request["topology"]
     recipe = Recipe.build(request["recipe"], request["name"])
@@ -353,7 +321,7 @@ def answer(request: dict[str, Any], tell: Tell) -> None:
         subject = subject_of(stage, devices, float(target.limit))
         verdict = examined(subject, target, lambda program: tell({"compiling": program}))
         tell({"verdict": verdict.report(), "stage": number})
-        if not verdict.fits and request["remedies"]:
+        if verdict.misfits and request["remedies"]:
             tell({"change": change(stage, verdict, named, tell), "stage": number})
 
 

@@ -8,21 +8,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tunix.algorithms.base import Algorithm
 from tunix.data.examples import Examples
-from tunix.distributed.global_arrays import own_part
 from tunix.hf.model_folder import require_classifier
 from tunix.hf.source import settled
-from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.notes import update_notes
 from tunix.recipe.recipe import Recipe
-from tunix.rollout.asynchronous import FILE, Journal
 from tunix.rollout.collect import Collector
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED
 from tunix.rollout.rewards.scorer import Scorer
-from tunix.run import describe
 from tunix.run.client import client_of
+from tunix.run.describe import details, device_notes, stage_lines
 from tunix.run.frozen_models import divided, reference_source, teacher_source
 from tunix.run.inputs import (
     asynchronous,
@@ -32,7 +28,6 @@ from tunix.run.inputs import (
     open_inputs,
     open_stream,
     samples_of,
-    sampling_of,
     steps_of,
 )
 from tunix.run.kernels import attention_of, check_exchange, check_products
@@ -40,19 +35,14 @@ from tunix.run.loop import Job
 from tunix.run.reference_cache import reference_logprobs
 from tunix.run.rehearsal import compiled_ahead
 from tunix.run.reward_model import judge
-from tunix.run.setup import Setup, apart, row_kind_of
+from tunix.run.setup import Setup, algorithm_of, apart, row_kind_of
 from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.progress import Display
 
 
 def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") -> Job:
-    """Builds everything that the loop of a run needs.
-
-    Args:
-        recipe: of one stage.
-        folder: the run folder.
-        display: is told what is trained on what.
-        stage: what that line begins with, e.g. `stage 1 of 2, `.
+    """Builds everything that the loop of a run needs, and displays what is trained on what, in a line that begins with
+    `stage`, e.g. `stage 1 of 2, `.
 
     Raises:
         UserError: something that the recipe names is missing or does not fit.
@@ -66,8 +56,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     teacher = teacher_source(recipe, source)
     environment, data = recipe.rollout.environment, recipe.data
     play = Player(environment, inputs.tokenizer, data.template_kwargs) if environment else None
-    sampling = sampling_of(recipe, inputs, play.stop_strings if play else ())
-    algorithm: Algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm, sampling)
+    algorithm = algorithm_of(recipe, source.stop_ids, play.stop_strings if play else ())
     if algorithm.needs.values == "alone":
         require_classifier(source.decoder)
 
@@ -91,20 +80,18 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     if recipe.reward is not None and recipe.reward.functions:
         scorer = Scorer(recipe.reward.functions, recipe.reward.deadline, recipe.reward.workers)
         scorer.check([*inputs.train[0], *data.columns, *ADDED])
-    rewards = recipe.reward and judge(
-        recipe.reward, inputs.tokenizer, data, model.dtype, own_part(sampling_mesh or mesh)
-    )
+    rewards = recipe.reward and judge(recipe.reward, inputs.tokenizer, data, model.dtype, sampling_mesh or mesh)
     collector = Collector(inputs.tokenizer, algorithm.sampling, scorer, play, data.max_length, rewards)
     stream = open_stream(setup, inputs, collector)
     total = recipe.steps or steps_of(setup, inputs)
-    for note in (*describe.device_notes(mesh), *update_notes(recipe, len(inputs.train), total)):
+    for note in (*device_notes(mesh), *update_notes(recipe, len(inputs.train), total)):
         display.say(f"note: {note}")
 
     # Weights
     setup = replace(setup, recipe=recipe, updates=total * recipe.algorithm.updates_per_step)
     client = client_of(setup, teacher=teacher, reference=reference)
-    display.say(stage + "\n".join(describe.stage_lines(setup, inputs, total)))
-    for line in describe.details(setup, client.learner, inputs, total, attention):
+    display.say(stage + "\n".join(stage_lines(setup, inputs, total)))
+    for line in details(setup, client.learner, inputs, total, attention):
         display.detail(line)
     if algorithm.needs.reference == "run":
         algorithm.precomputed_logprobs = reference_logprobs(setup, inputs, client, folder, display)
@@ -113,8 +100,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
         display.say("there is no score.weight to go on from: the scalar head is new, and starts at 0")
     stop = threading.Event()
     if recipe.rollout.max_staleness:
-        journal = Journal(folder / FILE, recipe.identity)
-        stream = asynchronous(setup, stream, client, journal, total, stop)
+        stream = asynchronous(setup, stream, client, folder, total, stop)
     return Job(
         folder=folder,
         client=client,

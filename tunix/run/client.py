@@ -1,6 +1,7 @@
 """Weights on the devices of a `Setup`: the client of a run, the policy of its checkpoints, and `tunix.client`."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from tunix.models.quantization.formats import check_unrounded
 from tunix.protocols import Sampler
 from tunix.recipe.recipe import known_keys
 from tunix.recipe.sections import Sections
-from tunix.run.frozen_models import build_teacher, reference_weights
+from tunix.run.frozen_models import build_teacher
 from tunix.run.sampler import local_engine, servers_of
 from tunix.run.setup import Setup
 from tunix.trainer.config import OptimizerConfig
@@ -125,11 +126,8 @@ def client_of(
 ) -> Trainer:
     """The client of a run: weights on the mesh, an optimizer, a sampler, and the models that do not train beside it.
 
-    Args:
-        setup: of the run.
-        sampler: None for the servers that the recipe names, else an engine in this process.
-        teacher: the source of the teacher, if there is one.
-        reference: the source of the reference, if it is not the initial weights.
+    Without a `sampler` it has the servers that the recipe names, or else an engine in this process; without a source of
+    the `reference` that is the initial weights.
 
     Raises:
         UserError: weights are missing or do not fit, this device does not support the requested types, or the sampler's
@@ -142,13 +140,21 @@ def client_of(
         on_servers = setup.recipe.rollout.engine == "vllm"
         sampler = servers_of(setup, exporter) if on_servers else local_engine(setup)
     params, frozen = _weights(setup)
-    critic = _critic(setup, params, frozen)
+    critic = None
+    if (critic_spec := setup.critic_spec) is not None:
+        # A critic that is a separate model has the policy's initial weights, and its frozen base.
+        shapes = critic_spec.model.shapes
+        new: dict[str, DType] = {name: setup.trained_dtype for name in shapes if name not in spec.model.shapes}
+        copies = {name: jax.numpy.copy(x) for name, x in params.items() if name in shapes}
+        copies |= critic_spec.model.init(jax.random.key(setup.recipe.seed), new, setup.mesh)
+        critic = Learner(critic_spec, copies, {name: x for name, x in frozen.items() if name in shapes})
     client = local_client(spec, params, frozen, setup.keeps_reference, sampler, exporter, critic)
     learner = client.learner
     if teacher is not None:
         learner.teacher = build_teacher(setup.recipe, teacher, source, learner)
     if reference is not None:
-        learner.reference = reference_of(spec, reference_weights(reference, spec.model, setup.mesh))
+        plain, dtype = replace(spec.model, adapt=None, has_scalar_head=False), spec.model.dtype
+        learner.reference = reference_of(spec, weights(reference, plain, setup.mesh, 0, dtype, dtype, full=True)[0])
     return client
 
 
@@ -156,12 +162,7 @@ def stored_policy(setup: Setup, *, adapter: bool = False, packed: bool = False) 
     """The policy of a run's checkpoints, to be exported.
 
     Weights that are written as they were trained are read in the dtype that they are written in, which is that of the
-    computation: 2 bytes each for bfloat16.
-
-    Args:
-        setup: of the run.
-        adapter: whether the adapter is exported alone; then its base is not read.
-        packed: whether rounded weights are packed.
+    computation: 2 bytes each for bfloat16. Of an adapter that is exported alone the base is not read.
 
     Raises:
         UserError: the source's weights are missing or do not fit.
@@ -185,18 +186,6 @@ def _weights(setup: Setup) -> tuple[Params, Params]:
     if adapter.source is not None:
         return adapter_weights(adapter, model, params, trained, mesh), base
     return started(adapter, model, params, base, trained, mesh), base
-
-
-def _critic(setup: Setup, params: Params, frozen: Params) -> Learner | None:
-    """A critic that is a separate model, if there is one: it has the policy's initial weights, and its frozen base."""
-    spec, policy = setup.critic_spec, setup.spec.model
-    if spec is None:
-        return None
-    shapes = spec.model.shapes
-    new: dict[str, DType] = {name: setup.trained_dtype for name in shapes if name not in policy.shapes}
-    copies = {name: jax.numpy.copy(x) for name, x in params.items() if name in shapes}
-    copies |= spec.model.init(jax.random.key(setup.recipe.seed), new, setup.mesh)
-    return Learner(spec, copies, {name: x for name, x in frozen.items() if name in shapes})
 
 
 def _exporter(setup: Setup) -> Exporter:

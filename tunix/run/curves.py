@@ -4,6 +4,7 @@ Rows -> `Curve`s (stages one after the other) -> panels of related curves -> SVG
 and two mid-tone colours are readable on light and on dark pages.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
@@ -65,45 +66,43 @@ def write_curves(folder: Path, stages: List[Stage]) -> Path | None:
 
 def svg(title: str, stages: List[Stage]) -> str | None:
     """The picture as SVG text, or None where no metric was logged twice."""
-    starts = _starts(stages)
     panels = [
-        (name, [curve for metric in metrics if (curve := curve_of(metric, stages)).points]) for name, metrics in PANELS
+        (name, [curve for metric in metrics if (curve := curve_of(metric, stages)).parts]) for name, metrics in PANELS
     ]
     drawn = [(name, curves) for name, curves in panels if any(len(curve.points) > 1 for curve in curves)]
     if not drawn:
         return None
     last = max(curve.points[-1][0] for _, curves in drawn for curve in curves)
-    boundaries = [(start, name) for start, (name, _) in zip(starts, stages, strict=True)] if len(stages) > 1 else []
-    body = [line for i, (name, curves) in enumerate(drawn) for line in _panel(i, name, curves, last, boundaries)]
+    boundaries = [*zip(_starts(stages), (name for name, _ in stages), strict=True)] if len(stages) > 1 else []
     height = HEIGHT * len(drawn) + 8
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
             f' font-family="system-ui, sans-serif" font-size="12" fill="{GREY}">',
             f"<title>{escape(title)}</title>",
-            *body,
+            *(line for i, (name, curves) in enumerate(drawn) for line in _panel(i, name, curves, last, boundaries)),
             "</svg>\n",
         ]
     )
 
 
+def _starts(stages: List[Stage]) -> list[float]:
+    """The number of steps done before each stage."""
+    lengths = [max((row["step"] for row in rows), default=0) for _, rows in stages]
+    return [0.0, *itertools.accumulate(lengths)][:-1]
+
+
 def curve_of(name: str, stages: List[Stage]) -> Curve:
-    """A metric's points over all stages; steps without a finite value are left out."""
+    """A metric's points over all stages; steps without a finite value are left out, and of more than `MOST` points the
+    means of neighbours are taken."""
     parts: list[tuple[Point, ...]] = []
     for start, (_, rows) in zip(_starts(stages), stages, strict=True):
         values = [(start + row["step"], row.get(name)) for row in rows]
         points = [(float(step), float(x)) for step, x in values if x is not None and math.isfinite(x)]
-        parts += [tuple(thinned(points))] if points else []
+        size = math.ceil(len(points) / MOST) or 1
+        groups = [points[i : i + size] for i in range(0, len(points), size)]
+        parts += [tuple((fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups)] if points else []
     return Curve(name, tuple(parts))
-
-
-def thinned(points: List[Point]) -> list[Point]:
-    """Reduces points to at most `MOST`, each the mean of neighbouring ones."""
-    size = math.ceil(len(points) / MOST)
-    if size <= 1:
-        return list(points)
-    groups = [points[i : i + size] for i in range(0, len(points), size)]
-    return [(fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups]
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
@@ -113,14 +112,6 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
     first = math.ceil(low / step - 1e-9)
     return [round(i * float(step), 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def _starts(stages: List[Stage]) -> list[float]:
-    """The number of steps done before each stage."""
-    starts = [0.0]
-    for _, rows in stages:
-        starts.append(starts[-1] + max((row["step"] for row in rows), default=0))
-    return starts[:-1]
 
 
 def _panel(
@@ -152,21 +143,16 @@ def _panel(
             yield f'<text x="{x(start) + 4:.1f}" y="{TOP + 10}" font-size="11">{escape(name)}</text>'
     legend = right
     for curve in reversed(curves):
-        parts = [[(x(step), y(value)) for step, value in part] for part in curve.parts]
+        held_out = curve.name.startswith("eval/")
+        colour = COLOURS[held_out]
+        for part in curve.parts:
+            path = " ".join(f"{x(step):.2f},{y(value):.2f}" for step, value in part)
+            style = f'fill="none" stroke="{colour}" stroke-width="1.6" stroke-linejoin="round"'
+            yield f'<polyline points="{path}" {style}/>'
+            if held_out or len(part) == 1:  # dots, since what is held out is measured seldom
+                for step, value in part if len(part) <= 60 else part[-1:]:
+                    yield f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="2.4" fill="{colour}"/>'
         label = f"{curve.name} {curve.points[-1][1]:.3g}"
-        yield from _line(curve, parts, label, legend)
+        yield f'<text x="{legend}" y="18" text-anchor="end" fill="{colour}">{escape(label)}</text>'
         legend -= LETTER * (len(label) + 2)
     yield "</g>"
-
-
-def _line(curve: Curve, parts: List[List[Point]], label: str, legend: int) -> Iterator[str]:
-    """A curve and its label, which ends at x = `legend`. Held-out metrics, which are sparse, get dots."""
-    held_out = curve.name.startswith("eval/")
-    colour = COLOURS[held_out]
-    for part in parts:
-        path = " ".join(f"{x:.2f},{y:.2f}" for x, y in part)
-        yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6" stroke-linejoin="round"/>'
-        if held_out or len(part) == 1:
-            for x, y in part if len(part) <= 60 else part[-1:]:
-                yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.4" fill="{colour}"/>'
-    yield f'<text x="{legend}" y="18" text-anchor="end" fill="{colour}">{escape(label)}</text>'

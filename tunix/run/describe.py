@@ -10,9 +10,8 @@ from tunix.models.attention.decoding import described
 from tunix.models.attention.tokamax_ops import capability, missing
 from tunix.models.kernel_gates import reader_here
 from tunix.models.kv_cache import decode_specs
-from tunix.models.model import Model
 from tunix.models.quantization.formats import bytes_per_weight, is_scale
-from tunix.models.quantization.rules import Rules, matmuls_line
+from tunix.models.quantization.rules import matmuls_line
 from tunix.rollout.engine.shapes import PAGE
 from tunix.rollout.servers.handover import moves_alone
 from tunix.run.inputs import Inputs, held_out_line
@@ -46,49 +45,40 @@ def stage_lines(setup: Setup, inputs: Inputs, total: int) -> Iterator[str]:
 def details(setup: Setup, learner: Learner, inputs: Inputs, total: int, attention: str) -> Iterator[str]:
     """Lines for the log and for `-v`: sizes and memory, and what was chosen where the recipe leaves it to tunix.
 
-    Args:
-        setup: of the run.
-        learner: holds its weights.
-        inputs: its rows.
-        total: its steps.
-        attention: what computes attention.
+    `total` are the steps of the run, `attention` is the line about what computes it.
     """
-    recipe, decoder = setup.recipe, setup.source.decoder
-    yield overview(setup, learner, inputs, total)
-    if setup.mesh_reason is not None and setup.mesh.size > 1:
-        yield setup.mesh_reason
-    products = products_line(setup.spec.model, recipe.quantization, setup.mesh)
-    experts = experts_line(decoder, recipe.model.dtype, setup.mesh)
-    yield "; ".join(filter(None, (products, attention, experts, remat_line(setup.spec))))
-    if setup.samples:
-        yield sampling_line(setup)
-
-
-def overview(setup: Setup, learner: Learner, inputs: Inputs, total: int) -> str:
-    """A line about the weights, the rows, the steps and the devices of a run, with the memory of each."""
-    rules, mesh = setup.recipe.quantization, setup.mesh
+    recipe, mesh, model, first = setup.recipe, setup.mesh, setup.spec.model, setup.mesh.devices.flat[0]
+    decoder, rules, rounding, teacher = setup.source.decoder, recipe.quantization, model.quantization, learner.teacher
+    # The weights, the rows, the steps and the devices, with the memory of each.
     trained = sum(x.size for x in learner.state.params.values())
     frozen = sum(x.size for name, x in learner.frozen.items() if not is_scale(name))
     weights = f"{readable(trained)} weights train" + (f", {readable(frozen)} are frozen" if frozen else "")
-    if learner.teacher is not None:
-        params = learner.teacher.params
-        unshared = [x.size for name, x in params.items() if learner.frozen.get(name) is not x]
-        shared = " on the same base" if len(unshared) < len(params) else ""
-        weights += f"; a teacher of {readable(sum(unshared))}{shared} ({learner.teacher.model.config.family})"
-    if (rounding := learner.spec.model.quantization) is not None:
+    if teacher is not None:
+        unshared = [x.size for name, x in teacher.params.items() if learner.frozen.get(name) is not x]
+        shared = " on the same base" if len(unshared) < len(teacher.params) else ""
+        weights += f"; a teacher of {readable(sum(unshared))}{shared} ({teacher.model.config.family})"
+    if rounding is not None:
         weights += f"; the base's matrices in {rounding.base}, {bytes_per_weight(learner.frozen):.3f} bytes a weight"
     if rules is not None:
-        weights += f"; {rules.summary(learner.spec.model.config)}"
+        weights += f"; {rules.summary(model.config)}"
     shape = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
-    first = mesh.devices.flat[0]
     devices, memory = f"{mesh.size} x {first.device_kind}", memory_of([first])
     if memory is not None:
         share = f" ({MEMORY}={os.environ.get(MEMORY)})" if first.platform == "gpu" else ""
         devices += f", {memory / 2**30:.1f} GiB of each{share}"
-    return (
-        f"{inputs.source.decoder.family}: {weights}; {readable(len(inputs.train))} rows, {total} steps; "
-        f"{devices}{f' ({shape})' if shape else ''}"
-    )
+    rows = f"{readable(len(inputs.train))} rows, {total} steps"
+    yield f"{decoder.family}: {weights}; {rows}; {devices}{f' ({shape})' if shape else ''}"
+    if setup.mesh_reason is not None and mesh.size > 1:
+        yield setup.mesh_reason
+    # How the layers' matrix products are computed on these devices.
+    if rules is not None:
+        products = matmuls_line(rules.kinds, model.dtype, first.platform, simulated=True)
+    else:
+        products = matmuls_line([] if rounding is None else [(rounding.base, None)], model.dtype, first.platform)
+    experts = experts_line(decoder, recipe.model.dtype, mesh)
+    yield "; ".join(filter(None, (products, attention, experts, remat_line(setup.spec))))
+    if setup.samples:
+        yield sampling_line(setup)
 
 
 def device_notes(mesh: Mesh) -> Iterator[str]:
@@ -104,15 +94,6 @@ def device_notes(mesh: Mesh) -> Iterator[str]:
         )
     elif int(generation) in mosaic.CAPABILITIES and (reason := missing("attention")):
         yield f"attention does without its fastest kernel: {reason}"
-
-
-def products_line(model: Model, rules: Rules | None, mesh: Mesh) -> str:
-    """How the layers' matrix products are computed on these devices."""
-    platform = mesh.devices.flat[0].platform
-    if rules is not None:
-        return matmuls_line(rules.kinds, model.dtype, platform, simulated=True)
-    rounding = model.quantization
-    return matmuls_line([] if rounding is None else [(rounding.base, None)], model.dtype, platform)
 
 
 def sampling_line(setup: Setup) -> str:

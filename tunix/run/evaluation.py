@@ -49,7 +49,15 @@ class Evaluation:
     def values(self, client: Client) -> dict[str, float]:
         """All metrics: `eval/loss` and the loss's metrics, `eval/reward` and the mean of each reward."""
         metrics = self.algorithm.evaluate(client, self.held_out) if self.held_out else {}
-        return metrics | (self._rewards(client) if self.prompts else {})
+        if self.prompts:
+            assert self.collector is not None
+            client.publish()
+            groups = self.collector.collect(client, self.prompts, 1, seed=0)
+            require_scores(groups)
+            each = {f"eval/reward/{name}": mean for name, mean in reward_means(groups).items()}
+            metrics |= {"eval/reward": float(np.nanmean(total_rewards(groups, self.collector.weights)))}
+            metrics |= each if len(each) > 1 else {}
+        return metrics
 
     def reached(self, values: Mapping[str, float]) -> str | None:
         """The first metric that has reached its target in `until`: a loss at or below it, others at or above."""
@@ -57,15 +65,6 @@ class Evaluation:
             if name in values and (values[name] <= target if "loss" in name else values[name] >= target):
                 return name
         return None
-
-    def _rewards(self, client: Client) -> dict[str, float]:
-        assert self.collector is not None
-        client.publish()
-        groups = self.collector.collect(client, self.prompts, 1, seed=0)
-        require_scores(groups)
-        each = {f"eval/reward/{name}": mean for name, mean in reward_means(groups).items()}
-        total = float(np.nanmean(total_rewards(groups, self.collector.weights)))
-        return {"eval/reward": total} | (each if len(each) > 1 else {})
 
 
 SHOWN = 240
@@ -94,44 +93,36 @@ class Samples:
         if not self.prompts:
             return
         self.client.publish()
-        # No more than one process writes them down.
-        rows = processes.broadcast("samples", lambda: self._answered(step))
-        append_rows(self.path, rows)
-        for row in rows:
-            self._show(row)
 
-    def _answered(self, step: int) -> list[dict[str, Any]]:
-        """The rows of all prompts."""
-        asked = enumerate(zip(self.prompts, self.pictures, strict=True))
-        requests = [Request(prompt, self.sampling, 0, index, pictures=seen) for index, (prompt, seen) in asked]
-        return [
-            {
-                "step": step,
-                "prompt": self._text(prompt),
-                "completion": self._text(answer.tokens),
-                "expected": expected,
-                "finish": answer.finish,
-            }
-            for prompt, expected, answer in zip(self.prompts, self.expected, self.client.run(requests), strict=True)
-        ]
+        def answered() -> list[dict[str, Any]]:
+            asked = enumerate(zip(self.prompts, self.pictures, strict=True))
+            requests = [Request(prompt, self.sampling, 0, index, pictures=seen) for index, (prompt, seen) in asked]
+            return [
+                {
+                    "step": step,
+                    "prompt": readable_tokens(prompt, self.tokenizer),
+                    "completion": readable_tokens(answer.tokens, self.tokenizer),
+                    "expected": expected,
+                    "finish": answer.finish,
+                }
+                for prompt, expected, answer in zip(self.prompts, self.expected, self.client.run(requests), strict=True)
+            ]
+
+        # No more than one process writes them down.
+        rows = processes.broadcast("samples", answered)
+        append_rows(self.path, rows)
+        for row in rows:  # shortened; the file has all of it
+            self.display.say(f"  step {row['step']}  {_shortened(' '.join(str(row['prompt']).split()))}")
+            self.display.say(f"      answers: {_shortened(repr(str(row['completion']).strip()))}")
+            self.display.say(f"     expected: {_shortened(repr(str(row['expected']).strip()))}")
 
     def add(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes rollouts of a step to the file, without displaying them."""
         if listed := [{"step": step, **row} for row in rows]:
             append_rows(self.path, listed)
 
-    def _text(self, tokens: np.ndarray) -> Any:
-        return readable_tokens(tokens, self.tokenizer)
-
-    def _show(self, row: dict[str, Any]) -> None:
-        """Displays a row in three lines, shortened; the file has all of it."""
-        self.display.say(f"  step {row['step']}  {_shortened(' '.join(str(row['prompt']).split()))}")
-        self.display.say(f"      answers: {_shortened(repr(str(row['completion']).strip()))}")
-        self.display.say(f"     expected: {_shortened(repr(str(row['expected']).strip()))}")
-
 
 def _shortened(text: str) -> str:
-    """The beginning and the end of a text that is longer than `SHOWN` characters."""
     return text if len(text) <= SHOWN else f"{text[: SHOWN * 2 // 3]} ... {text[-SHOWN // 3 :]}"
 
 
@@ -145,13 +136,8 @@ def prompts_of(
 ) -> tuple[list[np.ndarray], list[np.ndarray], list[Pictures | None]]:
     """Prompts, completions and pictures of the first desirable sequences, each split before its first trained token.
 
-    Args:
-        sequences: given sequences; of pairs only the chosen ones.
-        number: maximum number of prompts.
-
-    Returns:
-        Prompts, their completions and the prompts' pictures. Sequences that are trained from their first token on have
-        no prompt and are left out, and so are those with an undesirable label.
+    Of pairs only the chosen ones are to be given. Sequences that are trained from their first token on have no prompt
+    and are left out, and so are those with an undesirable label. `number`: of prompts at most.
     """
     desirable = (sequence for sequence in sequences if sequence.per_sequence.get("label", 1.0))
     starts = ((sequence, int(np.argmax(sequence.loss_mask))) for sequence in desirable)

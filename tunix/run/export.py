@@ -6,7 +6,7 @@ Other formats begin from the first: it is written next to the output, converted,
 import json
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 
 from tunix.config import MeshConfig
@@ -19,7 +19,7 @@ from tunix.models.quantization.schemes import check_packs
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
 from tunix.run.client import stored_policy
-from tunix.run.owners import checkpoint_folder, refuse_foreign_checkpoints
+from tunix.run.folder import checkpoint_folder, refuse_foreign_checkpoints
 from tunix.run.setup import Setup
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.mesh_choice import memory_of
@@ -28,7 +28,15 @@ from tunix.util.atomic_io import refuse_taken
 from tunix.util.object_store import url_of
 
 
-def export(run: Path, out: Path, *, adapter: bool = False, packed: bool = False, step: int | None = None) -> None:
+def export(
+    run: Path,
+    out: Path,
+    *,
+    adapter: bool = False,
+    packed: bool = False,
+    step: int | None = None,
+    converts: bool = False,
+) -> None:
     """Writes a run's weights as a Hugging Face folder, or its adapter as a PEFT folder.
 
     The run may still be training, or have trained on other devices; its rows are not needed.
@@ -39,18 +47,11 @@ def export(run: Path, out: Path, *, adapter: bool = False, packed: bool = False,
         adapter: writes the adapter alone; else it is merged into the base.
         packed: stores rounded weights in few bits; else in the dtype of the model.
         step: the checkpoint to export; the newest by default.
+        converts: whether the folder is only to be converted into another format.
 
     Raises:
         UserError: there is no such run, checkpoint or adapter, or `out` exists.
     """
-    with closing(Display("export", 0, 0)) as display:
-        display.say(f"{_exported(run, out, display, adapter=adapter, packed=packed, step=step)} is in {out}")
-
-
-def _exported(
-    run: Path, out: Path, display: Display, *, adapter: bool = False, packed: bool = False, step: int | None = None
-) -> str:
-    """As `export`; returns what was written, e.g. `step 20 of runs/sft`."""
     if not (run / "recipe.yaml").is_file():
         raise UserError(f"{run} is no run folder: it has no recipe.yaml")
     # The output is the present place of the folder, since a run may have been moved: a later stage finds the stage
@@ -67,47 +68,11 @@ def _exported(
         check_packs(recipe.quantization)
     refuse_taken(out)
     refuse_foreign_checkpoints(recipe, moved=True)
-    chosen = _written(recipe, run, out, display, adapter=adapter, packed=packed, step=step)
-    return f"step {chosen} of {run}"
-
-
-def export_as(model: Path, out: Path, convert: Callable[[Path, Path], str], step: int | None = None) -> str:
-    """Writes a run's weights, an adapter merged into its base, in another format than Hugging Face's.
-
-    Args:
-        model: the run folder; or a model folder or hub id, which is converted as it is.
-        out: the folder to write; it must not exist.
-        convert: writes `(model folder, out)`, and returns what is told about it.
-        step: the checkpoint to export; the newest by default.
-
-    Returns:
-        What `convert` returns.
-
-    Raises:
-        UserError: there is no such run, model or checkpoint, it cannot be converted, or `out` exists.
-    """
-    refuse_taken(out)
-    if not (model / "recipe.yaml").is_file():
-        if step is not None:
-            raise UserError(f"--step {step}: {model} is no run folder, and has no checkpoints; leave it out")
-        return convert(resolve_folder(str(model)), out)
-    # Next to the output, where there is room for a model.
-    near = None if url_of(out) else out.expanduser().absolute().parent
-    if near is not None:
-        near.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{out.name}.tmp-", dir=near) as temporary:
-        with closing(Display("export", 0, 0)) as display:
-            display.say(f"converting {_exported(model, Path(temporary) / 'model', display, step=step)}")
-        return convert(Path(temporary) / "model", out)
-
-
-def _written(
-    recipe: Recipe, run: Path, out: Path, display: Display, *, adapter: bool, packed: bool, step: int | None
-) -> int:
-    """Writes a checkpoint's weights; returns its step."""
-    with ExitStack() as stack:
-        folder = checkpoint_folder(recipe, run)
-        checkpoints = stack.enter_context(closing(Checkpoints(folder, recipe.checkpoint, read_only=True)))
+    folder = checkpoint_folder(recipe, run)
+    with (
+        closing(Display("export", 0, 0)) as display,
+        closing(Checkpoints(folder, recipe.checkpoint, read_only=True)) as checkpoints,
+    ):
         chosen = step or checkpoints.latest()
         if chosen is None or chosen not in checkpoints.steps():
             which = f" of step {step}" if step else ""
@@ -122,14 +87,39 @@ def _written(
         policy = stored_policy(setup, adapter=adapter, packed=packed)
         checkpoints.restore(chosen, policy)
         report_merging(policy.export(out, adapter=adapter, packed=packed), recipe, display)
-        return chosen
+        display.say(f"converting step {chosen} of {run}" if converts else f"step {chosen} of {run} is in {out}")
+
+
+def export_as(model: Path, out: Path, convert: Callable[[Path, Path], str], step: int | None = None) -> str:
+    """Writes a run's weights, an adapter merged into its base, in another format than Hugging Face's.
+
+    Args:
+        model: the run folder; or a model folder or hub id, which is converted as it is.
+        out: the folder to write; it must not exist.
+        convert: writes `(model folder, out)`; what it returns is returned.
+        step: the checkpoint to export; the newest by default.
+
+    Raises:
+        UserError: there is no such run, model or checkpoint, it cannot be converted, or `out` exists.
+    """
+    refuse_taken(out)
+    if not (model / "recipe.yaml").is_file():
+        if step is not None:
+            raise UserError(f"--step {step}: {model} is no run folder, and has no checkpoints; leave it out")
+        return convert(resolve_folder(str(model)), out)
+    # Next to the output, where there is room for a model.
+    near = None if url_of(out) else out.expanduser().absolute().parent
+    if near is not None:
+        near.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{out.name}.tmp-", dir=near) as temporary:
+        export(model, Path(temporary) / "model", step=step, converts=True)
+        return convert(Path(temporary) / "model", out)
 
 
 def report_merging(moved: float | None, recipe: Recipe, display: Display) -> None:
     """Reports how far merging an adapter moved the matrices of a quantized base.
 
-    Args:
-        moved: the relative change of the matrices; None where no quantized base was merged.
+    `moved` is their relative change; None where no quantized base was merged.
     """
     rounding = quantization(recipe.adapter)
     if moved is not None and rounding is not None:

@@ -1,25 +1,23 @@
-"""The run folder: locked for one recipe and one process, cleaned up after a kill, reopened for more steps."""
+"""Whose a run folder is, and whose checkpoints are that lie elsewhere; its lock. Loads without jax.
+
+A run folder belongs to the recipe in it, once the run has something to lose. Its lock says nothing about a folder that
+`checkpoint.folder` names, which other machines see: that belongs to the run whose recipe is in there. The same recipe
+with the same output goes on, wherever it is started. Of two processes with the same recipe, the later one goes on, and
+the other stops at its next checkpoint (`trainer.checkpoint`).
+"""
 
 import fcntl
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tunix.errors import UserError
-from tunix.hf.source import TOKENIZER
 from tunix.recipe.recipe import Recipe
-from tunix.rollout.types import SPANS
-from tunix.run.owners import (
-    checkpoint_steps,
-    own_checkpoints,
-    refuse_foreign_checkpoints,
-    refuse_no_run,
-    refuse_other_run,
-    trained,
-)
-from tunix.trainer.progress import Display
-from tunix.util.atomic_io import ROOM, forget_after, is_full, write_text_atomic
+from tunix.trainer.checkpoint_folder import folder_of
+from tunix.util.atomic_io import ROOM, is_full, write_text_atomic
+from tunix.util.yaml_io import parse_yaml, read_mapping
+
+OWNER = "recipe.yaml"
 
 
 @contextmanager
@@ -31,7 +29,7 @@ def claimed(recipe: Recipe, fresh: bool) -> Iterator[Path]:
             the recipe names for checkpoints.
     """
     folder = Path(recipe.output).expanduser()
-    stored = folder / "recipe.yaml"
+    stored = folder / OWNER
     refuse_no_run(folder)
     refuse_foreign_checkpoints(recipe, fresh=fresh)
     if fresh and stored.is_file():
@@ -45,42 +43,34 @@ def claimed(recipe: Recipe, fresh: bool) -> Iterator[Path]:
         raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
     with locked(folder):
         refuse_other_run(recipe, folder)
-        own_checkpoints(recipe)
+        for stage in _naming(recipe):  # so that no other run takes its checkpoints
+            with _named(stage):
+                elsewhere = folder_of(checkpoint_folder(stage, Path()))
+                elsewhere.delete_unfinished()
+                elsewhere.write(OWNER, stage.to_yaml())
         write_text_atomic(stored, recipe.to_yaml())
         yield folder
 
 
-def prepare(folder: Path, start: int | None) -> None:
-    """Deletes what earlier starts wrote after the checkpoint that the run resumes from."""
-    for path in folder.glob("*.tmp-*"):  # half written when a process was killed; the folder is locked
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    forget_after(folder / "samples.jsonl", start)
-    if (folder / SPANS).exists():  # of runs on completions alone
-        forget_after(folder / SPANS, start)
-    if start is None and (folder / TOKENIZER).is_dir():
-        shutil.rmtree(folder / TOKENIZER)  # trained on rows that may have been corrected since
-
-
-def reopen(folder: Path, after: Path | None, display: Display, step: int) -> None:
-    """Moves the export of fewer steps aside before training continues.
-
-    Args:
-        after: folder of the next stage, which starts from this export; None without one.
-        step: steps that are done.
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Locks the folder against a second process; the lock ends with this process, however it ends.
 
     Raises:
-        UserError: the next stage has already started from the export.
+        UserError: another process uses the folder, or it cannot be written.
     """
-    if step:
-        display.say(f"going on from step {step}")
-    if not (folder / "export").exists():
-        return
-    if after is not None and trained(after):
-        raise UserError(
-            f"{folder} was asked for more steps, but {after} has started from its weights already: start again with "
-            "--fresh or another output"
-        )
-    move_aside(folder / "export")
+    try:
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
+    with lock as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"{folder}: another tunix process is running there; wait for it, or set another output"
+            ) from error
+        yield
 
 
 def move_aside(folder: Path) -> Path:
@@ -104,34 +94,106 @@ def explaining_full_disk(output: str) -> Iterator[None]:
         if not is_full(error):
             raise
         said = str(error) if isinstance(error, UserError) else f"{output}: the disk is full. {ROOM}."
-        raise UserError(f"{said} {_kept(Path(output).expanduser())}") from error
+        folder = Path(output).expanduser()
+        runs = {f" of {path.parent.name}": path.parent for path in sorted(folder.glob("*/recipe.yaml"))} | {"": folder}
+        newest = [f"step {max(steps)}{name}" for name, run in runs.items() if (steps := checkpoint_steps(run))]
+        kept = f"The checkpoint of {', '.join(newest)} is kept." if newest else "No checkpoint was written yet."
+        raise UserError(f"{said} {kept}") from error
 
 
-def _kept(folder: Path) -> str:
-    """The newest checkpoint of a run, or of each of its stages."""
-    stages = {path.parent.name: checkpoint_steps(path.parent) for path in sorted(folder.glob("*/recipe.yaml"))}
-    single = checkpoint_steps(folder)
-    newest = [f"step {max(steps)} of {name}" for name, steps in stages.items() if steps]
-    newest += [f"step {max(single)}"] if single else []
-    return f"The checkpoint of {', '.join(newest)} is kept." if newest else "No checkpoint was written yet."
+def refuse_no_run(folder: Path) -> None:
+    """Refuses a folder with files that are not a run's.
+
+    Raises:
+        UserError: it is not empty and holds no run.
+    """
+    # A run that never trained leaves these.
+    ours = (".lock", "recipe.yaml")
+    foreign = folder.is_dir() and not all(file.name.startswith(ours) for file in folder.iterdir())
+    if foreign and not (folder / "recipe.yaml").is_file():
+        raise UserError(f"{folder} is not empty and holds no run: set output to another folder")
+
+
+def refuse_other_run(recipe: Recipe, folder: Path) -> None:
+    """Refuses a folder where another recipe has trained.
+
+    Without a checkpoint there is nothing to lose: a corrected recipe may take over the folder.
+
+    Raises:
+        UserError: keys differ that decide what is trained.
+    """
+    stored = folder / "recipe.yaml"
+    if stored.is_file() and trained(folder) and (differing := recipe.difference(Recipe.load(stored))):
+        raise UserError(
+            f"{folder} holds the run of another recipe: {', '.join(differing)} differ. Give this one another "
+            "output=..., or start again with --fresh (the old run is moved aside)."
+        )
+
+
+def trained(folder: Path) -> bool:
+    """Whether a run, or one of its stages, has a checkpoint or an export."""
+    places = [folder, *(path.parent for path in folder.glob("*/recipe.yaml"))]
+    return any((place / "export").exists() or checkpoint_steps(place) for place in places)
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """The steps of which a single run has checkpoints."""
+    recipe = folder / "recipe.yaml"
+    named = read_mapping(recipe).get("checkpoint", {}).get("folder") if recipe.is_file() else None
+    return folder_of(folder / "checkpoints" if named is None else Path(named).expanduser()).steps()
+
+
+def checkpoint_folder(recipe: Recipe, run: Path) -> Path:
+    """Where the checkpoints of a single run or a stage are: what its recipe names, or in its run folder."""
+    place = recipe.checkpoint.folder
+    return run / "checkpoints" if place is None else Path(place).expanduser()
+
+
+def refuse_foreign_checkpoints(recipe: Recipe, *, fresh: bool = False, moved: bool = False) -> None:
+    """Checks that the folders which a recipe or its stages name for checkpoints hold none, or its own; its run folder
+    may have another place than when it trained where it was `moved`.
+
+    Raises:
+        UserError: a folder holds another run's checkpoints, or any for a `fresh` run, or cannot be reached.
+    """
+    for stage in _naming(recipe):
+        with _named(stage):
+            folder = folder_of(checkpoint_folder(stage, Path()))
+            steps, text = folder.steps(), folder.find(OWNER)
+        begin = f"checkpoint.folder: {folder.name} holds"
+        if fresh and steps:
+            raise UserError(
+                f"{begin} checkpoints of steps {steps}, and --fresh deletes nothing: set another checkpoint.folder, or "
+                "delete that one"
+            )
+        if steps and text is None:
+            raise UserError(f"{begin} checkpoints, but not the {OWNER} of their run: set another checkpoint.folder")
+        if text is None:
+            continue
+        stored = Recipe.build(parse_yaml(text, f"{folder.name}/{OWNER}"), f"{folder.name}/{OWNER}")
+        differing = stage.difference(stored) if steps else []
+        if not moved and stage.output != stored.output:
+            differing.append("output")
+        if differing:
+            raise UserError(
+                f"{begin} the checkpoints of another run, with output {stored.output}: {', '.join(differing)} differ. "
+                "Give this run another checkpoint.folder, or the same recipe and output to go on from them."
+            )
+
+
+def _naming(recipe: Recipe) -> list[Recipe]:
+    """The run, or its stages, if they name a folder for their checkpoints."""
+    return [stage for stage in recipe.stages or (recipe,) if stage.checkpoint.folder is not None]
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Locks the folder against a second process; the lock ends with this process, however it ends.
-
-    Raises:
-        UserError: another process uses the folder, or it cannot be written.
-    """
+def _named(recipe: Recipe) -> Iterator[None]:
+    """Names the key where a folder cannot be used."""
     try:
-        lock = (folder / ".lock").open("w")
-    except OSError as error:
-        raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
-    with lock as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"{folder}: another tunix process is running there; wait for it, or set another output"
-            ) from error
         yield
+    except (UserError, OSError) as error:
+        said = str(error.strerror if isinstance(error, OSError) else error)
+        raise UserError(
+            f"checkpoint.folder: {recipe.checkpoint.folder} cannot be used: {said.rstrip('.')}. Check the address, and "
+            "that this machine may read and write there, or set another folder."
+        ) from error

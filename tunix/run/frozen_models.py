@@ -5,17 +5,15 @@
 from dataclasses import asdict, replace
 
 import jax
-from jax.sharding import Mesh
 
 from tunix.algorithms.distill.config import TeacherConfig
-from tunix.config import DType, ModelConfig
+from tunix.config import ModelConfig
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.hf.safetensors_io import some
-from tunix.hf.source import Source, beside, check_tokens, from_scratch, loaded, pretrained, require_lm_head, weights
+from tunix.hf.source import Source, beside, check_tokens, from_scratch, loaded, pretrained, require_lm_head
 from tunix.lora.adapt import adapt
 from tunix.mesh import build_mesh
-from tunix.models.model import Model, Params
 from tunix.models.quantization.rules import RULES_FILE
 from tunix.recipe.sections import Sections
 from tunix.trainer.frozen_model import Teacher
@@ -62,7 +60,21 @@ def teacher_source(recipe: Sections, student: Source) -> Source | None:
         source = from_scratch(ModelConfig(init="random", family=config.family, sizes=config.sizes))
     else:
         source = pretrained(config.path)
-    _check_vocabulary(config.path or "the random teacher", source, student)
+    # Each id has to be the same token for both, since their probabilities are compared. Embeddings may be padded to
+    # different sizes; where one has no tokenizer, only the sizes are compared.
+    name, sizes = config.path or "the random teacher", (source.decoder.vocab_size, student.decoder.vocab_size)
+    if source.tokenizer is not None and student.tokenizer is not None:
+        check_tokens("teacher.path", name, source.tokenizer, student.tokenizer)
+    elif source.folder is not None and sizes[0] != sizes[1]:
+        raise UserError(
+            f"teacher.path: {name} has {sizes[0]} ids and the student {sizes[1]}, and one of the two has no tokenizer "
+            "that says what they stand for: take a teacher with the student's vocabulary"
+        )
+    if student.tokenizer is not None and student.tokenizer.vocab_size > sizes[0]:
+        raise UserError(
+            f"teacher: {name} has {sizes[0]} ids, fewer than the {student.tokenizer.vocab_size} of the student's "
+            "tokenizer: take a teacher with the student's vocabulary"
+        )
     if config.mesh is not None:
         require(build_mesh(config.mesh, divided(config)[1]), Demand(source.decoder), "teacher.mesh")
     return source
@@ -71,17 +83,25 @@ def teacher_source(recipe: Sections, student: Source) -> Source | None:
 def build_teacher(recipe: Sections, source: Source, student: Source, learner: Learner) -> Teacher:
     """Loads the teacher onto its mesh; a frozen base that it shares with the student is not loaded twice.
 
-    Args:
-        source: from `teacher_source`.
-        student: the source of the student's weights.
-        learner: the student.
+    `source` is from `teacher_source`, `student` the source of the weights of `learner`.
     """
     config, students, length = recipe.teacher, learner.spec.mesh, learner.spec.length
     assert config is not None
     mesh = students if config.mesh is None else build_mesh(config.mesh, divided(config)[1])
-    if config.mesh is None and _same_base(source, config.dtype, student, learner):
+    trained, frozen = learner.spec.model, learner.frozen
+    same_base = (
+        student.merged is None
+        and student.folder is not None
+        and source.folder is not None
+        and source.folder.resolve() == student.folder.resolve()
+        and source.rounding == trained.quantization
+        and trained.dtype == config.dtype
+        and bool(frozen)
+        and all(x.dtype == config.dtype for name, x in frozen.items() if name not in trained.kinds)
+    )
+    if config.mesh is None and same_base:
         # The student's frozen weights, with the teacher's unmerged adapter if it has one.
-        model, params = replace(learner.spec.model, adapt=None, has_scalar_head=False), learner.frozen
+        model, params = replace(trained, adapt=None, has_scalar_head=False), frozen
         if source.merged is not None:
             settings, adapter_params = beside(model, params, learner.spec.mesh, source.merged)
             model, params = replace(model, adapt=adapt(settings, model.config)), {**params, **adapter_params}
@@ -92,53 +112,11 @@ def build_teacher(recipe: Sections, source: Source, student: Source, learner: Le
     return Teacher(model, params, Microbatcher(rows, mesh), length, students)
 
 
-def _same_base(teacher: Source, dtype: DType, student: Source, learner: Learner) -> bool:
-    """Whether the teacher consists of the student's frozen weights, alone or with another adapter."""
-    model, frozen = learner.spec.model, learner.frozen
-    return (
-        student.merged is None
-        and student.folder is not None
-        and teacher.folder is not None
-        and teacher.folder.resolve() == student.folder.resolve()
-        and teacher.rounding == model.quantization
-        and model.dtype == dtype
-        and bool(frozen)
-        and all(x.dtype == dtype for name, x in frozen.items() if name not in model.kinds)
-    )
-
-
-def _check_vocabulary(name: str, teacher: Source, student: Source) -> None:
-    """Checks that each id is the same token for teacher and student, since their probabilities are compared.
-
-    Embeddings may be padded to different sizes. Where one has no tokenizer, only the sizes are compared.
-
-    Raises:
-        UserError: the vocabularies differ.
-    """
-    sizes = teacher.decoder.vocab_size, student.decoder.vocab_size
-    if teacher.tokenizer is not None and student.tokenizer is not None:
-        check_tokens("teacher.path", name, teacher.tokenizer, student.tokenizer)
-    elif teacher.folder is not None and sizes[0] != sizes[1]:
-        raise UserError(
-            f"teacher.path: {name} has {sizes[0]} ids and the student {sizes[1]}, and one of the two has no tokenizer "
-            "that says what they stand for: take a teacher with the student's vocabulary"
-        )
-    if student.tokenizer is not None and student.tokenizer.vocab_size > sizes[0]:
-        raise UserError(
-            f"teacher: {name} has {sizes[0]} ids, fewer than the {student.tokenizer.vocab_size} of the student's "
-            "tokenizer: take a teacher with the student's vocabulary"
-        )
-
-
 KEY = "algorithm.reference_path"
 
 
 def reference_source(path: str, trained: Source) -> Source:
-    """The structure of the reference and the location of its weights.
-
-    Args:
-        path: a hub id, a folder or a run.
-        trained: the model to train.
+    """The structure of the reference at `path` (a hub id, a folder or a run) and the location of its weights.
 
     Raises:
         UserError: there is no such model, it gives scores or rounds its activations, or its vocabulary or structure is
@@ -160,14 +138,3 @@ def reference_source(path: str, trained: Source) -> Source:
             "weights that it was made of"
         )
     return source
-
-
-def reference_weights(source: Source, model: Model, mesh: Mesh) -> Params:
-    """The reference's weights in the compute dtype.
-
-    Args:
-        source: from `reference_source`.
-        model: the model to train.
-    """
-    plain = replace(model, adapt=None, has_scalar_head=False)
-    return weights(source, plain, mesh, seed=0, trained=model.dtype, frozen=model.dtype, full=True)[0]

@@ -16,10 +16,9 @@ from tunix.data.types import Accounting, Kept
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.hf.source import TOKENIZER, Source, of_recipe
-from tunix.protocols import Client
 from tunix.recipe.notes import total_steps
 from tunix.recipe.recipe import Recipe
-from tunix.rollout.asynchronous import AsyncRollouts, Holding, Journal
+from tunix.rollout.asynchronous import FILE, AsyncRollouts, Holding, Journal
 from tunix.rollout.backlog import Backlog
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.run.evaluation import Evaluation, Samples, prompts_of, readable_tokens
@@ -50,10 +49,8 @@ class Inputs:
 
 
 def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
-    """Opens the model's structure, the tokenizer and the rows of a recipe.
-
-    Args:
-        folder: the run folder, where a tokenizer that is trained on the rows is stored.
+    """Opens the model's structure, the tokenizer and the rows of a recipe; a tokenizer that is trained on the rows is
+    stored in `folder`, that of the run.
 
     Raises:
         UserError: something of it is not there, or the held-out split would be the one that is trained on.
@@ -84,9 +81,9 @@ def compare_views(inputs: Inputs) -> None:
     tokens = sorted(source.tokenizer.hf.get_vocab().items()) if source.tokenizer is not None else ()
     # The model's structure, its files and the tokens of its vocabulary.
     model = digest([str(source.decoder), *files, *map(str, tokens)])[:12]
-    about = {"data.train": _view(inputs.train), "model": f"{source.decoder.family} (digest {model})"}
-    if inputs.held_out is not None:
-        about["data.eval"] = _view(inputs.held_out)
+    rows = {"data.train": inputs.train} | ({} if inputs.held_out is None else {"data.eval": inputs.held_out})
+    about = {key: f"{len(some)} rows (digest {some.digest[:12]})" for key, some in rows.items()}
+    about["model"] = f"{source.decoder.family} (digest {model})"
     processes.agree(about)
 
 
@@ -98,26 +95,6 @@ def held_out_line(inputs: Inputs) -> str | None:
     split = "" if rows.split is None else f", split {rows.split}"
     shared = "; it is trained on these too, so that eval/* do not show what it makes of new ones"
     return f"held out: {len(rows):,} rows of {rows.name}{split}{shared if rows.shares_rows_with(inputs.train) else ''}"
-
-
-def _view(rows: Rows) -> str:
-    """The number of rows, and their digest."""
-    return f"{len(rows)} rows (digest {rows.digest[:12]})"
-
-
-def sampling_of(recipe: Recipe, inputs: Inputs, stops: tuple[str, ...] = ()) -> Sampling:
-    """The sampling settings of the policy's completions, which the algorithm receives too.
-
-    Args:
-        stops: stop strings of an environment, which end a turn.
-    """
-    rollout = recipe.rollout
-    return Sampling(
-        max_tokens=recipe.data.longest_completion,
-        temperature=rollout.temperature,
-        stop_ids=inputs.source.stop_ids,
-        stop_strings=(*rollout.stop, *stops),
-    )
 
 
 def open_stream(setup: Setup, inputs: Inputs, collector: Collector) -> Stream:
@@ -193,19 +170,12 @@ def check_staleness(setup: Setup) -> None:
 
 
 def asynchronous(
-    setup: Setup, stream: Stream, client: Trainer, journal: Journal, total: int, stop: threading.Event
+    setup: Setup, stream: Stream, client: Trainer, folder: Path, total: int, stop: threading.Event
 ) -> Stream:
-    """The stream of a run whose next steps are sampled meanwhile.
-
-    Args:
-        setup: of the run.
-        stream: its rollouts, one step after the other.
-        client: samples, and replaces its sampler's weights.
-        journal: the file of completions that no update has learned from yet.
-        total: steps of the run.
-        stop: happens where the run is to stop.
-    """
-    rollout, algorithm = setup.recipe.rollout, setup.algorithm
+    """The stream of a run whose next steps are sampled meanwhile, in place of `stream`, whose rollouts come one step
+    after the other. A file in the run folder has the completions that no update has learned from yet."""
+    recipe, algorithm = setup.recipe, setup.algorithm
+    assert isinstance(recipe, Recipe)
     assert isinstance(stream, RolloutStream)
     assert isinstance(algorithm, OnPolicy)
     assert isinstance(client.sampler, Holding)
@@ -214,9 +184,9 @@ def asynchronous(
         client,
         client.sampler,
         algorithm.gather,
-        journal,
-        max_staleness=rollout.max_staleness,
-        in_flight=rollout.in_flight,
+        Journal(folder / FILE, recipe.identity),
+        max_staleness=recipe.rollout.max_staleness,
+        in_flight=recipe.rollout.in_flight,
         total=total,
         stop=stop,
     )
@@ -256,7 +226,7 @@ def evaluation_of(setup: Setup, inputs: Inputs, collector: Collector) -> Evaluat
 
 
 def samples_of(
-    recipe: Recipe, evaluation: Evaluation, client: Client, inputs: Inputs, folder: Path, display: Display
+    recipe: Recipe, evaluation: Evaluation, client: Trainer, inputs: Inputs, folder: Path, display: Display
 ) -> Samples:
     """Held-out prompts whose greedy answers are shown before and after training; of episodes, the first turn."""
     number, tokenizer = recipe.eval.samples if recipe.algorithm.has_lm_head else 0, inputs.tokenizer

@@ -12,80 +12,55 @@ from tunix.models.attention import attend
 from tunix.models.attention.attend import Implementation, described, implementation, spec_of
 from tunix.models.attention.inputs import AttentionSpec, Segments
 from tunix.models.attention.tokamax_ops import capability
-from tunix.models.config import DecoderConfig, LayerKind
+from tunix.models.config import DecoderConfig
 from tunix.models.grouped_products import ALIGNED, GroupedSpec
 from tunix.models.kernel_gates import LIMIT, exchange_difference, grouped_difference
 
 
 def attention_of(
-    config: DecoderConfig, model: ModelConfig, mesh: Mesh, length: int, *, branched: bool
+    config: DecoderConfig, model: ModelConfig, mesh: Mesh, length: int, *, branched: bool, tried: bool = True
 ) -> tuple[ModelConfig, str]:
     """The recipe's model with the implementation that is to be used, and a line that says which and why no faster one.
 
     A kernel has to give the einsums' numbers on this device (`models/kernel_gates.py`); else the next implementation
-    of the table that computes all layers replaces it.
-
-    Args:
-        config: the structure of the model.
-        model: its dtype, and the implementation that the recipe names.
-        mesh: the devices.
-        length: T, tokens of a row.
-        branched: whether sequences share a prompt in a row.
+    of the table that computes all layers replaces it. Rows have `length` tokens, T, and where they are `branched`
+    sequences that share a prompt. Where nothing is `tried` the devices need not be here, and none is asked.
 
     Raises:
         UserError: the implementation that the recipe names cannot be used here, or gives other numbers, and why.
     """
-    line = attention_line(config, model, mesh, length, branched=branched)
-    specs = _specs(config, model, mesh, length, branched=branched)
-    for spec in specs:
+    specs, ids = list[AttentionSpec](), jnp.zeros((1, length), jnp.int32)
+    with jax.set_mesh(mesh):
+        pictures = ids if config.vision is not None and not config.vision.any_shape else None
+        for kind in config.paged_kinds:
+            q, k = (
+                jax.ShapeDtypeStruct((1, length, heads, kind.head_dim), model.dtype)
+                for heads in (config.num_heads, kind.kv_heads)
+            )
+            view = Segments(ids, ids, ids if branched else None, kind.window, pictures=pictures)
+            specs.append(spec_of(q, k, view, config.attention_softcap))
+    try:
+        line = f"attention: {described(specs, model.attention)}"
+    except ValueError as error:
+        raise UserError(f"model.{error}. Leave it at auto, which takes what this device has.") from error
+
+    def right(kernel: Implementation) -> bool:
+        """Whether an implementation computes these calls, and rightly on this device."""
+        if any(map(kernel.lacks, specs)):
+            return False
+        return not kernel.kernel or all(kernel_gates.difference(kernel.name, spec) <= LIMIT for spec in specs)
+
+    for spec in specs if tried else ():
         kernel = implementation(spec, model.attention)
         if not kernel.kernel or (off := kernel_gates.difference(kernel.name, spec)) <= LIMIT:
             continue
         wrong = f"{kernel.name} is off the einsums by {off:.2g} of their size on this device, more than {LIMIT}"
         faster = [other.name for other in attend.IMPLEMENTATIONS].index(kernel.name) + 1
-        after = next(other.name for other in attend.IMPLEMENTATIONS[faster:] if _right(other, specs))
+        after = next(other.name for other in attend.IMPLEMENTATIONS[faster:] if right(other))
         if model.attention != "auto":
             raise UserError(f"model.attention: {wrong}. Leave it at auto, which takes {after} instead.")
         return model.model_copy(update={"attention": after}), f"attention: {after} ({wrong})"
     return model, line
-
-
-def _right(kernel: Implementation, specs: list[AttentionSpec]) -> bool:
-    """Whether an implementation computes these calls, and rightly on this device."""
-    if any(map(kernel.lacks, specs)):
-        return False
-    return not kernel.kernel or all(kernel_gates.difference(kernel.name, spec) <= LIMIT for spec in specs)
-
-
-def attention_line(config: DecoderConfig, model: ModelConfig, mesh: Mesh, length: int, *, branched: bool) -> str:
-    """The line of `attention_of` before a kernel is tried: it asks nothing of the devices, which need not be here.
-
-    Raises:
-        UserError: the implementation that the recipe names cannot be used there, and why.
-    """
-    try:
-        return f"attention: {described(_specs(config, model, mesh, length, branched=branched), model.attention)}"
-    except ValueError as error:
-        raise UserError(f"model.{error}. Leave it at auto, which takes what this device has.") from error
-
-
-def _specs(
-    config: DecoderConfig, model: ModelConfig, mesh: Mesh, length: int, *, branched: bool
-) -> list[AttentionSpec]:
-    """The calls of the model's kinds of layers."""
-    ids = jnp.zeros((1, length), jnp.int32)
-
-    def spec(kind: LayerKind) -> AttentionSpec:
-        q, k = (
-            jax.ShapeDtypeStruct((1, length, heads, kind.head_dim), model.dtype)
-            for heads in (config.num_heads, kind.kv_heads)
-        )
-        ahead = config.vision is not None and not config.vision.any_shape
-        view = Segments(ids, ids, ids if branched else None, kind.window, pictures=ids if ahead else None)
-        return spec_of(q, k, view, config.attention_softcap)
-
-    with jax.set_mesh(mesh):
-        return list(map(spec, config.paged_kinds))
 
 
 EXCHANGED = 1e-5
@@ -105,11 +80,6 @@ def check_products(config: DecoderConfig, dtype: DType, mesh: Mesh) -> None:
     """Refuses devices whose kernels for experts give other numbers than plain products (`models/kernel_gates.py`).
 
     Nothing is asked of a CPU, which has no kernel, nor for a model without experts.
-
-    Args:
-        config: the structure of the model.
-        dtype: that it computes in.
-        mesh: the devices.
 
     Raises:
         UserError: they do, and by how much.
@@ -131,10 +101,6 @@ def check_exchange(config: DecoderConfig, mesh: Mesh) -> None:
     """Refuses devices that hand each other other tokens than they should (`models/kernel_gates.py`).
 
     Every process of the run calls it. Nothing is asked of CPUs, nor where experts are not split.
-
-    Args:
-        config: the structure of the model.
-        mesh: the devices.
 
     Raises:
         UserError: they do, and by how much.

@@ -7,9 +7,9 @@ The device never waits for the host: a step's metrics are read only after the ne
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -95,11 +95,7 @@ class Loop:
     """Trains one run from its beginning or a checkpoint to its end."""
 
     def __init__(self, job: Job, checkpoints: Checkpoints, recorder: Recorder, start: int | None):
-        """Restores the checkpoint and fetches the first input, so that `finished` is known.
-
-        Args:
-            start: step of the checkpoint to resume from; None for a new run.
-        """
+        """Restores the checkpoint of step `start`, if any, and fetches the first input, so that `finished` is known."""
         self.job, self.checkpoints, self.recorder = job, checkpoints, recorder
         self.step = 0
         """Number of updates done."""
@@ -108,7 +104,12 @@ class Loop:
         self._position = job.stream.mark()
         self._reached: str | None = None
         if start is not None:
-            self._restore(start)
+            record = checkpoints.restore(start, job.client)
+            job.stream.set_state(record["data"])
+            recorder.resume(record["seconds"])
+            job.algorithm.set_state(record["algorithm"])
+            self._reached = record["reached"] if job.evaluation.until else None
+            self.step = self._saved = start
             # Before the fetch, which may have to sample.
             self._warm()
         self._next = self._fetch()
@@ -148,15 +149,6 @@ class Loop:
             update = beside.submit(self.job.compile_update)
             self.job.client.warm(self.job.workload)
             update.result()
-
-    def _restore(self, step: int) -> None:
-        """Restores a checkpoint of this run."""
-        record = self.checkpoints.restore(step, self.job.client)
-        self.job.stream.set_state(record["data"])
-        self.recorder.resume(record["seconds"])
-        self.job.algorithm.set_state(record["algorithm"])
-        self._reached = record["reached"] if self.job.evaluation.until else None
-        self.step = self._saved = step
 
     def _update(self, item: Any) -> None:
         """One update, and the evaluation, samples and checkpoint that are due after it."""
@@ -217,7 +209,9 @@ class Loop:
             self.recorder.add(self.step, values)
             if name := self.job.evaluation.reached(values):
                 self._reached, self._next = name, None
-                self.recorder.say(f"step {self.step}: {name} is {values[name]:.4f}: the run has reached eval.until")
+                self.recorder.display.say(
+                    f"step {self.step}: {name} is {values[name]:.4f}: the run has reached eval.until"
+                )
 
     def _save(self) -> None:
         """Starts to write a checkpoint of this step, unless it has one; its metrics are written before."""
@@ -231,21 +225,25 @@ class Loop:
 
 
 @contextmanager
-def stop_signals(stop: threading.Event) -> Iterator[None]:
-    """The first SIGINT or SIGTERM sets an event, so that the current step ends; a second one acts at once."""
+def handling(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """Handles signals meanwhile; in another than the main thread, which gets none, nothing changes."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals reach the main thread only
+        yield
         return
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def handle(number: int, _: object) -> None:
-        stop.set()
-        signal.signal(number, before[number])
-
-    for number in before:
-        signal.signal(number, handle)
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def stop_signals(stop: threading.Event) -> AbstractContextManager[None]:
+    """The first SIGINT or SIGTERM sets an event, so that the current step ends; a second one acts at once."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle(number: int, _: object) -> None:
+        stop.set()
+        signal.signal(number, before[signal.Signals(number)])
+
+    return handling(before, handle)

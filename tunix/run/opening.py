@@ -37,13 +37,8 @@ SMALL_FILES, FEW_FILES = 32 * 2**20, 100
 
 def opened(recipe: Recipe | str | Path, overrides: Iterable[str], tiny: bool, alone: bool) -> tuple[Recipe, str]:
     """The recipe that a run trains, and the first line about it; a note on the next one where it is made for an
-    accelerator that is not here.
-
-    Args:
-        recipe: a recipe, a YAML file, or the name of a shipped one.
-        overrides: as on the command line; only for a file or a name.
-        tiny: whether it is shrunk for a laptop.
-        alone: whether one process trains it.
+    accelerator that is not here. `recipe` may be a YAML file, or the name of a shipped one, with overrides as on the
+    command line; `alone`: whether one process trains it.
 
     Raises:
         UserError: the recipe is wrong, or a local file that it names.
@@ -70,27 +65,38 @@ def opening(recipe: Recipe, tiny: bool = False, *, alone: bool = True) -> str:
     Raises:
         UserError: a local file of rows or the model's config.json is missing or broken.
     """
-    config, label = _model(recipe)
-    parts = [f"{label}, {_weights(recipe, config)} on {_rows(recipe)}"]
+    model, adapter = recipe.model, recipe.adapter
+    config: DecoderConfig | None = None  # where it would have to be fetched
+    if model.path is None:
+        decoder = preset(model.preset) if model.preset else FAMILIES[str(model.family)].small
+        config, label = with_sizes(decoder, dict(model.sizes)), NAMES.get(decoder.family, decoder.family)
+    else:
+        file, label = Path(model.path).expanduser() / "config.json", Path(model.path).name
+        if file.is_file() or (file := cached_config(model.path)):
+            config = read_config(file.parent, recipe.data.pictures is not None)
+    # How many weights there are, and how many of them train.
+    if config is None:
+        weights = "all weights trained" if adapter is None else f"an adapter of rank {adapter.rank} trained"
+    else:
+        trained, total = weight_counts(recipe, config)
+        weights = f"{people_count(total)} weights, {'an adapter' if trained is None else 'all'} trained"
+        if trained is not None and trained != total:
+            weights = f"{people_count(trained)} of {people_count(total)} weights trained"
+    # The number of the rows where it is quick to count them; else where they come from.
+    data, path = recipe.data, Path(recipe.data.train).expanduser()
+    inside = path.rglob("*") if path.is_dir() else [path]
+    files = [file for file in itertools.islice(inside, FEW_FILES) if file.is_file()]
+    quick = 0 < len(files) < FEW_FILES and sum(file.stat().st_size for file in files) <= SMALL_FILES
+    generated = data.train.startswith(("tunix.data.sorting:", "tunix.data.tiny:"))
+    rows = f"{len(open_rows(data.train, data.split)):,} rows" if quick or generated else data.train
+    parts = [f"{label}, {weights} on {rows}"]
     if alone and not accelerated():
         parts.append("1 CPU" if cpu_devices() == 1 else f"{cpu_devices()} CPU devices")
     line = "; ".join([*parts, recipe.output])
     return f"toy ({', '.join(recipe.replaced) or 'sizes'}): {line}" if tiny else line
 
 
-def _model(recipe: Recipe) -> tuple[DecoderConfig | None, str]:
-    """The model's config and its name; None where the config would have to be fetched."""
-    model = recipe.model
-    if model.path is None:
-        decoder = preset(model.preset) if model.preset else FAMILIES[str(model.family)].small
-        return with_sizes(decoder, dict(model.sizes)), NAMES.get(decoder.family, decoder.family)
-    file, name = Path(model.path).expanduser() / "config.json", Path(model.path).name
-    if not file.is_file():
-        file = _cached(model.path)
-    return None if file is None else read_config(file.parent, recipe.data.pictures is not None), name
-
-
-def _cached(path: str) -> Path | None:
+def cached_config(path: str) -> Path | None:
     """The config.json of a hub id that was downloaded before; None of one that was not, and of any other path."""
     if path.count("/") != 1 or Path(path).expanduser().exists():
         return None
@@ -104,19 +110,6 @@ def _cached(path: str) -> Path | None:
     return Path(file) if isinstance(file, str) else None
 
 
-def _weights(recipe: Recipe, config: DecoderConfig | None) -> str:
-    """How many weights there are, and how many of them train."""
-    adapter = recipe.adapter
-    if config is None:
-        return "all weights trained" if adapter is None else f"an adapter of rank {adapter.rank} trained"
-    trained, total = weight_counts(recipe, config)
-    if trained is None:
-        return f"{people_count(total)} weights, an adapter trained"
-    if trained == total:
-        return f"{people_count(total)} weights, all trained"
-    return f"{people_count(trained)} of {people_count(total)} weights trained"
-
-
 def weight_counts(recipe: Recipe, config: DecoderConfig) -> tuple[int | None, int]:
     """The number of the weights that train (None where a folder's adapter says it), and of all of the model's."""
     adapter, counts = recipe.adapter, count_weights(config)
@@ -126,16 +119,6 @@ def weight_counts(recipe: Recipe, config: DecoderConfig) -> tuple[int | None, in
     if adapter is None:
         return sum(count for name, count in counts.items() if trains(name, full=True)), total
     return (adapter.count_weights(config) if adapter.source is None else None), total
-
-
-def _rows(recipe: Recipe) -> str:
-    """The number of the rows where it is quick to count them; else where they come from."""
-    data, path = recipe.data, Path(recipe.data.train).expanduser()
-    inside = path.rglob("*") if path.is_dir() else [path]
-    files = [file for file in itertools.islice(inside, FEW_FILES) if file.is_file()]
-    quick = 0 < len(files) < FEW_FILES and sum(file.stat().st_size for file in files) <= SMALL_FILES
-    generated = data.train.startswith(("tunix.data.sorting:", "tunix.data.tiny:"))
-    return f"{len(open_rows(data.train, data.split)):,} rows" if quick or generated else data.train
 
 
 def people_count(number: int) -> str:

@@ -2,9 +2,9 @@
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 
 import jax
 import numpy as np
@@ -19,35 +19,12 @@ from tunix.trainer.progress import Display, evaluated
 from tunix.util.chips import chip_named
 
 
-@dataclass
-class _Counted:
-    """What was computed since the last row."""
-
-    steps: int = 0
-    tokens: int = 0
-    padded: int = 0
-    """Tokens with those of the padding."""
-    flops: float = 0.0
-    update_flops: float = 0.0
-    update_seconds: float = 0.0
-    """Time of updates alone; 0 where they are all that a step does."""
-
-
 class Recorder:
-    """Logs one row per step. `push` registers a step, `add` adds values to it, `flush` completes it.
+    """Logs one row per step. `push` registers a step, `add` adds values to it, `flush` completes it."""
 
-    Args of the constructor:
-        work: what an update computes, for the counts of FLOPs and padding.
-    """
-
-    def __init__(
-        self,
-        sinks: list[Sink],
-        display: Display,
-        config: LoggingConfig,
-        work: Work,
-    ):
-        self._sinks, self._display, self._every = sinks, display, config.every
+    def __init__(self, sinks: list[Sink], display: Display, config: LoggingConfig, work: Work):
+        """`work`: what an update computes, for the counts of FLOPs and padding."""
+        self._sinks, self.display, self._every = sinks, display, config.every
         self._work = work
         self._compilations = Compilations()
         self._pending: tuple[int, Update, Accounting, dict[str, float]] | None = None
@@ -55,7 +32,8 @@ class Recorder:
         self._started = time.monotonic()
         self._before = 0.0
         self._last_row = self._started
-        self._counted = _Counted()
+        self._counted = defaultdict[str, float](float)
+        """Steps, tokens, padded tokens, FLOPs, an update's FLOPs and seconds since the last row."""
         self._warmed_up: set[str] = set()
         self._note_counts: dict[str, int] = {}
         self._row_rules: set[str] = set()
@@ -72,14 +50,18 @@ class Recorder:
     def push(self, step: int, update: Update, accounting: Accounting) -> None:
         """Registers a dispatched step; completes the one before it, and waits for that one only.
 
-        Args:
-            step: its number, from 1.
-            update: its metrics, which the device may still be computing, and its batches.
-            accounting: of the rows read up to this step.
+        The device may still be computing the update's metrics; `accounting` is of the rows read up to this step.
         """
         self._count_warmup("update")
         self.flush()
-        self._count(update)
+        counted, work = self._counted, self._work
+        for batch in update.batches:
+            counted["tokens"] += int(np.count_nonzero(batch.segment_ids))
+            counted["padded"] += work.padded(batch)
+            counted["flops"] += training_flops(work.decoder, batch, work.adapter)
+            counted["update_flops"] += work.update_flops(batch)
+        counted["steps"] += 1
+        counted["update_seconds"] += float(update.metrics.get("perf/update_seconds", 0.0))
         waited = not any(isinstance(value, jax.Array) for value in update.metrics.values())
         # An update that has waited for the device itself (it sampled) is over: later time must not be added to it.
         speed = self._speed() if waited and step % self._every == 0 else {}
@@ -89,26 +71,22 @@ class Recorder:
             kind = note.translate(_DIGITS)
             self._note_counts[kind] = count = self._note_counts.get(kind, 0) + 1
             if count & (count - 1) == 0:
-                self._display.say(f"step {step}: {note}" + (f" ({count} times so far)" if count > 1 else ""))
+                self.display.say(f"step {step}: {note}" + (f" ({count} times so far)" if count > 1 else ""))
         # Each rule by which rows are dropped or shortened when it first applies.
         dropped = {f"dropped, {reason}": count for reason, count in accounting.dropped.items()}
         for rule, count in {**dropped, "cut off": accounting.truncated, **accounting.notes}.items():
             if count and rule not in self._row_rules:
                 self._row_rules.add(rule)
-                self.say(f"rows: {count} of the first {accounting.rows}: {rule} (tunix inspect shows which)")
+                self.display.say(f"rows: {count} of the first {accounting.rows}: {rule} (tunix inspect shows which)")
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Adds the values of an evaluation to a step's row, or logs a new row where no step is pending."""
         self._count_warmup("evaluation")
         _check(step, values)
         self._extra |= values
-        self._display.say(f"step {step}: {evaluated(values)}")
+        self.display.say(f"step {step}: {evaluated(values)}")
         if self._pending is None:
             self._write(step, {})
-
-    def say(self, text: str) -> None:
-        """Displays a line of text."""
-        self._display.say(text)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -122,19 +100,19 @@ class Recorder:
     @contextmanager
     def compiling(self, what: str) -> Iterator[None]:
         """Excludes the enclosed work as `aside` does, and tells every few seconds how many programs it has compiled."""
-        self.say(f"compiling {what}")
+        self.display.say(f"compiling {what}")
         before = self._compilations.total
-        with self.aside(), self._display.during(lambda: f"compiling {what}: {self._compilations.total - before} done"):
+        with self.aside(), self.display.during(lambda: f"compiling {what}: {self._compilations.total - before} done"):
             yield
 
     @contextmanager
     def first(self, kind: str) -> Iterator[None]:
         """Tells every few seconds of the first update or evaluation how many programs it has compiled."""
-        if kind in self._warmed_up:
-            yield
-            return
         before = self._compilations.total
-        with self._display.during(lambda: f"the first {kind}: {self._compilations.total - before} programs compiled"):
+        progress = self.display.during(
+            lambda: f"the first {kind}: {self._compilations.total - before} programs compiled"
+        )
+        with nullcontext() if kind in self._warmed_up else progress:
             yield
 
     def flush(self) -> None:
@@ -144,7 +122,15 @@ class Recorder:
         (step, update, accounting, speed), self._pending = self._pending, None
         values = {name: float(value) for name, value in jax.device_get(dict(update.metrics)).items()}
         _check(step, values)
-        values |= _accounting(update, accounting)
+        # Counts of the rows read so far by outcome, and of the tokens trained by this update.
+        values |= {
+            "data/kept": float(accounting.kept),
+            "data/truncated": float(accounting.truncated),
+            "data/dropped": float(sum(accounting.dropped.values())),
+            **({"data/pieces": float(accounting.pieces)} if accounting.pieces else {}),
+            **({"data/noted": float(sum(accounting.notes.values()))} if accounting.notes else {}),
+            "train/tokens": float(sum(np.count_nonzero(batch.loss_mask) for batch in update.batches)),
+        }
         read, chip = values.get("perf/rollout_bytes_per_second"), chip_named(jax.devices()[0].device_kind)
         if read is not None and chip is not None:
             # The share of the memory's bandwidth that the sampler's reads took at least.
@@ -152,7 +138,7 @@ class Recorder:
         if step % self._every == 0 or self._extra:
             values |= speed or self._speed()
             self._write(step, values)
-        self._display.update(step, values)
+        self.display.update(step, values)
 
     def _count_warmup(self, kind: str) -> None:
         """Marks compilations of the first update and the first evaluation as warm-up; later ones are reported."""
@@ -160,34 +146,24 @@ class Recorder:
             self._warmed_up.add(kind)
             self._compilations.settled()
 
-    def _count(self, update: Update) -> None:
-        counted, work = self._counted, self._work
-        for batch in update.batches:
-            counted.tokens += int(np.count_nonzero(batch.segment_ids))
-            counted.padded += work.padded(batch)
-            counted.flops += training_flops(work.decoder, batch, work.adapter)
-            counted.update_flops += work.update_flops(batch)
-        counted.steps += 1
-        counted.update_seconds += float(update.metrics.get("perf/update_seconds", 0.0))
-
     def _speed(self) -> dict[str, float]:
         """Tokens per second (without padding), seconds per step, and shares of rows and peak since the last row."""
         now = time.monotonic()
         elapsed, self._last_row = max(now - self._last_row, 1e-9), now
-        counted, self._counted = self._counted, _Counted()
+        counted, self._counted = self._counted, defaultdict[str, float](float)
         speed = {
-            "perf/tokens_per_second": counted.tokens / elapsed,
-            "perf/step_seconds": elapsed / counted.steps,
+            "perf/tokens_per_second": counted["tokens"] / elapsed,
+            "perf/step_seconds": elapsed / counted["steps"],
             "perf/peak_memory": float(peak_memory()),
             "compile/count": float(self._compilations.since_warmup),
         }
         if chip := chip_named(jax.devices()[0].device_kind):
             peak = chip.flops * jax.device_count()
-            speed["perf/mfu"] = counted.flops / elapsed / peak
+            speed["perf/mfu"] = counted["flops"] / elapsed / peak
             # Where nothing but the update takes time, a step's time is its time.
-            speed["perf/update_mfu"] = counted.update_flops / (counted.update_seconds or elapsed) / peak
-        if counted.padded:
-            speed["perf/fill"] = counted.tokens / counted.padded
+            speed["perf/update_mfu"] = counted["update_flops"] / (counted["update_seconds"] or elapsed) / peak
+        if counted["padded"]:
+            speed["perf/fill"] = counted["tokens"] / counted["padded"]
         return speed
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
@@ -214,18 +190,6 @@ def _check(step: int, values: Mapping[str, float]) -> None:
                 f"step {step}: {name} is {values[name]}. The checkpoints before it are intact. Start again with a "
                 "lower optimizer.learning_rate and another output (or --fresh), or look at the rows with tunix inspect."
             )
-
-
-def _accounting(update: Update, counted: Accounting) -> dict[str, float]:
-    """Counts of the rows read so far by outcome, and of the tokens trained by this update."""
-    return {
-        "data/kept": float(counted.kept),
-        "data/truncated": float(counted.truncated),
-        "data/dropped": float(sum(counted.dropped.values())),
-        **({"data/pieces": float(counted.pieces)} if counted.pieces else {}),
-        **({"data/noted": float(sum(counted.notes.values()))} if counted.notes else {}),
-        "train/tokens": float(sum(np.count_nonzero(batch.loss_mask) for batch in update.batches)),
-    }
 
 
 _DIGITS = str.maketrans("", "", "0123456789.")

@@ -12,11 +12,8 @@ Axes: T time.
 import hashlib
 import itertools
 import os
-from collections.abc import Iterable
-from collections.abc import Sequence as List
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -25,7 +22,6 @@ from safetensors.numpy import save
 from tunix.data.examples import Examples
 from tunix.distributed import processes
 from tunix.errors import UserError
-from tunix.protocols import Client
 from tunix.run.inputs import Inputs
 from tunix.run.setup import Setup
 from tunix.trainer.digest import digest
@@ -34,38 +30,23 @@ from tunix.trainer.trainer import Trainer
 from tunix.types import Sequence
 from tunix.util.atomic_io import replacing
 
-Of = Literal["policy", "reference"]
 CHUNK = 512
 """Number of sequences in a shard, and in a call of the model."""
 VALUES, ABOUT = "logprobs", "about"
 """Keys of a shard: the concatenated log-probs of all trained tokens, and the digest in its metadata."""
 
 
-@dataclass(frozen=True)
-class ReferenceLogprobs:
-    """The reference's log-probs of all sequences, called with one of them."""
-
-    by_key: dict[bytes, np.ndarray]
-    """Log-probs of a sequence's trained tokens by the sequence's `key`."""
-
-    def __call__(self, sequence: Sequence) -> np.ndarray:
-        """The `[T]` log-probs of a sequence's trained tokens, 0 elsewhere."""
-        values = np.zeros(len(sequence.tokens), np.float32)
-        values[trained(sequence)] = self.by_key[key(sequence)]
-        return values
-
-
 def reference_logprobs(
-    setup: Setup, inputs: Inputs, client: Trainer, folder: Path, display: Display
-) -> ReferenceLogprobs:
-    """The reference's log-probs of all given sequences of a run, held-out ones included; then its weights are freed.
+    setup: Setup, inputs: Inputs, client: Trainer, run: Path, display: Display
+) -> Callable[[Sequence], np.ndarray]:
+    """The reference's log-probs of all given sequences of a run, held-out ones included, computed where they are not
+    stored yet, by a client that has taken no step; then its weights are freed.
 
-    Args:
-        setup: of the run.
-        inputs: its rows.
-        client: holds the reference.
-        folder: the run folder.
-        display: is told how far it is.
+    Returns:
+        A function of a sequence: the `[T]` log-probs of its trained tokens, 0 elsewhere.
+
+    Raises:
+        UserError: a shard is damaged or belongs to other inputs, or cannot be written.
     """
     recipe, size = setup.recipe, setup.source.decoder.vocab_size
     kind, tokenizer = setup.algorithm.train_on, inputs.tokenizer
@@ -74,91 +55,12 @@ def reference_logprobs(
         held_out = Examples(inputs.held_out, tokenizer, recipe.data, kind, size)
         sequences = itertools.chain(sequences, held_out.sequences(recipe.eval.rows))
     of = "policy" if client.learner.reference is None else "reference"
-    logprobs = precompute(sequences, client, of, recipe.model.dtype, recipe.data.train, folder, display)
-    client.learner.reference = None
-    return logprobs
-
-
-def precompute(
-    sequences: Iterable[Sequence],
-    client: Client,
-    of: Of,
-    precision: str,
-    data: str,
-    run: Path,
-    display: Display,
-) -> ReferenceLogprobs:
-    """The reference's log-probs of sequences, computed where they are not stored yet.
-
-    Args:
-        client: before its first step.
-        of: the model to query: the reference where the client has one, else the policy with its initial weights.
-        precision: dtype of the computation, e.g. `float32`.
-        data: `data.train`; shards are stored next to it where it is a local file.
-        run: the run folder, where shards are stored otherwise.
-        display: shows the progress.
-
-    Raises:
-        UserError: a shard is damaged or belongs to other inputs, or cannot be written.
-    """
-    unique = {key(sequence): sequence for sequence in sequences}
-    about = digest([digest(unique), client.fingerprint(of), precision])
-    folder = _folder(data, run, about, display)
-    values: list[np.ndarray] = []
-    listed = list(unique.values())
-    for number, start in enumerate(range(0, len(listed), CHUNK)):
-        chunk = listed[start : start + CHUNK]
-        file = folder / f"{number:05d}.safetensors"
-        # Computed by all processes together, where any of them has not got it.
-        if processes.any_of("reference", not file.exists()):
-            logprobs = client.logprobs(chunk, of)
-            computed = [values[trained(sequence)] for values, sequence in zip(logprobs, chunk, strict=True)]
-            with replacing(file) as shard:
-                shard.write(save({VALUES: np.concatenate(computed)}, metadata={ABOUT: about}))
-            done = min((number + 1) * CHUNK, len(unique))
-            display.say(f"reference: {done} of {len(unique)} sequences in {folder}")
-        values += _stored(file, chunk, about)
-    return ReferenceLogprobs(dict(zip(unique, values, strict=True)))
-
-
-def trained(sequence: Sequence) -> np.ndarray:
-    """The `[T]` bool mask of trained tokens; the first token is never one."""
-    mask = sequence.loss_mask.astype(bool)
-    mask[:1] = False
-    return mask
-
-
-def key(sequence: Sequence) -> bytes:
-    """The key of a sequence's log-probs: a digest of its tokens and of which are trained."""
-    tokens = np.ascontiguousarray(sequence.tokens, np.int32)
-    return hashlib.sha256(tokens.tobytes() + trained(sequence).tobytes()).digest()
-
-
-def _stored(file: Path, chunk: List[Sequence], about: str) -> list[np.ndarray]:
-    """Reads the log-probs of each sequence's trained tokens from a shard.
-
-    Raises:
-        UserError: it is damaged or holds those of other inputs.
-    """
-    lengths = [int(trained(sequence).sum()) for sequence in chunk]
-    try:
-        with safe_open(file, "np") as shard:
-            stored, values = (shard.metadata() or {}).get(ABOUT), shard.get_tensor(VALUES)
-    except SafetensorError as error:
-        raise UserError(f"{file} cannot be read ({error}): delete it, and it is recomputed") from error
-    if stored != about or len(values) != sum(lengths):
-        raise UserError(
-            f"{file} holds a reference's log-probs of another data set, model or precision: delete it, and they are "
-            "recomputed"
-        )
-    return np.split(values, np.cumsum(lengths)[:-1])
-
-
-def _folder(data: str, run: Path, about: str, display: Display) -> Path:
-    """The folder of the shards, created: next to a local file of rows, else in the run folder."""
-    file = Path(data).expanduser()
-    writable = file.is_file() and os.access(file.parent, os.W_OK)
-    start = file.with_name(f"{file.name}.reference-") if writable else run / "reference-"
+    unique = {_key(sequence): sequence for sequence in sequences}
+    about = digest([digest(unique), client.fingerprint(of), recipe.model.dtype])
+    # Next to a local file of rows, else in the run folder.
+    rows = Path(recipe.data.train).expanduser()
+    writable = rows.is_file() and os.access(rows.parent, os.W_OK)
+    start = rows.with_name(f"{rows.name}.reference-") if writable else run / "reference-"
     folder = start.with_name(f"{start.name}{about[:12]}")
     others = [x.name for x in sorted(start.parent.glob(f"{start.name}*")) if x != folder]
     if others and not folder.exists():
@@ -167,4 +69,50 @@ def _folder(data: str, run: Path, about: str, display: Display) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{folder} cannot be written: {error.strerror}") from error
-    return folder
+    values: list[np.ndarray] = []
+    listed = list(unique.values())
+    for number, start in enumerate(range(0, len(listed), CHUNK)):
+        chunk = listed[start : start + CHUNK]
+        file = folder / f"{number:05d}.safetensors"
+        # Computed by all processes together, where any of them has not got it.
+        if processes.any_of("reference", not file.exists()):
+            logprobs = client.logprobs(chunk, of)
+            computed = [values[_trained(sequence)] for values, sequence in zip(logprobs, chunk, strict=True)]
+            with replacing(file) as shard:
+                shard.write(save({VALUES: np.concatenate(computed)}, metadata={ABOUT: about}))
+            done = min((number + 1) * CHUNK, len(unique))
+            display.say(f"reference: {done} of {len(unique)} sequences in {folder}")
+        lengths = [int(_trained(sequence).sum()) for sequence in chunk]
+        try:
+            with safe_open(file, "np") as shard:
+                origin, stored = (shard.metadata() or {}).get(ABOUT), shard.get_tensor(VALUES)
+        except SafetensorError as error:
+            raise UserError(f"{file} cannot be read ({error}): delete it, and it is recomputed") from error
+        if origin != about or len(stored) != sum(lengths):
+            raise UserError(
+                f"{file} holds a reference's log-probs of another data set, model or precision: delete it, and they "
+                "are recomputed"
+            )
+        values += np.split(stored, np.cumsum(lengths)[:-1])
+    client.learner.reference = None
+    by_key = dict(zip(unique, values, strict=True))
+
+    def logprobs_of(sequence: Sequence) -> np.ndarray:
+        scattered = np.zeros(len(sequence.tokens), np.float32)
+        scattered[_trained(sequence)] = by_key[_key(sequence)]
+        return scattered
+
+    return logprobs_of
+
+
+def _trained(sequence: Sequence) -> np.ndarray:
+    """The `[T]` bool mask of trained tokens; the first token is never one."""
+    mask = sequence.loss_mask.astype(bool)
+    mask[:1] = False
+    return mask
+
+
+def _key(sequence: Sequence) -> bytes:
+    """A digest of a sequence's tokens and of which are trained."""
+    tokens = np.ascontiguousarray(sequence.tokens, np.int32)
+    return hashlib.sha256(tokens.tobytes() + _trained(sequence).tobytes()).digest()

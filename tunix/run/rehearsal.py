@@ -3,14 +3,12 @@
 Axes: T time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -21,7 +19,7 @@ from tunix.data.sources import Rows
 from tunix.distributed import processes
 from tunix.hf.source import Source
 from tunix.mesh import compile_on
-from tunix.protocols import Client, Saving
+from tunix.protocols import Client
 from tunix.rollout.collect import Collector, Judge
 from tunix.rollout.rewards.base import Score
 from tunix.run.inputs import Inputs, open_stream
@@ -29,23 +27,20 @@ from tunix.run.loop import Stream
 from tunix.run.setup import Setup
 from tunix.trainer.logprobs import Scores
 from tunix.trainer.trainer import Trainer
-from tunix.types import Batch, Completion, Loss, Metrics, OnDone, Reply, Request, Sequence, Workload
+from tunix.types import Batch, Completion, Loss, Metrics, OnDone, Reply, Request, Sequence
 
 Scored = Literal["policy", "reference", "teacher", "critic"]
 """Whose numbers are asked for; a critic's may be those of the policy's value head."""
 
 
 class Rehearsal(Client):
-    """What the clients of a rehearsal have in common: completions are made up, and nothing is trained."""
+    """What the clients of a rehearsal have in common: completions and random rewards, so that groups differ, are made
+    up; nothing is trained, saved or exported."""
 
     def __init__(self, setup: Setup):
         """For the steps of a run."""
         self.setup, self.recipe = setup, setup.recipe
         self._random = np.random.default_rng(0)
-
-    def step(self, batch: Batch, loss: Loss, of: Literal["policy", "critic"] = "policy") -> Metrics:
-        """Takes an update, of which a subclass makes what it is for."""
-        raise NotImplementedError
 
     def score(
         self, kind: Scores, of: Scored, sequences: List[Sequence], temperature: float, size: int | None
@@ -64,11 +59,11 @@ class Rehearsal(Client):
         return self.score("values", "critic", sequences, 1.0, size)
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Metrics:
-        """Taken as a whole step, which needs as much at least."""
+        """Taken as a whole step, which needs as much at least; so nothing is left for `optim_step`."""
         return self.step(batch, loss)
 
     def optim_step(self) -> Metrics:
-        """Part of the step that `forward_backward` is taken as."""
+        """No metrics."""
         return {}
 
     def evaluate(self, batches: Iterable[Batch], loss: Loss) -> dict[str, float]:
@@ -80,41 +75,17 @@ class Rehearsal(Client):
     ) -> list[Completion]:
         """Completions of made-up tokens, as long as can be."""
         limit, played = self.recipe.data.max_length, self.recipe.rollout.environment is not None
-
-        def completed(request: Request) -> Completion:
+        completions = []
+        for request in requests:
             room = limit - len(request.prompt)
             number = max(room if played else min(request.sampling.max_tokens, room), 1)
             tokens, zeros = np.ones(number, np.int32), np.zeros(number, np.float32)
-            return Completion(tokens, zeros, "length", tokens, request.sampling, ((0, number),))
-
-        return list(map(completed, requests))
+            completions.append(Completion(tokens, zeros, "length", tokens, request.sampling, ((0, number),)))
+        return completions
 
     def publish(self) -> int:
         """There are no weights to pass on."""
         return 1
-
-    def warm(self, work: Workload) -> None:
-        """The sampler's programs are not rehearsed."""
-
-    def save(self, path: Path) -> Saving:
-        """Not in a rehearsal."""
-        raise NotImplementedError("a rehearsal saves nothing")
-
-    def load(self, path: Path) -> None:
-        """Not in a rehearsal."""
-        raise NotImplementedError("a rehearsal loads nothing")
-
-    def export(self, path: Path, adapter: bool = False) -> float | None:
-        """Not in a rehearsal."""
-        raise NotImplementedError("a rehearsal exports nothing")
-
-    def fingerprint(self, of: Literal["policy", "reference"] = "policy") -> str:
-        """The same for all: there are no weights."""
-        return "rehearsal"
-
-    def rewards(self, number: int) -> list[Score]:
-        """Random rewards, so that groups differ."""
-        return self._random.uniform(size=number).tolist()
 
     def stream(self) -> Stream:
         """Steps of full rows, as the run's own stream makes them."""
@@ -128,12 +99,30 @@ class Rehearsal(Client):
             max_length=data.max_length,
             prompt_length=data.prompt_length,
         )
-        rows = Rows("rehearsal", [_row(data, decoder.vocab_size)] * recipe.batch_size)
-        judge = Judge("rehearsal", 1.0, 64, lambda prompts, completions, texts: partial(self.rewards, len(completions)))
+
+        def ids(number: int) -> list[int]:
+            return [token % (decoder.vocab_size - 1) + 1 for token in range(number)]
+
+        # A row of every kind, each as long as can be. Pairs share their prompt where the recipe bounds what differs.
+        side, bounded = data.completion_length or data.max_length // 2, data.completion_length or data.prompt_length
+        row = {
+            "input_ids": ids(data.max_length),
+            "prompt_ids": ids(data.longest_prompt if bounded else data.max_length - side),
+            "completion_ids": ids(side),
+            "chosen_ids": ids(side),
+            "rejected_ids": ids(side)[::-1],
+            "label": True,
+        }
+
+        def rewarded(prompts: object, completions: List[Completion], texts: object) -> Callable[[], list[Score]]:
+            return lambda: self._random.uniform(size=len(completions)).tolist()
+
         return open_stream(
             replace(setup, recipe=recipe.model_copy(update={"data": made_up, "epochs": None})),
-            Inputs(Source(decoder, None), rows, None),
-            Collector(None, setup.algorithm.sampling, None, None, data.max_length, judge),
+            Inputs(Source(decoder, None), Rows("rehearsal", [row] * recipe.batch_size), None),
+            Collector(
+                None, setup.algorithm.sampling, None, None, data.max_length, Judge("rehearsal", 1.0, 64, rewarded)
+            ),
         )
 
 
@@ -192,29 +181,9 @@ def compiled_ahead(setup: Setup, client: Trainer) -> None:
         return
     state = algorithm.get_state()
     with ThreadPoolExecutor() as pool:
-        compiler = Compiler(setup, client, pool)
+        compiler = Compiler(setup, client, pool)  # pyright: ignore[reportAbstractUsage]  # it saves nothing
         with closing(compiler.stream()) as stream:
             algorithm.update(compiler, next(stream))
         for program in compiler.waiting:
             program.result()
     algorithm.set_state(state)
-
-
-def _row(data: DataConfig, vocab: int) -> dict[str, Any]:
-    """A row of token ids of every kind, each as long as can be."""
-
-    def ids(number: int) -> list[int]:
-        return [token % (vocab - 1) + 1 for token in range(number)]
-
-    # Pairs share their prompt where the recipe bounds what differs.
-    side = data.completion_length or data.max_length // 2
-    prompt = ids(data.longest_prompt if data.completion_length or data.prompt_length else data.max_length - side)
-    whole = ids(data.max_length)
-    return {
-        "input_ids": whole,
-        "prompt_ids": prompt,
-        "completion_ids": ids(side),
-        "chosen_ids": ids(side),
-        "rejected_ids": ids(side)[::-1],
-        "label": True,
-    }

@@ -9,7 +9,6 @@ Axes: T time.
 
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from dataclasses import dataclass
 
 import numpy as np
 from jax.sharding import Mesh
@@ -21,9 +20,9 @@ from tunix.data.packing import with_spare
 from tunix.data.shapes import as_messages
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Prompt
+from tunix.distributed.global_arrays import own_part
 from tunix.errors import UserError
-from tunix.hf.source import Source, loaded, pretrained
-from tunix.models.model import Params
+from tunix.hf.source import loaded, pretrained
 from tunix.rollout.collect import Judge
 from tunix.rollout.rewards.base import Failure, Score
 from tunix.rollout.rewards.config import RewardConfig
@@ -35,71 +34,6 @@ TOGETHER = 64
 """Number of completions in a call on the device; a smaller batch is padded to it, so one shape is compiled."""
 
 
-@dataclass(frozen=True, eq=False)
-class RewardModel:
-    """A reward model with its weights, and how completions are rendered for it."""
-
-    scorer: Scorer
-    params: Params
-    limit: int
-    """Maximum tokens of prompt and completion."""
-    tokenizer: Tokenizer | None
-    """Renders texts for the reward model; None where the policy's tokens are scored."""
-    data: DataConfig
-    """The recipe's section by which texts are rendered, if they are; without columns, as rows have our names by now."""
-
-    def begin(
-        self, prompts: List[Prompt], completions: List[Completion], texts: List[str]
-    ) -> Callable[[], list[Score]]:
-        """Begins to score completions; what it returns waits for each score, or has the reason why there is none.
-
-        Args:
-            prompts: the prompt of each completion.
-            completions: the sampled tokens.
-            texts: the completions' texts, without special tokens.
-        """
-        inputs = [
-            self._input(prompt, completion, text)
-            for prompt, completion, text in zip(prompts, completions, texts, strict=True)
-        ]
-        readable = [with_spare(tokens) for tokens in inputs if not isinstance(tokens, Failure)]
-        parts = [readable[i : i + TOGETHER] for i in range(0, len(readable), TOGETHER)]
-        begun = [self.scorer.scores("values", self.params, part, TOGETHER) for part in parts]
-
-        def ended() -> list[Score]:
-            scores = (float(values[-1]) for part in begun for values in part)
-            return [tokens if isinstance(tokens, Failure) else next(scores) for tokens in inputs]
-
-        return ended
-
-    def _input(self, prompt: Prompt, completion: Completion, text: str) -> np.ndarray | Failure:
-        """The tokens to score, or the reason why there are none."""
-        if self.tokenizer is None:
-            tokens = np.concatenate([prompt.tokens, completion.tokens])
-        else:
-            try:
-                tokens = self._rendered(self.tokenizer, prompt, completion, text)
-            except UserError as error:
-                return Failure(f"model cannot read it: {error}")
-        if len(tokens) > self.limit:
-            return Failure(f"model reads {self.limit} tokens (reward.model_length), and these are {len(tokens)}")
-        return tokens
-
-    def _rendered(self, tokenizer: Tokenizer, prompt: Prompt, completion: Completion, text: str) -> np.ndarray:
-        before = prompt.row.get("messages", prompt.row.get("prompt", prompt.text))
-        if isinstance(before, str):
-            tokens, mask = render_completion(before, text, prompt.row, tokenizer, self.data)
-        else:
-            turn = [{"role": "assistant", "content": text}]
-            tokens, mask = render_completion(asked(as_messages(before)), turn, prompt.row, tokenizer, self.data)
-        if not mask.any():
-            raise UserError("nothing of the completion is left in its rendering")
-        # Up to and including the stop token, as in training; a truncated completion has not ended.
-        last = int(np.flatnonzero(mask)[-1])
-        unfinished = completion.finish == "length" and int(tokens[last]) in tokenizer.stop_ids
-        return tokens[: last + (not unfinished)]
-
-
 def judge(config: RewardConfig, policy: Tokenizer | None, data: DataConfig, dtype: DType, mesh: Mesh) -> Judge | None:
     """Loads the reward model of a `reward` section onto the mesh; None where the section names none.
 
@@ -108,36 +42,84 @@ def judge(config: RewardConfig, policy: Tokenizer | None, data: DataConfig, dtyp
         policy: the tokenizer of the model that writes the completions.
         data: the limits of completions, and how prompts are rendered.
         dtype: of the computation and the weights.
-        mesh: the policy's mesh, where the weights are placed.
+        mesh: whose devices that belong to this process hold the weights.
 
     Raises:
         UserError: there is no such model, it has no scalar head, or it cannot read the policy's completions.
     """
     if config.model is None:
         return None
-    source = pretrained(config.model)
+    source, mesh = pretrained(config.model), own_part(mesh)
     if not source.has_scalar_head:
         raise UserError(
             f"reward.model: {config.model} has no score.weight: it is no reward model. Train one with `algorithm: "
             "{name: reward}`, or name a sequence classifier of transformers with one label"
         )
     same_tokens = reads_tokens(source.tokenizer, policy, config.model)
-    limit = _limit(config, source, data, same_tokens)
+    most = source.decoder.max_positions
+    if config.model_length is not None and config.model_length > most:
+        raise UserError(f"reward.model_length: {config.model_length} is more than the {most} tokens of {config.model}")
+    # Another tokenizer may need more tokens for the same text.
+    limit = config.model_length or min(most, data.max_length if same_tokens else 2 * data.max_length)
     model, params = loaded(source, dtype, mesh)
     length = limit + 1
-    microbatcher = Microbatcher(rows_per_microbatch(mesh, TOGETHER, None, length, packing=True), mesh)
+    scorer = Scorer(model, Microbatcher(rows_per_microbatch(mesh, TOGETHER, None, length, packing=True), mesh), length)
+    # Rows have our names by now.
     tokenizer, data = None if same_tokens else source.tokenizer, data.model_copy(update={"columns": {}})
-    scored_by = RewardModel(Scorer(model, microbatcher, length), params, limit, tokenizer, data)
-    return Judge("model", config.model_weight, TOGETHER, scored_by.begin)
+
+    def read(prompt: Prompt, completion: Completion, text: str) -> np.ndarray | Failure:
+        """The tokens to score, or the reason why there are none."""
+        if tokenizer is None:
+            tokens = np.concatenate([prompt.tokens, completion.tokens])
+        else:
+            try:
+                tokens = rendered(tokenizer, data, prompt, completion, text)
+            except UserError as error:
+                return Failure(f"model cannot read it: {error}")
+        if len(tokens) > limit:
+            return Failure(f"model reads {limit} tokens (reward.model_length), and these are {len(tokens)}")
+        return tokens
+
+    def begin(prompts: List[Prompt], completions: List[Completion], texts: List[str]) -> Callable[[], list[Score]]:
+        """Begins to score completions; what it returns waits for each score, or has the reason why there is none."""
+        inputs = [
+            read(prompt, completion, text) for prompt, completion, text in zip(prompts, completions, texts, strict=True)
+        ]
+        readable = [with_spare(tokens) for tokens in inputs if not isinstance(tokens, Failure)]
+        parts = [readable[i : i + TOGETHER] for i in range(0, len(readable), TOGETHER)]
+        begun = [scorer.scores("values", params, part, TOGETHER) for part in parts]
+
+        def ended() -> list[Score]:
+            scores = (float(values[-1]) for part in begun for values in part)
+            return [tokens if isinstance(tokens, Failure) else next(scores) for tokens in inputs]
+
+        return ended
+
+    return Judge("model", config.model_weight, TOGETHER, begin)
+
+
+def rendered(tokenizer: Tokenizer, data: DataConfig, prompt: Prompt, completion: Completion, text: str) -> np.ndarray:
+    """A prompt and a completion in another model's tokens, up to and including the stop token as in its training; a
+    truncated completion has not ended.
+
+    Raises:
+        UserError: the other model's chat template refuses them, or leaves nothing of the completion.
+    """
+    before = prompt.row.get("messages", prompt.row.get("prompt", prompt.text))
+    if isinstance(before, str):
+        tokens, mask = render_completion(before, text, prompt.row, tokenizer, data)
+    else:
+        turn = [{"role": "assistant", "content": text}]
+        tokens, mask = render_completion(asked(as_messages(before)), turn, prompt.row, tokenizer, data)
+    if not mask.any():
+        raise UserError("nothing of the completion is left in its rendering")
+    last = int(np.flatnonzero(mask)[-1])
+    unfinished = completion.finish == "length" and int(tokens[last]) in tokenizer.stop_ids
+    return tokens[: last + (not unfinished)]
 
 
 def reads_tokens(judge: Tokenizer | None, policy: Tokenizer | None, name: str) -> bool:
-    """Whether a reward model's token ids have the same meaning as the policy's.
-
-    Args:
-        judge: the reward model's tokenizer.
-        policy: the policy's tokenizer.
-        name: of the reward model, for messages.
+    """Whether the token ids of a reward model (of this name) have the same meaning as the policy's.
 
     Raises:
         UserError: only one of them has a tokenizer, so that their ids cannot be compared.
@@ -149,14 +131,3 @@ def reads_tokens(judge: Tokenizer | None, policy: Tokenizer | None, name: str) -
         raise UserError(f"reward.model: {bare} no tokenizer, so nothing tells what the one's ids mean to the other")
     judged, written = ((t.bos_id, t.eos_id, t.hf.get_vocab()) for t in (judge, policy))
     return judged == written
-
-
-def _limit(config: RewardConfig, source: Source, data: DataConfig, same_tokens: bool) -> int:
-    """The maximum tokens of prompt and completion that the reward model reads."""
-    most = source.decoder.max_positions
-    if config.model_length is None:
-        # Another tokenizer may need more tokens for the same text.
-        return min(most, data.max_length if same_tokens else 2 * data.max_length)
-    if config.model_length > most:
-        raise UserError(f"reward.model_length: {config.model_length} is more than the {most} tokens of {config.model}")
-    return config.model_length

@@ -54,13 +54,8 @@ def local_engine(setup: Setup) -> Engine:
 
 
 def servers_of(setup: Setup, exporter: Exporter) -> ServerSampler:
-    """The sampler of a run whose completions come from servers; without a folder that the recipe names, weights are
-    handed over in the run folder.
-
-    Args:
-        setup: names the servers.
-        exporter: writes weights for them.
-    """
+    """The sampler of a run whose completions come from servers, for which `exporter` writes weights: in the run folder,
+    unless the recipe names another."""
     recipe, rollout, spec = setup.recipe, setup.recipe.rollout, setup.spec
     bare = replace(exporter, files=exporter.folder)  # an adapter alone, as often as it is published
 

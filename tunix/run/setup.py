@@ -23,6 +23,7 @@ from tunix.hf.source import Source, adapted, with_stops
 from tunix.mesh import AXES
 from tunix.models.config import is_own, trains
 from tunix.models.model import Model
+from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.sections import Sections
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.trainer.mesh_choice import Demand, placed, state_bytes
@@ -30,9 +31,10 @@ from tunix.trainer.microbatches import Microbatcher, TrainerSpec, answers_per_ro
 from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.perf import Work
 from tunix.trainer.remat import chosen, held_by
-from tunix.types import Workload
+from tunix.types import Sampling, Workload
 
 Shapes = dict[str, jax.ShapeDtypeStruct]
+"""Parameters by name: shape, dtype and sharding."""
 
 MISMATCH: dict[str, float] = {"float32": 1e-3, "bfloat16": 0.25, "int8": 1.0, "fp8": 1.0}
 """Default `rollout.mismatch_tolerance`: the largest difference of trainer and sampler that rounding explains. For
@@ -56,6 +58,15 @@ def row_kind_of(recipe: Sections, algorithm: Algorithm) -> RowKind:
     """The part of a row that is read: all columns where an environment renders the prompts, else the algorithm's."""
     in_environment = algorithm.train_on == RowKind.PROMPT and recipe.rollout.environment is not None
     return RowKind.ROW if in_environment else algorithm.train_on
+
+
+def algorithm_of(recipe: Sections, stop_ids: tuple[int, ...] = (), stop_strings: tuple[str, ...] = ()) -> Algorithm:
+    """The algorithm of a recipe, which knows how the policy's completions are sampled: up to stop ids of its tokenizer
+    and stop strings, of the recipe and of an environment's turns."""
+    rollout = recipe.rollout
+    stops = (*rollout.stop, *stop_strings)
+    sampling = Sampling(recipe.data.longest_completion, rollout.temperature, stop_ids=stop_ids, stop_strings=stops)
+    return algorithm_class(recipe.algorithm.name)(recipe.algorithm, sampling)
 
 
 def apart(config: RolloutMeshConfig | None, devices: Sequence[Any]) -> tuple[list[Any], Mesh | None]:
@@ -221,7 +232,7 @@ class Setup:
         recipe, critic = self.recipe, self.critic
         model = adapted(with_stops(self.source), recipe.model, recipe.adapter, recipe.quantization)
         model = replace(model, has_scalar_head=critic in ("shared", "alone"), has_lm_head=critic != "alone")
-        trained, frozen = self.dtypes(model)
+        trained, _ = self.dtypes(model)
         spec = TrainerSpec(
             model=model,
             mesh=self.mesh,
@@ -234,7 +245,7 @@ class Setup:
         )
         if recipe.model.remat != "auto":
             return spec
-        params, base = (model.abstract(dtypes, self.mesh) for dtypes in (trained, frozen))
+        params, base = self.abstract(spec)
         remat, reason = chosen(spec, held_by(spec, params, base, copies=1 + self.keeps_reference), self.memory)
         return replace(spec, model=replace(model, remat=remat), remat_reason=reason)
 
@@ -264,11 +275,8 @@ class Setup:
         return self.recipe.model.param_dtype or self.recipe.model.dtype
 
     def dtypes(self, model: Model) -> tuple[dict[str, DType], dict[str, DType]]:
-        """Dtypes of the `(trainable, frozen)` parameters by name, but for those that are fixed (`Model.kinds`).
-
-        Args:
-            model: the policy, or the critic.
-        """
+        """Dtypes of the `(trainable, frozen)` parameters of the policy or the critic by name, but for those that are
+        fixed (`Model.kinds`)."""
         adapter = self.recipe.adapter
         if adapter is None:
             trainable = [name for name in model.shapes if trains(name, full=True)]
@@ -292,11 +300,8 @@ class Setup:
         return Work(self.source.decoder, self.recipe.adapter, self.microbatcher.rows, reference, critic)
 
     def workload(self, held_out: int) -> Workload | None:
-        """The largest workload of the sampler at a step or an evaluation; None where neither samples.
-
-        Args:
-            held_out: prompts of an evaluation.
-        """
+        """The largest workload of the sampler at a step, or an evaluation with so many prompts; None where neither
+        samples."""
         recipe = self.recipe
         begun = recipe.batch_size + recipe.rollout.spare(recipe.batch_size)
         trained = begun if self.samples else 0

@@ -7,13 +7,14 @@ the export of the one before.
 """
 
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,22 @@ from tunix import __version__
 from tunix.config import RowKind
 from tunix.distributed import processes
 from tunix.distributed.meeting import together
+from tunix.errors import UserError
+from tunix.hf.source import TOKENIZER
 from tunix.recipe.recipe import Recipe, flattened
+from tunix.rollout.types import SPANS
 from tunix.run.build import assemble
 from tunix.run.curves import write_curves
 from tunix.run.evaluation import unigram_entropy
 from tunix.run.export import report_merging
-from tunix.run.folder import claimed, explaining_full_disk, prepare, reopen
-from tunix.run.loop import Loop, stop_signals
+from tunix.run.folder import checkpoint_folder, claimed, explaining_full_disk, move_aside, trained
+from tunix.run.loop import Loop, handling, stop_signals
 from tunix.run.opening import opened
-from tunix.run.owners import checkpoint_folder
 from tunix.run.recorder import Recorder
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.metrics import open_sinks, perplexity
 from tunix.trainer.progress import Display, announce, readable
-from tunix.util.atomic_io import read_rows, write_text_atomic
+from tunix.util.atomic_io import forget_after, read_rows, write_text_atomic
 from tunix.util.startup import prepare_jax
 
 
@@ -65,26 +68,17 @@ def result_of(folder: Path, entropy: float | None) -> RunResult:
 
 
 def summary(result: RunResult, recipe: Recipe, picture: Path | None) -> list[str]:
-    """The final lines of a run or a stage: what was reached, and where the curves and the weights are.
-
-    Args:
-        picture: the file of its curves; None without one.
-    """
+    """The final lines of a run or a stage: what was reached, and where the curves and the weights are."""
+    labels = recipe.algorithm.reads == RowKind.LABELS
+    measured = (
+        ("eval/reward", "reward", " (greedy answers)"),
+        ("eval/rewards/accuracy", "completions on their label's side" if labels else "pairs in the right order", ""),
+        ("eval/distill/divergence", "distance to the teacher", " nats per token"),
+    )
     lines: list[str] = []
-    rewards = [row["eval/reward"] for row in result.metrics if "eval/reward" in row]
-    if rewards:
-        lines.append(f"held-out reward {rewards[0]:.3f} -> {rewards[-1]:.3f} (greedy answers)")
-    accuracies = [row["eval/rewards/accuracy"] for row in result.metrics if "eval/rewards/accuracy" in row]
-    if accuracies:
-        sides = (
-            "completions on their label's side"
-            if recipe.algorithm.reads == RowKind.LABELS
-            else "pairs in the right order"
-        )
-        lines.append(f"held-out {sides} {accuracies[0]:.3f} -> {accuracies[-1]:.3f}")
-    divergences = [row["eval/distill/divergence"] for row in result.metrics if "eval/distill/divergence" in row]
-    if divergences:
-        lines.append(f"held-out distance to the teacher {divergences[0]:.3f} -> {divergences[-1]:.3f} nats per token")
+    for metric, words, end in measured:
+        if values := [row[metric] for row in result.metrics if metric in row]:
+            lines.append(f"held-out {words} {values[0]:.3f} -> {values[-1]:.3f}{end}")
     losses = [row["eval/loss"] for row in result.metrics if "eval/loss" in row]
     if losses and result.unigram_entropy is not None:
         first, last = losses[0], losses[-1]
@@ -99,10 +93,7 @@ def summary(result: RunResult, recipe: Recipe, picture: Path | None) -> list[str
 def next_commands(recipe: Recipe, run: Path, *, chats: bool) -> list[str]:
     """What people do next with a finished run: the commands that work for it, a line each.
 
-    Args:
-        recipe: of the last stage.
-        run: the run folder.
-        chats: whether the model has a tokenizer; one that was trained on token ids alone cannot chat.
+    `recipe` is the last stage's; one that was trained on token ids alone, without a tokenizer, cannot chat.
     """
     name = shlex.quote(str(run))
     held_out = bool(recipe.data.eval or recipe.data.eval_split)
@@ -149,61 +140,32 @@ def train(
 def run(recipe: Recipe, *, fresh: bool, verbose: bool) -> RunResult:
     """As `train`, of a recipe about which the first line has been said."""
     prepare_jax()
-    with terminable(), together(_say), explaining_full_disk(recipe.output):
+    # SIGTERM is handled like Ctrl-C, so that everything is cleaned up, also outside of the training loop.
+    with (
+        handling((signal.SIGTERM,), signal.default_int_handler),
+        together(partial(print, file=sys.stderr, flush=True)),
+        explaining_full_disk(recipe.output),
+        ExitStack() as stack,
+    ):
         # What all processes of a run have in common.
         values = {f"recipe, {name}": str(value) for name, value in flattened(recipe.sections())}
         processes.agree({"version of tunix": __version__, "version of jax": jax.__version__, **values})
-        with _claimed(recipe, fresh) as folder:
-            if not recipe.stages:
-                return _run(recipe, folder, folder, verbose=verbose)
-            return _run_stages(recipe.stages, folder, verbose)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _claimed(recipe: Recipe, fresh: bool) -> Iterator[Path]:
-    """The run folder of the lead, which alone writes there; a folder of their own for others."""
-    if processes.lead():
-        with claimed(recipe, fresh) as folder:
-            processes.barrier("folder")
-            yield folder
-        return
-    processes.barrier("folder")
-    with tempfile.TemporaryDirectory(prefix="tunix-") as folder:
-        yield Path(folder)
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """Handles SIGTERM like Ctrl-C, so that everything is cleaned up, also outside of the training loop."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals reach the main thread only
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _run_stages(stages: tuple[Recipe, ...], root: Path, verbose: bool) -> RunResult:
-    """Runs all stages in order, in folders within `root`; finished ones only report that they are."""
-    folders = [root / Path(stage.output).name for stage in stages]
-    results: list[RunResult] = []
-    for number, (stage, folder, after) in enumerate(zip(stages, folders, [*folders[1:], None], strict=True), 1):
-        folder.mkdir(exist_ok=True)
-        write_text_atomic(folder / "recipe.yaml", stage.to_yaml())
-        name = f"stage {number} of {len(stages)}, "
-        results.append(_run(stage, folder, root, name, results, after, verbose=verbose))
-    return results[-1]
-
-
-def _exported(folder: Path) -> bool:
-    """Whether the lead has exported the run of a folder."""
-    return processes.broadcast("exported", (folder / "export").exists)
+        if processes.lead():  # the others write into folders of their own
+            folder = stack.enter_context(claimed(recipe, fresh))
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tunix-")))
+        processes.barrier("folder")
+        if not recipe.stages:
+            return _run(recipe, folder, folder, verbose=verbose)
+        # In folders within that one; finished stages only report that they are.
+        places = [folder / Path(stage.output).name for stage in recipe.stages]
+        results: list[RunResult] = []
+        for number, (stage, place) in enumerate(zip(recipe.stages, places, strict=True), 1):
+            place.mkdir(exist_ok=True)
+            write_text_atomic(place / "recipe.yaml", stage.to_yaml())
+            name, after = f"stage {number} of {len(places)}, ", (*places, None)[number]
+            results.append(_run(stage, place, folder, name, results, after, verbose=verbose))
+        return results[-1]
 
 
 def _run(
@@ -231,10 +193,17 @@ def _run(
         display = Display(folder.name, recipe.steps or 0, start or 0, log=folder / LOG, verbose=verbose)
         stack.enter_context(closing(display))
         stack.enter_context(display.collecting_warnings())
-        if start is None and _exported(folder):
+        if start is None and processes.broadcast("exported", (folder / "export").exists):
             display.say(f"{folder} is finished and its checkpoints are gone: it can only start again, with --fresh")
             return result_of(folder, None)
-        prepare(folder, start)
+        # What earlier starts wrote after that checkpoint is deleted, or was being written when a process was killed.
+        for path in folder.glob("*.tmp-*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        forget_after(folder / "samples.jsonl", start)
+        if (folder / SPANS).exists():  # of runs on completions alone
+            forget_after(folder / SPANS, start)
+        if start is None and (folder / TOKENIZER).is_dir():
+            shutil.rmtree(folder / TOKENIZER)  # trained on rows that may have been corrected since
         job = assemble(recipe, folder, display, name)
         stack.callback(job.close)
         display.total(job.total)
@@ -246,11 +215,19 @@ def _run(
             if loop.finished:
                 display.say(f"finished already, at step {loop.step}; a higher steps=... goes on from there")
             else:
-                reopen(folder, after, display, loop.step)
+                if loop.step:
+                    display.say(f"going on from step {loop.step}")
+                if (folder / "export").exists():  # of fewer steps
+                    if after is not None and trained(after):
+                        raise UserError(
+                            f"{folder} was asked for more steps, but {after} has started from its weights already: "
+                            "start again with --fresh or another output"
+                        )
+                    move_aside(folder / "export")
                 loop.run()
                 display.stop()
                 display.say(f"done in {readable(recorder.seconds)} s: {folder}")
-        if not _exported(folder):
+        if not processes.broadcast("exported", (folder / "export").exists):
             moved = job.client.export(folder / "export", adapter=job.exports_adapter)
             report_merging(moved, recipe, display)
         display.stop()

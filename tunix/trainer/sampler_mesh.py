@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from tunix.distributed import processes
-from tunix.distributed.global_arrays import Own, own_part
+from tunix.distributed.global_arrays import own_part, to_own
 from tunix.errors import UserError
 from tunix.mesh import AXES, groups_of, partition
 from tunix.models.model import Model
@@ -140,8 +140,8 @@ def bring_of(model: Model, trainer: Mesh, sampler: Mesh) -> Callable[[str, jax.A
     None where the sampler reads them on the trainer's devices."""
     several, local = processes.number() > 1, own_part(trainer)
 
-    def together(mesh: Mesh) -> Own:
-        return Own(trainer, mesh, lambda name, x: partition(model.axes[name], x.shape, mesh))
+    def together(mesh: Mesh) -> Callable[[str, jax.Array], jax.Array]:
+        return to_own(trainer, mesh, lambda name, x: partition(model.axes[name], x.shape, mesh))
 
     if set(local.devices.flat) == set(sampler.devices.flat):
         return together(sampler) if several else None
