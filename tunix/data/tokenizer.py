@@ -482,8 +482,12 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int, template: TemplateName 
         raise UserError(f"a bpe tokenizer wants at least {least} ids (256 bytes and the specials), not {vocab_size}")
     backend = Backend(BPE())
     _split_words(backend, template)
-    letters = list(bytes_to_unicode().values())
-    trainer = BpeTrainer(vocab_size=vocab_size, special_tokens=specials, initial_alphabet=letters, show_progress=False)  # pyright: ignore[reportCallIssue]
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=specials,
+        initial_alphabet=list(bytes_to_unicode().values()),
+        show_progress=False,
+    )  # pyright: ignore[reportCallIssue]
     backend.train_from_iterator(texts, trainer)
     return _finish(backend, template)
 
