@@ -224,7 +224,7 @@ class Tokenizer:
             **{**self.hf.special_tokens_map, **template_kwargs},
         )
         text: str = texts[0]  # pyright: ignore[reportAssignmentType]
-        spans = list(marks[0]) if marks else []
+        spans: list[Any] = list(marks[0]) if marks else []
         return self.expanded(text), [(len(self.expanded(text[:i])), len(self.expanded(text[:j]))) for i, j in spans]
 
     @cached_property

@@ -160,10 +160,11 @@ def over_layers(
         return jax.vjp(lambda x, sinks, more: run(x, values, sinks, more), x.value, sinks, others)
 
     def backward(pull: Callable, d_results: PyTree) -> tuple[jax.Array, list, tuple]:
+        def is_zero(d: Any) -> bool:
+            return isinstance(d, SymbolicZero)
+
         d_results = jax.tree.map(
-            lambda d: jnp.zeros(d.aval.shape, d.aval.dtype) if isinstance(d, SymbolicZero) else d,
-            d_results,
-            is_leaf=lambda d: isinstance(d, SymbolicZero),
+            lambda d: jnp.zeros(d.aval.shape, d.aval.dtype) if is_zero(d) else d, d_results, is_leaf=is_zero
         )
         d_x, d_sinks, d_more = pull(d_results)
         return d_x, [d if d is None else d.astype(dtype) for d, dtype in zip(d_sinks, dtypes, strict=True)], d_more
