@@ -115,13 +115,13 @@ def check_tokens(key: str, name: str, theirs: Tokenizer, ours: Tokenizer) -> Non
     Raises:
         UserError: an id stands for another token there; the message names the first such id.
     """
-    there, here = ({i: repr(token) for token, i in x.hf.get_vocab().items()} for x in (theirs, ours))
-    wrong = next((i for i in sorted(there.keys() | here.keys()) if there.get(i) != here.get(i)), None)
+    words, our_words = ({i: repr(token) for token, i in x.hf.get_vocab().items()} for x in (theirs, ours))
+    wrong = next((i for i in sorted(words.keys() | our_words.keys()) if words.get(i) != our_words.get(i)), None)
     if wrong is not None:
         raise UserError(
             f"{key}: {name} has another vocabulary than the model that trains: id {wrong} is "
-            f"{there.get(wrong, 'no token')} there and {here.get(wrong, 'no token')} here. Probabilities of ids are "
-            "compared: take a model with the same tokenizer"
+            f"{words.get(wrong, 'no token')} there and {our_words.get(wrong, 'no token')} here. Probabilities of ids "
+            "are compared: take a model with the same tokenizer"
         )
 
 

@@ -67,7 +67,7 @@ class AttentionSpec(HeadsSpec):
 
 
 class Tokens(NamedTuple):
-    """Of each token of packed rows what says which others it sees, as in `Segments`."""
+    """The ids that say which tokens of packed rows see each other, as in `Segments`."""
 
     ids: Int[Array, "..."]
     positions: Int[Array, "..."]

@@ -145,7 +145,7 @@ class Fields:
         return local if any(local) else ()
 
     def layer_types(self, layers: int, names: Mapping[str, bool]) -> tuple[bool, ...] | None:
-        """Of which of two types each layer is; None where the file does not say."""
+        """The type of each layer, one of two; None where the file does not say."""
         types = self.get("layer_types")
         if types is None:
             return None
