@@ -7,7 +7,7 @@ https://arxiv.org/abs/1711.05101. Adafactor: Shazeer & Stern 2018, https://arxiv
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import optax
@@ -165,7 +165,7 @@ def _muon(
         eps=1e-8 if config.eps is None else config.eps,
         weight_decay=config.weight_decay,
         weight_decay_mask=dict(mask),
-        muon_weight_dimension_numbers=lambda params: {name: dimensions_of(name) for name in params},
+        muon_weight_dimension_numbers=lambda params: {name: dimensions_of(name) for name in cast(Any, params)},
         consistent_rms=MUON_RMS,
         adam_weight_decay=config.weight_decay,
         adam_b1=0.9 if config.b1 is None else config.b1,
