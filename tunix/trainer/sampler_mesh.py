@@ -53,12 +53,11 @@ def sampler_mesh(
     """
     # Requests end at any time: programs over the devices of several processes would have to wait for each other.
     several, mesh = processes.number() > 1, own_part(mesh)
-    sizes = Demand(model.config).split_by("tensor")
+    sizes, copy = Demand(model.config).split_by("tensor"), copy_bytes(model, model.shapes)
     if config is None:
         near = mesh.size // len(groups_of(mesh.devices.flatten().tolist()))
         common = math.gcd(near, *sizes.values())
         fitting = [tensor for tensor in range(1, common + 1) if common % tensor == 0]
-        copy = copy_bytes(model, model.shapes)
         room = [tensor for tensor in fitting if memory is None or copy / tensor <= SHARE * memory]
         tensor = room[0] if room else fitting[-1]  # as many as can be where none have room
     else:
@@ -77,9 +76,8 @@ def sampler_mesh(
     if mesh.size == 1 or mesh.devices.shape == shape:
         return mesh, None
     each = "each" if tensor == 1 else f"each {tensor}"
-    size = f"{copy_bytes(model, model.shapes) / 1e9:.3g} GB in all of it"
     where = f"{mesh.size} device(s)" + (f" of each of {processes.number()} processes" if several else "")
-    line = f"sampling: a copy of the weights on {each} of {where}, {size}"
+    line = f"sampling: a copy of the weights on {each} of {where}, {copy / 1e9:.3g} GB in all of it"
     return Mesh(mesh.devices.reshape(shape), AXES, axis_types=mesh.axis_types), line
 
 

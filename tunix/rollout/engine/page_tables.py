@@ -4,7 +4,7 @@ A page belongs to all sequences that begin with its tokens, and is free again wh
 shard of the slots has its own pages, and each kind of layer: one with a window lets pages go that it has passed.
 Programs run in the order in which they are sent, so a page that is let go may be given away at once.
 
-Axes: Sl slots, Co columns of a page table, Vi visits, s shards of the rows.
+Axes: Sl slots, Co columns of a page table, s shards of the rows.
 """
 
 from typing import NamedTuple

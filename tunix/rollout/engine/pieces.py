@@ -4,8 +4,7 @@ A job is the computation of some tokens of a slot: a prompt, an environment's an
 lost its pages, or the last token of a prompt whose pages are there already. Jobs of a shard are packed in their order
 into its row of a piece; all tokens of a row have one adapter.
 
-Axes: C tokens at a time, Sl slots, T time, Vi visits, s shards of the rows, Pi pictures,
-Pp patches, Pr rows of a patch, Pc columns of a patch, Rb colours.
+Axes: C tokens at a time, Sl slots, T time, s shards of the rows.
 """
 
 from collections import deque
