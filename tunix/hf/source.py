@@ -150,13 +150,6 @@ class Source:
     files: Path | None = None
     """Folder whose tokenizer files an export copies."""
 
-    def __post_init__(self) -> None:
-        if self.tokenizer and self.tokenizer.vocab_size > self.decoder.vocab_size:
-            raise UserError(
-                f"the tokenizer has {self.tokenizer.vocab_size} ids, the model only {self.decoder.vocab_size}: "
-                "they do not belong together (from scratch: raise model.sizes.vocab_size)"
-            )
-
     @property
     def stands_alone(self) -> bool:
         """Whether a folder contains exactly these weights, so that an adapter can name it as its base."""
@@ -258,6 +251,7 @@ def of_recipe(config: ModelConfig, data: DataConfig, kept: Path, rows: Rows | No
                 write_generation_config(folder, (source.files, source.folder), _stopping(tokenizer).stop_ids)
     if kept.is_dir() and (tokenizer := load_tokenizer(kept)):
         source = replace(source, tokenizer=_stopping(tokenizer, source.tokenizer), files=kept)
+    check_vocabulary(source)
     if data.pictures is None:
         return source
     decoder, tokenizer = with_reader(
@@ -285,6 +279,19 @@ def _stopping(tokenizer: Tokenizer, replaced: Tokenizer | None = None) -> Tokeni
     if (end := turn_end(tokenizer)) is not None:
         stops.append(end)
     return replace(tokenizer, generation_stops=tuple(dict.fromkeys(stops)))
+
+
+def check_vocabulary(source: Source) -> None:
+    """Checks that every id of the tokenizer has a row in the embedding table.
+
+    Raises:
+        UserError: the tokenizer has more ids than the model.
+    """
+    if source.tokenizer and source.tokenizer.vocab_size > source.decoder.vocab_size:
+        raise UserError(
+            f"the tokenizer has {source.tokenizer.vocab_size} ids, the model only {source.decoder.vocab_size}: "
+            "they do not belong together (from scratch: raise model.sizes.vocab_size)"
+        )
 
 
 def with_stops(source: Source) -> DecoderConfig:

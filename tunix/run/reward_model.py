@@ -22,7 +22,7 @@ from tunix.data.shapes import Rendering, as_messages
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Prompt
 from tunix.errors import UserError
-from tunix.hf.source import Source, loaded, pretrained
+from tunix.hf.source import Source, check_vocabulary, loaded, pretrained
 from tunix.models.model import Params
 from tunix.rollout.collect import Judge
 from tunix.rollout.rewards.base import Failure, Score
@@ -121,6 +121,7 @@ def judge(config: RewardConfig, policy: Tokenizer | None, data: DataConfig, dtyp
             f"reward.model: {config.model} has no score.weight: it is no reward model. Train one with `algorithm: "
             "{name: reward}`, or name a sequence classifier of transformers with one label"
         )
+    check_vocabulary(source)
     same_tokens = reads_tokens(source.tokenizer, policy, config.model)
     limit = _limit(config, source, data, same_tokens)
     model, params = loaded(source, dtype, mesh)
