@@ -116,13 +116,14 @@ def check_tokens(key: str, name: str, theirs: Tokenizer, ours: Tokenizer) -> Non
     Raises:
         UserError: an id stands for another token there; the message names the first such id.
     """
-    there, here = ({i: repr(token) for token, i in x.hf.get_vocab().items()} for x in (theirs, ours))
-    wrong = next((i for i in sorted(there.keys() | here.keys()) if there.get(i) != here.get(i)), None)
+    their_tokens, our_tokens = ({i: repr(token) for token, i in x.hf.get_vocab().items()} for x in (theirs, ours))
+    ids = sorted(their_tokens.keys() | our_tokens.keys())
+    wrong = next((i for i in ids if their_tokens.get(i) != our_tokens.get(i)), None)
     if wrong is not None:
         raise UserError(
             f"{key}: {name} has another vocabulary than the model that trains: id {wrong} is "
-            f"{there.get(wrong, 'no token')} there and {here.get(wrong, 'no token')} here. Probabilities of ids are "
-            "compared: take a model with the same tokenizer"
+            f"{their_tokens.get(wrong, 'no token')} there and {our_tokens.get(wrong, 'no token')} here. Probabilities "
+            "of ids are compared: take a model with the same tokenizer"
         )
 
 
