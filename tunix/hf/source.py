@@ -115,13 +115,14 @@ def check_tokens(key: str, name: str, theirs: Tokenizer, ours: Tokenizer) -> Non
     Raises:
         UserError: an id stands for another token there; the message names the first such id.
     """
-    words, our_words = ({i: repr(token) for token, i in x.hf.get_vocab().items()} for x in (theirs, ours))
-    wrong = next((i for i in sorted(words.keys() | our_words.keys()) if words.get(i) != our_words.get(i)), None)
+    their_tokens, our_tokens = ({i: repr(token) for token, i in x.hf.get_vocab().items()} for x in (theirs, ours))
+    ids = sorted(their_tokens.keys() | our_tokens.keys())
+    wrong = next((i for i in ids if their_tokens.get(i) != our_tokens.get(i)), None)
     if wrong is not None:
         raise UserError(
             f"{key}: {name} has another vocabulary than the model that trains: id {wrong} is "
-            f"{words.get(wrong, 'no token')} there and {our_words.get(wrong, 'no token')} here. Probabilities of ids "
-            "are compared: take a model with the same tokenizer"
+            f"{their_tokens.get(wrong, 'no token')} there and {our_tokens.get(wrong, 'no token')} here. Probabilities "
+            "of ids are compared: take a model with the same tokenizer"
         )
 
 
@@ -148,13 +149,6 @@ class Source:
     """The base's name for adapters trained on it: a hub id or an absolute path; empty for random weights."""
     files: Path | None = None
     """Folder whose tokenizer files an export copies."""
-
-    def __post_init__(self) -> None:
-        if self.tokenizer and self.tokenizer.vocab_size > self.decoder.vocab_size:
-            raise UserError(
-                f"the tokenizer has {self.tokenizer.vocab_size} ids, the model only {self.decoder.vocab_size}: "
-                "they do not belong together (from scratch: raise model.sizes.vocab_size)"
-            )
 
     @property
     def stands_alone(self) -> bool:
@@ -257,6 +251,7 @@ def of_recipe(config: ModelConfig, data: DataConfig, kept: Path, rows: Rows | No
                 write_generation_config(folder, (source.files, source.folder), _stopping(tokenizer).stop_ids)
     if kept.is_dir() and (tokenizer := load_tokenizer(kept)):
         source = replace(source, tokenizer=_stopping(tokenizer, source.tokenizer), files=kept)
+    check_vocabulary(source)
     if data.pictures is None:
         return source
     decoder, tokenizer = with_reader(
@@ -284,6 +279,19 @@ def _stopping(tokenizer: Tokenizer, replaced: Tokenizer | None = None) -> Tokeni
     if (end := turn_end(tokenizer)) is not None:
         stops.append(end)
     return replace(tokenizer, generation_stops=tuple(dict.fromkeys(stops)))
+
+
+def check_vocabulary(source: Source) -> None:
+    """Checks that every id of the tokenizer has a row in the embedding table.
+
+    Raises:
+        UserError: the tokenizer has more ids than the model.
+    """
+    if source.tokenizer and source.tokenizer.vocab_size > source.decoder.vocab_size:
+        raise UserError(
+            f"the tokenizer has {source.tokenizer.vocab_size} ids, the model only {source.decoder.vocab_size}: "
+            "they do not belong together (from scratch: raise model.sizes.vocab_size)"
+        )
 
 
 def with_stops(source: Source) -> DecoderConfig:

@@ -27,7 +27,7 @@ from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Dropped
 from tunix.errors import UserError, nearest
 from tunix.hf.run_export import exported
-from tunix.hf.source import Source, loaded, pretrained, require_lm_head
+from tunix.hf.source import Source, check_vocabulary, loaded, pretrained, require_lm_head
 from tunix.mesh import build_mesh
 from tunix.models.model import Model, Params
 from tunix.rollout.engine.engine import Engine
@@ -109,7 +109,9 @@ class InferenceModel:
     @cached_property
     def source(self) -> Source:
         """The structure, the location of the weights, and the tokenizer."""
-        return pretrained(self.options.model, self.options.adapter)
+        source = pretrained(self.options.model, self.options.adapter)
+        check_vocabulary(source)
+        return source
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int
 from tunix.config import MeshConfig
 from tunix.errors import UserError, install_command
 from tunix.hf.model_folder import copy_tokenizer, write_generation_config
-from tunix.hf.source import loaded, pretrained, require_lm_head
+from tunix.hf.source import check_vocabulary, loaded, pretrained, require_lm_head
 from tunix.interop.orbax_arrays import Deferred, writing_handler
 from tunix.mesh import build_mesh
 from tunix.models.attention.pages import NOWHERE, Gathered, PieceView, SlotsView, Table, Visits, Writes
@@ -175,6 +175,7 @@ def export_stablehlo(source: Path, out: Path, *, shapes: Shapes) -> str:
             + install_command("stablehlo")
         )
     model_source = pretrained(str(source))
+    check_vocabulary(model_source)
     require_lm_head(model_source, str(source))
     config, most = model_source.decoder, model_source.decoder.max_positions
     if shapes.prompt % STEP:

@@ -15,6 +15,7 @@ from tunix.hf.peft_folder import fingerprint
 from tunix.hf.source import (
     Source,
     adapter_weights,
+    check_vocabulary,
     from_scratch,
     pretrained,
     settled,
@@ -105,6 +106,7 @@ def client(
         raise UserError(f"optimizer: schedule {rule.schedule} and warmup {rule.warmup:g} follow from `steps`: give it")
     if config.path is not None:
         source = pretrained(config.path)
+        check_vocabulary(source)
     elif config.tokenizer is not None:
         raise UserError(f"model.tokenizer: {config.tokenizer}: a client reads token ids alone; leave it out")
     else:

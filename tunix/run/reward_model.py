@@ -22,7 +22,7 @@ from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Prompt
 from tunix.distributed.global_arrays import own_part
 from tunix.errors import UserError
-from tunix.hf.source import loaded, pretrained
+from tunix.hf.source import check_vocabulary, loaded, pretrained
 from tunix.rollout.collect import Judge
 from tunix.rollout.rewards.base import Failure, Score
 from tunix.rollout.rewards.config import RewardConfig
@@ -55,6 +55,7 @@ def judge(config: RewardConfig, policy: Tokenizer | None, data: DataConfig, dtyp
             f"reward.model: {config.model} has no score.weight: it is no reward model. Train one with `algorithm: "
             "{name: reward}`, or name a sequence classifier of transformers with one label"
         )
+    check_vocabulary(source)
     same_tokens = reads_tokens(source.tokenizer, policy, config.model)
     most = source.decoder.max_positions
     if config.model_length is not None and config.model_length > most:
