@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tunix.data.examples import Examples
 from tunix.hf.model_folder import require_classifier
 from tunix.hf.source import settled
 from tunix.recipe.notes import update_notes
@@ -74,8 +73,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
 
     # Mistakes that affect every row (no tokenizer, no chat template, a mistyped column) are reported before weights are
     # read.
-    kind, size = row_kind_of(recipe, algorithm), source.decoder.vocab_size
-    next(Examples(inputs.train, inputs.tokenizer, data, kind, size).first())
+    next(inputs.examples(inputs.train, data, row_kind_of(recipe, algorithm)).first())
     scorer = None
     if recipe.reward is not None and recipe.reward.functions:
         scorer = Scorer(recipe.reward.functions, recipe.reward.deadline, recipe.reward.workers)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tunix.algorithms.on_policy import OnPolicy
 from tunix.config import RowKind
+from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
 from tunix.data.packing import pack
 from tunix.data.pipeline import Batches, Prompts, eval_batches, pictures_of_row, prompt_of, reasons, shuffled
@@ -27,7 +28,6 @@ from tunix.run.setup import Setup, layout, row_kind_of
 from tunix.trainer.digest import digest
 from tunix.trainer.progress import Display
 from tunix.trainer.trainer import Trainer
-from tunix.types import Sampling
 
 MEASURED = 4
 """Micro-batches that the completions fill, at full length, whose log-probs are computed at a time while others are
@@ -46,6 +46,10 @@ class Inputs:
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer that renders the rows; None where rows hold token ids."""
         return self.source.tokenizer
+
+    def examples(self, rows: Rows, data: DataConfig, kind: RowKind) -> Examples:
+        """Rows as they are rendered, of which a kind is read."""
+        return Examples(rows, self.tokenizer, data, kind, self.source.decoder.vocab_size)
 
 
 def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
@@ -100,12 +104,11 @@ def held_out_line(inputs: Inputs) -> str | None:
 def open_stream(setup: Setup, inputs: Inputs, collector: Collector) -> Stream:
     """The stream of step inputs: batches of the rows, or rollouts of their prompts."""
     recipe, algorithm, microbatcher = setup.recipe, setup.algorithm, setup.microbatcher
-    data, vocab_size = recipe.data, inputs.source.decoder.vocab_size
+    data = recipe.data
+    examples = inputs.examples(inputs.train, data, row_kind_of(recipe, algorithm))
     if not setup.samples:
-        examples = Examples(inputs.train, inputs.tokenizer, data, algorithm.train_on, vocab_size)
         packed = layout(algorithm, microbatcher.multiple)
         return Batches(examples, recipe.batch_size, recipe.seed, recipe.epochs, packed)
-    examples = Examples(inputs.train, inputs.tokenizer, data, row_kind_of(recipe, algorithm), vocab_size)
     stream = Prompts(examples, recipe.seed, recipe.epochs)
     spare, together = recipe.rollout.spare(recipe.batch_size), setup.answers_together
     return RolloutStream(
@@ -198,8 +201,7 @@ def steps_of(setup: Setup, inputs: Inputs) -> int:
     epochs = recipe.epochs or 1
     if not recipe.data.cuts:
         return total_steps(len(inputs.train), recipe.batch_size, epochs)
-    size = inputs.source.decoder.vocab_size
-    examples = Examples(inputs.train, inputs.tokenizer, recipe.data, setup.algorithm.train_on, size)
+    examples = inputs.examples(inputs.train, recipe.data, setup.algorithm.train_on)
     # Pieces depend on the lengths and the order, so every row is rendered once for each epoch.
     return sum(1 for _ in shuffled(examples, recipe.batch_size, recipe.seed, epochs))
 
@@ -207,20 +209,20 @@ def steps_of(setup: Setup, inputs: Inputs) -> int:
 def evaluation_of(setup: Setup, inputs: Inputs, collector: Collector) -> Evaluation:
     """The evaluation on held-out rows: the loss of their completions, and the rewards of greedy answers."""
     recipe, algorithm = setup.recipe, setup.algorithm
-    if inputs.held_out is None:
+    rows, limit = inputs.held_out, recipe.eval.rows
+    if rows is None:
         return Evaluation(algorithm)
-    size, limit = inputs.source.decoder.vocab_size, recipe.eval.rows
     held_out, prompts = [], []
     if algorithm.held_out_on is not None and not (setup.samples and collector.weights):
-        examples = Examples(inputs.held_out, inputs.tokenizer, recipe.data, algorithm.held_out_on, size)
+        examples = inputs.examples(rows, recipe.data, algorithm.held_out_on)
         held_out = eval_batches(examples, recipe.batch_size, limit, layout(algorithm, setup.microbatcher.multiple))
     if collector.weights and recipe.algorithm.has_lm_head:
         kind = RowKind.PROMPT if recipe.rollout.environment is None else RowKind.ROW
-        read = list(Examples(inputs.held_out, inputs.tokenizer, recipe.data, kind, size).first(limit))
+        read = list(inputs.examples(rows, recipe.data, kind).first(limit))
         prompts = [prompt_of(example) for example in read if isinstance(example, Kept)]
         if not prompts:
             why = reasons(sum(map(Accounting.of, read), Accounting()))
-            raise UserError(f"{inputs.held_out.name}: none of its first {len(read)} rows has a prompt: {why}")
+            raise UserError(f"{rows.name}: none of its first {len(read)} rows has a prompt: {why}")
     greedy = replace(collector, sampling=replace(collector.sampling, temperature=0.0))
     return Evaluation(algorithm, held_out, prompts, greedy, recipe.eval.until)
 
@@ -243,10 +245,5 @@ def samples_of(
         chosen = (sequence for packed in evaluation.held_out for sequence in packed.sequences[::per_example])
         prompts, rest, pictures = prompts_of(chosen, number)
         expected = [readable_tokens(tokens, tokenizer) for tokens in rest]
-    greedy = Sampling(
-        max_tokens=recipe.eval.sample_tokens,
-        temperature=0.0,
-        stop_ids=inputs.source.stop_ids,
-        stop_strings=(*recipe.rollout.stop, *(play.stop_strings if play else ())),
-    )
+    greedy = replace(evaluation.algorithm.sampling, max_tokens=recipe.eval.sample_tokens, temperature=0.0)
     return Samples(prompts, expected, pictures, client, tokenizer, greedy, folder / "samples.jsonl", display)

@@ -19,7 +19,6 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from tunix.data.examples import Examples
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.run.inputs import Inputs
@@ -48,11 +47,10 @@ def reference_logprobs(
     Raises:
         UserError: a shard is damaged or belongs to other inputs, or cannot be written.
     """
-    recipe, size = setup.recipe, setup.source.decoder.vocab_size
-    kind, tokenizer = setup.algorithm.train_on, inputs.tokenizer
-    sequences = Examples(inputs.train, tokenizer, recipe.data, kind, size).sequences()
+    recipe, kind = setup.recipe, setup.algorithm.train_on
+    sequences = inputs.examples(inputs.train, recipe.data, kind).sequences()
     if inputs.held_out is not None:
-        held_out = Examples(inputs.held_out, tokenizer, recipe.data, kind, size)
+        held_out = inputs.examples(inputs.held_out, recipe.data, kind)
         sequences = itertools.chain(sequences, held_out.sequences(recipe.eval.rows))
     of = "policy" if client.learner.reference is None else "reference"
     unique = {_key(sequence): sequence for sequence in sequences}
