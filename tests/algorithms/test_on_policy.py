@@ -294,7 +294,7 @@ def test_answers_that_share_a_row_are_credited_as_apart():
     batches = []
     for together in (1, 2):
         client = Fake("1", "0", "3", "1")
-        updated(grpo(), client, together=together)
+        updated(grpo(), client, packed=partial(pack, max_length=32, together=together))
         batches.append(client.steps[0][1])
     apart, shared = batches
     assert apart.parents is None
@@ -347,7 +347,7 @@ def test_a_failure_has_weight_0_and_no_influence():
     assert note.startswith(
         "1 rewards failed and are left out, for instance worth raised ValueError: as the script says ("
     )
-    assert note.endswith("test_on_policy.py, line 127)")
+    assert note.endswith("test_on_policy.py, line 129)")
     last = update.samples[-1]
     assert last["rewards"] == {"worth": None}
     assert last["failures"] == {"worth": note.partition("for instance ")[2]}
