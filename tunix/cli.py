@@ -62,6 +62,14 @@ class Command:
     execute: Callable[[Parsed], None]
     """Runs the command; imports the modules that it needs."""
 
+    def parsed(self, name: str, words: Sequence[str]) -> Parsed:
+        """The arguments of a call of the command by this name; raises UserError where they do not fit."""
+        example = f"example: {self.example}"
+        parser = Parser(f"tunix {name}", description=self.summary, epilog=example, allow_abbrev=False)
+        self.arguments(parser)
+        # Intermixed, so that overrides and options may follow each other in any order.
+        return parser.parse_intermixed_args(words)
+
 
 def entry() -> NoReturn:
     """Entry point of the console script `tunix`."""
@@ -95,12 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             hint = nearest(name, COMMANDS) or f" There are {', '.join(COMMANDS)}."
             raise UserError(f"{name!r} is no command.{hint}")
         else:
-            command = COMMANDS[name]
-            example = f"example: {command.example}"
-            parser = Parser(f"tunix {name}", description=command.summary, epilog=example, allow_abbrev=False)
-            command.arguments(parser)
-            # Intermixed, so that overrides and options may follow each other in any order.
-            command.execute(parser.parse_intermixed_args(words))
+            COMMANDS[name].execute(COMMANDS[name].parsed(name, words))
     except UserError as error:
         if os.environ.get("TUNIX_DEBUG") == "1":
             traceback.print_exc()

@@ -88,7 +88,7 @@ def svg(title: str, stages: List[Stage]) -> str | None:
 
 def _starts(stages: List[Stage]) -> list[float]:
     """The number of steps done before each stage."""
-    lengths = [max((row["step"] for row in rows), default=0) for _, rows in stages]
+    lengths = [float(max((row["step"] for row in rows), default=0)) for _, rows in stages]
     return [0.0, *itertools.accumulate(lengths)][:-1]
 
 

@@ -69,16 +69,18 @@ def result_of(folder: Path, entropy: float | None) -> RunResult:
 
 def summary(result: RunResult, recipe: Recipe, picture: Path | None) -> list[str]:
     """The final lines of a run or a stage: what was reached, and where the curves and the weights are."""
-    labels = recipe.algorithm.reads == RowKind.LABELS
+    sides = (
+        "completions on their label's side" if recipe.algorithm.reads == RowKind.LABELS else "pairs in the right order"
+    )
     measured = (
-        ("eval/reward", "reward", " (greedy answers)"),
-        ("eval/rewards/accuracy", "completions on their label's side" if labels else "pairs in the right order", ""),
-        ("eval/distill/divergence", "distance to the teacher", " nats per token"),
+        ("eval/reward", "held-out reward", " (greedy answers)"),
+        ("eval/rewards/accuracy", f"held-out {sides}", ""),
+        ("eval/distill/divergence", "held-out distance to the teacher", " nats per token"),
     )
     lines: list[str] = []
     for metric, words, end in measured:
         if values := [row[metric] for row in result.metrics if metric in row]:
-            lines.append(f"held-out {words} {values[0]:.3f} -> {values[-1]:.3f}{end}")
+            lines.append(f"{words} {values[0]:.3f} -> {values[-1]:.3f}{end}")
     losses = [row["eval/loss"] for row in result.metrics if "eval/loss" in row]
     if losses and result.unigram_entropy is not None:
         first, last = losses[0], losses[-1]

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -110,7 +110,8 @@ def _sibling(path: Path, after: str = "") -> Iterator[Path]:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
         else:
-            temporary.unlink(missing_ok=True)
+            with suppress(FileNotFoundError, NotADirectoryError):  # below a file nothing can be
+                temporary.unlink()
         if isinstance(error, UserError) or not (isinstance(error, OSError) or is_full(error)):
             raise
         said = (isinstance(error, OSError) and error.strerror) or str(error)
