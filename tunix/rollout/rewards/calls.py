@@ -72,23 +72,23 @@ def perform(
             raise ValueError(f"log_extra got {len(listed)} values of {column} for {count} completions")
         columns[column] = listed
 
-    async def awaited(row: Mapping[str, Any]) -> Outcome:
+    async def awaited(call: Callable[[], Any]) -> Outcome:
         limit = asyncio.timeout(deadline)
         try:
             async with limit:
-                return as_outcome(await function(**row))
+                return as_outcome(await call())
         except Exception as error:
             return too_slow(deadline) if limit.expired() else raised(error)
 
     async def together() -> list[Outcome]:
-        return await asyncio.gather(*map(awaited, rows))
+        return await asyncio.gather(*map(awaited, calls))
 
     try:
         if not reward["batched"]:
-            rows = [{name: column[i] for name, column in arguments.items()} for i in range(count)]
+            calls = [partial(function, **{name: column[i] for name, column in arguments.items()}) for i in range(count)]
             if inspect.iscoroutinefunction(function):
                 return Answer(asyncio.run(together()), {}, {})
-            return Answer([as_outcome(_settled(function(**row))) for row in rows], {}, {})
+            return Answer([as_outcome(_settled(call())) for call in calls], {}, {})
         loggers = {
             "log_metric": lambda name, value: metrics.setdefault(name, []).append(float(value)),
             "log_extra": log_extra,

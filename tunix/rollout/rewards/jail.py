@@ -169,7 +169,7 @@ def filter_code(column: int, architecture: int) -> bytes:
     # Limits may be read, not set: the pointer to new limits, argument 2, has to be null in both words.
     code += [(equal, 0, 5, PRLIMIT[column]), (load, 0, 0, 32), (equal, 0, 2, 0), (load, 0, 0, 36)]
     code += [(equal, 1, 0, 0), (answer, 0, 0, refuse), (answer, 0, 0, allow)]
-    return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
+    return b"".join(struct.pack("=HBBI", kind, met, unmet, value) for kind, met, unmet, value in code)
 
 
 def hook(folder: str) -> Any:
