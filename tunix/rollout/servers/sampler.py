@@ -169,12 +169,7 @@ class ServerSampler(Sampler):
     """Whether a publication waits until nobody holds the weights before: a server has one set."""
 
     def __init__(
-        self,
-        urls: Sequence[str],
-        timeout: float,
-        handover: Handover,
-        probe: Probe,
-        decode: Decode | None = None,
+        self, urls: Sequence[str], timeout: float, handover: Handover, probe: Probe, decode: Decode | None = None
     ):
         """Connects to nothing yet.
 
