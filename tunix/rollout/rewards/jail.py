@@ -182,7 +182,7 @@ def hook(folder: str) -> Any:
         writes = event == "open" and arguments[2] and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
         if writes or event.startswith(WRITING_EVENTS):
             paths = [path for path in arguments[:2] if isinstance(path, str | bytes)]
-            if not all((os.path.realpath(os.fsdecode(path)) + os.sep).startswith(inside) for path in paths[:2]):
+            if not all((os.path.realpath(os.fsdecode(path)) + os.sep).startswith(inside) for path in paths):
                 raise PermissionError(f"{event} is refused outside of {folder}")
 
     return refuse
