@@ -521,7 +521,6 @@ class RolloutStep:
         return self._with_version(self.collector.whole(groups, self.clock))
 
     def _with_version(self, groups: list[list[Scored]]) -> list[list[Scored]]:
-        """The groups with the version of the weights that are this step's."""
         return [[replace(episode, version=self.version) for episode in group] for group in groups]
 
 

@@ -152,7 +152,6 @@ class Batcher:
 
     @property
     def _begins(self) -> bool:
-        """Whether a request that waits may begin."""
         return bool(self._waiting) and not self._paused and not self._idle
 
     def close(self) -> None:

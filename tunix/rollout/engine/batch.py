@@ -45,24 +45,19 @@ class Meter:
         self._token = [size / sizes.page for size in page_bytes(model.config, mesh, sizes)]
         self._states = state_bytes(model.config, mesh)
         self._sizes, self._slots = sizes, min(sizes.slots, requests)
-        self._tokens = self._steps = 0
-        self._bytes = 0.0
+        self.usage = Usage(0, 0, 0.0)
 
     def add(self, held: np.ndarray, counts: np.ndarray) -> None:
         """Counts a dispatch, from the tokens in the cache of each slot before it and those that it sampled, `[Sl]`."""
-        steps = int(counts.max(initial=0))
-        self._tokens, self._steps = self._tokens + int(counts.sum()), self._steps + steps
-        self._bytes += steps * self._weights + self._states * int(counts.sum()) / self._sizes.shards
+        steps, sampled, read = int(counts.max(initial=0)), int(counts.sum()), self.usage.bytes
+        read += steps * self._weights + self._states * sampled / self._sizes.shards
         for window, each in zip(self._sizes.windows, self._token, strict=True):
             # A slot that samples c tokens from h on reads h + 1, ..., h + c of them: c h + c (c + 1) / 2.
             seen = counts * (held + (counts + 1) / 2)
             if window is not None:
                 seen = np.minimum(seen, counts * window)
-            self._bytes += each * float(seen.sum()) / self._sizes.shards
-
-    @property
-    def usage(self) -> Usage:
-        return Usage(self._tokens, self._steps * self._slots, self._bytes)
+            read += each * float(seen.sum()) / self._sizes.shards
+        self.usage = Usage(self.usage.tokens + sampled, self.usage.slot_steps + steps * self._slots, read)
 
 
 THREADS = 32

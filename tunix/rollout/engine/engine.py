@@ -70,6 +70,9 @@ def warmup_calls(model: Model, weights: Weights, sizes: Sizes) -> Iterator[Call]
 class Engine(Sampler):
     """Samples from the weights that were published last, on this process's devices."""
 
+    exclusive = False
+    """Whether a publication waits until nobody holds the weights before: it copies what it publishes."""
+
     def __init__(
         self,
         model: Model,
@@ -292,10 +295,6 @@ class Engine(Sampler):
             completions = batch.finish()
         self.usage = batch.meter.usage
         return completions
-
-    @property
-    def exclusive(self) -> bool:
-        return False
 
     def hold(self) -> Published:
         """The weights that were published last, which stay as long as they are held.

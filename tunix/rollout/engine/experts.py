@@ -51,10 +51,6 @@ class Known(NamedTuple):
     position: int
     """Position of the first of them in the sequence."""
 
-    def experts(self) -> np.ndarray:
-        """`[T L k]`."""
-        return self.piece.read()[self.row, self.begin : self.begin + self.number]
-
 
 def of_sequence(prompt: int, after: np.ndarray | None, known: Sequence[Known]) -> np.ndarray | None:
     """`[T L k]` int16, the experts of a prompt of so many tokens and of those after it; None for a model without.
@@ -69,5 +65,6 @@ def of_sequence(prompt: int, after: np.ndarray | None, known: Sequence[Known]) -
     for part in known:
         tokens = experts[part.position : part.position + part.number]
         missing = tokens[:, 0, 0] == UNKNOWN
-        tokens[missing] = part.experts()[: len(tokens)][missing]
+        recorded = part.piece.read()[part.row, part.begin : part.begin + part.number]
+        tokens[missing] = recorded[: len(tokens)][missing]
     return experts

@@ -76,11 +76,6 @@ class Compiled(Generic[Result]):
         return self._jit(*{**in_turn, **as_trainers_round(model.dtype)}.items())
 
 
-def compiled(**arguments: Any) -> Callable[[Callable[..., Result]], Compiled[Result]]:
-    """Decorates with `Compiled` and these arguments of `jax.jit`."""
-    return lambda function: Compiled(function, **arguments)
-
-
 class State(NamedTuple):
     """The slots' arrays on the device."""
 
@@ -153,7 +148,7 @@ def initial_state(model: Model, sizes: Sizes) -> State:
     return State(caches, hidden, nothing, recent)
 
 
-@compiled(static_argnames="model", donate_argnames="state")
+@partial(Compiled, static_argnames="model", donate_argnames="state")
 def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tuple[State, Int[Array, "s C L k"] | None]:
     """Computes a piece: its tokens are in pages then, and slots have their last states. Returns int16 experts that each
     token used, too; None for a model without."""
@@ -175,7 +170,7 @@ def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tupl
     return state._replace(caches=caches, hidden=constrain(of_slots, "rows", None)), experts
 
 
-@compiled(static_argnames="model", donate_argnames="state")
+@partial(Compiled, static_argnames="model", donate_argnames="state")
 def copy_pages(model: Model, state: State, copies: tuple[Copies, ...]) -> tuple[State, None]:
     """Copies pages of each kind of layer, which slots begin with that have a prompt of others."""
     paged, caches, copies = model.config.paged_kinds, [], jax.tree.map(jnp.asarray, copies)
@@ -203,7 +198,7 @@ def view(reads: Any, positions: Int[Array, "Sl C"], live: jax.Array, size: int, 
     return SlotsView(Writes(place, positions % size), positions, Table(reads.places, reads.first), pages, window)
 
 
-@compiled(static_argnames=("model", "steps"), donate_argnames="state")
+@partial(Compiled, static_argnames=("model", "steps"), donate_argnames="state")
 def decode(
     model: Model,
     steps: int,
@@ -312,9 +307,8 @@ def decode(
     caches = list(taken)
     for layer, (cache, part, kind) in enumerate(zip(kept, taken, layers, strict=True)):
         if isinstance(cache, SlotStates):
-            both = zip(cache, part, strict=True)
-            of_slots = (all.at[flow.slots].set(new, unique_indices=True) for all, new in both)
-            caches[layer] = SlotStates(*of_slots).placed()
+            updated = jax.tree.map(lambda all, new: all.at[flow.slots].set(new, unique_indices=True), cache, part)
+            caches[layer] = updated.placed()
         elif cache is not None and kind is not None and reads[kind].sources is not None:
             caches[layer] = at_each_device(
                 lambda both, places, sources: brought_back(both[0], both[1], places, sources),

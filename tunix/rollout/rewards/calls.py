@@ -31,11 +31,13 @@ class Answer(NamedTuple):
 
 def prepare(rewards: Sequence[Mapping[str, Any]]) -> Callable[[Any], Answer]:
     """Loads the functions and their heavy modules; returns what answers `(number of the reward, arguments, number of
-    samples, deadline)`.
+    samples, deadline)`. The arguments, by name, have a value for each sample; the deadline, in seconds, is that of each
+    sample of an async function: any other call is ended by the worker's owner.
 
     Args:
-        rewards: of each the `function`, or where it is loaded from, its `options` and `modules`, whether it is
-            `batched`, and which `logs` it takes.
+        rewards: of each the `function`, or where it is loaded from, its `options` and `modules`; whether it is
+            `batched`: one call for all of the samples, or one each; and `logs`: `log_metric` and `log_extra`, as far as
+            a function in TRL's style takes them, None for any other.
     """
     for module in dict.fromkeys(module for reward in rewards for module in reward["modules"]):
         importlib.import_module(module)
@@ -43,70 +45,58 @@ def prepare(rewards: Sequence[Mapping[str, Any]]) -> Callable[[Any], Answer]:
         partial(load_object(x["function"]) if isinstance(x["function"], str) else x["function"], **x["options"])
         for x in rewards
     ]
-    return lambda request: perform(functions[request[0]], rewards[request[0]], *request[1:])
 
+    def answer(request: Any) -> Answer:
+        number, arguments, count, deadline = request
+        function, reward = functions[number], rewards[number]
+        metrics: dict[str, list[float]] = {}
+        columns: dict[str, list[Any]] = {}
 
-def perform(
-    function: Callable[..., Any],
-    reward: Mapping[str, Any],
-    arguments: Mapping[str, Sequence[Any]],
-    count: int,
-    deadline: float,
-) -> Answer:
-    """Calls a reward for some samples.
+        def log_extra(column: str, values: Any) -> None:
+            listed = [value if isinstance(value, str | int | float | None) else str(value) for value in values]
+            if len(listed) != count:
+                raise ValueError(f"log_extra got {len(listed)} values of {column} for {count} completions")
+            columns[column] = listed
 
-    Args:
-        function: with its options bound.
-        reward: whether it is `batched`: one call for all of the samples, or one each; and `logs`: `log_metric` and
-            `log_extra`, as far as a function in TRL's style takes them, None for any other.
-        arguments: by name, a value for each sample.
-        count: number of samples.
-        deadline: seconds that each sample of an async function has; any other call is ended by the worker's owner.
-    """
-    metrics: dict[str, list[float]] = {}
-    columns: dict[str, list[Any]] = {}
+        async def awaited(call: Callable[[], Any]) -> Outcome:
+            limit = asyncio.timeout(deadline)
+            try:
+                async with limit:
+                    return as_outcome(await call())
+            except Exception as error:
+                return too_slow(deadline) if limit.expired() else raised(error)
 
-    def log_extra(column: str, values: Any) -> None:
-        listed = [value if isinstance(value, str | int | float | None) else str(value) for value in values]
-        if len(listed) != count:
-            raise ValueError(f"log_extra got {len(listed)} values of {column} for {count} completions")
-        columns[column] = listed
+        async def together() -> list[Outcome]:
+            return await asyncio.gather(*map(awaited, calls))
 
-    async def awaited(row: Mapping[str, Any]) -> Outcome:
-        limit = asyncio.timeout(deadline)
         try:
-            async with limit:
-                return as_outcome(await function(**row))
-        except Exception as error:
-            return too_slow(deadline) if limit.expired() else raised(error)
+            if not reward["batched"]:
+                calls = [
+                    partial(function, **{name: column[i] for name, column in arguments.items()}) for i in range(count)
+                ]
+                if inspect.iscoroutinefunction(function):
+                    return Answer(asyncio.run(together()), {}, {})
+                return Answer([as_outcome(_settled(call())) for call in calls], {}, {})
+            loggers = {
+                "log_metric": lambda name, value: metrics.setdefault(name, []).append(float(value)),
+                "log_extra": log_extra,
+            }
+            lists = {name: list(column) for name, column in arguments.items()}
+            values = _settled(function(**lists, **{name: loggers[name] for name in reward["logs"] or ()}))
+            scalar = hasattr(values, "item") and tuple(values.shape) == ()
+            if isinstance(values, str | bytes | Mapping) or scalar or not hasattr(values, "__iter__"):
+                kind = {str: "a string", type(None): "None"}.get(type(values), f"a {type(values).__name__}")
+                return Answer(f"returned {kind}, not a list of numbers", metrics, columns)
+            scores = list(values)
+            if len(scores) != count:
+                wrong = f"returned {len(scores)} scores for {count} completion{'s' * (count != 1)}"
+                return Answer(wrong, metrics, columns)
+            skips = reward["logs"] is not None
+            return Answer([None if skips and x is None else as_outcome(x) for x in scores], metrics, columns)
+        except BaseException as error:  # sys.exit in a reward ends that call, not the worker
+            return Answer(raised(error), {}, {})
 
-    async def together() -> list[Outcome]:
-        return await asyncio.gather(*map(awaited, rows))
-
-    try:
-        if not reward["batched"]:
-            rows = [{name: column[i] for name, column in arguments.items()} for i in range(count)]
-            if inspect.iscoroutinefunction(function):
-                return Answer(asyncio.run(together()), {}, {})
-            return Answer([as_outcome(_settled(function(**row))) for row in rows], {}, {})
-        loggers = {
-            "log_metric": lambda name, value: metrics.setdefault(name, []).append(float(value)),
-            "log_extra": log_extra,
-        }
-        lists = {name: list(column) for name, column in arguments.items()}
-        values = _settled(function(**lists, **{name: loggers[name] for name in reward["logs"] or ()}))
-        scalar = hasattr(values, "item") and tuple(values.shape) == ()
-        if isinstance(values, str | bytes | Mapping) or scalar or not hasattr(values, "__iter__"):
-            kind = {str: "a string", type(None): "None"}.get(type(values), f"a {type(values).__name__}")
-            return Answer(f"returned {kind}, not a list of numbers", metrics, columns)
-        scores = list(values)
-        if len(scores) != count:
-            wrong = f"returned {len(scores)} scores for {count} completion{'s' * (count != 1)}"
-            return Answer(wrong, metrics, columns)
-        skips = reward["logs"] is not None
-        return Answer([None if skips and x is None else as_outcome(x) for x in scores], metrics, columns)
-    except BaseException as error:  # sys.exit in a reward ends that call, not the worker
-        return Answer(raised(error), {}, {})
+    return answer
 
 
 def _settled(value: Any) -> Any:

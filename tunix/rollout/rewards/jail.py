@@ -169,7 +169,7 @@ def filter_code(column: int, architecture: int) -> bytes:
     # Limits may be read, not set: the pointer to new limits, argument 2, has to be null in both words.
     code += [(equal, 0, 5, PRLIMIT[column]), (load, 0, 0, 32), (equal, 0, 2, 0), (load, 0, 0, 36)]
     code += [(equal, 1, 0, 0), (answer, 0, 0, refuse), (answer, 0, 0, allow)]
-    return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
+    return b"".join(struct.pack("=HBBI", kind, met, unmet, value) for kind, met, unmet, value in code)
 
 
 def hook(folder: str) -> Any:
@@ -182,7 +182,7 @@ def hook(folder: str) -> Any:
         writes = event == "open" and arguments[2] and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
         if writes or event.startswith(WRITING_EVENTS):
             paths = [path for path in arguments[:2] if isinstance(path, str | bytes)]
-            if not all((os.path.realpath(os.fsdecode(path)) + os.sep).startswith(inside) for path in paths[:2]):
+            if not all((os.path.realpath(os.fsdecode(path)) + os.sep).startswith(inside) for path in paths):
                 raise PermissionError(f"{event} is refused outside of {folder}")
 
     return refuse

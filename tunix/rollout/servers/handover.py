@@ -6,6 +6,7 @@ before, which is unloaded afterwards. Folders are deleted when no server reads t
 """
 
 import asyncio
+import contextlib
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
@@ -73,14 +74,20 @@ class Handover:
         while len(self._before) > 1:
             shutil.rmtree(self._before.pop(0), ignore_errors=True)
 
-    async def load(self, server: Server, folder: Path) -> None:
+    async def load(self, server: Server, folder: Path, fresh: bool) -> None:
         """Has a server load the weights of a folder, and answer requests from them.
+
+        Args:
+            fresh: whether it may still have adapters of this folder that a run which was killed has left behind.
 
         Raises:
             Failed: it did not load them.
             Unfit: it was not started so that it can load any.
         """
         if self.adapter:
+            for card in await cards(server) if fresh else ():
+                if card["id"].startswith(NAME) and Path(str(card.get("root"))).parent == self._folder:
+                    await _unload(server, card["id"])
             before = server.model
             try:
                 await server.call("/v1/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)})
@@ -120,12 +127,6 @@ class Handover:
         if not await self.holds(server, folder):
             raise Failed(f"it does not report the version {folder.name} that it was told to load")
 
-    async def tidy(self, server: Server) -> None:
-        """Unloads adapters of this folder that a run which was killed has left behind."""
-        for card in await cards(server) if self.adapter else []:
-            if card["id"].startswith(NAME) and Path(str(card.get("root"))).parent == self._folder:
-                await _unload(server, card["id"])
-
     async def holds(self, server: Server, folder: Path) -> bool:
         """Whether a server still has weights that it has loaded; it loses them where it is started anew.
 
@@ -147,7 +148,5 @@ async def cards(server: Server) -> list[dict[str, Any]]:
 
 async def _unload(server: Server, name: str) -> None:
     """Unloads an adapter that no request names any more; one that is not there is fine."""
-    try:
+    with contextlib.suppress(Failed, Refused):
         await server.call("/v1/unload_lora_adapter", {"lora_name": name})
-    except (Failed, Refused):
-        return

@@ -165,13 +165,11 @@ class Turns:
 class ServerSampler(Sampler):
     """Samples on servers, from the weights that were published last."""
 
+    exclusive = True
+    """Whether a publication waits until nobody holds the weights before: a server has one set."""
+
     def __init__(
-        self,
-        urls: Sequence[str],
-        timeout: float,
-        handover: Handover,
-        probe: Probe,
-        decode: Decode | None = None,
+        self, urls: Sequence[str], timeout: float, handover: Handover, probe: Probe, decode: Decode | None = None
     ):
         """Connects to nothing yet.
 
@@ -265,11 +263,6 @@ class ServerSampler(Sampler):
 
     def warm(self, work: Workload) -> None:
         """Nothing is compiled here; servers prepare by themselves."""
-
-    @property
-    def exclusive(self) -> bool:
-        """Whether a publication waits until nobody holds the weights before: a server has one set."""
-        return True
 
     def hold(self) -> Path:
         """The present weights, which the servers keep until the call of `run` that is given them has ended.
@@ -388,13 +381,13 @@ class ServerSampler(Sampler):
                 raise Failed(unwell)
             if drained is not None:
                 server.readmit()
-            if drained is not None or not server.base:
+            fresh = drained is not None or not server.base
+            if fresh:
                 # One that a run which was killed while it handed weights over has left paused goes on.
                 with contextlib.suppress(Failed, Refused):  # it says so itself where it answers nothing
                     await server.call("/resume", {})
                 await inspect(server, self._expected)
-                await self._handover.tidy(server)
-            await self._handover.load(server, folder)
+            await self._handover.load(server, folder, fresh)
             answer = await server.complete(self._probe.ask)
             if drained is not None:
                 self.pool.readmit(server)
