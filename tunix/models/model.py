@@ -14,7 +14,7 @@ Dp width of inputs of layers, k chosen experts of a token.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -123,7 +123,16 @@ class Decoder(nnx.Module):
             return made(rngs)
 
         parts = {mixer: nnx.split(stack(mixer)) for mixer in config.mixers}
-        self.layers = _joined([_flat(state) for _, state in parts.values()])
+        # Each weight is stacked over the layers that have it, in the order of their kinds.
+        by_path: dict[Path, list[nnx.Variable]] = {}
+        for _, state in parts.values():
+            for path, variable in _flat(state).items():
+                by_path.setdefault(path, []).append(variable)
+        whole = {
+            path: stacks[0] if len(stacks) == 1 else stacks[0].replace(jnp.concatenate([x[...] for x in stacks]))
+            for path, stacks in by_path.items()
+        }
+        self.layers = _dict(tree_of(whole))
         self.structures = {mixer: Structure(graph, tuple(_flat(state))) for mixer, (graph, state) in parts.items()}
 
     def block(self, mixer: str) -> Block:
@@ -210,7 +219,14 @@ class Decoder(nnx.Module):
             of_stage = slice(stage.start, stage.stop)
             inputs, own_inputs = jax.tree.map(lambda x, part=of_stage: x[part], (plain, per_layer))
             period = [self.structures[kind.mixer].paths for kind in c.kinds[of_stage][: stage.period]]
-            weights = stacked if len(c.stages) == 1 else self._of_stage(stacked, stage)
+            weights = stacked
+            if len(c.stages) > 1:  # each stacked over the layers of the stage that have it
+                weights = {}
+                for path, w in stacked.items():
+                    mixers = tuple(mixer for mixer, structure in self.structures.items() if path in structure.paths)
+                    within = [stage.start <= number < stage.stop for number in c.layers_with(mixers)]
+                    if any(within):
+                        weights[path] = w[within.index(True) : within.index(True) + sum(within)]
             others = Others(inputs, own_inputs, shared)
             x, terms = over_layers(partial(layer, stage), cast, x, weights, others, self.remat, period)
             for name, term in terms.items():
@@ -222,16 +238,6 @@ class Decoder(nnx.Module):
         norm = in_compute("norm/w", self.norm.w[...], dtype)
         auxiliary = {name: jnp.concatenate(terms) for name, terms in by_name.items()}
         return rms_norm(x, norm, eps=c.norm_eps, offset=c.norm_offset), auxiliary
-
-    def _of_stage(self, stacked: Weights, stage: Stage) -> Weights:
-        """The weights of the layers of a stage, each stacked over those of them that have it."""
-        part: dict[Path, jax.Array] = {}
-        for path, w in stacked.items():
-            mixers = tuple(mixer for mixer, one in self.structures.items() if path in one.paths)
-            within = [stage.start <= number < stage.stop for number in self.config.layers_with(mixers)]
-            if any(within):
-                part[path] = w[within.index(True) : within.index(True) + sum(within)]
-        return part
 
     def _kinds_with(self, mixer: str, segments: Segments, turned: Int[Array, "B T ..."]) -> OfKind:
         """A function from the index of a layer's kind, among those of its mixer, to its rope tables and view: one block
@@ -252,20 +258,6 @@ class Decoder(nnx.Module):
 
 def _flat(state: nnx.State) -> dict[Path, nnx.Variable]:
     return {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
-
-
-def _joined(stacks: Sequence[Mapping[Path, nnx.Variable]]) -> nnx.Dict:
-    """The weights of all layers, each stacked over those that have it, in the order of their kinds."""
-    by_path: dict[Path, list[nnx.Variable]] = {}
-    for stack in stacks:
-        for path, variable in stack.items():
-            by_path.setdefault(path, []).append(variable)
-
-    whole = {
-        path: parts[0] if len(parts) == 1 else parts[0].replace(jnp.concatenate([part[...] for part in parts]))
-        for path, parts in by_path.items()
-    }
-    return _dict(tree_of(whole))
 
 
 def _dict(tree: Any) -> Any:
