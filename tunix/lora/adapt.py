@@ -126,7 +126,7 @@ def contracted_axes(params: Params, name: str) -> int:
 
 def _principal(name: str, w: Float[Array, "L ..."], low: LowRank, contracted: int) -> Params:
     """PiSSA's A and B of a stacked weight, and the A0 and B0 that subtract their product."""
-    inputs, outputs = w.shape[1 : 1 + contracted], w.shape[1 + contracted :]
+    inputs = math.prod(w.shape[1 : 1 + contracted])
 
     def decomposed(w: Float[Array, "I O"]) -> tuple[jax.Array, jax.Array]:
         u, s, v = jnp.linalg.svd(w, full_matrices=False)
@@ -134,8 +134,8 @@ def _principal(name: str, w: Float[Array, "L ..."], low: LowRank, contracted: in
         return u[:, : low.rank] * root, root[:, None] * v[: low.rank]
 
     # Layer by layer: a decomposition needs several times the memory of its matrix.
-    a, b = jax.lax.map(decomposed, w.reshape(len(w), math.prod(inputs), -1))
-    a, b = a.reshape(len(w), *inputs, -1), b.reshape(len(w), -1, *outputs)
+    a, b = jax.lax.map(decomposed, w.reshape(len(w), inputs, -1))
+    a, b = a.reshape(*w.shape[: 1 + contracted], -1), b.reshape(len(w), -1, *w.shape[1 + contracted :])
     return {f"{name}_lora_a": a, f"{name}_lora_b": b, f"{name}_lora_a0": a, f"{name}_lora_b0": -b}
 
 

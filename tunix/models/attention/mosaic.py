@@ -145,7 +145,6 @@ def backward_of_tokamax(
 
 
 def _added(parts: Iterable[Gradients], q: jax.Array, k: jax.Array, v: jax.Array) -> Gradients:
-    """The gradients of merged calls."""
     d_q, d_k, d_v = (reduce(jnp.add, part) for part in zip(*parts, strict=True))
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
 
