@@ -60,8 +60,6 @@ PAGE = 4096
 """Bytes of a page of memory."""
 READ_LATER = "kept by "
 """Begins the names under which a stage returns keys and values that later layers read, beside auxiliary terms."""
-OfKind = Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]
-"""The rope tables and the view of a layer, from the index of its kind among those of its mixer."""
 Adapt = Callable[["Block", nnx.Rngs], "Block"]
 
 
@@ -239,7 +237,9 @@ class Decoder(nnx.Module):
         auxiliary = {name: jnp.concatenate(terms) for name, terms in by_name.items()}
         return rms_norm(x, norm, eps=c.norm_eps, offset=c.norm_offset), auxiliary
 
-    def _kinds_with(self, mixer: str, segments: Segments, turned: Int[Array, "B T ..."]) -> OfKind:
+    def _kinds_with(
+        self, mixer: str, segments: Segments, turned: Int[Array, "B T ..."]
+    ) -> Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]:
         """A function from the index of a layer's kind, among those of its mixer, to its rope tables and view: one block
         serves them all.
 
@@ -296,18 +296,13 @@ class Model:
         return nnx.eval_shape(lambda: Decoder(self, nnx.Rngs(0)))
 
     @cached_property
-    def _split(self) -> tuple[nnx.GraphDef, dict[Path, nnx.Variable]]:
-        graph, state = nnx.split(self._decoder)
-        return graph, _flat(state)
-
-    @cached_property
     def _paths(self) -> dict[str, Path]:
         """The path in the module of each parameter, by the parameter's name."""
-        return {name_of(path): path for path in self._split[1]}
+        return {name_of(path): path for path in _flat(nnx.state(self._decoder))}
 
     @cached_property
     def _variables(self) -> dict[str, nnx.Variable]:
-        return {name_of(path): variable for path, variable in self._split[1].items()}
+        return {name_of(path): variable for path, variable in _flat(nnx.state(self._decoder)).items()}
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -392,7 +387,8 @@ class Model:
 
         `parents`, `pictures` and `experts` as in `types.Batch`; `noise` and `dropout_keys` as in `Decoder`.
         """
-        decoder = nnx.merge(self._split[0], tree_of({self._paths[name]: x for name, x in params.items()}))
+        by_path = {self._paths[name]: x for name, x in params.items()}
+        decoder = nnx.merge(nnx.graphdef(self._decoder), tree_of(by_path))
         segments = Segments(segment_ids, positions, parents, **seen_ahead(pictures, self.config.vision))
         return decoder(tokens, segments, noise, dropout_keys, pictures, experts, dtype=self.dtype)
 
