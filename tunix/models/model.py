@@ -182,7 +182,8 @@ class Decoder(nnx.Module):
                     return w
             return in_compute(name, w, dtype)
 
-        turned = segments.positions if pictures is None or pictures.rope is None else jnp.asarray(pictures.rope)
+        # Where rope turns the tokens to.
+        positions = segments.positions if pictures is None or pictures.rope is None else jnp.asarray(pictures.rope)
         kinds = jnp.asarray([c.kinds_with(kind.mixer).index(kind) for kind in c.kinds])
         numbers = None if dropout_keys is None else jnp.arange(c.num_layers)
         by_layer = None if experts is None else jnp.moveaxis(constrain(experts, "rows", "time", None, None), 2, 0)
@@ -191,7 +192,7 @@ class Decoder(nnx.Module):
             embed, context, norm = self.inputs.embed.w[...], self.inputs.context.w[...], self.inputs.norm.w[...]
             context, norm = (in_compute("w", w, dtype) for w in (context, norm))
             per_layer = layer_inputs(c, embed, context, norm, tokens, x)
-        of_kind = {mixer: self._kinds_with(mixer, segments, turned) for mixer in c.mixers}
+        of_kind = {mixer: self._kinds_with(mixer, segments, positions) for mixer in c.mixers}
 
         def layer(
             stage: Stage, place: int, x: Float[Array, "B T D"], weights: Weights, others: Others
@@ -238,16 +239,12 @@ class Decoder(nnx.Module):
         return rms_norm(x, norm, eps=c.norm_eps, offset=c.norm_offset), auxiliary
 
     def _kinds_with(
-        self, mixer: str, segments: Segments, turned: Int[Array, "B T ..."]
+        self, mixer: str, segments: Segments, positions: Int[Array, "B T ..."]
     ) -> Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]:
         """A function from the index of a layer's kind, among those of its mixer, to its rope tables and view: one block
-        serves them all.
-
-        Args:
-            turned: where rope turns the tokens to, as in `rope_tables`.
-        """
+        serves them all."""
         kinds = self.config.kinds_with(mixer)
-        tables = [rope_tables(turned, kind.rope, kind.head_dim) for kind in kinds]
+        tables = [rope_tables(positions, kind.rope, kind.head_dim) for kind in kinds]
         views = tuple(segments._replace(window=kind.window, attention=self.attention) for kind in kinds)
         if len(kinds) == 1:
             return lambda _: (tables[0], views[0])
