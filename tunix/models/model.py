@@ -472,13 +472,8 @@ class Model:
         return self.matrices[module].on_grid(w) if module in self.matrices else w
 
     @cached_property
-    def projections(self) -> dict[str, Projection]:
-        """The projections of the layers by name, without their weights' values."""
-        return {name: one for name, one in self.matrices.items() if isinstance(one, Projection)}
-
-    @cached_property
     def matrices(self) -> dict[str, Projection | Bank]:
-        """The projections of the layers and the banks of their experts, likewise."""
+        """The projections of the layers and the banks of their experts by name, without their weights' values."""
         blocks = map(self._decoder.block, self.config.mixers)
         return {name: one for block in blocks for name, one in block.matrices().items()}
 
@@ -507,7 +502,7 @@ class Model:
     @cached_property
     def _wide(self) -> frozenset[str]:
         """Projections whose matrix has rows that are longer than a memory page."""
-        narrow = [name for name, one in self.projections.items() if one.contracted == 1]
+        narrow = [name for name, x in self.matrices.items() if isinstance(x, Projection) and x.contracted == 1]
         matrices = {name: self.shapes[f"layers/{name}/w"][1:] for name in narrow}
         page = PAGE // jnp.dtype(self.dtype).itemsize
         wide = [name for name, (inputs, *rest) in matrices.items() if math.prod(rest) > max(page, inputs)]
