@@ -126,7 +126,7 @@ def contracted_axes(params: Params, name: str) -> int:
 
 def _principal(name: str, w: Float[Array, "L ..."], low: LowRank, contracted: int) -> Params:
     """PiSSA's A and B of a stacked weight, and the A0 and B0 that subtract their product."""
-    inputs, outputs = w.shape[1 : 1 + contracted], w.shape[1 + contracted :]
+    inputs = math.prod(w.shape[1 : 1 + contracted])
 
     def decomposed(w: Float[Array, "I O"]) -> tuple[jax.Array, jax.Array]:
         u, s, v = jnp.linalg.svd(w, full_matrices=False)
@@ -134,8 +134,8 @@ def _principal(name: str, w: Float[Array, "L ..."], low: LowRank, contracted: in
         return u[:, : low.rank] * root, root[:, None] * v[: low.rank]
 
     # Layer by layer: a decomposition needs several times the memory of its matrix.
-    a, b = jax.lax.map(decomposed, w.reshape(len(w), math.prod(inputs), -1))
-    a, b = a.reshape(len(w), *inputs, -1), b.reshape(len(w), -1, *outputs)
+    a, b = jax.lax.map(decomposed, w.reshape(len(w), inputs, -1))
+    a, b = a.reshape(*w.shape[: 1 + contracted], -1), b.reshape(len(w), -1, *w.shape[1 + contracted :])
     return {f"{name}_lora_a": a, f"{name}_lora_b": b, f"{name}_lora_a0": a, f"{name}_lora_b0": -b}
 
 
@@ -211,12 +211,13 @@ def merge_rounded(params: Params, adapter: AdapterConfig, dtype: DType) -> tuple
         The weights, and the error of the cast: the root mean square of the change, divided by that of the matrices.
     """
 
+    @jit
     def merged_matrix(parts: Params) -> tuple[jax.Array, jax.Array, jax.Array]:
         (whole,) = merge(parts, adapter).values()
         cast = whole.astype(dtype)
         return cast, jnp.sum((cast.astype(jnp.float32) - whole) ** 2), jnp.sum(whole**2)
 
-    merged, sums, run = Params(), [], jit(merged_matrix)
+    merged, sums = Params(), []
     for name in (name for name in params if not is_adapter(name) and not is_scale(name)):
         if name + SCALE not in params:
             merged[name] = params[name]
@@ -225,6 +226,6 @@ def merge_rounded(params: Params, adapter: AdapterConfig, dtype: DType) -> tuple
         pair = f"layers/{BANK_PAIRS.get(ours, (ours, None))[0]}/w_lora_"
         # The weight, and what `merge` reads with it.
         read = {other: x for other, x in params.items() if other in (name, name + SCALE) or other.startswith(pair)}
-        merged[name], moved, size = run(read)
+        merged[name], moved, size = merged_matrix(read)
         sums.append((float(moved), float(size)))
     return merged, math.sqrt(sum(moved for moved, _ in sums) / sum(size for _, size in sums))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+Activation = Literal["silu", "gelu_tanh"]
 COLOURS = 3
 FRAMES = 2
 """Frames of a film that a patch of Qwen's tower spans; a picture is read as so many equal ones."""
@@ -257,7 +258,7 @@ class DecoderConfig:
     head_dim: int
     ffn: int
     """Width of the feed-forward part; of one expert where there are several."""
-    activation: Literal["silu", "gelu_tanh"]
+    activation: Activation
     norm_eps: float
     tied: bool
     """Whether the head is the embedding table."""

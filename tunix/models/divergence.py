@@ -140,7 +140,7 @@ def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Results:
 
     def first(index, running):
         sums, taken, highest = running
-        z, y = _both(pair, states, chunks, index)
+        z, y, _ = _both(pair, states, chunks, index)
         ids = ids_of(chunks[0], vocab, index).ravel()
         sums = tuple(_joined(sum_, _flat(logits), ids) for sum_, logits in zip(sums, (z, y), strict=True))
         taken = taken + jnp.sum(jnp.where(taken_in(wanted, chunks[0], vocab, index), y, 0.0), (-2, -1))
@@ -158,7 +158,7 @@ def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Results:
     least = 0.5 * (highest[..., -2] + highest[..., -1]) if pair.settings.top_k else zero + NEVER
 
     def second(index, running):
-        z, y = _both(pair, states, chunks, index)
+        z, y, _ = _both(pair, states, chunks, index)
         log_p, log_q = (mass.per_id().log_p(logits) for mass, logits in zip(masses, (z, y), strict=True))
         parts = _summands(pair.settings, log_p, log_q)
         if pair.settings.top_k:
@@ -178,11 +178,11 @@ def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Results:
     return _Results(divergence, taken, agree, masses[0], masses[1], mean, least, log_rest, rest_pull)
 
 
-def _both(pair: _Pair, states, chunks, index) -> tuple[jax.Array, jax.Array]:
-    """Student's and teacher's logits `[B C p W]` of a chunk."""
-    z, _ = chunk_logits(pair.student, states[0], chunks[0], index)
+def _both(pair: _Pair, states, chunks, index) -> tuple[jax.Array, jax.Array, jax.Array | float]:
+    """Student's and teacher's logits `[B C p W]` of a chunk, and the derivative of the student's by their product."""
+    z, slope = chunk_logits(pair.student, states[0], chunks[0], index)
     y, _ = chunk_logits(pair.teacher, states[1], chunks[1], index)
-    return z, y
+    return z, y, slope
 
 
 def _flat(logits: Float[Array, "B C p W"]) -> Float[Array, "B C chunk"]:
@@ -238,8 +238,7 @@ def _backward(pair, saved, cotangents):
 
         def of_chunk(index):
             """Derivatives of the divergence with respect to the student's product of state and table."""
-            z, slope = chunk_logits(pair.student, block_states[0], chunks[0], index)
-            y, _ = chunk_logits(pair.teacher, block_states[1], chunks[1], index)
+            z, y, slope = _both(pair, block_states, chunks, index)
             log_p = block_results.student.per_id().log_p(z)
             pull = _summands(pair.settings, log_p, block_results.teacher.per_id().log_p(y))[1]
             if pair.settings.top_k:

@@ -126,10 +126,12 @@ def to_experts(x: Float[Array, "n D"], matrices: Matrices, where: Routes) -> Flo
     return _products(x, True, matrices, False, where)
 
 
-def _to_experts_backward(saved: tuple, d: Float[Array, "r F"]) -> tuple[jax.Array, jax.Array | None, None]:
+def _backward(by_token: bool, saved: tuple, d: Float[Array, "_ F"]) -> tuple[jax.Array, jax.Array | None, None]:
+    """The gradients of `to_experts`, or of `from_experts`, whose gradient `d` and not its inputs are by token."""
     x, matrices, where = saved
-    d_x = sums(_products(d, False, matrices, True, where), where.places, where.computed)
-    return d_x, None if x is None else _gradients((x, d), (True, False), matrices, where), None
+    d_x = _products(d, not by_token, matrices, True, where)
+    d_x = sums(d_x, where.places, where.computed) if by_token else d_x
+    return d_x, None if x is None else _gradients((x, d), (by_token, not by_token), matrices, where), None
 
 
 def _saved(x: jax.Array, matrices: Matrices, where: Routes) -> tuple:
@@ -138,7 +140,7 @@ def _saved(x: jax.Array, matrices: Matrices, where: Routes) -> tuple:
 
 
 to_experts.defvjp(
-    lambda x, matrices, where: (to_experts(x, matrices, where), _saved(x, matrices, where)), _to_experts_backward
+    lambda x, matrices, where: (to_experts(x, matrices, where), _saved(x, matrices, where)), partial(_backward, True)
 )
 
 
@@ -148,15 +150,9 @@ def from_experts(rows: Float[Array, "r D"], matrices: Matrices, where: Routes) -
     return sums(_products(rows, False, matrices, False, where), where.places, where.computed)
 
 
-def _from_experts_backward(saved: tuple, d: Float[Array, "n F"]) -> tuple[jax.Array, jax.Array | None, None]:
-    rows, matrices, where = saved
-    d_rows = _products(d, True, matrices, True, where)
-    return d_rows, None if rows is None else _gradients((rows, d), (False, True), matrices, where), None
-
-
 from_experts.defvjp(
     lambda rows, matrices, where: (from_experts(rows, matrices, where), _saved(rows, matrices, where)),
-    _from_experts_backward,
+    partial(_backward, False),
 )
 
 

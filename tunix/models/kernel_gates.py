@@ -206,7 +206,7 @@ def _of_window(candidate: Reader, spec: DecodeSpec, window: int | None) -> float
 
 def _piece(places: Int[np.ndarray, "B Co"], page: int, window: int | None) -> PieceView:
     """The piece, given the pages of the slots."""
-    slots, numbers = map(np.array, zip(*PIECE, strict=True))
+    slots, numbers = np.array(PIECE).T
     owners, ends = np.arange(1, len(PIECE) + 1), np.cumsum(numbers)
     begins, firsts = np.repeat(np.array(HELD)[slots], numbers), np.repeat(ends - numbers, numbers)
     ids = np.repeat(np.where(owners < len(PIECE), owners, 0), numbers)
@@ -220,7 +220,7 @@ def _piece(places: Int[np.ndarray, "B Co"], page: int, window: int | None) -> Pi
     ]
     positions = begins + np.arange(len(ids)) - firsts
     ids, positions, begins = (jnp.asarray(x, jnp.int32)[None] for x in (ids, positions, begins))
-    blocks, pages, starts, of = (jnp.asarray(x, jnp.int32)[None] for x in zip(*visits, strict=True))
+    blocks, pages, starts, of = jnp.asarray(np.array(visits).T, jnp.int32)[:, None]
     writes = Writes(jnp.full_like(ids, NOWHERE), jnp.zeros_like(ids))
     visits = Visits(blocks, pages, starts, of, jnp.array([len(visits)]))
     return PieceView(ids, positions, begins, visits, writes, window)

@@ -235,7 +235,6 @@ def _layer(
 
     Args:
         where: the platform, by which kernels are chosen: what was traced for one serves no other.
-        mixer: the layer's.
     """
     del where
     if adapters is not None:  # the entry of each row's adapter, `[B ...]`

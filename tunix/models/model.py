@@ -14,7 +14,7 @@ Dp width of inputs of layers, k chosen experts of a token.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -60,8 +60,6 @@ PAGE = 4096
 """Bytes of a page of memory."""
 READ_LATER = "kept by "
 """Begins the names under which a stage returns keys and values that later layers read, beside auxiliary terms."""
-OfKind = Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]
-"""The rope tables and the view of a layer, from the index of its kind among those of its mixer."""
 Adapt = Callable[["Block", nnx.Rngs], "Block"]
 
 
@@ -123,7 +121,16 @@ class Decoder(nnx.Module):
             return made(rngs)
 
         parts = {mixer: nnx.split(stack(mixer)) for mixer in config.mixers}
-        self.layers = _joined([_flat(state) for _, state in parts.values()])
+        # Each weight is stacked over the layers that have it, in the order of their kinds.
+        by_path: dict[Path, list[nnx.Variable]] = {}
+        for _, state in parts.values():
+            for path, variable in _flat(state).items():
+                by_path.setdefault(path, []).append(variable)
+        whole = {
+            path: stacks[0] if len(stacks) == 1 else stacks[0].replace(jnp.concatenate([x[...] for x in stacks]))
+            for path, stacks in by_path.items()
+        }
+        self.layers = _dict(tree_of(whole))
         self.structures = {mixer: Structure(graph, tuple(_flat(state))) for mixer, (graph, state) in parts.items()}
 
     def block(self, mixer: str) -> Block:
@@ -175,7 +182,8 @@ class Decoder(nnx.Module):
                     return w
             return in_compute(name, w, dtype)
 
-        turned = segments.positions if pictures is None or pictures.rope is None else jnp.asarray(pictures.rope)
+        # Where rope turns the tokens to.
+        positions = segments.positions if pictures is None or pictures.rope is None else jnp.asarray(pictures.rope)
         kinds = jnp.asarray([c.kinds_with(kind.mixer).index(kind) for kind in c.kinds])
         numbers = None if dropout_keys is None else jnp.arange(c.num_layers)
         by_layer = None if experts is None else jnp.moveaxis(constrain(experts, "rows", "time", None, None), 2, 0)
@@ -184,7 +192,7 @@ class Decoder(nnx.Module):
             embed, context, norm = self.inputs.embed.w[...], self.inputs.context.w[...], self.inputs.norm.w[...]
             context, norm = (in_compute("w", w, dtype) for w in (context, norm))
             per_layer = layer_inputs(c, embed, context, norm, tokens, x)
-        of_kind = {mixer: self._kinds_with(mixer, segments, turned) for mixer in c.mixers}
+        of_kind = {mixer: self._kinds_with(mixer, segments, positions) for mixer in c.mixers}
 
         def layer(
             stage: Stage, place: int, x: Float[Array, "B T D"], weights: Weights, others: Others
@@ -210,7 +218,14 @@ class Decoder(nnx.Module):
             of_stage = slice(stage.start, stage.stop)
             inputs, own_inputs = jax.tree.map(lambda x, part=of_stage: x[part], (plain, per_layer))
             period = [self.structures[kind.mixer].paths for kind in c.kinds[of_stage][: stage.period]]
-            weights = stacked if len(c.stages) == 1 else self._of_stage(stacked, stage)
+            weights = stacked
+            if len(c.stages) > 1:  # each stacked over the layers of the stage that have it
+                weights = {}
+                for path, w in stacked.items():
+                    mixers = tuple(mixer for mixer, structure in self.structures.items() if path in structure.paths)
+                    within = [stage.start <= number < stage.stop for number in c.layers_with(mixers)]
+                    if any(within):
+                        weights[path] = w[within.index(True) : within.index(True) + sum(within)]
             others = Others(inputs, own_inputs, shared)
             x, terms = over_layers(partial(layer, stage), cast, x, weights, others, self.remat, period)
             for name, term in terms.items():
@@ -223,25 +238,13 @@ class Decoder(nnx.Module):
         auxiliary = {name: jnp.concatenate(terms) for name, terms in by_name.items()}
         return rms_norm(x, norm, eps=c.norm_eps, offset=c.norm_offset), auxiliary
 
-    def _of_stage(self, stacked: Weights, stage: Stage) -> Weights:
-        """The weights of the layers of a stage, each stacked over those of them that have it."""
-        part: dict[Path, jax.Array] = {}
-        for path, w in stacked.items():
-            mixers = tuple(mixer for mixer, one in self.structures.items() if path in one.paths)
-            within = [stage.start <= number < stage.stop for number in self.config.layers_with(mixers)]
-            if any(within):
-                part[path] = w[within.index(True) : within.index(True) + sum(within)]
-        return part
-
-    def _kinds_with(self, mixer: str, segments: Segments, turned: Int[Array, "B T ..."]) -> OfKind:
+    def _kinds_with(
+        self, mixer: str, segments: Segments, positions: Int[Array, "B T ..."]
+    ) -> Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]:
         """A function from the index of a layer's kind, among those of its mixer, to its rope tables and view: one block
-        serves them all.
-
-        Args:
-            turned: where rope turns the tokens to, as in `rope_tables`.
-        """
+        serves them all."""
         kinds = self.config.kinds_with(mixer)
-        tables = [rope_tables(turned, kind.rope, kind.head_dim) for kind in kinds]
+        tables = [rope_tables(positions, kind.rope, kind.head_dim) for kind in kinds]
         views = tuple(segments._replace(window=kind.window, attention=self.attention) for kind in kinds)
         if len(kinds) == 1:
             return lambda _: (tables[0], views[0])
@@ -252,20 +255,6 @@ class Decoder(nnx.Module):
 
 def _flat(state: nnx.State) -> dict[Path, nnx.Variable]:
     return {tuple(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
-
-
-def _joined(stacks: Sequence[Mapping[Path, nnx.Variable]]) -> nnx.Dict:
-    """The weights of all layers, each stacked over those that have it, in the order of their kinds."""
-    by_path: dict[Path, list[nnx.Variable]] = {}
-    for stack in stacks:
-        for path, variable in stack.items():
-            by_path.setdefault(path, []).append(variable)
-
-    whole = {
-        path: parts[0] if len(parts) == 1 else parts[0].replace(jnp.concatenate([part[...] for part in parts]))
-        for path, parts in by_path.items()
-    }
-    return _dict(tree_of(whole))
 
 
 def _dict(tree: Any) -> Any:
@@ -304,18 +293,13 @@ class Model:
         return nnx.eval_shape(lambda: Decoder(self, nnx.Rngs(0)))
 
     @cached_property
-    def _split(self) -> tuple[nnx.GraphDef, dict[Path, nnx.Variable]]:
-        graph, state = nnx.split(self._decoder)
-        return graph, _flat(state)
-
-    @cached_property
     def _paths(self) -> dict[str, Path]:
         """The path in the module of each parameter, by the parameter's name."""
-        return {name_of(path): path for path in self._split[1]}
+        return {name_of(path): path for path in _flat(nnx.state(self._decoder))}
 
     @cached_property
     def _variables(self) -> dict[str, nnx.Variable]:
-        return {name_of(path): variable for path, variable in self._split[1].items()}
+        return {name_of(path): variable for path, variable in _flat(nnx.state(self._decoder)).items()}
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -400,7 +384,8 @@ class Model:
 
         `parents`, `pictures` and `experts` as in `types.Batch`; `noise` and `dropout_keys` as in `Decoder`.
         """
-        decoder = nnx.merge(self._split[0], tree_of({self._paths[name]: x for name, x in params.items()}))
+        by_path = {self._paths[name]: x for name, x in params.items()}
+        decoder = nnx.merge(nnx.graphdef(self._decoder), tree_of(by_path))
         segments = Segments(segment_ids, positions, parents, **seen_ahead(pictures, self.config.vision))
         return decoder(tokens, segments, noise, dropout_keys, pictures, experts, dtype=self.dtype)
 
@@ -487,13 +472,8 @@ class Model:
         return self.matrices[module].on_grid(w) if module in self.matrices else w
 
     @cached_property
-    def projections(self) -> dict[str, Projection]:
-        """The projections of the layers by name, without their weights' values."""
-        return {name: one for name, one in self.matrices.items() if isinstance(one, Projection)}
-
-    @cached_property
     def matrices(self) -> dict[str, Projection | Bank]:
-        """The projections of the layers and the banks of their experts, likewise."""
+        """The projections of the layers and the banks of their experts by name, without their weights' values."""
         blocks = map(self._decoder.block, self.config.mixers)
         return {name: one for block in blocks for name, one in block.matrices().items()}
 
@@ -522,7 +502,7 @@ class Model:
     @cached_property
     def _wide(self) -> frozenset[str]:
         """Projections whose matrix has rows that are longer than a memory page."""
-        narrow = [name for name, one in self.projections.items() if one.contracted == 1]
+        narrow = [name for name, x in self.matrices.items() if isinstance(x, Projection) and x.contracted == 1]
         matrices = {name: self.shapes[f"layers/{name}/w"][1:] for name in narrow}
         page = PAGE // jnp.dtype(self.dtype).itemsize
         wide = [name for name, (inputs, *rest) in matrices.items() if math.prod(rest) > max(page, inputs)]

@@ -393,6 +393,7 @@ def _forward(scaling, entropy, hidden, table, targets, needed):
 
 
 def _backward(scaling, entropy, saved, cotangents):
+    """Gradients by the states and, where it trains, by the table; each chunk's logits are made again without pulls."""
     d_logprobs, d_spread = (None if isinstance(d, SymbolicZero) else d for d in cotangents)
     d_table = None
     if len(saved) == 3:
@@ -401,35 +402,30 @@ def _backward(scaling, entropy, saved, cotangents):
         # where, not a product alone: the pull of a token that is not needed was never computed.
         d_hidden = jnp.where(needed[..., None], d[..., None] * pull, 0).astype(pull.dtype)
     else:
-        targets, needed = saved[2:4]
+        hidden, chunks, targets, needed, visit, lse, spread, trained = saved
         zero = jnp.zeros(needed.shape)
         d_logprobs, d_spread = (zero if d is None else jnp.where(needed, d, 0.0) for d in (d_logprobs, d_spread))
-        d_hidden, d_table = _gradients(scaling, entropy, saved, d_logprobs, d_spread)
+
+        def d_logits_of(order, h, real, sliced):
+            wanted, block_lse = pick(targets, order), LogSumExp(*map(sliced, lse)).per_id()
+            pulls = (jnp.where(real, pick(d, order), 0.0) for d in (d_logprobs, d_spread))
+            pull, pull_spread, own_spread = (x[..., None, None] for x in (*pulls, pick(spread, order)))
+
+            def of_chunk(index):
+                logits, slope = chunk_logits(scaling, h, chunks, index)
+                log_p = block_lse.log_p(logits)
+                p = jnp.exp(log_p)
+                d_logits = pull * (taken_in(wanted, chunks, scaling.vocab, index) - p)
+                if entropy:
+                    d_logits -= pull_spread * p * (log_p + own_spread)
+                return d_logits * slope
+
+            return of_chunk
+
+        vocab, trains = scaling.vocab, trained is not None
+        d_hidden, d_table = gradients(hidden, chunks, needed, visit, vocab, trains, d_logits_of)
     nothing = (np.zeros(targets.shape, jax.dtypes.float0), np.zeros(needed.shape, jax.dtypes.float0))
     return d_hidden, d_table, *nothing
-
-
-def _gradients(scaling, entropy, saved, d_logprobs, d_spread):
-    """Gradients by the states and, where it trains, by the table; each chunk's logits are made again."""
-    hidden, chunks, targets, needed, visit, lse, spread, trained = saved
-
-    def d_logits_of(order, h, real, sliced):
-        wanted, block_lse = pick(targets, order), LogSumExp(*map(sliced, lse)).per_id()
-        pulls = (jnp.where(real, pick(d, order), 0.0) for d in (d_logprobs, d_spread))
-        pull, pull_spread, own_spread = (x[..., None, None] for x in (*pulls, pick(spread, order)))
-
-        def of_chunk(index):
-            logits, slope = chunk_logits(scaling, h, chunks, index)
-            log_p = block_lse.log_p(logits)
-            p = jnp.exp(log_p)
-            d_logits = pull * (taken_in(wanted, chunks, scaling.vocab, index) - p)
-            if entropy:
-                d_logits -= pull_spread * p * (log_p + own_spread)
-            return d_logits * slope
-
-        return of_chunk
-
-    return gradients(hidden, chunks, needed, visit, scaling.vocab, trained is not None, d_logits_of)
 
 
 _token_logprobs.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -78,12 +78,11 @@ class Tower(nnx.Module):
     def __call__(self, pictures: Pictures, dtype: DType) -> Float[Array, "B Pi So D"]:
         """The embeddings of the soft tokens of pictures; of a picture that has fewer, those after its last mean
         nothing."""
-        rows = pictures.pixels.shape[:2]
         pixels, grids = (jnp.asarray(x).reshape(-1, *x.shape[2:]) for x in (pictures.pixels, pictures.grids))
         # From -1 to 1: rescaled by 1 / 255, then less 0.5 and divided by 0.5, as transformers' processors do.
         normalised = (pixels.astype(jnp.float32) * jnp.float32(1 / 255) - 0.5) / 0.5
         soft = self.soft_tokens(normalised.astype(dtype), grids)
-        return jax.lax.stop_gradient(soft.reshape(*rows, *soft.shape[1:]))
+        return jax.lax.stop_gradient(soft.reshape(*pictures.pixels.shape[:2], *soft.shape[1:]))
 
     def soft_tokens(self, x: Float[Array, "B Pp Pr Pc Rb"], grids: Int[Array, "B 2"]) -> Float[Array, "B So D"]:
         """The soft tokens of pictures, in the dtype of their patches; see `Pictures`."""

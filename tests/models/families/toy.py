@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from tunix.models.config import DecoderConfig
-from tunix.models.families.base import SHARED, FamilyText, in_layers, sizes, written
+from tunix.models.families.base import SHARED, FamilyText, decoder, in_layers, sizes, written
 from tunix.models.families.hf_config import Fields
 from tunix.models.families.llama import LLAMA
 
@@ -13,11 +13,7 @@ def read(fields: Fields) -> DecoderConfig:
     """A `toyling` config.json."""
     shape = sizes(fields)
     rope = fields.rope(10_000.0, shape["max_positions"])
-    tied = fields.flag("tie_word_embeddings", True)
-    eps = fields.number("rms_norm_eps", 1e-5)
-    return DecoderConfig(
-        family="toy", activation="silu", norm_eps=eps, tied=tied, rope=rope, stops=fields.stops(), **shape
-    )
+    return decoder(fields, shape, family="toy", tied=True, eps=1e-5, rope=rope)
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:

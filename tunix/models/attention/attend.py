@@ -276,8 +276,6 @@ def _attend(call: _Call, q, k, v, tokens, kind, sinks) -> Mixed:
 
 
 def _by_kind(call: _Call, name: Literal["forward", "backward"], kind, q, k, v, tokens, *more):
-    """What the implementation of this kind of layer returns."""
-
     def branch(method: Implementation, window: int | None) -> Callable:
         def compute(q, k, v, tokens, *more, first=0):
             view = Segments(*tokens[:3], window=window, first=first, pictures=tokens.pictures, ahead=call.ahead)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from tunix.models.attention.inputs import (
     HIDDEN,
@@ -133,14 +133,10 @@ def usual(blocks: int, size: int, window: int | None) -> int:
 
 
 def met(blocks: _Blocks, view: Segments, size: int) -> tuple[Int[Array, "parts blocks"], Int[Array, "parts"]]:
-    """For each block of queries: the blocks of keys in the order in which it meets them, and how many it meets."""
-    needed = jnp.any(_needed(blocks, view, size), axis=-1)
-    needed = jax.lax.dynamic_slice_in_dim(needed, blocks.first, len(blocks.q))
-    return jnp.argsort(~needed, axis=1, stable=True).astype(jnp.int32), jnp.sum(needed, axis=1, dtype=jnp.int32)
+    """For each block of queries: the blocks of keys in the order in which it meets them, and how many it meets.
 
-
-def _needed(blocks: _Blocks, view: Segments, size: int) -> Bool[Array, "blocks blocks B"]:
-    """Whether some query of a block may see some key of another, judged by the ranges of their segments."""
+    It meets those of which it may see some key, judged by the ranges of their segments.
+    """
 
     def ranges(ids: Int[Array, "blocks B C"]) -> tuple[Int[Array, "blocks B"], Int[Array, "blocks B"]]:
         real = jnp.where(ids > 0, ids, LAST)
@@ -155,13 +151,14 @@ def _needed(blocks: _Blocks, view: Segments, size: int) -> Bool[Array, "blocks b
         needed |= (first[:, None] <= high[None]) & (low[None] <= last[:, None])
     ahead = (index[:, None] - index[None])[..., None]
     needed &= ahead >= -((view.ahead + size - 1) // size)
-    if view.window is None:
-        return needed
-    if tokens.parents is None:
+    if view.window is not None and tokens.parents is None:
         # From the first query of a block to the last key of another.
-        return needed & ((ahead - 1) * size + 1 < view.window)
-    nearest = jnp.min(tokens.positions, -1)[:, None] - jnp.max(tokens.positions, -1)[None]
-    return needed & (nearest < view.window)
+        needed &= (ahead - 1) * size + 1 < view.window
+    elif view.window is not None:
+        nearest = jnp.min(tokens.positions, -1)[:, None] - jnp.max(tokens.positions, -1)[None]
+        needed &= nearest < view.window
+    needed = jax.lax.dynamic_slice_in_dim(jnp.any(needed, axis=-1), blocks.first, len(blocks.q))
+    return jnp.argsort(~needed, axis=1, stable=True).astype(jnp.int32), jnp.sum(needed, axis=1, dtype=jnp.int32)
 
 
 def _scores(

@@ -173,7 +173,6 @@ def _tokens(pool: Any, scales: list[Any], which: int, where: tuple, dtype: jax.t
 
 
 def _nothing(queries: Float[Array, "Q H"]) -> Partials:
-    """The partials before the first tile."""
     return jnp.full(queries.shape[:1], HIDDEN), jnp.zeros(queries.shape[:1]), jnp.zeros(queries.shape)
 
 

@@ -145,7 +145,6 @@ def backward_of_tokamax(
 
 
 def _added(parts: Iterable[Gradients], q: jax.Array, k: jax.Array, v: jax.Array) -> Gradients:
-    """The gradients of merged calls."""
     d_q, d_k, d_v = (reduce(jnp.add, part) for part in zip(*parts, strict=True))
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
 
@@ -159,6 +158,7 @@ def intervals(view: Segments, queries: int) -> list[_Interval]:
     seen = [_Interval(first, columns + 1)]
     length = view.ids.shape[1]
 
+    @jax.vmap
     def of_prompt(ids, parents, positions, start):
         """The columns of each token's prompt in a row, within its window by positions."""
         begin = jax.ops.segment_min(start, ids, num_segments=length + 1)[parents]
@@ -170,7 +170,7 @@ def intervals(view: Segments, queries: int) -> list[_Interval]:
         return _Interval(jnp.where(some, near, 0), jnp.where(some, stop, 1), some)
 
     if view.parents is not None:
-        seen.append(jax.vmap(of_prompt)(view.ids, view.parents, view.positions, start))
+        seen.append(of_prompt(view.ids, view.parents, view.positions, start))
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, view.first, queries, axis=1), seen)
 
 

@@ -301,9 +301,6 @@ def _weights(
         first: the column of the first key.
         axis: that of the queries.
         whole: whether all queries see all keys.
-        scale: multiplies the product.
-        softcap: as in `attend.attend`.
-        machine: what the kernel runs on.
     """
     over = partial(lax.broadcast_in_dim, shape=scores.shape, broadcast_dimensions=[axis])
     slope: Array | float = 1.0
@@ -323,8 +320,6 @@ def _weights(
 
 
 def _product(multiply: Callable[..., None], left: Any, right: Any) -> Array:
-    """A product of blocks in shared memory."""
-
     def compute(out: Any) -> Array:
         multiply(out, left, right)
         return out[...]
@@ -348,7 +343,6 @@ def _pipeline(step: Any, context: Any, begin: Array, end: Array, stages: int, sp
 
 
 def _block(width: int, dtype: Any, begin: Array) -> gpu.BlockSpec:
-    """A block of vectors for each step."""
     return gpu.BlockSpec((BLOCK, width), lambda i: (begin + i, 0), transforms=_swizzled(width, dtype))
 
 

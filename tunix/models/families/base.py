@@ -15,7 +15,7 @@ from typing import Any, TypedDict, TypeVar
 import numpy as np
 
 from tunix.data.templates import TemplateName
-from tunix.models.config import COLOURS, DENSE_AND_EXPERTS, FRAMES, TOWER_LAYER, DecoderConfig, VisionConfig
+from tunix.models.config import COLOURS, DENSE_AND_EXPERTS, FRAMES, TOWER_LAYER, Activation, DecoderConfig, VisionConfig
 from tunix.models.families.hf_config import Fields, write_rope
 
 SCORE = "score.weight"
@@ -330,17 +330,29 @@ def sizes(fields: Fields, defaults: Mapping[str, int | None] | None = None) -> S
     )
 
 
-def decoder(fields: Fields, shape: Shape, *, tied: bool = False, eps: float = 1e-6, **different: Any) -> DecoderConfig:
+def decoder(
+    fields: Fields,
+    shape: Shape,
+    *,
+    activation: Activation = "silu",
+    tied: bool = False,
+    eps: float = 1e-6,
+    **different: Any,
+) -> DecoderConfig:
     """The config of a config.json, whose `rms_norm_eps`, `tie_word_embeddings` and special ids are read here.
 
     Args:
         fields: config.json.
         shape: its sizes.
+        activation: the family's; that the file says `silu` is checked here, others have several spellings.
         tied: whether the head is the table where the file does not say.
         eps: that of norms where the file does not say.
         different: what else the family has read, as DecoderConfig names it; takes precedence over the shape.
     """
+    if activation == "silu":
+        fields.only("hidden_act", "silu")
     return DecoderConfig(
+        activation=activation,
         norm_eps=fields.number("rms_norm_eps", eps),
         tied=fields.flag("tie_word_embeddings", tied),
         stops=fields.stops(),
@@ -365,11 +377,18 @@ def text_part(fields: Fields, read: Callable[[Fields], DecoderConfig], others: C
     return replace(config, stops=tuple({**dict(config.stops), **dict(fields.stops())}.items()))
 
 
-def written(config: DecoderConfig) -> dict[str, Any]:
-    """The fields of config.json that all families share."""
+def written(config: DecoderConfig, *, old_rope: bool = True) -> dict[str, Any]:
+    """The fields of config.json that all families share.
+
+    Args:
+        old_rope: whether the rope is also written in the old spelling, which the latest families never had.
+    """
     rope = write_rope(config.rope)
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    old = {"rope_theta": config.rope.theta, "rope_scaling": None if config.rope.kind == "default" else scaling}
     return {
+        "model_type": config.family,
+        **({"hidden_act": "silu"} if config.activation == "silu" else {}),
         "vocab_size": config.vocab_size,
         "hidden_size": config.d_model,
         "num_hidden_layers": config.num_layers,
@@ -383,8 +402,7 @@ def written(config: DecoderConfig) -> dict[str, Any]:
         "use_cache": True,
         # In both spellings: a reader that only knows the old one would otherwise silently use a wrong base.
         "rope_parameters": rope,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": None if config.rope.kind == "default" else scaling,
+        **(old if old_rope else {}),
         **{name: list(ids) if isinstance(ids, tuple) else ids for name, ids in config.stops},
     }
 
@@ -454,6 +472,15 @@ TWO_NORMS: Mapping[str, Tensor] = in_layers(
     }
 )
 """Norms of a block that norms only its inputs."""
+
+QKV_BIASES: Mapping[str, Tensor] = in_layers(
+    {
+        "q/b": ("self_attn.q_proj.bias", "(N H)", "N H"),
+        "k/b": ("self_attn.k_proj.bias", "(K H)", "K H"),
+        "v/b": ("self_attn.v_proj.bias", "(K H)", "K H"),
+    }
+)
+"""Biases of a layer's queries, keys and values."""
 
 QK_NORMS: Mapping[str, Tensor] = in_layers(
     {

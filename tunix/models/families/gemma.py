@@ -100,7 +100,6 @@ alternating = partial(every, 2)
 def write_gemma2(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `gemma2` folder."""
     return base.written(config) | {
-        "model_type": "gemma2",
         "hidden_activation": GELU,
         "attention_bias": False,
         "query_pre_attn_scalar": round((config.query_scale or config.head_dim**-0.5) ** -2),
@@ -129,7 +128,7 @@ GEMMA = base.FamilyText(
     architecture="GemmaForCausalLM",
     classifier="GemmaForSequenceClassification",
     read=read_gemma,
-    write=lambda config: base.written(config) | {"model_type": "gemma", "hidden_act": GELU, "attention_bias": False},
+    write=lambda config: base.written(config) | {"hidden_act": GELU, "attention_bias": False},
     tensors={**base.SHARED, **base.TWO_NORMS},
     presets={
         "gemma-2b": base.sized(GEMMA_BASE, 2048, 16_384, 18, 8, 1, 256),

@@ -25,6 +25,7 @@ from typing import Any
 
 from tunix.models.config import DENSE_AND_EXPERTS, GLOBAL, SHARED, WIDE, DecoderConfig, Experts, Gemma4, Rope
 from tunix.models.families import base, gemma
+from tunix.models.families.gemma3 import GEMMA3_DEFAULTS
 from tunix.models.families.hf_config import Fields, write_rope
 
 
@@ -154,15 +155,12 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `gemma4_text` folder."""
     gemma4 = config.gemma4
     assert gemma4 is not None, "the family has it"
-    fields = base.written(config)
-    for old in ("rope_theta", "rope_scaling"):  # which the family never had
-        del fields[old]
     whole = {**write_rope(config.rope), "partial_rotary_factor": config.rope.share}
     experts: dict[str, Any] = {"enable_moe_block": config.experts is not None}
     if config.experts is not None:
         experts |= {"num_experts": config.experts.number, "top_k_experts": config.experts.active}
         experts |= {"moe_intermediate_size": config.ffn, "intermediate_size": config.experts.shared}
-    return fields | {
+    return base.written(config, old_rope=False) | {
         "model_type": "gemma4_text",
         "hidden_activation": gemma.GELU,
         "attention_bias": False,
@@ -188,16 +186,7 @@ def five_to_one(layers: int) -> tuple[bool, ...]:
 
 ALWAYS: dict[str, Any] = {"scale_embeddings": True, "post_norms": True, "qk_norm": True, "query_scale": 1.0}
 """What all Gemma 4 have in common."""
-GEMMA4_DEFAULTS = {
-    "vocab_size": 262_144,
-    "hidden_size": 2304,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "intermediate_size": 9216,
-    "max_position_embeddings": 131_072,
-}
+GEMMA4_DEFAULTS = {**GEMMA3_DEFAULTS, "vocab_size": 262_144, "num_hidden_layers": 30}
 """What a folder may leave out (transformers' Gemma4TextConfig)."""
 
 

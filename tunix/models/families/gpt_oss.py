@@ -21,7 +21,6 @@ NUMBER, ACTIVE, WINDOW = 128, 4, 128
 
 def read_gpt_oss(fields: Fields) -> DecoderConfig:
     """A `gpt_oss` config.json."""
-    fields.only("hidden_act", "silu")
     fields.get("initial_context_length")  # which the rope says again
     shape = base.sizes(fields, {"head_dim": 64, "max_position_embeddings": 131_072})
     biased, experts = fields.flag("attention_bias", True), fields.experts(NUMBER, ACTIVE)
@@ -32,7 +31,6 @@ def read_gpt_oss(fields: Fields) -> DecoderConfig:
         shape,
         eps=1e-5,
         family="gpt_oss",
-        activation="silu",
         rope=fields.rope(150_000.0, shape["max_positions"]),
         qkv_bias=biased,
         o_bias=biased,
@@ -48,8 +46,6 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     assert config.experts is not None, "the family has them"
     assert config.experts.clamp is not None, "and joins their gates so"
     return base.written(config) | {
-        "model_type": "gpt_oss",
-        "hidden_act": "silu",
         "attention_bias": config.qkv_bias,
         "sliding_window": config.window or WINDOW,
         "layer_types": base.layer_types(config),
@@ -86,12 +82,10 @@ GPT_OSS = base.FamilyText(
     tensors={
         **base.SHARED,
         **base.TWO_NORMS,
+        **base.QKV_BIASES,
         **base.in_layers(
             {
                 "sinks": ("self_attn.sinks", "N", "N"),
-                "q/b": ("self_attn.q_proj.bias", "(N H)", "N H"),
-                "k/b": ("self_attn.k_proj.bias", "(K H)", "K H"),
-                "v/b": ("self_attn.v_proj.bias", "(K H)", "K H"),
                 "o/b": ("self_attn.o_proj.bias", "D", "D"),
                 "router/w": ("mlp.router.weight", "E D", "D E"),
                 "router/b": ("mlp.router.bias", "E", "E"),

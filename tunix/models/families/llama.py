@@ -21,22 +21,16 @@ from tunix.models.families.hf_config import Fields
 
 def read(fields: Fields) -> DecoderConfig:
     """A `llama` config.json. Llama 1 and 2, and models derived from them, read the same way."""
-    fields.only("hidden_act", "silu")
     fields.only("attention_bias", False)
     fields.only("mlp_bias", False)
     shape = base.sizes(fields, {"max_position_embeddings": 2048})
     rope = fields.rope(10_000.0, shape["max_positions"])
-    return base.decoder(fields, shape, family="llama", activation="silu", rope=rope)
+    return base.decoder(fields, shape, family="llama", rope=rope)
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `llama` folder."""
-    return base.written(config) | {
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
+    return base.written(config) | {"attention_bias": False, "mlp_bias": False}
 
 
 _3 = DecoderConfig(
@@ -75,7 +69,6 @@ NUMBER, ACTIVE = 8, 2
 
 def read_mixtral(fields: Fields) -> DecoderConfig:
     """A `mixtral` config.json."""
-    fields.only("hidden_act", "silu")
     fields.only("sliding_window", None)
     fields.only("router_jitter_noise", 0, 0.0)
     shape = base.sizes(fields, {"max_position_embeddings": 131_072})
@@ -84,7 +77,6 @@ def read_mixtral(fields: Fields) -> DecoderConfig:
         shape,
         eps=1e-5,
         family="mixtral",
-        activation="silu",
         rope=fields.rope(1_000_000.0, shape["max_positions"]),
         experts=fields.experts(NUMBER, ACTIVE),
         feed_forward=EXPERTS,
@@ -95,8 +87,6 @@ def write_mixtral(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `mixtral` folder."""
     assert config.experts is not None, "the family has them"
     return base.written(config) | {
-        "model_type": "mixtral",
-        "hidden_act": "silu",
         "sliding_window": None,
         "num_local_experts": config.experts.number,
         "num_experts_per_tok": config.experts.active,

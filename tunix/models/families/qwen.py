@@ -28,7 +28,6 @@ def read(family: Literal["qwen2", "qwen3"], fields: Fields) -> DecoderConfig:
         fields.only("use_mrope", False, None)
     else:
         fields.only("attention_bias", False)
-    fields.only("hidden_act", "silu")
     head_dim = 128 if family == "qwen3" else None
     shape = base.sizes(fields, {"head_dim": head_dim, "max_position_embeddings": 32_768})
     layers = shape["num_layers"]
@@ -45,7 +44,6 @@ def read(family: Literal["qwen2", "qwen3"], fields: Fields) -> DecoderConfig:
         fields,
         shape,
         family=family,
-        activation="silu",
         rope=fields.rope(10_000.0, shape["max_positions"]),
         qk_norm=family == "qwen3",
         qkv_bias=family == "qwen2",
@@ -58,8 +56,6 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `qwen2` or `qwen3` folder."""
     bias = {"attention_bias": False} if config.family == "qwen3" else {}
     return base.written(config) | {
-        "model_type": config.family,
-        "hidden_act": "silu",
         "use_sliding_window": config.window is not None,
         "sliding_window": config.window,
         "max_window_layers": config.num_layers,
@@ -82,17 +78,7 @@ QWEN2 = base.FamilyText(
     classifier="Qwen2ForSequenceClassification",
     read=partial(read, "qwen2"),
     write=write,
-    tensors={
-        **base.SHARED,
-        **base.TWO_NORMS,
-        **base.in_layers(
-            {
-                "q/b": ("self_attn.q_proj.bias", "(N H)", "N H"),
-                "k/b": ("self_attn.k_proj.bias", "(K H)", "K H"),
-                "v/b": ("self_attn.v_proj.bias", "(K H)", "K H"),
-            }
-        ),
-    },
+    tensors={**base.SHARED, **base.TWO_NORMS, **base.QKV_BIASES},
     presets={
         "qwen2.5-0.5b": base.sized(_QWEN2_TIED, 896, 4864, 24, 14, 2, 64),
         "qwen2.5-1.5b": base.sized(_QWEN2_TIED, 1536, 8960, 28, 12, 2, 128),
@@ -139,7 +125,6 @@ BANKS = base.in_layers(
 
 def read_qwen3_moe(fields: Fields) -> DecoderConfig:
     """A `qwen3_moe` config.json."""
-    fields.only("hidden_act", "silu")
     fields.only("attention_bias", False)
     fields.only("use_sliding_window", False)
     fields.only("mlp_only_layers", [], None)
@@ -150,7 +135,6 @@ def read_qwen3_moe(fields: Fields) -> DecoderConfig:
         fields,
         shape,
         family="qwen3_moe",
-        activation="silu",
         rope=fields.rope(10_000.0, shape["max_positions"]),
         qk_norm=True,
         experts=fields.experts(renormalise=fields.flag("norm_topk_prob", False)),
@@ -167,8 +151,6 @@ def write_moe(config: DecoderConfig) -> dict[str, Any]:
     """
     assert config.experts is not None, "the family has them"
     return base.written(config) | {
-        "model_type": "qwen3_moe",
-        "hidden_act": "silu",
         "attention_bias": False,
         "use_sliding_window": False,
         "sliding_window": None,

@@ -166,7 +166,6 @@ def read_text(fields: Fields, shape: base.Shape, **different: Any) -> DecoderCon
         shape: its sizes.
         different: what else its feed-forward part sets.
     """
-    fields.only("hidden_act", "silu")
     fields.only("attention_bias", False)
     fields.only("attn_output_gate", True)
     fields.only("mamba_ssm_dtype", "float32")  # states are float32 whatever the folder says; nothing else is
@@ -188,7 +187,6 @@ def read_text(fields: Fields, shape: base.Shape, **different: Any) -> DecoderCon
     return base.decoder(
         fields,
         shape,
-        activation="silu",
         norm_offset=True,
         rope=rope if rope.sections else replace(rope, sections=SECTIONS),  # those of published folders
         qk_norm=True,
@@ -203,12 +201,8 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a `qwen3_5_text` folder."""
     delta = config.delta
     assert delta is not None, "the family has them"
-    fields = base.written(config)
-    for old in ("rope_theta", "rope_scaling"):  # which the family never had
-        del fields[old]
-    return fields | {
+    return base.written(config, old_rope=False) | {
         "model_type": "qwen3_5_text",
-        "hidden_act": "silu",
         "attention_bias": False,
         "rope_parameters": {
             **write_rope(config.rope),
