@@ -41,11 +41,6 @@ class Evaluation:
     def __bool__(self) -> bool:
         return bool(self.held_out or self.prompts)
 
-    @property
-    def batches(self) -> list[Batch]:
-        """The packed batches of given completions."""
-        return [packed.batch for packed in self.held_out]
-
     def values(self, client: Client) -> dict[str, float]:
         """All metrics: `eval/loss` and the loss's metrics, `eval/reward` and the mean of each reward."""
         metrics = self.algorithm.evaluate(client, self.held_out) if self.held_out else {}

@@ -7,7 +7,6 @@ log file stays readable. Everything goes to stderr, in a notebook to the cell's 
 
 import logging
 import math
-import sys
 import sysconfig
 import threading
 import time
@@ -40,13 +39,6 @@ NOTEBOOK_WIDTH, NOTEBOOK_EVERY = 100, 0.5
 """Characters of the live line in a notebook, and seconds between two of its states."""
 LIVE = {"tunix": "live"}
 """Metadata of the notebook output that is the live line."""
-
-
-def announce(text: str) -> None:
-    """Prints a line where displays print theirs, before a run has one; of several processes the first one does."""
-    if processes.lead():
-        notebook = Console().is_jupyter
-        print(text, file=sys.stdout if notebook else sys.stderr, flush=True)
 
 
 class Display:
