@@ -26,29 +26,14 @@ from tunix.trainer.microbatches import TrainerSpec
 from tunix.trainer.sampler_mesh import bring_of
 from tunix.trainer.state_files import load_state, save_state
 from tunix.trainer.step import TrainState
-from tunix.types import (
-    Batch,
-    Completion,
-    Loss,
-    Metrics,
-    OnDone,
-    Reply,
-    Request,
-    Sequence,
-    Usage,
-    Workload,
-)
+from tunix.types import Batch, Completion, Loss, Metrics, OnDone, Reply, Request, Sequence, Usage, Workload
 
 
 class Trainer(Client):
     """The client of one process: trains, samples, saves and exports one policy."""
 
     def __init__(
-        self,
-        learner: Learner,
-        sampler: Sampler,
-        exporter: Exporter | None = None,
-        critic: Learner | None = None,
+        self, learner: Learner, sampler: Sampler, exporter: Exporter | None = None, critic: Learner | None = None
     ):
         """Combines the parts; no weights are published yet. See `local_client` for the sampler and the others."""
         self.learner, self.sampler, self.critic = learner, sampler, critic
