@@ -55,11 +55,6 @@ def microbatches_of(
     return replace(shapes, pictures=Pictures(pixels, grids, tokens, rope))
 
 
-def moments(spec: TrainerSpec, params: Shapes) -> object:
-    """The shapes of the optimizer's state for these parameters: a tree of them."""
-    return abstract_moments(spec.optimizer, params, NamedSharding(spec.mesh, PartitionSpec()))
-
-
 def step(
     spec: TrainerSpec,
     params: Shapes,
@@ -74,7 +69,7 @@ def step(
     number, key = jax.eval_shape(lambda: (jnp.int32(0), jax.random.key(0)))
     everywhere = NamedSharding(spec.mesh, PartitionSpec())
     number, key = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for x in (number, key))
-    state = TrainState(cast(Params, params), cast(Any, moments(spec, params)), cast(Any, number))
+    state = TrainState(cast(Params, params), abstract_moments(spec, params), cast(Any, number))
     frozen = FrozenInputs(cast(Params, base), None if reference is None else not_shared(base, reference), teacher)
     options = compiler_options(spec.mesh, spec.model.dtype)
     with jax.set_mesh(spec.mesh):

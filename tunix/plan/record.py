@@ -25,6 +25,7 @@ from tunix.plan import arithmetic, programs
 from tunix.plan.arithmetic import Sent, Work
 from tunix.plan.subject import Place, Subject, Trained
 from tunix.run.rehearsal import Rehearsal, Scored
+from tunix.trainer.learner import abstract_moments
 from tunix.trainer.logprobs import Scorer, Scores
 from tunix.trainer.microbatches import Microbatches
 from tunix.trainer.perf import training_flops
@@ -131,7 +132,7 @@ class Recorder(Rehearsal):
             spec.adapter,
             model.remat,
             weights=shapes.number * bytes_of(trained.all),
-            state=bytes_of([trained.params, programs.moments(spec, trained.params)]),
+            state=bytes_of([trained.params, abstract_moments(spec, trained.params)]),
             devices=spec.mesh.size,
             head=of == "policy",
         )

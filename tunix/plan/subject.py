@@ -21,7 +21,7 @@ from tunix.models.config import DecoderConfig, is_own
 from tunix.models.families.table import presets, read_config, with_vision
 from tunix.models.kv_cache import LAYERS, Weights
 from tunix.models.model import Model
-from tunix.plan.programs import moments, shared, views
+from tunix.plan.programs import shared, views
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.engine.shapes import Sizes
 from tunix.run.describe import remat_line, sampling_line
@@ -30,6 +30,7 @@ from tunix.run.kernels import attention_of, experts_line
 from tunix.run.opening import cached_config
 from tunix.run.sampler import local_engine
 from tunix.run.setup import Setup, Shapes, algorithm_of, apart
+from tunix.trainer.learner import abstract_moments
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec, rows_per_microbatch
 from tunix.types import Workload
 from tunix.util.trees import bytes_of
@@ -123,11 +124,12 @@ class Subject:
         held: dict[Place, dict[str, int]] = {place: {} for place in self.devices}
         held["training"] = {
             "weights": bytes_of(policy.params),
-            "optimizer's moments": bytes_of(moments(policy.spec, policy.params)),
+            "optimizer's moments": bytes_of(abstract_moments(policy.spec, policy.params)),
             "frozen base": bytes_of(policy.base),
         }
         if critic is not None:
-            held["training"]["critic and its moments"] = bytes_of([critic.params, moments(critic.spec, critic.params)])
+            moments = abstract_moments(critic.spec, critic.params)
+            held["training"]["critic and its moments"] = bytes_of([critic.params, moments])
         if self.reference is not None and self.reference.params is not policy.base:
             held["training"]["reference"] = bytes_of(self.reference.params)
         if self.teacher is not None:

@@ -12,21 +12,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import jax
 import numpy as np
 
 from tunix.distributed.global_arrays import own_part
+from tunix.models.config import is_own
 from tunix.models.model import Params
 from tunix.protocols import Client, Metered, Sampler, Saving
 from tunix.rollout.engine.engine import Engine
 from tunix.trainer.digest import digest_of_weights
 from tunix.trainer.export import Exporter
-from tunix.trainer.frozen_model import reference_of, snapshot, unreplayed
+from tunix.trainer.frozen_model import reference_of, unreplayed
 from tunix.trainer.learner import Learner, required
 from tunix.trainer.microbatches import TrainerSpec
 from tunix.trainer.sampler_mesh import bring_of
 from tunix.trainer.state_files import load_state, save_state
 from tunix.trainer.step import TrainState
 from tunix.types import Batch, Completion, Loss, Metrics, OnDone, Reply, Request, Sequence, Usage, Workload
+from tunix.util.exact import jit
 
 
 class Trainer(Client):
@@ -194,7 +197,15 @@ def local_client(
     if spec.adapter is not None:
         reference = reference_of(spec, frozen)
     elif keep_reference:
-        reference = reference_of(spec, snapshot(spec.model, spec.mesh, params))
+        # A copy in the compute dtype, since training donates the buffers of the originals. Matrices with simulated
+        # rounding keep their dtype: after a cast they would round to another grid.
+        model, on_grid = spec.model, {f"layers/{name}/w" for name, _ in spec.model.simulated}
+
+        def copied(params: Params) -> Params:
+            return {name: (x if name in on_grid else x.astype(model.dtype)).copy() for name, x in params.items()}
+
+        with jax.set_mesh(spec.mesh):
+            reference = reference_of(spec, jit(copied)({name: x for name, x in params.items() if not is_own(name)}))
     learner = Learner(spec, params, frozen, reference)
     if sampler is None:
         mesh, moving = own_part(spec.mesh), () if spec.adapter is None else tuple(params)
