@@ -28,7 +28,6 @@ from tunix.algorithms.episodes import (
     lengths_of,
     merged,
     mismatch,
-    notes,
     old_policy_logprobs,
     report,
     require_numbers,
@@ -262,7 +261,7 @@ class PolicyGradient(OnPolicy):
         """One batch for each update, from the parts of the completions with their advantages."""
         config, groups, data = self.config, self.all_measured(client, experience), experience.data
         signal = self.signal(self.scores(groups, data.weights))
-        numbers = report(groups, data.weights, signal)
+        numbers, notes = report(groups, data.weights, signal)
         sampler = "sampler_logprobs" if config.old_logprobs == "recompute" else "old_logprobs"
         sequences = [as_sequence(x, config.mask_truncated and x.truncated, sampler) for x in flat(groups)]
         if config.mismatch_limit is not None:
@@ -282,7 +281,7 @@ class PolicyGradient(OnPolicy):
         parts = [[sequences[p * len(groups[0]) + i] for p in part for i in range(len(groups[0]))] for part in prompts]
         size = config.sequences_per_update(data.size)  # of the largest part: the only shape that is compiled
         batches = [data.packed(x, size) for x in parts if any(y.weight > 0 and y.loss_mask.any() for y in x)]
-        return Update(numbers, tuple(batches) * config.epochs, tuple(samples), notes(groups, data.weights, signal))
+        return Update(numbers, tuple(batches) * config.epochs, tuple(samples), notes)
 
     def scores(self, groups: Groups, weights: Mapping[str, float]) -> np.ndarray:
         """`[P G]` score of each completion: the weighted sum of its rewards with the overlong penalty."""

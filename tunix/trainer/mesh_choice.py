@@ -94,7 +94,6 @@ def placed(
     demand: Demand,
     devices: Sequence[Any],
     memory: float | None = None,
-    key: str = "mesh",
 ) -> tuple[Mesh, str | None]:
     """The mesh of a section of a recipe, and why it was chosen; None where it was written.
 
@@ -103,7 +102,6 @@ def placed(
         demand: what the mesh splits.
         devices: what it is made of.
         memory: bytes of a device (`memory_of`); None where that is not known.
-        key: the section's key, for messages.
 
     Raises:
         UserError: the sizes do not multiply to the number of devices, or do not divide what they are to split.
@@ -112,7 +110,7 @@ def placed(
         chosen, why = choose(demand, devices, memory)
         return build_mesh(chosen, devices), why
     mesh = build_mesh(config, devices)
-    require(mesh, demand, key)
+    require(mesh, demand)
     return mesh, None
 
 

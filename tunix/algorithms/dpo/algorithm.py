@@ -21,7 +21,7 @@ from jaxtyping import Float
 from tunix.algorithms.base import Needs, Update
 from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.dpo.loss import BASELINE, MARGIN, dpo_loss
-from tunix.algorithms.episodes import as_sequence, notes, report, require_scores, row, total_rewards
+from tunix.algorithms.episodes import as_sequence, report, require_scores, row, total_rewards
 from tunix.algorithms.on_policy import Experience, OnPolicy
 from tunix.algorithms.ops import REFERENCE, reference_logprobs
 from tunix.errors import UserError
@@ -182,8 +182,8 @@ class DPO(OnPolicy):
             for place, (group, rank) in enumerate(zip(groups[: data.shown], ranks, strict=False))
             for i, episode in enumerate(group)
         )
-        numbers = report(groups, data.weights, signal)
-        return Update(numbers, tuple(batches), samples, notes(groups, data.weights, signal))
+        numbers, notes = report(groups, data.weights, signal)
+        return Update(numbers, tuple(batches), samples, notes)
 
 
 def ranked(scores_PG: np.ndarray) -> list[tuple[int, int] | None]:
