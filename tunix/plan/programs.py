@@ -92,7 +92,8 @@ def states_of(model: Model, students: Mesh, microbatches: Microbatches) -> Teach
     """The shapes of what a student's step reads of its teacher for a batch."""
     shape, width = microbatches.rows["tokens"].shape, model.config.d_model
     hidden = jax.ShapeDtypeStruct((*shape, width), model.dtype, sharding=by_rows(students, shape[2]))
-    table = _placed(students, (model.config.vocab_size, width), model.dtype, ("vocab", "embed"))
+    table = jax.ShapeDtypeStruct((model.config.vocab_size, width), model.dtype)
+    table = _placed(students, table, ("vocab", "embed"))
     return TeacherStates(cast(Any, hidden), cast(Any, table), model.config.logit_softcap)
 
 
@@ -103,13 +104,9 @@ def views(model: Model, mesh: Mesh, params: Shapes) -> Weights:
         if magnified(model):
             settled = zip(weights.layers, jax.eval_shape(partial(gains, model), weights), strict=True)
             weights = weights._replace(layers=tuple({**mine, **more} for mine, more in settled))
-        top = {name: _placed(mesh, x.shape, x.dtype, view_axes(model, name)) for name, x in weights.top.items()}
-
+        top = {name: _placed(mesh, x, view_axes(model, name)) for name, x in weights.top.items()}
         layers = tuple(
-            {
-                name: _placed(mesh, x.shape, x.dtype, view_axes(model, LAYERS + name)[: len(x.shape)])
-                for name, x in layer.items()
-            }
+            {name: _placed(mesh, x, view_axes(model, LAYERS + name)[: x.ndim]) for name, x in layer.items()}
             for layer in weights.layers
         )
         return Weights(cast(Params, top), cast(Any, layers))
@@ -133,14 +130,14 @@ def state_of(model: Model, mesh: Mesh, sizes: Sizes) -> State:
         for cache in state.caches:
             if isinstance(cache, SlotStates):
                 pairs = zip(cache, STATE_AXES, strict=True)
-                caches.append(SlotStates(*(_placed(mesh, x.shape, x.dtype, axes) for x, axes in pairs)))  # pyright: ignore[reportArgumentType]
+                caches.append(SlotStates(*(_placed(mesh, x, axes) for x, axes in pairs)))  # pyright: ignore[reportArgumentType]
             elif cache is not None:
-                caches.append(placed(cache, lambda x, axes: _placed(mesh, x.shape, x.dtype, axes)))
+                caches.append(placed(cache, lambda x, axes: _placed(mesh, x, axes)))
             else:  # a layer that keeps nothing of earlier tokens
                 caches.append(None)
-    hidden = _placed(mesh, state.hidden.shape, model.dtype, ("rows", None))
-    progress = jax.tree.map(lambda x: _placed(mesh, x.shape, x.dtype, ("rows",)), state.progress)
-    recent = _placed(mesh, state.recent.shape, state.recent.dtype, ("rows", None))
+    hidden = _placed(mesh, state.hidden, ("rows", None))
+    progress = jax.tree.map(lambda x: _placed(mesh, x, ("rows",)), state.progress)
+    recent = _placed(mesh, state.recent, ("rows", None))
     return State(tuple(caches), cast(jax.Array, hidden), progress, cast(jax.Array, recent))
 
 
@@ -159,5 +156,5 @@ def prefilling(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: 
         return prefill.lower(model, weights, state, Piece(PageTables(sizes), sizes.piece).inputs)
 
 
-def _placed(mesh: Mesh, shape: tuple[int, ...], dtype: object, axes: Axes) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(axes, shape, mesh))
+def _placed(mesh: Mesh, x: Any, axes: Axes) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(axes, x.shape, mesh))

@@ -43,16 +43,14 @@ def opened(recipe: Recipe | str | Path, overrides: Iterable[str], tiny: bool, al
     Raises:
         UserError: the recipe is wrong, or a local file that it names.
     """
-    overrides, note = list(overrides), None
+    overrides = list(overrides)
+    if isinstance(recipe, Recipe) and overrides:
+        raise UserError("overrides belong to a file or a name: give them to Recipe.load, or the file to tunix.train")
     if isinstance(recipe, Recipe):
-        if overrides:
-            raise UserError(
-                "overrides belong to a file or a name: give them to Recipe.load, or the file to tunix.train"
-            )
         trained = recipe.tiny() if tiny else recipe
-    else:
-        trained = Recipe.load(recipe, overrides, tiny)
-        note = None if tiny else hardware_note(recipe_file(recipe), overrides)
+        return trained, opening(trained, tiny, alone=alone)
+    trained = Recipe.load(recipe, overrides, tiny)
+    note = None if tiny else hardware_note(recipe_file(recipe), overrides)
     return trained, opening(trained, tiny, alone=alone) + (f"\nnote: {note}" if note else "")
 
 

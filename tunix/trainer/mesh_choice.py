@@ -55,11 +55,10 @@ class Demand:
     sampled: bool = False
     """Whether the model completes prompts as well, on the same mesh."""
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The dimensions that have to be divided, by logical axis. No mesh axis splits the layers."""
+    def split_by(self, axis: str) -> dict[str, int]:
+        """The dimensions that a mesh axis splits and has to divide, by logical axis. None splits the layers."""
         c = self.model
-        return {
+        sizes = {
             "heads": c.num_heads,
             "kv_heads": math.gcd(*(kind.kv_heads for kind in c.paged_kinds)),
             "ffn": c.ffn,
@@ -67,10 +66,7 @@ class Demand:
             "embed": c.d_model,
             **({} if c.experts is None else {"expert": c.experts.number}),
         }
-
-    def split_by(self, axis: str) -> dict[str, int]:
-        """The dimensions that a mesh axis splits."""
-        return {name: size for name, size in self.sizes.items() if RULES[name] == axis}
+        return {name: size for name, size in sizes.items() if RULES[name] == axis}
 
 
 def state_bytes(
