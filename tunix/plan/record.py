@@ -155,7 +155,6 @@ class Recorder(Rehearsal):
     def score(
         self, kind: Scores, of: Scored, sequences: List[Sequence], temperature: float, size: int | None
     ) -> List[np.ndarray]:
-        """Records the scoring of sequences by a model; the result is zeros."""
         subject = self.subject
         if of == "critic" and subject.critic is None:
             of = "policy"

@@ -149,7 +149,6 @@ class Compiler(Rehearsal):
     def score(
         self, kind: Scores, of: Scored, sequences: List[Sequence], temperature: float, size: int | None
     ) -> List[np.ndarray]:
-        """Compiles the scoring of sequences by a model; the result is zeros."""
         learner = self._client.learner
         models = {"reference": learner.reference, "teacher": learner.teacher, "critic": self._client.critic or learner}
         model = learner if of == "policy" else models[of]

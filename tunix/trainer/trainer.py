@@ -151,7 +151,6 @@ class Trainer(Client):
         self.sampler.warm(work)
 
     def save(self, path: Path) -> Saving:
-        """Starts to write the whole train state as the new folder `path`; training may continue at once."""
         return save_state(path, self.state)
 
     def load(self, path: Path) -> None:
@@ -169,7 +168,6 @@ class Trainer(Client):
         return self.exporter(path, learner.spec, learner.state.params, learner.frozen, adapter=adapter, packed=packed)
 
     def fingerprint(self, of: Literal["policy", "reference"] = "policy") -> str:
-        """A digest of every bit of the weights, independent of their sharding."""
         params: Params = self.learner.params if of == "policy" else required("reference", self.learner.reference).params
         return digest_of_weights(params)
 

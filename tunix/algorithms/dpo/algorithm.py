@@ -98,11 +98,6 @@ class DPO(OnPolicy):
         bco: the mean of earlier updates. aot, aot_unpaired: the values of equal rank by the current policy, with the
         reference's log-probs (Melnyk et al. 2024, https://arxiv.org/abs/2406.05882). Pairs of weight 0 are not sorted,
         and have 0.
-
-        Args:
-            client: computes log-probs.
-            batch: the packed batch.
-            sequences: the sequences that were packed into it.
         """
         size = len(batch.weights)
         if self.config.shifts:
