@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from tunix.config import MeshConfig
+from tunix.config import DType, MeshConfig
 from tunix.errors import UserError
 from tunix.hf.model_folder import resolve_folder
 from tunix.hf.source import TOKENIZER, of_recipe, settled
@@ -86,7 +86,7 @@ def export(
         memory, updates = memory_of(list(mesh.devices.flat)), chosen * recipe.algorithm.updates_per_step
         setup = Setup(recipe, source, algorithm, mesh, memory, updates=updates, critic=algorithm.needs.values)
         model, adapted = setup.spec.model, recipe.adapter is not None
-        dtypes, _ = setup.dtypes(model)
+        dtypes: dict[str, DType] = setup.dtypes(model)[0]
         if not (adapted or packed or model.simulated):
             # Written as they were trained, so read in the dtype of the computation: 2 bytes each for bfloat16.
             dtypes = dict.fromkeys(dtypes, model.dtype)

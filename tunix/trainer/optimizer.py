@@ -158,13 +158,16 @@ def _muon(
         end = first + (2 if names[first : first + 2] == ("heads", "head") else 1)
         return optax.contrib.MuonDimensionNumbers(tuple(range(first, end)), tuple(range(end, len(names))))
 
+    def dimensions(params: Any) -> Any:
+        return {name: dimensions_of(name) for name in params}
+
     return optax.contrib.muon(
         schedule,
         beta=0.95,
         eps=config.constants["eps"],
         weight_decay=config.weight_decay,
         weight_decay_mask=dict(mask),
-        muon_weight_dimension_numbers=lambda params: {name: dimensions_of(name) for name in params},
+        muon_weight_dimension_numbers=dimensions,
         consistent_rms=MUON_RMS,
         adam_weight_decay=config.weight_decay,
         adam_b1=config.constants["b1"],
