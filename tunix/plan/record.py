@@ -88,7 +88,6 @@ class Recorder(Rehearsal):
     """A client that makes up completions and records the programs behind everything else."""
 
     def __init__(self, subject: Subject):
-        """Records nothing yet."""
         super().__init__(subject.setup)
         self.subject = subject
         self.programs: dict[tuple[Hashable, ...], Program] = {}

@@ -38,7 +38,6 @@ class Rehearsal(Client):
     up; nothing is trained, saved or exported."""
 
     def __init__(self, setup: Setup):
-        """For the steps of a run."""
         self.setup, self.recipe = setup, setup.recipe
         self._random = np.random.default_rng(0)
 

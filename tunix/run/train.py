@@ -208,7 +208,7 @@ def _run(
             shutil.rmtree(folder / TOKENIZER)  # trained on rows that may have been corrected since
         job = assemble(recipe, folder, display, name)
         stack.callback(job.close)
-        display.total(job.total)
+        display.total = job.total
         # A process that does not lead its run writes the file alone.
         sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", start)]
         if recipe.logging.wandb and processes.lead():
