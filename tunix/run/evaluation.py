@@ -21,7 +21,7 @@ from tunix.distributed import processes
 from tunix.protocols import Client
 from tunix.rollout.collect import Collector
 from tunix.trainer.progress import Display
-from tunix.types import Batch, Pictures, Request, Sampling, Sequence
+from tunix.types import Batch, Pictures, Request, Sequence
 from tunix.util.atomic_io import append_rows
 
 
@@ -70,37 +70,33 @@ SHOWN = 240
 class Samples:
     """Prompts of a run, and the file and display that receive their answers."""
 
-    prompts: List[np.ndarray]
-    """Token ids up to the first trained token."""
+    requests: List[Request]
+    """The prompts: token ids up to the first trained token."""
     expected: List[Any]
     """The completion of each prompt in the data: text, or ids where there is no tokenizer."""
-    pictures: list[Pictures | None]
-    """Those of each prompt; None without any."""
     client: Client
     tokenizer: Tokenizer | None
-    sampling: Sampling
     path: Path
     """`samples.jsonl` of the run folder."""
     display: Display
 
     def take(self, step: int) -> None:
         """Answers all prompts with the current weights; writes and displays the answers."""
-        if not self.prompts:
+        if not self.requests:
             return
         self.client.publish()
 
         def answered() -> list[dict[str, Any]]:
-            asked = enumerate(zip(self.prompts, self.pictures, strict=True))
-            requests = [Request(prompt, self.sampling, 0, index, pictures=seen) for index, (prompt, seen) in asked]
+            answers = self.client.run(self.requests)
             return [
                 {
                     "step": step,
-                    "prompt": readable_tokens(prompt, self.tokenizer),
+                    "prompt": readable_tokens(request.prompt, self.tokenizer),
                     "completion": readable_tokens(answer.tokens, self.tokenizer),
                     "expected": expected,
                     "finish": answer.finish,
                 }
-                for prompt, expected, answer in zip(self.prompts, self.expected, self.client.run(requests), strict=True)
+                for request, expected, answer in zip(self.requests, self.expected, answers, strict=True)
             ]
 
         # No more than one process writes them down.

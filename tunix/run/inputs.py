@@ -28,6 +28,7 @@ from tunix.run.setup import Setup, layout, row_kind_of
 from tunix.trainer.digest import digest
 from tunix.trainer.progress import Display
 from tunix.trainer.trainer import Trainer
+from tunix.types import Request
 
 MEASURED = 4
 """Micro-batches that the completions fill, at full length, whose log-probs are computed at a time while others are
@@ -246,4 +247,6 @@ def samples_of(
         prompts, rest, pictures = prompts_of(chosen, number)
         expected = [readable_tokens(tokens, tokenizer) for tokens in rest]
     greedy = replace(evaluation.algorithm.sampling, max_tokens=recipe.eval.sample_tokens, temperature=0.0)
-    return Samples(prompts, expected, pictures, client, tokenizer, greedy, folder / "samples.jsonl", display)
+    asked = enumerate(zip(prompts, pictures, strict=True))
+    requests = [Request(prompt, greedy, 0, index, pictures=seen) for index, (prompt, seen) in asked]
+    return Samples(requests, expected, client, tokenizer, folder / "samples.jsonl", display)
