@@ -62,15 +62,22 @@ def step(
     microbatches: Microbatches,
     loss: Loss,
     reference: Shapes | None = None,
-    teacher: TeacherStates | None = None,
+    teacher: Model | None = None,
 ) -> jax.stages.Lowered:
     """The training step of a learner with these parameters, over a frozen base where it trains an adapter, as
-    `Learner.step` runs it; with the reference or the teacher that the loss reads."""
+    `Learner.step` runs it; with the reference, or the states of the teacher, that the loss reads."""
     number, key = jax.eval_shape(lambda: (jnp.int32(0), jax.random.key(0)))
     everywhere = NamedSharding(spec.mesh, PartitionSpec())
     number, key = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for x in (number, key))
     state = TrainState(cast(Params, params), abstract_moments(spec, params), cast(Any, number))
-    frozen = FrozenInputs(cast(Params, base), None if reference is None else not_shared(base, reference), teacher)
+    states = None
+    if teacher is not None:
+        shape, width = microbatches.rows["tokens"].shape, teacher.config.d_model
+        hidden = jax.ShapeDtypeStruct((*shape, width), teacher.dtype, sharding=by_rows(spec.mesh, shape[2]))
+        table = jax.ShapeDtypeStruct((teacher.config.vocab_size, width), teacher.dtype)
+        table = _placed(spec.mesh, table, ("vocab", "embed"))
+        states = TeacherStates(cast(Any, hidden), cast(Any, table), teacher.config.logit_softcap)
+    frozen = FrozenInputs(cast(Params, base), None if reference is None else not_shared(base, reference), states)
     options = compiler_options(spec.mesh, spec.model.dtype)
     with jax.set_mesh(spec.mesh):
         compiled = jit(partial(train_step, spec), static_argnames="loss", donate_argnums=0, options=options)
@@ -86,15 +93,6 @@ def teacher_states(
     with jax.set_mesh(mesh):
         compiled = jit(partial(compute_states, model), static_argnames=("number", "rows"))
         return compiled.lower(params, of_teacher, number=number, rows=rows)
-
-
-def states_of(model: Model, students: Mesh, microbatches: Microbatches) -> TeacherStates:
-    """The shapes of what a student's step reads of its teacher for a batch."""
-    shape, width = microbatches.rows["tokens"].shape, model.config.d_model
-    hidden = jax.ShapeDtypeStruct((*shape, width), model.dtype, sharding=by_rows(students, shape[2]))
-    table = jax.ShapeDtypeStruct((model.config.vocab_size, width), model.dtype)
-    table = _placed(students, table, ("vocab", "embed"))
-    return TeacherStates(cast(Any, hidden), cast(Any, table), model.config.logit_softcap)
 
 
 def views(model: Model, mesh: Mesh, params: Shapes) -> Weights:

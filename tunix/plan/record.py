@@ -103,9 +103,8 @@ class Recorder(Rehearsal):
         pictures = pictures_of_row(self.recipe.data, spec.microbatcher.unit)
         shapes = programs.microbatches_of(batch, spec.microbatcher, pictures, vision)
         reference = subject.reference.params if loss.reference and subject.reference else None
-        teacher, states = subject.teacher, None
-        if loss.divergence is not None and teacher is not None:
-            states = programs.states_of(teacher.model, spec.mesh, shapes)
+        teacher = subject.teacher if loss.divergence is not None else None
+        if teacher is not None:
             theirs, mesh = programs.microbatches_of(batch, teacher.microbatcher), teacher.microbatcher.mesh
             program = self.asked(
                 ("teacher", *_key(theirs)),
@@ -117,7 +116,8 @@ class Recorder(Rehearsal):
             _note_pass(program, teacher.model, teacher.params, batch, mesh, theirs.number, head=False)
 
         def lower() -> jax.stages.Lowered:
-            return programs.step(spec, trained.params, trained.base, shapes, loss, reference, states)
+            teachers = None if teacher is None else teacher.model
+            return programs.step(spec, trained.params, trained.base, shapes, loss, reference, teachers)
 
         reads = ["critic and its moments"] if of == "critic" else ["weights", "optimizer's moments"]
         reads += ["frozen base", *(["reference"] if reference else [])]
