@@ -17,7 +17,7 @@ from tunix.algorithms.advantages import weighted_sum
 from tunix.algorithms.ops import CURRENT
 from tunix.errors import UserError
 from tunix.rollout.types import Scored, sequence_of
-from tunix.types import Metrics, Sequence
+from tunix.types import Sequence
 
 Groups = list[list[Scored]]
 """`[P][G]` scored completions."""
@@ -194,13 +194,6 @@ def sampling_report(groups: Groups) -> dict[str, float]:
         ages = version - np.concatenate([episode.completion.versions for episode in episodes])
         numbers |= {"rollout/stale": float(np.mean(ages > 0)), "rollout/oldest": float(ages.max())}
     return numbers
-
-
-def merged(metrics: List[Metrics]) -> dict[str, float]:
-    """Metrics of a step: means over its updates, but `mismatch/*` of the first one, before the policy has moved."""
-    read = [{name: float(value) for name, value in one.items() if not name.endswith("/at")} for one in metrics]
-    means = {name: float(np.mean([one[name] for one in read])) for name in (read[0] if read else ())}
-    return means | {name: value for name, value in (read[0] if read else {}).items() if name.startswith("mismatch/")}
 
 
 def row(place: int, episode: Scored) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from tunix.algorithms.episodes import (
     as_sequence,
     flat,
     lengths_of,
-    merged,
     mismatch,
     old_policy_logprobs,
     report,
@@ -131,12 +130,16 @@ class OnPolicy(Algorithm):
             Doubtful: sampler and trainer are not the same model; see `gate`.
         """
         data, prepared = experience.data, self.prepare(client, experience)
+        numbers = dict(prepared.metrics)
         with data.clock.part("update"):
             metrics = [self.step(client, batch) for batch in prepared.batches]
             if metrics:
                 starts_at_reference = self.needs.keeps_reference and self.needs.reference_path is None
                 gate(metrics[0], prepared.batches[0], data, starts_at_reference)
-            numbers = {**prepared.metrics, **merged(metrics)}
+                # Means over the updates, but `mismatch/*` of the first one, before the policy has moved.
+                read = [{name: float(x) for name, x in each.items() if not name.endswith("/at")} for each in metrics]
+                numbers |= {name: float(np.mean([each[name] for each in read])) for name in read[0]}
+                numbers |= {name: x for name, x in read[0].items() if name.startswith("mismatch/")}
         return replace(prepared, metrics={**numbers, **data.clock.metrics, **data.ahead}, spans=tuple(data.clock.spans))
 
     @property

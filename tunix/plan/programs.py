@@ -13,7 +13,7 @@ from tunix.mesh import RULES, Axes, by_rows, compiler_options, sharding
 from tunix.models.attention.pages import placed
 from tunix.models.config import VisionConfig
 from tunix.models.deltanet import STATE_AXES, SlotStates
-from tunix.models.kv_cache import LAYERS, Weights, gains, is_top, magnified, unstack, view_axes
+from tunix.models.kv_cache import LAYERS, Weights, gains, magnified, unstack, view_axes
 from tunix.models.model import Model, Params
 from tunix.rollout.engine.page_tables import PageTables
 from tunix.rollout.engine.pieces import Piece
@@ -108,16 +108,6 @@ def views(model: Model, mesh: Mesh, params: Shapes) -> Weights:
             for layer in weights.layers
         )
         return Weights(cast(Params, top), cast(Any, layers))
-
-
-def shared(weights: Weights, base: Shapes) -> dict[str, Any]:
-    """The shapes of the tables that the engine shares with a frozen base instead of copying them."""
-    tables = {name: cast(Any, x) for name, x in weights.top.items() if is_top(name) and name in base}
-    return {
-        name: x
-        for name, x in tables.items()
-        if x.dtype == base[name].dtype and base[name].sharding.is_equivalent_to(x.sharding, len(x.shape))
-    }
 
 
 def state_of(model: Model, mesh: Mesh, sizes: Sizes) -> State:

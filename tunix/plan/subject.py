@@ -19,9 +19,9 @@ from tunix.hf.source import Source, from_scratch, settled
 from tunix.mesh import build_mesh
 from tunix.models.config import DecoderConfig, is_own
 from tunix.models.families.table import presets, read_config, with_vision
-from tunix.models.kv_cache import LAYERS, Weights
+from tunix.models.kv_cache import LAYERS, Weights, is_top
 from tunix.models.model import Model
-from tunix.plan.programs import shared, views
+from tunix.plan.programs import views
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.engine.shapes import Sizes
 from tunix.run.describe import remat_line, sampling_line
@@ -238,9 +238,14 @@ def _sampled(setup: Setup, policy: Trained) -> Sampled | None:
         arriving, later = (max(bytes_of(params[name]) for name in names) for names in (params, policy.params))
         newer = later + moved if recipe.rollout.max_staleness else 0
         return Sampled(engine.mesh, sizes, weights, work, "sampling", bytes_of(weights), arriving, newer, matters)
-    kept = shared(weights, policy.base) if policy.base else {}
-    kept = {name: x for name, x in kept.items() if name not in policy.params}
-    copied, newer = bytes_of(weights) - bytes_of(kept), moved if recipe.rollout.max_staleness else 0
+    # Tables are shared with a frozen base instead of copied, unless the adapter trains them.
+    base = {name: x for name, x in policy.base.items() if is_top(name) and name not in policy.params}
+    shared = [
+        x
+        for name, x in weights.top.items()
+        if name in base and x.dtype == base[name].dtype and base[name].sharding.is_equivalent_to(x.sharding, x.ndim)
+    ]
+    copied, newer = bytes_of(weights) - bytes_of(shared), moved if recipe.rollout.max_staleness else 0
     return Sampled(engine.mesh, sizes, weights, work, "training", copied, 0, newer, matters)
 
 
