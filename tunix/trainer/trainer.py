@@ -68,7 +68,7 @@ class Trainer(Client):
             if self.critic is None:
                 raise ValueError("there is no separate critic: build the client with critic='own'")
             return self.critic.step(replace(batch, experts=None), loss)
-        self._changed()
+        self._version, self._stale = self._version + 1, True
         return self.learner.step(batch, loss)
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Metrics:
@@ -80,7 +80,7 @@ class Trainer(Client):
         Raises:
             ValueError: no gradients were accumulated.
         """
-        self._changed()
+        self._version, self._stale = self._version + 1, True
         return self.learner.optim_step()
 
     def evaluate(self, batches: Iterable[Batch], loss: Loss) -> dict[str, float]:
@@ -140,10 +140,6 @@ class Trainer(Client):
             self._stale = False
             self.sampler.publish(self.learner.params, self._version)
         return self._version
-
-    def _changed(self) -> None:
-        """The weights are about to change by an update."""
-        self._version, self._stale = self._version + 1, True
 
     def warm(self, work: Workload) -> None:
         """Compiles every shape that this workload of the sampler can need, so that nothing compiles afterwards."""
