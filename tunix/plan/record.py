@@ -22,7 +22,6 @@ from tunix.data.packing import pack
 from tunix.data.pipeline import pictures_of_row
 from tunix.models.model import Model
 from tunix.plan import arithmetic, programs
-from tunix.plan.arithmetic import Sent, Work
 from tunix.plan.subject import Place, Subject, Trained
 from tunix.run.rehearsal import Rehearsal, Scored
 from tunix.trainer.learner import abstract_moments
@@ -50,9 +49,9 @@ class Program:
     """Tokens of one run over all devices."""
     model_flops: float = 0.0
     """FLOPs of the model in one run over all devices, without recomputation; 0 where it does not train."""
-    work: Work = field(default_factory=Work)
+    work: arithmetic.Work = field(default_factory=arithmetic.Work)
     """What one run multiplies and moves on each device at the least, by arithmetic."""
-    sent: Sent = field(default_factory=lambda: Sent({}, 0.0))
+    sent: arithmetic.Sent = field(default_factory=lambda: arithmetic.Sent({}, 0.0))
     """What each device sends in one run at the least, by arithmetic."""
     lowered: jax.stages.Lowered | None = None
     """None where arithmetic says what it needs."""

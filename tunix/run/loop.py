@@ -194,10 +194,9 @@ class Loop:
         """Saves what was trained before an error of the user (a bad row, a broken reward), then re-raises it."""
         try:
             yield
-        except Doubtful:
-            raise
-        except UserError:
-            self._save()
+        except UserError as error:
+            if not isinstance(error, Doubtful):
+                self._save()
             raise
 
     def _evaluate(self) -> None:
