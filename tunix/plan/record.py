@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as List
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -171,7 +171,7 @@ class Recorder(Rehearsal):
             (name, temperature, *_key(shapes)),
             name,
             (reads, "frozen base"),
-            lambda: scorer.lowered(kind, cast(Any, params), shapes, temperature),
+            lambda: scorer.lowered(kind, params, shapes, temperature),
         )
         program.place = subject.taught_on if of == "teacher" else "training"
         _note_pass(program, model, params, batch, microbatcher.mesh, shapes.number, head=kind != "values")
