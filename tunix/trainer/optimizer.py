@@ -146,21 +146,17 @@ def _muon(
     config: OptimizerConfig, schedule: optax.Schedule, axes: Mapping[str, Axes], mask: Mapping[str, bool]
 ) -> optax.GradientTransformation:
     """Muon for the matrices of the layers, AdamW for embeddings, norms and biases (as its authors do)."""
-
-    def dimensions_of(name: str) -> optax.contrib.MuonDimensionNumbers | None:
-        """The axes of a stacked parameter that are rows and columns of a matrix; None if it is no matrix of a layer."""
-        names = axes[name]
-        if names[0] != "layers" or len(names) < 3 or "embed" not in names or not decays(name):
-            return None  # also the taps of a convolution, which mix no channels
-        # After those of layers and experts, contracted axes come first; `o` contracts heads and head, all others one
-        # axis.
-        first = 2 if names[1] == "expert" else 1
-        end = first + (2 if names[first : first + 2] == ("heads", "head") else 1)
-        return optax.contrib.MuonDimensionNumbers(tuple(range(first, end)), tuple(range(end, len(names))))
-
-    def dimensions(params: Any) -> Any:
-        return {name: dimensions_of(name) for name in params}
-
+    # The axes of a stacked parameter that are rows and columns of a matrix; None if it is no matrix of a layer: also of
+    # the taps of a convolution, which mix no channels.
+    dimensions: dict[str, Any] = dict.fromkeys(axes)
+    for name, names in axes.items():
+        if names[0] == "layers" and len(names) >= 3 and "embed" in names and decays(name):
+            # After those of layers and experts, contracted axes come first; `o` contracts heads and head, all others
+            # one axis.
+            first = 2 if names[1] == "expert" else 1
+            end = first + (2 if names[first : first + 2] == ("heads", "head") else 1)
+            rows, columns = tuple(range(first, end)), tuple(range(end, len(names)))
+            dimensions[name] = optax.contrib.MuonDimensionNumbers(rows, columns)
     return optax.contrib.muon(
         schedule,
         beta=0.95,
