@@ -151,7 +151,7 @@ def job_in(folder: Path, client: FakeClient, saving: CheckpointConfig, display: 
         evaluation=Evaluation(made("sft", {}), [given(9)]),
         eval_every=2,
         saving=saving,
-        samples=Samples([], [], [], client, None, SAMPLING, folder / "samples.jsonl", display),
+        samples=Samples([], [], client, None, folder / "samples.jsonl", display),
         exports_adapter=False,
     )
 

@@ -17,7 +17,7 @@ from tunix.algorithms.advantages import weighted_sum
 from tunix.algorithms.ops import CURRENT
 from tunix.errors import UserError
 from tunix.rollout.types import Scored, sequence_of
-from tunix.types import Metrics, Sequence
+from tunix.types import Sequence
 
 Groups = list[list[Scored]]
 """`[P][G]` scored completions."""
@@ -143,8 +143,11 @@ def require_numbers(groups: Groups, sequences: List[Sequence]) -> None:
             )
 
 
-def report(groups: Groups, weights: Mapping[str, float], signal: np.ndarray) -> dict[str, float]:
-    """Metrics of a batch of rollouts, from before it is trained on.
+def report(
+    groups: Groups, weights: Mapping[str, float], signal: np.ndarray
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Metrics of a batch of rollouts, from before it is trained on, and messages for the user: failed rewards, and
+    rewards that are all equal.
 
     Args:
         groups: `[P][G]` scored completions.
@@ -160,7 +163,19 @@ def report(groups: Groups, weights: Mapping[str, float], signal: np.ndarray) -> 
         "reward/signal": float(signal.mean()),
         **sampling_report(groups),
     }
-    return numbers | {f"reward/{name}": mean for name, mean in reward_means(groups).items()}
+    numbers |= {f"reward/{name}": mean for name, mean in reward_means(groups).items()}
+    failures = [why for group in groups for episode in group for why in episode.failures.values()]
+    notes = [f"{len(failures)} rewards failed and are left out, for instance {failures[0]}"] if failures else []
+    if left_out := [x.unscored for group in groups for x in group if x.unscored and not x.failures]:
+        notes.append(f"{len(left_out)} samples have no score and are left out: {left_out[0]}")
+    if not signal.any():
+        equal = "the rewards of every group" if np.nanmin(total) < np.nanmax(total) else "all rewards"
+        notes.append(
+            f"no signal: {equal} are equal (mean {np.nanmean(total):.3g}), so there is nothing to learn from: prompts "
+            "too hard or too easy (for a random model, as with --tiny, most are), or a reward that does not tell "
+            "completions apart"
+        )
+    return numbers, tuple(notes)
 
 
 def sampling_report(groups: Groups) -> dict[str, float]:
@@ -181,13 +196,6 @@ def sampling_report(groups: Groups) -> dict[str, float]:
     return numbers
 
 
-def merged(metrics: List[Metrics]) -> dict[str, float]:
-    """Metrics of a step: means over its updates, but `mismatch/*` of the first one, before the policy has moved."""
-    read = [{name: float(value) for name, value in one.items() if not name.endswith("/at")} for one in metrics]
-    means = {name: float(np.mean([one[name] for one in read])) for name in (read[0] if read else ())}
-    return means | {name: value for name, value in (read[0] if read else {}).items() if name.startswith("mismatch/")}
-
-
 def row(place: int, episode: Scored) -> dict[str, Any]:
     """The row of an episode of group number `place` for `samples.jsonl`."""
     return {
@@ -200,26 +208,3 @@ def row(place: int, episode: Scored) -> dict[str, Any]:
         "tokens": len(episode.completion.tokens),
         "finish": episode.completion.finish,
     }
-
-
-def notes(groups: Groups, weights: Mapping[str, float], signal: np.ndarray) -> tuple[str, ...]:
-    """Messages for the user about this step: failed rewards, and rewards that are all equal.
-
-    Args:
-        groups: see `report`.
-        weights: see `report`.
-        signal: see `report`.
-    """
-    failures = [why for group in groups for episode in group for why in episode.failures.values()]
-    messages = [f"{len(failures)} rewards failed and are left out, for instance {failures[0]}"] if failures else []
-    if left_out := [x.unscored for group in groups for x in group if x.unscored and not x.failures]:
-        messages.append(f"{len(left_out)} samples have no score and are left out: {left_out[0]}")
-    if not signal.any():
-        total = total_rewards(groups, weights)
-        equal = "the rewards of every group" if np.nanmin(total) < np.nanmax(total) else "all rewards"
-        messages.append(
-            f"no signal: {equal} are equal (mean {np.nanmean(total):.3g}), so there is nothing to learn from: prompts "
-            "too hard or too easy (for a random model, as with --tiny, most are), or a reward that does not tell "
-            "completions apart"
-        )
-    return tuple(messages)

@@ -26,9 +26,7 @@ from tunix.algorithms.episodes import (
     as_sequence,
     flat,
     lengths_of,
-    merged,
     mismatch,
-    notes,
     old_policy_logprobs,
     report,
     require_numbers,
@@ -132,12 +130,16 @@ class OnPolicy(Algorithm):
             Doubtful: sampler and trainer are not the same model; see `gate`.
         """
         data, prepared = experience.data, self.prepare(client, experience)
+        numbers = dict(prepared.metrics)
         with data.clock.part("update"):
             metrics = [self.step(client, batch) for batch in prepared.batches]
             if metrics:
                 starts_at_reference = self.needs.keeps_reference and self.needs.reference_path is None
                 gate(metrics[0], prepared.batches[0], data, starts_at_reference)
-            numbers = {**prepared.metrics, **merged(metrics)}
+                # Means over the updates, but `mismatch/*` of the first one, before the policy has moved.
+                read = [{name: float(x) for name, x in each.items() if not name.endswith("/at")} for each in metrics]
+                numbers |= {name: float(np.mean([each[name] for each in read])) for name in read[0]}
+                numbers |= {name: x for name, x in read[0].items() if name.startswith("mismatch/")}
         return replace(prepared, metrics={**numbers, **data.clock.metrics, **data.ahead}, spans=tuple(data.clock.spans))
 
     @property
@@ -262,7 +264,7 @@ class PolicyGradient(OnPolicy):
         """One batch for each update, from the parts of the completions with their advantages."""
         config, groups, data = self.config, self.all_measured(client, experience), experience.data
         signal = self.signal(self.scores(groups, data.weights))
-        numbers = report(groups, data.weights, signal)
+        numbers, notes = report(groups, data.weights, signal)
         sampler = "sampler_logprobs" if config.old_logprobs == "recompute" else "old_logprobs"
         sequences = [as_sequence(x, config.mask_truncated and x.truncated, sampler) for x in flat(groups)]
         if config.mismatch_limit is not None:
@@ -282,7 +284,7 @@ class PolicyGradient(OnPolicy):
         parts = [[sequences[p * len(groups[0]) + i] for p in part for i in range(len(groups[0]))] for part in prompts]
         size = config.sequences_per_update(data.size)  # of the largest part: the only shape that is compiled
         batches = [data.packed(x, size) for x in parts if any(y.weight > 0 and y.loss_mask.any() for y in x)]
-        return Update(numbers, tuple(batches) * config.epochs, tuple(samples), notes(groups, data.weights, signal))
+        return Update(numbers, tuple(batches) * config.epochs, tuple(samples), notes)
 
     def scores(self, groups: Groups, weights: Mapping[str, float]) -> np.ndarray:
         """`[P G]` score of each completion: the weighted sum of its rewards with the overlong penalty."""

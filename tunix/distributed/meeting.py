@@ -254,10 +254,8 @@ def together(say: Callable[[str], None]) -> Iterator[None]:
         else:
             _part(watch)
         raise
-    except jax.errors.JaxRuntimeError as error:
-        _let_it_look(time.monotonic())
-        watch.give_up(first_line(error))
-        raise
     except BaseException as error:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            _let_it_look(time.monotonic())
         watch.give_up(first_line(error))
         raise

@@ -194,8 +194,8 @@ def exchanged(
         trained: names of those that train; none in a forward pass.
         microbatches: how often the layers are passed through.
     """
-    sizes, passes = mesh.shape, 2 if trained else 1
-    local = tokens * item / math.prod(sizes[axis] for axis in (*(RULES["rows"] or ()), "context"))
+    sizes, passes, of_tokens = mesh.shape, 2 if trained else 1, (*(RULES["rows"] or ()), "context")
+    local = tokens * item / math.prod(sizes[axis] for axis in of_tokens)
     sent: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
 
     def send(kind: str, amount: float, *axes: str) -> None:
@@ -217,8 +217,7 @@ def exchanged(
         if name in trained:
             if "fsdp" in split and not looked_up:
                 send("reduce-scatter", microbatches * item * whole, "fsdp")
-            others = tuple(axis for axis in (*(RULES["rows"] or ()), "context") if axis not in split)
-            send("all-reduce", 2 * microbatches * item * shard, *others)
+            send("all-reduce", 2 * microbatches * item * shard, *(axis for axis in of_tokens if axis not in split))
     if weights is not None and "fsdp" in split_over(weights["embed/w"]):
         send("all-to-all", (1 + ("embed/w" in trained)) * local * config.d_model, "fsdp")
     send("all-reduce", 2 * passes * (2 * config.num_layers + 1) * local * config.d_model, "tensor")

@@ -13,7 +13,7 @@ from tunix.mesh import RULES, Axes, by_rows, compiler_options, sharding
 from tunix.models.attention.pages import placed
 from tunix.models.config import VisionConfig
 from tunix.models.deltanet import STATE_AXES, SlotStates
-from tunix.models.kv_cache import LAYERS, Weights, gains, is_top, magnified, unstack, view_axes
+from tunix.models.kv_cache import LAYERS, Weights, gains, magnified, unstack, view_axes
 from tunix.models.model import Model, Params
 from tunix.rollout.engine.page_tables import PageTables
 from tunix.rollout.engine.pieces import Piece
@@ -55,11 +55,6 @@ def microbatches_of(
     return replace(shapes, pictures=Pictures(pixels, grids, tokens, rope))
 
 
-def moments(spec: TrainerSpec, params: Shapes) -> object:
-    """The shapes of the optimizer's state for these parameters: a tree of them."""
-    return abstract_moments(spec.optimizer, params, NamedSharding(spec.mesh, PartitionSpec()))
-
-
 def step(
     spec: TrainerSpec,
     params: Shapes,
@@ -67,15 +62,22 @@ def step(
     microbatches: Microbatches,
     loss: Loss,
     reference: Shapes | None = None,
-    teacher: TeacherStates | None = None,
+    teacher: Model | None = None,
 ) -> jax.stages.Lowered:
     """The training step of a learner with these parameters, over a frozen base where it trains an adapter, as
-    `Learner.step` runs it; with the reference or the teacher that the loss reads."""
+    `Learner.step` runs it; with the reference, or the states of the teacher, that the loss reads."""
     number, key = jax.eval_shape(lambda: (jnp.int32(0), jax.random.key(0)))
     everywhere = NamedSharding(spec.mesh, PartitionSpec())
     number, key = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for x in (number, key))
-    state = TrainState(cast(Params, params), cast(Any, moments(spec, params)), cast(Any, number))
-    frozen = FrozenInputs(cast(Params, base), None if reference is None else not_shared(base, reference), teacher)
+    state = TrainState(cast(Params, params), abstract_moments(spec, params), cast(Any, number))
+    states = None
+    if teacher is not None:
+        shape, width = microbatches.rows["tokens"].shape, teacher.config.d_model
+        hidden = jax.ShapeDtypeStruct((*shape, width), teacher.dtype, sharding=by_rows(spec.mesh, shape[2]))
+        table = jax.ShapeDtypeStruct((teacher.config.vocab_size, width), teacher.dtype)
+        table = _placed(spec.mesh, table, ("vocab", "embed"))
+        states = TeacherStates(cast(Any, hidden), cast(Any, table), teacher.config.logit_softcap)
+    frozen = FrozenInputs(cast(Params, base), None if reference is None else not_shared(base, reference), states)
     options = compiler_options(spec.mesh, spec.model.dtype)
     with jax.set_mesh(spec.mesh):
         compiled = jit(partial(train_step, spec), static_argnames="loss", donate_argnums=0, options=options)
@@ -93,14 +95,6 @@ def teacher_states(
         return compiled.lower(params, of_teacher, number=number, rows=rows)
 
 
-def states_of(model: Model, students: Mesh, microbatches: Microbatches) -> TeacherStates:
-    """The shapes of what a student's step reads of its teacher for a batch."""
-    shape, width = microbatches.rows["tokens"].shape, model.config.d_model
-    hidden = jax.ShapeDtypeStruct((*shape, width), model.dtype, sharding=by_rows(students, shape[2]))
-    table = _placed(students, (model.config.vocab_size, width), model.dtype, ("vocab", "embed"))
-    return TeacherStates(cast(Any, hidden), cast(Any, table), model.config.logit_softcap)
-
-
 def views(model: Model, mesh: Mesh, params: Shapes) -> Weights:
     """The shapes of the weights as the engine copies them, layer by layer."""
     with jax.set_mesh(mesh):
@@ -108,26 +102,12 @@ def views(model: Model, mesh: Mesh, params: Shapes) -> Weights:
         if magnified(model):
             settled = zip(weights.layers, jax.eval_shape(partial(gains, model), weights), strict=True)
             weights = weights._replace(layers=tuple({**mine, **more} for mine, more in settled))
-        top = {name: _placed(mesh, x.shape, x.dtype, view_axes(model, name)) for name, x in weights.top.items()}
-
+        top = {name: _placed(mesh, x, view_axes(model, name)) for name, x in weights.top.items()}
         layers = tuple(
-            {
-                name: _placed(mesh, x.shape, x.dtype, view_axes(model, LAYERS + name)[: len(x.shape)])
-                for name, x in layer.items()
-            }
+            {name: _placed(mesh, x, view_axes(model, LAYERS + name)[: x.ndim]) for name, x in layer.items()}
             for layer in weights.layers
         )
         return Weights(cast(Params, top), cast(Any, layers))
-
-
-def shared(weights: Weights, base: Shapes) -> dict[str, Any]:
-    """The shapes of the tables that the engine shares with a frozen base instead of copying them."""
-    tables = {name: cast(Any, x) for name, x in weights.top.items() if is_top(name) and name in base}
-    return {
-        name: x
-        for name, x in tables.items()
-        if x.dtype == base[name].dtype and base[name].sharding.is_equivalent_to(x.sharding, len(x.shape))
-    }
 
 
 def state_of(model: Model, mesh: Mesh, sizes: Sizes) -> State:
@@ -138,14 +118,14 @@ def state_of(model: Model, mesh: Mesh, sizes: Sizes) -> State:
         for cache in state.caches:
             if isinstance(cache, SlotStates):
                 pairs = zip(cache, STATE_AXES, strict=True)
-                caches.append(SlotStates(*(_placed(mesh, x.shape, x.dtype, axes) for x, axes in pairs)))  # pyright: ignore[reportArgumentType]
+                caches.append(SlotStates(*(_placed(mesh, x, axes) for x, axes in pairs)))  # pyright: ignore[reportArgumentType]
             elif cache is not None:
-                caches.append(placed(cache, lambda x, axes: _placed(mesh, x.shape, x.dtype, axes)))
+                caches.append(placed(cache, lambda x, axes: _placed(mesh, x, axes)))
             else:  # a layer that keeps nothing of earlier tokens
                 caches.append(None)
-    hidden = _placed(mesh, state.hidden.shape, model.dtype, ("rows", None))
-    progress = jax.tree.map(lambda x: _placed(mesh, x.shape, x.dtype, ("rows",)), state.progress)
-    recent = _placed(mesh, state.recent.shape, state.recent.dtype, ("rows", None))
+    hidden = _placed(mesh, state.hidden, ("rows", None))
+    progress = jax.tree.map(lambda x: _placed(mesh, x, ("rows",)), state.progress)
+    recent = _placed(mesh, state.recent, ("rows", None))
     return State(tuple(caches), cast(jax.Array, hidden), progress, cast(jax.Array, recent))
 
 
@@ -164,5 +144,5 @@ def prefilling(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: 
         return prefill.lower(model, weights, state, Piece(PageTables(sizes), sizes.piece).inputs)
 
 
-def _placed(mesh: Mesh, shape: tuple[int, ...], dtype: object, axes: Axes) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(axes, shape, mesh))
+def _placed(mesh: Mesh, x: Any, axes: Axes) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(axes, x.shape, mesh))

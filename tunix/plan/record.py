@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as List
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,9 @@ from tunix.data.packing import pack
 from tunix.data.pipeline import pictures_of_row
 from tunix.models.model import Model
 from tunix.plan import arithmetic, programs
-from tunix.plan.arithmetic import Sent, Work
 from tunix.plan.subject import Place, Subject, Trained
 from tunix.run.rehearsal import Rehearsal, Scored
+from tunix.trainer.learner import abstract_moments
 from tunix.trainer.logprobs import Scorer, Scores
 from tunix.trainer.microbatches import Microbatches
 from tunix.trainer.perf import training_flops
@@ -49,9 +49,9 @@ class Program:
     """Tokens of one run over all devices."""
     model_flops: float = 0.0
     """FLOPs of the model in one run over all devices, without recomputation; 0 where it does not train."""
-    work: Work = field(default_factory=Work)
+    work: arithmetic.Work = field(default_factory=arithmetic.Work)
     """What one run multiplies and moves on each device at the least, by arithmetic."""
-    sent: Sent = field(default_factory=lambda: Sent({}, 0.0))
+    sent: arithmetic.Sent = field(default_factory=lambda: arithmetic.Sent({}, 0.0))
     """What each device sends in one run at the least, by arithmetic."""
     lowered: jax.stages.Lowered | None = None
     """None where arithmetic says what it needs."""
@@ -87,7 +87,6 @@ class Recorder(Rehearsal):
     """A client that makes up completions and records the programs behind everything else."""
 
     def __init__(self, subject: Subject):
-        """Records nothing yet."""
         super().__init__(subject.setup)
         self.subject = subject
         self.programs: dict[tuple[Hashable, ...], Program] = {}
@@ -103,9 +102,8 @@ class Recorder(Rehearsal):
         pictures = pictures_of_row(self.recipe.data, spec.microbatcher.unit)
         shapes = programs.microbatches_of(batch, spec.microbatcher, pictures, vision)
         reference = subject.reference.params if loss.reference and subject.reference else None
-        teacher, states = subject.teacher, None
-        if loss.divergence is not None and teacher is not None:
-            states = programs.states_of(teacher.model, spec.mesh, shapes)
+        teacher = subject.teacher if loss.divergence is not None else None
+        if teacher is not None:
             theirs, mesh = programs.microbatches_of(batch, teacher.microbatcher), teacher.microbatcher.mesh
             program = self.asked(
                 ("teacher", *_key(theirs)),
@@ -117,7 +115,8 @@ class Recorder(Rehearsal):
             _note_pass(program, teacher.model, teacher.params, batch, mesh, theirs.number, head=False)
 
         def lower() -> jax.stages.Lowered:
-            return programs.step(spec, trained.params, trained.base, shapes, loss, reference, states)
+            teachers = None if teacher is None else teacher.model
+            return programs.step(spec, trained.params, trained.base, shapes, loss, reference, teachers)
 
         reads = ["critic and its moments"] if of == "critic" else ["weights", "optimizer's moments"]
         reads += ["frozen base", *(["reference"] if reference else [])]
@@ -131,7 +130,7 @@ class Recorder(Rehearsal):
             spec.adapter,
             model.remat,
             weights=shapes.number * bytes_of(trained.all),
-            state=bytes_of([trained.params, programs.moments(spec, trained.params)]),
+            state=bytes_of([trained.params, abstract_moments(spec, trained.params)]),
             devices=spec.mesh.size,
             head=of == "policy",
         )
@@ -154,7 +153,6 @@ class Recorder(Rehearsal):
     def score(
         self, kind: Scores, of: Scored, sequences: List[Sequence], temperature: float, size: int | None
     ) -> List[np.ndarray]:
-        """Records the scoring of sequences by a model; the result is zeros."""
         subject = self.subject
         if of == "critic" and subject.critic is None:
             of = "policy"
@@ -173,18 +171,14 @@ class Recorder(Rehearsal):
             (name, temperature, *_key(shapes)),
             name,
             (reads, "frozen base"),
-            lambda: scorer.lowered(kind, cast(Any, params), shapes, temperature),
+            lambda: scorer.lowered(kind, params, shapes, temperature),
         )
         program.place = subject.taught_on if of == "teacher" else "training"
         _note_pass(program, model, params, batch, microbatcher.mesh, shapes.number, head=kind != "values")
         return [np.zeros(len(x.tokens), np.float32) for x in sequences]
 
     def asked(
-        self,
-        key: tuple[Hashable, ...],
-        name: str,
-        reads: tuple[str, ...],
-        lower: Callable[[], jax.stages.Lowered],
+        self, key: tuple[Hashable, ...], name: str, reads: tuple[str, ...], lower: Callable[[], jax.stages.Lowered]
     ) -> Program:
         """The program of this key, which runs once more; lowered where it is new."""
         if key not in self.programs:

@@ -19,9 +19,9 @@ from tunix.hf.source import Source, from_scratch, settled
 from tunix.mesh import build_mesh
 from tunix.models.config import DecoderConfig, is_own
 from tunix.models.families.table import presets, read_config, with_vision
-from tunix.models.kv_cache import LAYERS, Weights
+from tunix.models.kv_cache import LAYERS, Weights, is_top
 from tunix.models.model import Model
-from tunix.plan.programs import moments, shared, views
+from tunix.plan.programs import views
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.engine.shapes import Sizes
 from tunix.run.describe import remat_line, sampling_line
@@ -30,6 +30,7 @@ from tunix.run.kernels import attention_of, experts_line
 from tunix.run.opening import cached_config
 from tunix.run.sampler import local_engine
 from tunix.run.setup import Setup, Shapes, algorithm_of, apart
+from tunix.trainer.learner import abstract_moments
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec, rows_per_microbatch
 from tunix.types import Workload
 from tunix.util.trees import bytes_of
@@ -123,11 +124,12 @@ class Subject:
         held: dict[Place, dict[str, int]] = {place: {} for place in self.devices}
         held["training"] = {
             "weights": bytes_of(policy.params),
-            "optimizer's moments": bytes_of(moments(policy.spec, policy.params)),
+            "optimizer's moments": bytes_of(abstract_moments(policy.spec, policy.params)),
             "frozen base": bytes_of(policy.base),
         }
         if critic is not None:
-            held["training"]["critic and its moments"] = bytes_of([critic.params, moments(critic.spec, critic.params)])
+            moments = abstract_moments(critic.spec, critic.params)
+            held["training"]["critic and its moments"] = bytes_of([critic.params, moments])
         if self.reference is not None and self.reference.params is not policy.base:
             held["training"]["reference"] = bytes_of(self.reference.params)
         if self.teacher is not None:
@@ -236,9 +238,14 @@ def _sampled(setup: Setup, policy: Trained) -> Sampled | None:
         arriving, later = (max(bytes_of(params[name]) for name in names) for names in (params, policy.params))
         newer = later + moved if recipe.rollout.max_staleness else 0
         return Sampled(engine.mesh, sizes, weights, work, "sampling", bytes_of(weights), arriving, newer, matters)
-    kept = shared(weights, policy.base) if policy.base else {}
-    kept = {name: x for name, x in kept.items() if name not in policy.params}
-    copied, newer = bytes_of(weights) - bytes_of(kept), moved if recipe.rollout.max_staleness else 0
+    # Tables are shared with a frozen base instead of copied, unless the adapter trains them.
+    base = {name: x for name, x in policy.base.items() if is_top(name) and name not in policy.params}
+    shared = [
+        x
+        for name, x in weights.top.items()
+        if name in base and x.dtype == base[name].dtype and base[name].sharding.is_equivalent_to(x.sharding, x.ndim)
+    ]
+    copied, newer = bytes_of(weights) - bytes_of(shared), moved if recipe.rollout.max_staleness else 0
     return Sampled(engine.mesh, sizes, weights, work, "training", copied, 0, newer, matters)
 
 

@@ -261,7 +261,7 @@ def remedies(recipe: Recipe, worst: str, topology: str | None, place: Place = "t
     optimizer = recipe.optimizer
     if optimizer.name in ("adamw", "lion") and optimizer.moments_dtype == "float32":
         # Moments in bfloat16, with the decay that they need.
-        slow = optimizer.name == "adamw" and (optimizer.b2 or 0.999) > 0.996
+        slow = optimizer.name == "adamw" and optimizer.constants["b2"] > 0.996
         yield ("optimizer.moments_dtype=bfloat16", *(["optimizer.b2=0.99"] if slow else []))
     if recipe.adapter is None:
         yield ("adapter={kind: lora, rank: 16, alpha: 32}",)

@@ -8,9 +8,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from tunix.data.pipeline import shuffled
 from tunix.hf.model_folder import require_classifier
 from tunix.hf.source import settled
-from tunix.recipe.notes import update_notes
+from tunix.recipe.notes import total_steps, update_notes
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector
 from tunix.rollout.environments.remote import Player
@@ -18,17 +19,9 @@ from tunix.rollout.rewards.base import ADDED
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.run.client import client_of
 from tunix.run.describe import details, device_notes, stage_lines
+from tunix.run.evaluation import samples_of
 from tunix.run.frozen_models import divided, reference_source, teacher_source
-from tunix.run.inputs import (
-    asynchronous,
-    check_staleness,
-    compare_views,
-    evaluation_of,
-    open_inputs,
-    open_stream,
-    samples_of,
-    steps_of,
-)
+from tunix.run.inputs import asynchronous, check_staleness, compare_views, evaluation_of, open_inputs, open_stream
 from tunix.run.kernels import attention_of, check_exchange, check_products
 from tunix.run.loop import Job
 from tunix.run.reference_cache import reference_logprobs
@@ -81,7 +74,13 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     rewards = recipe.reward and judge(recipe.reward, inputs.tokenizer, data, model.dtype, sampling_mesh or mesh)
     collector = Collector(inputs.tokenizer, algorithm.sampling, scorer, play, data.max_length, rewards)
     stream = open_stream(setup, inputs, collector)
-    total = recipe.steps or steps_of(setup, inputs)
+    total, epochs = recipe.steps, recipe.epochs or 1
+    if total is None and data.cuts:
+        # Pieces depend on the lengths and the order, so every row is rendered once for each epoch.
+        examples = inputs.examples(inputs.train, data, algorithm.train_on)
+        total = sum(1 for _ in shuffled(examples, recipe.batch_size, recipe.seed, epochs))
+    elif total is None:  # if no row is dropped
+        total = total_steps(len(inputs.train), recipe.batch_size, epochs)
     for note in (*device_notes(mesh), *update_notes(recipe, len(inputs.train), total)):
         display.say(f"note: {note}")
 
@@ -109,7 +108,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
         evaluation=evaluation,
         eval_every=recipe.eval.every,
         saving=recipe.checkpoint,
-        samples=samples_of(recipe, evaluation, client, inputs, folder, display),
+        samples=samples_of(recipe, evaluation, client, inputs.tokenizer, folder, display),
         exports_adapter=adapter is not None and source.stands_alone,
         collector=collector,
         workload=setup.workload(len(evaluation.prompts)),

@@ -1,4 +1,4 @@
-"""Weights on the devices of a `Setup`: the client of a run, the policy of its checkpoints, and `tunix.client`."""
+"""Weights on the devices of a `Setup`: the client of a run, and `tunix.client`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,16 +11,7 @@ from pydantic import ValidationError
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.config import CriticKind, DType, MeshConfig, ModelConfig
 from tunix.errors import UserError
-from tunix.hf.peft_folder import fingerprint
-from tunix.hf.source import (
-    Source,
-    adapter_weights,
-    check_vocabulary,
-    from_scratch,
-    pretrained,
-    settled,
-    weights,
-)
+from tunix.hf.source import Source, adapter_weights, check_vocabulary, from_scratch, pretrained, settled, weights
 from tunix.lora.adapt import started
 from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import FAMILIES
@@ -33,7 +24,6 @@ from tunix.run.frozen_models import build_teacher
 from tunix.run.sampler import local_engine, servers_of
 from tunix.run.setup import Setup
 from tunix.trainer.config import OptimizerConfig
-from tunix.trainer.export import Exporter, StoredPolicy
 from tunix.trainer.frozen_model import reference_of
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import Demand, memory_of, placed
@@ -137,11 +127,10 @@ def client_of(
     """
     source, spec = setup.source, setup.spec
     check_unrounded(source.folder, source.rules, setup.recipe.quantization)
-    exporter = _exporter(setup)
+    exporter = setup.exporter
     if sampler is None:
-        on_servers = setup.recipe.rollout.engine == "vllm"
-        sampler = servers_of(setup, exporter) if on_servers else local_engine(setup)
-    params, frozen = _weights(setup)
+        sampler = servers_of(setup) if setup.recipe.rollout.engine == "vllm" else local_engine(setup)
+    params, frozen = initial_weights(setup)
     critic = None
     if (critic_spec := setup.critic_spec) is not None:
         # A critic that is a separate model has the policy's initial weights, and its frozen base.
@@ -160,26 +149,12 @@ def client_of(
     return client
 
 
-def stored_policy(setup: Setup, *, adapter: bool = False, packed: bool = False) -> StoredPolicy:
-    """The policy of a run's checkpoints, to be exported.
-
-    Weights that are written as they were trained are read in the dtype that they are written in, which is that of the
-    computation: 2 bytes each for bfloat16. Of an adapter that is exported alone the base is not read.
+def initial_weights(setup: Setup) -> tuple[Params, Params]:
+    """`(trainable, frozen)` parameters; those of an adapter at their initial values.
 
     Raises:
         UserError: the source's weights are missing or do not fit.
     """
-    spec, adapted = setup.spec, setup.recipe.adapter is not None
-    dtypes, _ = setup.dtypes(spec.model)
-    if not adapted and not (spec.model.simulated or packed):
-        for name in dtypes:
-            dtypes[name] = spec.model.dtype
-    reads_frozen = spec.model.config.vision or (adapted and not adapter)
-    return StoredPolicy(_exporter(setup), spec, dtypes, _weights(setup)[1] if reads_frozen else {})
-
-
-def _weights(setup: Setup) -> tuple[Params, Params]:
-    """`(trainable, frozen)` parameters; those of an adapter at their initial values."""
     adapter, model, mesh, seed = setup.recipe.adapter, setup.spec.model, setup.mesh, setup.recipe.seed
     trained = setup.trained_dtype
     params, base = weights(setup.source, model, mesh, seed, trained, setup.frozen_dtype, adapter is None)
@@ -188,11 +163,3 @@ def _weights(setup: Setup) -> tuple[Params, Params]:
     if adapter.source is not None:
         return adapter_weights(adapter, model, params, trained, mesh), base
     return started(adapter, model, params, base, trained, mesh), base
-
-
-def _exporter(setup: Setup) -> Exporter:
-    """The exporter; an adapter records its base's fingerprint only where the base is an unchanged folder."""
-    source, digest = setup.source, None
-    if setup.recipe.adapter is not None and source.folder is not None and source.stands_alone:
-        digest = fingerprint(source.name, source.folder, source.decoder, setup.spec.model.quantization)
-    return Exporter(source.files, setup.recipe.quantization, source.name, source.folder, digest, source.stop_ids)

@@ -7,7 +7,7 @@ Axes: B rows, T time, S sequences.
 import itertools
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Packed, Prompt
 from tunix.distributed import processes
 from tunix.protocols import Client
+from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector
 from tunix.trainer.progress import Display
-from tunix.types import Batch, Pictures, Request, Sampling, Sequence
+from tunix.types import Batch, Pictures, Request, Sequence
 from tunix.util.atomic_io import append_rows
 
 
@@ -40,11 +41,6 @@ class Evaluation:
 
     def __bool__(self) -> bool:
         return bool(self.held_out or self.prompts)
-
-    @property
-    def batches(self) -> list[Batch]:
-        """The packed batches of given completions."""
-        return [packed.batch for packed in self.held_out]
 
     def values(self, client: Client) -> dict[str, float]:
         """All metrics: `eval/loss` and the loss's metrics, `eval/reward` and the mean of each reward."""
@@ -75,37 +71,33 @@ SHOWN = 240
 class Samples:
     """Prompts of a run, and the file and display that receive their answers."""
 
-    prompts: List[np.ndarray]
-    """Token ids up to the first trained token."""
+    requests: List[Request]
+    """The prompts: token ids up to the first trained token."""
     expected: List[Any]
     """The completion of each prompt in the data: text, or ids where there is no tokenizer."""
-    pictures: list[Pictures | None]
-    """Those of each prompt; None without any."""
     client: Client
     tokenizer: Tokenizer | None
-    sampling: Sampling
     path: Path
     """`samples.jsonl` of the run folder."""
     display: Display
 
     def take(self, step: int) -> None:
         """Answers all prompts with the current weights; writes and displays the answers."""
-        if not self.prompts:
+        if not self.requests:
             return
         self.client.publish()
 
         def answered() -> list[dict[str, Any]]:
-            asked = enumerate(zip(self.prompts, self.pictures, strict=True))
-            requests = [Request(prompt, self.sampling, 0, index, pictures=seen) for index, (prompt, seen) in asked]
+            answers = self.client.run(self.requests)
             return [
                 {
                     "step": step,
-                    "prompt": readable_tokens(prompt, self.tokenizer),
+                    "prompt": readable_tokens(request.prompt, self.tokenizer),
                     "completion": readable_tokens(answer.tokens, self.tokenizer),
                     "expected": expected,
                     "finish": answer.finish,
                 }
-                for prompt, expected, answer in zip(self.prompts, self.expected, self.client.run(requests), strict=True)
+                for request, expected, answer in zip(self.requests, self.expected, answers, strict=True)
             ]
 
         # No more than one process writes them down.
@@ -144,6 +136,30 @@ def prompts_of(
     split = list(itertools.islice(((sequence, start) for sequence, start in starts if start > 1), number))
     sides = ([one.tokens[:start] for one, start in split], [one.tokens[start:] for one, start in split])
     return *sides, [one.pictures and one.pictures.within(0, start) for one, start in split]
+
+
+def samples_of(
+    recipe: Recipe, evaluation: Evaluation, client: Client, tokenizer: Tokenizer | None, folder: Path, display: Display
+) -> Samples:
+    """Held-out prompts whose greedy answers are shown before and after training; of episodes, the first turn."""
+    number = recipe.eval.samples if recipe.algorithm.has_lm_head else 0
+    play = evaluation.collector.play if evaluation.collector else None
+    if evaluation.prompts:
+        shown = evaluation.prompts[:number]
+        prompts: list = [prompt.tokens for prompt in shown]
+        pictures = [prompt.pictures for prompt in shown]
+        if play:
+            prompts = [episode.prompt for episode in play([prompt.row for prompt in shown], seed=0).episodes]
+        expected: list = [prompt.row.get("completion", prompt.row.get("answer", "")) for prompt in shown]
+    else:
+        per_example = evaluation.algorithm.sequences_per_example
+        chosen = (sequence for packed in evaluation.held_out for sequence in packed.sequences[::per_example])
+        prompts, rest, pictures = prompts_of(chosen, number)
+        expected = [readable_tokens(tokens, tokenizer) for tokens in rest]
+    greedy = replace(evaluation.algorithm.sampling, max_tokens=recipe.eval.sample_tokens, temperature=0.0)
+    asked = enumerate(zip(prompts, pictures, strict=True))
+    requests = [Request(prompt, greedy, 0, index, pictures=seen) for index, (prompt, seen) in asked]
+    return Samples(requests, expected, client, tokenizer, folder / "samples.jsonl", display)
 
 
 def unigram_entropy(batches: List[Batch]) -> float:

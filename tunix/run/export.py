@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from tunix.config import MeshConfig
+from tunix.config import DType, MeshConfig
 from tunix.errors import UserError
 from tunix.hf.model_folder import resolve_folder
 from tunix.hf.source import TOKENIZER, of_recipe, settled
@@ -18,10 +18,11 @@ from tunix.mesh import build_mesh
 from tunix.models.quantization.schemes import check_packs
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
-from tunix.run.client import stored_policy
+from tunix.run.client import initial_weights
 from tunix.run.folder import checkpoint_folder, refuse_foreign_checkpoints
 from tunix.run.setup import Setup
 from tunix.trainer.checkpoint import Checkpoints
+from tunix.trainer.export import StoredPolicy
 from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.progress import Display
 from tunix.util.atomic_io import refuse_taken
@@ -84,7 +85,14 @@ def export(
         mesh = build_mesh(MeshConfig())
         memory, updates = memory_of(list(mesh.devices.flat)), chosen * recipe.algorithm.updates_per_step
         setup = Setup(recipe, source, algorithm, mesh, memory, updates=updates, critic=algorithm.needs.values)
-        policy = stored_policy(setup, adapter=adapter, packed=packed)
+        model, adapted = setup.spec.model, recipe.adapter is not None
+        dtypes: dict[str, DType] = setup.dtypes(model)[0]
+        if not (adapted or packed or model.simulated):
+            # Written as they were trained, so read in the dtype of the computation: 2 bytes each for bfloat16.
+            dtypes = dict.fromkeys(dtypes, model.dtype)
+        reads_frozen = model.config.vision or (adapted and not adapter)  # no base of an adapter that is written alone
+        frozen = initial_weights(setup)[1] if reads_frozen else {}
+        policy = StoredPolicy(setup.exporter, setup.spec, dtypes, frozen)
         checkpoints.restore(chosen, policy)
         report_merging(policy.export(out, adapter=adapter, packed=packed), recipe, display)
         display.say(f"converting step {chosen} of {run}" if converts else f"step {chosen} of {run} is in {out}")

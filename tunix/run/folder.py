@@ -37,10 +37,6 @@ def claimed(recipe: Recipe, fresh: bool) -> Iterator[Path]:
             move_aside(folder)
     if folder.is_file():
         raise UserError(f"output: {folder} cannot be written: it is a file, and a run is a folder. Set another output")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
     with locked(folder):
         refuse_other_run(recipe, folder)
         for stage in _naming(recipe):  # so that no other run takes its checkpoints
@@ -54,12 +50,13 @@ def claimed(recipe: Recipe, fresh: bool) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Locks the folder against a second process; the lock ends with this process, however it ends.
+    """Locks the folder, which it creates, against a second process; the lock ends with this one, however it ends.
 
     Raises:
         UserError: another process uses the folder, or it cannot be written.
     """
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w")
     except OSError as error:
         raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error

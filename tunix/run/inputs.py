@@ -10,23 +10,21 @@ from tunix.config import RowKind
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
 from tunix.data.packing import pack
-from tunix.data.pipeline import Batches, Prompts, eval_batches, pictures_of_row, prompt_of, reasons, shuffled
+from tunix.data.pipeline import Batches, Prompts, eval_batches, pictures_of_row, prompt_of, reasons
 from tunix.data.sources import Rows, held_out_rows, open_rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Accounting, Kept
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.hf.source import TOKENIZER, Source, of_recipe
-from tunix.recipe.notes import total_steps
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.asynchronous import FILE, AsyncRollouts, Holding, Journal
 from tunix.rollout.backlog import Backlog
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
-from tunix.run.evaluation import Evaluation, Samples, prompts_of, readable_tokens
+from tunix.run.evaluation import Evaluation
 from tunix.run.loop import Stream
 from tunix.run.setup import Setup, layout, row_kind_of
 from tunix.trainer.digest import digest
-from tunix.trainer.progress import Display
 from tunix.trainer.trainer import Trainer
 
 MEASURED = 4
@@ -195,17 +193,6 @@ def asynchronous(
     )
 
 
-def steps_of(setup: Setup, inputs: Inputs) -> int:
-    """The number of steps in the recipe's epochs, if no row is dropped."""
-    recipe = setup.recipe
-    epochs = recipe.epochs or 1
-    if not recipe.data.cuts:
-        return total_steps(len(inputs.train), recipe.batch_size, epochs)
-    examples = inputs.examples(inputs.train, recipe.data, setup.algorithm.train_on)
-    # Pieces depend on the lengths and the order, so every row is rendered once for each epoch.
-    return sum(1 for _ in shuffled(examples, recipe.batch_size, recipe.seed, epochs))
-
-
 def evaluation_of(setup: Setup, inputs: Inputs, collector: Collector) -> Evaluation:
     """The evaluation on held-out rows: the loss of their completions, and the rewards of greedy answers."""
     recipe, algorithm = setup.recipe, setup.algorithm
@@ -225,25 +212,3 @@ def evaluation_of(setup: Setup, inputs: Inputs, collector: Collector) -> Evaluat
             raise UserError(f"{rows.name}: none of its first {len(read)} rows has a prompt: {why}")
     greedy = replace(collector, sampling=replace(collector.sampling, temperature=0.0))
     return Evaluation(algorithm, held_out, prompts, greedy, recipe.eval.until)
-
-
-def samples_of(
-    recipe: Recipe, evaluation: Evaluation, client: Trainer, inputs: Inputs, folder: Path, display: Display
-) -> Samples:
-    """Held-out prompts whose greedy answers are shown before and after training; of episodes, the first turn."""
-    number, tokenizer = recipe.eval.samples if recipe.algorithm.has_lm_head else 0, inputs.tokenizer
-    play = evaluation.collector.play if evaluation.collector else None
-    if evaluation.prompts:
-        shown = evaluation.prompts[:number]
-        prompts: list = [prompt.tokens for prompt in shown]
-        pictures = [prompt.pictures for prompt in shown]
-        if play:
-            prompts = [episode.prompt for episode in play([prompt.row for prompt in shown], seed=0).episodes]
-        expected: list = [prompt.row.get("completion", prompt.row.get("answer", "")) for prompt in shown]
-    else:
-        per_example = evaluation.algorithm.sequences_per_example
-        chosen = (sequence for packed in evaluation.held_out for sequence in packed.sequences[::per_example])
-        prompts, rest, pictures = prompts_of(chosen, number)
-        expected = [readable_tokens(tokens, tokenizer) for tokens in rest]
-    greedy = replace(evaluation.algorithm.sampling, max_tokens=recipe.eval.sample_tokens, temperature=0.0)
-    return Samples(prompts, expected, pictures, client, tokenizer, greedy, folder / "samples.jsonl", display)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -194,10 +194,9 @@ class Loop:
         """Saves what was trained before an error of the user (a bad row, a broken reward), then re-raises it."""
         try:
             yield
-        except Doubtful:
-            raise
-        except UserError:
-            self._save()
+        except UserError as error:
+            if not isinstance(error, Doubtful):
+                self._save()
             raise
 
     def _evaluate(self) -> None:
@@ -236,14 +235,3 @@ def handling(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> I
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
-
-
-def stop_signals(stop: threading.Event) -> AbstractContextManager[None]:
-    """The first SIGINT or SIGTERM sets an event, so that the current step ends; a second one acts at once."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def handle(number: int, _: object) -> None:
-        stop.set()
-        signal.signal(number, before[signal.Signals(number)])
-
-    return handling(before, handle)

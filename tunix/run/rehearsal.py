@@ -38,7 +38,6 @@ class Rehearsal(Client):
     up; nothing is trained, saved or exported."""
 
     def __init__(self, setup: Setup):
-        """For the steps of a run."""
         self.setup, self.recipe = setup, setup.recipe
         self._random = np.random.default_rng(0)
 
@@ -149,7 +148,6 @@ class Compiler(Rehearsal):
     def score(
         self, kind: Scores, of: Scored, sequences: List[Sequence], temperature: float, size: int | None
     ) -> List[np.ndarray]:
-        """Compiles the scoring of sequences by a model; the result is zeros."""
         learner = self._client.learner
         models = {"reference": learner.reference, "teacher": learner.teacher, "critic": self._client.critic or learner}
         model = learner if of == "policy" else models[of]

@@ -14,7 +14,6 @@ from tunix.rollout.servers.probe import TEXT, Probe
 from tunix.rollout.servers.protocol import Expected, Routing
 from tunix.rollout.servers.sampler import ServerSampler
 from tunix.run.setup import Setup
-from tunix.trainer.export import Exporter
 from tunix.trainer.sampler_mesh import bring_of, room_of, sampler_mesh, shares
 
 
@@ -53,10 +52,10 @@ def local_engine(setup: Setup) -> Engine:
         raise UserError(f"{error}. {shares(rollout.memory, memory, room, error.need)}") from error
 
 
-def servers_of(setup: Setup, exporter: Exporter) -> ServerSampler:
-    """The sampler of a run whose completions come from servers, for which `exporter` writes weights: in the run folder,
-    unless the recipe names another."""
-    recipe, rollout, spec = setup.recipe, setup.recipe.rollout, setup.spec
+def servers_of(setup: Setup) -> ServerSampler:
+    """The sampler of a run whose completions come from servers, for which its exporter writes weights: in the run
+    folder, unless the recipe names another."""
+    recipe, rollout, spec, exporter = setup.recipe, setup.recipe.rollout, setup.spec, setup.exporter
     bare = replace(exporter, files=exporter.folder)  # an adapter alone, as often as it is published
 
     def write(path: Path, params: Mapping[str, jax.Array], adapter: bool) -> None:

@@ -19,6 +19,7 @@ from tunix.config import CriticKind, DType, RowKind
 from tunix.data.packing import row_length
 from tunix.data.pipeline import Layout
 from tunix.errors import UserError
+from tunix.hf.peft_folder import fingerprint
 from tunix.hf.source import Source, adapted, with_stops
 from tunix.mesh import AXES
 from tunix.models.config import is_own, trains
@@ -26,6 +27,7 @@ from tunix.models.model import Model
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.sections import Sections
 from tunix.rollout.config import RolloutMeshConfig
+from tunix.trainer.export import Exporter
 from tunix.trainer.mesh_choice import Demand, placed, state_bytes
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec, answers_per_row, rows_per_microbatch
 from tunix.trainer.optimizer import build_optimizer, build_schedule
@@ -263,6 +265,15 @@ class Setup:
         trained, _ = self.dtypes(model)
         optimizer = build_optimizer(config, self.updates, {name: model.axes[name] for name in trained})
         return replace(self.spec, model=model, optimizer=optimizer, schedule=build_schedule(config, self.updates))
+
+    @cached_property
+    def exporter(self) -> Exporter:
+        """Writes folders of the policy; an adapter records its base's fingerprint only where that is an unchanged
+        folder."""
+        source, digest = self.source, None
+        if self.recipe.adapter is not None and source.folder is not None and source.stands_alone:
+            digest = fingerprint(source.name, source.folder, source.decoder, self.spec.model.quantization)
+        return Exporter(source.files, self.recipe.quantization, source.name, source.folder, digest, source.stop_ids)
 
     @property
     def trained_dtype(self) -> DType:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from rich.console import Console
 
 from tunix import __version__
 from tunix.config import RowKind
@@ -33,12 +34,12 @@ from tunix.run.curves import write_curves
 from tunix.run.evaluation import unigram_entropy
 from tunix.run.export import report_merging
 from tunix.run.folder import checkpoint_folder, claimed, explaining_full_disk, move_aside, trained
-from tunix.run.loop import Loop, handling, stop_signals
+from tunix.run.loop import Loop, handling
 from tunix.run.opening import opened
 from tunix.run.recorder import Recorder
 from tunix.trainer.checkpoint import Checkpoints
-from tunix.trainer.metrics import open_sinks, perplexity
-from tunix.trainer.progress import Display, announce, readable
+from tunix.trainer.metrics import JsonLines, Sink, TensorBoard, Wandb, perplexity
+from tunix.trainer.progress import Display, readable
 from tunix.util.atomic_io import forget_after, read_rows, write_text_atomic
 from tunix.util.startup import prepare_jax
 
@@ -135,7 +136,8 @@ def train(
         Interrupted: after SIGINT or SIGTERM, with a checkpoint.
     """
     recipe, line = opened(recipe, overrides, tiny, alone=processes.number() == 1)
-    announce(line)
+    if processes.lead():  # where displays print theirs, before the run has one
+        print(line, file=sys.stdout if Console().is_jupyter else sys.stderr, flush=True)
     return run(recipe, fresh=fresh, verbose=verbose)
 
 
@@ -208,11 +210,22 @@ def _run(
             shutil.rmtree(folder / TOKENIZER)  # trained on rows that may have been corrected since
         job = assemble(recipe, folder, display, name)
         stack.callback(job.close)
-        display.total(job.total)
-        sinks = open_sinks(folder, recipe.logging, recipe.sections(), start)
+        display.total = job.total
+        # A process that does not lead its run writes the file alone.
+        sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", start)]
+        if recipe.logging.wandb and processes.lead():
+            sinks.append(Wandb(folder, recipe.logging.wandb, recipe.sections()))
+        if recipe.logging.tensorboard and processes.lead():
+            sinks.append(TensorBoard(folder, start))
         recorder = Recorder(sinks, display, recipe.logging, job.work)
         stack.enter_context(closing(recorder))
-        with stop_signals(job.stop):
+        before_run = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+        def stop_after_step(number: int, _: object) -> None:  # a second signal acts at once
+            job.stop.set()
+            signal.signal(number, before_run[signal.Signals(number)])
+
+        with handling(before_run, stop_after_step):
             loop = Loop(job, checkpoints, recorder, start)
             if loop.finished:
                 display.say(f"finished already, at step {loop.step}; a higher steps=... goes on from there")
@@ -233,8 +246,8 @@ def _run(
             moved = job.client.export(folder / "export", adapter=job.exports_adapter)
             report_merging(moved, recipe, display)
         display.stop()
-        held_out = job.evaluation.batches if job.algorithm.measures_likelihood else []
-        result = result_of(folder, unigram_entropy(held_out) if held_out else None)
+        measured = job.evaluation.held_out if job.algorithm.measures_likelihood else []
+        result = result_of(folder, unigram_entropy([packed.batch for packed in measured]) if measured else None)
         picture = write_curves(folder, [(folder.name, result.metrics)])
         if folder != root:
             # One picture of all stages, in addition to that of each stage.

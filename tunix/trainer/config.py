@@ -6,22 +6,14 @@ from pydantic import Field, model_validator
 
 from tunix.config import Config, DType, Fraction, Place, Positive
 
-READS = {
-    "adamw": ("b1", "b2", "eps"),
-    "adafactor": ("eps",),
-    "lion": ("b1", "b2"),
-    "muon": ("b1", "b2", "eps"),
-    "sgd": ("b1",),
-}
-"""The keys among b1, b2 and eps that each rule reads."""
-DECAYS = {
-    "adamw": {"b1": 0.9, "b2": 0.999},
-    "lion": {"b2": 0.99},
-    "muon": {"b1": 0.9, "b2": 0.999},
+DEFAULTS = {
+    "adamw": {"b1": 0.9, "b2": 0.999, "eps": 1e-8},
+    "adafactor": {"eps": 1e-30},
+    "lion": {"b1": 0.9, "b2": 0.99},
+    "muon": {"b1": 0.9, "b2": 0.999, "eps": 1e-8},
     "sgd": {"b1": 0.0},
-    "adafactor": {},
 }
-"""The default decays of each rule's moments."""
+"""The keys among b1, b2 and eps that each rule reads, and what null is for each."""
 LARGEST_DECAY = 1 - 2**-8
 """The largest decay of a moment in bfloat16. Neighbouring bfloat16 numbers differ by up to 2**-7 of their value: a
 decay that subtracts less than half of that never changes them."""
@@ -65,16 +57,16 @@ class OptimizerConfig(Config):
     @model_validator(mode="after")
     def _read(self) -> "OptimizerConfig":
         name, wrong = self.name, []
-        decays = {key: getattr(self, key) for key in ("b1", "b2", "eps")}
-        for key, value in decays.items():
-            if value is not None and key not in READS[name]:
-                wrong.append(f"{key} changes nothing for {name}, which reads {', '.join(READS[name])}")
+        for key in ("b1", "b2", "eps"):
+            if getattr(self, key) is not None and key not in DEFAULTS[name]:
+                wrong.append(f"{key} changes nothing for {name}, which reads {', '.join(DEFAULTS[name])}")
         if self.schedule == "constant" and self.end:
             wrong.append("end changes nothing for a constant schedule")
         if self.warmup_from_zero and not self.warmup:
             wrong.append("warmup_from_zero changes nothing without a warm-up: set warmup")
         if self.moments_dtype == "bfloat16":
-            decays = {key: default if decays[key] is None else decays[key] for key, default in DECAYS[name].items()}
+            # Of lion only b2 is the decay of a moment.
+            decays = {key: x for key, x in self.constants.items() if key == "b2" or (key == "b1" and name != "lion")}
             if not any(decays.values()):
                 why = "whose statistics stay in float32" if name == "adafactor" else "which keeps none without momentum"
                 wrong.append(f"moments_dtype changes nothing for {name}, {why}")
@@ -87,6 +79,12 @@ class OptimizerConfig(Config):
         if wrong:
             raise ValueError("\n".join(wrong))
         return self
+
+    @property
+    def constants(self) -> dict[str, float]:
+        """Those of b1, b2 and eps that the rule reads, with the defaults where they are null."""
+        written = {key: getattr(self, key) for key in DEFAULTS[self.name]}
+        return {key: default if written[key] is None else written[key] for key, default in DEFAULTS[self.name].items()}
 
 
 class CheckpointConfig(Config):

@@ -1,7 +1,7 @@
 """Exports trained weights as a Hugging Face folder, or its adapter alone as a PEFT folder."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -106,21 +106,18 @@ class Exporter:
         return moved
 
 
+@dataclass
 class StoredPolicy:
     """A policy as checkpoints hold it, to be exported: its parameters alone, without optimizer, critic or sampler."""
 
-    def __init__(self, exporter: Exporter, spec: TrainerSpec, dtypes: Mapping[str, DType], frozen: Params):
-        """Reads nothing yet.
-
-        Args:
-            exporter: writes the folder.
-            spec: the model, its adapter and its devices.
-            dtypes: of the trained parameters by name, as they are to be read.
-            frozen: the others.
-        """
-        self._exporter, self._spec, self._frozen = exporter, spec, frozen
-        self._target = spec.model.abstract(dtypes, spec.mesh)
-        self._params: Params = {}
+    exporter: Exporter
+    spec: TrainerSpec
+    dtypes: Mapping[str, DType]
+    """Of the trained parameters by name, as they are to be read."""
+    frozen: Params
+    """The parameters that were not trained."""
+    params: Params = field(default_factory=dict)
+    """The trained ones, once they are read."""
 
     def load(self, path: Path) -> None:
         """Reads the parameters of a checkpoint's `state` folder.
@@ -128,8 +125,8 @@ class StoredPolicy:
         Raises:
             Unreadable: it holds another model's parameters, or is damaged.
         """
-        self._params = load_params(path, self._target)
+        self.params = load_params(path, self.spec.model.abstract(self.dtypes, self.spec.mesh))
 
     def export(self, path: Path, *, adapter: bool = False, packed: bool = False) -> float | None:
         """Writes what was loaded; see `Exporter.__call__`."""
-        return self._exporter(path, self._spec, self._params, self._frozen, adapter=adapter, packed=packed)
+        return self.exporter(path, self.spec, self.params, self.frozen, adapter=adapter, packed=packed)

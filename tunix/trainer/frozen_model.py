@@ -24,7 +24,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from tunix.mesh import by_rows, sharding
-from tunix.models.config import is_own
 from tunix.models.model import Model, Params
 from tunix.trainer.logprobs import Scorer, each_microbatch
 from tunix.trainer.microbatches import Microbatcher, Microbatches, TrainerSpec
@@ -110,21 +109,6 @@ def compute_states(
     flat = hidden.reshape(-1, *hidden.shape[2:])[: number * rows]
     padded = jnp.pad(flat, ((0, number * rows - len(flat)), (0, 0), (0, 0)))
     return padded.reshape(number, rows, *flat.shape[1:])
-
-
-def snapshot(model: Model, mesh: Mesh, params: Params) -> Params:
-    """A copy of the current weights in the compute dtype, without a value head.
-
-    A copy, since training donates the buffers of the originals. Matrices with simulated rounding keep their dtype:
-    after a cast they would round to another grid.
-    """
-    on_grid, names = {f"layers/{name}/w" for name, _ in model.simulated}, [x for x in params if not is_own(x)]
-
-    def copied(params: Params) -> Params:
-        return {name: (x if name in on_grid else x.astype(model.dtype)).copy() for name, x in params.items()}
-
-    with jax.set_mesh(mesh):
-        return jit(copied)({name: params[name] for name in names})
 
 
 def reference_of(spec: TrainerSpec, params: Params) -> FrozenModel:

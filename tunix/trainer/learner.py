@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tunix.distributed.global_arrays import placed
@@ -48,7 +47,7 @@ class Learner:
         self.scorer = Scorer(spec.model, spec.microbatcher, spec.length)
         everywhere = NamedSharding(spec.mesh, PartitionSpec())
         with jax.set_mesh(spec.mesh):
-            moments = jax.tree.map(lambda x: x.sharding, abstract_moments(spec.optimizer, params, everywhere))
+            moments = jax.tree.map(lambda x: x.sharding, abstract_moments(spec, params))
             new = jit(spec.optimizer.init, out_shardings=moments)(params)
             self.state = TrainState(params, new, placed(np.int32(0), everywhere))
         self._key = jit(lambda: jax.random.key(spec.seed), out_shardings=everywhere)()
@@ -137,19 +136,15 @@ class Learner:
         return microbatches, FrozenInputs(self.frozen, reference, states)
 
 
-def abstract_moments(
-    optimizer: optax.GradientTransformation,
-    params: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
-    everywhere: NamedSharding,
-) -> Any:
-    """Shapes and shardings of an optimizer's state: a moment lies as the parameter of its shape does.
+def abstract_moments(spec: TrainerSpec, params: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> Any:
+    """Shapes and shardings of the optimizer's state: a moment lies as the parameter of its shape does.
 
-    GSPMD alone would replicate it.
+    GSPMD alone would replicate it; all that is no such moment is replicated.
 
     Args:
         params: the trainable weights, or their shapes and shardings.
-        everywhere: the sharding of all that is no such moment.
     """
+    everywhere = NamedSharding(spec.mesh, PartitionSpec())
 
     def placed(path: tuple[Any, ...], moment: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
@@ -157,7 +152,7 @@ def abstract_moments(
         place = owner.sharding if owner is not None and owner.shape == moment.shape else everywhere
         return jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=place)
 
-    return jax.tree_util.tree_map_with_path(placed, jax.eval_shape(optimizer.init, dict(params)))
+    return jax.tree_util.tree_map_with_path(placed, jax.eval_shape(spec.optimizer.init, dict(params)))
 
 
 def required(name: str, model: Frozen | None) -> Frozen:

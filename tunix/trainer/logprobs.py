@@ -5,7 +5,7 @@ Nothing waits for the devices: the arrays are read when the first of them is loo
 Axes: B rows, T time, S sequences, M micro-batches, R rows of a micro-batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,21 +64,20 @@ class Scorer:
     """T, the maximum tokens of a sequence."""
 
     def lowered(
-        self, kind: Scores, params: Params, microbatches: Microbatches, temperature: float = 1.0
+        self,
+        kind: Scores,
+        params: Mapping[str, jax.Array | jax.ShapeDtypeStruct],
+        microbatches: Microbatches,
+        temperature: float = 1.0,
     ) -> jax.stages.Lowered:
-        """The program that `scores` runs on such micro-batches, which may be shapes, lowered but not compiled."""
+        """The program that `scores` runs on such arrays, which may be shapes, lowered but not compiled."""
         with jax.set_mesh(self.microbatcher.mesh):
             if kind == "values":
                 return self._values.lower(params, microbatches)
             return self._logprobs.lower(params, microbatches, temperature=temperature)
 
     def scores(
-        self,
-        kind: Scores,
-        params: Params,
-        sequences: List[Sequence],
-        size: int | None = None,
-        temperature: float = 1.0,
+        self, kind: Scores, params: Params, sequences: List[Sequence], size: int | None = None, temperature: float = 1.0
     ) -> List[np.ndarray]:
         """`[T]` numbers of each sequence, 0 for its first token.
 

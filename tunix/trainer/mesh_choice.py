@@ -55,11 +55,10 @@ class Demand:
     sampled: bool = False
     """Whether the model completes prompts as well, on the same mesh."""
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The dimensions that have to be divided, by logical axis. No mesh axis splits the layers."""
+    def split_by(self, axis: str) -> dict[str, int]:
+        """The dimensions that a mesh axis splits and has to divide, by logical axis. None splits the layers."""
         c = self.model
-        return {
+        sizes = {
             "heads": c.num_heads,
             "kv_heads": math.gcd(*(kind.kv_heads for kind in c.paged_kinds)),
             "ffn": c.ffn,
@@ -67,10 +66,7 @@ class Demand:
             "embed": c.d_model,
             **({} if c.experts is None else {"expert": c.experts.number}),
         }
-
-    def split_by(self, axis: str) -> dict[str, int]:
-        """The dimensions that a mesh axis splits."""
-        return {name: size for name, size in self.sizes.items() if RULES[name] == axis}
+        return {name: size for name, size in sizes.items() if RULES[name] == axis}
 
 
 def state_bytes(
@@ -94,7 +90,6 @@ def placed(
     demand: Demand,
     devices: Sequence[Any],
     memory: float | None = None,
-    key: str = "mesh",
 ) -> tuple[Mesh, str | None]:
     """The mesh of a section of a recipe, and why it was chosen; None where it was written.
 
@@ -103,7 +98,6 @@ def placed(
         demand: what the mesh splits.
         devices: what it is made of.
         memory: bytes of a device (`memory_of`); None where that is not known.
-        key: the section's key, for messages.
 
     Raises:
         UserError: the sizes do not multiply to the number of devices, or do not divide what they are to split.
@@ -112,7 +106,7 @@ def placed(
         chosen, why = choose(demand, devices, memory)
         return build_mesh(chosen, devices), why
     mesh = build_mesh(config, devices)
-    require(mesh, demand, key)
+    require(mesh, demand)
     return mesh, None
 
 

@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from tunix.distributed import processes
 from tunix.errors import UserError, install_command
-from tunix.trainer.config import LoggingConfig
 from tunix.util.atomic_io import append_rows, forget_after, write_text_atomic
 
 
@@ -33,6 +31,7 @@ class JsonLines:
     """The file `metrics.jsonl` of the run folder."""
 
     def __init__(self, path: Path, resume_at: int | None):
+        """`resume_at`: the step that the run resumes from, after which rows are dropped; None for a new run."""
         forget_after(path, resume_at)
         self._path = path
 
@@ -101,18 +100,3 @@ class TensorBoard:
 def perplexity(loss: float) -> float:
     """The exponential of a mean loss in nats; infinite where a float overflows."""
     return math.exp(loss) if loss < 700 else math.inf
-
-
-def open_sinks(folder: Path, config: LoggingConfig, settings: Mapping[str, Any], resume_at: int | None) -> list[Sink]:
-    """Opens all destinations that a recipe configures; in a process that does not lead its run, the file alone.
-
-    Args:
-        settings: the recipe, which wandb stores with the curves.
-        resume_at: the step that the run resumes from; None for a new run.
-    """
-    sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", resume_at)]
-    if config.wandb and processes.lead():
-        sinks.append(Wandb(folder, config.wandb, settings))
-    if config.tensorboard and processes.lead():
-        sinks.append(TensorBoard(folder, resume_at))
-    return sinks

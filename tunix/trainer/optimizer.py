@@ -58,21 +58,20 @@ def build_optimizer(config: OptimizerConfig, steps: int, axes: Mapping[str, Axes
     schedule = build_schedule(config, steps)
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     mask = {name: decays(name) for name in axes}
-    b1 = 0.9 if config.b1 is None else config.b1
+    constants = config.constants
     match config.name:
         case "muon":
             rule = [_muon(config, schedule, axes, mask)]
         case "adamw":
-            b2, eps = 0.999 if config.b2 is None else config.b2, 1e-8 if config.eps is None else config.eps
-            rule = [optax.scale_by_adam(b1, b2, eps)]
+            rule = [optax.scale_by_adam(constants["b1"], constants["b2"], constants["eps"])]
         case "lion":
-            rule = [optax.scale_by_lion(b1, 0.99 if config.b2 is None else config.b2)]
+            rule = [optax.scale_by_lion(constants["b1"], constants["b2"])]
         case "adafactor":
             # Update clipping at 1 as in the paper; the rate is the recipe's, not relative to the parameter's size.
-            factored = optax.scale_by_factored_rms(epsilon=config.eps or 1e-30)
+            factored = optax.scale_by_factored_rms(epsilon=constants["eps"])
             rule = [_by_layer(optax.chain(factored, optax.clip_by_block_rms(1.0)), axes)]
         case "sgd":
-            rule = [optax.trace(config.b1) if config.b1 else optax.identity()]
+            rule = [optax.trace(constants["b1"]) if constants["b1"] else optax.identity()]
     if config.name != "muon":
         rule += [optax.add_decayed_weights(config.weight_decay, mask) if config.weight_decay else optax.identity()]
         rule += [optax.scale_by_learning_rate(schedule)]
@@ -147,30 +146,26 @@ def _muon(
     config: OptimizerConfig, schedule: optax.Schedule, axes: Mapping[str, Axes], mask: Mapping[str, bool]
 ) -> optax.GradientTransformation:
     """Muon for the matrices of the layers, AdamW for embeddings, norms and biases (as its authors do)."""
-
-    def dimensions_of(name: str) -> optax.contrib.MuonDimensionNumbers | None:
-        """The axes of a stacked parameter that are rows and columns of a matrix; None if it is no matrix of a layer."""
-        names = axes[name]
-        if names[0] != "layers" or len(names) < 3 or "embed" not in names or not decays(name):
-            return None  # also the taps of a convolution, which mix no channels
-        # After those of layers and experts, contracted axes come first; `o` contracts heads and head, all others one
-        # axis.
-        first = 2 if names[1] == "expert" else 1
-        end = first + (2 if names[first : first + 2] == ("heads", "head") else 1)
-        return optax.contrib.MuonDimensionNumbers(tuple(range(first, end)), tuple(range(end, len(names))))
-
-    def dimensions(params: Any) -> Any:
-        return {name: dimensions_of(name) for name in params}
-
+    # The axes of a stacked parameter that are rows and columns of a matrix; None if it is no matrix of a layer: also of
+    # the taps of a convolution, which mix no channels.
+    dimensions: dict[str, Any] = dict.fromkeys(axes)
+    for name, names in axes.items():
+        if names[0] == "layers" and len(names) >= 3 and "embed" in names and decays(name):
+            # After those of layers and experts, contracted axes come first; `o` contracts heads and head, all others
+            # one axis.
+            first = 2 if names[1] == "expert" else 1
+            end = first + (2 if names[first : first + 2] == ("heads", "head") else 1)
+            rows, columns = tuple(range(first, end)), tuple(range(end, len(names)))
+            dimensions[name] = optax.contrib.MuonDimensionNumbers(rows, columns)
     return optax.contrib.muon(
         schedule,
         beta=0.95,
-        eps=1e-8 if config.eps is None else config.eps,
+        eps=config.constants["eps"],
         weight_decay=config.weight_decay,
         weight_decay_mask=dict(mask),
         muon_weight_dimension_numbers=dimensions,
         consistent_rms=MUON_RMS,
         adam_weight_decay=config.weight_decay,
-        adam_b1=0.9 if config.b1 is None else config.b1,
-        adam_b2=0.999 if config.b2 is None else config.b2,
+        adam_b1=config.constants["b1"],
+        adam_b2=config.constants["b2"],
     )

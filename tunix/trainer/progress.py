@@ -7,7 +7,6 @@ log file stays readable. Everything goes to stderr, in a notebook to the cell's 
 
 import logging
 import math
-import sys
 import sysconfig
 import threading
 import time
@@ -42,13 +41,6 @@ LIVE = {"tunix": "live"}
 """Metadata of the notebook output that is the live line."""
 
 
-def announce(text: str) -> None:
-    """Prints a line where displays print theirs, before a run has one; of several processes the first one does."""
-    if processes.lead():
-        notebook = Console().is_jupyter
-        print(text, file=sys.stdout if notebook else sys.stderr, flush=True)
-
-
 class Display:
     """Progress display of one run over `total` steps."""
 
@@ -57,14 +49,14 @@ class Display:
 
         Args:
             title: name of the run.
-            total: number of steps; 0 where it is not known yet.
+            total: number of steps; 0 where it is not known yet, and set later.
             start: steps that were done before.
             log: the file to which everything that is said is appended; None without one.
             verbose: whether `detail` is displayed too.
         """
         lead = processes.lead()
         self.console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=not lead)
-        self._title, self._total, self._step = title, total, start
+        self._title, self.total, self._step = title, total, start
         self._log, self._verbose = log, verbose
         self._notebook = lead and self.console.is_jupyter
         self._printed = 0.0
@@ -81,10 +73,6 @@ class Display:
             self._live = Live(get_renderable=self._line, console=self.console, refresh_per_second=4)
             self._live.start()
 
-    def total(self, total: int) -> None:
-        """Sets the total number of steps, once it is known."""
-        self._total = total
-
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Displays the metrics of a finished step."""
         now = time.monotonic()
@@ -100,13 +88,13 @@ class Display:
         if self._live is not None:
             return
         if self._notebook:
-            if now - self._printed > NOTEBOOK_EVERY or self._step == self._total:
+            if now - self._printed > NOTEBOOK_EVERY or self._step == self.total:
                 self._printed = now
                 self._show(self._state(NOTEBOOK_WIDTH))
-        elif step == self._total or now - self._printed > LINES_EVERY:
+        elif step == self.total or now - self._printed > LINES_EVERY:
             self._printed = now
             curve = sparkline(self._rising) if self._unicode else ""
-            self._print("  ".join(part for part in (f"step {step}/{self._total}", curve, *self._numbers) if part))
+            self._print("  ".join(part for part in (f"step {step}/{self.total}", curve, *self._numbers) if part))
 
     def say(self, text: str) -> None:
         """Prints a line above the live line, and appends it to the log."""
@@ -219,9 +207,9 @@ class Display:
         """The live line; where it is over, without remaining time and bar."""
         left = None
         if self._mean is not None:
-            left = max((self._total - self._step) * self._mean - (time.monotonic() - self._stepped), 0.0)
-        count, rising = f"{self._step}/{self._total or '?'}", self._rising if self._unicode else []
-        share = self._step / self._total if self._unicode and self._total and not over else None
+            left = max((self.total - self._step) * self._mean - (time.monotonic() - self._stepped), 0.0)
+        count, rising = f"{self._step}/{self.total or '?'}", self._rising if self._unicode else []
+        share = self._step / self.total if self._unicode and self.total and not over else None
         fixed = [count] if over else [count, f"{duration(left)} left"]
         return live_line(width, self._title, fixed, self._numbers, rising, share)
 

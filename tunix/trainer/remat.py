@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from tunix.mesh import RULES, row_shards
 from tunix.models.attention.attend import SHORT
@@ -144,8 +143,7 @@ def held_by(
         copies: how many more times all weights are there in the compute dtype: for a reference, for the sampler.
     """
     size = jnp.dtype(spec.model.dtype).itemsize
-    everywhere = NamedSharding(spec.mesh, PartitionSpec())
-    moments = jax.tree.leaves(abstract_moments(spec.optimizer, params, everywhere))
+    moments = jax.tree.leaves(abstract_moments(spec, params))
     weights = [*params.values(), *frozen.values()]
     whole = device_bytes([*weights, *moments]) + copies * device_bytes(weights, size)
     # Those of a micro-batch, and their sum in float32.

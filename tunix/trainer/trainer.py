@@ -12,43 +12,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import jax
 import numpy as np
 
 from tunix.distributed.global_arrays import own_part
+from tunix.models.config import is_own
 from tunix.models.model import Params
 from tunix.protocols import Client, Metered, Sampler, Saving
 from tunix.rollout.engine.engine import Engine
 from tunix.trainer.digest import digest_of_weights
 from tunix.trainer.export import Exporter
-from tunix.trainer.frozen_model import reference_of, snapshot, unreplayed
+from tunix.trainer.frozen_model import reference_of, unreplayed
 from tunix.trainer.learner import Learner, required
 from tunix.trainer.microbatches import TrainerSpec
 from tunix.trainer.sampler_mesh import bring_of
 from tunix.trainer.state_files import load_state, save_state
 from tunix.trainer.step import TrainState
-from tunix.types import (
-    Batch,
-    Completion,
-    Loss,
-    Metrics,
-    OnDone,
-    Reply,
-    Request,
-    Sequence,
-    Usage,
-    Workload,
-)
+from tunix.types import Batch, Completion, Loss, Metrics, OnDone, Reply, Request, Sequence, Usage, Workload
+from tunix.util.exact import jit
 
 
 class Trainer(Client):
     """The client of one process: trains, samples, saves and exports one policy."""
 
     def __init__(
-        self,
-        learner: Learner,
-        sampler: Sampler,
-        exporter: Exporter | None = None,
-        critic: Learner | None = None,
+        self, learner: Learner, sampler: Sampler, exporter: Exporter | None = None, critic: Learner | None = None
     ):
         """Combines the parts; no weights are published yet. See `local_client` for the sampler and the others."""
         self.learner, self.sampler, self.critic = learner, sampler, critic
@@ -80,7 +68,7 @@ class Trainer(Client):
             if self.critic is None:
                 raise ValueError("there is no separate critic: build the client with critic='own'")
             return self.critic.step(replace(batch, experts=None), loss)
-        self._changed()
+        self._version, self._stale = self._version + 1, True
         return self.learner.step(batch, loss)
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Metrics:
@@ -92,7 +80,7 @@ class Trainer(Client):
         Raises:
             ValueError: no gradients were accumulated.
         """
-        self._changed()
+        self._version, self._stale = self._version + 1, True
         return self.learner.optim_step()
 
     def evaluate(self, batches: Iterable[Batch], loss: Loss) -> dict[str, float]:
@@ -153,17 +141,12 @@ class Trainer(Client):
             self.sampler.publish(self.learner.params, self._version)
         return self._version
 
-    def _changed(self) -> None:
-        """The weights are about to change by an update."""
-        self._version, self._stale = self._version + 1, True
-
     def warm(self, work: Workload) -> None:
         """Compiles every shape that this workload of the sampler can need, so that nothing compiles afterwards."""
         self.publish()
         self.sampler.warm(work)
 
     def save(self, path: Path) -> Saving:
-        """Starts to write the whole train state as the new folder `path`; training may continue at once."""
         return save_state(path, self.state)
 
     def load(self, path: Path) -> None:
@@ -181,7 +164,6 @@ class Trainer(Client):
         return self.exporter(path, learner.spec, learner.state.params, learner.frozen, adapter=adapter, packed=packed)
 
     def fingerprint(self, of: Literal["policy", "reference"] = "policy") -> str:
-        """A digest of every bit of the weights, independent of their sharding."""
         params: Params = self.learner.params if of == "policy" else required("reference", self.learner.reference).params
         return digest_of_weights(params)
 
@@ -209,7 +191,15 @@ def local_client(
     if spec.adapter is not None:
         reference = reference_of(spec, frozen)
     elif keep_reference:
-        reference = reference_of(spec, snapshot(spec.model, spec.mesh, params))
+        # A copy in the compute dtype, since training donates the buffers of the originals. Matrices with simulated
+        # rounding keep their dtype: after a cast they would round to another grid.
+        model, on_grid = spec.model, {f"layers/{name}/w" for name, _ in spec.model.simulated}
+
+        def copied(params: Params) -> Params:
+            return {name: (x if name in on_grid else x.astype(model.dtype)).copy() for name, x in params.items()}
+
+        with jax.set_mesh(spec.mesh):
+            reference = reference_of(spec, jit(copied)({name: x for name, x in params.items() if not is_own(name)}))
     learner = Learner(spec, params, frozen, reference)
     if sampler is None:
         mesh, moving = own_part(spec.mesh), () if spec.adapter is None else tuple(params)

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from tunix.algorithms.base import Needs, Update
 from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.dpo.loss import BASELINE, MARGIN, dpo_loss
-from tunix.algorithms.episodes import as_sequence, notes, report, require_scores, row, total_rewards
+from tunix.algorithms.episodes import as_sequence, report, require_scores, row, total_rewards
 from tunix.algorithms.on_policy import Experience, OnPolicy
 from tunix.algorithms.ops import REFERENCE, reference_logprobs
 from tunix.errors import UserError
@@ -98,11 +98,6 @@ class DPO(OnPolicy):
         bco: the mean of earlier updates. aot, aot_unpaired: the values of equal rank by the current policy, with the
         reference's log-probs (Melnyk et al. 2024, https://arxiv.org/abs/2406.05882). Pairs of weight 0 are not sorted,
         and have 0.
-
-        Args:
-            client: computes log-probs.
-            batch: the packed batch.
-            sequences: the sequences that were packed into it.
         """
         size = len(batch.weights)
         if self.config.shifts:
@@ -182,8 +177,8 @@ class DPO(OnPolicy):
             for place, (group, rank) in enumerate(zip(groups[: data.shown], ranks, strict=False))
             for i, episode in enumerate(group)
         )
-        numbers = report(groups, data.weights, signal)
-        return Update(numbers, tuple(batches), samples, notes(groups, data.weights, signal))
+        numbers, notes = report(groups, data.weights, signal)
+        return Update(numbers, tuple(batches), samples, notes)
 
 
 def ranked(scores_PG: np.ndarray) -> list[tuple[int, int] | None]:

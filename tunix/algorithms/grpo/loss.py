@@ -86,7 +86,8 @@ def grpo_loss(
         else:
             policy = clipped_surrogate(ratios, advantages, clip_low, clip_high, dual_clip)
     if trust_region is not None:
-        policy = without(policy, outside_trust_region(logprobs, old_logprobs, advantages, *trust_region))
+        kind, bound = trust_region
+        policy = without(policy, outside_trust_region(logprobs, old_logprobs, advantages, kind, bound))
     if off_policy_limit is not None:
         # DeepSeek-V3.2's mask, https://arxiv.org/abs/2512.02556, eqs. 8 and 9: training on bad answers that the policy
         # would not give any more brings little and can destabilise it.

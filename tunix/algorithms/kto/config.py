@@ -1,13 +1,10 @@
 """The `algorithm` section of a recipe for KTO. Loads without jax."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field
-
+from tunix.algorithms.config import Above0
 from tunix.config import AlgorithmConfig, Place, RowKind
-
-Weight = Annotated[float, Field(gt=0)]
 
 
 class KTOConfig(AlgorithmConfig):
@@ -16,12 +13,12 @@ class KTOConfig(AlgorithmConfig):
     name: str = "kto"
     loss: Literal["kto", "apo_zero"] = "kto"
     """`kto` compares a completion's reward with the batch's KL from the reference, `apo_zero` with 0."""
-    beta: Weight = 0.1
+    beta: Above0 = 0.1
     """Scale of the rewards: the larger, the closer to the reference."""
-    desirable_weight: Weight = 1.0
+    desirable_weight: Above0 = 1.0
     """Weight of desirable completions. With n desirable and m undesirable ones, n times this should be 1 to 4/3 times
     m times the other weight."""
-    undesirable_weight: Weight = 1.0
+    undesirable_weight: Above0 = 1.0
     """Weight of undesirable completions."""
 
     reference_path: Place | None = None

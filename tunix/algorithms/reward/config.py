@@ -1,9 +1,8 @@
 """The `algorithm` section of a recipe for a reward model. Loads without jax."""
 
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import Field
-
+from tunix.algorithms.config import NonNegative
 from tunix.config import AlgorithmConfig, RowKind
 
 
@@ -12,7 +11,7 @@ class RewardModelConfig(AlgorithmConfig):
 
     name: str = "reward"
     has_lm_head: ClassVar[bool] = False
-    centring: Annotated[float, Field(ge=0)] = 0.0
+    centring: NonNegative = 0.0
     """Coefficient of the squared sum of a pair's scores, which centres them at 0 (Eisenstein et al. 2023,
     https://arxiv.org/abs/2312.09244); 0.01 is usual, 0 for none."""
 

@@ -1,9 +1,8 @@
 """The `algorithm` section of a recipe for supervised fine-tuning. Loads without jax."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
+from tunix.algorithms.config import NonNegative
 from tunix.config import AlgorithmConfig, RowKind
 
 
@@ -15,7 +14,7 @@ class SFTConfig(AlgorithmConfig):
     """`completion`: the assistant's turns with their stop tokens. `all`: every token but the first."""
     reduction: Literal["tokens", "sequences"] = "tokens"
     """`tokens`: mean over the batch's trained tokens. `sequences`: mean over sequences of each one's token mean."""
-    neftune_alpha: Annotated[float, Field(ge=0)] = 0.0
+    neftune_alpha: NonNegative = 0.0
     """Noise on the embeddings while training (Jain et al. 2023, https://arxiv.org/abs/2310.05914); 5 is usual."""
 
     @property
