@@ -273,13 +273,10 @@ def _run(parsed: Parsed) -> None:
         from tunix.commands.plan import require_fit
 
         require_fit(recipe, parsed.fresh)
-    from tunix.distributed.meeting import join, place_of  # these load jax, without which all of the above is done
+    from tunix.distributed.meeting import meet  # these load jax, without which all of the above is done
     from tunix.run.train import run
-    from tunix.util.startup import begin_pathways
 
-    # Under Pathways one process drives all devices, and there is no other to meet.
-    if not begin_pathways() and (place := place_of(parsed.coordinator, parsed.processes, parsed.process)):
-        join(place)
+    meet(parsed.coordinator, parsed.processes, parsed.process)
     run(recipe, fresh=parsed.fresh, verbose=parsed.verbose)
 
 
@@ -627,24 +624,14 @@ def _serve(parsed: Parsed) -> None:
     # Before anything is imported: reading and compiling a model takes minutes, which a taken port makes worthless.
     # Clients wait until the model is there.
     with listen(parsed.host, parsed.port, f"--host {parsed.host} --port {parsed.port}") as listener:
-        from tunix.hf.source import require_lm_head
-        from tunix.inference.model import InferenceModel, InferenceOptions
+        from tunix.inference.model import InferenceOptions
 
         try:
-            from tunix.serving.app import server_of
+            from tunix.serving.app import serve
         except ModuleNotFoundError as error:
             raise UserError(f"tunix serve needs {error.name}: {install_command('serve')}") from None
-        from tunix.serving.service import Service
-
-        inference = InferenceModel(filled(InferenceOptions, parsed, length=parsed.max_length))
-        require_lm_head(inference.source, parsed.model)
-        print(f"{parsed.model}: reading, and compiling for {inference.slots} requests at a time", file=sys.stderr)
-        service = Service(inference, adapters=parsed.enable_lora)
-        service.warm()
-        host, port, *_ = listener.getsockname()
-        where = f"[{host}]" if ":" in host else host
-        print(f"http://{where}:{port} answers, up to {service.length} tokens; Ctrl-C ends", file=sys.stderr, flush=True)
-        server_of(service).run(sockets=[listener])
+        options = filled(InferenceOptions, parsed, length=parsed.max_length)
+        serve(options, listener, enable_lora=parsed.enable_lora)
 
 
 @command(
@@ -677,18 +664,8 @@ def _export(parsed: Parsed) -> None:
 
     if parsed.format == "huggingface":
         export(parsed.run, parsed.out, adapter=parsed.adapter, packed=parsed.packed, step=parsed.step)
-        return
-    if parsed.format == "maxtext":
-        from tunix.interop.maxtext import export_maxtext
-
-        convert = partial(export_maxtext, scanned=not parsed.unscanned)
     else:
-        from tunix.interop.stablehlo import Shapes, export_stablehlo
-
-        shapes = Shapes(parsed.batch or 1, parsed.prompt_length or 512, parsed.length or 1024)
-        convert = partial(export_stablehlo, shapes=shapes)
-    loading = export_as(parsed.run, parsed.out, convert, parsed.step)
-    print(f"{parsed.run} is in {parsed.out}, as {parsed.format}: {loading}")
+        print(f"{parsed.run} is in {parsed.out}, as {parsed.format}: {filled(export_as, parsed)}")
 
 
 @command(
@@ -711,12 +688,10 @@ def _import(parsed: Parsed) -> None:
         raise UserError(
             f"{parsed.source}: write which format it is, {scheme}FOLDER; Hugging Face's folders need no import"
         )
-    from tunix.hf.model_folder import resolve_folder
     from tunix.interop.maxtext import import_maxtext
 
     folder = Path(parsed.source.removeprefix(scheme)).expanduser()
-    like = None if parsed.like is None else resolve_folder(parsed.like)
-    import_maxtext(folder, parsed.out, like=like, dtype=parsed.dtype)
+    import_maxtext(folder, parsed.out, like=parsed.like, dtype=parsed.dtype)
     print(f"{folder} is in {parsed.out}, a model folder that every command reads")
 
 
