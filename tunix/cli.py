@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 from tunix import __version__
 from tunix.errors import Interrupted, UserError, install_command, nearest
-from tunix.util.atomic_io import ROOM, is_full, write_text_atomic
+from tunix.util.atomic_io import ROOM, is_full
 
 Parsed = argparse.Namespace
 Result = TypeVar("Result")
@@ -371,50 +371,14 @@ def _plan(parsed: Parsed) -> None:
     values("--sbatch OPTION", "SLURM: option of sbatch, e.g. partition=gpu, time=04:00:00"),
 )
 def _launch(parsed: Parsed) -> None:
-    """Makes the job of a recipe, prints or writes it, and submits it where that is asked for."""
-    import shutil
-    import subprocess
-
     from tunix.commands.plan import refuse_misfit
-    from tunix.launch.job import Options, job_of, mount_of
-    from tunix.launch.kubernetes import manifest
-    from tunix.launch.slurm import script
+    from tunix.launch.submit import Options, launch, mount_of
     from tunix.recipe.recipe import Recipe
 
-    slurm = parsed.target == "slurm"
     secrets = tuple(secret.partition("=")[::2] for secret in parsed.secret)
     options = filled(Options, parsed, mounts=tuple(map(mount_of, parsed.mount)), secrets=secrets)
-    if parsed.dry_run and parsed.submit:
-        raise UserError("--dry-run writes nothing and --submit needs the file: leave one of them out")
     recipe = Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny)
-    job = job_of(recipe, options)
-    text = script(job) if slurm else manifest(job)
-    if job.placement.slices > 1 and not parsed.no_plan:
-        print("not planned: several slices; `tunix plan` asks about one of them", file=sys.stderr)
-    elif not parsed.no_plan:
-        refuse_misfit(recipe, job.placement.topology, "`tunix launch --no-plan` writes the job all the same.")
-    for warning in job.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    if parsed.dry_run:
-        print(text, end="")
-        return
-    submit = ["sbatch"] if slurm else ["kubectl", "apply", "-f"]
-    if parsed.submit and shutil.which(submit[0]) is None:
-        raise UserError(f"--submit: there is no {submit[0]} on this machine; write the file here and submit it there")
-    file = parsed.out or Path(job.name + (".sbatch" if slurm else ".yaml"))
-    # A file that is there already stays, unless it is the same.
-    if file.exists() and not parsed.overwrite and not (file.is_file() and file.read_text("utf-8") == text):
-        raise UserError(f"--out {file}: it exists, and differs; --overwrite replaces it, or name another file")
-    write_text_atomic(file, text)
-    submit.append(str(file))
-    if not parsed.submit:
-        print(f"{file}: {job.placement.described}; submit it with `{' '.join(submit)}`")
-        return
-    done = subprocess.run(submit, capture_output=True, text=True, check=False)
-    print(done.stdout, end="")
-    if done.returncode:
-        said = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        raise UserError(f"`{' '.join(submit)}` was refused: {said}. The file stays, to be submitted again")
+    filled(launch, parsed, recipe=recipe, options=options, refuse_misfit=None if parsed.no_plan else refuse_misfit)
 
 
 @command(
