@@ -294,13 +294,9 @@ def _check(parsed: Parsed) -> None:
 
 @command("list the recipes that tunix brings, the measured ones first", "tunix recipes | less")
 def _recipes(_: Parsed) -> None:
-    import shutil
+    from tunix.commands.check import list_recipes
 
-    from tunix.recipe.notes import recipe_lines
-    from tunix.recipe.recipe import included_recipes
-
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print("\n".join(recipe_lines(included_recipes(), width)))
+    list_recipes()
 
 
 @command(
@@ -456,19 +452,14 @@ def _score(parsed: Parsed) -> None:
     sampling(max_tokens=256),
 )
 def _generate(parsed: Parsed) -> None:
+    from tunix import Sampling
     from tunix.commands.generate import GenerateOptions, generate
-    from tunix.commands.sampling import reward_config
     from tunix.inference.model import InferenceOptions
-    from tunix.types import Sampling
 
-    rewards = reward_config(parsed.reward, parsed.reward_model, parsed.deadline)
-    for name in ("best", "threshold"):
-        if rewards is None and vars(parsed)[name] is not None:
-            raise UserError(f"--{name} selects by reward: add --reward, for instance exact_match")
     compared = parsed.adapter if len(parsed.adapter) > 1 else ()
     adapter = parsed.adapter[0] if len(parsed.adapter) == 1 else None
     sampling = filled(Sampling, parsed, stop_strings=tuple(parsed.stop))
-    options = filled(GenerateOptions, parsed, sampling=sampling, adapters=compared, rewards=rewards)
+    options = filled(GenerateOptions, parsed, sampling=sampling, adapters=compared)
     generate(filled(InferenceOptions, parsed, adapter=adapter), options)
 
 
@@ -505,15 +496,12 @@ def _generate(parsed: Parsed) -> None:
 )
 def _eval(parsed: Parsed) -> None:
     from tunix.commands.evaluate import EvalOptions, evaluate
-    from tunix.commands.sampling import reward_config
     from tunix.inference.model import InferenceOptions
 
     columns = dict(column.partition("=")[::2] for column in parsed.column)
     if wrong := next((ours for ours, theirs in columns.items() if not (ours and theirs)), None):
         raise UserError(f"--column {wrong!r}: write ours=theirs, as in prompt=question")
-    rewards = reward_config(parsed.reward, parsed.reward_model, parsed.deadline)
-    options = filled(EvalOptions, parsed, columns=columns, rewards=rewards)
-    evaluate(filled(InferenceOptions, parsed), options, parsed.out)
+    evaluate(filled(InferenceOptions, parsed), filled(EvalOptions, parsed, columns=columns), parsed.out)
 
 
 @command(
@@ -558,9 +546,9 @@ def _quantize(parsed: Parsed) -> None:
     sampling(max_tokens=1024),
 )
 def _chat(parsed: Parsed) -> None:
+    from tunix import Sampling
     from tunix.commands.chat import chat
     from tunix.inference.model import InferenceOptions
-    from tunix.types import Sampling
 
     sampling = filled(Sampling, parsed, stop_strings=tuple(parsed.stop))
     chat(filled(InferenceOptions, parsed, slots=1), sampling=sampling, seed=parsed.seed)

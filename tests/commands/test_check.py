@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from tunix.cli import main
-from tunix.commands.check import check
+from tunix.commands.check import check, recipe_lines
 from tunix.errors import UserError
-from tunix.recipe.notes import hardware_note, read_header, recipe_lines
+from tunix.recipe.notes import hardware_note, read_header
 from tunix.recipe.recipe import Recipe, included_recipes
 
 ROOT = Path(__file__).parents[2]
