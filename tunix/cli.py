@@ -294,9 +294,11 @@ def _check(parsed: Parsed) -> None:
 
 @command("list the recipes that tunix brings, the measured ones first", "tunix recipes | less")
 def _recipes(_: Parsed) -> None:
-    from tunix.commands.check import list_recipes
+    import shutil
 
-    list_recipes()
+    from tunix.commands.check import recipe_lines
+
+    print("\n".join(recipe_lines(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)))
 
 
 @command(

@@ -5,8 +5,6 @@ run folder. All that is wrong is reported together. What is printed is a recipe 
 say, with what follows from it as comments. `tunix recipes` lists the headers of the recipes that tunix brings.
 """
 
-import shutil
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -211,19 +209,9 @@ def _decoder(key: str, path: str, recipe: Recipe, report: _Report) -> DecoderCon
     return None
 
 
-def list_recipes() -> None:
-    """Prints the recipes that tunix brings, on a terminal a line each."""
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print("\n".join(recipe_lines(included_recipes(), width)))
-
-
-def recipe_lines(files: Mapping[str, Path], width: int | None = None) -> Iterator[str]:
-    """Yields the lines that `tunix recipes` prints.
-
-    Args:
-        files: the recipes by name.
-        width: of a terminal, where longer lines are cut; None for whole lines.
-    """
+def recipe_lines(width: int | None = None) -> Iterator[str]:
+    """Yields the lines that `tunix recipes` prints; those of a terminal are cut to its width."""
+    files = included_recipes()
     headers = {name: read_header(file) for name, file in files.items()}
     longest = max(map(len, headers), default=0)
     titles = {
