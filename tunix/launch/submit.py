@@ -140,11 +140,7 @@ def job_of(recipe: Recipe, options: Options) -> Job:
 
 
 def _check(options: Options) -> None:
-    """Checks what needs no recipe.
-
-    Raises:
-        UserError: an option is missing, or is another target's.
-    """
+    """Raises UserError where an option is missing, or is another target's: what needs no recipe."""
     slurm, target = options.target == "slurm", options.target
     foreign = {
         "--image": slurm and options.image,
