@@ -301,8 +301,6 @@ Answer = tuple[int, int, Completion, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of `tunix generate`."""
-
     inference: InferenceModel
     prompts: List[Prompt]
     options: GenerateOptions
