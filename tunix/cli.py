@@ -324,8 +324,8 @@ def _doctor(_: Parsed) -> None:
     switch("--json", text="print everything as JSON"),
 )
 def _plan(parsed: Parsed) -> None:
+    from tunix import Recipe
     from tunix.commands.plan import plan
-    from tunix.recipe.recipe import Recipe
 
     recipe = Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny)
     plan(recipe, parsed.topology or [None], parsed.deadline, as_json=parsed.json)
@@ -369,9 +369,9 @@ def _plan(parsed: Parsed) -> None:
     values("--sbatch OPTION", "SLURM: option of sbatch, e.g. partition=gpu, time=04:00:00"),
 )
 def _launch(parsed: Parsed) -> None:
+    from tunix import Recipe
     from tunix.commands.plan import refuse_misfit
     from tunix.launch.submit import Options, launch, mount_of
-    from tunix.recipe.recipe import Recipe
 
     secrets = tuple(secret.partition("=")[::2] for secret in parsed.secret)
     options = filled(Options, parsed, mounts=tuple(map(mount_of, parsed.mount)), secrets=secrets)
@@ -386,8 +386,8 @@ def _launch(parsed: Parsed) -> None:
     value("--rows N", "examples to show (4)", count, 4),
 )
 def _inspect(parsed: Parsed) -> None:
+    from tunix import Recipe
     from tunix.commands.inspect import show
-    from tunix.recipe.recipe import Recipe
 
     show(Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny), parsed.rows)
 
