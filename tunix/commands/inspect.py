@@ -44,7 +44,6 @@ def show(recipe: Recipe, rows: int, console: Console | None = None) -> None:
         with tempfile.TemporaryDirectory() as folder:
             inputs = open_inputs(run, Path(folder))
             algorithm = algorithm_class(run.algorithm.name)(run.algorithm)
-            # Rendered with the settings of the run.
             examples = Examples(inputs.train, inputs.tokenizer, run.data, row_kind_of(run, algorithm))
             seen = list(examples.first(max(rows, ACCOUNTED)))
             pieces = _pieces(seen[:rows], Cutter(run.data, examples.train_on), run.batch_size)

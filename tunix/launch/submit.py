@@ -58,10 +58,7 @@ def launch(
     Args:
         refuse_misfit: refuses a recipe that does not fit a topology, with the way out (`commands/plan.py`); None where
             that is not asked.
-        out: the file to write; None for one that is called like the job.
-        overwrite: whether it may replace another file.
-        dry_run: prints the file, and writes nothing.
-        submit: submits it, by sbatch or kubectl apply.
+        out, overwrite, dry_run, submit: what becomes of the file, as the help of `tunix launch` says.
 
     Raises:
         UserError: the recipe or an option is wrong, it does not fit, the file exists, or the scheduler refuses it.

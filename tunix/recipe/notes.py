@@ -28,11 +28,6 @@ class Header:
     """How long it takes, e.g. `131 s were measured`."""
 
     @property
-    def for_laptops(self) -> bool:
-        """Whether it is made for a machine without an accelerator."""
-        return "laptop" in self.hardware
-
-    @property
     def measured(self) -> bool:
         """Whether its time was measured, and not estimated."""
         return ("measured" in self.time and "estimate" not in self.time) or bool(re.match(r"\d+ s ", self.time))

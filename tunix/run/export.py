@@ -109,10 +109,8 @@ def export_as(
         run: the run folder; or a model folder or hub id, which is converted as it is.
         out: the folder to write; it must not exist.
         step: the checkpoint to export; the newest by default.
-        unscanned: for MaxText each layer's arrays apart, not stacked.
-        batch: rows of the programs (1).
-        prompt_length: tokens that a prompt may have (512).
-        length: tokens of prompt and answer (1024).
+        unscanned: of MaxText each layer's arrays apart, not stacked.
+        batch, prompt_length, length: the sizes of the programs, as in `Shapes` (1, 512, 1024).
 
     Returns:
         How what was written is loaded.

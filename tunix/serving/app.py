@@ -30,9 +30,7 @@ _log = logging.getLogger(__name__)
 
 def serve(options: InferenceOptions, listener: socket.socket, *, enable_lora: bool) -> None:
     """Answers at a socket that listens already, whose clients wait until the model is read and compiled; until Ctrl-C.
-
-    Args:
-        enable_lora: whether adapters may be loaded beside the weights, which then are kept twice.
+    With `enable_lora` adapters may be loaded beside the weights, which then are kept twice.
 
     Raises:
         UserError: the model cannot be read, or scores and does not answer.
