@@ -34,8 +34,6 @@ READ = 10_000
 
 @dataclass
 class _Report:
-    """What was found about the runs of a recipe."""
-
     wrong: list[str] = field(default_factory=list)
     """Mistakes, one sentence each."""
     facts: list[str] = field(default_factory=list)

@@ -35,7 +35,7 @@ from tunix.hf.source import require_lm_head
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.inference.scoring import token_scores
 from tunix.recipe.algorithms import algorithm_class
-from tunix.recipe.recipe import Recipe
+from tunix.recipe.recipe import recipe_of_run
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.trainer.metrics import perplexity
@@ -291,15 +291,6 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
         play,
         inference.with_stop_ids(sampling) if samples else sampling,
     )
-
-
-def recipe_of_run(model: str) -> Recipe | None:
-    """The recipe of a run, or of its last stage; None where the model is no run."""
-    folder = Path(model).expanduser()
-    if not (folder / "recipe.yaml").is_file():
-        return None
-    recipe = Recipe.load(folder / "recipe.yaml", [f"output={json.dumps(str(folder))}"])
-    return recipe.stages[-1] if recipe.stages else recipe
 
 
 def loss(setting: Setting) -> EvalResult:

@@ -3,7 +3,6 @@
 Other formats begin from the first: it is written next to the output, converted, and removed.
 """
 
-import json
 import tempfile
 from contextlib import closing
 from functools import partial
@@ -18,7 +17,7 @@ from tunix.lora.adapt import quantization
 from tunix.mesh import build_mesh
 from tunix.models.quantization.schemes import check_packs
 from tunix.recipe.algorithms import algorithm_class
-from tunix.recipe.recipe import Recipe
+from tunix.recipe.recipe import Recipe, recipe_of_run
 from tunix.run.client import stored_policy
 from tunix.run.folder import checkpoint_folder, refuse_foreign_checkpoints
 from tunix.run.setup import Setup
@@ -53,14 +52,9 @@ def export(
     Raises:
         UserError: there is no such run, checkpoint or adapter, or `out` exists.
     """
-    if not (run / "recipe.yaml").is_file():
+    if (recipe := recipe_of_run(run)) is None:
         raise UserError(f"{run} is no run folder: it has no recipe.yaml")
-    # The output is the present place of the folder, since a run may have been moved: a later stage finds the stage
-    # before it next to its own folder.
-    recipe = Recipe.load(run / "recipe.yaml", [f"output={json.dumps(str(run))}"])
-    if recipe.stages:
-        recipe = recipe.stages[-1]
-        run = Path(recipe.output)
+    run = Path(recipe.output)
     if adapter and recipe.adapter is None:
         raise UserError(f"{run} trained all weights: there is no adapter to export; leave --adapter out")
     if packed:

@@ -180,7 +180,6 @@ def keys_set(tree: Mapping[str, Any], overrides: Iterable[str]) -> list[frozense
 
 
 def _sets(section: Any, key: str) -> bool:
-    """Whether a dotted key is set in a section."""
     for part in key.split("."):
         if not isinstance(section, Mapping) or part not in section:
             return False
