@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.programs import account
 from tunix.config import CacheType, MeshConfig
-from tunix.mesh import build_mesh
+from tunix.mesh import build_mesh, bytes_of
 from tunix.models.families.table import preset
 from tunix.models.model import Model
 from tunix.plan import programs
@@ -19,7 +19,6 @@ from tunix.rollout.engine.engine import Engine
 from tunix.trainer.sampler_mesh import sampler_mesh
 from tunix.util import chips
 from tunix.util.chips import chip_of
-from tunix.util.trees import bytes_of
 
 GIGA = 2**30
 LARGE = 2**20

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 from tunix import __version__
 from tunix.errors import Interrupted, UserError, install_command, nearest
-from tunix.util.atomic_io import ROOM, is_full, write_text_atomic
+from tunix.util.atomic_io import ROOM, is_full
 
 Parsed = argparse.Namespace
 Result = TypeVar("Result")
@@ -276,13 +276,10 @@ def _run(parsed: Parsed) -> None:
         from tunix.commands.plan import require_fit
 
         require_fit(recipe, parsed.fresh)
-    from tunix.distributed.meeting import join, place_of  # these load jax, without which all of the above is done
+    from tunix.distributed.meeting import meet  # these load jax, without which all of the above is done
     from tunix.run.train import run
-    from tunix.util.startup import begin_pathways
 
-    # Under Pathways one process drives all devices, and there is no other to meet.
-    if not begin_pathways() and (place := place_of(parsed.coordinator, parsed.processes, parsed.process)):
-        join(place)
+    meet(parsed.coordinator, parsed.processes, parsed.process)
     run(recipe, fresh=parsed.fresh, verbose=parsed.verbose)
 
 
@@ -302,11 +299,9 @@ def _check(parsed: Parsed) -> None:
 def _recipes(_: Parsed) -> None:
     import shutil
 
-    from tunix.recipe.notes import recipe_lines
-    from tunix.recipe.recipe import included_recipes
+    from tunix.commands.check import recipe_lines
 
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print("\n".join(recipe_lines(included_recipes(), width)))
+    print("\n".join(recipe_lines(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)))
 
 
 @command(
@@ -332,8 +327,8 @@ def _doctor(_: Parsed) -> None:
     switch("--json", text="print everything as JSON"),
 )
 def _plan(parsed: Parsed) -> None:
+    from tunix import Recipe
     from tunix.commands.plan import plan
-    from tunix.recipe.recipe import Recipe
 
     recipe = Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny)
     plan(recipe, parsed.topology or [None], parsed.deadline, as_json=parsed.json)
@@ -377,50 +372,14 @@ def _plan(parsed: Parsed) -> None:
     values("--sbatch OPTION", "SLURM: option of sbatch, e.g. partition=gpu, time=04:00:00"),
 )
 def _launch(parsed: Parsed) -> None:
-    """Makes the job of a recipe, prints or writes it, and submits it where that is asked for."""
-    import shutil
-    import subprocess
-
+    from tunix import Recipe
     from tunix.commands.plan import refuse_misfit
-    from tunix.launch.job import Options, job_of, mount_of
-    from tunix.launch.kubernetes import manifest
-    from tunix.launch.slurm import script
-    from tunix.recipe.recipe import Recipe
+    from tunix.launch.submit import Options, launch, mount_of
 
-    slurm = parsed.target == "slurm"
     secrets = tuple(secret.partition("=")[::2] for secret in parsed.secret)
     options = filled(Options, parsed, mounts=tuple(map(mount_of, parsed.mount)), secrets=secrets)
-    if parsed.dry_run and parsed.submit:
-        raise UserError("--dry-run writes nothing and --submit needs the file: leave one of them out")
     recipe = Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny)
-    job = job_of(recipe, options)
-    text = script(job) if slurm else manifest(job)
-    if job.placement.slices > 1 and not parsed.no_plan:
-        print("not planned: several slices; `tunix plan` asks about one of them", file=sys.stderr)
-    elif not parsed.no_plan:
-        refuse_misfit(recipe, job.placement.topology, "`tunix launch --no-plan` writes the job all the same.")
-    for warning in job.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    if parsed.dry_run:
-        print(text, end="")
-        return
-    submit = ["sbatch"] if slurm else ["kubectl", "apply", "-f"]
-    if parsed.submit and shutil.which(submit[0]) is None:
-        raise UserError(f"--submit: there is no {submit[0]} on this machine; write the file here and submit it there")
-    file = parsed.out or Path(job.name + (".sbatch" if slurm else ".yaml"))
-    # A file that is there already stays, unless it is the same.
-    if file.exists() and not parsed.overwrite and not (file.is_file() and file.read_text("utf-8") == text):
-        raise UserError(f"--out {file}: it exists, and differs; --overwrite replaces it, or name another file")
-    write_text_atomic(file, text)
-    submit.append(str(file))
-    if not parsed.submit:
-        print(f"{file}: {job.placement.described}; submit it with `{' '.join(submit)}`")
-        return
-    done = subprocess.run(submit, capture_output=True, text=True, check=False)
-    print(done.stdout, end="")
-    if done.returncode:
-        said = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        raise UserError(f"`{' '.join(submit)}` was refused: {said}. The file stays, to be submitted again")
+    filled(launch, parsed, recipe=recipe, options=options, refuse_misfit=None if parsed.no_plan else refuse_misfit)
 
 
 @command(
@@ -430,8 +389,8 @@ def _launch(parsed: Parsed) -> None:
     value("--rows N", "examples to show (4)", count, 4),
 )
 def _inspect(parsed: Parsed) -> None:
+    from tunix import Recipe
     from tunix.commands.inspect import show
-    from tunix.recipe.recipe import Recipe
 
     show(Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny), parsed.rows)
 
@@ -498,19 +457,14 @@ def _score(parsed: Parsed) -> None:
     sampling(max_tokens=256),
 )
 def _generate(parsed: Parsed) -> None:
+    from tunix import Sampling
     from tunix.commands.generate import GenerateOptions, generate
-    from tunix.commands.sampling import reward_config
     from tunix.inference.model import InferenceOptions
-    from tunix.types import Sampling
 
-    rewards = reward_config(parsed.reward, parsed.reward_model, parsed.deadline)
-    for name in ("best", "threshold"):
-        if rewards is None and vars(parsed)[name] is not None:
-            raise UserError(f"--{name} selects by reward: add --reward, for instance exact_match")
     compared = parsed.adapter if len(parsed.adapter) > 1 else ()
     adapter = parsed.adapter[0] if len(parsed.adapter) == 1 else None
     sampling = filled(Sampling, parsed, stop_strings=tuple(parsed.stop))
-    options = filled(GenerateOptions, parsed, sampling=sampling, adapters=compared, rewards=rewards)
+    options = filled(GenerateOptions, parsed, sampling=sampling, adapters=compared)
     generate(filled(InferenceOptions, parsed, adapter=adapter), options)
 
 
@@ -547,15 +501,12 @@ def _generate(parsed: Parsed) -> None:
 )
 def _eval(parsed: Parsed) -> None:
     from tunix.commands.evaluate import EvalOptions, evaluate
-    from tunix.commands.sampling import reward_config
     from tunix.inference.model import InferenceOptions
 
     columns = dict(column.partition("=")[::2] for column in parsed.column)
     if wrong := next((ours for ours, theirs in columns.items() if not (ours and theirs)), None):
         raise UserError(f"--column {wrong!r}: write ours=theirs, as in prompt=question")
-    rewards = reward_config(parsed.reward, parsed.reward_model, parsed.deadline)
-    options = filled(EvalOptions, parsed, columns=columns, rewards=rewards)
-    evaluate(filled(InferenceOptions, parsed), options, parsed.out)
+    evaluate(filled(InferenceOptions, parsed), filled(EvalOptions, parsed, columns=columns), parsed.out)
 
 
 @command(
@@ -600,9 +551,9 @@ def _quantize(parsed: Parsed) -> None:
     sampling(max_tokens=1024),
 )
 def _chat(parsed: Parsed) -> None:
+    from tunix import Sampling
     from tunix.commands.chat import chat
     from tunix.inference.model import InferenceOptions
-    from tunix.types import Sampling
 
     sampling = filled(Sampling, parsed, stop_strings=tuple(parsed.stop))
     chat(filled(InferenceOptions, parsed, slots=1), sampling=sampling, seed=parsed.seed)
@@ -630,24 +581,14 @@ def _serve(parsed: Parsed) -> None:
     # Before anything is imported: reading and compiling a model takes minutes, which a taken port makes worthless.
     # Clients wait until the model is there.
     with listen(parsed.host, parsed.port, f"--host {parsed.host} --port {parsed.port}") as listener:
-        from tunix.hf.source import require_lm_head
-        from tunix.inference.model import InferenceModel, InferenceOptions
+        from tunix.inference.model import InferenceOptions
 
         try:
-            from tunix.serving.app import server_of
+            from tunix.serving.app import serve
         except ModuleNotFoundError as error:
             raise UserError(f"tunix serve needs {error.name}: {install_command('serve')}") from None
-        from tunix.serving.service import Service
-
-        inference = InferenceModel(filled(InferenceOptions, parsed, length=parsed.max_length))
-        require_lm_head(inference.source, parsed.model)
-        print(f"{parsed.model}: reading, and compiling for {inference.slots} requests at a time", file=sys.stderr)
-        service = Service(inference, adapters=parsed.enable_lora)
-        service.warm()
-        host, port, *_ = listener.getsockname()
-        where = f"[{host}]" if ":" in host else host
-        print(f"http://{where}:{port} answers, up to {service.length} tokens; Ctrl-C ends", file=sys.stderr, flush=True)
-        server_of(service).run(sockets=[listener])
+        options = filled(InferenceOptions, parsed, length=parsed.max_length)
+        serve(options, listener, enable_lora=parsed.enable_lora)
 
 
 @command(
@@ -680,18 +621,8 @@ def _export(parsed: Parsed) -> None:
 
     if parsed.format == "huggingface":
         export(parsed.run, parsed.out, adapter=parsed.adapter, packed=parsed.packed, step=parsed.step)
-        return
-    if parsed.format == "maxtext":
-        from tunix.interop.maxtext import export_maxtext
-
-        convert = partial(export_maxtext, scanned=not parsed.unscanned)
     else:
-        from tunix.interop.stablehlo import Shapes, export_stablehlo
-
-        shapes = Shapes(parsed.batch or 1, parsed.prompt_length or 512, parsed.length or 1024)
-        convert = partial(export_stablehlo, shapes=shapes)
-    loading = export_as(parsed.run, parsed.out, convert, parsed.step)
-    print(f"{parsed.run} is in {parsed.out}, as {parsed.format}: {loading}")
+        print(f"{parsed.run} is in {parsed.out}, as {parsed.format}: {filled(export_as, parsed)}")
 
 
 @command(
@@ -714,12 +645,10 @@ def _import(parsed: Parsed) -> None:
         raise UserError(
             f"{parsed.source}: write which format it is, {scheme}FOLDER; Hugging Face's folders need no import"
         )
-    from tunix.hf.model_folder import resolve_folder
     from tunix.interop.maxtext import import_maxtext
 
     folder = Path(parsed.source.removeprefix(scheme)).expanduser()
-    like = None if parsed.like is None else resolve_folder(parsed.like)
-    import_maxtext(folder, parsed.out, like=like, dtype=parsed.dtype)
+    import_maxtext(folder, parsed.out, like=parsed.like, dtype=parsed.dtype)
     print(f"{folder} is in {parsed.out}, a model folder that every command reads")
 
 

@@ -257,11 +257,11 @@ class MeshConfig(Config):
 
     @model_validator(mode="after")
     def _sizes(self) -> "MeshConfig":
-        sizes = (self.data, self.fsdp, self.context, self.expert, self.tensor)
-        if any(size == 0 or size < -1 for size in sizes):
-            axes = f"data={self.data} fsdp={self.fsdp} context={self.context} expert={self.expert} tensor={self.tensor}"
+        sizes = dict(self)
+        if any(size == 0 or size < -1 for size in sizes.values()):
+            axes = " ".join(f"{axis}={size}" for axis, size in sizes.items())
             raise ValueError(f"sizes are positive, or -1 for what is left, not {axes}")
-        if sizes.count(-1) > 1:
+        if list(sizes.values()).count(-1) > 1:
             raise ValueError("only one axis can be -1")
         return self
 

@@ -27,7 +27,7 @@ from benchmarks.shapes import LORA, Shape
 from benchmarks.train import LOSS, interleaved
 from tunix.config import DType
 from tunix.lora.config import AdapterConfig
-from tunix.mesh import platform
+from tunix.mesh import bytes_of, platform
 from tunix.models.attention.attend import described, spec_of
 from tunix.models.attention.inputs import Segments
 from tunix.models.config import DecoderConfig
@@ -37,7 +37,6 @@ from tunix.plan import arithmetic
 from tunix.trainer.perf import matmul_weights, peak_memory
 from tunix.types import Request
 from tunix.util.chips import chip_named
-from tunix.util.trees import bytes_of
 
 TURNS, LONGEST = 5, 25.0
 """Turns of a measurement at most, and the seconds after which no other one is begun."""

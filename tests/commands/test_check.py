@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from tunix.cli import main
-from tunix.commands.check import check
+from tunix.commands.check import check, recipe_lines
 from tunix.errors import UserError
-from tunix.recipe.notes import hardware_note, read_header, recipe_lines
+from tunix.recipe.notes import hardware_note, read_header
 from tunix.recipe.recipe import Recipe, included_recipes
 
 ROOT = Path(__file__).parents[2]
@@ -150,12 +150,12 @@ def test_hardware_that_is_not_here_is_noted(monkeypatch: pytest.MonkeyPatch):
 
 def test_every_recipe_has_a_line_and_measured_ones_come_first():
     files = included_recipes()
-    lines = list(recipe_lines(files))
+    lines = list(recipe_lines())
     named = [line.split()[0] for line in lines if line.startswith("  ")]
     assert named[:3] == ["quickstart", "dpo_pydoc", "sft_pydoc"]
     assert sorted(named) == sorted(files)
     assert all(read_header(file).summary.endswith(".") for file in files.values())
-    assert all(len(line) <= 80 for line in recipe_lines(files, 80) if line.startswith("  "))
+    assert all(len(line) <= 80 for line in recipe_lines(80) if line.startswith("  "))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from tunix.launch.job import Job, Mount, Options, job_of
+from tunix.launch.job import Job, Mount, Options
+from tunix.launch.submit import job_of
 from tunix.recipe.recipe import Recipe
 
 KUBERNETES: dict[str, Any] = {"image": "images/tunix:1", "mounts": (Mount("runs", "/runs"),)}

@@ -8,7 +8,8 @@ import pytest
 
 from tests.launch.recipes import EXTRAS, job, recipe
 from tunix.errors import UserError
-from tunix.launch.job import Mount, Options, job_of, mount_of, placement
+from tunix.launch.job import Mount, Options, placement
+from tunix.launch.submit import job_of, mount_of
 from tunix.recipe.recipe import Recipe
 
 TEACHER = {"init": "random", "family": "llama", "mesh": {"fsdp": 4}}

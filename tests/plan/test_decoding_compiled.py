@@ -69,14 +69,13 @@ def compile_sampler_for(topology: str, kinds: str, layers: str, *names: str) -> 
     import jax
 
     from tunix.config import MeshConfig
-    from tunix.mesh import build_mesh
+    from tunix.mesh import build_mesh, bytes_of
     from tunix.models.config import EXPERTS, Experts
     from tunix.models.families.table import FAMILIES
     from tunix.models.model import Model
     from tunix.plan import programs
     from tunix.rollout.engine.engine import Engine, warmup_calls
     from tunix.util import chips
-    from tunix.util.trees import bytes_of
 
     chips.prepare()
     mesh = build_mesh(MeshConfig(), chips.devices_of(topology))

@@ -2,7 +2,7 @@
 
 Sections -> rows of `data` (files, columns, broken lines) -> rewards and environment -> model folders and adapter ->
 run folder. All that is wrong is reported together. What is printed is a recipe again: what its file and the overrides
-say, with what follows from it as comments.
+say, with what follows from it as comments. `tunix recipes` lists the headers of the recipes that tunix brings.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -19,8 +19,8 @@ from tunix.data.templates import template_text
 from tunix.errors import UserError
 from tunix.models.config import DecoderConfig
 from tunix.models.families.table import preset, read_config, small, with_sizes
-from tunix.recipe.notes import hardware_note, total_steps, update_notes
-from tunix.recipe.recipe import Recipe, recipe_file, resolved_stages, written_sections
+from tunix.recipe.notes import hardware_note, read_header, total_steps, update_notes
+from tunix.recipe.recipe import Recipe, included_recipes, recipe_file, resolved_stages, written_sections
 from tunix.recipe.tiny import is_download, local_folder
 from tunix.rollout.environments.remote import read_environment
 from tunix.rollout.rewards.base import ADDED, read_reward
@@ -34,8 +34,6 @@ READ = 10_000
 
 @dataclass
 class _Report:
-    """What was found about the runs of a recipe."""
-
     wrong: list[str] = field(default_factory=list)
     """Mistakes, one sentence each."""
     facts: list[str] = field(default_factory=list)
@@ -207,3 +205,26 @@ def _decoder(key: str, path: str, recipe: Recipe, report: _Report) -> DecoderCon
         report.facts.append(f"{key}: {decoder.family}, {decoder.num_layers} layers of {decoder.d_model}, from {place}")
         return decoder
     return None
+
+
+def recipe_lines(width: int | None = None) -> Iterator[str]:
+    """Yields the lines that `tunix recipes` prints; those of a terminal are cut to its width."""
+    files = included_recipes()
+    headers = {name: read_header(file) for name, file in files.items()}
+    longest = max(map(len, headers), default=0)
+    titles = {
+        True: "measured, on a laptop:",
+        False: "for accelerators, not yet measured; each runs on a laptop with --tiny:",
+    }
+    for measured, title in titles.items():
+        names = [name for name, header in headers.items() if header.measured == measured]
+        if not names:
+            continue
+        yield title
+        # The quickstart before the others: it is where to begin.
+        for name in sorted(names, key=lambda name: (name != "quickstart", name)):
+            line = f"  {name:<{longest}}  {headers[name].summary}"
+            yield line if width is None or len(line) <= width else f"{line[: width - 3].rstrip()}..."
+        yield ""
+    yield "tunix run NAME trains one, tunix run NAME --tiny tries it, and these are the files to start from:"
+    yield from sorted({str(file.parent) for file in files.values()})

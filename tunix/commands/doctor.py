@@ -147,7 +147,7 @@ def _devices() -> Iterator[Finding]:
         yield "ok", "devices", text
     # Which of the included recipes fit, by what their headers say that they need.
     headers = {name: read_header(file) for name, file in included_recipes().items()}
-    fits = [name for name, header in headers.items() if header.for_laptops]
+    fits = [name for name, header in headers.items() if "laptop" in header.hardware]
     for name, header in headers.items():
         needs = re.search(r"(one|\d+) x? ?H100 \(80 GB\): ([\d.]+) of", header.hardware)
         if memory is not None and not on_cpu and needs:

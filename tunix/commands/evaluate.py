@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Float, Int, Num
 
 from tunix.algorithms.episodes import rewards_of, total_rewards
-from tunix.commands.sampling import Bar, ProgressSampler, open_collector, score_fields
+from tunix.commands.sampling import Bar, ProgressSampler, open_collector, reward_config, score_fields
 from tunix.config import RowKind
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
@@ -35,7 +35,7 @@ from tunix.hf.source import require_lm_head
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.inference.scoring import token_scores
 from tunix.recipe.algorithms import algorithm_class
-from tunix.recipe.recipe import Recipe
+from tunix.recipe.recipe import recipe_of_run
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.trainer.metrics import perplexity
@@ -118,8 +118,10 @@ class EvalOptions:
     rows: int | None = None
     task: Task | None = None
     """Task to measure; None for the one that fits the run, the rewards or the rows."""
-    rewards: RewardConfig | None = None
-    """How answers are scored."""
+    reward: List[str] = ()
+    """What scores answers (`sampling.reward_config`)."""
+    reward_model: str | None = None
+    deadline: float = 10.0
     threshold: float | None = None
     n: int | None = None
     k: List[int] = ()
@@ -148,7 +150,8 @@ class Setting:
 
     inference: InferenceModel
     options: EvalOptions
-    """With what the run or the tasks say where an option is not given: `rows`, `rewards` and `n`."""
+    """With what the run or the tasks say where an option is not given: `rows` and `n`."""
+    rewards: RewardConfig | None
     rows: Rows
     config: DataConfig
     """How the rows are rendered."""
@@ -215,6 +218,7 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
             cannot be scored.
     """
     name, recipe = model.model, recipe_of_run(model.model)
+    asked = reward_config(options.reward, options.reward_model, options.deadline)
     if options.data is not None:
         rows = open_held_out(options.data, options.split)
     elif recipe is None:
@@ -224,13 +228,13 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
         rows = held_out_rows(recipe.data.model_copy(update={"eval_split": split}))
         if rows is None:
             raise UserError(f"{name} has no held-out rows (data.eval): name some, `tunix eval {name} FILE`")
-    rewards = options.rewards or (recipe.reward if recipe else None)
+    rewards = asked or (recipe.reward if recipe else None)
     environment = recipe.rollout.environment if recipe else None
     read = algorithm_class(recipe.algorithm.name)(recipe.algorithm).train_on if recipe else None
     tasks: tuple[Task, ...] = ("loss", "reward") if rewards or environment else ("loss",)
     if options.task:
         tasks = (options.task,)
-    elif options.rewards is not None or read == RowKind.PROMPT:
+    elif asked is not None or read == RowKind.PROMPT:
         tasks = ("reward",)
     elif read == RowKind.PAIRS or (read is None and {"chosen", "chosen_ids"} & {*rows[0]}):
         tasks = ("pairs",)
@@ -260,7 +264,7 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
     # Options without effect, and answers that cannot be scored, are refused.
     samples, said = bool({*tasks} & {*SAMPLING_TASKS}), " and ".join(tasks)
     fitting: dict[str, tuple[Any, tuple[Task, ...]]] = {
-        "--reward": (options.rewards, SAMPLING_TASKS),
+        "--reward": (asked, SAMPLING_TASKS),
         "--n": (options.n, SAMPLING_TASKS),
         "--threshold": (options.threshold, ("accuracy", "pass")),
         "--k": (options.k or None, ("pass",)),
@@ -278,7 +282,8 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
     limit = options.rows or (recipe.eval.rows if recipe and options.data is None else None)
     return Setting(
         inference,
-        replace(options, rows=limit, rewards=rewards, n=n),
+        replace(options, rows=limit, n=n),
+        rewards,
         rows,
         config,
         tasks,
@@ -286,15 +291,6 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
         play,
         inference.with_stop_ids(sampling) if samples else sampling,
     )
-
-
-def recipe_of_run(model: str) -> Recipe | None:
-    """The recipe of a run, or of its last stage; None where the model is no run."""
-    folder = Path(model).expanduser()
-    if not (folder / "recipe.yaml").is_file():
-        return None
-    recipe = Recipe.load(folder / "recipe.yaml", [f"output={json.dumps(str(folder))}"])
-    return recipe.stages[-1] if recipe.stages else recipe
 
 
 def loss(setting: Setting) -> EvalResult:
@@ -359,7 +355,7 @@ def answers(setting: Setting, task: Task) -> EvalResult:
     prompts = [prompt_of(example) for example in kept]
     columns = [*setting.rows[0], *setting.config.columns]
     with open_collector(
-        inference, setting.sampling, options.rewards, columns, setting.config, setting.play
+        inference, setting.sampling, setting.rewards, columns, setting.config, setting.play
     ) as collector:
         engine = inference.engine
         with closing(Bar("eval", options.n * len(prompts))) as bar:

@@ -30,7 +30,15 @@ import numpy as np
 
 from tunix.algorithms.episodes import total_rewards
 from tunix.commands.resumable_output import ResumableOutput, digest_of_folder, digest_of_rows, resumable_output
-from tunix.commands.sampling import Bar, ProgressSampler, digest_of_source, fingerprint, open_collector, score_fields
+from tunix.commands.sampling import (
+    Bar,
+    ProgressSampler,
+    digest_of_source,
+    fingerprint,
+    open_collector,
+    reward_config,
+    score_fields,
+)
 from tunix.data.config import DataConfig
 from tunix.data.examples import prompt_text, to_example
 from tunix.data.shapes import TEMPLATE_KWARGS, Rendering
@@ -224,8 +232,10 @@ class GenerateOptions:
     seed: int = 0
     adapters: List[Path] = ()
     """PEFT folders whose answers are compared; empty for the model's own."""
-    rewards: RewardConfig | None = None
-    """How each completion is scored; requires `out`, and one model."""
+    reward: List[str] = ()
+    """What scores each completion (`sampling.reward_config`); requires `out`, and one model."""
+    reward_model: str | None = None
+    deadline: float = 10.0
     best: int | None = None
     """Maximum number of completions of each prompt to write as rows to train on; None for all."""
     threshold: float | None = None
@@ -239,9 +249,13 @@ def generate(model: InferenceOptions, options: GenerateOptions) -> None:
         UserError: the model, an adapter, the rows or the output are not accessible, or a setting is invalid.
         Interrupted: by Ctrl-C while a file was written; the same call resumes it.
     """
-    if options.rewards is not None and options.adapters:
+    rewards = reward_config(options.reward, options.reward_model, options.deadline)
+    for name in ("best", "threshold"):
+        if rewards is None and vars(options)[name] is not None:
+            raise UserError(f"--{name} selects by reward: add --reward, for instance exact_match")
+    if rewards is not None and options.adapters:
         raise UserError("--reward scores the completions of one model: give one --adapter at a time")
-    if options.rewards is not None and options.out is None:
+    if rewards is not None and options.out is None:
         raise UserError("--reward: say with --out FILE where the scores go")
     if (options.prompt is None) == (options.input is None):
         raise UserError('give one of a prompt, as in `tunix generate MODEL "prompt"`, and --input FILE')
@@ -257,7 +271,7 @@ def generate(model: InferenceOptions, options: GenerateOptions) -> None:
         row, where = table[index], table.name if options.input is None else f"row {index + 1} of {table.name}"
         prompts.append(Prompt(inference.prompt(row, where), prompt_text(row), row))
     compared = ComparedAdapters(inference, options.adapters) if options.adapters else None
-    call = _Call(inference, prompts, options, compared)
+    call = _Call(inference, prompts, options, rewards, compared)
     if options.out is not None:
         call.write(options.out)
     elif options.n > 1 or compared:
@@ -287,11 +301,10 @@ Answer = tuple[int, int, Completion, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of `tunix generate`."""
-
     inference: InferenceModel
     prompts: List[Prompt]
     options: GenerateOptions
+    rewards: RewardConfig | None
     compared: ComparedAdapters | None
 
     @property
@@ -309,7 +322,7 @@ class _Call:
         inputs: dict[str, Any] = {
             "model": digest_of_source(inference.source),
             "rows": digest_of_rows([prompt.row, prompt.tokens.tolist()] for prompt in self.prompts),
-            "rewards": None if options.rewards is None else fingerprint(options.rewards),
+            "rewards": None if self.rewards is None else fingerprint(self.rewards),
             "n": options.n,
             "seed": options.seed,
             "dtype": inference.options.dtype,
@@ -368,7 +381,7 @@ class _Call:
                 return
             longest = max(len(prompt.tokens) for prompt in self.prompts) + options.sampling.max_tokens
             data, columns = inference.data(min(longest, inference.limit)), list(self.prompts[0].row)
-            with open_collector(inference, options.sampling, options.rewards, columns, data) as collector:
+            with open_collector(inference, options.sampling, self.rewards, columns, data) as collector:
                 sampler = ProgressSampler(inference.engine, bar, done=done)
                 for chunk in chunks:
                     groups = collector.collect(sampler, self.prompts[chunk.start : chunk.stop], n, options.seed)
@@ -408,7 +421,7 @@ class _Call:
             if self.compared:
                 return f"{prompts} rows, {len(self.compared.paths)} adapters, {output.done} completions"
             summary = f"{prompts} rows, {output.done} completions, {readable(tokens)} tokens"
-            if options.rewards is None:
+            if self.rewards is None:
                 return summary
             mean = scores / (output.done - failed) if output.done > failed else math.nan
             return f"{summary}, mean reward {mean:.4f}" + (f", {failed} without a score" if failed else "")

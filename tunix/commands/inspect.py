@@ -40,35 +40,30 @@ def show(recipe: Recipe, rows: int, console: Console | None = None) -> None:
         if recipe.stages:
             console.print(f"stage {stage.output}\n", markup=False)
         # The model of a later stage does not exist yet; its tokenizer is that of the first stage.
-        _show_run(stage.model_copy(update={"model": recipe.model}), rows, console)
-
-
-def _show_run(recipe: Recipe, rows: int, console: Console) -> None:
-    """Prints the examples and the accounting of a single run."""
-    with tempfile.TemporaryDirectory() as folder:
-        inputs = open_inputs(recipe, Path(folder))
-        algorithm = algorithm_class(recipe.algorithm.name)(recipe.algorithm)
-        # Rendered with the settings of the run.
-        examples = Examples(inputs.train, inputs.tokenizer, recipe.data, row_kind_of(recipe, algorithm))
-        seen = list(examples.first(max(rows, ACCOUNTED)))
-        pieces = _pieces(seen[:rows], Cutter(recipe.data, examples.train_on), recipe.batch_size)
-        for number, parts in enumerate(pieces, start=1):
-            for part, example in enumerate(parts, start=1):
-                place = f"{number}, piece {part} of {len(parts)}" if len(parts) > 1 else str(number)
-                _show_example(place, example, examples, console)
-            for rule, text in _lost(examples, number - 1, seen[number - 1]):
-                said = isinstance(seen[number - 1], Dropped)
-                console.print(text if said else f"{rule}: {text}", markup=False, soft_wrap=True)
-            console.print()
-        packed = None if algorithm.train_on == RowKind.PROMPT else layout(algorithm)
-        _show_totals(seen, recipe.batch_size, packed, examples, console)
-        rest = enumerate(seen[rows:], start=rows)
-        lines = ((i, rule, text) for i, example in rest for rule, text in _lost(examples, i, example))
-        for count, (i, rule, text) in enumerate(lines):
-            if count == LISTED:
-                console.print(f"and so on; --rows {len(seen)} shows all", markup=False)
-                break
-            console.print(f"row {i + 1}: {rule}: {text}", markup=False, soft_wrap=True)
+        run = stage.model_copy(update={"model": recipe.model})
+        with tempfile.TemporaryDirectory() as folder:
+            inputs = open_inputs(run, Path(folder))
+            algorithm = algorithm_class(run.algorithm.name)(run.algorithm)
+            examples = Examples(inputs.train, inputs.tokenizer, run.data, row_kind_of(run, algorithm))
+            seen = list(examples.first(max(rows, ACCOUNTED)))
+            pieces = _pieces(seen[:rows], Cutter(run.data, examples.train_on), run.batch_size)
+            for number, parts in enumerate(pieces, start=1):
+                for part, example in enumerate(parts, start=1):
+                    place = f"{number}, piece {part} of {len(parts)}" if len(parts) > 1 else str(number)
+                    _show_example(place, example, examples, console)
+                for rule, text in _lost(examples, number - 1, seen[number - 1]):
+                    said = isinstance(seen[number - 1], Dropped)
+                    console.print(text if said else f"{rule}: {text}", markup=False, soft_wrap=True)
+                console.print()
+            packed = None if algorithm.train_on == RowKind.PROMPT else layout(algorithm)
+            _show_totals(seen, run.batch_size, packed, examples, console)
+            rest = enumerate(seen[rows:], start=rows)
+            lines = ((i, rule, text) for i, example in rest for rule, text in _lost(examples, i, example))
+            for count, (i, rule, text) in enumerate(lines):
+                if count == LISTED:
+                    console.print(f"and so on; --rows {len(seen)} shows all", markup=False)
+                    break
+                console.print(f"row {i + 1}: {rule}: {text}", markup=False, soft_wrap=True)
 
 
 def _pieces(examples: list[Kept | Dropped], cut: Cutter, size: int) -> Iterator[list[Kept | Dropped]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tunix.commands.evaluate import EvalOptions, loss, prepare, recipe_of_run
+from tunix.commands.evaluate import EvalOptions, loss, prepare
 from tunix.errors import UserError
 from tunix.hf.model_folder import save_folder
 from tunix.inference.model import InferenceModel, InferenceOptions
@@ -21,6 +21,7 @@ from tunix.models.quantization.formats import supported
 from tunix.models.quantization.modules import projections_of
 from tunix.models.quantization.rules import RULES_FILE, Rule, Rules
 from tunix.models.quantization.schemes import check_packs
+from tunix.recipe.recipe import recipe_of_run
 from tunix.trainer.progress import readable
 from tunix.util.atomic_io import refuse_taken
 from tunix.util.yaml_io import problems, read_mapping

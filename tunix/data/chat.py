@@ -477,15 +477,10 @@ class Turns:
         return turns
 
     def _start(self, k: int, first: int, before: int) -> int:
-        """The character where message `k` starts.
+        """The character where message `k` starts, whose `first` letter stands after the last one `before` it (or -1).
 
         Where the text does not go on as the prompt of inference does (the template opens a thought in prompts only), it
         is the first character of what is said; for calls, the end of what the text has of the prompt.
-
-        Args:
-            k: the message.
-            first: where its first letter stands.
-            before: where the last letter of an earlier message stands, -1 where there is none.
         """
         traced = self.traced
         rest = traced.text[before + 1 :]
@@ -522,13 +517,8 @@ class Turns:
         return -1, text
 
     def _end(self, k: int, last: int, limit: int) -> tuple[int, bool]:
-        """The token after the last one of message `k`, and whether that one is a stop token.
-
-        Args:
-            k: the message.
-            last: where its last letter stands.
-            limit: where the first letter of a later message stands.
-        """
+        """The token after the last one of message `k`, whose `last` letter stands before the first one of a later
+        message, at `limit`; and whether that token is a stop token."""
         traced, tokens = self.traced, self.tokens
         ids, is_added = tokens.ids, tokens.tokenizer.is_added
         calls = traced.field_at(last).kind == "call"
@@ -556,8 +546,8 @@ class Turns:
         return tokens.first_from(end + (len(traced.text[end:closed].rstrip()) if calls else 0)), False
 
 
-def common_prefix(a: str, b: str) -> int:
-    """Length of the longest common prefix of two texts."""
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Length of the longest common prefix of two texts or lists."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -797,11 +787,8 @@ def _fault(message: Mapping[str, Any], role: str) -> str | None:
 
 
 def _prepared(messages: Sequence[Message], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The messages as templates read them: no nulls, text parts as a string, calls as objects with a function.
-
-    Raises:
-        UserError: a tool call is malformed.
-    """
+    """The messages as templates read them: no nulls, text parts as a string, calls as objects with a function; raises
+    UserError where a call is malformed."""
     prepared = []
     for i, message in enumerate(messages, 1):
         plain = {key: x for key, x in message.items() if x is not None and key not in ("weight", "train")}
@@ -874,11 +861,8 @@ def _remember(
 
 
 def _traced(messages: Sequence[Message], text: str, render: Render) -> tuple[Traced, list[Note]]:
-    """The traced text, and what the template does not write of the assistant's messages.
-
-    Raises:
-        Refused: the template decides by what the messages say, or leaves out something else, which no rule allows.
-    """
+    """The traced text, and what the template does not write of the assistant's messages; raises Refused where it
+    decides by what the messages say, or leaves out something else, which no rule allows."""
     if (traced := trace(messages, text, render)) is None:
         raise Refused(
             UNPROVED,

@@ -587,8 +587,7 @@ def render_pair(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> t
             chosen, rejected = [*before, *chosen], [*before, *rejected]
         elif not before:
             # The messages that both sides begin with, except the last one of each side, which is compared.
-            most = min(len(chosen), len(rejected)) - 1
-            before = chosen[: next((i for i in range(most) if chosen[i] != rejected[i]), most)]
+            before = chosen[: common_prefix(chosen[:-1], rejected[:-1])]
         if not before:
             raise Refused(NO_COMMON_PROMPT)
         first, second = (
@@ -615,8 +614,7 @@ def render_pair(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> t
     # Two texts between BOS and EOS, trained from the first token that differs.
     bos = tokenizer.adds_bos
     first, second = (tokenizer.ended(tokenizer.encode(text, bos=bos)) for text in (chosen, rejected))
-    most = min(len(first), len(second)) - 1
-    start = next((i for i in range(most) if first[i] != second[i]), most)
+    start = common_prefix(first[:-1], second[:-1])
     if start <= int(bos):
         raise Refused(NO_COMMON_PROMPT)
     return joined(first[:start], first[start:]), joined(second[:start], second[start:])

@@ -227,14 +227,8 @@ def _placed(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Where the pieces are placed, `[pieces]` each: the row, the first position in it, and the segment id (from 1).
 
-    Args:
-        sizes: `[pieces]` tokens of each.
-        unit_of: `[pieces]` index of its unit, in ascending order.
-        seen: `[pieces]` pictures of each.
-        pictures: the most of a row.
-
-    Raises:
-        ValueError: a unit does not fit into a row.
+    `sizes`, `unit_of` and `seen` are `[pieces]` too: the tokens of each, its unit, ascending, and its pictures.
+    Raises a ValueError where a unit does not fit into a row.
     """
     lengths, seen = (np.bincount(unit_of, weights=x).astype(np.int64) for x in (sizes, seen))
     if lengths.max() > max_length:

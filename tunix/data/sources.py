@@ -614,7 +614,6 @@ def held_out_rows(data: DataConfig) -> Rows | None:
 
 
 def _source(spec: str | Path | Table | Iterable[Any]) -> _Source:
-    """The dataset that a spec stands for."""
     if isinstance(spec, Mapping):
         return _Source("the given rows", {str(split): lambda rows=rows: rows for split, rows in spec.items()})
     if not isinstance(spec, str | Path):
@@ -678,16 +677,13 @@ def _without_padding(value: Any, inside: bool = False) -> Any:
     return [_without_padding(x, True) for x in value] if isinstance(value, list) else value
 
 
-def texts(rows: Rows) -> Iterator[str]:
-    """Every string in the rows, including those within messages."""
-    for index in range(len(rows)):
-        yield from _strings(rows[index])
-
-
-def _strings(value: Any) -> Iterator[str]:
+def texts(value: Any) -> Iterator[str]:
+    """Every string in rows or in a value of them, including those within messages."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from (text for key, item in value.items() if key != "role" for text in _strings(item))
+        yield from (text for key, item in value.items() if key != "role" for text in texts(item))
+    elif isinstance(value, Rows):
+        yield from (text for index in range(len(value)) for text in texts(value[index]))
     elif isinstance(value, list | tuple):
-        yield from (text for item in value for text in _strings(item))
+        yield from (text for item in value for text in texts(item))

@@ -125,5 +125,4 @@ def _problem(index: int) -> dict[str, Any]:
 
 
 def _chat(question: Any, answer: str) -> list[dict[str, Any]]:
-    """A question and its answer as messages."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

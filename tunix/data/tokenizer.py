@@ -508,11 +508,8 @@ def _split_words(backend: tokenizers.Tokenizer, template: TemplateName) -> None:
 def _finish(
     backend: tokenizers.Tokenizer, template: TemplateName, pictures: Mapping[str, str] = MappingProxyType({})
 ) -> Tokenizer:
-    """Adds special tokens, BOS and template to a byte-level vocabulary whose first ids are the special tokens.
-
-    Args:
-        pictures: markers of pictures by transformers' names for them.
-    """
+    """Adds special tokens, BOS and template to a byte-level vocabulary whose first ids are the special tokens;
+    `pictures` are the markers of pictures by transformers' names for them."""
     from tokenizers import decoders
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast

@@ -53,7 +53,6 @@ class Refused(UserError):
     """A row that cannot be trained as it stands; where rows are counted it is dropped."""
 
     def __init__(self, reason: str, message: str = "") -> None:
-        """See `Dropped`."""
         super().__init__(message)
         self.reason = reason
 

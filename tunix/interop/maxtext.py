@@ -46,7 +46,15 @@ from jaxtyping import Float32
 from tunix.config import DType
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
-from tunix.hf.model_folder import STORED_DTYPE, expected, has_score, named_tensors, reward_model, write_beside
+from tunix.hf.model_folder import (
+    STORED_DTYPE,
+    expected,
+    has_score,
+    named_tensors,
+    resolve_folder,
+    reward_model,
+    write_beside,
+)
 from tunix.hf.safetensors_io import Entry, check_tensors, some, write_shards
 from tunix.interop.orbax_arrays import ITEMS, STEP, Arrays, Deferred, writing_handler
 from tunix.models.config import DecoderConfig, Rope
@@ -381,13 +389,13 @@ def export_maxtext(source: Path, out: Path, *, scanned: bool = True) -> str:
     )
 
 
-def import_maxtext(source: Path, out: Path, *, like: Path | None = None, dtype: DType | None = None) -> None:
+def import_maxtext(source: Path, out: Path, *, like: str | Path | None = None, dtype: DType | None = None) -> None:
     """Writes a checkpoint of MaxText as a model folder, which everything here and transformers read.
 
     Args:
         source: the folder of the arrays (`.../0/items`), of a step, or of all steps, of which the last is taken.
         out: the new folder; must not exist, or be an empty one.
-        like: a model folder with the config.json and the tokenizer; None where they are in `source`.
+        like: a model folder or hub id with the config.json and the tokenizer; None where they are in `source`.
         dtype: of the written weights; None keeps each array's own.
 
     Raises:
@@ -400,7 +408,7 @@ def import_maxtext(source: Path, out: Path, *, like: Path | None = None, dtype: 
             f"{source} has no config.json, and a checkpoint of MaxText does not say what its model is: name a folder "
             "of the same model in Hugging Face's format, --like FOLDER"
         )
-    like = like or source
+    like = source if like is None else resolve_folder(str(like))
     config = checked_config(like, str(like / "config.json"))
     arrays = Arrays(source)
     if not any(path.startswith(ROOT) for path in arrays.shapes):

@@ -1,5 +1,6 @@
 """Jobs for clusters: what a recipe and a topology ask of SLURM, of Kubernetes and of Pathways, as files.
 
-`job` (what it is, whatever the scheduler) -> one of the writers `slurm` and `kubernetes`, which knows Pathways too.
+`submit` makes the `job` (what it is, whatever the scheduler), has it written by `slurm` or by `kubernetes`, which knows
+Pathways too, and submits it.
 Nothing here needs a device or a network.
 """

@@ -145,7 +145,6 @@ def job_set(job: Job) -> Tree:
 
 
 def _metadata(job: Job, name: str) -> Tree:
-    """Name, namespace and label of an object."""
     where = {} if job.options.namespace is None else {"namespace": job.options.namespace}
     return {"name": name, **where, "labels": {"app.kubernetes.io/name": "tunix"}}
 

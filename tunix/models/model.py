@@ -49,7 +49,6 @@ from tunix.models.token_logprobs import token_logprobs
 from tunix.models.vision import TOWERS, seen_ahead, with_pictures
 from tunix.types import Pictures
 from tunix.util.exact import jit
-from tunix.util.trees import tree_of
 
 Params = dict[str, jax.Array]
 Path = tuple[str, ...]
@@ -67,6 +66,17 @@ def embedded(config: DecoderConfig, table: jax.Array, tokens: Int[Array, "B T"],
     """The embedded tokens: the residual stream before the first layer."""
     x = table[tokens].astype(dtype)
     return x * jnp.asarray(config.d_model**0.5, dtype) if config.scale_embeddings else x
+
+
+def tree_of(leaves: Mapping[Path, Any]) -> dict[str, Any]:
+    """The tree that has these leaves at these paths."""
+    tree: dict[str, Any] = {}
+    for (*path, last), value in leaves.items():
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return tree
 
 
 @dataclass(frozen=True)

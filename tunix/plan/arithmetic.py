@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from tunix.errors import UserError
 from tunix.lora.config import AdapterConfig
-from tunix.mesh import RULES, groups_of
+from tunix.mesh import RULES, bytes_of, groups_of
 from tunix.models.attention.attend import SHORT
 from tunix.models.config import DecoderConfig
 from tunix.models.scan import KEEPS, Remat
@@ -31,7 +31,6 @@ from tunix.trainer.perf import adapter_weights, idle_weights, matmul_weights, ma
 from tunix.trainer.remat import activations
 from tunix.types import Batch
 from tunix.util.chips import Chip
-from tunix.util.trees import bytes_of
 
 RESULTS = {"q": "q", "k": "k", "v": "v", "o": "x", "gate": "gate", "up": "up"}
 """A layer's matrices -> the names in `KEEPS` of what they compute."""

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from tunix.data.packing import pack
 from tunix.data.pipeline import pictures_of_row
+from tunix.mesh import bytes_of
 from tunix.models.model import Model
 from tunix.plan import arithmetic, programs
 from tunix.plan.subject import Place, Subject, Trained
@@ -29,7 +30,6 @@ from tunix.trainer.logprobs import Scorer, Scores
 from tunix.trainer.microbatches import Microbatches
 from tunix.trainer.perf import training_flops
 from tunix.types import Batch, Loss, Metrics, Sequence
-from tunix.util.trees import bytes_of
 
 MOST_STEPS = 64
 """Steps after which an algorithm that has not updated its policy is taken as it is; PPO may warm its critic up."""

@@ -16,7 +16,7 @@ from tunix.errors import UserError
 from tunix.hf.peft_folder import CONFIG, named_base
 from tunix.hf.run_export import exported
 from tunix.hf.source import Source, from_scratch, settled
-from tunix.mesh import build_mesh
+from tunix.mesh import build_mesh, bytes_of
 from tunix.models.config import DecoderConfig, is_own
 from tunix.models.families.table import presets, read_config, with_vision
 from tunix.models.kv_cache import LAYERS, Weights, is_top
@@ -33,7 +33,6 @@ from tunix.run.setup import Setup, Shapes, algorithm_of, apart
 from tunix.trainer.learner import abstract_moments
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec, rows_per_microbatch
 from tunix.types import Workload
-from tunix.util.trees import bytes_of
 
 Place = Literal["training", "sampling", "teaching"]
 """Devices of a run: those that train, and do all that has none of its own; those that only sample; a teacher's own."""

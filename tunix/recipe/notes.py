@@ -1,12 +1,11 @@
 """What a recipe means for this machine and these rows and may surprise: few updates, hardware that is not here.
 
-Each is a note of a line, said by `tunix check` and when a run starts; `tunix recipes` lists the headers of the recipes
-that tunix brings. Loads without jax.
+Each is a note of a line, said by `tunix check` and when a run starts. Loads without jax.
 """
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,11 +26,6 @@ class Header:
     """What it needs, e.g. `a laptop: two CPU cores, under 2 GB of memory.`; empty where nothing is said."""
     time: str = ""
     """How long it takes, e.g. `131 s were measured`."""
-
-    @property
-    def for_laptops(self) -> bool:
-        """Whether it is made for a machine without an accelerator."""
-        return "laptop" in self.hardware
 
     @property
     def measured(self) -> bool:
@@ -109,30 +103,3 @@ def update_notes(recipe: Sections, rows: int, total: int) -> Iterator[str]:
             f"optimizer.warmup is {warmup:g} steps and the run has {what}: the learning rate never reaches "
             f"{recipe.optimizer.learning_rate:g}; below 1 it is a share of the steps"
         )
-
-
-def recipe_lines(files: Mapping[str, Path], width: int | None = None) -> Iterator[str]:
-    """Yields the lines that `tunix recipes` prints.
-
-    Args:
-        files: the recipes by name.
-        width: of a terminal, where longer lines are cut; None for whole lines.
-    """
-    headers = {name: read_header(file) for name, file in files.items()}
-    longest = max(map(len, headers), default=0)
-    titles = {
-        True: "measured, on a laptop:",
-        False: "for accelerators, not yet measured; each runs on a laptop with --tiny:",
-    }
-    for measured, title in titles.items():
-        names = [name for name, header in headers.items() if header.measured == measured]
-        if not names:
-            continue
-        yield title
-        # The quickstart before the others: it is where to begin.
-        for name in sorted(names, key=lambda name: (name != "quickstart", name)):
-            line = f"  {name:<{longest}}  {headers[name].summary}"
-            yield line if width is None or len(line) <= width else f"{line[: width - 3].rstrip()}..."
-        yield ""
-    yield "tunix run NAME trains one, tunix run NAME --tiny tries it, and these are the files to start from:"
-    yield from sorted({str(file.parent) for file in files.values()})

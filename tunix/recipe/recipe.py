@@ -7,6 +7,7 @@ the same recipe with a small random model and generated data. All mistakes are r
 
 import difflib
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -251,6 +252,16 @@ def recipe_file(recipe: str | Path) -> Path:
     if hint := nearest(path.name, siblings.values()):
         raise UserError(f"{path}: no such file.{hint}")
     raise UserError(f"{path}: no such file, nor the name of a recipe that tunix brings (`tunix recipes`)")
+
+
+def recipe_of_run(run: str | Path) -> Recipe | None:
+    """The recipe of a run, or of its last stage, whose output is the present place of the folder, since a run may have
+    been moved: a later stage finds the stage before it next to its own folder. None where `run` is no run."""
+    folder = Path(run).expanduser()
+    if not (folder / "recipe.yaml").is_file():
+        return None
+    recipe = Recipe.load(folder / "recipe.yaml", [f"output={json.dumps(str(folder))}"])
+    return recipe.stages[-1] if recipe.stages else recipe
 
 
 def known_keys(algorithm: Any) -> dict[str, list[str]]:

@@ -343,7 +343,6 @@ def _first_rows(data: DataConfig, number: int = LOOKED_AT) -> list[Mapping[str, 
 
 
 def _holds_ids(data: DataConfig) -> bool:
-    """Whether the rows hold token ids."""
     columns = {data.columns.get(name, name) for name in ("input_ids", "prompt_ids")}
     return data.format == "tokens" or (
         data.format == "auto" and any(columns & row.keys() for row in _first_rows(data, 1))

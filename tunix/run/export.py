@@ -3,11 +3,11 @@
 Other formats begin from the first: it is written next to the output, converted, and removed.
 """
 
-import json
 import tempfile
-from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from tunix.config import DType, MeshConfig
 from tunix.errors import UserError
@@ -17,7 +17,7 @@ from tunix.lora.adapt import quantization
 from tunix.mesh import build_mesh
 from tunix.models.quantization.schemes import check_packs
 from tunix.recipe.algorithms import algorithm_class
-from tunix.recipe.recipe import Recipe
+from tunix.recipe.recipe import Recipe, recipe_of_run
 from tunix.run.client import initial_weights
 from tunix.run.folder import checkpoint_folder, refuse_foreign_checkpoints
 from tunix.run.setup import Setup
@@ -53,14 +53,9 @@ def export(
     Raises:
         UserError: there is no such run, checkpoint or adapter, or `out` exists.
     """
-    if not (run / "recipe.yaml").is_file():
+    if (recipe := recipe_of_run(run)) is None:
         raise UserError(f"{run} is no run folder: it has no recipe.yaml")
-    # The output is the present place of the folder, since a run may have been moved: a later stage finds the stage
-    # before it next to its own folder.
-    recipe = Recipe.load(run / "recipe.yaml", [f"output={json.dumps(str(run))}"])
-    if recipe.stages:
-        recipe = recipe.stages[-1]
-        run = Path(recipe.output)
+    run = Path(recipe.output)
     if adapter and recipe.adapter is None:
         raise UserError(f"{run} trained all weights: there is no adapter to export; leave --adapter out")
     if packed:
@@ -98,29 +93,52 @@ def export(
         display.say(f"converting step {chosen} of {run}" if converts else f"step {chosen} of {run} is in {out}")
 
 
-def export_as(model: Path, out: Path, convert: Callable[[Path, Path], str], step: int | None = None) -> str:
+def export_as(
+    format: Literal["maxtext", "stablehlo"],
+    run: Path,
+    out: Path,
+    *,
+    step: int | None = None,
+    unscanned: bool = False,
+    batch: int | None = None,
+    prompt_length: int | None = None,
+    length: int | None = None,
+) -> str:
     """Writes a run's weights, an adapter merged into its base, in another format than Hugging Face's.
 
     Args:
-        model: the run folder; or a model folder or hub id, which is converted as it is.
+        format: whose checkpoint it is, or programs that run without tunix.
+        run: the run folder; or a model folder or hub id, which is converted as it is.
         out: the folder to write; it must not exist.
-        convert: writes `(model folder, out)`; what it returns is returned.
         step: the checkpoint to export; the newest by default.
+        unscanned: of MaxText each layer's arrays apart, not stacked.
+        batch, prompt_length, length: the sizes of the programs, as in `Shapes` (1, 512, 1024).
+
+    Returns:
+        How what was written is loaded.
 
     Raises:
         UserError: there is no such run, model or checkpoint, it cannot be converted, or `out` exists.
     """
+    if format == "maxtext":
+        from tunix.interop.maxtext import export_maxtext
+
+        convert = partial(export_maxtext, scanned=not unscanned)
+    else:
+        from tunix.interop.stablehlo import Shapes, export_stablehlo
+
+        convert = partial(export_stablehlo, shapes=Shapes(batch or 1, prompt_length or 512, length or 1024))
     refuse_taken(out)
-    if not (model / "recipe.yaml").is_file():
+    if not (run / "recipe.yaml").is_file():
         if step is not None:
-            raise UserError(f"--step {step}: {model} is no run folder, and has no checkpoints; leave it out")
-        return convert(resolve_folder(str(model)), out)
+            raise UserError(f"--step {step}: {run} is no run folder, and has no checkpoints; leave it out")
+        return convert(resolve_folder(str(run)), out)
     # Next to the output, where there is room for a model.
     near = None if url_of(out) else out.expanduser().absolute().parent
     if near is not None:
         near.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{out.name}.tmp-", dir=near) as temporary:
-        export(model, Path(temporary) / "model", step=step, converts=True)
+        export(run, Path(temporary) / "model", step=step, converts=True)
         return convert(Path(temporary) / "model", out)
 
 

@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import socket
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,29 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from tunix.hf.source import require_lm_head
+from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.serving.service import CompletionBody, Refusal, Service
 
 _log = logging.getLogger(__name__)
+
+
+def serve(options: InferenceOptions, listener: socket.socket, *, enable_lora: bool) -> None:
+    """Answers at a socket that listens already, whose clients wait until the model is read and compiled; until Ctrl-C.
+    With `enable_lora` adapters may be loaded beside the weights, which then are kept twice.
+
+    Raises:
+        UserError: the model cannot be read, or scores and does not answer.
+    """
+    inference = InferenceModel(options)
+    require_lm_head(inference.source, options.model)
+    print(f"{options.model}: reading, and compiling for {inference.slots} requests at a time", file=sys.stderr)
+    service = Service(inference, adapters=enable_lora)
+    service.warm()
+    host, port, *_ = listener.getsockname()
+    where = f"[{host}]" if ":" in host else host
+    print(f"http://{where}:{port} answers, up to {service.length} tokens; Ctrl-C ends", file=sys.stderr, flush=True)
+    server_of(service).run(sockets=[listener])
 
 
 def server_of(service: Service) -> uvicorn.Server:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from tunix.distributed import processes
 from tunix.distributed.global_arrays import own_part, to_own
 from tunix.errors import UserError
-from tunix.mesh import AXES, groups_of, partition
+from tunix.mesh import AXES, bytes_of, groups_of, partition
 from tunix.models.model import Model
 from tunix.models.quantization.formats import in_compute
 from tunix.rollout.config import RolloutMeshConfig
@@ -29,7 +29,6 @@ from tunix.trainer.mesh_choice import WORDS, Demand, near_divisors
 from tunix.trainer.microbatches import TrainerSpec
 from tunix.trainer.remat import held_by
 from tunix.util.exact import jit
-from tunix.util.trees import bytes_of
 
 SHARE = 0.25
 """Share of a device's memory that a copy of the weights may take: beside it are the state of training, of which `auto`

@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from tunix.errors import UserError, install_command, nearest
-from tunix.util.accelerators import FRACTION, installed
+from tunix.util.accelerators import FRACTION, OLDEST_DRIVERS, installed
 
 GPUS_OF_A_HOST = 8
 CHIPS_OF_A_HOST = 4
@@ -91,7 +91,7 @@ TPU = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER
 SHARE = {"gpu": FRACTION, "tpu": 0.98}
 """Share of the memory that programs may take, by platform: what the command line asks of JAX for a GPU
 (`accelerators.py`); a TPU's compiler keeps 0.25 to 0.75 GiB for itself (its messages: 15.75 of a v5e's 16)."""
-COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")}
+COMPILERS = {"tpu": ("libtpu",), "gpu": tuple(OLDEST_DRIVERS)}
 """Modules of which one has the compiler of a platform."""
 EFFORT = "jax_exec_time_optimization_effort"
 

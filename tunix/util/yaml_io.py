@@ -160,14 +160,14 @@ def without_effect(tree: Mapping[str, Any], overrides: Iterable[str]) -> list[st
         return []
     return [
         f"{key}: every stage sets its own, which takes precedence; write stages.0.{key}=... (stages count from 0)"
-        for key in map(_key, overrides)
+        for key in (override.partition("=")[0].strip() for override in overrides)
         if all(_sets(stage, key) for stage in stages)
     ]
 
 
 def keys_set(tree: Mapping[str, Any], overrides: Iterable[str]) -> list[frozenset[str]]:
     """The keys that overrides set, without their values: those of a recipe, or of each of its stages."""
-    keys, stages = [_key(override) for override in overrides], tree.get("stages")
+    keys, stages = [override.partition("=")[0].strip() for override in overrides], tree.get("stages")
     if not isinstance(stages, list) or not stages:
         return [frozenset(keys)]
     sets = []
@@ -179,12 +179,7 @@ def keys_set(tree: Mapping[str, Any], overrides: Iterable[str]) -> list[frozense
     return sets
 
 
-def _key(override: str) -> str:
-    return override.partition("=")[0].strip()
-
-
 def _sets(section: Any, key: str) -> bool:
-    """Whether a dotted key is set in a section."""
     for part in key.split("."):
         if not isinstance(section, Mapping) or part not in section:
             return False
