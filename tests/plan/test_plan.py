@@ -255,7 +255,7 @@ def test_a_worker_is_stopped_at_its_deadline():
 @pytest.mark.slow
 def test_a_worker_answers_over_its_pipe():
     found = ask(recipe(), None)
-    assert not found.misfits
+    assert found.fits
     assert [one["name"] for one in found.verdicts[0]["programs"]] == ["step"]
 
 
