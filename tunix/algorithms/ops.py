@@ -129,7 +129,9 @@ def surrogate_outputs(
 
 
 def log_ratio(
-    logprobs: Float[Array, "B T"], others: Float[Array | np.ndarray, "B T"], batch: Batch
+    logprobs: Float[Array, "B T"],
+    others: Float[Array | np.ndarray, "B T"],
+    batch: Batch,
 ) -> Float[Array, "B T"]:
     """`log p - log q` of the taken tokens, clamped to +-20; 0 outside of the mask, whatever the inputs are."""
     return jnp.clip(jnp.where(batch.loss_mask, logprobs - others, 0.0), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

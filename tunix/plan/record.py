@@ -178,7 +178,11 @@ class Recorder(Rehearsal):
         return [np.zeros(len(x.tokens), np.float32) for x in sequences]
 
     def asked(
-        self, key: tuple[Hashable, ...], name: str, reads: tuple[str, ...], lower: Callable[[], jax.stages.Lowered]
+        self,
+        key: tuple[Hashable, ...],
+        name: str,
+        reads: tuple[str, ...],
+        lower: Callable[[], jax.stages.Lowered],
     ) -> Program:
         """The program of this key, which runs once more; lowered where it is new."""
         if key not in self.programs:

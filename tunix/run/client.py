@@ -11,7 +11,15 @@ from pydantic import ValidationError
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.config import CriticKind, DType, MeshConfig, ModelConfig
 from tunix.errors import UserError
-from tunix.hf.source import Source, adapter_weights, check_vocabulary, from_scratch, pretrained, settled, weights
+from tunix.hf.source import (
+    Source,
+    adapter_weights,
+    check_vocabulary,
+    from_scratch,
+    pretrained,
+    settled,
+    weights,
+)
 from tunix.lora.adapt import started
 from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import FAMILIES

@@ -77,7 +77,12 @@ class Scorer:
             return self._logprobs.lower(params, microbatches, temperature=temperature)
 
     def scores(
-        self, kind: Scores, params: Params, sequences: List[Sequence], size: int | None = None, temperature: float = 1.0
+        self,
+        kind: Scores,
+        params: Params,
+        sequences: List[Sequence],
+        size: int | None = None,
+        temperature: float = 1.0,
     ) -> List[np.ndarray]:
         """`[T]` numbers of each sequence, 0 for its first token.
 

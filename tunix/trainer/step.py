@@ -175,7 +175,8 @@ def gradients_of(
     if spec.model.router_aux_loss_coef and microbatches.number > 1:
         # The loss is a product of two means, of which a micro-batch's gradient needs the whole batch's first one.
         rows = accumulate(
-            lambda index: _forward(spec, state.params, frozen, microbatches.at(index), loss, key)[1][ROWS], microbatches
+            lambda index: _forward(spec, state.params, frozen, microbatches.at(index), loss, key)[1][ROWS],
+            microbatches,
         )
 
     def one_microbatch(params: Params, index: Index) -> tuple[jax.Array, Sums]:

@@ -50,7 +50,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
     # MiniMax-M1, Chen et al. 2025, https://arxiv.org/abs/2506.13585, eq. 4 and 5: no lower bound. The paper does not
     # print the upper one; weights up to 5 are those of ScaleRL, Khatri et al. 2025, https://arxiv.org/abs/2510.13786.
-    "cispo": {"advantage": "mean_std", "surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "reduction": "tokens"},
+    "cispo": {
+        "advantage": "mean_std",
+        "surrogate": "cispo",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+        "reduction": "tokens",
+    },
     # Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, sec. 3: a completion is one action, so its log-probs are
     # summed, and from the second update on its ratio is the product of its tokens'. Divided by a constant, which scales
     # every gradient alike and leaves clip_norm its meaning. The paper tunes the KL coefficient; 0.05 is what TRL takes.
@@ -65,7 +71,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
     # Hu et al. 2025, https://arxiv.org/abs/2501.03262: PPO's clip; rewards, with the KL in them, are
     # normalised over the batch. The KL coefficient is that of its authors' library, OpenRLHF.
-    "reinforce_pp": {"advantage": "batch", "reduction": "tokens", "kl": 0.01, "kl_in": "reward", "kl_estimator": "k1"},
+    "reinforce_pp": {
+        "advantage": "batch",
+        "reduction": "tokens",
+        "kl": 0.01,
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
     # Gao et al. 2025, https://arxiv.org/abs/2511.20347, eq. 5 to 7, sec. 5 (the temperatures: `loss.SOFT_TAUS`).
     "sapo": {"advantage": "mean_std", "surrogate": "soft", "reduction": "sequences"},
     # Qi et al. 2026, https://arxiv.org/abs/2602.04879, eq. 11 and 12, by total variation; kl is `trust_region: kl`.
