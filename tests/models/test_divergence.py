@@ -13,6 +13,8 @@ from tunix.models import token_logprobs as blocks
 from tunix.models.divergence import Side, compared
 from tunix.types import Compared, Divergence
 
+pytestmark = pytest.mark.models
+
 LN2 = math.log(2)
 # Teacher q = (1/2, 1/4, 1/4), student p = (1/4, 1/4, 1/2).
 Q, P = (0.5, 0.25, 0.25), (0.25, 0.25, 0.5)

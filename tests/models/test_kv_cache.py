@@ -14,6 +14,8 @@ from tunix.models.kv_cache import unstack
 from tunix.models.layers import Adapter, Projection, project
 from tunix.models.model import Model
 
+pytestmark = pytest.mark.models
+
 
 def test_wide_matrices_are_turned_and_compute_the_same(monkeypatch):
     tokens = jnp.array([[3, 4], [5, 6], [7, 0]])

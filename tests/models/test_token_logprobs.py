@@ -9,6 +9,8 @@ from tests.marks import slow
 from tunix.models import token_logprobs as blocks
 from tunix.models.token_logprobs import block_length, chunk_width, token_logprobs, visit_of
 
+pytestmark = pytest.mark.models
+
 B, T, V, D = 3, 13, 300, 8  # 300: three chunks of 128 are more than the vocabulary
 
 

@@ -24,6 +24,8 @@ from tunix.rollout.engine.pieces import Piece
 from tunix.rollout.engine.programs import initial_state, prefill
 from tunix.rollout.engine.shapes import Sizes
 
+pytestmark = pytest.mark.models
+
 ROWS = (jnp.arange(3, 11)[None], jnp.arange(8)[None], jnp.ones((1, 8), jnp.int32))
 FIVE_TO_ONE = tuple((layer + 1) % 6 != 0 for layer in range(48))
 
