@@ -257,8 +257,8 @@ BUDGETS = {
     "banned local names": 0,
     "files with private names of others": 6,
 }
-"""What a reader has to hold at most. A change that makes one less lowers it here; none is raised, but for the files with
-one importer by one that became short itself, `algorithms/kto/algorithm.py`."""
+"""What a reader has to hold at most. A change that makes one less lowers it here; none is raised, but for the files
+with one importer by one that became short itself, `algorithms/kto/algorithm.py`."""
 
 
 def test_the_house_keeps_its_budgets():
