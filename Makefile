@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 help:
 	@echo "make quickstart   install and train the first model (minutes)"
 	@echo "make test         install what the tests need and run them"
-	@echo "make test-models  the families of models and what they are combined with (minutes)"
+	@echo "make test-models  families of models, adapters, several devices, parity with other libraries (minutes)"
 	@echo "make test-slow    the tests that take minutes or gigabytes"
 	@echo "make test-newest  kernels, programs and tiny runs with the newest Python here, jax and tokamax (minutes)"
 	@echo "make lint         ruff and pyright; make format lets ruff mend what it can"

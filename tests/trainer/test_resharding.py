@@ -36,6 +36,7 @@ def elsewhere(learning: Trainer, tensor: int) -> Engine:
 
 
 @pytest.mark.parametrize("tensor", [*slow([1]), 2])
+@pytest.mark.models
 def test_a_sampler_on_other_devices_samples_alike_after_each_update(tensor: int):
     here = trainer(mesh=MeshConfig(fsdp=4), devices=4)
     there = elsewhere(here, tensor)
@@ -63,6 +64,7 @@ def same_bits(one: Engine, other: Engine) -> None:
 
 
 @pytest.mark.parametrize("rules", [None, INT4], ids=["plain", "rounded"])
+@pytest.mark.models
 def test_it_computes_with_the_same_bits_where_the_computation_is_in_bfloat16(rules: Rules | None):
     """The trainer rounds to a grid before it casts, and so has the sampler to."""
     learning = trainer(mesh=MeshConfig(fsdp=4), devices=4, dtype="bfloat16", rules=rules)

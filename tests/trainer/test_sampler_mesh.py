@@ -79,6 +79,7 @@ def test_what_does_not_divide_is_refused():
 
 
 @pytest.mark.parametrize("tensor", [*slow([1]), 2])
+@pytest.mark.models
 def test_weights_of_another_mesh_are_sampled_alike(tensor: int):
     trained = build_mesh(EIGHT)
     params = random_params(MODEL, trained)
@@ -93,6 +94,7 @@ def test_weights_of_another_mesh_are_sampled_alike(tensor: int):
 
 
 @pytest.mark.parametrize("given", [EIGHT, MeshConfig(data=8, fsdp=1), MeshConfig(fsdp=2, tensor=4)], ids=repr)
+@pytest.mark.models
 def test_no_weights_are_sent_for_a_token(given: MeshConfig):
     """Nothing but whether a slot is left to run; where a request wants alternatives, their scores (`top_k`)."""
     model = Model(replace(PLAIN, num_heads=8, num_kv_heads=4))

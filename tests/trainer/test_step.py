@@ -187,6 +187,7 @@ def test_untrained_tokens_at_the_end_are_inert_and_prompts_are_not():
 @pytest.mark.parametrize(
     ("config", "mesh"), [(PLAIN, {"fsdp": 4, "tensor": 2}), *slow([(RICH, {"data": 2, "fsdp": 2, "tensor": 2})])]
 )
+@pytest.mark.models
 def test_eight_devices_give_the_losses_of_one(config, mesh):
     one, eight = trainer(config), trainer(config, devices=8, mesh=MeshConfig(**mesh))
     for seed in range(4):

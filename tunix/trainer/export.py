@@ -113,7 +113,7 @@ class StoredPolicy:
     exporter: Exporter
     spec: TrainerSpec
     dtypes: Mapping[str, DType]
-    """Of the trained parameters by name, as they are to be read."""
+    """The trained parameters by name, as they are to be read."""
     frozen: Params
     """The parameters that were not trained."""
     params: Params = field(default_factory=dict)
