@@ -24,11 +24,11 @@ SLOW = (
     *("grpo_qwen_16k", "qat_gemma", "kto_llama", "quickstart", "reward_qwen", "dpo_gemma"),
     *("sft_qwen3_moe", "dpo_qwen3_moe", "grpo_qwen3_moe", "grpo_gemma3_pictures", "sft_gpt_oss"),
     *("sft_gemma3_pictures", "sft_gemma4", "dpo_gemma4", "grpo_gemma4", "dpo_qwen35", "grpo_qwen35"),
-    *("sft_llama_70b", "grpo_llama_70b", "sft_qwen_64k"),
+    *("sft_llama_70b", "grpo_llama_70b", "sft_qwen_64k", "grpo_qwen35_pictures", "sft_qwen35"),
 )
-"""The first four compile for minutes, the others have a sibling here (sft_pydoc, of today's families sft_qwen35) or in
-the notebooks (01 runs the quickstart); what is of their own, smaller runs see: in tests/run, and
-tests/commands/test_quantize.py and tests/rollout/environments/test_environments.py."""
+"""The first four compile for minutes, the others have a sibling here (sft_pydoc, of today's families
+sft_qwen35_pictures) or in the notebooks (01 runs the quickstart); what is of their own, smaller runs see: in tests/run,
+and tests/commands/test_quantize.py and tests/rollout/environments/test_environments.py."""
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
 

@@ -64,7 +64,7 @@ def whole():
 
 
 @pytest.mark.parametrize(
-    "layout", [{"rows": 2}, *slow([{"devices": 4, "mesh": MeshConfig(data=1, fsdp=2, expert=2), "rows": 8}])], ids=repr
+    "layout", slow([{"rows": 2}, {"devices": 4, "mesh": MeshConfig(data=1, fsdp=2, expert=2), "rows": 8}]), ids=repr
 )
 def test_micro_batches_padding_and_devices_do_not_change_the_metrics(whole, layout):
     """Rows of padding go in front: a micro-batch of them alone is all padding, or the tokens differ in their number."""

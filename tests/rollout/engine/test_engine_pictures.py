@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.marks import slow
 from tests.models.test_vision import SOFT, load, made, sequence, whole
 from tests.tiny_models import one_device
 from tunix.config import MeshConfig
@@ -74,7 +75,7 @@ def assert_trainers_logprobs(model: Model, params: Params, prompts: tuple[Sequen
             np.testing.assert_allclose(one.logprobs, full_logprobs(model, params, prompt, one), atol=1e-5)
 
 
-@pytest.mark.parametrize("piece", [16, 64])
+@pytest.mark.parametrize("piece", [*slow([16]), 64])
 def test_logprobs_are_those_of_the_trainer_whatever_the_pieces(made, piece):
     """Prompts with two pictures, with one and without, several completions of each, in few slots."""
     model, params = load(made[0])

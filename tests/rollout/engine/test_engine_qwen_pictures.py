@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.marks import slow
 from tests.models.test_qwen_vision import given, load, made, sequence
 from tests.rollout.engine.test_engine_pictures import (
     assert_nothing_compiles_after_warm_up,
@@ -33,7 +34,7 @@ PROMPTS = (
 )
 
 
-@pytest.mark.parametrize("piece", [16, 64])
+@pytest.mark.parametrize("piece", [*slow([16]), 64])
 def test_logprobs_are_those_of_the_trainer_whatever_the_pieces(made, piece):
     """Prompts with one to four pictures and without, two completions of each, in few slots."""
     model, params = load(made[0])
