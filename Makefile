@@ -25,7 +25,7 @@ SEEN = for name in $(CANDIDATES); do command -v $$name >/dev/null && \
 	echo "  $$name is $$($$name --version 2>&1 || echo not runnable)"; done
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help quickstart test test-models test-slow test-newest lint format house docs notebooks peers device-wheels
+.PHONY: help quickstart test test-models test-slow test-newest test-worlds lint format house docs notebooks peers device-wheels
 
 help:
 	@echo "make quickstart   install and train the first model (minutes)"
@@ -33,6 +33,7 @@ help:
 	@echo "make test-models  families of models, adapters, several devices, parity with other libraries (minutes)"
 	@echo "make test-slow    the tests that take minutes or gigabytes"
 	@echo "make test-newest  kernels, programs and tiny runs with the newest Python here, jax and tokamax (minutes)"
+	@echo "make test-worlds  environments, tools and judges of other packages, each installed beside ours (WORLDS=\"trl\" for some)"
 	@echo "make lint         ruff and pyright; make format lets ruff mend what it can"
 	@echo "make house        how much of the package a reader has to hold, in numbers"
 	@echo "make docs         the pages as a site in build/site; a warning is an error"
@@ -82,6 +83,23 @@ $(NEWEST)/installed: pyproject.toml
 	@$(NEWEST_PYTHON) -m venv --clear $(NEWEST)
 	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[plan-gpu,plan-tpu]" \
 		pytest pytest-xdist beartype
+	@touch $@
+
+# Each package of an extra in an environment of its own, which sees what $(VENV) has; offline once they are installed.
+WORLDS ?= reasoning-gym textarena gymnasium trl verifiers openenv mcp
+WORLD_FOLDERS := .worlds
+
+test-worlds: $(WORLDS:%=$(WORLD_FOLDERS)/%/installed)
+	@for name in $(WORLDS); do \
+		$(WORLD_FOLDERS)/$$name/bin/python -m pytest -m worlds $(ARGS) tests/worlds/test_$$(echo $$name | tr - _).py || exit 1; \
+	done
+
+$(WORLD_FOLDERS)/%/installed: pyproject.toml | $(VENV)/installed-test
+	@echo "Installing the extra $* into $(WORLD_FOLDERS)/$* ..."
+	@$(BIN)/python -m venv --clear $(WORLD_FOLDERS)/$*
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		$$($(WORLD_FOLDERS)/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth
+	@$(WORLD_FOLDERS)/$*/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$*]"
 	@touch $@
 
 # pyright would ask the network for a newer version of itself.

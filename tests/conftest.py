@@ -63,6 +63,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if not collection_path.match("test_*.py"):
         return None
     tier, text = config.getoption("markexpr"), collection_path.read_text()
+    if collection_path.parent.name == "worlds":
+        return tier != "worlds" or None
     whole = "\npytestmark = pytest.mark.models\n" in text
     return (whole if "not models" in tier else tier.startswith("models") and "mark.models" not in text) or None
 

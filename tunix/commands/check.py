@@ -14,7 +14,7 @@ from typing import Any
 from tunix.config import ModelConfig, RowKind
 from tunix.data.pictures import needed_pillow
 from tunix.data.shapes import SHAPES, column, rendering
-from tunix.data.sources import Rows, open_rows
+from tunix.data.sources import Rows
 from tunix.data.templates import template_text
 from tunix.errors import UserError
 from tunix.models.config import DecoderConfig
@@ -22,6 +22,7 @@ from tunix.models.families.table import preset, read_config, small, with_sizes
 from tunix.recipe.notes import hardware_note, read_header, total_steps, update_notes
 from tunix.recipe.recipe import Recipe, included_recipes, recipe_file, resolved_stages, written_sections
 from tunix.recipe.tiny import is_download, local_folder
+from tunix.rollout.environments.adapters import evaluation_rows, training_rows
 from tunix.rollout.environments.remote import read_environment
 from tunix.rollout.rewards.base import ADDED, read_reward
 from tunix.run.folder import refuse_foreign_checkpoints, refuse_no_run, refuse_other_run
@@ -121,10 +122,9 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
     data, kind = recipe.data, recipe.algorithm.reads
     environment, rewards, adapter = recipe.rollout.environment, recipe.reward, recipe.adapter
     kind = RowKind.ROW if kind == RowKind.PROMPT and environment is not None else kind
-    train = _check_rows(recipe, "data.train", data.train, data.split, kind, report)
-    held_out = data.eval or (data.train if data.eval_split else None)
-    if held_out is not None:
-        _check_rows(recipe, "data.eval", held_out, data.eval_split, kind, report)
+    train = _check_rows(recipe, "data.train", data.train, kind, report)
+    if held_out := data.eval or (data.train if data.eval_split else None):
+        _check_rows(recipe, "data.eval", held_out, kind, report)
     if train is not None and recipe.epochs is not None and not data.cuts:
         total = total_steps(len(train), recipe.batch_size, recipe.epochs)
         epochs = f"{recipe.epochs} epochs" if recipe.epochs > 1 else "1 epoch"
@@ -160,14 +160,16 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
         _decoder("reward.model", rewards.model, recipe, report)
 
 
-def _check_rows(recipe: Recipe, key: str, spec: str, split: str | None, kind: RowKind, report: _Report) -> Rows | None:
+def _check_rows(recipe: Recipe, key: str, spec: str, kind: RowKind, report: _Report) -> Rows | None:
     """Opens the rows of a key and reads the first of them, each of which has to be whole and to have the columns of the
     first one's shape; None where they are elsewhere or broken."""
     if is_download(spec):
         report.facts.append(f"{key}: {spec} is on the hub: its rows were not looked at (`tunix inspect` does)")
         return None
     with report.noting(key):
-        data, rows = recipe.data, open_rows(spec, split)
+        data, opened = recipe.data, training_rows if key == "data.train" else evaluation_rows
+        rows = opened(data, recipe.rollout.environment, recipe.seed)
+        assert rows is not None
         shape = rendering(data, rows[0], f"{key}: row 1 of {rows.name}", kind).format
         count = min(len(rows), READ)
         for index in range(count):

@@ -6,6 +6,8 @@ from pydantic import model_validator
 
 from tunix.config import Config, Place, Positive
 
+EPISODES = "environment"
+"""Stands for rows that `rollout.environment` makes."""
 Packing = Literal[True, False, "wrapped", "split"]
 
 
@@ -14,7 +16,8 @@ class DataConfig(Config):
 
     train: Place
     """Hub id, folder, file (.jsonl, .json, .csv, .tsv, .parquet, .arrow; text also .gz or .zst), or `module:function` /
-    `file.py:function` that returns the rows."""
+    `file.py:function` that returns the rows. `environment`, and left out where `rollout.environment` is of a package
+    that makes its own: the episodes of it, by number."""
     eval: Place | None = None
     """Held-out rows for evaluation, in the same notation as `train`."""
     split: str = "train"

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tunix.config import DType, MeshConfig, RowKind
-from tunix.data.config import DataConfig
+from tunix.data.config import EPISODES, DataConfig
 from tunix.data.examples import to_example
 from tunix.data.shapes import Format, Rendering
 from tunix.data.sources import open_rows
@@ -310,7 +310,7 @@ def _of_chats(data: DataConfig, run: str) -> bool:
     """
     if data.chat or data.format == "messages":
         return True
-    if data.format in ("text", "tokens"):
+    if data.format in ("text", "tokens") or data.train == EPISODES:
         return False
     try:
         row = open_rows(data.train, data.split)[0]

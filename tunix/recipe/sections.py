@@ -13,13 +13,14 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from tunix.algorithms.distill.config import TeacherConfig
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import AlgorithmConfig, Config, EvalConfig, MeshConfig, ModelConfig, Place, Positive, RowKind
-from tunix.data.config import DataConfig
+from tunix.data.config import EPISODES, DataConfig
 from tunix.errors import UserError
 from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import preset, small, with_sizes
 from tunix.models.quantization.rules import QuantizationConfig
 from tunix.recipe.algorithms import ALGORITHMS, algorithm_config
 from tunix.rollout.config import RolloutConfig
+from tunix.rollout.environments.config import PACKAGES
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig
 from tunix.util.object_store import url_of
@@ -70,11 +71,13 @@ class Sections(Config):
     @model_validator(mode="before")
     @classmethod
     def _filled_in(cls, value: Any) -> Any:
-        """One epoch where no length is set; importance weights where servers sample and the recipe says nothing of
-        them."""
+        """The rows of an environment where no others are set; one epoch where no length is set; importance weights
+        where servers sample and the recipe says nothing of them."""
         if not isinstance(value, Mapping):
             return value
         sections = dict(value)
+        if rows_left_out(value):
+            sections["data"] = {**(value.get("data") or {}), "train": EPISODES}
         if value.get("steps") is None and value.get("epochs") is None:
             sections["epochs"] = 1
         rollout, algorithm = value.get("rollout"), value.get("algorithm")
@@ -84,6 +87,15 @@ class Sections(Config):
                 if "correction" in algorithm_config(algorithm).model_fields and "correction" not in algorithm:
                     sections["algorithm"] = {**algorithm, "old_logprobs": "recompute", "correction": "truncate"}
         return sections
+
+
+def rows_left_out(sections: Mapping[str, Any]) -> bool:
+    """Whether a recipe names no rows, and an environment of another package, which may make its own."""
+    data, rollout = sections.get("data"), sections.get("rollout")
+    environment = rollout.get("environment") if isinstance(rollout, Mapping) else None
+    if not isinstance(environment, Mapping) or (isinstance(data, Mapping) and "train" in data):
+        return False
+    return bool({*environment, str(environment.get("name")).partition(":")[0]} & set(PACKAGES))
 
 
 def complaints(recipe: Sections, staged: bool) -> Iterator[str]:

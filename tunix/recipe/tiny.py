@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix.config import TINY_BATCH, TINY_COMPLETION, TINY_GROUP, AlgorithmConfig, ModelConfig, RowKind
-from tunix.data.config import DataConfig
+from tunix.data.config import EPISODES, DataConfig
 from tunix.data.sources import SUFFIXES, open_rows
 from tunix.data.tiny import PICTURE_TOKENS, PICTURES, ROWS
 from tunix.data.tokenizer import VOCABULARY_FILES
@@ -327,6 +327,8 @@ def _is_said(key: str, said: Collection[str]) -> bool:
 
 def is_download(spec: str) -> bool:
     """Whether rows are those of a data set on the hub or in an object store, and no file, folder or function."""
+    if spec == EPISODES:
+        return False
     if url_of(spec):
         return True
     path = Path(spec).expanduser()

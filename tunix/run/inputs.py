@@ -11,7 +11,7 @@ from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
 from tunix.data.packing import pack
 from tunix.data.pipeline import Batches, Prompts, eval_batches, pictures_of_row, prompt_of, reasons
-from tunix.data.sources import Rows, held_out_rows, open_rows
+from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Accounting, Kept
 from tunix.distributed import processes
@@ -21,6 +21,7 @@ from tunix.recipe.recipe import Recipe
 from tunix.rollout.asynchronous import FILE, AsyncRollouts, Holding, Journal
 from tunix.rollout.backlog import Backlog
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
+from tunix.rollout.environments.adapters import evaluation_rows, training_rows
 from tunix.run.evaluation import Evaluation
 from tunix.run.loop import Stream
 from tunix.run.setup import Setup, layout, row_kind_of
@@ -58,7 +59,9 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
         UserError: something of it is not there, or the held-out split would be the one that is trained on.
     """
     data = recipe.data
-    train, held_out = open_rows(data.train, data.split), held_out_rows(data)
+    environment = recipe.rollout.environment
+    train = training_rows(data, environment, recipe.seed)
+    held_out = evaluation_rows(data, environment, recipe.seed)
     if held_out is not None and held_out.split and not data.eval_split and held_out.shares_rows_with(train):
         raise UserError(
             f"data.eval: {data.eval} has no rows to hold out: its split {held_out.split!r} is trained on. Name other "

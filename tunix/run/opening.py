@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
+from tunix.data.config import EPISODES
 from tunix.data.sources import open_rows
 from tunix.errors import UserError
 from tunix.models.config import DecoderConfig, trains
@@ -89,6 +90,8 @@ def opening(recipe: Recipe, tiny: bool = False, *, alone: bool = True) -> str:
     quick = 0 < len(files) < FEW_FILES and sum(file.stat().st_size for file in files) <= SMALL_FILES
     generated = data.train.startswith(("tunix.data.sorting:", "tunix.data.tiny:"))
     rows = f"{len(open_rows(data.train, data.split)):,} rows" if quick or generated else data.train
+    if data.train == EPISODES and recipe.rollout.environment:
+        rows = f"episodes of {recipe.rollout.environment.name}"
     parts = [f"{label}, {weights} on {rows}"]
     if alone and not accelerated():
         parts.append("1 CPU" if cpu_devices() == 1 else f"{cpu_devices()} CPU devices")

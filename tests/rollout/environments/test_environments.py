@@ -387,7 +387,7 @@ def test_demonstrations_replay_as_legal_games():
 
 def test_from_a_recipe():
     rules = {"highest": 7, "guesses": 3}
-    kind, source = read_environment(EnvironmentConfig(name="guessing", options=rules))
+    kind, source, _ = read_environment(EnvironmentConfig(name="guessing", options=rules))
     assert source == "tunix.rollout.environments.guessing:Guessing"
     assert kind(**rules).reset({"secret": 7}, RNG) == "1-7\n"
     with pytest.raises(UserError, match="does not start: it raised ValueError: the secret 8 is not between 1 and 7"):
@@ -404,7 +404,7 @@ def test_ones_own_from_a_file(tmp_path: Any):
         "        self.left -= 1\n"
         "        return Step(action, reward=1, done=self.left == 0)\n"
     )
-    kind, _ = read_environment(EnvironmentConfig(name="mine.py:Echo", options={"times": 3}))
+    kind, *_ = read_environment(EnvironmentConfig(name="mine.py:Echo", options={"times": 3}))
     answers, played = play(kind(times=3), {"prompt": "p"}, "a", "b", "c")
     assert answers == ["a", "b", None]
     assert played.score == 3.0

@@ -165,7 +165,7 @@ ROWS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ROWS)
 def test_episodes_are_those_of_this_process_to_the_bit(playing: Any, name: str):
     """Five episodes over two workers; their random numbers follow from the seed and the number of each."""
-    player, (make, _) = playing(name, workers=2), read_environment(EnvironmentConfig(name=name))
+    player, (make, *_) = playing(name, workers=2), read_environment(EnvironmentConfig(name=name))
     numbers = [3, 0, 7, 1, 12]
     played = player([ROWS[name]] * 5, 11, numbers).episodes
     here = [Episode(make(), ROWS[name], np.random.default_rng([11, i]), TOKENIZER) for i in numbers]

@@ -1,17 +1,23 @@
 """The recipe's section `rollout.environment`. Loads without jax."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tunix.config import Config, Positive
+
+PACKAGES = ("reasoning_gym", "textarena", "gymnasium", "trl", "verifiers", "openenv")
+"""Names of the environments of other packages; `adapters.py` says what stands for them."""
 
 
 class EnvironmentConfig(Config):
     """The environment that answers the model; every completion is an episode of it."""
 
     name: str = "problem"
-    """A shipped environment (problem, calculator, guessing), or `module:Class` or `file.py:Class`."""
+    """A shipped environment (problem, calculator, guessing), `module:Class` or `file.py:Class`, or one of another
+    package: `reasoning_gym`, `textarena:GAME`, `gymnasium:NAME`, `trl:file.py:Class`, `verifiers:NAME`, `openenv:URL`,
+    also written as `textarena: GAME`."""
     options: dict[str, Any] = {}
     """Arguments of its constructor, such as {guesses: 5}."""
     turns: Positive = 16
@@ -22,3 +28,21 @@ class EnvironmentConfig(Config):
     workers: Positive | None = None
     """Worker processes for environments, each of which answers one call at a time; null: as many as there are cores, at
     most 8. More, up to 32, where a step waits for something else, such as a search. Never changes a result."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_package(cls, value: Any) -> Any:
+        """Reads `textarena: GAME` as the name `textarena:GAME`."""
+        named = [key for key in PACKAGES if isinstance(value, Mapping) and key in value]
+        if not named:
+            return value
+        if len(named) > 1 or "name" in value:
+            raise ValueError(f"{', '.join(named)}: an environment has one name, and {' and '.join(value)} are given")
+        rest = {key: item for key, item in value.items() if key != named[0]}
+        return {**rest, "name": f"{named[0]}:{value[named[0]]}"}
+
+    @property
+    def package(self) -> str | None:
+        """Which other package it is of, e.g. `textarena`; None for one that is shipped or the user's."""
+        package = self.name.partition(":")[0]
+        return package if package in PACKAGES else None

@@ -31,6 +31,7 @@ import numpy as np
 
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError, nearest
+from tunix.rollout.environments.adapters import ADAPTERS, adapter_of
 from tunix.rollout.environments.base import (
     Environment,
     Episode,
@@ -56,25 +57,30 @@ SHIPPED: dict[str, type[Environment]] = {"problem": Problem, "calculator": Calcu
 """The environments that come with tunix."""
 
 
-def read_environment(config: EnvironmentConfig) -> tuple[type[Environment], str | None]:
+def read_environment(config: EnvironmentConfig) -> tuple[type[Environment], str | None, dict[str, Any]]:
     """Loads and checks the environment that a recipe names; its constructor is not called yet.
 
     Returns:
-        Its class, as its author wrote it; and `module:Class` or `file.py:Class` for a worker to load, None for a
-        class of a notebook's cell.
+        Its class, as its author wrote it; `module:Class` or `file.py:Class` for a worker to load, None for a class of a
+        notebook's cell; and its options.
 
     Raises:
         UserError: no such environment, or an option that it does not have or that has the wrong type.
     """
-    name, what = config.name, f"the environment {config.name}"
+    name, what, options = config.name, f"the environment {config.name}", config.options
     if name in SHIPPED:
         kind = SHIPPED[name]
-        check_options(what, kind, config.options)
+        check_options(what, kind, options)
         source = f"{kind.__module__}:{kind.__name__}"
+    elif adapted := adapter_of(config):
+        adapter, options = adapted
+        kind, source = load_object(adapter.source), adapter.source
+        check_options(what, kind, options)
     elif not is_reference(name):
+        hint = nearest(name.partition(":")[0], [*SHIPPED, *ADAPTERS])
         raise UserError(
-            f"environment.name is {name!r}, which is not shipped ({', '.join(SHIPPED)}) and is no `module:Class` or "
-            f"`file.py:Class`.{nearest(name, SHIPPED)}"
+            f"environment.name is {name!r}, which is not shipped ({', '.join(SHIPPED)}), of no package that is known "
+            f"({', '.join(ADAPTERS)}), and no `module:Class` or `file.py:Class`.{hint}"
         )
     else:
         kind = load_object(name)
@@ -84,13 +90,13 @@ def read_environment(config: EnvironmentConfig) -> tuple[type[Environment], str 
             )
         source = None if name.startswith("__main__:") else absolute(name)
     parameters = inspect.signature(kind).parameters
-    for option in config.options:
+    for option in options:
         if option not in parameters:
             raise UserError(
                 f"{what} has no option {option!r}; it has {', '.join(parameters) or 'none'}."
                 f"{nearest(option, parameters)}"
             )
-    return kind, source
+    return kind, source, options
 
 
 def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
@@ -166,17 +172,19 @@ Answer = dict[str, Any]
 class EnvironmentWorker:
     """A worker whose lock is held from one call to its answer."""
 
-    def __init__(self, kind: type[Environment], source: str | None, config: EnvironmentConfig) -> None:
+    def __init__(
+        self, kind: type[Environment], source: str | None, options: Mapping[str, Any], deadline: float
+    ) -> None:
         """Starts nothing yet; see `read_environment`."""
         self.lock = threading.Lock()
         self.lost = "ended its process"
         """What happened when a process was last lost, e.g. `took longer than 10 s`."""
         self._host: WorkerProcess | WorkerThread = (
-            WorkerThread(prepare({"kind": kind, "options": config.options}))
+            WorkerThread(prepare({"kind": kind, "options": options}))
             if source is None
-            else WorkerProcess(prepare.__module__, {"kind": source, "options": config.options}, "an environment")
+            else WorkerProcess(prepare.__module__, {"kind": source, "options": options}, "an environment")
         )
-        self._deadline, self._closed = config.deadline, False
+        self._deadline, self._closed = deadline, False
         self.over: deque[int] = deque()
         """Episodes to let go of with the next call; any thread may add some, at any time."""
 
@@ -308,9 +316,10 @@ class Player:
         Raises:
             UserError: see `read_environment`; or a worker cannot import the class, or the constructor fails.
         """
-        (kind, source), count = read_environment(config), config.workers or min(8, os.cpu_count() or 1)
+        kind, source, options = read_environment(config)
+        count = config.workers or min(8, os.cpu_count() or 1)
         self._turns, self._tokenizer, self._template_kwargs = config.turns, tokenizer, template_kwargs or {}
-        self._workers = [EnvironmentWorker(kind, source, config) for _ in range(count)]
+        self._workers = [EnvironmentWorker(kind, source, options, config.deadline) for _ in range(count)]
         self._numbers = itertools.count()
         workers = self._workers
         self.close = weakref.finalize(self, lambda: [worker.close() for worker in workers])

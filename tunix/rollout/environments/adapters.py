@@ -1,0 +1,133 @@
+"""Environments of other packages, which a recipe names as `package` or `package:argument`.
+
+Each is a row of `ADAPTERS` and a class that extends `Environment`, loaded where it is used, in the workers. An adapter
+imports its package in its constructor or later, so that the class can be read without it. Loads without jax.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from tunix.data.config import EPISODES, DataConfig
+from tunix.data.sources import Rows, held_out_rows, open_rows
+from tunix.errors import UserError, install_command
+from tunix.rollout.environments.config import EnvironmentConfig
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """How environments of a package become ours."""
+
+    source: str
+    """`module:Class` of the adapter."""
+    package: str | None = None
+    """The package's name on the index; None where its class is the user's and nothing of the package is imported."""
+    tried: str = ""
+    """Its versions that were tried, e.g. `>=0.1.20,<0.2`."""
+    extra: str = ""
+    """The extra of pyproject.toml that installs it."""
+    argument: str | None = None
+    """The option that receives what follows the colon of a name; None where nothing does."""
+    makes_rows: bool = True
+    """Whether rows are episodes by number, so that a recipe needs no `data.train`; the option `size` says how many."""
+
+
+def require_package(what: str, package: str, tried: str, extra: str) -> None:
+    """Checks that a package is there in a version that was tried.
+
+    Args:
+        what: needs it, e.g. `the environment reasoning_gym`.
+        package: its name on the index.
+        tried: its versions that were tried, e.g. `>=0.1.20,<0.2`.
+        extra: the extra of pyproject.toml that installs it.
+
+    Raises:
+        UserError: it is missing, or of another version.
+    """
+    from packaging.specifiers import SpecifierSet
+
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise UserError(f"{what} needs {package}: {install_command(extra)}") from None
+    if not SpecifierSet(tried).contains(version, prereleases=True):
+        raise UserError(
+            f"{what} was tried with {package} {tried}, and {version} is installed: {install_command(extra)}"
+        )
+
+
+ADAPTERS: Mapping[str, Adapter] = {}
+"""By the first word of a name."""
+
+
+def adapter_of(config: EnvironmentConfig) -> tuple[Adapter, dict[str, Any]] | None:
+    """The adapter of an environment and its options with the argument of its name; None where it is of no package.
+
+    Raises:
+        UserError: the package is missing or of a version that was not tried, or the name lacks its argument.
+    """
+    name, _, argument = config.name.partition(":")
+    adapter = ADAPTERS.get(name)
+    if adapter is None:
+        return None
+    if bool(argument) != (adapter.argument is not None):
+        written = f"{name}:{adapter.argument.upper()}" if adapter.argument else name
+        raise UserError(f"rollout.environment.name is {config.name!r}; written is {written}")
+    if adapter.package is not None:
+        require_package(f"the environment {config.name}", adapter.package, adapter.tried, adapter.extra)
+    if adapter.argument is None:
+        return adapter, config.options
+    if adapter.argument in config.options:
+        raise UserError(f"the environment {config.name} has {adapter.argument} in its name and among its options")
+    return adapter, {adapter.argument: argument, **config.options}
+
+
+_HELD_OUT = 2**31
+"""Added to the seed of held-out episodes, which are others than those that are trained on."""
+SIZE = 10_000
+"""Rows of an environment that makes its own, where its option `size` says nothing."""
+
+
+class Numbered:
+    """Rows `{"seed": 0, "index": i}`, of which an environment makes its episodes."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        """So many rows, all of one seed."""
+        self._size, self._seed = size, seed
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, i: int) -> dict[str, int]:
+        return {"seed": self._seed, "index": range(self._size)[i]}
+
+
+def training_rows(data: DataConfig, environment: EnvironmentConfig | None, seed: int) -> Rows:
+    """The rows that a recipe trains on: a data set, or the episodes of an environment that makes its own.
+
+    Raises:
+        UserError: something of it is not there; see `open_rows`.
+    """
+    return _own_rows(environment, seed) if data.train == EPISODES else open_rows(data.train, data.split)
+
+
+def evaluation_rows(data: DataConfig, environment: EnvironmentConfig | None, seed: int) -> Rows | None:
+    """The rows that a recipe holds out, episodes of another seed among them; None where it holds out none.
+
+    Raises:
+        UserError: see `held_out_rows`.
+    """
+    return _own_rows(environment, seed + _HELD_OUT) if data.eval == EPISODES else held_out_rows(data)
+
+
+def _own_rows(config: EnvironmentConfig | None, seed: int) -> Rows:
+    if config is None:
+        raise UserError(f"data has {EPISODES!r}, the rows of rollout.environment, which is not set")
+    known = adapter_of(config)
+    if known is None or not known[0].makes_rows:
+        raise UserError(f"the environment {config.name} makes no rows of its own: set data.train")
+    size = config.options.get("size", SIZE)
+    if not isinstance(size, int) or size < 1:
+        raise UserError(f"the environment {config.name} has size {size!r}: it is a number of rows, from 1 on")
+    return Rows(config.name, Numbered(size, seed))
