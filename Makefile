@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 help:
 	@echo "make quickstart   install and train the first model (minutes)"
 	@echo "make test         install what the tests need and run them"
-	@echo "make test-models  families of models, adapters, several devices, parity with other libraries (minutes)"
+	@echo "make test-models  families of models, adapters, several devices, programs, parity with other libraries, the examples (minutes)"
 	@echo "make test-slow    the tests that take minutes or gigabytes"
 	@echo "make test-newest  kernels, programs and tiny runs with the newest Python here, jax and tokamax (minutes)"
 	@echo "make test-worlds  environments, tools and judges of other packages, each installed beside ours (WORLDS=\"trl\" for some)"

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.models
+
 ROOT = Path(__file__).parents[1]
 NUMBER = r"(\d+\.\d+)"
 

@@ -9,6 +9,8 @@ from tunix.interop.stablehlo import Programs, Shapes, flat, unflat
 from tunix.models.kv_cache import unstack
 from tunix.util.exact import jit
 
+pytestmark = pytest.mark.models
+
 LENGTHS, STEPS = (35, 7, 32), 5
 """Prompts that end behind, before and with a chunk of 32 tokens."""
 

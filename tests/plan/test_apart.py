@@ -15,6 +15,8 @@ from tunix.plan.subject import Subject, subject_of
 from tunix.plan.worker import Target, Verdict, examined, refuted, remedies
 from tunix.rollout.engine.shapes import PAGE
 
+pytestmark = pytest.mark.models
+
 GRPO: dict[str, Any] = {**SAMPLED, "algorithm": {"name": "grpo", "group_size": 4}}
 APART: dict[str, Any] = {**GRPO, "rollout": {"slots": 16, "mesh": {"devices": 4, "tensor": 2}}}
 MATRICES = 96 * 32 + 2 * (32 * 8 * (2 * 4 + 2 * 2) + 3 * 32 * 64)

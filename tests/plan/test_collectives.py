@@ -21,6 +21,8 @@ from tunix.plan import programs
 from tunix.plan.arithmetic import exchanged
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec
 
+pytestmark = pytest.mark.models
+
 ROWS, LENGTH = 8, 32
 
 

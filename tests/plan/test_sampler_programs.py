@@ -20,6 +20,8 @@ from tunix.recipe.recipe import Recipe
 from tunix.rollout.engine.engine import warmup_calls
 from tunix.util import chips
 
+pytestmark = pytest.mark.models
+
 BESIDES = 2
 """The empty slots, and the copy of the weights."""
 MOST = 9 + BESIDES
