@@ -109,6 +109,8 @@ class Environment(ABC):
     False leaves scoring to the reward functions."""
     stop_strings: ClassVar[tuple[str, ...]] = ()
     """Texts that end a turn of the model, in addition to the recipe's and the stop tokens."""
+    modules: ClassVar[tuple[str, ...]] = ()
+    """Modules that a worker imports before the first call, so that no deadline includes their import."""
 
     @abstractmethod
     def reset(self, row: Row, rng: np.random.Generator) -> Observation:

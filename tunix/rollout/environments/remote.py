@@ -16,6 +16,7 @@ An answer with a `failure` ends the episode. Nothing is pickled: rows are JSON, 
 Axes: T time.
 """
 
+import importlib
 import inspect
 import itertools
 import json
@@ -106,6 +107,8 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
         first: the `kind` of environment, or where it is loaded from, and its `options`.
     """
     kind = load_object(first["kind"]) if isinstance(first["kind"], str) else first["kind"]
+    for module in kind.modules:
+        importlib.import_module(module)
     living: dict[int, Environment] = {}
     """Environments by the numbers of their episodes."""
 
