@@ -39,14 +39,18 @@ class Problem(Environment):
             prompt = np.asarray(row["prompt_ids"], np.int32)
         else:
             prompt = _column(row, "prompt")
-        if isinstance(prompt, str) and self._chat:
-            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(prompt, str):
+            prompt = self.message(prompt)
         if self._system is None:
             return prompt
         if isinstance(prompt, str | np.ndarray):
             raise UserError("a system message wants a conversation: set the environment's option chat: true")
         messages: Sequence[Message] = prompt
         return [{"role": "system", "content": self._system}, *messages]
+
+    def message(self, text: str) -> Observation:
+        """A text as the user's message where the environment is a conversation, else as it is."""
+        return [{"role": "user", "content": text}] if self._chat else text
 
     def step(self, action: str, tokens: np.ndarray) -> Step:
         """Ends the episode: there is one turn."""

@@ -5,8 +5,8 @@
         name: reasoning_gym
         options: {tasks: {chain_sum: 1, spell_backward: 2}, config: {chain_sum: {max_digits: 2}}}
 
-A row's `seed` and `index` name an item as `reasoning_gym.create_dataset(task, seed=seed)[index]` does; several tasks are
-its composite, which draws one of them by weight for each index. A row's `level` sets the difficulty.
+A row's `seed` and `index` name an item as `reasoning_gym.create_dataset(task, seed=seed)[index]` does; several tasks
+are its composite, which draws one of them by weight for each index. A row's `level` sets the difficulty.
 """
 
 import contextlib
@@ -164,4 +164,4 @@ def _items(specs: str, seed: int, size: int) -> Any:
         return factory.create_dataset("composite", seed=seed, size=size, datasets=[DatasetSpec(**x) for x in tasks])
     except (AssertionError, ValueError, TypeError, OSError) as error:
         names = ", ".join(f"{task['name']} {task['config']}" for task in tasks)
-        raise UserError(f"the environment reasoning_gym cannot make {names}: {error or type(error).__name__}") from error
+        raise UserError(f"the environment reasoning_gym cannot make {names}: {error!s}") from error
