@@ -33,7 +33,7 @@ class ReasoningGym(Problem):
     def __init__(
         self,
         *,
-        tasks: str | list[str] | dict[str, float],
+        tasks: str | list[str] | dict[str, int | float],
         config: dict[str, dict[str, Any]] | None = None,
         size: int = SIZE,
         extract: str | None = None,
