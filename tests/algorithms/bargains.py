@@ -24,3 +24,18 @@ class Judged(Bargain):
 
     def step(self, action: str, tokens: np.ndarray) -> Step:
         return Step("more", done="." in action)
+
+
+class Duel(Environment):
+    """Two seats take turns, and who says `w` wins one from the other."""
+
+    def reset(self, row: Any, rng: np.random.Generator) -> str:
+        self._turn = -1
+        return row["prompt"]
+
+    def step(self, action: str, tokens: np.ndarray) -> Step:
+        self._turn += 1
+        seat = self._turn % 2
+        if action == "w":
+            return Step(seat=seat, done=True, outcomes={seat: 1.0, 1 - seat: -1.0})
+        return Step("more", seat=seat)

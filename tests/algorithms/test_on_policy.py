@@ -607,6 +607,36 @@ def test_a_shared_trunk_has_one_step():
     assert not ppo().objective.values
 
 
+def test_each_seat_is_compared_with_the_same_seat():
+    # Seat 0 loses the first game and wins the second, seat 1 the other way round: each is 1 from its mean of 0.
+    client = Fake("a|w", "a|b|w")
+    update = updated(grpo(), client, prompts=1, environment=f"{BARGAINS}:Duel", scored=False)
+    assert trained(client.steps[0][1], "advantages") == [[-1, 1], [1, -1, 1]]
+    assert update.metrics["reward/seat0"] == update.metrics["reward/seat1"] == update.metrics["reward/mean"] == 0
+    assert update.metrics["reward/signal"] == 1
+
+
+def test_a_seat_that_was_never_asked_is_no_part_of_its_mean():
+    client = Fake("w", "a|w")
+    update = updated(grpo(), client, prompts=1, environment=f"{BARGAINS}:Duel", scored=False)
+    assert trained(client.steps[0][1], "advantages") == [[1], [-1, 0]]
+    assert update.metrics["reward/seat0"] == 0
+    assert update.metrics["reward/seat1"] == 1  # of the second game alone
+    # Its scores differ for seat 0 alone, which is a signal, also for dynamic sampling.
+    client = Fake("w", "a|w")
+    updated(grpo(dynamic_sampling=True), client, prompts=1, environment=f"{BARGAINS}:Duel", scored=False)
+    assert client.calls == ["publish", "sample 2", "step policy"]
+
+
+def test_ppo_credits_each_seat_with_what_it_earned_later():
+    # Values are t / 10, at tokens 3, 8 and 13; with lam 1 an advantage is the seat's outcome less the value.
+    client = Fake("a|w", "a|b|w")
+    updated(ppo(lam=1.0), client, environment=f"{BARGAINS}:Duel", scored=False)
+    first, second = trained(client.steps[0][1], "advantages")
+    assert first == pytest.approx([-1 - 0.3, 1 - 0.8])
+    assert second == pytest.approx([1 - 0.3, -1 - 0.8, 1 - 1.3])
+
+
 def test_the_kl_coefficient_follows_what_was_measured():
     """Log-probs -1 against -1.5: k1 is .5 a token, so 2 tokens are 1 nat. A target of .5 is passed by more than 20 %:
 

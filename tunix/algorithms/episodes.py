@@ -16,7 +16,7 @@ import numpy as np
 from tunix.algorithms.advantages import weighted_sum
 from tunix.algorithms.ops import CURRENT
 from tunix.errors import UserError
-from tunix.rollout.types import Scored, sequence_of
+from tunix.rollout.types import ENVIRONMENT, Scored, sequence_of
 from tunix.types import Sequence
 
 Groups = list[list[Scored]]
@@ -90,9 +90,45 @@ def total_rewards(groups: Groups, weights: Mapping[str, float]) -> np.ndarray:
     return weighted_sum(rewards, weights)
 
 
+def by_seat(groups: Groups) -> dict[int, Groups]:
+    """The episodes as the players of each seat see them, by its number: their own turns, and what these earned.
+
+    A seat that took no turn in an episode has no score there. Where one player takes all turns it is the episodes.
+    """
+    numbers = sorted({seat for episode in flat(groups) for seat in episode.seats})
+
+    def seen(episode: Scored, number: int) -> Scored:
+        completion, rewards = episode.completion, dict(episode.rewards)
+        turns = tuple(turn for turn, seat in zip(completion.turns, episode.seats, strict=False) if seat == number)
+        earned = tuple(x for x, seat in zip(episode.turn_rewards, episode.seats, strict=True) if seat == number)
+        if ENVIRONMENT in rewards and ENVIRONMENT not in episode.failures:
+            rewards[ENVIRONMENT] = sum(earned) if earned else math.nan
+        # What cuts the episode off cuts the turn of one seat, and more can follow only there.
+        finish = completion.finish if turns[-1:] == completion.turns[-1:] else "stop"
+        seats = (number,) * len(earned)
+        completion = replace(completion, turns=turns, finish=finish)
+        return replace(episode, completion=completion, rewards=rewards, turn_rewards=earned, seats=seats)
+
+    if len(numbers) < 2:
+        return {0: groups}
+    return {number: [[seen(episode, number) for episode in group] for group in groups] for number in numbers}
+
+
+def joined(sequence: Sequence, seats: List[Sequence]) -> Sequence:
+    """A sequence with the arrays of each seat's turns, as `credit` gave them for the seat alone."""
+    arrays = dict(seats[0].per_token)
+    for seat in seats[1:]:
+        arrays |= {name: np.where(seat.loss_mask, values, arrays[name]) for name, values in seat.per_token.items()}
+    return replace(seats[0], loss_mask=sequence.loss_mask, per_token=arrays)
+
+
 def reward_means(groups: Groups) -> dict[str, float]:
-    """The mean of each reward over what it scored, by name; without those that scored nothing."""
-    return {name: float(np.nanmean(x)) for name, x in rewards_of(groups).items() if not np.isnan(x).all()}
+    """The mean of each reward over what it scored, by name, and with several seats of what each earned, as `seat1`;
+    without those that scored nothing."""
+    rewards, seats = rewards_of(groups), by_seat(groups)
+    if len(seats) > 1 and ENVIRONMENT in rewards:
+        rewards |= {f"seat{number}": rewards_of(view)[ENVIRONMENT] for number, view in seats.items()}
+    return {name: float(np.nanmean(x)) for name, x in rewards.items() if not np.isnan(x).all()}
 
 
 def lengths_of(groups: Groups) -> np.ndarray:

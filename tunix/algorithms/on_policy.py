@@ -24,7 +24,9 @@ from tunix.algorithms.base import Algorithm, Needs, Update
 from tunix.algorithms.episodes import (
     Groups,
     as_sequence,
+    by_seat,
     flat,
+    joined,
     lengths_of,
     mismatch,
     old_policy_logprobs,
@@ -263,7 +265,8 @@ class PolicyGradient(OnPolicy):
     def prepare(self, client: Client, experience: Experience) -> Update:
         """One batch for each update, from the parts of the completions with their advantages."""
         config, groups, data = self.config, self.all_measured(client, experience), experience.data
-        signal = self.signal(self.scores(groups, data.weights))
+        views = by_seat(groups).values()
+        signal = np.any([self.signal(self.scores(view, data.weights)) for view in views], axis=0)
         numbers, notes = report(groups, data.weights, signal)
         sampler = "sampler_logprobs" if config.old_logprobs == "recompute" else "old_logprobs"
         sequences = [as_sequence(x, config.mask_truncated and x.truncated, sampler) for x in flat(groups)]
@@ -271,7 +274,12 @@ class PolicyGradient(OnPolicy):
             dropped = [not mismatch(x) <= config.mismatch_limit for x in sequences]
             sequences = [replace(x, weight=0.0) if drop else x for x, drop in zip(sequences, dropped, strict=True)]
             numbers["mismatch/dropped"] = float(np.mean(dropped))
-        sequences = self.credit(client, groups, sequences, data)
+        credited = []
+        for view in views:  # role-conditioned advantages: each seat's turns, compared with those of the same seat
+            masks = (sequence_of(x.prompt, x.completion).loss_mask for x in flat(view))
+            seen = [replace(x, loss_mask=mask) for x, mask in zip(sequences, masks, strict=True)]
+            credited.append(self.credit(client, view, seen, data))
+        sequences = [joined(x, seats) for x, *seats in zip(sequences, *credited, strict=True)]
         require_numbers(groups, sequences)
         samples = []
         for place, (episode, sequence) in enumerate(zip(flat(groups[: data.shown]), sequences, strict=False)):

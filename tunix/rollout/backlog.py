@@ -43,7 +43,8 @@ def decoded(saved: Mapping[str, Any], sampling: Sampling) -> Completion:
 
 def saved_episode(episode: Scored) -> dict[str, Any]:
     """An episode as JSON values; with what its environment made of the prompt."""
-    saved = {name: getattr(episode, name) for name in ("text", "rewards", "failures", "turn_rewards", "logged")}
+    names = ("text", "rewards", "failures", "turn_rewards", "seats", "logged")
+    saved = {name: getattr(episode, name) for name in names}
     start = {"tokens": coded(episode.prompt.tokens), "text": episode.prompt.text}
     return {**saved, "completion": encoded(episode.completion), "prompt": start}
 
@@ -58,6 +59,7 @@ def episode_of(saved: Mapping[str, Any], prompt: Prompt, sampling: Sampling) -> 
         saved["rewards"],
         failures=saved["failures"],
         turn_rewards=tuple(saved["turn_rewards"]),
+        seats=tuple(saved["seats"]),
         logged=saved["logged"],
     )
 

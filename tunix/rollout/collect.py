@@ -191,17 +191,20 @@ class Arrivals:
             with clock.part("logprobs"):
                 measured = self._measured.results()
         turns: dict[int, tuple[float, ...]] = {}
+        seats: dict[int, tuple[int, ...]] = {}
         if played is not None:
             played.finish([self._ended[number][0] for number in numbers])
             if ENVIRONMENT in self._collector.weights:
                 scores[ENVIRONMENT] = dict(enumerate(played.scores))
             turns = {i: tuple(reward or 0.0 for reward in x.rewards) for i, x in enumerate(played.episodes)}
+            seats = {i: tuple(x.seats) for i, x in enumerate(played.episodes)}
         return [
             Scored(
                 self._owners[number],
                 *self._ended[number],
                 *parted({name: by_number[number] for name, by_number in scores.items()}),
                 turns.get(number, ()),
+                seats.get(number, ()),
                 measured=measured.get(number, {}),
                 logged=logged.get(number, {}),
             )

@@ -62,6 +62,8 @@ class Scored:
     """Name of a reward that failed -> the reason."""
     turn_rewards: tuple[float, ...] = ()
     """The environment's reward for each turn; their sum is its reward for the episode."""
+    seats: tuple[int, ...] = ()
+    """Who took each turn where an environment has several players, e.g. `(0, 1, 0)`; 0 where one takes all."""
     version: int | None = None
     """The version of the weights that its step was sampled from, e.g. 3, where some of its tokens may be of earlier
     ones; None where none can be."""

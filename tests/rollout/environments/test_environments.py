@@ -16,7 +16,7 @@ from tunix.rollout.environments.base import Environment, Episode, Episodes, Obse
 from tunix.rollout.environments.calculator import Calculator, calculate, held_out_problems, problems
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.guessing import Guessing, secrets
-from tunix.rollout.environments.problem import Problem
+from tunix.rollout.environments.problem import Problem, extracted
 from tunix.rollout.environments.remote import read_environment
 from tunix.rollout.rewards.base import Failure
 from tunix.types import Completion, Sampling
@@ -422,3 +422,35 @@ def test_ones_own_from_a_file(tmp_path: Any):
 def test_mistakes_are_refused_at_the_start(settings: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
         read_environment(EnvironmentConfig(**settings))
+
+
+def test_a_seat_s_outcome_belongs_to_its_last_turn():
+    game = Scripted(Step("b", seat=0), Step("a", seat=1), Step(done=True, seat=0, outcomes={0: 1.0, 1: -0.5, 2: 9.0}))
+    played = episode(game)
+    for _ in range(3):
+        played.turn(ids("x"))
+    assert played.seats == [0, 1, 0]
+    assert played.rewards == [None, -0.5, 1.0]  # the third seat has taken no turn
+    assert played.score == 0.5
+    wrong = episode(Scripted(Step(done=True, outcomes={0: float("nan")})))
+    wrong.turn(ids("x"))
+    assert "gave a reward that is no number" in str(wrong.failure)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "answer"),
+    [
+        (None, " 7\n", "7"),
+        ("answer", "<answer>1</answer> no, <answer> 2 </answer>", "2"),
+        ("answer", "2", None),
+        (r"\d+", "1 or 22", "22"),
+        (r"= (\d+)", "a = 1, b = 2!", "2"),
+    ],
+)
+def test_an_answer_is_taken_from_a_text(pattern: str | None, text: str, answer: str | None):
+    assert extracted(text, pattern) == answer
+
+
+def test_an_answer_s_pattern_is_checked():
+    with pytest.raises(UserError, match=r"extract: \( is no regular expression"):
+        extracted("", "(")

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from tunix.algorithms.base import Needs, Update
 from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.dpo.loss import BASELINE, MARGIN, dpo_loss
-from tunix.algorithms.episodes import as_sequence, report, require_scores, row, total_rewards
+from tunix.algorithms.episodes import as_sequence, by_seat, report, require_scores, row, total_rewards
 from tunix.algorithms.on_policy import Experience, OnPolicy
 from tunix.algorithms.ops import REFERENCE, reference_logprobs
 from tunix.errors import UserError
@@ -164,10 +164,15 @@ class DPO(OnPolicy):
         """One batch of the best and the worst completion of each prompt; none where no prompt has a pair.
 
         Raises:
-            UserError: none of the completions could be scored.
+            UserError: none of the completions could be scored, or several seats share them.
         """
         groups, data = experience.groups, experience.data
         require_scores(groups)
+        if len(by_seat(groups)) > 1:
+            raise UserError(
+                "algorithm.name: dpo compares whole completions, and in those of rollout.environment two seats play "
+                "against each other: take grpo or ppo, which credit each seat"
+            )
         ranks = ranked(total_rewards(groups, data.weights))
         sides = [as_sequence(group[i]) for group, rank in zip(groups, ranks, strict=True) for i in rank or ()]
         signal = np.array([rank is not None for rank in ranks])

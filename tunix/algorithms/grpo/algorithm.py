@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from tunix.algorithms.advantages import gdpo, group_advantages, has_signal, whitened
-from tunix.algorithms.episodes import Groups, are_scored, require_scores, rewards_of, spread, total_rewards
+from tunix.algorithms.episodes import Groups, are_scored, by_seat, require_scores, rewards_of, spread, total_rewards
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.grpo.loss import grpo_loss
 from tunix.algorithms.on_policy import PolicyGradient
@@ -69,7 +69,8 @@ class GRPO(PolicyGradient):
         require_scores(groups)
 
         def with_signal(groups: Groups) -> Groups:
-            signal = has_signal(self.scores(groups, data.weights))
+            views = by_seat(groups).values()
+            signal = np.any([has_signal(self.scores(view, data.weights)) for view in views], axis=0)
             return [group for group, differs in zip(groups, signal, strict=True) if differs]
 
         kept = with_signal(groups)

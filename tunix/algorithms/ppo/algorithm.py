@@ -38,7 +38,8 @@ class PPO(PolicyGradient):
     def __init__(self, config: PPOConfig, sampling: Sampling | None = None):
         super().__init__(config, sampling)
         self._steps = 0
-        self._measured: dict[str, float] = {}
+        self._measured: list[dict[str, float]] = []
+        """What `credit` measured, of each seat of an environment's players."""
 
     @property
     def needs(self) -> Needs:
@@ -88,11 +89,15 @@ class PPO(PolicyGradient):
         """Makes the updates on an experience; the KL coefficient then follows the measured KL."""
         update = super().learn(client, experience)
         self._steps += 1
-        metrics = {**update.metrics, **self._measured}
+        parts, self._measured = self._measured, []
+        names = dict.fromkeys(name for part in parts for name in part)
+        measured = {name: float(np.mean([part[name] for part in parts if name in part])) for name in names}
+        if "kl/completion" in measured:  # a completion is the turns of all seats
+            measured["kl/completion"] *= len(parts)
+        metrics = {**update.metrics, **measured}
         if self.config.kl_target:
             metrics["kl/coefficient"] = self.kl_coefficient
-            measured = self._measured["kl/completion"]
-            self.kl_coefficient = adapted_kl(self.kl_coefficient, measured, self.config.kl_target)
+            self.kl_coefficient = adapted_kl(self.kl_coefficient, measured["kl/completion"], self.config.kl_target)
         return replace(update, metrics=metrics)
 
     def step(self, client: Client, batch: Batch) -> Metrics:
@@ -144,15 +149,16 @@ class PPO(PolicyGradient):
         counted = [x.loss_mask & (x.weight > 0) for x in sequences]
         advantages = self.advantages(advantages, counted)
         # Metrics of this step: how well the critic explains the returns, and the KL of completions.
-        self._measured = {}
+        measured: dict[str, float] = {}
         returns_n, values_n = (
             np.concatenate([x[mask] for x, mask in zip(arrays, counted, strict=True)]) for arrays in (returns, values)
         )
         if returns_n.size:
-            self._measured["value/explained_variance"] = explained_variance(returns_n, values_n)
+            measured["value/explained_variance"] = explained_variance(returns_n, values_n)
         if config.kl:
             drift = [float((old_policy_logprobs(x) - x.per_token[REFERENCE])[x.loss_mask].sum()) for x in sequences]
-            self._measured["kl/completion"] = float(np.mean(drift))
+            measured["kl/completion"] = float(np.mean(drift))
+        self._measured.append(measured)
         adapted = {"kl_coefficient": self.kl_coefficient} if config.kl_target and config.kl_in == "loss" else {}
         return [
             replace(

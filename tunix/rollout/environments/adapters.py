@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+import numpy as np
+
 from tunix.data.config import EPISODES, DataConfig
 from tunix.data.sources import Rows, held_out_rows, open_rows
 from tunix.errors import UserError, install_command
@@ -57,8 +59,39 @@ def require_package(what: str, package: str, tried: str, extra: str) -> None:
         )
 
 
-ADAPTERS: Mapping[str, Adapter] = {}
+_FOLDER = "tunix.rollout.environments"
+ADAPTERS: Mapping[str, Adapter] = {
+    "reasoning_gym": Adapter(
+        f"{_FOLDER}.reasoning_gym:ReasoningGym", "reasoning-gym", ">=0.1.25,<0.2", extra="reasoning-gym"
+    ),
+    "textarena": Adapter(f"{_FOLDER}.textarena:TextArena", "textarena", ">=0.7.4,<0.8", "textarena", "game"),
+    "gymnasium": Adapter(f"{_FOLDER}.gymnasium:Gymnasium", "gymnasium", ">=1.4,<1.5", "gymnasium", "game"),
+}
 """By the first word of a name."""
+
+
+def row_number(row: Mapping[str, Any], name: str) -> int:
+    """A whole number of a row from which an environment makes its episode, such as its `index`.
+
+    Raises:
+        UserError: the row has none.
+    """
+    value = row.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise UserError(
+            f"the environment makes its episodes of rows {{'seed': 0, 'index': 0}}, and {name} is {value!r} in a row "
+            f"with {', '.join(row) or 'nothing'}: leave data.train out, or give whole numbers from 0 on"
+        )
+    return value
+
+
+def row_seed(row: Mapping[str, Any]) -> int:
+    """The seed of a row's episode, 32 bits of its `seed` and `index`, e.g. 2968811710.
+
+    Raises:
+        UserError: the row lacks them.
+    """
+    return int(np.random.SeedSequence([row_number(row, "seed"), row_number(row, "index")]).generate_state(1)[0])
 
 
 def adapter_of(config: EnvironmentConfig) -> tuple[Adapter, dict[str, Any]] | None:

@@ -16,7 +16,7 @@ Axes: T time.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat
 
 import numpy as np
@@ -96,6 +96,10 @@ class Step:
     """Reward of the turn, a finite number; None for none. The episode's reward is the sum."""
     done: bool = False
     """Whether the episode is over."""
+    seat: int = 0
+    """Who took the turn where several players share the transcript, e.g. 1."""
+    outcomes: Mapping[int, SupportsFloat] = field(default_factory=dict)
+    """At the end, the reward of each seat, e.g. `{0: 1.0, 1: -1.0}`, which is added to that of its last turn."""
 
 
 class Environment(ABC):
@@ -109,6 +113,8 @@ class Environment(ABC):
     False leaves scoring to the reward functions."""
     stop_strings: ClassVar[tuple[str, ...]] = ()
     """Texts that end a turn of the model, in addition to the recipe's and the stop tokens."""
+    modules: ClassVar[tuple[str, ...]] = ()
+    """Modules that a worker imports before the first call, so that no deadline includes their import."""
 
     @abstractmethod
     def reset(self, row: Row, rng: np.random.Generator) -> Observation:
@@ -142,11 +148,13 @@ def checked_step(step: Any) -> Step:
     if not isinstance(step, Step):
         raise EpisodeError(f"returned {'None' if step is None else f'a {type(step).__name__}'}, not a Step")
     reward = None if step.reward is None else as_outcome(step.reward)
-    if isinstance(reward, str):
-        raise EpisodeError(f"gave a reward that is no number: it {reward}")
+    outcomes = {seat: as_outcome(outcome) for seat, outcome in step.outcomes.items()}
+    for number in (reward, *outcomes.values()):
+        if isinstance(number, str):
+            raise EpisodeError(f"gave a reward that is no number: it {number}")
     if step.done or step.observation is None:
-        return Step(None, reward, done=True)
-    return Step(checked_observation(step.observation), reward)
+        return Step(None, reward, done=True, seat=step.seat, outcomes=outcomes)
+    return Step(checked_observation(step.observation), reward, seat=step.seat)
 
 
 def checked_observation(observation: Any) -> Observation:
@@ -194,6 +202,8 @@ class Episode:
         self.name = type(environment).__name__
         self.rewards: list[float | None] = []
         """Reward of each turn so far; None for a turn without one."""
+        self.seats: list[int] = []
+        """Who took each turn; 0 where one player takes all."""
         self.failure: Failure | None = None
         """The environment's failure, which ends the episode without a score; None where there was none."""
         self.done = False
@@ -233,6 +243,11 @@ class Episode:
             text = "" if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special=True)
             step = checked_step(self._environment.step(text, np.asarray(tokens)))
             self.rewards.append(None if step.reward is None else float(step.reward))
+            self.seats.append(step.seat)
+            for seat, outcome in step.outcomes.items():
+                if seat in self.seats:  # what a seat has earned that was never asked belongs to no turn
+                    last = len(self.seats) - 1 - self.seats[::-1].index(seat)
+                    self.rewards[last] = (self.rewards[last] or 0.0) + float(outcome)
             self.done = step.done
             if cut or step.observation is None:
                 return None

@@ -1,5 +1,6 @@
 """A problem with one answer: the row's prompt, one turn of the model, and a score by the reward functions."""
 
+import re
 import string
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -38,8 +39,8 @@ class Problem(Environment):
             prompt = np.asarray(row["prompt_ids"], np.int32)
         else:
             prompt = _column(row, "prompt")
-        if isinstance(prompt, str) and self._chat:
-            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(prompt, str):
+            prompt = self.message(prompt)
         if self._system is None:
             return prompt
         if isinstance(prompt, str | np.ndarray):
@@ -47,9 +48,35 @@ class Problem(Environment):
         messages: Sequence[Message] = prompt
         return [{"role": "system", "content": self._system}, *messages]
 
+    def message(self, text: str) -> Observation:
+        """A text as the user's message where the environment is a conversation, else as it is."""
+        return [{"role": "user", "content": text}] if self._chat else text
+
     def step(self, action: str, tokens: np.ndarray) -> Step:
         """Ends the episode: there is one turn."""
         return Step(done=True)
+
+
+def extracted(text: str, pattern: str | None) -> str | None:
+    """The answer in a model's text, without blanks around it; None where there is none.
+
+    Args:
+        text: of the whole turn.
+        pattern: None for all of it; a word for what the last pair of these tags holds, as `answer` for
+            `<answer>42</answer>`; else a regular expression, whose last match or, where it has one, its group counts.
+
+    Raises:
+        UserError: it is no regular expression.
+    """
+    if pattern is None:
+        return text.strip()
+    if pattern.isidentifier():
+        pattern = f"<{pattern}>(.*?)</{pattern}>"
+    try:
+        matches = list(re.finditer(pattern, text, re.DOTALL))
+    except re.error as error:
+        raise UserError(f"extract: {pattern} is no regular expression: {error}") from error
+    return (matches[-1].group(min(1, matches[-1].re.groups)) or "").strip() if matches else None
 
 
 def _filled(template: str, row: Row) -> str:

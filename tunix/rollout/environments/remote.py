@@ -8,7 +8,8 @@ First the environment that a recipe names, then the worker's side (`prepare`), w
 and calls the one that a request names:
 
     {"episode": 3, "start": {"row": {...}, "seed": [0, 3]}}   -> {"observation": "1-31\\n"}
-    {"episode": 3, "action": "16\\n", "tokens": {...}}         -> {"observation": ..., "reward": 0.5, "done": false}
+    {"episode": 3, "action": "16\\n", "tokens": {...}}         -> {"observation": ..., "reward": 0.5, "done": false,
+                                                                  "seat": 0, "outcomes": []}
     {"describe": true}                                        -> {"scores": true, "stop_strings": ["\\n"]}
 
 An answer with a `failure` ends the episode. Nothing is pickled: rows are JSON, a generator is its seed.
@@ -16,6 +17,7 @@ An answer with a `failure` ends the episode. Nothing is pickled: rows are JSON, 
 Axes: T time.
 """
 
+import importlib
 import inspect
 import itertools
 import json
@@ -106,6 +108,8 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
         first: the `kind` of environment, or where it is loaded from, and its `options`.
     """
     kind = load_object(first["kind"]) if isinstance(first["kind"], str) else first["kind"]
+    for module in kind.modules:
+        importlib.import_module(module)
     living: dict[int, Environment] = {}
     """Environments by the numbers of their episodes."""
 
@@ -127,7 +131,8 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
             if step.done:
                 del living[number]
             observation = None if step.observation is None else written(step.observation)
-            return {"observation": observation, "reward": step.reward, "done": step.done}
+            answer = {"observation": observation, "reward": step.reward, "done": step.done, "seat": step.seat}
+            return {**answer, "outcomes": list(step.outcomes.items())}
         except EpisodeError as error:
             return {"failure": str(error)}
         except UserError as error:
@@ -279,8 +284,8 @@ class RemoteEnvironment(Environment):
         answer = self._answer({"action": action, "tokens": coded(tokens)})
         if "failure" in answer:
             raise EpisodeError(answer["failure"])
-        observation = answer["observation"]
-        return Step(None if observation is None else read(observation), answer["reward"], answer["done"])
+        observation = None if answer["observation"] is None else read(answer["observation"])
+        return Step(observation, answer["reward"], answer["done"], answer["seat"], dict(answer["outcomes"]))
 
     def _answer(self, request: dict[str, Any]) -> Answer:
         """Asks the worker, in which the episode is replayed first if it has lived in an earlier process."""
