@@ -57,7 +57,14 @@ def require_package(what: str, package: str, tried: str, extra: str) -> None:
         )
 
 
-ADAPTERS: Mapping[str, Adapter] = {}
+ADAPTERS: Mapping[str, Adapter] = {
+    "verifiers": Adapter(
+        "tunix.rollout.environments.verifiers:Verifiers", "verifiers", ">=0.4,<0.5", "verifiers", argument="env"
+    ),
+    "openenv": Adapter(
+        "tunix.rollout.environments.openenv:OpenEnv", "openenv", ">=0.10,<0.11", "openenv", argument="url"
+    ),
+}
 """By the first word of a name."""
 
 
