@@ -228,7 +228,9 @@ def test_a_session_that_breaks_fails_alone_and_is_closed(server: Server, playing
 
 def test_an_action_that_the_schema_refuses_is_answered(serving: Any, playing: Any):
     server = serving(64, "loud")
-    with pytest.raises(UserError, match="options.action: the action of .* has the fields word, loud; the option is not"):
+    with pytest.raises(
+        UserError, match=r"options.action: the action of .* has the fields word, loud; the option is not"
+    ):
         playing(server)
     player = playing(server, action="word")
     (episode,) = player([{"seed": 0, "index": 0}], 0).episodes
