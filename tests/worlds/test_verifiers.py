@@ -15,6 +15,7 @@ from tunix.errors import UserError
 from tunix.rollout.environments.base import Episode
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.remote import Player
+from tunix.rollout.environments.verifiers import Verifiers
 from tunix.rollout.rewards.base import Failure
 
 pytestmark = pytest.mark.worlds
@@ -257,7 +258,7 @@ def test_a_runtime_that_the_recipe_names(playing: Any):
     say(episode, "7")
     assert episode.score == 1.0
     with pytest.raises(
-        UserError, match="task 0 wants a runtime for its read: name one, as in options: {config: {agent"
+        UserError, match=r"task 0 wants a runtime for its read: name one, as in options: .config: .agent"
     ):
         playing("runs-v1")(rows(0), 0)
 
@@ -274,14 +275,14 @@ def test_a_runtime_that_the_recipe_names(playing: Any):
         ("tools-v1", {}, "task 0 has tools, which only a harness can give to a model"),
     ],
 )
-def test_what_cannot_be_played_is_named(playing: Any, name: str, config: dict[str, Any], said: str):
+def test_what_cannot_be_played_is_named(name: str, config: dict[str, Any], said: str):
     with pytest.raises(UserError, match=f"rollout.environment: verifiers: {name}.*{said}"):
-        playing(name, **config)(rows(0), 0)
+        Verifiers(name, config).reset({"index": 0}, np.random.default_rng(0))
 
 
-def test_rows_without_a_number(playing: Any):
+def test_rows_without_a_number():
     with pytest.raises(UserError, match="verifiers reads the column `index`, the number of a task; a row has prompt"):
-        playing("say-v1")([{"prompt": "p"}], 0)
+        Verifiers("say-v1").reset({"prompt": "p"}, np.random.default_rng(0))
 
 
 def test_a_run_learns_and_is_killed(tmp_path: Path):

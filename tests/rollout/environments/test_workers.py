@@ -303,7 +303,7 @@ def test_environments_are_closed_once_whatever_ends_them(
     say(fails, "raise")
     assert closed.read_text() == "ab"
     assert "the environment Session: its close raised OSError: gone already" in capfd.readouterr().err
-    assert fails.score == Failure("the environment Session raised KeyError: 'board' (mine.py, line 18)")
+    assert fails.score == Failure("the environment Session raised KeyError: 'board' (mine.py, line 20)")
     played.finish([completion_of((0, 2), tokens=ids("on"), finish="length")] * 4)
     assert sorted(closed.read_text()) == ["a", "b", "c", "d"]
     assert played.scores == [1.0, fails.score, 1.0, 1.0]

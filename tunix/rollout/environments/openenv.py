@@ -25,7 +25,7 @@ SHARE = 0.8
 
 
 class OpenEnv(Environment):
-    """A session of an OpenEnv server; its class name is said in messages."""
+    """A session of an OpenEnv server."""
 
     replayable: ClassVar[bool] = False
     modules: ClassVar[tuple[str, ...]] = ("openenv.core.generic_client",)
@@ -52,18 +52,18 @@ class OpenEnv(Environment):
             columns: columns of the row that are arguments of `reset`, too. In rows of its own, `seed` and `index`, the
                 argument `seed` follows from both.
             chat: whether observations are messages of a user, for a model with a chat template; else plain text.
-            size: rows that it makes, where the recipe names none.
+            size: rows that it makes where the recipe names none.
 
         Raises:
             UserError: no such server, or a field that is not in its schema.
         """
         schema = _schema(url)
         self._url, self._chat, self._reset, self._columns = url, chat, reset or {}, columns or []
-        shown, acted = _fields(schema["reset_observation"]), _fields(schema["action"])
-        texts = [name for name, field in shown.items() if field.get("type") == "string"]
-        required = [name for name in schema["action"].get("required", ()) if name in acted]
-        self._shown = _chosen("observation", observation, shown, texts, url)
-        self._acted = _chosen("action", action, acted, required, url)
+        fields = {name: x for name, x in schema["reset_observation"]["properties"].items() if name not in ADDED}
+        texts = [name for name, field in fields.items() if field.get("type") == "string"]
+        self._shown = self._chosen("observation", observation, [*fields], texts)
+        fields = [name for name in schema["action"]["properties"] if name not in ADDED]
+        self._acted = self._chosen("action", action, fields, schema["action"].get("required", []))
         self._client: Any = None
         self._socket: Any = None
 
@@ -80,18 +80,17 @@ class OpenEnv(Environment):
                 f"rollout.environment.options.columns: {missing[0]!r} is no column of the rows, which have "
                 f"{', '.join(row)}.{nearest(missing[0], row)}"
             )
-        seed = {}
+        arguments = {**self._reset, **{name: row[name] for name in self._columns}}
         if {"seed", "index"} <= row.keys():
-            seed = {"seed": int(np.random.SeedSequence([row["seed"], row["index"]]).generate_state(1)[0])}
+            seed = np.random.SeedSequence([row["seed"], row["index"]]).generate_state(1)[0]
+            arguments = {"seed": int(seed), **arguments}
         patience = SHARE * self.deadline
         self._client = GenericEnvClient(self._url, connect_timeout_s=patience, message_timeout_s=patience).sync()
-        arguments = {**seed, **self._reset, **{name: row[name] for name in self._columns}}
         try:
             result = self._client.reset(**arguments)
         except Exception as error:
-            remedy = "start it, or correct the address"
-            if "CAPACITY_REACHED" in str(error):
-                remedy = "raise its max_concurrent_envs, or lower batch_size or group_size: an episode is a session"
+            full = "CAPACITY_REACHED" in str(error)
+            remedy = "raise its max_concurrent_envs: an episode is a session" if full else "start it, or mend it"
             raise UserError(
                 f"the environment server {self._url} starts no session ({_said(error)}): {remedy}"
             ) from error
@@ -133,6 +132,22 @@ class OpenEnv(Environment):
         text = value if isinstance(value, str) else json.dumps(value)
         return [{"role": "user", "content": text}] if self._chat else text
 
+    def _chosen(self, option: str, name: str | None, fields: list[str], candidates: list[str]) -> str:
+        """The field that an option names, or the only candidate."""
+        if name is None and len(candidates) == 1:
+            return candidates[0]
+        if name in fields:
+            return name
+        wrong = "is not set, and no single field is meant by that" if name is None else f"{name!r} is none of them"
+        raise UserError(
+            f"rollout.environment.options.{option}: the {option} of {self._url} has the fields "
+            f"{', '.join(fields) or 'none'}; the option {wrong}.{nearest(name or '', fields)}"
+        )
+
+
+ADDED = ("metadata", "reward", "done")
+"""Fields that every action or observation has."""
+
 
 @cache
 def _schema(url: str) -> Mapping[str, Any]:
@@ -141,38 +156,18 @@ def _schema(url: str) -> Mapping[str, Any]:
     Raises:
         UserError: nothing answers as such a server does.
     """
+    where = f"rollout.environment: openenv: {url}"
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise UserError(f"rollout.environment: openenv: {url!r} is no address of a server; write http://host:8000")
+        raise UserError(f"{where} is no address of a server; write http://host:8000")
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/schema", timeout=5.0)
-        answer.raise_for_status()
-        schema = answer.json()
-        return {name: dict(schema[name]) for name in ("action", "reset_observation")}
+        schema = httpx.get(f"{url.rstrip('/')}/schema", timeout=5.0).raise_for_status().json()
+        return {name: {"properties": {}, **schema[name]} for name in ("action", "reset_observation")}
     except httpx.HTTPError as error:
         raise UserError(
-            f"rollout.environment: openenv: no environment server answers at {url} ({_said(error)}): start it, or "
-            "correct the address"
+            f"{where}: no environment server answers ({_said(error)}): start it, or mend the address"
         ) from None
     except (KeyError, TypeError, ValueError):
-        raise UserError(f"rollout.environment: openenv: {url} answers, but is no OpenEnv server of 0.10") from None
-
-
-def _fields(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The fields of a schema that are its own."""
-    return {name: x for name, x in schema.get("properties", {}).items() if name not in ("metadata", "reward", "done")}
-
-
-def _chosen(option: str, name: str | None, fields: Mapping[str, Any], candidates: list[str], url: str) -> str:
-    """The field that an option names, or the only candidate."""
-    if name is None and len(candidates) == 1:
-        return candidates[0]
-    if name in fields:
-        return name
-    wrong = "is not set, and no single field is meant by that" if name is None else f"{name!r} is none of them"
-    raise UserError(
-        f"rollout.environment.options.{option}: the {option} of {url} has the fields {', '.join(fields) or 'none'}; "
-        f"the option {wrong}.{nearest(name, fields) if name else ''}"
-    )
+        raise UserError(f"{where} answers, but not as a server of OpenEnv 0.10") from None
 
 
 def _said(error: Exception) -> str:

@@ -48,7 +48,7 @@ class Verifiers(Environment):
         self._play: asyncio.Task[float] | None = None
 
     def reset(self, row: Row, rng: np.random.Generator) -> Observation:
-        """Begins the task of a row, as far as its first turn.
+        """Plays the task of a row as far as its first turn.
 
         Raises:
             UserError: the row has no `index`, or the task needs a harness.
@@ -56,8 +56,7 @@ class Verifiers(Environment):
         if not isinstance(index := row.get("index"), int):
             raise UserError(f"verifiers reads the column `index`, the number of a task; a row has {', '.join(row)}")
         self._play = _loop().create_task(self._seat.play(self._world.task(index)))
-        prompt = self._advance().observation
-        if prompt is None:
+        if (prompt := self._advance().observation) is None:
             raise EpisodeError("ended before its first turn")
         return prompt
 
@@ -83,7 +82,7 @@ class Verifiers(Environment):
 
 
 class Seat:
-    """The seat of an `Env` that the model plays, and its conversation; has of verifiers' classes what envs call."""
+    """The seat of an `Env` that the model plays, and its one conversation; has of verifiers' classes what envs call."""
 
     trainable = True
 
@@ -97,25 +96,18 @@ class Seat:
         self._world, self._task, self._messages = world, None, list[Any]()
 
     async def play(self, task: Any) -> float:
-        """Plays a task to its end; returns the sum of its weighted rewards.
-
-        Raises:
-            EpisodeError: there is no such sum. Whatever the environment raises rises.
-        """
+        """Plays a task to its end; returns the sum of its weighted rewards."""
         from verifiers.v1 import Agents, Episode, TraceTask
 
         env = self._world.env
         agents = Agents(env.config, lambda name, spec: self)
         await env.setup(agents)
         await env.run(task, agents)
-        if self.trace is None:
-            raise EpisodeError("ended without a conversation")
         episode = Episode(task=TraceTask(type=type(task).__name__, data=task.data))
-        episode.traces.append(self.trace)
+        episode.traces += [self.trace] if self.trace else []
         await env.finalize(task, episode)
-        rewards = self.trace.rewards
-        if not rewards or None in rewards.values():
-            raise EpisodeError(f"scored {'nothing' if not rewards else 'all but ' + [*rewards][-1]}")
+        if not (rewards := self.trace.rewards if self.trace else {}) or None in rewards.values():
+            raise EpisodeError(f"has rewards without a score: {', '.join(rewards) or 'none was given'}")
         return float(self.trace.reward)
 
     async def run(self, task: Any) -> Any:
@@ -126,7 +118,7 @@ class Seat:
 
     @asynccontextmanager
     async def interaction(self, task: Any) -> AsyncIterator["Seat"]:
-        """A conversation, which is scored at its end."""
+        """The conversation about a task, which is scored at its end."""
         from verifiers.v1 import AgentInfo, Trace, TraceTask
         from verifiers.v1.runtimes import make_runtime
         from verifiers.v1.state import state_cls
@@ -137,21 +129,20 @@ class Seat:
             raise EpisodeError("begins a second conversation, and a model plays one in an episode")
         world, self._task = self._world, task
         about = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-        self.trace = Trace(
-            task=about, state=state_cls(type(task))(), agent=AgentInfo(config=world.spec, name=world.seat)
-        )
+        agent = AgentInfo(config=world.spec, name=world.seat)
+        self.trace = trace = Trace(task=about, state=state_cls(type(task))(), agent=agent)
         runtime = make_runtime(resolve_runtime_config(world.spec.runtime, task)) if world.has_runtime else None
         try:
             if runtime is not None:
                 runtime.env = dict(task.runtime_env())
                 await runtime.start()
                 await runtime.prepare_setup()
-            await invoke(task.setup, {"trace": self.trace, "runtime": runtime})
+            await invoke(task.setup, {"trace": trace, "runtime": runtime})
             yield self
-            self.trace.stop("user_closed")
-            await invoke(task.finalize, {"trace": self.trace, "runtime": runtime})
-            await task.score(self.trace, runtime)
-            self.trace.ok = True
+            trace.stop("user_closed")
+            await invoke(task.finalize, {"trace": trace, "runtime": runtime})
+            await task.score(trace, runtime)
+            trace.ok = True
         finally:
             if runtime is not None:
                 await runtime.stop()
@@ -165,15 +156,14 @@ class Seat:
         from verifiers.v1.session import call_hook, hook_boundary
         from verifiers.v1.types import content_text
 
-        async def ended(**reached: Any) -> bool:
-            available = {Trace: self.trace, **{kinds[name]: value for name, value in reached.items()}}
+        async def over(kind: Any, value: Any) -> bool:
+            available = {Trace: self.trace, kind: value}
             for stop in self._task.hooks("stop") if self.trace.stop_condition is None else ():
                 if hook_boundary(stop, allow_trace=True) in available and await call_hook(stop, available):
                     self.trace.stop(stop.__name__)
             return self.trace.stop_condition is not None
 
-        kinds: dict[str, Any] = {"request": Request, "response": Response}
-        data = self._task.data
+        data, most = self._task.data, self._world.spec.max_turns
         first = data.prompt if message is None and not self._messages else message
         if first is None:
             raise EpisodeError("asks for a turn without a prompt or a message")
@@ -181,38 +171,24 @@ class Seat:
         asked = [parse_message(x) if isinstance(x, dict) else x for x in asked]
         if not self._messages and data.system_prompt is not None:
             asked = [SystemMessage(content=data.system_prompt), *asked]
-        unreadable = [x.role for x in asked if x.role == "tool" or (x.role == "assistant" and x.tool_calls)]
-        unreadable += [
-            part.type for x in asked if isinstance(x.content, list) for part in x.content if part.type != "text"
-        ]
-        if unreadable:
-            raise EpisodeError(
-                f"asks with {unreadable[0]!r}, and only texts of a system, a user or an assistant are read"
-            )
         self._messages += asked
-        if self._world.spec.max_turns is not None and self.trace.num_turns >= self._world.spec.max_turns:
+        kinds = {kind for x in asked for kind in ([y.type for y in x.content] if isinstance(x.content, list) else [])}
+        kinds |= {"tool" for x in asked if x.role == "tool" or (x.role == "assistant" and x.tool_calls)}
+        if kinds - {"text"}:
+            raise EpisodeError(
+                f"asks with {max(kinds - {'text'})!r}: only texts of a system, a user or an assistant are read"
+            )
+        if most is not None and self.trace.num_turns >= most:
             self.trace.stop("max_turns")
-        if await ended(request=Request(messages=self._messages)):
+        if await over(Request, Request(messages=self._messages)):
             return Segment(messages=[], terminated=True)
         self.asked.put_nowait([{"role": x.role, "content": content_text(x.content)} for x in asked])
         reply = AssistantMessage(content=await self.said.get())
         response = Response(id=self.trace.id, created=0, model="policy", message=reply, finish_reason="stop")
         prepare_turn(self.trace, self._messages).commit(response)
         self._messages.append(reply)
-        await ended(response=response)
+        await over(Response, response)
         return Segment(messages=[reply])
-
-
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """The process's event loop, which runs while a call to the worker does."""
-    return asyncio.new_event_loop()
-
-
-@cache
-def _world(name: str, config: str) -> "World":
-    """That of a taskset's name and of settings as JSON, once in a process."""
-    return World(name, json.loads(config))
 
 
 class World:
@@ -233,8 +209,8 @@ class World:
             taskset = {**config.get("taskset", {}), "id": name}
             self.env = loaders.load_environment(loaders.resolve_env_config({**config, "taskset": taskset}))
         except ValidationError as error:
-            first = error.errors()[0]
-            raise UserError(f"{self._what}: config.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+            wrong = error.errors()[0]
+            raise UserError(f"{self._what}: config.{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
         except Exception as error:  # it imports the author's code
             module = name.replace("-", "_")
             known = {x.name for x in pkgutil.iter_modules([os.getcwd(), *tasksets.__path__])} - {module}
@@ -243,7 +219,7 @@ class World:
         self.seat, self.spec = next(iter(seats.items()))
         """The seat's name, and its `AgentConfig`."""
         self.has_runtime = "runtime" in self.spec.model_fields_set
-        """Whether tasks have a runtime, in which their hooks run programs."""
+        """Whether the recipe names a runtime, in which hooks of tasks run programs."""
         harness = self.spec.harness.id if self.spec.harness else loaders.default_harness_id(name)
         if len(seats) > 1:
             raise UserError(f"{self._what} has the seats {', '.join(seats)}: only an environment of one can be played")
@@ -252,16 +228,12 @@ class World:
                 f"{self._what} needs the harness {harness!r}, a program that asks an OpenAI endpoint for each turn: "
                 "only what is played without one can be trained on"
             )
-        runner = {*config} & {"retries", "timeout", "interception", "max_concurrent_agents"}
-        unread = [
-            *runner,
-            *(f"{self.seat}.{x}" for x in self.spec.model_fields_set - {"harness", "runtime", "max_turns"}),
-        ]
+        unread = {*config} & {"retries", "timeout", "interception", "max_concurrent_agents"}
+        unread |= {f"{self.seat}.{x}" for x in self.spec.model_fields_set - {"harness", "runtime", "max_turns"}}
         if unread:
             raise UserError(
                 f"{self._what}: config.{min(unread)} is of verifiers' own runner, and nothing reads it here"
             )
-        self._tools = self.env.taskset.toolsets(self.env.taskset.config)
         _loop().run_until_complete(self.env.start())
         self._stream, self._tasks = iter(self.env.taskset), list[Any]()
 
@@ -277,25 +249,35 @@ class World:
         self._tasks += itertools.islice(self._stream, max(0, index + 1 - len(self._tasks)))
         if not self._tasks:
             raise UserError(f"{self._what} has no tasks")
-        task = self._tasks[index % len(self._tasks)]
-        where = f"{self._what}: task {task.data.idx}"
-        tools, interceptors = [*self._tools, *task.toolsets(task.config)], discover_decorated(task, "intercept")
-        for need, there in {"tools": tools, "skills": task.data.skills, "interceptors": interceptors}.items():
-            if there:
-                raise UserError(f"{where} has {need}, which only a harness can give to a model")
+        task, taskset = self._tasks[index % len(self._tasks)], self.env.taskset
+        needs = {
+            "tools": [*taskset.toolsets(taskset.config), *task.toolsets(task.config)],
+            "skills": task.data.skills,
+            "interceptors": discover_decorated(task, "intercept"),
+        }
+        if unmet := [need for need, there in needs.items() if there]:
+            raise UserError(
+                f"{self._what}: task {task.data.idx} has {unmet[0]}, which only a harness can give to a model"
+            )
         hooks = [*task.hooks("reward"), *task.hooks("metric")]
         hooks += [getattr(task, x) for x in ("setup", "finalize") if getattr(type(task), x) is not getattr(Task, x)]
-        empty = inspect.Parameter.empty
-        wanting = [x.__name__ for x in hooks if _default(x, "runtime") is empty]
+        wanted = ((hook.__name__, inspect.signature(hook).parameters.get("runtime")) for hook in hooks)
+        wanting = [name for name, parameter in wanted if parameter and parameter.default is parameter.empty]
         if not self.has_runtime and (wanting or task.NEEDS_CONTAINER or task.data.image):
             raise UserError(
-                f"{where} wants a runtime{f' for its {wanting[0]}' if wanting else ''}: name one, as in options: "
-                f"{{config: {{{self.seat}: {{runtime: {{type: subprocess}}}}}}}}"
+                f"{self._what}: task {task.data.idx} wants a runtime{f' for its {wanting[0]}' if wanting else ''}: "
+                f"name one, as in options: {{config: {{{self.seat}: {{runtime: {{type: subprocess}}}}}}}}"
             )
         return task
 
 
-def _default(function: Any, name: str) -> Any:
-    """The default of a parameter, `Parameter.empty` where it has none; None where there is no such parameter."""
-    parameter = inspect.signature(function).parameters.get(name)
-    return None if parameter is None else parameter.default
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """The process's event loop, which runs while a call to the worker does."""
+    return asyncio.new_event_loop()
+
+
+@cache
+def _world(name: str, config: str) -> World:
+    """That of a taskset's name and of settings as JSON, once in a process."""
+    return World(name, json.loads(config))
