@@ -1,5 +1,6 @@
 """OpenEnv servers, really started on loopback: sessions, what a server does wrong, and a run that learns from one."""
 
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 
 from tests.run.test_kill import no_process_left
+from tests.test_pages import blocks, write
+from tests.tiny_runs import metrics, model_folder
 from tests.worlds.learning import assert_learns_though_killed, write_learner
 from tunix.cli import main
 from tunix.data.tokenizer import bytes_tokenizer
@@ -113,8 +116,6 @@ class Server:
 
 
 def free_port() -> int:
-    import socket
-
     with socket.socket() as chosen:
         chosen.bind(("127.0.0.1", 0))
         return chosen.getsockname()[1]
@@ -300,6 +301,29 @@ def test_a_run_whose_server_dies_says_so_once(serving: Any, tmp_path: Path, caps
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["1"]
     serving(port=int(server.url.rpartition(":")[2]))
     assert main(["run", "r.yaml"]) == 0
+
+
+def test_the_page(tmp_path: Path):
+    page, model, port = "docs/guide/openenv.md", str(model_folder(tmp_path / "model")), str(free_port())
+    write(page, tmp_path, model)
+    (recipe,) = blocks(page, "yaml")
+    text = recipe.text.replace("Qwen/Qwen3-0.6B", model).replace("8000", port)
+    (tmp_path / "letters.yaml").write_text(text)
+    server = subprocess.Popen([sys.executable, "letters_server.py", port], cwd=tmp_path)
+    try:
+        while not reachable(int(port)):
+            assert server.poll() is None
+            time.sleep(0.1)
+        assert main(["run", "letters.yaml", "steps=1"]) == 0
+    finally:
+        server.kill()
+        server.wait()
+    assert metrics("runs/letters")[-1]["reward/failed"] == 0
+
+
+def reachable(port: int) -> bool:
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_run_learns_and_is_killed(serving: Any, tmp_path: Path):

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from tests.run.test_kill import no_process_left
+from tests.test_pages import blocks, write
+from tests.tiny_runs import metrics, model_folder
 from tests.worlds.learning import assert_learns_though_killed
+from tunix.cli import main
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
 from tunix.rollout.environments.base import Episode
@@ -283,6 +286,15 @@ def test_what_cannot_be_played_is_named(name: str, config: dict[str, Any], said:
 def test_rows_without_a_number():
     with pytest.raises(UserError, match="verifiers reads the column `index`, the number of a task; a row has prompt"):
         Verifiers("say-v1").reset({"prompt": "p"}, np.random.default_rng(0))
+
+
+def test_the_page(tmp_path: Path):
+    page, model = "docs/guide/verifiers.md", str(model_folder(tmp_path / "model"))
+    write(page, tmp_path, model)
+    (recipe,) = blocks(page, "yaml")
+    (tmp_path / "letters.yaml").write_text(recipe.text.replace("Qwen/Qwen3-0.6B", model))
+    assert main(["run", "letters.yaml", "steps=1"]) == 0
+    assert metrics("runs/letters")[-1]["reward/failed"] == 0
 
 
 def test_a_run_learns_and_is_killed(tmp_path: Path):
