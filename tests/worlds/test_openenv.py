@@ -93,7 +93,11 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         (folder / "server.py").write_text(SERVER)
         self.process = subprocess.Popen([sys.executable, "server.py", str(port), str(sessions), *words], cwd=folder)
-        self.until(lambda: self.open == 0)
+        try:
+            self.until(lambda: self.open == 0)
+        except BaseException:
+            self.kill()
+            raise
 
     @property
     def open(self) -> int:
@@ -103,7 +107,7 @@ class Server:
         except httpx.TransportError:
             return -1
 
-    def until(self, happened: Callable[[], bool], seconds: float = 60) -> None:
+    def until(self, happened: Callable[[], bool], seconds: float = 300) -> None:
         end = time.monotonic() + seconds
         while not happened():
             assert self.process.poll() is None
