@@ -18,7 +18,7 @@ LEARNER: dict[str, Any] = {
 }
 
 
-def write_learner(folder: Path, environment: dict[str, Any], steps: int = 40, **changes: Any) -> None:
+def write_learner(folder: Path, environment: dict[str, Any], steps: int = 24, **changes: Any) -> None:
     """The recipe of a random model of bytes that learns in an environment; `a__b` sets the key `a.b`."""
     sections = {**copy.deepcopy(RECIPE), **copy.deepcopy(LEARNER), "steps": steps}
     sections["rollout"] = {"environment": environment}
@@ -56,7 +56,7 @@ def assert_learns_though_killed(
             runs.append(Run(place))
         assert runs[-1].wait() == 0, runs[-1].log
         reached = rewards(place)
-        assert len(reached) == 40
+        assert len(reached) == 24
         assert reached[0] < least / 2, reached
         assert sum(reached[-5:]) / 5 >= least, reached
     if exact:

@@ -93,7 +93,8 @@ class Seat:
         self.said: asyncio.Queue[str] = asyncio.Queue()
         """Its answers."""
         self.trace: Any = None
-        self._world, self._task, self._messages = world, None, list[Any]()
+        self._task: Any = None
+        self._world, self._messages = world, list[Any]()
 
     async def play(self, task: Any) -> float:
         """Plays a task to its end; returns the sum of its weighted rewards."""
