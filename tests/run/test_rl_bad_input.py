@@ -98,6 +98,10 @@ def last(run: str = "run") -> dict[str, Any]:
             ["reward=null", "rollout.environment={name: guessing}", "rollout.oversample=1.2"],
             ["rollout", "oversample: 1.2 pauses what is not complete", "an environment's episode cannot be paused"],
         ),
+        (
+            ["rollout.stop_after_failures=4"],
+            ["rollout", "stop_after_failures: 4 counts episodes of an environment, and none is set"],
+        ),
         (["rollout.mismatch_tolerance=-1"], ["rollout.mismatch_tolerance", "is not a number above 0"]),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) and "=" in value[0] else "",
@@ -284,6 +288,43 @@ def test_an_environment_that_never_ends_stops_the_run(tmp_path: Path, capsys: py
     told = capsys.readouterr().err
     assert "none of the 16 samples of a step could be scored" in told
     assert "the environment Endless had not ended after 1 turns" in told
+
+
+BREAKS = """
+import os
+from tunix.rollout.environments.base import Environment, Step
+
+
+class Breaks(Environment):
+    stop_strings = tuple(map(chr, range(128)))
+
+    def reset(self, row, rng):
+        return row["prompt"]
+
+    def step(self, action, tokens):
+        with open("calls", "a") as file:
+            file.write(".")
+        if os.path.getsize("calls") > 32: raise RuntimeError("out of order")
+        return Step(reward=1.0 if action.isalnum() else 0.0, done=True)
+"""
+
+
+@pytest.mark.slow
+def test_failures_in_a_row_end_a_run_that_goes_on_when_mended(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Sixteen episodes of one turn are a step: it breaks with the third."""
+    (tmp_path / "env.py").write_text(BREAKS)
+    environment = {"name": "env.py:Breaks"}
+    write_policy(tmp_path, reward=None, steps=4, rollout__environment=environment, rollout__stop_after_failures=3)
+    assert main(["run", "r.yaml"]) == 2
+    told = capsys.readouterr().err
+    assert (
+        "rollout.stop_after_failures: 3 episodes in a row have failed, the last because the environment Breaks" in told
+    )
+    assert "raised RuntimeError: out of order" in told
+    assert "Traceback" not in told
+    (tmp_path / "env.py").write_text(BREAKS.replace("> 32", "> 3200"))
+    train("r.yaml")
+    assert [row["step"] for row in metrics("run")] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow

@@ -75,6 +75,10 @@ class RolloutConfig(Config):
     rounding alone causes some. With `engine: vllm` 0.01 in float32 and 2 in bfloat16."""
     environment: EnvironmentConfig | None = None
     """The environment that answers the model between its turns; null for single-turn completions."""
+    stop_after_failures: Positive | None = None
+    """Ends the run when so many episodes of `environment` in a row have failed, with the reason of the last, such as 32
+    where it is a server that may die. Counting begins anew where a run is resumed. Null: a run ends where all episodes
+    of a step have failed."""
     samples: Annotated[int, Field(ge=0)] = 1
     """Groups of completions of each step that are written to samples.jsonl."""
 
@@ -132,6 +136,11 @@ class RolloutConfig(Config):
             raise ValueError(
                 "in_flight: continue pauses completions, and an environment's episode cannot be paused: set it to "
                 "finish, or leave environment out"
+            )
+        if self.stop_after_failures is not None and self.environment is None:
+            raise ValueError(
+                f"stop_after_failures: {self.stop_after_failures} counts episodes of an environment, and none is set: "
+                "leave it out"
             )
         if self.max_staleness and self.oversample > 1:
             if self.max_staleness < 2:

@@ -47,7 +47,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     compare_views(inputs)
     teacher = teacher_source(recipe, source)
     environment, data = recipe.rollout.environment, recipe.data
-    play = Player(environment, inputs.tokenizer, data.template_kwargs) if environment else None
+    stop_after = recipe.rollout.stop_after_failures
+    play = Player(environment, inputs.tokenizer, data.template_kwargs, stop_after) if environment else None
     algorithm = algorithm_of(recipe, source.stop_ids, play.stop_strings if play else ())
     if algorithm.needs.values == "alone":
         require_classifier(source.decoder)

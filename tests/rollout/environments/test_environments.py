@@ -417,11 +417,14 @@ def test_ones_own_from_a_file(tmp_path: Any):
         ({"name": "guessing", "options": {"guess": 5}}, "Did you mean 'guesses'"),
         ({"name": "guessing", "options": {"guesses": "5"}}, "guesses: '5'. Input should be a valid integer"),
         ({"name": "json:dumps"}, "not a class that extends"),
+        ({"verifiers": "gsm8k"}, r"the environment verifiers:gsm8k needs verifiers: .pip install '\.\[verifiers\]'"),
+        ({"openenv": "http://host:8000"}, r"the environment openenv:http://host:8000 needs openenv: .pip install"),
+        ({"name": "openenv"}, "rollout.environment.name is 'openenv'; written is openenv:URL"),
     ],
 )
 def test_mistakes_are_refused_at_the_start(settings: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
-        read_environment(EnvironmentConfig(**settings))
+        read_environment(EnvironmentConfig.model_validate(settings))
 
 
 def test_a_seat_s_outcome_belongs_to_its_last_turn():

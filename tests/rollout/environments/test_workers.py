@@ -111,12 +111,35 @@ class Counts(Environment):
         return Step(f"{os.getpid()}")
 
 
-class Starts(Environment):
-    def __init__(self):
-        self.child = subprocess.Popen(["sleep", "3600"])
+class Session(Environment):
+    """Notes its end; of each call it knows only that it came."""
+
+    replayable = False
 
     def reset(self, row, rng):
-        Path("pids").write_text(f"{os.getpid()} {self.child.pid}")
+        self.name = row["name"]
+        return f"{self.deadline:g} "
+
+    def step(self, action, tokens):
+        behave(action)
+        if action == "fork" and os.fork():
+            time.sleep(0.5)  # the child is first to go on
+        return Step("on", reward=1.0, done=action == ".")
+
+    def close(self):
+        with open("closed", "a") as file:
+            file.write(self.name)
+        if self.name == "b": raise OSError("gone already")
+
+
+class Starts(Environment):
+    """Starts children, one of them in a session of its own."""
+
+    def __init__(self):
+        self.children = [subprocess.Popen(["sleep", "3600"], start_new_session=apart) for apart in (False, True)]
+
+    def reset(self, row, rng):
+        Path("pids").write_text(" ".join(str(pid) for pid in (os.getpid(), *(child.pid for child in self.children))))
         return "go "
 
     def step(self, action, tokens):
@@ -246,6 +269,64 @@ def test_an_episode_that_answers_differently_when_it_is_replayed(playing: Any):
         "turn 1 was not that of before"
     )
     assert say(idle, "on") is not None  # of it there was only the prompt to repeat, which is always the same
+
+
+def test_what_cannot_be_replayed_fails_with_its_worker(playing: Any):
+    bad, other = playing("Session")([{"name": "b"}, {"name": "o"}], seed=0).episodes
+    say(bad, "exit")
+    assert say(other, "on") is None
+    assert other.score == Failure(
+        "the environment Session is lost: another episode of its worker ended its process (exit code 3), and what it "
+        "had begun cannot be replayed"
+    )
+
+
+def test_a_fork_that_comes_back_answers_nothing(playing: Any):
+    """The answer of the child would be taken for that to the next call."""
+    (episode,) = playing("Session")([{"name": "f"}], seed=0).episodes
+    assert say(episode, "fork") == "on"
+    assert say(episode, ".") is None
+    assert episode.score == 2.0
+
+
+def test_environments_are_closed_once_whatever_ends_them(
+    playing: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """At the end, after a failure, where the token limit cut the last turn off; not where the process was ended."""
+    player = playing("Session", workers=2)
+    played = player([{"name": name} for name in "abcd"], seed=0)
+    closed = tmp_path / "closed"
+    done, fails, _, _ = played.episodes
+    assert TOKENIZER.decode(done.prompt)[-3:] == "60 "  # the deadline, which the constructor does not know
+    say(done, ".")
+    assert closed.read_text() == "a"
+    say(fails, "raise")
+    assert closed.read_text() == "ab"
+    assert "the environment Session: its close raised OSError: gone already" in capfd.readouterr().err
+    assert fails.score == Failure("the environment Session raised KeyError: 'board' (mine.py, line 20)")
+    played.finish([completion_of((0, 2), tokens=ids("on"), finish="length")] * 4)
+    assert sorted(closed.read_text()) == ["a", "b", "c", "d"]
+    assert played.scores == [1.0, fails.score, 1.0, 1.0]
+
+
+def test_so_many_failures_in_a_row_end_a_run(environments: Path):
+    player = Player(EnvironmentConfig(name="mine.py:Obeys", workers=1), TOKENIZER, stop_after=2)
+    played = player([{}] * 6, seed=0)
+
+    def turn(request: int, action: str) -> None:
+        played.reply(request, completion_of((0, len(ids(action))), tokens=ids(action)))
+
+    turn(0, "raise")
+    turn(1, "on")  # an episode that goes on is no end of a row
+    turn(2, ".")
+    turn(3, "text")
+    with pytest.raises(
+        UserError,
+        match=r"rollout.stop_after_failures: 2 episodes in a row have failed, the last because the environment Obeys "
+        r"raised KeyError: 'board' .* What was trained before is saved",
+    ):
+        turn(4, "raise")
+    player.close()
 
 
 def test_what_hangs_in_one_worker_stops_no_other(playing: Any):

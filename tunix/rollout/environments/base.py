@@ -14,7 +14,7 @@ Axes: T time.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat
@@ -113,8 +113,14 @@ class Environment(ABC):
     False leaves scoring to the reward functions."""
     stop_strings: ClassVar[tuple[str, ...]] = ()
     """Texts that end a turn of the model, in addition to the recipe's and the stop tokens."""
+    replayable: ClassVar[bool] = True
+    """Whether everything follows from the row, the generator and the actions. False for one whose state is elsewhere,
+    such as a session of a server: where its process is lost, it fails, and is not begun anew."""
     modules: ClassVar[tuple[str, ...]] = ()
     """Modules that a worker imports before the first call, so that no deadline includes their import."""
+    deadline: float = 10.0
+    """Seconds that each call may take, `rollout.environment.deadline`: set after the constructor. What waits for
+    something else gives up before, so that only this episode fails."""
 
     @abstractmethod
     def reset(self, row: Row, rng: np.random.Generator) -> Observation:
@@ -133,6 +139,11 @@ class Environment(ABC):
             action: the turn's text, special tokens left out, a stop string left in.
             tokens: `[T]` the ids that were sampled, stop token included.
         """
+
+    def close(self) -> None:
+        """Lets go of what the episode holds, such as a connection: called once, in the worker, when the episode is over
+        or has failed. What it raises is written to the standard error. Where the process is killed it is not called."""
+        return
 
 
 class EpisodeError(Exception):
@@ -265,16 +276,32 @@ class Episode:
 class Episodes:
     """The episodes of a batch: request i of the sampler is episode i."""
 
-    def __init__(self, episodes: Sequence[Episode], together: int = 1) -> None:
-        """In the order of the requests; so many together may be called at a time."""
+    def __init__(
+        self,
+        episodes: Sequence[Episode],
+        together: int = 1,
+        on_end: Callable[[Episode], None] = lambda episode: None,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Of a batch.
+
+        Args:
+            episodes: in the order of the requests.
+            together: how many may be called at a time.
+            on_end: called with each episode when it is over; any thread may.
+            close: lets go of what episodes hold, after the last has ended.
+        """
         self.episodes = episodes
-        self._together = together
+        self._together, self._on_end, self._close = together, on_end, close
 
     def reply(self, request: int, completion: "Completion") -> np.ndarray | None:
         """The observation after a turn that stopped, or None; called by the sampler (`types.Reply`)."""
         episode = self.episodes[request]
         assert len(completion.turns) == len(episode.rewards) + 1
-        return episode.turn(completion.tokens[slice(*completion.turns[-1])])
+        observation = episode.turn(completion.tokens[slice(*completion.turns[-1])])
+        if observation is None:
+            self._on_end(episode)
+        return observation
 
     def finish(self, completions: Sequence["Completion"]) -> None:
         """Passes last turns that the token limit cut off to their environments, so that they are scored too."""
@@ -284,9 +311,11 @@ class Episodes:
             for start, end in completion.turns[len(episode.rewards) :]:
                 if not episode.done and episode.failure is None and end > start:
                     episode.turn(completion.tokens[start:end], cut=True)
+                    self._on_end(episode)
 
         with ThreadPoolExecutor(self._together, thread_name_prefix="environment") as threads:
             list(threads.map(finish, self.episodes, completions))
+        self._close()
 
     @property
     def scores(self) -> list[Score | None]:

@@ -10,9 +10,10 @@ and calls the one that a request names:
     {"episode": 3, "start": {"row": {...}, "seed": [0, 3]}}   -> {"observation": "1-31\\n"}
     {"episode": 3, "action": "16\\n", "tokens": {...}}         -> {"observation": ..., "reward": 0.5, "done": false,
                                                                   "seat": 0, "outcomes": []}
-    {"describe": true}                                        -> {"scores": true, "stop_strings": ["\\n"]}
+    {"describe": true}                                        -> {"scores": true, "stop_strings": ["\\n"], ...}
 
-An answer with a `failure` ends the episode. Nothing is pickled: rows are JSON, a generator is its seed.
+An answer with a `failure` ends the episode. A list `forget` names episodes that are over, whose environments are then
+closed. Nothing is pickled: rows are JSON, a generator is its seed.
 
 Axes: T time.
 """
@@ -22,11 +23,13 @@ import inspect
 import itertools
 import json
 import os
+import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -105,7 +108,7 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
     """The worker's side: loads the class; returns what answers requests, and holds the episodes that live here.
 
     Args:
-        first: the `kind` of environment, or where it is loaded from, and its `options`.
+        first: the `kind` of environment, or where it is loaded from, its `options`, and the `deadline` of a call.
     """
     kind = load_object(first["kind"]) if isinstance(first["kind"], str) else first["kind"]
     for module in kind.modules:
@@ -113,32 +116,45 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
     living: dict[int, Environment] = {}
     """Environments by the numbers of their episodes."""
 
+    def end(number: int) -> None:
+        try:
+            if (environment := living.pop(number, None)) is not None:
+                environment.close()
+        except BaseException as error:  # the episode has its score, or its failure
+            print(f"the environment {kind.__name__}: its close {raised(error)}", file=sys.stderr)
+
     def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         for number in request.get("forget", ()):
-            living.pop(number, None)
+            end(number)
+        number = request.get("episode", -1)
         try:
             if "describe" in request:
-                made = kind(**first["options"])
-                return {"scores": bool(made.scores), "stop_strings": [str(text) for text in made.stop_strings]}
-            number = request["episode"]
+                made = living[number] = kind(**first["options"])
+                stops = [str(text) for text in made.stop_strings]
+                described = {"scores": bool(made.scores), "stop_strings": stops, "replayable": bool(made.replayable)}
+                end(number)
+                return described
             if "start" in request:
                 environment, start = kind(**first["options"]), request["start"]
+                living[number], environment.deadline = environment, first["deadline"]
                 observation = environment.reset(start["row"], np.random.default_rng(start["seed"]))
-                observed = {"observation": written(checked_observation(observation))}
-                living[number] = environment
-                return observed
+                return {"observation": written(checked_observation(observation))}
+            if number < 0:
+                return {}
             step = checked_step(living[number].step(request["action"], array_of(request["tokens"])))
-            if step.done:
-                del living[number]
             observation = None if step.observation is None else written(step.observation)
+            if step.done:
+                end(number)
             answer = {"observation": observation, "reward": step.reward, "done": step.done, "seat": step.seat}
             return {**answer, "outcomes": list(step.outcomes.items())}
         except EpisodeError as error:
-            return {"failure": str(error)}
+            failed = {"failure": str(error)}
         except UserError as error:
-            return {"failure": raised(error), "advice": str(error)}
+            failed = {"failure": raised(error), "advice": str(error)}
         except BaseException as error:  # sys.exit in an environment ends its episode, not the worker
-            return {"failure": raised(error)}
+            failed = {"failure": raised(error)}
+        end(number)
+        return failed
 
     return answer
 
@@ -184,10 +200,11 @@ class EnvironmentWorker:
         self.lock = threading.Lock()
         self.lost = "ended its process"
         """What happened when a process was last lost, e.g. `took longer than 10 s`."""
+        first = {"kind": kind if source is None else source, "options": options, "deadline": deadline}
         self._host: WorkerProcess | WorkerThread = (
-            WorkerThread(prepare({"kind": kind, "options": options}))
+            WorkerThread(prepare(first))
             if source is None
-            else WorkerProcess(prepare.__module__, {"kind": source, "options": options}, "an environment")
+            else WorkerProcess(prepare.__module__, first, "an environment")
         )
         self._deadline, self._closed = deadline, False
         self.over: deque[int] = deque()
@@ -217,6 +234,13 @@ class EnvironmentWorker:
         except Lost as lost:
             self.lost = str(lost)
             raise
+
+    def let_go(self) -> None:
+        """Closes the environments of episodes that are over; one that hangs is lost with its process."""
+        with self.lock:
+            if self.over and not self._closed and self._host.lives:
+                with suppress(Lost):
+                    self.ask({})
 
     def close(self) -> None:
         """Ends the process; a call that still runs in it is lost."""
@@ -275,6 +299,10 @@ class RemoteEnvironment(Environment):
             raise EpisodeError(answer["failure"])
         return read(answer["observation"])
 
+    def close(self) -> None:
+        """Has the environment closed with the next call to its worker."""
+        self._worker.over.append(self._number)
+
     def step(self, action: str, tokens: np.ndarray) -> Step:
         """The environment's answer to a turn.
 
@@ -294,6 +322,10 @@ class RemoteEnvironment(Environment):
             with self._worker.lock:
                 process = self._worker.ready()
                 why = self._worker.lost
+                if self._history and process != self._process and not self.replayable:
+                    raise EpisodeError(
+                        f"is lost: another episode of its worker {why}, and what it had begun cannot be replayed"
+                    )
                 for turn, (earlier, before) in enumerate(self._history if process != self._process else ()):
                     if self._worker.ask(earlier) != before:
                         what = f"the answer to turn {turn}" if turn else "the prompt"
@@ -314,9 +346,19 @@ class Player:
     """Starts the episodes of an environment, each in the next of its workers."""
 
     def __init__(
-        self, config: EnvironmentConfig, tokenizer: Tokenizer | None, template_kwargs: Mapping[str, Any] | None = None
+        self,
+        config: EnvironmentConfig,
+        tokenizer: Tokenizer | None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        stop_after: int | None = None,
     ):
         """Loads the environment's class, and makes one in a worker; the others start with their first episodes.
+
+        Args:
+            config: the environment, and how its workers are used.
+            tokenizer: of the model.
+            template_kwargs: variables of the chat template.
+            stop_after: how many episodes in a row may fail; None for all of them.
 
         Raises:
             UserError: see `read_environment`; or a worker cannot import the class, or the constructor fails.
@@ -326,6 +368,7 @@ class Player:
         self._turns, self._tokenizer, self._template_kwargs = config.turns, tokenizer, template_kwargs or {}
         self._workers = [EnvironmentWorker(kind, source, options, config.deadline) for _ in range(count)]
         self._numbers = itertools.count()
+        self._stop_after, self._failed, self._counting = stop_after, 0, threading.Lock()
         workers = self._workers
         self.close = weakref.finalize(self, lambda: [worker.close() for worker in workers])
         """Ends the workers, as the end of this object does; episodes that have not ended are lost."""
@@ -345,7 +388,7 @@ class Player:
         """Whether the environment gives rewards."""
         self.stop_strings: tuple[str, ...] = tuple(answer["stop_strings"])
         """Texts that end a turn."""
-        facts = {"scores": self.scores, "stop_strings": self.stop_strings}
+        facts = {"scores": self.scores, "stop_strings": self.stop_strings, "replayable": answer["replayable"]}
         self._kind: type[RemoteEnvironment] = type(name, (RemoteEnvironment,), facts)
         """Stands for the environment's class: has its name and its class variables."""
 
@@ -364,4 +407,27 @@ class Player:
             return Episode(environment, row, rng, self._tokenizer, self._turns, self._template_kwargs)
 
         with ThreadPoolExecutor(together, thread_name_prefix="environment") as threads:
-            return Episodes(list(threads.map(start, made, numbers, rows)), together)
+            episodes = list(threads.map(start, made, numbers, rows))
+
+        def close() -> None:
+            for environment in made:
+                environment.close()
+            with ThreadPoolExecutor(together, thread_name_prefix="environment") as threads:
+                list(threads.map(EnvironmentWorker.let_go, self._workers))
+
+        return Episodes(episodes, together, self._count, close)
+
+    def _count(self, episode: Episode) -> None:
+        """Counts how many episodes have failed since one has not, in the order in which they ended.
+
+        Raises:
+            UserError: too many.
+        """
+        with self._counting:
+            self._failed = 0 if episode.failure is None else self._failed + 1
+            if episode.failure is not None and self._failed == self._stop_after:
+                raise UserError(
+                    f"rollout.stop_after_failures: {self._failed} episodes in a row have failed, the last because "
+                    f"{episode.failure.reason}. What was trained before is saved: mend the environment, and run the "
+                    "same command"
+                )

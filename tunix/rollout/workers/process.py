@@ -17,7 +17,9 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tunix.errors import UserError
@@ -92,17 +94,35 @@ def serve(descriptor: int, module: str) -> None:
         return
     connection.sendall(encode({"ready": True}))
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    process, mark = os.getpid(), os.environ[MARK]
 
     def read() -> None:
         try:
             while True:
                 requests.put(receive(connection))
         except (EOFError, OSError):
+            end_marked(mark)
             os.killpg(0, signal.SIGKILL)  # this process and all that it has started
 
     threading.Thread(target=read, daemon=True).start()
     while True:
-        connection.sendall(encode(answer(requests.get())))
+        message = encode(answer(requests.get()))
+        if os.getpid() != process:  # a fork in the user's code that has come back to ours: its parent answers
+            os._exit(0)
+        connection.sendall(message)
+
+
+MARK = "TUNIX_WORKER"
+"""The environment variable by which what a worker has started is recognised, in whatever session it is."""
+
+
+def end_marked(mark: str) -> None:
+    """Kills the processes that were started with a mark, other than this one; where there is no /proc, none."""
+    variable = f"{MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it is another user's, or has ended
+            if variable in (folder / "environ").read_bytes().split(b"\0") and int(folder.name) != os.getpid():
+                os.kill(int(folder.name), signal.SIGKILL)
 
 
 class Lost(Exception):
@@ -125,6 +145,12 @@ class WorkerProcess:
         self._module, self._first, self._what = module, first, what
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
+        self._mark = uuid.uuid4().hex
+
+    @property
+    def lives(self) -> bool:
+        """Whether there is a process."""
+        return self._process is not None and self._process.poll() is None
 
     def ensure(self) -> None:
         """Starts a process where there is none, or where it has died, and waits until it has imported what it runs.
@@ -132,7 +158,7 @@ class WorkerProcess:
         Raises:
             UserError: it cannot import what it is to run.
         """
-        if self._process is not None and self._process.poll() is None:
+        if self.lives:
             return
         self.close()
         self.starts += 1
@@ -145,7 +171,8 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what the user's code prints goes to the standard error: the standard output is the run's
                 start_new_session=True,  # so that Ctrl-C reaches the trainer alone, and one signal ends all it started
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},  # code that imports jax does not take the accelerator
+                # Code that imports jax does not take the accelerator.
+                env={**os.environ, "JAX_PLATFORMS": "cpu", MARK: self._mark},
             )
         try:
             self._connection.sendall(encode(self._first))
@@ -189,6 +216,8 @@ class WorkerProcess:
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+        if process is not None:
+            end_marked(self._mark)
 
     def close(self) -> None:
         """Kills the process and closes its socket."""
@@ -233,7 +262,7 @@ class WorkerThread:
     and goes on by itself. Code that ends the process ends the run.
     """
 
-    starts = 1
+    starts, lives = 1, True
     """As of `WorkerProcess`: what code remembers outlives a thread that hangs."""
 
     def __init__(self, answer: Callable[[Any], Any]) -> None:
