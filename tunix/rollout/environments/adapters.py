@@ -57,7 +57,9 @@ def require_package(what: str, package: str, tried: str, extra: str) -> None:
         )
 
 
-ADAPTERS: Mapping[str, Adapter] = {}
+ADAPTERS: Mapping[str, Adapter] = {
+    "trl": Adapter("tunix.rollout.environments.trl:TRL", argument="source", makes_rows=False),
+}
 """By the first word of a name."""
 
 

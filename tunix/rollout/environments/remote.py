@@ -9,7 +9,8 @@ and calls the one that a request names:
 
     {"episode": 3, "start": {"row": {...}, "seed": [0, 3]}}   -> {"observation": "1-31\\n"}
     {"episode": 3, "action": "16\\n", "tokens": {...}}         -> {"observation": ..., "reward": 0.5, "done": false}
-    {"describe": true}                                        -> {"scores": true, "stop_strings": ["\\n"]}
+    {"episode": 3, "finish": true}                            -> {"reward": 1.0}
+    {"describe": true}                                        -> {"scores": true, "stop_strings": ["\\n"], ...}
 
 An answer with a `failure` ends the episode. Nothing is pickled: rows are JSON, a generator is its seed.
 
@@ -25,7 +26,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -41,6 +42,7 @@ from tunix.rollout.environments.base import (
     Row,
     Step,
     checked_observation,
+    checked_reward,
     checked_step,
     token_ids,
 )
@@ -48,21 +50,33 @@ from tunix.rollout.environments.calculator import Calculator
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.guessing import Guessing
 from tunix.rollout.environments.problem import Problem
+from tunix.rollout.environments.tools import Tools
 from tunix.rollout.rewards.calls import raised
 from tunix.rollout.workers.process import Lost, WorkerProcess, WorkerThread, encode
 from tunix.util.coded import array_of, coded
 from tunix.util.plugins import absolute, check_options, is_reference, load_object
 
-SHIPPED: dict[str, type[Environment]] = {"problem": Problem, "calculator": Calculator, "guessing": Guessing}
+SHIPPED: dict[str, type[Environment]] = {
+    "problem": Problem,
+    "calculator": Calculator,
+    "guessing": Guessing,
+    "tools": Tools,
+}
 """The environments that come with tunix."""
 
 
-def read_environment(config: EnvironmentConfig) -> tuple[type[Environment], str | None, dict[str, Any]]:
+def read_environment(
+    config: EnvironmentConfig, tokenizer: Tokenizer | None = None
+) -> tuple[type[Environment], str | None, dict[str, Any]]:
     """Loads and checks the environment that a recipe names; its constructor is not called yet.
+
+    Args:
+        config: the section of the recipe.
+        tokenizer: that of the model, where there is one.
 
     Returns:
         Its class, as its author wrote it; `module:Class` or `file.py:Class` for a worker to load, None for a class of a
-        notebook's cell; and its options.
+        notebook's cell; and the options of its constructor.
 
     Raises:
         UserError: no such environment, or an option that it does not have or that has the wrong type.
@@ -96,7 +110,7 @@ def read_environment(config: EnvironmentConfig) -> tuple[type[Environment], str 
                 f"{what} has no option {option!r}; it has {', '.join(parameters) or 'none'}."
                 f"{nearest(option, parameters)}"
             )
-    return kind, source, options
+    return kind, source, kind.completed(options, config, tokenizer)
 
 
 def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
@@ -115,7 +129,9 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
         try:
             if "describe" in request:
                 made = kind(**first["options"])
-                return {"scores": bool(made.scores), "stop_strings": [str(text) for text in made.stop_strings]}
+                facts: dict[str, Any] = {name: bool(getattr(made, name)) for name in FLAGS}
+                facts |= {"stop_strings": [str(text) for text in made.stop_strings]}
+                return facts | {"template_kwargs": dict(made.template_kwargs), "finishes": _finishes(kind)}
             number = request["episode"]
             if "start" in request:
                 environment, start = kind(**first["options"]), request["start"]
@@ -123,8 +139,10 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
                 observed = {"observation": written(checked_observation(observation))}
                 living[number] = environment
                 return observed
+            if "finish" in request:
+                return {"reward": checked_reward(living.pop(number).finish())}
             step = checked_step(living[number].step(request["action"], array_of(request["tokens"])))
-            if step.done:
+            if step.done and not _finishes(kind):
                 del living[number]
             observation = None if step.observation is None else written(step.observation)
             return {"observation": observation, "reward": step.reward, "done": step.done}
@@ -136,6 +154,14 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
             return {"failure": raised(error)}
 
     return answer
+
+
+FLAGS = ("scores", "keeps_special", "ends_at_limit")
+"""Class variables that say how episodes are played."""
+
+
+def _finishes(kind: type[Environment]) -> bool:
+    return kind.finish is not Environment.finish
 
 
 def written(observation: Observation) -> Any:
@@ -228,6 +254,9 @@ class EnvironmentWorker:
 class RemoteEnvironment(Environment):
     """An environment that lives in a worker; of each, `Player` makes a class with its name."""
 
+    finishes: ClassVar[bool] = False
+    """Whether it has a last reward."""
+
     def __init__(self, player: "Player", worker: EnvironmentWorker, number: int) -> None:
         """Calls nothing yet.
 
@@ -282,6 +311,17 @@ class RemoteEnvironment(Environment):
         observation = answer["observation"]
         return Step(None if observation is None else read(observation), answer["reward"], answer["done"])
 
+    def finish(self) -> float | None:
+        """The last reward, for which only an environment that has one is asked.
+
+        Raises:
+            EpisodeError: it failed, and how.
+        """
+        answer = self._answer({"finish": True}) if self.finishes else {"reward": None}
+        if "failure" in answer:
+            raise EpisodeError(answer["failure"])
+        return answer["reward"]
+
     def _answer(self, request: dict[str, Any]) -> Answer:
         """Asks the worker, in which the episode is replayed first if it has lived in an earlier process."""
         request["episode"] = self._number
@@ -300,7 +340,9 @@ class RemoteEnvironment(Environment):
                 self._process = process
                 answer = self._worker.ask(request)
         except Lost as lost:
-            raise EpisodeError(str(lost)) from None
+            # Of an environment that calls what the model names, that is what hung.
+            called = f", asked to {request['action']!r:.160}" if self.keeps_special and "action" in request else ""
+            raise EpisodeError(f"{lost}{called}") from None
         self._history.append((request, answer))
         return answer
 
@@ -316,7 +358,7 @@ class Player:
         Raises:
             UserError: see `read_environment`; or a worker cannot import the class, or the constructor fails.
         """
-        kind, source, options = read_environment(config)
+        kind, source, options = read_environment(config, tokenizer)
         count = config.workers or min(8, os.cpu_count() or 1)
         self._turns, self._tokenizer, self._template_kwargs = config.turns, tokenizer, template_kwargs or {}
         self._workers = [EnvironmentWorker(kind, source, options, config.deadline) for _ in range(count)]
@@ -340,7 +382,7 @@ class Player:
         """Whether the environment gives rewards."""
         self.stop_strings: tuple[str, ...] = tuple(answer["stop_strings"])
         """Texts that end a turn."""
-        facts = {"scores": self.scores, "stop_strings": self.stop_strings}
+        facts = answer | {"stop_strings": self.stop_strings}
         self._kind: type[RemoteEnvironment] = type(name, (RemoteEnvironment,), facts)
         """Stands for the environment's class: has its name and its class variables."""
 
