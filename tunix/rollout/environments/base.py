@@ -136,6 +136,14 @@ class Environment(ABC):
         """
         return dict(options)
 
+    @classmethod
+    def warm(cls, options: Mapping[str, Any]) -> None:
+        """Does what takes long and a worker does once, before any deadline runs, such as imports.
+
+        Raises:
+            UserError: it cannot be done, so that no worker starts.
+        """
+
     @abstractmethod
     def reset(self, row: Row, rng: np.random.Generator) -> Observation:
         """Starts the episode; returns the prompt.

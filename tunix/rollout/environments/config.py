@@ -33,8 +33,8 @@ class EnvironmentConfig(Config):
 
     name: str = "problem"
     """A shipped environment (problem, calculator, guessing, tools), `module:Class` or `file.py:Class`, or one of
-    another package: `reasoning_gym`, `textarena:GAME`, `gymnasium:NAME`, `trl:file.py:Class`, `verifiers:NAME`, `openenv:URL`,
-    also written as `textarena: GAME`. With `tools` or `mcp` it is tools where it is left out."""
+    another package: `reasoning_gym`, `textarena:GAME`, `gymnasium:NAME`, `trl:file.py:Class`, `verifiers:NAME`,
+    `openenv:URL`, also written as `textarena: GAME`. Left out beside `tools` or `mcp`, it is tools."""
     tools: tuple[str, ...] = ()
     """Python functions that the model may call, each as `module:function` or `file.py:function`, with type hints and a
     docstring that has `Args:`, which the chat template shows as a JSON schema."""

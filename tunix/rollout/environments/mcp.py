@@ -24,6 +24,8 @@ from tunix.rollout.environments.config import MCPConfig
 
 SHARE = 0.8
 """Of an environment's deadline, for a server's answer: at the deadline itself nobody could say which was asked."""
+START = 60.0
+"""Seconds that a server has to start with its worker."""
 _DIES_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -66,14 +68,14 @@ class Server:
         self._running: list[Future[None]] = []
         weakref.finalize(self, _cancel, self._running)
 
-    def schemas(self) -> dict[str, dict[str, Any]]:
-        """The server's tools by name, as chat templates show them.
+    def schemas(self, seconds: float | None = None) -> dict[str, dict[str, Any]]:
+        """The server's tools by name, as chat templates show them, within so many seconds or the deadline's share.
 
         Raises:
             EpisodeError: it ended, or did not answer.
         """
         if self._schemas is None:
-            tools, self._schemas = self._ask(_tools), {}
+            tools, self._schemas = self._ask(_tools, seconds), {}
             for tool in tools:
                 function = {"description": tool.description or "", "parameters": tool.input_schema}
                 self._schemas[tool.name] = {"type": "function", "function": {"name": tool.name, **function}}
@@ -92,21 +94,22 @@ class Server:
             parts = [json.dumps(result.structured_content, ensure_ascii=False)]
         return ("error: " if result.is_error else "") + "\n".join(parts)
 
-    def _ask(self, question: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
+    def _ask(self, question: Callable[[Any], Coroutine[Any, Any, Any]], seconds: float | None = None) -> Any:
         """The answer of the client, which is connected first where it is not."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
-        until, loop = time.monotonic() + self._seconds, background_loop()
+        seconds = seconds or self._seconds
+        until, loop = time.monotonic() + seconds, background_loop()
         started = self._client is not None
         try:
             if self._client is None:
                 connected = Future[Any]()
                 self._running.append(asyncio.run_coroutine_threadsafe(_run(self._command, self._env, connected), loop))
-                self._client = connected.result(self._seconds)
+                self._client = connected.result(seconds)
             return asyncio.run_coroutine_threadsafe(question(self._client), loop).result(until - time.monotonic())
         except TimeoutError:
-            what = f"did not answer within {self._seconds:g} s"
+            what = f"did not answer within {seconds:g} s"
         except MCPError as error:
             if error.code != CONNECTION_CLOSED:
                 raise

@@ -120,6 +120,7 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
         first: the `kind` of environment, or where it is loaded from, and its `options`.
     """
     kind = load_object(first["kind"]) if isinstance(first["kind"], str) else first["kind"]
+    kind.warm(first["options"])
     living: dict[int, Environment] = {}
     """Environments by the numbers of their episodes."""
 
@@ -341,7 +342,7 @@ class RemoteEnvironment(Environment):
                 answer = self._worker.ask(request)
         except Lost as lost:
             # Of an environment that calls what the model names, that is what hung.
-            called = f", asked to {request['action']!r:.160}" if self.keeps_special and "action" in request else ""
+            called = f" at {request['action']!r:.160}" if self.keeps_special and "action" in request else ""
             raise EpisodeError(f"{lost}{called}") from None
         self._history.append((request, answer))
         return answer

@@ -8,10 +8,11 @@ do not fit, an exception of the function. Reward functions score.
 """
 
 import asyncio
+import importlib
 import inspect
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from tunix.data.tool_calls import MARKUPS, Call, instructions, markup_of, parse,
 from tunix.errors import UserError, nearest
 from tunix.rollout.environments.base import EpisodeError, Observation, Row, Step
 from tunix.rollout.environments.config import EnvironmentConfig
-from tunix.rollout.environments.mcp import Server, background_loop, check_server
+from tunix.rollout.environments.mcp import START, Server, background_loop, check_server
 from tunix.rollout.environments.problem import Problem
 from tunix.util.plugins import absolute, is_reference, load_object
 
@@ -104,13 +105,29 @@ class Tools(Problem):
         """The schemas of tools that the environment has by itself, by name."""
         return {}
 
+    @classmethod
+    def warm(cls, options: Mapping[str, Any]) -> None:
+        """Imports the functions' files and the package `mcp`, and starts the servers that episodes share.
+
+        Raises:
+            UserError: something is not there, or a server does not start.
+        """
+        for source in options["completion"]["sources"].values():
+            load_object(source)
+        for description in options["completion"]["servers"]:
+            importlib.import_module("mcp")
+            try:
+                if description["session"] == "worker":
+                    _server_of(description).schemas(START)
+            except EpisodeError as error:
+                raise UserError(f"it {error}") from error
+
     @cached_property
     def _servers(self) -> dict[str, Server]:
         """The MCP server of each of their tools; they start where they are first asked for."""
         servers = dict[str, Server]()
         for description in self._completion.get("servers", ()):
-            arguments = (*description["command"],), json.dumps(description["env"]), description["deadline"]
-            server = (_shared if description["session"] == "worker" else _server)(*arguments)
+            server = _server_of(description)
             for name, schema in server.schemas().items():
                 if name in self._schemas:
                     raise UserError(f"{server.name} has a tool {name!r}, and so has another one: leave one of them out")
@@ -212,12 +229,15 @@ def settled(value: Any) -> Any:
     return asyncio.run_coroutine_threadsafe(value, background_loop()).result()
 
 
-def _server(command: tuple[str, ...], env: str, deadline: float) -> Server:
-    return Server(command, json.loads(env), deadline)
+def _server_of(description: Mapping[str, Any]) -> Server:
+    """The server of the worker, or one of an episode."""
+    key = json.dumps(description)
+    server = _SHARED.get(key) or Server(tuple(description["command"]), description["env"], description["deadline"])
+    return _SHARED.setdefault(key, server) if description["session"] == "worker" else server
 
 
-_shared = cache(_server)
-"""The servers of a worker, which its episodes share."""
+_SHARED: dict[str, Server] = {}
+"""The servers of this process that its episodes share, by their descriptions."""
 
 
 def _asked(calls: Sequence[Call], answers: Sequence[str], markup: str, shown: bool) -> list[Message]:

@@ -69,6 +69,13 @@ class TRL(Tools):
         return done | {"source": absolute(done["source"]), "rewards": [*map(absolute, done.get("rewards") or ())]}
 
     @classmethod
+    def warm(cls, options: Mapping[str, Any]) -> None:
+        """Imports the class and the reward functions too; see `Tools.warm`."""
+        super().warm(options)
+        for source in (options["source"], *options["rewards"]):
+            load_object(source)
+
+    @classmethod
     def own_schemas(cls, options: Mapping[str, Any]) -> dict[str, Schema]:
         """The schemas of the class's methods; checks the class and the reward functions.
 
