@@ -143,6 +143,7 @@ class Environment(ABC):
         Raises:
             UserError: it cannot be done, so that no worker starts.
         """
+        return None
 
     @abstractmethod
     def reset(self, row: Row, rng: np.random.Generator) -> Observation:
