@@ -1,4 +1,4 @@
-"""Calls of tools in the families' markups: what is read, what is refused and why, and what follows them in a template."""
+"""Calls of tools in the families' markups: what is read, what is refused and why, what follows them in a template."""
 
 from typing import Any
 

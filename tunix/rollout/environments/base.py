@@ -121,7 +121,7 @@ class Environment(ABC):
     for all episodes."""
 
     @classmethod
-    def completed(
+    def prepare_options(
         cls, options: Mapping[str, Any], config: "EnvironmentConfig", tokenizer: Tokenizer | None
     ) -> dict[str, Any]:
         """The recipe's options as the constructor gets them, which a run asks for before it starts a worker.

@@ -110,7 +110,7 @@ def read_environment(
                 f"{what} has no option {option!r}; it has {', '.join(parameters) or 'none'}."
                 f"{nearest(option, parameters)}"
             )
-    return kind, source, kind.completed(options, config, tokenizer)
+    return kind, source, kind.prepare_options(options, config, tokenizer)
 
 
 def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:

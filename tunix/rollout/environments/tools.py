@@ -1,6 +1,6 @@
 """Tools that the model calls: the row's prompt, as many turns with calls as it likes, a turn without any at the end.
 
-`completed`, in the run's process, reads the functions that a recipe names, makes their JSON schemas and finds the
+`prepare_options`, in the run's process, reads the functions that a recipe names, makes their JSON schemas and finds the
 markup of calls in the model's chat template. In a worker a turn is parsed (`data/tool_calls.py`), each of its calls is
 executed in its order, and the answers are messages of role `tool`, which the template renders. What is wrong with a
 call is an answer too, which the model can read and mend: a markup that is broken, a name that is none, arguments that
@@ -44,7 +44,7 @@ class Tools(Problem):
         system: str | None = None,
         markup: str | None = None,
         instructions: str | None = None,
-        completion: Mapping[str, Any] | None = None,
+        prepared: Mapping[str, Any] | None = None,
     ) -> None:
         """Calls nothing yet.
 
@@ -54,20 +54,20 @@ class Tools(Problem):
             markup: a name in `tunix.data.tool_calls.MARKUPS`; None takes that of the chat template.
             instructions: what tells the model of the tools in front of the first message, where the chat template does
                 not; None for their schemas and an example of a call, empty for nothing.
-            completion: what `completed` adds, which is no option of a recipe.
+            prepared: what `prepare_options` adds, which is no option of a recipe.
         """
         super().__init__(template, True, system)
-        self._completion: Mapping[str, Any] = completion or {}
+        self._prepared: Mapping[str, Any] = prepared or {}
         self._markup, self._instructions = markup or "hermes", instructions
-        self._shown: bool = self._completion.get("shown", True)
-        self._schemas: dict[str, Schema] = {**self._completion.get("schemas", {})}
-        sources: Mapping[str, str] = self._completion.get("sources", {})
+        self._shown: bool = self._prepared.get("shown", True)
+        self._schemas: dict[str, Schema] = {**self._prepared.get("schemas", {})}
+        sources: Mapping[str, str] = self._prepared.get("sources", {})
         self._functions: dict[str, Callable[..., Any]] = {name: load_object(x) for name, x in sources.items()}
         self.messages = list[Message]()
         """The episode after its prompt, as messages."""
 
     @classmethod
-    def completed(
+    def prepare_options(
         cls, options: Mapping[str, Any], config: EnvironmentConfig, tokenizer: Tokenizer | None
     ) -> dict[str, Any]:
         """The options with the markup of calls, the tools' schemas, and where the tools are.
@@ -76,8 +76,8 @@ class Tools(Problem):
             UserError: a tool is no function, or has a signature that cannot be a schema; two have one name; an MCP
                 server's program is missing; or the chat template has no known markup of calls, or cannot render them.
         """
-        if "completion" in options:
-            raise UserError(f"the environment {config.name} has no option 'completion'")
+        if "prepared" in options:
+            raise UserError(f"the environment {config.name} has no option 'prepared'")
         markup, shown = options.get("markup"), True
         if markup is not None and markup not in MARKUPS:
             known = ", ".join(MARKUPS)
@@ -97,8 +97,8 @@ class Tools(Problem):
             answer = _asked([Call("name", {})], ["x"], markup, shown)
             render_continuation([{"role": "user", "content": "x"}], answer, tokenizer, True, tools=[*schemas.values()])
         servers = [{**server.model_dump(), "deadline": config.deadline} for server in config.mcp]
-        completion = {"sources": sources, "schemas": schemas, "servers": servers, "shown": shown}
-        return {**options, "markup": markup, "completion": completion}
+        prepared = {"sources": sources, "schemas": schemas, "servers": servers, "shown": shown}
+        return {**options, "markup": markup, "prepared": prepared}
 
     @classmethod
     def own_schemas(cls, options: Mapping[str, Any]) -> dict[str, Schema]:
@@ -112,9 +112,9 @@ class Tools(Problem):
         Raises:
             UserError: something is not there, or a server does not start.
         """
-        for source in options["completion"]["sources"].values():
+        for source in options["prepared"]["sources"].values():
             load_object(source)
-        for description in options["completion"]["servers"]:
+        for description in options["prepared"]["servers"]:
             importlib.import_module("mcp")
             try:
                 if description["session"] == "worker":
@@ -126,7 +126,7 @@ class Tools(Problem):
     def _servers(self) -> dict[str, Server]:
         """The MCP server of each of their tools; they start where they are first asked for."""
         servers = dict[str, Server]()
-        for description in self._completion.get("servers", ()):
+        for description in self._prepared.get("servers", ()):
             server = _server_of(description)
             for name, schema in server.schemas().items():
                 if name in self._schemas:

@@ -37,7 +37,7 @@ class TRL(Tools):
         system: str | None = None,
         markup: str | None = None,
         instructions: str | None = None,
-        completion: Mapping[str, Any] | None = None,
+        prepared: Mapping[str, Any] | None = None,
     ) -> None:
         """Makes an instance of the class.
 
@@ -48,9 +48,9 @@ class TRL(Tools):
             system: see `Tools`.
             markup: see `Tools`.
             instructions: see `Tools`.
-            completion: see `Tools`.
+            prepared: see `Tools`.
         """
-        super().__init__(template, system, markup, instructions, completion)
+        super().__init__(template, system, markup, instructions, prepared)
         self._world = load_object(source)()
         self._functions |= {name: getattr(self._world, name) for name in tools_of(type(self._world))}
         self._rewards = {name: load_object(name) for name in rewards or ()}
@@ -61,11 +61,11 @@ class TRL(Tools):
         return bool(self._rewards) or hasattr(self._world, REWARD)
 
     @classmethod
-    def completed(
+    def prepare_options(
         cls, options: Mapping[str, Any], config: EnvironmentConfig, tokenizer: Tokenizer | None
     ) -> dict[str, Any]:
-        """See `Tools.completed`; a file has its whole path, since workers may have another folder."""
-        done = super().completed(options, config, tokenizer)
+        """See `Tools.prepare_options`; a file has its whole path, since workers may have another folder."""
+        done = super().prepare_options(options, config, tokenizer)
         return done | {"source": absolute(done["source"]), "rewards": [*map(absolute, done.get("rewards") or ())]}
 
     @classmethod
