@@ -8,7 +8,17 @@ from tests.data.test_chat import ASK, made
 from tests.data.test_chat_markup import GEMMA4, HARMONY, QWEN35, TOOL
 from tunix.data.chat import render_continuation, render_prompt
 from tunix.data.tokenizer import Tokenizer, bytes_tokenizer
-from tunix.data.tool_calls import MARKUPS, Call, ParsedTurn, instructions, markup_of, parse, shows_tools, typed
+from tunix.data.tool_calls import (
+    MARKUPS,
+    Call,
+    MarkupName,
+    ParsedTurn,
+    instructions,
+    markup_of,
+    parse,
+    shows_tools,
+    typed,
+)
 from tunix.errors import UserError
 
 A = Call("add", {"a": 1})
@@ -71,7 +81,7 @@ B = Call("mul", {"b": "x y"})
         *((markup, " 4\n", ParsedTurn("4")) for markup in MARKUPS),
     ],
 )
-def test_turns(markup: str, text: str, expected: ParsedTurn):
+def test_turns(markup: MarkupName, text: str, expected: ParsedTurn):
     assert parse(text, markup) == expected
 
 
@@ -96,7 +106,7 @@ def test_turns(markup: str, text: str, expected: ParsedTurn):
         ("harmony", "<|channel|>commentary to=functions.add<|message|>1", "add", 'its "arguments" is 1'),
     ],
 )
-def test_calls_that_cannot_be_read(markup: str, text: str, name: str, fault: str):
+def test_calls_that_cannot_be_read(markup: MarkupName, text: str, name: str, fault: str):
     (call,) = parse(text, markup).calls
     assert (call.name, call.arguments) == (name, {})
     assert call.fault is not None
@@ -104,7 +114,7 @@ def test_calls_that_cannot_be_read(markup: str, text: str, name: str, fault: str
 
 
 @pytest.mark.parametrize("markup", MARKUPS)
-def test_examples_are_calls(markup: str):
+def test_examples_are_calls(markup: MarkupName):
     (call,) = parse(MARKUPS[markup].example, markup).calls
     assert call.fault is None
     assert call.name == "NAME"
@@ -176,7 +186,7 @@ FAMILIES: dict[str, tuple[str, list[str], str]] = {
 }
 
 
-def family(markup: str) -> Tokenizer:
+def family(markup: MarkupName) -> Tokenizer:
     template, specials, eos = FAMILIES[markup]
     return made(template, specials, eos=eos, bos="<bos>" if "<bos>" in specials else None)
 
@@ -188,7 +198,7 @@ def called(*functions: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("markup", FAMILIES)
 @pytest.mark.parametrize("stopped", [True, False])
-def test_results_follow_a_call_as_the_template_writes_them(markup: str, stopped: bool):
+def test_results_follow_a_call_as_the_template_writes_them(markup: MarkupName, stopped: bool):
     """Prompt, sampled call and continuation are the tokens of the conversation, though the continuation is made without
     the arguments."""
     tokenizer = family(markup)
@@ -227,7 +237,7 @@ def test_several_calls_where_a_template_refuses_them():
 @pytest.mark.parametrize(
     ("name", "markup"), [("gemma", "tool_code"), ("gemma4", "gemma4"), ("llama3", "llama"), ("chatml", "hermes")]
 )
-def test_templates_without_tools_leave_it_to_their_turns(name: Any, markup: str):
+def test_templates_without_tools_leave_it_to_their_turns(name: Any, markup: MarkupName):
     tokenizer = bytes_tokenizer(name)
     assert markup_of(tokenizer) == markup
     assert not shows_tools(tokenizer)

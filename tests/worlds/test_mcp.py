@@ -55,7 +55,7 @@ def test_tools_are_shown_and_called():
         assert '"name": "look", "description": "Says the digit of a key.", "parameters": {"type": "object"' in shown
         assert said(episode, "look", key="ab") == tool_games.digit("ab")
         assert said(episode, "count", upto=3) == "0\n1\n2"
-        assert said(episode, "fail") == "error: Error executing tool fail: no such vault"
+        assert said(episode, "fail") == "error: Error executing tool fail"
         wrong = said(episode, "count", upto="x")
         assert wrong is not None
         assert wrong.startswith("error: ")

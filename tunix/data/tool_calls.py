@@ -16,12 +16,15 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tunix.errors import UserError
 
 if TYPE_CHECKING:
     from tunix.data.tokenizer import Tokenizer
+
+
+MarkupName = Literal["hermes", "xml", "llama", "tool_code", "gemma4", "harmony"]
 
 
 @dataclass(frozen=True)
@@ -59,18 +62,18 @@ class ParsedTurn:
         return {"role": "assistant", "content": self.content, **thought, **({"tool_calls": calls} if calls else {})}
 
 
-def parse(text: str, markup: str) -> ParsedTurn:
+def parse(text: str, markup: MarkupName) -> ParsedTurn:
     """A turn of the model as what it said and what it calls.
 
     Args:
         text: the turn, special tokens included, without its stop token.
-        markup: a name in `MARKUPS`.
+        markup: that of the family.
     """
     return MARKUPS[markup].parse(text)
 
 
-def markup_of(tokenizer: Tokenizer) -> str:
-    """The markup of calls that a chat template writes, a name in `MARKUPS`.
+def markup_of(tokenizer: Tokenizer) -> MarkupName:
+    """The markup of calls that a chat template writes.
 
     Raises:
         UserError: it writes another, or there is no template.
@@ -91,7 +94,7 @@ def shows_tools(tokenizer: Tokenizer) -> bool:
     return re.search(r"\btools\b", tokenizer.chat_template or "") is not None
 
 
-def instructions(tools: Sequence[Mapping[str, Any]], markup: str) -> str:
+def instructions(tools: Sequence[Mapping[str, Any]], markup: MarkupName) -> str:
     """What tells a model of its tools where the chat template does not, from their JSON schemas."""
     schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return f"You can call these functions:\n{schemas}\n\nWrite a call as\n{MARKUPS[markup].example}"
@@ -268,7 +271,7 @@ class Markup:
     """The role of messages that answer a call."""
 
 
-MARKUPS: Mapping[str, Markup] = {
+MARKUPS: Mapping[MarkupName, Markup] = {
     "hermes": Markup(
         _between("<tool_call>", "</tool_call>", lambda text: [_json_call(text, "arguments")]),
         '<tool_call>\n{"name": "NAME", "arguments": {"KEY": "VALUE"}}\n</tool_call>',
@@ -291,7 +294,7 @@ MARKUPS: Mapping[str, Markup] = {
 }
 """Qwen 2.5 and 3 and Hermes; Qwen 3.5 and Qwen3-Coder; Llama 3; Gemma 1 to 3; Gemma 4; gpt-oss."""
 
-_SIGNS: tuple[tuple[str, str | None], ...] = (
+_SIGNS: tuple[tuple[str, MarkupName | None], ...] = (
     ("<|channel|>", "harmony"),
     ("<|tool_call>", "gemma4"),
     ("<arg_key>", None),  # GLM's calls open like Hermes'
@@ -300,4 +303,8 @@ _SIGNS: tuple[tuple[str, str | None], ...] = (
     ("<|start_header_id|>", "llama"),
 )
 """Text of a chat template -> the markup of its calls."""
-_TURNS = (("<start_of_turn>", "tool_code"), ("<|turn>", "gemma4"), ("<|im_start|>", "hermes"))
+_TURNS: tuple[tuple[str, MarkupName], ...] = (
+    ("<start_of_turn>", "tool_code"),
+    ("<|turn>", "gemma4"),
+    ("<|im_start|>", "hermes"),
+)

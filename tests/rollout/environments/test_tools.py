@@ -290,7 +290,10 @@ def completion(turns: int) -> Any:
         ({"tools": ["my.py:ad"]}, "my.py has no 'ad'. Did you mean 'add'?"),
         ({"tools": ["add"]}, "environment.tools has 'add': write `file.py:function` or `module:function`"),
         ({"tools": ["my.py:add", "my.py:add"]}, "another tool is called 'add': rename one"),
-        ({"tools": ["my.py:add"], "options": {"markup": "herms"}}, "markup is 'herms', not one of .* mean 'hermes'?"),
+        (
+            {"tools": ["my.py:add"], "options": {"markup": "herms"}},
+            "has markup: 'herms'. Input should be 'hermes', 'xml'",
+        ),
         ({"tools": ["my.py:add"], "options": {"sytem": "x"}}, "has no option 'sytem'"),
         ({"mcp": {"command": ["no-such-program"]}}, "environment.mcp needs mcp|no program 'no-such-program'"),
         ({"trl": "my.py:Door", "options": {"rewards": ["my.py:wants"]}}, "wants wants trainer_state, which only TRL's"),

@@ -11,6 +11,7 @@ import asyncio
 import importlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -19,7 +20,7 @@ import numpy as np
 
 from tunix.data.chat import Message, render_continuation
 from tunix.data.tokenizer import Tokenizer
-from tunix.data.tool_calls import MARKUPS, Call, instructions, markup_of, parse, shows_tools, typed
+from tunix.data.tool_calls import MARKUPS, Call, MarkupName, instructions, markup_of, parse, shows_tools, typed
 from tunix.errors import UserError, nearest
 from tunix.rollout.environments.base import EpisodeError, Observation, Row, Step
 from tunix.rollout.environments.config import EnvironmentConfig
@@ -42,7 +43,7 @@ class Tools(Problem):
         self,
         template: str | None = None,
         system: str | None = None,
-        markup: str | None = None,
+        markup: MarkupName | None = None,
         instructions: str | None = None,
         prepared: Mapping[str, Any] | None = None,
     ) -> None:
@@ -58,7 +59,8 @@ class Tools(Problem):
         """
         super().__init__(template, True, system)
         self._prepared: Mapping[str, Any] = prepared or {}
-        self._markup, self._instructions = markup or "hermes", instructions
+        self._instructions = instructions
+        self._markup: MarkupName = markup or "hermes"
         self._shown: bool = self._prepared.get("shown", True)
         self._schemas: dict[str, Schema] = {**self._prepared.get("schemas", {})}
         sources: Mapping[str, str] = self._prepared.get("sources", {})
@@ -79,9 +81,6 @@ class Tools(Problem):
         if "prepared" in options:
             raise UserError(f"the environment {config.name} has no option 'prepared'")
         markup, shown = options.get("markup"), True
-        if markup is not None and markup not in MARKUPS:
-            known = ", ".join(MARKUPS)
-            raise UserError(f"environment.options.markup is {markup!r}, not one of {known}.{nearest(markup, MARKUPS)}")
         sources, schemas = dict[str, str](), cls.own_schemas(options)
         for reference in config.tools:
             if not is_reference(reference):
@@ -240,14 +239,14 @@ _SHARED: dict[str, Server] = {}
 """The servers of this process that its episodes share, by their descriptions."""
 
 
-def _asked(calls: Sequence[Call], answers: Sequence[str], markup: str, shown: bool) -> list[Message]:
+def _asked(calls: Sequence[Call], answers: Sequence[str], markup: MarkupName, shown: bool) -> list[Message]:
     """A turn's calls and the answers to them as messages; without the turn where the template writes no calls.
 
-    What is called, and with what arguments, changes nothing after the turn, but for names that a template repeats.
+    What is called, and with what arguments, changes nothing after the turn, but for a name that a template repeats.
     """
     if MARKUPS[markup].role == "user":
         return [{"role": "user", "content": "\n".join(f"```tool_output\n{answer}\n```" for answer in answers)}]
-    names = [call.name or "unknown" for call in calls]
+    names = [call.name if re.fullmatch(r"[\w.-]+", call.name) else "unknown" for call in calls]
     asked = [
         {"type": "function", "id": f"call_{i}", "function": {"name": name, "arguments": {}}}
         for i, name in enumerate(names)

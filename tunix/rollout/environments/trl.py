@@ -14,6 +14,7 @@ import numpy as np
 
 from tunix.data.chat import Message
 from tunix.data.tokenizer import Tokenizer
+from tunix.data.tool_calls import MarkupName
 from tunix.errors import UserError
 from tunix.rollout.environments.base import EpisodeError, Observation, Row
 from tunix.rollout.environments.config import EnvironmentConfig
@@ -35,7 +36,7 @@ class TRL(Tools):
         rewards: list[str] | None = None,
         template: str | None = None,
         system: str | None = None,
-        markup: str | None = None,
+        markup: MarkupName | None = None,
         instructions: str | None = None,
         prepared: Mapping[str, Any] | None = None,
     ) -> None:
