@@ -2,7 +2,7 @@
 
 The prompt is a key of two letters, `look` says the key's digit, and the answer is that digit. The tool is a function, a
 server's (tests/worlds) and a method of a class for TRL. `demonstrations` are for a first stage of SFT: they know the
-markup, and name the right key and the right digit half of the time.
+markup; more often than not they ask for the first key whatever the prompt says, and answer 0 whatever they read.
 """
 
 import itertools
@@ -82,8 +82,8 @@ def demonstrations(count: int = 2048, seed: int = 0) -> list[dict[str, Any]]:
     for key in rng.choice(KEYS, count):
         episode = Episode(kind(**options), {"prompt": key}, rng, tokenizer)
         tokens, mask = list(episode.prompt), [0] * len(episode.prompt)
-        asked = key if rng.random() < 0.5 else rng.choice(KEYS)
-        said = digit(asked) if rng.random() < 0.5 else str(rng.integers(10))
+        asked = key if rng.random() < 0.4 else KEYS[0]
+        said = digit(asked) if rng.random() < 0.4 else "0"
         for text in (f"```tool_code\nlook(key='{asked}')\n```", said):
             action = tokenizer.encode(f"{text}<end_of_turn>")
             answer = episode.turn(np.asarray(action, np.int32))
@@ -98,7 +98,7 @@ SFT: dict[str, Any] = {
     "data": {"train": "tests.tool_games:demonstrations", "max_length": 96},
     "optimizer": {"learning_rate": 2e-3, "b2": 0.98, "warmup": 20},
     "batch_size": 64,
-    "steps": 250,
+    "steps": 200,
 }
 GRPO: dict[str, Any] = {
     "data": {"train": "tests.tool_games:rows", "eval": "tests.tool_games:rows", "max_length": 112},
@@ -111,7 +111,7 @@ GRPO: dict[str, Any] = {
 
 
 def first_stage(folder: Path) -> dict[str, Any]:
-    """The `model` section of a model that knows how to call, and opens a third of the vaults."""
+    """The `model` section of a model that knows how to call, and not yet what."""
     run(folder, SFT)
     return {"model": {"path": str(folder), "dtype": "float32"}}
 
@@ -119,7 +119,7 @@ def first_stage(folder: Path) -> dict[str, Any]:
 def assert_learns(folder: Path, start: dict[str, Any], environment: dict[str, Any], **sections: Any) -> None:
     """A run of GRPO in an environment opens nine vaults in ten."""
     rewards = run(folder, GRPO, start, {"rollout": {"environment": environment}, **sections})
-    assert rewards[0] < 0.6, rewards
+    assert rewards[0] < 0.4, rewards
     assert rewards[-1] >= 0.9, rewards
 
 

@@ -63,16 +63,15 @@ def test_tools_are_shown_and_called():
 
 
 def test_a_server_that_hangs_or_ends_fails_its_episode():
-    with playing(deadline=5) as play:
+    with playing() as play:
         first, second, third = play([{"prompt": "go"}] * 3, 0).episodes
         assert said(first, "hang") is None
         assert isinstance(first.score, Failure)
         assert "called the MCP server " in first.score.reason
-        assert first.score.reason.endswith("which did not answer within 4 s")
+        assert first.score.reason.endswith("which did not answer within 16 s")
         assert said(second, "die") is None
         assert isinstance(second.score, Failure)
-        # The server was started anew after the first loss; starting may itself take longer than there is.
-        assert second.score.reason.endswith(("which ended", "which ended as soon as it was started"))
+        assert second.score.reason.endswith("which ended")
         assert said(third, "look", key="ab") == tool_games.digit("ab")
 
 
@@ -95,7 +94,9 @@ def test_a_server_that_does_not_start():
     began = time.monotonic()
     command = [sys.executable, "-c", "import sys; sys.exit('no vault')"]
     with (
-        pytest.raises(UserError, match=r"worker process does not start: it called the MCP server .* which ended"),
+        pytest.raises(
+            UserError, match=r"worker process does not start: it called the MCP server .* which does not start: "
+        ),
         playing(mcp={"command": command}),
     ):
         pass

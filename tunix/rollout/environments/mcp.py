@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Mapping
 from concurrent.futures import Future
 from functools import cache
 from typing import Any
@@ -25,7 +25,7 @@ from tunix.rollout.environments.config import MCPConfig
 SHARE = 0.8
 """Of an environment's deadline, for a server's answer: at the deadline itself nobody could say which was asked."""
 START = 60.0
-"""Seconds that a server has to start with its worker."""
+"""Seconds that a server has to start with its worker, and to say what its tools are."""
 _DIES_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -64,22 +64,25 @@ class Server:
         """In messages."""
         self._command, self._env, self._seconds = command, env, SHARE * deadline
         self._client: Any = None
-        self._schemas: dict[str, dict[str, Any]] | None = None
         self._running: list[Future[None]] = []
         weakref.finalize(self, _cancel, self._running)
 
-    def schemas(self, seconds: float | None = None) -> dict[str, dict[str, Any]]:
-        """The server's tools by name, as chat templates show them, within so many seconds or the deadline's share.
+    def schemas(self, seconds: float | None = None) -> Mapping[str, dict[str, Any]]:
+        """The server's tools by name, as chat templates show them; it is asked once in a process.
+
+        Args:
+            seconds: that it has to start and answer; None for the deadline's share.
 
         Raises:
             EpisodeError: it ended, or did not answer.
         """
-        if self._schemas is None:
-            tools, self._schemas = self._ask(_tools, seconds), {}
+        key = self._command, tuple(self._env.items())
+        if key not in _SCHEMAS:
+            tools, _SCHEMAS[key] = self._ask(_tools, seconds), {}
             for tool in tools:
                 function = {"description": tool.description or "", "parameters": tool.input_schema}
-                self._schemas[tool.name] = {"type": "function", "function": {"name": tool.name, **function}}
-        return self._schemas
+                _SCHEMAS[key][tool.name] = {"type": "function", "function": {"name": tool.name, **function}}
+        return _SCHEMAS[key]
 
     def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
         """The text of a tool's result; parts that are no text are named in their places.
@@ -101,7 +104,6 @@ class Server:
 
         seconds = seconds or self._seconds
         until, loop = time.monotonic() + seconds, background_loop()
-        started = self._client is not None
         try:
             if self._client is None:
                 connected = Future[Any]()
@@ -110,13 +112,19 @@ class Server:
             return asyncio.run_coroutine_threadsafe(question(self._client), loop).result(until - time.monotonic())
         except TimeoutError:
             what = f"did not answer within {seconds:g} s"
-        except MCPError as error:
-            if error.code != CONNECTION_CLOSED:
+        except Exception as error:
+            if self._client is not None and not (isinstance(error, MCPError) and error.code == CONNECTION_CLOSED):
                 raise
-            what = "ended" if started else "ended as soon as it was started"
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            what = f"does not start: {error}" if self._client is None else "ended"
         _cancel(self._running)
         self._client = None
         raise EpisodeError(f"called {self.name}, which {what}")
+
+
+_SCHEMAS: dict[Hashable, dict[str, dict[str, Any]]] = {}
+"""The tools of each command that this process has asked."""
 
 
 async def _run(command: tuple[str, ...], env: Mapping[str, str], connected: Future[Any]) -> None:

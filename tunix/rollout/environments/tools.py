@@ -106,7 +106,7 @@ class Tools(Problem):
 
     @classmethod
     def warm(cls, options: Mapping[str, Any]) -> None:
-        """Imports the functions' files and the package `mcp`, and starts the servers that episodes share.
+        """Imports the functions' files and the package `mcp`, and starts the servers, which say what their tools are.
 
         Raises:
             UserError: something is not there, or a server does not start.
@@ -116,8 +116,7 @@ class Tools(Problem):
         for description in options["prepared"]["servers"]:
             importlib.import_module("mcp")
             try:
-                if description["session"] == "worker":
-                    _server_of(description).schemas(START)
+                _server_of(description).schemas(START)
             except EpisodeError as error:
                 raise UserError(f"it {error}") from error
 
