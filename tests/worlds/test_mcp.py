@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +30,7 @@ CHATML = bytes_tokenizer("chatml")
 
 @contextmanager
 def playing(**section: Any) -> Iterator[Player]:
-    config = EnvironmentConfig.model_validate({"mcp": SERVER, "workers": 1, "deadline": 20, **section})
+    config = EnvironmentConfig.model_validate({"mcp": SERVER, "workers": 1, "deadline": 40, **section})
     play = Player(config, CHATML)
     try:
         yield play
@@ -62,17 +61,22 @@ def test_tools_are_shown_and_called():
         assert episode.failure is None
 
 
-def test_a_server_that_hangs_or_ends_fails_its_episode():
-    with playing() as play:
-        first, second, third = play([{"prompt": "go"}] * 3, 0).episodes
-        assert said(first, "hang") is None
+def test_a_server_that_never_answers_fails_its_episode():
+    with playing(deadline=5) as play:
+        (episode,) = play([{"prompt": "go"}], 0).episodes
+        assert said(episode, "hang") is None
+        assert isinstance(episode.score, Failure)
+        assert "the environment Tools called the MCP server " in episode.score.reason
+        assert episode.score.reason.endswith("which did not answer within 4 s")
+
+
+def test_a_server_that_ends_fails_its_episode_and_starts_again():
+    with playing(deadline=40) as play:
+        first, second = play([{"prompt": "go"}] * 2, 0).episodes
+        assert said(first, "die") is None
         assert isinstance(first.score, Failure)
-        assert "called the MCP server " in first.score.reason
-        assert first.score.reason.endswith("which did not answer within 16 s")
-        assert said(second, "die") is None
-        assert isinstance(second.score, Failure)
-        assert second.score.reason.endswith("which ended")
-        assert said(third, "look", key="ab") == tool_games.digit("ab")
+        assert first.score.reason.endswith("vault_server.py', which ended")
+        assert said(second, "look", key="ab") == tool_games.digit("ab")
 
 
 @pytest.mark.parametrize("session", ["worker", "episode"])
@@ -91,7 +95,6 @@ def test_no_server_outlives_its_worker(session: str):
 
 
 def test_a_server_that_does_not_start():
-    began = time.monotonic()
     command = [sys.executable, "-c", "import sys; sys.exit('no vault')"]
     with (
         pytest.raises(
@@ -100,7 +103,6 @@ def test_a_server_that_does_not_start():
         playing(mcp={"command": command}),
     ):
         pass
-    assert time.monotonic() - began < 30
 
 
 def test_a_name_that_two_tools_have(tmp_path: Path):
