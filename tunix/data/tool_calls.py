@@ -80,13 +80,15 @@ def markup_of(tokenizer: Tokenizer) -> MarkupName:
     """
     template = tokenizer.chat_template or ""
     # A template that knows no tools leaves its family's turns to tell.
-    signs = _SIGNS if shows_tools(tokenizer) else (*_SIGNS, *_TURNS)
-    if (markup := next((markup for sign, markup in signs if sign in template), None)) is None:
-        raise UserError(
-            f"the chat template of {tokenizer.name} writes calls of tools in none of the markups that are known "
-            f"({', '.join(MARKUPS)}): name one as the environment's option `markup`, or use another data.chat_template"
-        )
-    return markup
+    for sign, markup in _SIGNS if shows_tools(tokenizer) else (*_SIGNS, *_TURNS):
+        if sign in template and markup is not None:
+            return markup
+        if sign in template:
+            break
+    raise UserError(
+        f"the chat template of {tokenizer.name} writes calls of tools in none of the markups that are known "
+        f"({', '.join(MARKUPS)}): name one as the environment's option `markup`, or use another data.chat_template"
+    )
 
 
 def shows_tools(tokenizer: Tokenizer) -> bool:

@@ -22,9 +22,9 @@ from tunix.data.chat import Message, render_continuation
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.tool_calls import MARKUPS, Call, MarkupName, instructions, markup_of, parse, shows_tools, typed
 from tunix.errors import UserError, nearest
-from tunix.rollout.environments.base import EpisodeError, Observation, Row, Step
+from tunix.rollout.environments.base import EpisodeError, Row, Step
 from tunix.rollout.environments.config import EnvironmentConfig
-from tunix.rollout.environments.mcp import START, Server, background_loop, check_server
+from tunix.rollout.environments.mcp_servers import START, Server, background_loop, check_server
 from tunix.rollout.environments.problem import Problem
 from tunix.util.plugins import absolute, is_reference, load_object
 
@@ -137,7 +137,7 @@ class Tools(Problem):
         """The tools, of all servers too."""
         return {"tools": [*self._schemas.values()]} if self._servers or self._schemas else {}
 
-    def reset(self, row: Row, rng: np.random.Generator) -> Observation:
+    def reset(self, row: Row, rng: np.random.Generator) -> list[Message]:
         """The row's prompt as messages.
 
         Raises:
@@ -147,7 +147,7 @@ class Tools(Problem):
         if isinstance(prompt, str | np.ndarray):
             raise UserError(f"the environment {type(self).__name__} wants a prompt of text or messages, not token ids")
         if self._shown or self._instructions == "":
-            return prompt
+            return [*prompt]
         told = self._instructions or instructions([*self.template_kwargs.get("tools", ())], self._markup)
         first, *rest = prompt
         return [{**first, "content": joined(f"{told}\n\n", first["content"])}, *rest]
@@ -199,7 +199,7 @@ def schema_of(function: Any, what: str) -> Schema:
     Raises:
         UserError: it is no function, or cannot be a schema.
     """
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     if not inspect.isroutine(function):
         raise UserError(f"{what} is {function!r:.80}, not a function that a model can call")

@@ -16,7 +16,7 @@ from tunix.data.chat import Message
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.tool_calls import MarkupName
 from tunix.errors import UserError
-from tunix.rollout.environments.base import EpisodeError, Observation, Row
+from tunix.rollout.environments.base import EpisodeError, Row
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.tools import Schema, Tools, joined, schema_of, settled
 from tunix.util.plugins import absolute, is_reference, load_object
@@ -97,7 +97,7 @@ class TRL(Tools):
                     raise UserError(f"the reward {name} wants {parameter.name}, which only TRL's trainer has")
         return {name: schema_of(getattr(kind, name), f"{source}.{name}") for name in tools_of(kind)}
 
-    def reset(self, row: Row, rng: np.random.Generator) -> Observation:
+    def reset(self, row: Row, rng: np.random.Generator) -> list[Message]:
         """The row's prompt, with what the class's `reset` returns at its end."""
         self._row = row
         prompt = super().reset({**row, "prompt": "" if row.get("prompt") is None else row["prompt"]}, rng)
@@ -105,9 +105,8 @@ class TRL(Tools):
         if not isinstance(said, str | list | None):
             raise EpisodeError(f"has a reset that returned {said!r:.80}, not a text or None")
         if said is not None:
-            *before, last = prompt
-            prompt = [*before, {**last, "content": joined(last["content"], said)}]
-        self._prompt: Sequence[Message] = prompt
+            prompt[-1] = {**prompt[-1], "content": joined(prompt[-1]["content"], said)}
+        self._prompt = prompt
         return prompt
 
     def finish(self) -> float | None:
