@@ -32,7 +32,7 @@ from tunix.models.families.table import presets as published
 from tunix.models.quantization.rules import QuantizationConfig, Rule
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.config import RolloutConfig, RolloutMeshConfig
-from tunix.rollout.environments.config import EnvironmentConfig
+from tunix.rollout.environments.config import EnvironmentConfig, MCPConfig
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
 from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig
 
@@ -57,6 +57,7 @@ SECTIONS: dict[str, type[Config]] = {
     "rollout": RolloutConfig,
     "rollout mesh": RolloutMeshConfig,
     "rollout environment": EnvironmentConfig,
+    "rollout environment mcp": MCPConfig,
     "optimizer": OptimizerConfig,
     "mesh": MeshConfig,
     "checkpoint": CheckpointConfig,

@@ -433,7 +433,7 @@ class Turns:
                 UNPROVED, f"message {k + 1} (assistant): the chat template mixes its text with that of others"
             )
         start = self._start(k, first, before)
-        end, stops = self._end(k, last, limit)
+        end, stops = self.end(k, last, limit)
         return Turn(slice(self.tokens.first_from(start), end), stops, start)
 
     def empty_turn(self, k: int) -> Turn | None:
@@ -516,7 +516,7 @@ class Turns:
                 return code, text[place + 1 :]
         return -1, text
 
-    def _end(self, k: int, last: int, limit: int) -> tuple[int, bool]:
+    def end(self, k: int, last: int, limit: int) -> tuple[int, bool]:
         """The token after the last one of message `k`, whose `last` letter stands before the first one of a later
         message, at `limit`; and whether that token is a stop token."""
         traced, tokens = self.traced, self.tokens
@@ -676,12 +676,14 @@ def render_continuation(
 ) -> np.ndarray:
     """Tokens that follow an assistant's turn, `[T]` int32: its end, the answers to it, the start of its next turn.
 
-    They are what the template writes after a turn that says `x`: the sampled turn itself keeps the tokens that were
-    sampled.
+    They are what the template writes after a turn that says `x`, or that is the assistant's message with which the
+    answers begin: the sampled turn itself keeps the tokens that were sampled. Some templates write the result of a tool
+    only after the message that calls it; one that refuses several calls in a message is shown the first of them.
 
     Args:
         messages: the conversation that the assistant's turn answered.
-        answers: messages that answer the turn, usually of role `user` or `tool`.
+        answers: messages that answer the turn, usually of role `user` or `tool`; before them an assistant's message
+            with `tool_calls` where the turn called tools.
         tokenizer: its chat template is the only authority on the format.
         stopped: whether the turn's tokens end with a stop token, which is then not repeated.
         template_kwargs: variables of the template.
@@ -689,13 +691,29 @@ def render_continuation(
     Raises:
         UserError, Refused: as `render_chat`.
     """
-    conversation = [*messages, {"role": "assistant", "content": "x"}, *answers]
+    turn, answers = {"role": "assistant", "content": "x"}, list(answers)
+    if answers and answers[0].get("role") == "assistant":
+        turn = dict(answers.pop(0))
+    conversation, k = [*messages, turn, *answers], len(messages)
     check_messages(conversation)
     prepared = _prepared(conversation, tokenizer)
-    render = partial(_render, tokenizer=tokenizer, template_kwargs=template_kwargs, add_generation_prompt=True)
-    traced, _ = _traced(prepared, render(prepared), render)
-    last = traced.places_of(len(messages), len(messages) + 1)[-1]
-    ids = tokenizer.encode(traced.text[last + 1 :])
+    whole = partial(_render, tokenizer=tokenizer, template_kwargs=template_kwargs)
+    render = partial(whole, add_generation_prompt=True)
+    try:
+        text = render(prepared)
+        traced, _ = _traced(prepared, text, render)
+    except UserError:
+        if len(calls := turn.get("tool_calls") or ()) < 2:
+            raise
+        answers = [{**turn, "tool_calls": calls[:1]}, *answers]
+        return render_continuation(messages, answers, tokenizer, stopped, **template_kwargs)
+    places, later = traced.places_of(k, k + 1), traced.places_of(k + 1, len(conversation))
+    if "tool_calls" in turn:
+        tokens, last = Tokens(text, tokenizer), int(places.max())
+        end, stops = Turns(prepared, traced, tokens, render, whole).end(k, last, int(later.min(initial=len(text))))
+        ids = tokens.ids[end - stops :]
+    else:
+        ids = tokenizer.encode(text[places[-1] + 1 :])
     first = next((i for i, token in enumerate(ids) if tokenizer.is_added(token)), None)
     if stopped and first is not None and ids[first] in tokenizer.stop_ids:
         ids = ids[first + 1 :]

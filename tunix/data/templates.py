@@ -104,8 +104,9 @@ PICTURE_MARKERS: dict[TemplateName, dict[str, str]] = {
 }
 """The tokens before a picture's, after them and for each of them, by transformers' names for them."""
 
-END_OF_TURN = ("<end_of_turn>", "<turn|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>")
-"""Tokens that end an assistant's turn in the families' formats; a vocabulary has some of them or none."""
+END_OF_TURN = ("<end_of_turn>", "<turn|>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|call|>", "<|tool_response>")
+"""Tokens that end an assistant's turn in the families' formats, also one that calls a tool; a vocabulary has some of
+them or none."""
 
 
 def template_text(spec: str) -> str:

@@ -66,6 +66,7 @@ ADAPTERS: Mapping[str, Adapter] = {
     ),
     "textarena": Adapter(f"{_FOLDER}.textarena:TextArena", "textarena", ">=0.7.4,<0.8", "textarena", "game"),
     "gymnasium": Adapter(f"{_FOLDER}.gymnasium:Gymnasium", "gymnasium", ">=1.4,<1.5", "gymnasium", "game"),
+    "trl": Adapter(f"{_FOLDER}.trl:TRL", argument="source", makes_rows=False),
     "verifiers": Adapter(f"{_FOLDER}.verifiers:Verifiers", "verifiers", ">=0.4,<0.5", "verifiers", "env"),
     "openenv": Adapter(f"{_FOLDER}.openenv:OpenEnv", "openenv", ">=0.10,<0.11", "openenv", "url"),
 }

@@ -13,10 +13,12 @@ rendered from any of three forms: texts, messages, token ids. In a run the envir
 Axes: T time.
 """
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat
 
 import numpy as np
@@ -29,6 +31,7 @@ from tunix.rollout.rewards.base import Failure, Score
 from tunix.rollout.rewards.calls import as_outcome, raised
 
 if TYPE_CHECKING:
+    from tunix.rollout.environments.config import EnvironmentConfig
     from tunix.types import Completion
 
 Observation = str | Sequence[Message] | np.ndarray
@@ -113,6 +116,11 @@ class Environment(ABC):
     False leaves scoring to the reward functions."""
     stop_strings: ClassVar[tuple[str, ...]] = ()
     """Texts that end a turn of the model, in addition to the recipe's and the stop tokens."""
+    keeps_special: ClassVar[bool] = False
+    """Whether the text of a turn has its special tokens, but for the stop token that ends it."""
+    ends_at_limit: ClassVar[bool] = False
+    """Whether an episode that has had all of its turns ends and is scored, as one that has had all of its tokens; else
+    it has failed."""
     replayable: ClassVar[bool] = True
     """Whether everything follows from the row, the generator and the actions. False for one whose state is elsewhere,
     such as a session of a server: where its process is lost, it fails, and is not begun anew."""
@@ -121,6 +129,35 @@ class Environment(ABC):
     deadline: float = 10.0
     """Seconds that each call may take, `rollout.environment.deadline`: set after the constructor. What waits for
     something else gives up before, so that only this episode fails."""
+    template_kwargs: Mapping[str, Any] = MappingProxyType({})
+    """Variables of the chat template that prompts and observations are rendered with, e.g. `tools`; JSON, and the same
+    for all episodes."""
+
+    @classmethod
+    def prepare_options(
+        cls, options: Mapping[str, Any], config: "EnvironmentConfig", tokenizer: Tokenizer | None
+    ) -> dict[str, Any]:
+        """The recipe's options as the constructor gets them, which a run asks for before it starts a worker.
+
+        Args:
+            options: checked against the constructor's annotations.
+            config: the section of the recipe.
+            tokenizer: None where the model's folder has none, and where a recipe is checked without its model.
+
+        Raises:
+            UserError: they cannot be what the recipe says.
+        """
+        return dict(options)
+
+    @classmethod
+    def warm(cls, options: Mapping[str, Any]) -> None:
+        """Does what takes long and a worker does once, before any deadline runs: imports `modules`.
+
+        Raises:
+            UserError: it cannot be done, so that no worker starts.
+        """
+        for module in cls.modules:
+            importlib.import_module(module)
 
     @abstractmethod
     def reset(self, row: Row, rng: np.random.Generator) -> Observation:
@@ -136,9 +173,13 @@ class Environment(ABC):
         """Answers a turn of the model.
 
         Args:
-            action: the turn's text, special tokens left out, a stop string left in.
+            action: the turn's text, special tokens left out (but see `keeps_special`), a stop string left in.
             tokens: `[T]` the ids that were sampled, stop token included.
         """
+
+    def finish(self) -> SupportsFloat | None:
+        """The last reward of an episode, which is over for whatever reason but a failure; None for none."""
+        return None
 
     def close(self) -> None:
         """Lets go of what the episode holds, such as a connection: called once, in the worker, when the episode is over
@@ -158,14 +199,23 @@ def checked_step(step: Any) -> Step:
     """
     if not isinstance(step, Step):
         raise EpisodeError(f"returned {'None' if step is None else f'a {type(step).__name__}'}, not a Step")
-    reward = None if step.reward is None else as_outcome(step.reward)
-    outcomes = {seat: as_outcome(outcome) for seat, outcome in step.outcomes.items()}
-    for number in (reward, *outcomes.values()):
-        if isinstance(number, str):
-            raise EpisodeError(f"gave a reward that is no number: it {number}")
+    reward = checked_reward(step.reward)
+    outcomes = {seat: checked_reward(outcome) or 0.0 for seat, outcome in step.outcomes.items()}
     if step.done or step.observation is None:
         return Step(None, reward, done=True, seat=step.seat, outcomes=outcomes)
     return Step(checked_observation(step.observation), reward, seat=step.seat)
+
+
+def checked_reward(reward: Any) -> float | None:
+    """A reward that is a finite number or None.
+
+    Raises:
+        EpisodeError: it is something else.
+    """
+    outcome = None if reward is None else as_outcome(reward)
+    if isinstance(outcome, str):
+        raise EpisodeError(f"gave a reward that is no number: it {outcome}")
+    return outcome
 
 
 def checked_observation(observation: Any) -> Observation:
@@ -220,7 +270,8 @@ class Episode:
         self.done = False
         """Whether the environment has ended the episode."""
         self._environment, self._tokenizer, self._turns = environment, tokenizer, turns
-        self._template_kwargs = {**(template_kwargs or {}), **as_template_kwargs(row.get(TEMPLATE_KWARGS))}
+        own = as_template_kwargs(row.get(TEMPLATE_KWARGS))
+        self._template_kwargs = {**(template_kwargs or {}), **own, **environment.template_kwargs}
         try:
             self.start = checked_observation(environment.reset(row, rng))
         except UserError:
@@ -251,7 +302,10 @@ class Episode:
         assert not self.done, "the episode is over"
         assert self.failure is None, "the episode is over"
         try:
-            text = "" if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special=True)
+            tokenizer, keeps, said = self._tokenizer, self._environment.keeps_special, tokens
+            if keeps and tokenizer is not None and len(tokens) and int(tokens[-1]) in tokenizer.stop_ids:
+                said = tokens[:-1]
+            text = "" if tokenizer is None else tokenizer.decode(said, skip_special=not keeps)
             step = checked_step(self._environment.step(text, np.asarray(tokens)))
             self.rewards.append(None if step.reward is None else float(step.reward))
             self.seats.append(step.seat)
@@ -260,7 +314,11 @@ class Episode:
                     last = len(self.seats) - 1 - self.seats[::-1].index(seat)
                     self.rewards[last] = (self.rewards[last] or 0.0) + float(outcome)
             self.done = step.done
-            if cut or step.observation is None:
+            at_limit = self._environment.ends_at_limit and len(self.rewards) == self._turns
+            if self.done or at_limit:
+                self.done = True
+                self.finish()
+            if cut or self.done or step.observation is None:
                 return None
             observation = rendered(step.observation, self._tokenizer, self._template_kwargs, self.start, tokens)
         except Exception as error:  # one broken episode is counted and left out; the run goes on
@@ -268,6 +326,15 @@ class Episode:
         if len(self.rewards) == self._turns:
             return self._fail(f"had not ended after {self._turns} turns")
         return observation if len(observation) else self._fail("answered with no tokens")
+
+    def finish(self) -> None:
+        """Adds the environment's last reward to that of the last turn; once, after which nothing is passed on."""
+        try:
+            last = checked_reward(self._environment.finish())
+        except Exception as error:
+            return self._fail(str(error) if isinstance(error, EpisodeError) else raised(error))
+        if last is not None:
+            self.rewards[-1:] = [last + sum(reward or 0.0 for reward in self.rewards[-1:])]
 
     def _fail(self, reason: str) -> None:
         self.failure = Failure(f"the environment {self.name} {reason}")
@@ -308,10 +375,14 @@ class Episodes:
         assert len(completions) == len(self.episodes)
 
         def finish(episode: Episode, completion: "Completion") -> None:
+            ended = episode.done or episode.failure is not None
             for start, end in completion.turns[len(episode.rewards) :]:
                 if not episode.done and episode.failure is None and end > start:
                     episode.turn(completion.tokens[start:end], cut=True)
-                    self._on_end(episode)
+            if not episode.done and episode.failure is None:
+                episode.finish()
+            if not ended:
+                self._on_end(episode)
 
         with ThreadPoolExecutor(self._together, thread_name_prefix="environment") as threads:
             list(threads.map(finish, self.episodes, completions))

@@ -1,23 +1,45 @@
 """The recipe's section `rollout.environment`. Loads without jax."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from tunix.config import Config, Positive
 
 PACKAGES = ("reasoning_gym", "textarena", "gymnasium", "trl", "verifiers", "openenv")
 """Names of the environments of other packages; `adapters.py` says what stands for them."""
+TOOLS = "tools"
+"""The name of the environment whose only part is to call tools."""
+
+
+class MCPConfig(Config):
+    """A server of tools over stdio, by the Model Context Protocol; needs the extra `mcp`."""
+
+    command: Annotated[tuple[str, ...], Field(min_length=1)]
+    """The program and its arguments, e.g. [python, server.py]."""
+    env: dict[str, str] = {}
+    """Environment variables that it gets in addition to PATH, HOME and the like."""
+    session: Literal["worker", "episode"] = "worker"
+    """Whether the episodes of a worker share a server, which then must remember nothing, or each has its own."""
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, Mapping) else value
 
 
 class EnvironmentConfig(Config):
     """The environment that answers the model; every completion is an episode of it."""
 
     name: str = "problem"
-    """A shipped environment (problem, calculator, guessing), `module:Class` or `file.py:Class`, or one of another
-    package: `reasoning_gym`, `textarena:GAME`, `gymnasium:NAME`, `trl:file.py:Class`, `verifiers:NAME`, `openenv:URL`,
-    also written as `textarena: GAME`."""
+    """A shipped environment (problem, calculator, guessing, tools), `module:Class` or `file.py:Class`, or one of
+    another package: `reasoning_gym`, `textarena:GAME`, `gymnasium:NAME`, `trl:file.py:Class`, `verifiers:NAME`,
+    `openenv:URL`, also written as `textarena: GAME`. Left out beside `tools` or `mcp`, it is tools."""
+    tools: tuple[str, ...] = ()
+    """Python functions that the model may call, each as `module:function` or `file.py:function`, with type hints and a
+    docstring that has `Args:`, which the chat template shows as a JSON schema."""
+    mcp: Annotated[tuple[MCPConfig, ...], BeforeValidator(_listed)] = ()
+    """A server whose tools the model may call, or a list of them: {command: [python, server.py]}."""
     options: dict[str, Any] = {}
     """Arguments of its constructor, such as {guesses: 5}."""
     turns: Positive = 16
@@ -33,13 +55,29 @@ class EnvironmentConfig(Config):
     @classmethod
     def _of_package(cls, value: Any) -> Any:
         """Reads `textarena: GAME` as the name `textarena:GAME`."""
-        named = [key for key in PACKAGES if isinstance(value, Mapping) and key in value]
-        if not named:
+        if not isinstance(value, Mapping):
             return value
+        named = [key for key in PACKAGES if key in value]
+        if not named:
+            return (
+                value if "name" in value or not (value.get("tools") or value.get("mcp")) else {**value, "name": TOOLS}
+            )
         if len(named) > 1 or "name" in value:
             raise ValueError(f"{', '.join(named)}: an environment has one name, and {' and '.join(value)} are given")
         rest = {key: item for key, item in value.items() if key != named[0]}
         return {**rest, "name": f"{named[0]}:{value[named[0]]}"}
+
+    @model_validator(mode="after")
+    def _of_tools(self) -> "EnvironmentConfig":
+        called = bool(self.tools or self.mcp)
+        if called and self.name != TOOLS and self.package != "trl":
+            raise ValueError(
+                f"tools and mcp: no part of the environment {self.name}, which answers the model by itself; leave the "
+                "name out, or the tools"
+            )
+        if self.name == TOOLS and not called:
+            raise ValueError("the environment tools has none: name some in `tools: [file.py:function]` or in `mcp`")
+        return self
 
     @property
     def package(self) -> str | None:

@@ -10,6 +10,7 @@ and calls the one that a request names:
     {"episode": 3, "start": {"row": {...}, "seed": [0, 3]}}   -> {"observation": "1-31\\n"}
     {"episode": 3, "action": "16\\n", "tokens": {...}}         -> {"observation": ..., "reward": 0.5, "done": false,
                                                                   "seat": 0, "outcomes": []}
+    {"episode": 3, "finish": true}                            -> {"reward": 1.0}
     {"describe": true}                                        -> {"scores": true, "stop_strings": ["\\n"], ...}
 
 An answer with a `failure` ends the episode. A list `forget` names episodes that are over, whose environments are then
@@ -18,7 +19,6 @@ closed. Nothing is pickled: rows are JSON, a generator is its seed.
 Axes: T time.
 """
 
-import importlib
 import inspect
 import itertools
 import json
@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -46,6 +46,7 @@ from tunix.rollout.environments.base import (
     Row,
     Step,
     checked_observation,
+    checked_reward,
     checked_step,
     token_ids,
 )
@@ -53,21 +54,33 @@ from tunix.rollout.environments.calculator import Calculator
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.guessing import Guessing
 from tunix.rollout.environments.problem import Problem
+from tunix.rollout.environments.tools import Tools
 from tunix.rollout.rewards.calls import raised
 from tunix.rollout.workers.process import Lost, WorkerProcess, WorkerThread, encode
 from tunix.util.coded import array_of, coded
 from tunix.util.plugins import absolute, check_options, is_reference, load_object
 
-SHIPPED: dict[str, type[Environment]] = {"problem": Problem, "calculator": Calculator, "guessing": Guessing}
+SHIPPED: dict[str, type[Environment]] = {
+    "problem": Problem,
+    "calculator": Calculator,
+    "guessing": Guessing,
+    "tools": Tools,
+}
 """The environments that come with tunix."""
 
 
-def read_environment(config: EnvironmentConfig) -> tuple[type[Environment], str | None, dict[str, Any]]:
+def read_environment(
+    config: EnvironmentConfig, tokenizer: Tokenizer | None = None
+) -> tuple[type[Environment], str | None, dict[str, Any]]:
     """Loads and checks the environment that a recipe names; its constructor is not called yet.
+
+    Args:
+        config: the section of the recipe.
+        tokenizer: that of the model, where there is one.
 
     Returns:
         Its class, as its author wrote it; `module:Class` or `file.py:Class` for a worker to load, None for a class of a
-        notebook's cell; and its options.
+        notebook's cell; and the options of its constructor.
 
     Raises:
         UserError: no such environment, or an option that it does not have or that has the wrong type.
@@ -101,7 +114,7 @@ def read_environment(config: EnvironmentConfig) -> tuple[type[Environment], str 
                 f"{what} has no option {option!r}; it has {', '.join(parameters) or 'none'}."
                 f"{nearest(option, parameters)}"
             )
-    return kind, source, options
+    return kind, source, kind.prepare_options(options, config, tokenizer)
 
 
 def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
@@ -111,8 +124,7 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
         first: the `kind` of environment, or where it is loaded from, its `options`, and the `deadline` of a call.
     """
     kind = load_object(first["kind"]) if isinstance(first["kind"], str) else first["kind"]
-    for module in kind.modules:
-        importlib.import_module(module)
+    kind.warm(first["options"])
     living: dict[int, Environment] = {}
     """Environments by the numbers of their episodes."""
 
@@ -130,10 +142,11 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
         try:
             if "describe" in request:
                 made = living[number] = kind(**first["options"])
-                stops = [str(text) for text in made.stop_strings]
-                described = {"scores": bool(made.scores), "stop_strings": stops, "replayable": bool(made.replayable)}
+                facts: dict[str, Any] = {name: bool(getattr(made, name)) for name in FLAGS}
+                facts |= {"stop_strings": [str(text) for text in made.stop_strings]}
+                facts |= {"template_kwargs": dict(made.template_kwargs), "finishes": _finishes(kind)}
                 end(number)
-                return described
+                return facts
             if "start" in request:
                 environment, start = kind(**first["options"]), request["start"]
                 living[number], environment.deadline = environment, first["deadline"]
@@ -141,9 +154,13 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
                 return {"observation": written(checked_observation(observation))}
             if number < 0:
                 return {}
+            if "finish" in request:
+                reward = checked_reward(living[number].finish())
+                end(number)
+                return {"reward": reward}
             step = checked_step(living[number].step(request["action"], array_of(request["tokens"])))
             observation = None if step.observation is None else written(step.observation)
-            if step.done:
+            if step.done and not _finishes(kind):
                 end(number)
             answer = {"observation": observation, "reward": step.reward, "done": step.done, "seat": step.seat}
             return {**answer, "outcomes": list(step.outcomes.items())}
@@ -157,6 +174,14 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
         return failed
 
     return answer
+
+
+FLAGS = ("scores", "keeps_special", "ends_at_limit", "replayable")
+"""Class variables that say how episodes are played."""
+
+
+def _finishes(kind: type[Environment]) -> bool:
+    return kind.finish is not Environment.finish
 
 
 def written(observation: Observation) -> Any:
@@ -257,6 +282,9 @@ class EnvironmentWorker:
 class RemoteEnvironment(Environment):
     """An environment that lives in a worker; of each, `Player` makes a class with its name."""
 
+    finishes: ClassVar[bool] = False
+    """Whether it has a last reward."""
+
     def __init__(self, player: "Player", worker: EnvironmentWorker, number: int) -> None:
         """Calls nothing yet.
 
@@ -315,6 +343,17 @@ class RemoteEnvironment(Environment):
         observation = None if answer["observation"] is None else read(answer["observation"])
         return Step(observation, answer["reward"], answer["done"], answer["seat"], dict(answer["outcomes"]))
 
+    def finish(self) -> float | None:
+        """The last reward, for which only an environment that has one is asked.
+
+        Raises:
+            EpisodeError: it failed, and how.
+        """
+        answer = self._answer({"finish": True}) if self.finishes else {"reward": None}
+        if "failure" in answer:
+            raise EpisodeError(answer["failure"])
+        return answer["reward"]
+
     def _answer(self, request: dict[str, Any]) -> Answer:
         """Asks the worker, in which the episode is replayed first if it has lived in an earlier process."""
         request["episode"] = self._number
@@ -337,7 +376,9 @@ class RemoteEnvironment(Environment):
                 self._process = process
                 answer = self._worker.ask(request)
         except Lost as lost:
-            raise EpisodeError(str(lost)) from None
+            # Of an environment that calls what the model names, that is what hung.
+            called = f" at {request['action']!r:.160}" if self.keeps_special and "action" in request else ""
+            raise EpisodeError(f"{lost}{called}") from None
         self._history.append((request, answer))
         return answer
 
@@ -363,7 +404,7 @@ class Player:
         Raises:
             UserError: see `read_environment`; or a worker cannot import the class, or the constructor fails.
         """
-        kind, source, options = read_environment(config)
+        kind, source, options = read_environment(config, tokenizer)
         count = config.workers or min(8, os.cpu_count() or 1)
         self._turns, self._tokenizer, self._template_kwargs = config.turns, tokenizer, template_kwargs or {}
         self._workers = [EnvironmentWorker(kind, source, options, config.deadline) for _ in range(count)]
@@ -388,7 +429,7 @@ class Player:
         """Whether the environment gives rewards."""
         self.stop_strings: tuple[str, ...] = tuple(answer["stop_strings"])
         """Texts that end a turn."""
-        facts = {"scores": self.scores, "stop_strings": self.stop_strings, "replayable": answer["replayable"]}
+        facts = answer | {"stop_strings": self.stop_strings}
         self._kind: type[RemoteEnvironment] = type(name, (RemoteEnvironment,), facts)
         """Stands for the environment's class: has its name and its class variables."""
 
