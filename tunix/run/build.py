@@ -21,7 +21,15 @@ from tunix.run.client import client_of
 from tunix.run.describe import details, device_notes, stage_lines
 from tunix.run.evaluation import samples_of
 from tunix.run.frozen_models import divided, reference_source, teacher_source
-from tunix.run.inputs import asynchronous, check_staleness, compare_views, evaluation_of, open_inputs, open_stream
+from tunix.run.inputs import (
+    asynchronous,
+    check_staleness,
+    compare_views,
+    evaluation_of,
+    open_inputs,
+    open_stream,
+    tasks_of,
+)
 from tunix.run.kernels import attention_of, check_exchange, check_products
 from tunix.run.loop import Job
 from tunix.run.reference_cache import reference_logprobs
@@ -73,6 +81,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
         scorer.check([*inputs.train[0], *data.columns, *ADDED])
     rewards = recipe.reward and judge(recipe.reward, inputs.tokenizer, data, model.dtype, sampling_mesh or mesh)
     collector = Collector(inputs.tokenizer, algorithm.sampling, scorer, play, data.max_length, rewards)
+    tasks = tasks_of(setup, inputs, collector)
     stream = open_stream(setup, inputs, collector)
     total, epochs = recipe.steps, recipe.epochs or 1
     if total is None and data.cuts:
@@ -92,7 +101,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
         display.detail(line)
     if algorithm.needs.reference == "run":
         algorithm.precomputed_logprobs = reference_logprobs(setup, inputs, client, folder, display)
-    evaluation = evaluation_of(setup, inputs, collector)
+    evaluation = replace(evaluation_of(setup, inputs, collector), tasks=tasks)
     if algorithm.needs.values == "alone" and not source.has_scalar_head:
         display.say("there is no score.weight to go on from: the scalar head is new, and starts at 0")
     stop = threading.Event()

@@ -1,7 +1,8 @@
-"""A run on held-out rows: the loss of given completions and the reward of sampled ones (`Evaluation`), and greedy
-answers before and after training, displayed and in `samples.jsonl` (`Samples`).
+"""A run on held-out rows: the loss of given completions and the reward of sampled ones (`Evaluation`), of tasks their
+rewards and pass@k (`TaskEvaluation`), and greedy answers before and after training, displayed and in `samples.jsonl`
+(`Samples`).
 
-Axes: B rows, T time, S sequences.
+Axes: B rows, T time, S sequences, P prompts, G group.
 """
 
 import itertools
@@ -14,16 +15,55 @@ from typing import Any
 import numpy as np
 
 from tunix.algorithms.base import Algorithm
-from tunix.algorithms.episodes import require_scores, reward_means, total_rewards
+from tunix.algorithms.episodes import require_scores, reward_means, row, total_rewards
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Packed, Prompt
 from tunix.distributed import processes
 from tunix.protocols import Client
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector
+from tunix.rollout.config import EvalTask
+from tunix.run.estimates import mean_of, means_of, passes
 from tunix.trainer.progress import Display
 from tunix.types import Batch, Pictures, Request, Sequence
 from tunix.util.atomic_io import append_rows
+
+
+@dataclass(frozen=True)
+class TaskEvaluation:
+    """A task of `eval.tasks`, whose prompts are answered and scored."""
+
+    config: EvalTask
+    """Its settings, with the run's environment and rewards where it has none."""
+    prompts: list[Prompt]
+    collector: Collector
+    """Plays and scores its episodes."""
+    temperature: float
+    """`rollout.temperature`, e.g. 1.0."""
+
+    def measure(self, client: Client) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Its metrics, and the rows of all answers for `samples.jsonl`.
+
+        The seed is the same at every evaluation, so that two of them differ by the weights alone.
+
+        Raises:
+            UserError: not one answer could be scored.
+        """
+        name, rows, totals = self.config.name, list[dict[str, Any]](), dict[tuple[float, int], np.ndarray]()
+        greedy, sampled = self.config.samplings(self.temperature)
+        for temperature, n in dict.fromkeys((greedy, sampled)):
+            sampling = replace(self.collector.sampling, temperature=temperature)
+            groups = replace(self.collector, sampling=sampling).collect(client, self.prompts, n, seed=0)
+            require_scores(groups)
+            totals[temperature, n] = total_rewards(groups, self.collector.weights)
+            said = {"task": name, "temperature": temperature}
+            rows += [{**said, **row(place, x)} for place, group in enumerate(groups) for x in group]
+        estimates = {"reward": mean_of(means_of(totals[greedy]))}
+        estimates |= passes(totals[sampled], self.config.success, self.config.pass_at)
+        metrics = {f"eval/{name}/{key}": x.value for key, x in estimates.items()}
+        metrics |= {f"eval/{name}/{key}_se": x.error for key, x in estimates.items() if x.error is not None}
+        failed = np.concatenate([np.isnan(x).ravel() for x in totals.values()])
+        return metrics | {f"eval/{name}/failed": float(failed.mean())}, rows
 
 
 @dataclass(frozen=True)
@@ -38,27 +78,36 @@ class Evaluation:
     collector: Collector | None = None
     until: Mapping[str, float] = field(default_factory=dict)
     """`eval.until`: metric -> value at which the run ends early, e.g. `{"eval/reward": 0.9}`."""
+    tasks: List[TaskEvaluation] = ()
+    """Those of `eval.tasks`."""
 
     def __bool__(self) -> bool:
-        return bool(self.held_out or self.prompts)
+        return bool(self.held_out or self.prompts or self.tasks)
 
-    def values(self, client: Client) -> dict[str, float]:
-        """All metrics: `eval/loss` and the loss's metrics, `eval/reward` and the mean of each reward."""
+    def measure(self, client: Client) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """All metrics: `eval/loss` and the loss's metrics, `eval/reward` and the mean of each reward, those of tasks;
+        and the rows of the tasks' answers for `samples.jsonl`."""
         metrics = self.algorithm.evaluate(client, self.held_out) if self.held_out else {}
+        if self.prompts or self.tasks:
+            client.publish()
         if self.prompts:
             assert self.collector is not None
-            client.publish()
             groups = self.collector.collect(client, self.prompts, 1, seed=0)
             require_scores(groups)
             each = {f"eval/reward/{name}": mean for name, mean in reward_means(groups).items()}
             metrics |= {"eval/reward": float(np.nanmean(total_rewards(groups, self.collector.weights)))}
             metrics |= each if len(each) > 1 else {}
-        return metrics
+        rows: list[dict[str, Any]] = []
+        for task in self.tasks:
+            numbers, answers = task.measure(client)
+            metrics |= numbers
+            rows += answers
+        return metrics, rows
 
     def reached(self, values: Mapping[str, float]) -> str | None:
         """The first metric that has reached its target in `until`: a loss at or below it, others at or above."""
         for name, target in self.until.items():
-            if name in values and (values[name] <= target if "loss" in name else values[name] >= target):
+            if name in values and (values[name] <= target if name.startswith("eval/loss") else values[name] >= target):
                 return name
         return None
 

@@ -13,7 +13,7 @@ from tunix.data.packing import pack
 from tunix.data.pipeline import Batches, Prompts, eval_batches, pictures_of_row, prompt_of, reasons
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
-from tunix.data.types import Accounting, Kept
+from tunix.data.types import Accounting, Kept, Prompt
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.hf.source import TOKENIZER, Source, of_recipe
@@ -22,8 +22,13 @@ from tunix.rollout.asynchronous import FILE, AsyncRollouts, Holding, Journal
 from tunix.rollout.backlog import Backlog
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.environments.adapters import evaluation_rows, training_rows
-from tunix.run.evaluation import Evaluation
+from tunix.rollout.environments.remote import Player
+from tunix.rollout.rewards.base import ADDED
+from tunix.rollout.rewards.config import RewardConfig
+from tunix.rollout.rewards.scorer import Scorer
+from tunix.run.evaluation import Evaluation, TaskEvaluation
 from tunix.run.loop import Stream
+from tunix.run.reward_model import judge
 from tunix.run.setup import Setup, layout, row_kind_of
 from tunix.trainer.digest import digest
 from tunix.trainer.trainer import Trainer
@@ -201,17 +206,59 @@ def evaluation_of(setup: Setup, inputs: Inputs, collector: Collector) -> Evaluat
     recipe, algorithm = setup.recipe, setup.algorithm
     rows, limit = inputs.held_out, recipe.eval.rows
     if rows is None:
-        return Evaluation(algorithm)
+        return Evaluation(algorithm, until=recipe.eval.until)
     held_out, prompts = [], []
     if algorithm.held_out_on is not None and not (setup.samples and collector.weights):
         examples = inputs.examples(rows, recipe.data, algorithm.held_out_on)
         held_out = eval_batches(examples, recipe.batch_size, limit, layout(algorithm, setup.microbatcher.multiple))
     if collector.weights and recipe.algorithm.has_lm_head:
         kind = RowKind.PROMPT if recipe.rollout.environment is None else RowKind.ROW
-        read = list(inputs.examples(rows, recipe.data, kind).first(limit))
-        prompts = [prompt_of(example) for example in read if isinstance(example, Kept)]
-        if not prompts:
-            why = reasons(sum(map(Accounting.of, read), Accounting()))
-            raise UserError(f"{rows.name}: none of its first {len(read)} rows has a prompt: {why}")
+        prompts = _prompts(inputs.examples(rows, recipe.data, kind), limit)
     greedy = replace(collector, sampling=replace(collector.sampling, temperature=0.0))
     return Evaluation(algorithm, held_out, prompts, greedy, recipe.eval.until)
+
+
+def _prompts(examples: Examples, limit: int) -> list[Prompt]:
+    """The prompts of the first rows; raises UserError where none has one."""
+    read = list(examples.first(limit))
+    prompts = [prompt_of(example) for example in read if isinstance(example, Kept)]
+    if not prompts:
+        why = reasons(sum(map(Accounting.of, read), Accounting()))
+        raise UserError(f"{examples.rows.name}: none of its first {len(read)} rows has a prompt: {why}")
+    return prompts
+
+
+def tasks_of(setup: Setup, inputs: Inputs, collector: Collector) -> list[TaskEvaluation]:
+    """The tasks of `eval`: their prompts, and what plays and scores them, which is the run's `collector` where a task
+    sets neither environment nor reward.
+
+    Raises:
+        UserError: a task's rows, environment or rewards are not there or do not fit; it begins with the task's key.
+    """
+    recipe, tokenizer, tasks = setup.recipe, inputs.tokenizer, list[TaskEvaluation]()
+    for number, written in enumerate(recipe.eval.tasks):
+        task = written.in_run(recipe.rollout.environment, recipe.reward)
+        data = task.data_in_run(recipe.data)
+        try:
+            rows = evaluation_rows(data, task.environment, recipe.seed)
+            assert rows is not None, "the recipe's rules want some"
+            kind = RowKind.PROMPT if task.environment is None else RowKind.ROW
+            prompts = _prompts(inputs.examples(rows, data, kind), task.n)
+            player, scorer = collector, collector.scorer
+            if written.environment is not None or written.reward is not None:
+                play = Player(task.environment, tokenizer, data.template_kwargs) if task.environment else None
+                reward = task.reward or RewardConfig()
+                scorer = Scorer(reward.functions, reward.deadline, reward.workers) if reward.functions else None
+                mesh = setup.sampling_mesh or setup.mesh
+                judged = judge(reward, tokenizer, data, recipe.model.dtype, mesh)
+                stops = (*recipe.rollout.stop, *(play.stop_strings if play else ()))
+                sampling = replace(setup.algorithm.sampling, stop_strings=stops)
+                player = Collector(tokenizer, sampling, scorer, play, data.max_length, judged)
+            if scorer is not None:
+                scorer.check([*rows[0], *data.columns, *ADDED])
+            if not player.weights:
+                raise UserError("nothing scores the answers: its environment gives no rewards, so name some, reward")
+        except UserError as error:
+            raise UserError(f"eval.tasks.{number} ({task.name}): {error}") from error
+        tasks.append(TaskEvaluation(task, prompts, player, recipe.rollout.temperature))
+    return tasks

@@ -87,8 +87,9 @@ class Job:
     def close(self) -> None:
         """Ends the threads and processes of the run."""
         self.stream.close()
-        if self.collector is not None:
-            self.collector.close()
+        collectors = (self.collector, *(task.collector for task in self.evaluation.tasks))
+        for collector in {id(x): x for x in collectors if x is not None}.values():
+            collector.close()
 
 
 class Loop:
@@ -203,7 +204,8 @@ class Loop:
         """Evaluates the held-out rows; ends the run if `eval.until` is reached."""
         if self.job.evaluation:
             with self.recorder.aside(), self._saving_on_error(), self.recorder.first("evaluation"):
-                values = self.job.evaluation.values(self.job.client)
+                values, answers = self.job.evaluation.measure(self.job.client)
+            self.job.samples.add(self.step, answers)
             self._evaluated = (self.step, values)
             self.recorder.add(self.step, values)
             if name := self.job.evaluation.reached(values):

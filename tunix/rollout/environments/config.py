@@ -12,7 +12,7 @@ PACKAGES = ("reasoning_gym", "textarena", "gymnasium", "trl", "verifiers", "open
 
 
 class EnvironmentConfig(Config):
-    """The environment that answers the model; every completion is an episode of it."""
+    """The environment that answers the model; every completion is an episode of it. A name alone will do."""
 
     name: str = "problem"
     """A shipped environment (problem, calculator, guessing), `module:Class` or `file.py:Class`, or one of another
@@ -32,7 +32,9 @@ class EnvironmentConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _of_package(cls, value: Any) -> Any:
-        """Reads `textarena: GAME` as the name `textarena:GAME`."""
+        """Reads `textarena: GAME` as the name `textarena:GAME`, and a name alone as one without options."""
+        if isinstance(value, str):
+            return {"name": value}
         named = [key for key in PACKAGES if isinstance(value, Mapping) and key in value]
         if not named:
             return value
