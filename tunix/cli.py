@@ -386,13 +386,19 @@ def _launch(parsed: Parsed) -> None:
     "show rendered examples, their trained tokens, and the accounting of the rows",
     "tunix inspect recipes/quickstart.yaml --rows 3",
     RECIPE,
-    value("--rows N", "examples to show (4)", count, 4),
+    value("--rows N", "examples to show (4, or 3 episodes of an environment)", count),
+    value(
+        "--actions TEXT",
+        "turns that are typed in place of the model's, in every episode (the row's answer, if it has one)",
+        nargs="+",
+        default=[],
+    ),
 )
 def _inspect(parsed: Parsed) -> None:
     from tunix import Recipe
     from tunix.commands.inspect import show
 
-    show(Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny), parsed.rows)
+    show(Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny), parsed.rows, actions=parsed.actions)
 
 
 @command(

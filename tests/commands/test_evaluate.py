@@ -14,7 +14,7 @@ from tests.run.test_reward_run import write_reward
 from tests.tiny_rl import write_policy
 from tests.tiny_runs import EVAL, files, lines, metrics, model_folder, train, write_recipe, write_rows
 from tunix.cli import main
-from tunix.commands.evaluate import mean_of, means_of, pass_at_k, ratio_of
+from tunix.run.estimates import mean_of, means_of, pass_at_k, ratio_of
 
 IDS = [[5, 60, 70], [80, 81, 82, 83, 84], [9], [100, 20, 30, 40, 50, 60, 70]]
 REWARDS = '''

@@ -1,10 +1,11 @@
 """`tunix eval`: measures a model on held-out rows: loss, reward, accuracy, pass@k, pairs.
 
 A run defines its rows, rewards, environment and rendering, so that `tunix eval RUN` repeats its evaluation; options of
-the command line take precedence, and an environment of another package brings its episodes as rows. Rows that are strings are plain or chats as for `tunix generate`, by one rule for a
-run, its export and any other model (`InferenceModel.plain_reason`), and what they are is printed. The options
-(`EvalOptions`) and the recipe of a run become a `Setting`; each task is measured; a table is printed, with the standard
-error of each number over the rows, and `--out` receives the rows.
+the command line take precedence, and an environment of another package brings its episodes as rows. Rows that are
+strings are plain or chats as for `tunix generate`, by one rule for a run, its export and any other model
+(`InferenceModel.plain_reason`), and what they are is printed. The options (`EvalOptions`) and the recipe of a run
+become a `Setting`; each task is measured; a table is printed, with the standard error of each number over the rows, and
+`--out` receives the rows.
 
 Axes: P prompts, G group, T time.
 """
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float, Int, Num
 
 from tunix.algorithms.episodes import Groups, rewards_of, total_rewards
 from tunix.commands.sampling import (
@@ -50,7 +50,6 @@ from tunix.run.estimates import Estimate, mean_of, means_of, passes, ratio_of
 from tunix.trainer.metrics import perplexity
 from tunix.types import Sampling, Sequence
 from tunix.util.atomic_io import refuse_out, write_text_atomic
-
 
 Task = Literal["loss", "reward", "accuracy", "pass", "pairs"]
 SAMPLING_TASKS: tuple[Task, ...] = ("reward", "accuracy", "pass")
@@ -245,6 +244,7 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
     samples, said = bool({*tasks} & {*SAMPLING_TASKS}), " and ".join(tasks)
     fitting: dict[str, tuple[Any, tuple[Task, ...]]] = {
         "--reward": (asked, SAMPLING_TASKS),
+        "--environment": (options.environment, SAMPLING_TASKS),
         "--n": (options.n, SAMPLING_TASKS),
         "--threshold": (options.threshold, ("accuracy", "pass")),
         "--k": (options.k or None, ("pass",)),

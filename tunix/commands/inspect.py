@@ -1,15 +1,19 @@
 """`tunix inspect`: prints rendered examples with trained tokens marked, and the accounting of all rows.
 
 Rows are rendered by the code that a run uses (`run.inputs`, `data.examples`, `data.packing`), so what is shown is what
-is trained. On a terminal the trained tokens are green and the others dim; elsewhere trained tokens are in [[ ]].
+is trained. Episodes of an environment are played by the code that collects rollouts, with typed turns in place of the
+model's (`Typed`). On a terminal the trained tokens are green and the others dim; elsewhere trained tokens are in [[ ]].
 """
 
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as List
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from rich.console import Console
@@ -17,14 +21,21 @@ from rich.text import Text
 
 from tunix.config import RowKind
 from tunix.data.examples import Examples, to_example
-from tunix.data.pipeline import Cutter, Groups, Layout
+from tunix.data.pipeline import Cutter, Groups, Layout, prompt_of
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import CUT_AWAY, Dropped, Kept
+from tunix.errors import UserError
+from tunix.protocols import SamplingClient
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
+from tunix.rollout.collect import Collector
+from tunix.rollout.environments.remote import Player
+from tunix.rollout.rewards.scorer import Scorer
+from tunix.rollout.types import Scored, sequence_of
 from tunix.run.inputs import open_inputs
-from tunix.run.setup import layout, row_kind_of
+from tunix.run.setup import algorithm_of, layout, row_kind_of
+from tunix.types import Completion, OnDone, Reply, Request
 
 ACCOUNTED = 5000
 """Maximum rows that the accounting reads, so that a large data set takes only seconds."""
@@ -32,10 +43,27 @@ LISTED = 20
 """Maximum rows behind the printed ones of which it is told what was refused or left out."""
 
 
-def show(recipe: Recipe, rows: int, console: Console | None = None) -> None:
-    """Prints the first examples and the accounting of each stage of a recipe; raises UserError where the data or the
-    tokenizer is missing, or a row does not fit the recipe."""
+PLACEHOLDER = "an answer"
+"""Stands for the model's turn where a row has no answer and no turns are typed."""
+
+
+def show(recipe: Recipe, rows: int | None = None, console: Console | None = None, *, actions: List[str] = ()) -> None:
+    """Prints the first examples and the accounting of each stage of a recipe.
+
+    Args:
+        recipe: where an environment answers the model, its examples are episodes.
+        rows: examples; None for 4, or for 3 episodes.
+        console: what they are printed on; None for the standard output.
+        actions: the model's turns in every episode; without any it is the row's answer, or `PLACEHOLDER`.
+
+    Raises:
+        UserError: the data or the tokenizer is missing, a row does not fit the recipe, an environment does not start,
+            or there is none that the actions are for.
+    """
     console = console or Console(highlight=False, emoji=False)
+    kinds = [row_kind_of(x, algorithm_class(x.algorithm.name)(x.algorithm)) for x in recipe.stages or (recipe,)]
+    if actions and RowKind.ROW not in kinds:
+        raise UserError(f"--actions {actions[0]!r}: the recipe has no rollout.environment that would answer them")
     for stage in recipe.stages or (recipe,):
         if recipe.stages:
             console.print(f"stage {stage.output}\n", markup=False)
@@ -45,19 +73,23 @@ def show(recipe: Recipe, rows: int, console: Console | None = None) -> None:
             inputs = open_inputs(run, Path(folder))
             algorithm = algorithm_class(run.algorithm.name)(run.algorithm)
             examples = Examples(inputs.train, inputs.tokenizer, run.data, row_kind_of(run, algorithm))
-            seen = list(examples.first(max(rows, ACCOUNTED)))
-            pieces = _pieces(seen[:rows], Cutter(run.data, examples.train_on), run.batch_size)
+            shown = rows or (3 if examples.train_on == RowKind.ROW else 4)
+            seen = list(examples.first(max(shown, ACCOUNTED)))
+            episodes = dict[int, Scored]()
+            if examples.train_on == RowKind.ROW and inputs.tokenizer is not None:
+                episodes = _episodes(run, inputs.tokenizer, seen[:shown], actions)
+            pieces = _pieces(seen[:shown], Cutter(run.data, examples.train_on), run.batch_size)
             for number, parts in enumerate(pieces, start=1):
                 for part, example in enumerate(parts, start=1):
                     place = f"{number}, piece {part} of {len(parts)}" if len(parts) > 1 else str(number)
-                    _show_example(place, example, examples, console)
+                    _show_example(place, example, examples, console, episodes.get(number - 1))
                 for rule, text in _lost(examples, number - 1, seen[number - 1]):
                     said = isinstance(seen[number - 1], Dropped)
                     console.print(text if said else f"{rule}: {text}", markup=False, soft_wrap=True)
                 console.print()
             packed = None if algorithm.train_on == RowKind.PROMPT else layout(algorithm)
             _show_totals(seen, run.batch_size, packed, examples, console)
-            rest = enumerate(seen[rows:], start=rows)
+            rest = enumerate(seen[shown:], start=shown)
             lines = ((i, rule, text) for i, example in rest for rule, text in _lost(examples, i, example))
             for count, (i, rule, text) in enumerate(lines):
                 if count == LISTED:
@@ -83,16 +115,87 @@ def _pieces(examples: list[Kept | Dropped], cut: Cutter, size: int) -> Iterator[
         yield parts or [example if isinstance(example, Dropped) else Dropped(CUT_AWAY)]
 
 
-def _show_example(number: str, example: Kept | Dropped, examples: Examples, console: Console) -> None:
+class Typed(SamplingClient):
+    """A sampler without a model: what is typed stands for the turns that it would sample."""
+
+    def __init__(self, turns: Callable[[int], List[str]], tokenizer: Tokenizer) -> None:
+        """Samples nothing yet.
+
+        Args:
+            turns: texts of an episode's turns, by its number.
+            tokenizer: encodes them.
+        """
+        self._turns, self._tokenizer = turns, tokenizer
+
+    def run(
+        self, requests: List[Request], reply: Reply | None = None, on_done: OnDone | None = None
+    ) -> list[Completion]:
+        """Implements `protocols.SamplingClient.run`; `paused` is an episode that goes on after the last typed turn."""
+        assert reply is not None
+        return [self._played(number, request, reply) for number, request in enumerate(requests)]
+
+    def _played(self, number: int, request: Request, reply: Reply) -> Completion:
+        sampling, tokenizer, most = request.sampling, self._tokenizer, request.sampling.max_tokens
+        # Ends as the model's turn would: by a stop string, or the stop token that the prompt's turns end with.
+        stop = next((x for x in reversed(tokenizer.stop_ids) if x in request.prompt), tokenizer.eos_id)
+        tokens, turns = list[int](), list[tuple[int, int]]()
+
+        def completion(finish: Literal["stop", "length", "paused"]) -> Completion:
+            ids = np.array(tokens, np.int32)
+            zeros = np.zeros(len(ids), np.float32)
+            return Completion(ids, zeros, finish, zeros.astype(np.int32), sampling, tuple(turns))
+
+        for text in self._turns(number):
+            start, previous = len(tokens), [*request.prompt.tolist(), *tokens]
+            tokens += tokenizer.encode_after(previous, text)
+            tokens += [] if text.endswith(sampling.stop_strings) else [stop]
+            cut, tokens = len(tokens) > most, tokens[:most]
+            turns.append((start, len(tokens)))
+            if cut:
+                return completion("length")
+            observation = reply(number, completion("stop"))
+            if observation is None:
+                return completion("stop")
+            tokens += observation.tolist()
+        return completion("paused")
+
+
+def _episodes(
+    recipe: Recipe, tokenizer: Tokenizer, seen: list[Kept | Dropped], actions: List[str]
+) -> dict[int, Scored]:
+    """The episodes of rows, by their numbers; a reward model scores none."""
+    environment, reward, data = recipe.rollout.environment, recipe.reward, recipe.data
+    assert environment is not None
+    kept = {i: prompt_of(example) for i, example in enumerate(seen) if isinstance(example, Kept)}
+    prompts = list(kept.values())
+
+    def turns(number: int) -> List[str]:
+        row = prompts[number].row
+        answer = row.get("answer", row.get("completion"))
+        return actions or [str(answer) if isinstance(answer, str | int | float) else PLACEHOLDER]
+
+    play = Player(environment.model_copy(update={"workers": 1}), tokenizer, data.template_kwargs)
+    sampling = algorithm_of(recipe, tokenizer.stop_ids, play.stop_strings).sampling
+    scorer = Scorer(reward.functions, reward.deadline, 1) if reward and reward.functions else None
+    with closing(Collector(tokenizer, sampling, scorer, play, data.max_length)) as collector:
+        groups = collector.collect(Typed(turns, tokenizer), prompts, 1, seed=recipe.seed)
+    return dict(zip(kept, (episode for (episode,) in groups), strict=True))
+
+
+def _show_example(
+    number: str, example: Kept | Dropped, examples: Examples, console: Console, episode: Scored | None = None
+) -> None:
     """Prints one example: the counts of its sequences, and their texts with trained tokens marked, ids where there is
-    no tokenizer."""
+    no tokenizer; of an episode its rewards too, and how it ended."""
     settings, tokenizer = examples.settings, examples.tokenizer
     if isinstance(example, Dropped):
         console.print(f"row {number}: dropped, {example.reason}", style="bold", markup=False)
         return
     if settings.train_on == RowKind.ROW:
         console.print(f"row {number}: for the environment\n{json.dumps(dict(example.row), default=str)}", markup=False)
-        return
+        if episode is None:
+            return
+        example = replace(example, sequences=(sequence_of(episode.prompt, episode.completion),))
     coloured = console.color_system is not None and not console.no_color  # on a terminal without NO_COLOR
     sides = ("chosen: ", "rejected: ") if settings.train_on == RowKind.PAIRS else ("",)
     for side, sequence in zip(sides, example.sequences, strict=True):
@@ -113,7 +216,20 @@ def _show_example(number: str, example: Kept | Dropped, examples: Examples, cons
                 text.append(f"[[{words}]]" if trained else words)
             if tokenizer is None:
                 text.append(" ")
-        console.print(text, soft_wrap=True)
+        console.print(text, soft_wrap=episode is None)
+    if episode is not None:
+        rewards = ", ".join(f"{name} {x:g}" for name, x in episode.rewards.items() if name not in episode.failures)
+        turns = len(episode.completion.turns)
+        by_turn = f" ({', '.join(f'{x:g}' for x in episode.turn_rewards)} by turn)" if turns > 1 else ""
+        ends = {
+            "stop": f"ended after {turns} turn{'s' * (turns > 1)}",
+            "length": f"cut off at {settings.data.longest_completion} tokens, data.completion_length",
+            "paused": f"not ended after {turns} turn{'s' * (turns > 1)}: type more, --actions",
+        }
+        how_it_ended = (
+            "; ".join(["failed", *episode.failures.values()]) if episode.failures else ends[episode.completion.finish]
+        )
+        console.print(f"reward: {rewards or 'none'}{by_turn}; {how_it_ended}", style="bold", markup=False)
 
 
 def _lost(examples: Examples, index: int, example: Kept | Dropped) -> Iterator[tuple[str, str]]:

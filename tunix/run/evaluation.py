@@ -152,10 +152,10 @@ class Samples:
         # No more than one process writes them down.
         rows = processes.broadcast("samples", answered)
         append_rows(self.path, rows)
-        for row in rows:  # shortened; the file has all of it
-            self.display.say(f"  step {row['step']}  {_shortened(' '.join(str(row['prompt']).split()))}")
-            self.display.say(f"      answers: {_shortened(repr(str(row['completion']).strip()))}")
-            self.display.say(f"     expected: {_shortened(repr(str(row['expected']).strip()))}")
+        for sample in rows:  # shortened; the file has all of it
+            self.display.say(f"  step {sample['step']}  {_shortened(' '.join(str(sample['prompt']).split()))}")
+            self.display.say(f"      answers: {_shortened(repr(str(sample['completion']).strip()))}")
+            self.display.say(f"     expected: {_shortened(repr(str(sample['expected']).strip()))}")
 
     def add(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes rollouts of a step to the file, without displaying them."""
