@@ -12,7 +12,7 @@ calls get the completions that they would get in one.
 import math
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -86,11 +86,7 @@ def environment_config(spec: str, options: str | None) -> EnvironmentConfig:
         UserError: one of them cannot be read.
     """
     section = parse_yaml(spec, "--environment") if spec.lstrip().startswith("{") else {"name": spec}
-    if options is not None:
-        mapping = parse_yaml(options, "--options")
-        if not isinstance(mapping, Mapping):
-            raise UserError(f"--options {options!r} is no mapping; write for instance --options '{{size: 100}}'")
-        section = {**section, "options": {**section.get("options", {}), **mapping}}
+    section |= {} if options is None else {"options": parse_yaml(options, "--options")}
     try:
         return EnvironmentConfig.model_validate(section)
     except ValidationError as error:
