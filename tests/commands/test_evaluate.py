@@ -263,6 +263,38 @@ def test_the_split_for_tests_is_measured(base: Path, capsys: pytest.CaptureFixtu
     assert evaluated(str(base), "rows/train.jsonl")["split"] is None
 
 
+def test_an_environment_of_the_command_line(base: Path, capsys: pytest.CaptureFixture[str]):
+    """Greedy and sampled answers of one call, as two calls have them; the rows keep both, with the prompts."""
+    Path("letters.py").write_text(ENVIRONMENT)
+    write_rows(Path("rows.jsonl"), [{"prompt": word} for word in ("ab", "cd", "ef")])
+    words = ["rows.jsonl", "--environment", "letters.py:Letters", "--max-tokens", "6", "--threshold", "0.2"]
+    both = evaluated(str(base), *words, "--pass-at", "1,2")
+    out = capsys.readouterr().out
+    assert "(greedy, 3 answers" in out
+    assert "(temperature 1, 6 answers" in out
+    assert list(both["metrics"]) == ["reward", "pass@1", "pass@2"]
+    assert [row["prompt"] for row in both["rows"]] == ["ab", "cd", "ef"] * 2
+    greedy = evaluated(str(base), *words[:-2])
+    assert greedy["metrics"]["reward"] == both["metrics"]["reward"]
+    sampled = evaluated(str(base), *words, "--task", "pass", "--k", "1", "2", "--n", "2")
+    assert [row["answers"] for row in sampled["rows"]] == [row["answers"] for row in both["rows"][3:]]
+    rewards = [[answer["reward"] for answer in row["answers"]] for row in sampled["rows"]]
+    assert values(both)["pass@2"] == pytest.approx(np.mean([max(x) >= 0.2 for x in rewards]))
+    # One temperature is that of all: the reward is the mean of the same answers.
+    warm = evaluated(str(base), *words, "--pass-at", "2", "--temperature", "1")
+    assert values(warm)["reward"] == pytest.approx(np.mean(rewards))
+
+
+def test_options_of_an_environment(base: Path):
+    """Nothing but 1 can be guessed, and a random model says something else."""
+    words = ["tunix.rollout.environments.guessing:secrets", "--environment", "guessing", "--rows", "2"]
+    found = evaluated(
+        str(base), *words, "--options", "{highest: 1}", "--reward", "format pattern=1", "--max-tokens", "3"
+    )
+    assert [row["prompt"] for row in found["rows"]] == ["1-1\n", "1-1\n"]
+    assert list(found["metrics"]) == ["reward", "reward/environment", "reward/format"]
+
+
 # --- Bad input --------------------------------------------------------------------------------------------------------
 
 JUDGED = ["rows.jsonl", "--reward", "number"]
@@ -283,6 +315,22 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "half a column": (["rows.jsonl", "--column", "prompt"], ["--column 'prompt': write ours=theirs"]),
     "suffix": (["rows.jsonl", "--out", "o.csv"], ["--out o.csv", ".jsonl"]),
     "taken": (["rows.jsonl", "--out", "rows.jsonl"], ["rows.jsonl exists already"]),
+    "no such environment": (["rows.jsonl", "--environment", "gessing"], ["'gessing'", "Did you mean 'guessing'?"]),
+    "no such option": (
+        ["rows.jsonl", "--environment", "guessing", "--options", "{gueses: 3}"],
+        ["has no option 'gueses'", "Did you mean 'guesses'?"],
+    ),
+    "options are no mapping": (["rows.jsonl", "--environment", "guessing", "--options", "3"], ["options: 3 is not"]),
+    "half an environment": (["rows.jsonl", "--environment", "{nam: guessing}"], ["nam: unknown key", "'name'"]),
+    "options of nothing": (["rows.jsonl", "--options", "{a: 1}"], ["changes nothing without --environment"]),
+    "an environment without rows": (["--environment", "guessing"], ["is no run, which would bring its own rows"]),
+    "an environment without rewards": (["rows.jsonl", "--environment", "problem"], ["add --reward"]),
+    "loss of an environment": (
+        ["rows.jsonl", "--environment", "guessing", "--task", "loss"],
+        ["--environment changes"],
+    ),
+    "k twice": ([*JUDGED, "--k", "2", "--pass-at", "1,2"], ["leave one of them out"]),
+    "no k": ([*JUDGED, "--pass-at", "1,x"], ["'x' is not a whole number above 0"]),
     "too many tokens": ([*JUDGED, "--max-tokens", "128"], ["--max-tokens 128 leaves no room", "128"]),
 }
 

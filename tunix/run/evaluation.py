@@ -107,7 +107,7 @@ class Evaluation:
     def reached(self, values: Mapping[str, float]) -> str | None:
         """The first metric that has reached its target in `until`: a loss at or below it, others at or above."""
         for name, target in self.until.items():
-            if name in values and (values[name] <= target if name.startswith("eval/loss") else values[name] >= target):
+            if name in values and (values[name] <= target if name.split("/")[1] == "loss" else values[name] >= target):
                 return name
         return None
 
