@@ -169,7 +169,7 @@ def test_an_episode_of_the_row_s_answer(recipe: Path, capsys: pytest.CaptureFixt
     out = episodes(recipe, rows, capsys, calculator, short, template, "data.max_length=96")
     assert out.startswith('row 1: for the environment\n{"prompt": "Two?", "answer": 2}\nrow 1: ')
     assert "<start_of_turn>user\nTwo?<end_of_turn>\n<start_of_turn>model\n[[2<end_of_turn>]]\n" in out
-    assert "reward: environment 1, length 1; ended after 1 turn\n" in out
+    assert "reward: length 1, environment 1; ended after 1 turn\n" in out
     assert "[[3<end_of_turn>]]" in out
 
 

@@ -232,7 +232,7 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
     config = config.model_copy(update={"columns": {**config.columns, **options.columns}})
     # Answers are greedy but for pass@k, unless a temperature is given, which then is that of all.
     same, greedy = options.temperature, 1 if "pass" in tasks else n
-    draws = {
+    draws: dict[Task, tuple[float, int]] = {
         task: (same, n) if same is not None else (temperature, n) if task == "pass" else (0.0, greedy)
         for task in tasks
         if task in SAMPLING_TASKS

@@ -8,10 +8,11 @@ model's (`Typed`). On a terminal the trained tokens are green and the others dim
 import itertools
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -35,7 +36,7 @@ from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import Scored, sequence_of
 from tunix.run.inputs import open_inputs
 from tunix.run.setup import algorithm_of, layout, row_kind_of
-from tunix.types import Completion, OnDone, Reply, Request
+from tunix.types import Completion, OnDone, Reply, Request, Sampling
 
 ACCOUNTED = 5000
 """Maximum rows that the accounting reads, so that a large data set takes only seconds."""
@@ -115,49 +116,51 @@ def _pieces(examples: list[Kept | Dropped], cut: Cutter, size: int) -> Iterator[
         yield parts or [example if isinstance(example, Dropped) else Dropped(CUT_AWAY)]
 
 
+@dataclass(frozen=True)
 class Typed(SamplingClient):
-    """A sampler without a model: what is typed stands for the turns that it would sample."""
+    """A sampler without a model: turns that were typed stand for those that it would sample."""
 
-    def __init__(self, turns: Callable[[int], List[str]], tokenizer: Tokenizer) -> None:
-        """Samples nothing yet.
-
-        Args:
-            turns: texts of an episode's turns, by its number.
-            tokenizer: encodes them.
-        """
-        self._turns, self._tokenizer = turns, tokenizer
+    tokenizer: Tokenizer
+    turns: List[List[str]]
+    """The texts of each episode's turns."""
 
     def run(
         self, requests: List[Request], reply: Reply | None = None, on_done: OnDone | None = None
     ) -> list[Completion]:
-        """Implements `protocols.SamplingClient.run`; `paused` is an episode that goes on after the last typed turn."""
+        """Implements `protocols.SamplingClient.run`; an episode that goes on after its last turn is `paused`."""
         assert reply is not None
-        return [self._played(number, request, reply) for number, request in enumerate(requests)]
+        completions = list[Completion]()
+        for number, request in enumerate(requests):
+            # A turn ends as the model's: by a stop string, or the stop token that the prompt's turns end with.
+            stop = next((x for x in reversed(self.tokenizer.stop_ids) if x in request.prompt), self.tokenizer.eos_id)
+            tokens, turns, most = list[int](), list[tuple[int, int]](), request.sampling.max_tokens
+            made = partial(_completion, request.sampling)
+            for text in self.turns[number]:
+                start = len(tokens)
+                tokens += self.tokenizer.encode_after([*request.prompt.tolist(), *tokens], text)
+                tokens += [] if text.endswith(request.sampling.stop_strings) else [stop]
+                turns.append((start, min(len(tokens), most)))
+                if len(tokens) > most:
+                    completions.append(made(tokens[:most], turns, "length"))
+                    break
+                observation = reply(number, made(tokens, turns, "stop"))
+                if observation is None:
+                    completions.append(made(tokens, turns, "stop"))
+                    break
+                tokens += observation.tolist()
+            else:
+                completions.append(made(tokens, turns, "paused"))
+        return completions
 
-    def _played(self, number: int, request: Request, reply: Reply) -> Completion:
-        sampling, tokenizer, most = request.sampling, self._tokenizer, request.sampling.max_tokens
-        # Ends as the model's turn would: by a stop string, or the stop token that the prompt's turns end with.
-        stop = next((x for x in reversed(tokenizer.stop_ids) if x in request.prompt), tokenizer.eos_id)
-        tokens, turns = list[int](), list[tuple[int, int]]()
 
-        def completion(finish: Literal["stop", "length", "paused"]) -> Completion:
-            ids = np.array(tokens, np.int32)
-            zeros = np.zeros(len(ids), np.float32)
-            return Completion(ids, zeros, finish, zeros.astype(np.int32), sampling, tuple(turns))
-
-        for text in self._turns(number):
-            start, previous = len(tokens), [*request.prompt.tolist(), *tokens]
-            tokens += tokenizer.encode_after(previous, text)
-            tokens += [] if text.endswith(sampling.stop_strings) else [stop]
-            cut, tokens = len(tokens) > most, tokens[:most]
-            turns.append((start, len(tokens)))
-            if cut:
-                return completion("length")
-            observation = reply(number, completion("stop"))
-            if observation is None:
-                return completion("stop")
-            tokens += observation.tolist()
-        return completion("paused")
+def _completion(
+    sampling: Sampling,
+    tokens: List[int],
+    turns: List[tuple[int, int]],
+    finish: Literal["stop", "length", "paused"],
+) -> Completion:
+    ids = np.array(tokens, np.int32)
+    return Completion(ids, np.zeros(len(ids)), finish, ids * 0, sampling, tuple(turns))
 
 
 def _episodes(
@@ -167,18 +170,13 @@ def _episodes(
     environment, reward, data = recipe.rollout.environment, recipe.reward, recipe.data
     assert environment is not None
     kept = {i: prompt_of(example) for i, example in enumerate(seen) if isinstance(example, Kept)}
-    prompts = list(kept.values())
-
-    def turns(number: int) -> List[str]:
-        row = prompts[number].row
-        answer = row.get("answer", row.get("completion"))
-        return actions or [str(answer) if isinstance(answer, str | int | float) else PLACEHOLDER]
-
+    answers = [prompt.row.get("answer", prompt.row.get("completion")) for prompt in kept.values()]
+    turns = [actions or [str(x) if isinstance(x, str | int | float) else PLACEHOLDER] for x in answers]
     play = Player(environment.model_copy(update={"workers": 1}), tokenizer, data.template_kwargs)
     sampling = algorithm_of(recipe, tokenizer.stop_ids, play.stop_strings).sampling
     scorer = Scorer(reward.functions, reward.deadline, 1) if reward and reward.functions else None
     with closing(Collector(tokenizer, sampling, scorer, play, data.max_length)) as collector:
-        groups = collector.collect(Typed(turns, tokenizer), prompts, 1, seed=recipe.seed)
+        groups = collector.collect(Typed(tokenizer, turns), list(kept.values()), 1, seed=recipe.seed)
     return dict(zip(kept, (episode for (episode,) in groups), strict=True))
 
 
@@ -219,17 +217,13 @@ def _show_example(
         console.print(text, soft_wrap=episode is None)
     if episode is not None:
         rewards = ", ".join(f"{name} {x:g}" for name, x in episode.rewards.items() if name not in episode.failures)
-        turns = len(episode.completion.turns)
-        by_turn = f" ({', '.join(f'{x:g}' for x in episode.turn_rewards)} by turn)" if turns > 1 else ""
-        ends = {
-            "stop": f"ended after {turns} turn{'s' * (turns > 1)}",
-            "length": f"cut off at {settings.data.longest_completion} tokens, data.completion_length",
-            "paused": f"not ended after {turns} turn{'s' * (turns > 1)}: type more, --actions",
-        }
-        how_it_ended = (
-            "; ".join(["failed", *episode.failures.values()]) if episode.failures else ends[episode.completion.finish]
-        )
-        console.print(f"reward: {rewards or 'none'}{by_turn}; {how_it_ended}", style="bold", markup=False)
+        number_of_turns = len(episode.completion.turns)
+        turns = f"{number_of_turns} turn{'s' * (number_of_turns > 1)}"
+        by_turn = f" ({', '.join(f'{x:g}' for x in episode.turn_rewards)} by turn)" if number_of_turns > 1 else ""
+        ends = {"stop": f"ended after {turns}", "paused": f"not ended after {turns}: type more, --actions"}
+        ends["length"] = f"cut off at {settings.data.longest_completion} tokens, data.completion_length"
+        end = "; ".join(["failed", *episode.failures.values()]) if episode.failures else ends[episode.completion.finish]
+        console.print(f"reward: {rewards or 'none'}{by_turn}; {end}", style="bold", markup=False)
 
 
 def _lost(examples: Examples, index: int, example: Kept | Dropped) -> Iterator[tuple[str, str]]:

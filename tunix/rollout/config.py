@@ -228,7 +228,8 @@ class EvalTask(Config):
         most = max(self.pass_at, default=1)
         if self.temperature is None and most > 1:
             return (0.0, 1), (temperature, most)
-        return ((self.temperature or 0.0, most),) * 2
+        both = self.temperature or 0.0, most
+        return both, both
 
     def in_run(self, environment: EnvironmentConfig | None, reward: RewardConfig | None) -> "EvalTask":
         """The task with the run's environment and rewards where it sets neither."""
