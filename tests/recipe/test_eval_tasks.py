@@ -26,19 +26,6 @@ def test_a_list_is_that_of_the_tasks():
     assert recipe.difference(build()) == []  # a run may be resumed with other tasks
 
 
-def test_what_is_sampled():
-    """The reward of greedy answers and pass@k of others, unless a temperature is that of both."""
-    cases = [
-        ({}, ((0.0, 1), (0.0, 1))),
-        ({"pass_at": [1]}, ((0.0, 1), (0.0, 1))),
-        ({"pass_at": [1, 8]}, ((0.0, 1), (0.7, 8))),
-        ({"pass_at": [4], "temperature": 0.5}, ((0.5, 4), (0.5, 4))),
-        ({"temperature": 0.5}, ((0.5, 1), (0.5, 1))),
-    ]
-    for settings, expected in cases:
-        assert EvalTask(name="x", **settings).samplings(0.7) == expected
-
-
 def test_rows_and_rewards_of_the_run_stand_in():
     run = DataConfig(train="a.jsonl", eval="b.jsonl", eval_split="dev", columns={"prompt": "q"}, chat=True)
     task = EvalTask(name="x", pass_at=(1,))
@@ -59,7 +46,7 @@ GOOD = {"name": "sums", **ROWS}
 BAD: list[tuple[Any, list[str]]] = [
     ([{**GOOD, "nam": 1}], ["eval.tasks.0.nam: unknown key", "Did you mean 'name'?"]),
     ([{**GOOD, "environment": {"name": "guessing", "opions": {}}}], ["opions", "Did you mean 'options'?"]),
-    ([{**GOOD, "name": "a b"}], ["eval.tasks.0.name: 'a b' names no task"]),
+    ([{**GOOD, "name": "a b"}], ["eval.tasks.0: name: 'a b' names no task"]),
     ([{**GOOD, "name": "reward"}], ["'reward' names no task", "the evaluation of data.eval has"]),
     ([GOOD, GOOD], ["eval.tasks: two tasks are called 'sums'"]),
     ([{**GOOD, "n": 0}], ["eval.tasks.0.n: 0 is not a number above 0"]),
@@ -70,7 +57,7 @@ BAD: list[tuple[Any, list[str]]] = [
     ([{"name": "x", "data": "sums.jsonl"}], ["eval.tasks.0: nothing scores the answers of x"]),
     ([{"name": "x", "environment": "guessing"}], ["eval.tasks.0: x has no rows: name some"]),
     ({"tasks": [GOOD], "rows": 8}, ["eval.rows: changes nothing without held-out rows"]),
-    ({"tasks": [GOOD], "until": {"eval/loss": 1}}, ["eval.until: eval/loss is not measured without held-out rows"]),
+    ({"tasks": [GOOD], "until": {"eval/loss": 1}}, ["eval.until: eval/loss: changes nothing without held-out rows"]),
     (
         {"tasks": [{**GOOD, "pass_at": [8]}], "until": {"eval/sums/pass@4": 0.5}},
         ["'eval/sums/pass@4' is no metric", "eval/sums/pass@8. Did you mean 'eval/sums/pass@8'?"],

@@ -49,7 +49,8 @@ class Scripted(FakeClient):
 
     def run(self, requests, reply=None, on_done=None):
         self.calls.append(f"sample at {requests[0].sampling.temperature:g}, seed {requests[0].seed}")
-        ids = [i for group in self.script[requests[0].sampling.temperature] for i in group]
+        script = self.script[requests[0].sampling.temperature]
+        ids = [i for group in script for i in group[: len(requests) // len(script)]]
         ones = np.ones(1)
         return [
             Completion(np.array([i], np.int32), -ones, "stop", ones.astype(np.int32), x.sampling, ((0, 1),))
@@ -106,16 +107,21 @@ def test_a_task_by_hand():
 
 
 def test_one_temperature_is_that_of_all_answers():
-    """Of 2 and 0, 1 and 1, 3 and 2 the means are 1, 1 and 2.5; at least 2 earn 1, 0 and 2 of two."""
+    """The reward is that of one answer each. Of 2 and 0, 1 and 1, 3 and 2 at least 2 are 1, 0 and 2."""
     client = Scripted({0.3: [[2, 0], [1, 1], [3, 2]]})
     metrics, rows = task(pass_at=[2], temperature=0.3, success=2.0).measure(client)
-    assert (metrics["eval/ids/reward"], metrics["eval/ids/pass@2"]) == (1.5, pytest.approx(2 / 3))
-    assert (len(client.calls), len(rows), metrics["eval/ids/failed"]) == (1, 6, 0)
+    assert (metrics["eval/ids/reward"], metrics["eval/ids/pass@2"]) == (2.0, pytest.approx(2 / 3))
+    assert (len(client.calls), len(rows), metrics["eval/ids/failed"]) == (2, 9, 0)
     assert "failed" not in evaluated(metrics)
+    # One answer may serve for both.
+    client = Scripted({0.0: [[2], [1], [3]]})
+    metrics, rows = task(pass_at=[1], success=2.0).measure(client)
+    assert (metrics["eval/ids/reward"], metrics["eval/ids/pass@1"]) == (2.0, pytest.approx(2 / 3))
+    assert (len(client.calls), len(rows)) == (1, 3)
 
 
 def test_a_k_that_no_prompt_has_answers_for_is_left_out():
-    metrics, _ = task(pass_at=[1, 2], temperature=1).measure(Scripted({1.0: [[1, FAILS], [FAILS, 0], [FAILS, FAILS]]}))
+    metrics, _ = task(pass_at=[1, 2], temperature=1).measure(Scripted({1.0: [[1, FAILS], [0, FAILS], [FAILS, FAILS]]}))
     assert metrics["eval/ids/pass@1"] == 0.5
     assert "eval/ids/pass@2" not in metrics
 
@@ -125,13 +131,3 @@ def test_a_task_without_any_score_stops_the_run():
         UserError, match=r"none of the 3 samples of a step could be scored, the first because id raised"
     ):
         task().measure(Scripted({0.0: [[FAILS], [FAILS], [FAILS]]}))
-
-
-def test_an_evaluation_adds_its_tasks():
-    """Weights are published once, before whatever is sampled."""
-    client = Scripted({0.0: [[1], [0], [1]]})
-    evaluation = Evaluation(SFT(SFTConfig()), tasks=[task()])
-    assert evaluation
-    metrics, rows = evaluation.measure(client)
-    assert metrics["eval/ids/reward"] == pytest.approx(2 / 3)
-    assert (len(rows), client.calls) == (3, ["publish", "sample at 0, seed 0"])

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tunix.algorithms.episodes import Groups, rewards_of, total_rewards
+from tunix.algorithms.episodes import rewards_of, total_rewards
 from tunix.commands.sampling import (
     Bar,
     ProgressSampler,
@@ -151,7 +151,6 @@ def evaluate(model: InferenceOptions, options: EvalOptions, out: Path | None = N
             raise UserError(f"--out {out}: end its name in .json for numbers and rows, or in .jsonl for the rows alone")
     setting = prepare(model, options)
     results: dict[Task, EvalResult] = {}
-    sampled: dict[tuple[float, int], tuple[Groups, Mapping[str, float]]] = {}
     with nullcontext() if setting.play is None else closing(setting.play):
         for task in setting.tasks:
             if task == "loss":
@@ -159,7 +158,7 @@ def evaluate(model: InferenceOptions, options: EvalOptions, out: Path | None = N
             elif task == "pairs":
                 results[task] = pairs(setting)
             else:
-                results[task] = answers(setting, task, sampled)
+                results[task] = answers(setting, task)
     if out is not None:
         rows = [{"task": task, **row} for task, result in results.items() for row in result.rows]
         numbers = {
@@ -230,13 +229,13 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
         if options.data is not None or model.raw or model.system is not None:  # its own rows tell it
             config = config.model_copy(update={"chat": inference.plain_reason is None, "system": inference.system})
     config = config.model_copy(update={"columns": {**config.columns, **options.columns}})
-    # Answers are greedy but for pass@k, unless a temperature is given, which then is that of all.
-    same, greedy = options.temperature, 1 if "pass" in tasks else n
+    # Greedy but for pass@k, unless a temperature is given; where that is measured, the others are of one answer each.
+    default = {"pass": (temperature, n)}
     draws: dict[Task, tuple[float, int]] = {
-        task: (same, n) if same is not None else (temperature, n) if task == "pass" else (0.0, greedy)
-        for task in tasks
-        if task in SAMPLING_TASKS
+        task: default.get(task, (0.0, 1 if "pass" in tasks else n)) for task in tasks if task in SAMPLING_TASKS
     }
+    if options.temperature is not None:
+        draws = {task: (options.temperature, number) for task, (_, number) in draws.items()}
     if tasks != ("pairs",):
         require_lm_head(inference.source, name)
     play = Player(environment, inference.tokenizer, config.template_kwargs) if environment else None
@@ -326,31 +325,23 @@ def _token_scores(
         return token_scores(*inference.weights(), sequences, what, progress=bar.show)
 
 
-def answers(
-    setting: Setting, task: Task, sampled: dict[tuple[float, int], tuple[Groups, Mapping[str, float]]]
-) -> EvalResult:
+def answers(setting: Setting, task: Task) -> EvalResult:
     """Samples and scores the model's answers to each row, and measures one of `SAMPLING_TASKS`.
-
-    Args:
-        sampled: answers with the weights of their rewards, by draw; tasks of one draw measure the same answers.
 
     Raises:
         UserError: not one answer has a score, or no row has enough for a k.
     """
     inference, options = setting.inference, setting.options
-    temperature, n = draw = setting.draws[task]
+    temperature, n = setting.draws[task]
     places, kept, note = setting.examples(RowKind.PROMPT if setting.play is None else RowKind.ROW)
     prompts = [prompt_of(example) for example in kept]
     columns = [*setting.rows[0], *setting.config.columns]
     sampling = replace(setting.sampling, temperature=temperature)
-    if draw not in sampled:
-        with open_collector(inference, sampling, setting.rewards, columns, setting.config, setting.play) as collector:
-            engine = inference.engine
-            with closing(Bar("eval", n * len(prompts))) as bar:
-                groups = collector.collect(ProgressSampler(engine, bar), prompts, n, options.seed)
-            sampled[draw] = groups, collector.weights
-    groups, weights = sampled[draw]
-    totals_PG = total_rewards(groups, weights)
+    with open_collector(inference, sampling, setting.rewards, columns, setting.config, setting.play) as collector:
+        engine = inference.engine
+        with closing(Bar("eval", n * len(prompts))) as bar:
+            groups = collector.collect(ProgressSampler(engine, bar), prompts, n, options.seed)
+        totals_PG = total_rewards(groups, collector.weights)
     scored = [answer for group in groups for answer in group]
     failed = [reason for answer in scored if (reason := answer.unscored)]
     if len(failed) == len(scored):

@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as List
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from rich.console import Console
@@ -36,7 +34,7 @@ from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import Scored, sequence_of
 from tunix.run.inputs import open_inputs
 from tunix.run.setup import algorithm_of, layout, row_kind_of
-from tunix.types import Completion, OnDone, Reply, Request, Sampling
+from tunix.types import Completion, OnDone, Reply, Request
 
 ACCOUNTED = 5000
 """Maximum rows that the accounting reads, so that a large data set takes only seconds."""
@@ -49,17 +47,12 @@ PLACEHOLDER = "an answer"
 
 
 def show(recipe: Recipe, rows: int | None = None, console: Console | None = None, *, actions: List[str] = ()) -> None:
-    """Prints the first examples and the accounting of each stage of a recipe.
+    """Prints the first examples (4, or 3 episodes of an environment) and the accounting of each stage of a recipe.
 
-    Args:
-        recipe: where an environment answers the model, its examples are episodes.
-        rows: examples; None for 4, or for 3 episodes.
-        console: what they are printed on; None for the standard output.
-        actions: the model's turns in every episode; without any it is the row's answer, or `PLACEHOLDER`.
+    The model's turns in every episode are the `actions`; without any the row's answer, or `PLACEHOLDER`.
 
     Raises:
-        UserError: the data or the tokenizer is missing, a row does not fit the recipe, an environment does not start,
-            or there is none that the actions are for.
+        UserError: the data or the tokenizer is missing, a row does not fit, no environment is there for the actions.
     """
     console = console or Console(highlight=False, emoji=False)
     kinds = [row_kind_of(x, algorithm_class(x.algorithm.name)(x.algorithm)) for x in recipe.stages or (recipe,)]
@@ -133,34 +126,22 @@ class Typed(SamplingClient):
         for number, request in enumerate(requests):
             # A turn ends as the model's: by a stop string, or the stop token that the prompt's turns end with.
             stop = next((x for x in reversed(self.tokenizer.stop_ids) if x in request.prompt), self.tokenizer.eos_id)
-            tokens, turns, most = list[int](), list[tuple[int, int]](), request.sampling.max_tokens
-            made = partial(_completion, request.sampling)
+            tokens, turns, sampling = np.zeros(0, np.int32), tuple[tuple[int, int], ...](), request.sampling
+            observation, cut = tokens, False
             for text in self.turns[number]:
-                start = len(tokens)
-                tokens += self.tokenizer.encode_after([*request.prompt.tolist(), *tokens], text)
-                tokens += [] if text.endswith(request.sampling.stop_strings) else [stop]
-                turns.append((start, min(len(tokens), most)))
-                if len(tokens) > most:
-                    completions.append(made(tokens[:most], turns, "length"))
-                    break
-                observation = reply(number, made(tokens, turns, "stop"))
+                ids = self.tokenizer.encode_after([*request.prompt.tolist(), *tokens.tolist()], text)
+                ids += [] if text.endswith(sampling.stop_strings) else [stop]
+                start, cut = len(tokens), len(tokens) + len(ids) > sampling.max_tokens
+                tokens = np.array([*tokens, *ids][: sampling.max_tokens], np.int32)
+                turns = (*turns, (start, len(tokens)))
+                so_far = Completion(tokens, np.zeros(len(tokens)), "stop", tokens * 0, sampling, turns)
+                observation = None if cut else reply(number, so_far)
                 if observation is None:
-                    completions.append(made(tokens, turns, "stop"))
                     break
-                tokens += observation.tolist()
-            else:
-                completions.append(made(tokens, turns, "paused"))
+                tokens = np.concatenate([tokens, observation])
+            finish = "length" if cut else "stop" if observation is None else "paused"
+            completions.append(Completion(tokens, np.zeros(len(tokens)), finish, tokens * 0, sampling, turns))
         return completions
-
-
-def _completion(
-    sampling: Sampling,
-    tokens: List[int],
-    turns: List[tuple[int, int]],
-    finish: Literal["stop", "length", "paused"],
-) -> Completion:
-    ids = np.array(tokens, np.int32)
-    return Completion(ids, np.zeros(len(ids)), finish, ids * 0, sampling, tuple(turns))
 
 
 def _episodes(

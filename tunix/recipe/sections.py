@@ -4,6 +4,7 @@ The rules name contradictions, settings without effect, and missing sections. `R
 and the tiny form.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal
@@ -186,14 +187,13 @@ def _ineffective_evaluation(recipe: Sections) -> Iterator[str]:
     """Messages about settings of `eval` without what they are about: held-out rows, and what answers a task."""
     config, default = recipe.eval, EvalConfig()
     held_out = bool(recipe.data.eval or recipe.data.eval_split)
-    changed = {key for key in EvalConfig.model_fields if getattr(config, key) != getattr(default, key)}
-    idle = changed - {"every", "tasks", "until"} if config.tasks else changed
+    idle = {key for key in EvalConfig.model_fields if getattr(config, key) != getattr(default, key)}
+    if config.tasks:
+        idle -= {"every", "tasks", "until"}
+        idle |= {f"until: {name}" for name in config.until if re.match("eval/(loss|reward)(/|$)", name)}
     if idle and not held_out:
         names = ", ".join(f"eval.{key}" for key in sorted(idle))
         yield f"{names}: changes nothing without held-out rows; set data.eval or data.eval_split"
-    of_rows = [name for name in config.until if name.startswith(("eval/loss", "eval/reward"))]
-    if of_rows and config.tasks and not held_out:
-        yield f"eval.until: {of_rows[0]} is not measured without held-out rows; set data.eval or data.eval_split"
     for number, task in enumerate(config.tasks):
         task = task.in_run(recipe.rollout.environment, recipe.reward)
         if task.environment is None and task.reward is None:

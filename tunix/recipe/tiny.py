@@ -110,14 +110,11 @@ def shrunk(
     generated = data["train"].startswith(GENERATED)
     if data["eval"] or data["eval_split"]:
         tiny["eval"] = {**sections["eval"], "rows": min(sections["eval"]["rows"], EVAL_ROWS)}
-    tasks = []
-    for task in sections["eval"]["tasks"]:
-        task = {**task, "n": min(task["n"], TINY_BATCH)}
-        if task["data"] and is_download(task["data"]):
-            functions = [{**function, "columns": {}} for function in (task["reward"] or {}).get("functions", [])]
-            reward = task["reward"] and {**task["reward"], "functions": functions}
-            task |= {"data": f"{GENERATED}{_DEFAULT_FORMAT[RowKind.PROMPT]}", "columns": {}, "reward": reward}
-        tasks.append(task)
+    tasks = [{**task, "n": min(task["n"], TINY_BATCH)} for task in sections["eval"]["tasks"]]
+    for task in (task for task in tasks if task["data"] and is_download(task["data"])):
+        task |= {"data": f"{GENERATED}{_DEFAULT_FORMAT[RowKind.PROMPT]}", "columns": {}}
+        if reward := task["reward"]:
+            task["reward"] = {**reward, "functions": [{**function, "columns": {}} for function in reward["functions"]]}
     tiny["eval"] = {**tiny["eval"], "tasks": tasks}
     # A warm-up in steps has to end before the run does; below 1 it is a share of the steps.
     if (warmup := sections["optimizer"]["warmup"]) >= 1:

@@ -171,10 +171,9 @@ class EvalTask(Config):
     """A task of `eval.tasks`: prompts that are answered and scored at every evaluation, beside those of `data.eval`."""
 
     name: str
-    """What its metrics begin with, as `eval/NAME/reward`, and what its rows of samples.jsonl are called."""
+    """What its metrics begin with, `eval/NAME/reward`, and what its rows of samples.jsonl are called."""
     environment: EnvironmentConfig | None = None
-    """What answers the model, as in `rollout.environment`. A task that sets neither this nor `reward` has those of the
-    run."""
+    """What answers the model, as in `rollout.environment`. A task that sets neither this nor `reward` has the run's."""
     reward: RewardConfig | None = None
     """What scores the answers, as in the section `reward`; null: the environment does."""
     data: Place | None = None
@@ -188,23 +187,18 @@ class EvalTask(Config):
     """Values k of pass@k, the chance that one of k answers is right, such as [1, 8]: without bias, from as many answers
     to each prompt as the largest. Metrics `eval/NAME/pass@8`."""
     temperature: Annotated[float, Field(ge=0)] | None = None
-    """Of the answers; 0 is greedy. Null: the reward is that of greedy answers, and pass@k with a k above 1 that of
-    others, at `rollout.temperature`."""
+    """That of the answers; 0 is greedy. Null: a greedy answer to each prompt for the reward, and for pass@k with a k
+    above 1 others, at `rollout.temperature`."""
     success: float = 1.0
     """Least reward of a right answer, for pass@k."""
 
-    @field_validator("name")
-    @classmethod
-    def _usable(cls, value: str) -> str:
-        if not re.fullmatch(r"[\w.-]+", value, re.ASCII) or value in ("loss", "reward", "rewards"):
-            raise ValueError(
-                f"{value!r} names no task: letters, digits, ., - and _ do, but not loss, reward and rewards, which "
-                "the evaluation of data.eval has"
-            )
-        return value
-
     @model_validator(mode="after")
     def _effective(self) -> "EvalTask":
+        if not re.fullmatch(r"[\w.-]+", self.name, re.ASCII) or self.name in ("loss", "reward", "rewards"):
+            raise ValueError(
+                f"name: {self.name!r} names no task: letters, digits, ., - and _ do, but not loss, reward and rewards, "
+                "which the evaluation of data.eval has"
+            )
         if (most := max(self.pass_at, default=1)) > 1 and self.temperature == 0:
             raise ValueError(f"pass_at {most}: greedy answers to a prompt are all alike; leave temperature: 0 out")
         if self.success != 1 and not self.pass_at:
@@ -216,20 +210,7 @@ class EvalTask(Config):
     @property
     def metrics(self) -> list[str]:
         """Names of its metrics, e.g. `["eval/arith/reward", "eval/arith/pass@8"]`."""
-        return [f"eval/{self.name}/reward", *(f"eval/{self.name}/pass@{k}" for k in self.pass_at)]
-
-    def samplings(self, temperature: float) -> tuple[tuple[float, int], tuple[float, int]]:
-        """Temperature of the answers and their number for each prompt: for the reward, and for pass@k; the same where
-        the same answers serve both.
-
-        Args:
-            temperature: of the run's rollouts.
-        """
-        most = max(self.pass_at, default=1)
-        if self.temperature is None and most > 1:
-            return (0.0, 1), (temperature, most)
-        both = self.temperature or 0.0, most
-        return both, both
+        return [f"eval/{self.name}/{key}" for key in ("reward", *(f"pass@{k}" for k in self.pass_at))]
 
     def in_run(self, environment: EnvironmentConfig | None, reward: RewardConfig | None) -> "EvalTask":
         """The task with the run's environment and rewards where it sets neither."""
@@ -240,10 +221,8 @@ class EvalTask(Config):
     def data_in_run(self, data: DataConfig) -> DataConfig:
         """The `data` section whose held-out rows are those of the task, after `in_run`."""
         spec = self.data or (EPISODES if self.environment and self.environment.package else None)
-        if spec is None:
-            return data
         rows = {"eval": spec, "eval_split": None, "format": "auto", "columns": self.columns}
-        return data.model_copy(update=rows)
+        return data.model_copy(update=rows if spec else {})
 
 
 class EvalConfig(Config):

@@ -1,8 +1,8 @@
-"""A run on held-out rows: the loss of given completions and the reward of sampled ones (`Evaluation`), of tasks their
-rewards and pass@k (`TaskEvaluation`), and greedy answers before and after training, displayed and in `samples.jsonl`
+"""A run on held-out rows: the loss of given completions and the reward of sampled ones (`Evaluation`), rewards and
+pass@k of tasks (`TaskEvaluation`), and greedy answers before and after training, displayed and in `samples.jsonl`
 (`Samples`).
 
-Axes: B rows, T time, S sequences, P prompts, G group.
+Axes: B rows, T time, S sequences.
 """
 
 import itertools
@@ -30,6 +30,43 @@ from tunix.util.atomic_io import append_rows
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """The held-out rows of a run and how they are evaluated."""
+
+    algorithm: Algorithm
+    held_out: list[Packed] = field(default_factory=list)
+    """Batches of given completions, for `eval/loss`; empty without any."""
+    prompts: list[Prompt] = field(default_factory=list)
+    """Prompts that are answered greedily and scored, for `eval/reward`; empty without rewards."""
+    collector: Collector | None = None
+    until: Mapping[str, float] = field(default_factory=dict)
+    """`eval.until`: metric -> value at which the run ends early, e.g. `{"eval/reward": 0.9}`."""
+
+    def __bool__(self) -> bool:
+        return bool(self.held_out or self.prompts)
+
+    def values(self, client: Client) -> dict[str, float]:
+        """All metrics: `eval/loss` and the loss's metrics, `eval/reward` and the mean of each reward."""
+        metrics = self.algorithm.evaluate(client, self.held_out) if self.held_out else {}
+        if self.prompts:
+            assert self.collector is not None
+            client.publish()
+            groups = self.collector.collect(client, self.prompts, 1, seed=0)
+            require_scores(groups)
+            each = {f"eval/reward/{name}": mean for name, mean in reward_means(groups).items()}
+            metrics |= {"eval/reward": float(np.nanmean(total_rewards(groups, self.collector.weights)))}
+            metrics |= each if len(each) > 1 else {}
+        return metrics
+
+    def reached(self, values: Mapping[str, float]) -> str | None:
+        """The first metric that has reached its target in `until`: a loss at or below it, others at or above."""
+        for name, target in self.until.items():
+            if name in values and (values[name] <= target if name.split("/")[1] == "loss" else values[name] >= target):
+                return name
+        return None
+
+
+@dataclass(frozen=True)
 class TaskEvaluation:
     """A task of `eval.tasks`, whose prompts are answered and scored."""
 
@@ -49,67 +86,25 @@ class TaskEvaluation:
         Raises:
             UserError: not one answer could be scored.
         """
-        name, rows, totals = self.config.name, list[dict[str, Any]](), dict[tuple[float, int], np.ndarray]()
-        greedy, sampled = self.config.samplings(self.temperature)
-        for temperature, n in dict.fromkeys((greedy, sampled)):
+        config, rows, totals = self.config, list[dict[str, Any]](), dict[tuple[float, int], np.ndarray]()
+        most, warm = max(config.pass_at, default=1), config.temperature
+        # Temperature and number of answers of the reward, and of pass@k, which may be the same.
+        single = warm or 0.0, 1
+        several = (self.temperature if warm is None else warm, most) if most > 1 else single
+        for temperature, n in dict.fromkeys((single, several)):
             sampling = replace(self.collector.sampling, temperature=temperature)
             groups = replace(self.collector, sampling=sampling).collect(client, self.prompts, n, seed=0)
             require_scores(groups)
             totals[temperature, n] = total_rewards(groups, self.collector.weights)
-            said = {"task": name, "temperature": temperature}
+            said = {"task": config.name, "temperature": temperature}
             rows += [{**said, **row(place, x)} for place, group in enumerate(groups) for x in group]
-        estimates = {"reward": mean_of(means_of(totals[greedy]))}
-        estimates |= passes(totals[sampled], self.config.success, self.config.pass_at)
-        metrics = {f"eval/{name}/{key}": x.value for key, x in estimates.items()}
-        metrics |= {f"eval/{name}/{key}_se": x.error for key, x in estimates.items() if x.error is not None}
-        failed = np.concatenate([np.isnan(x).ravel() for x in totals.values()])
-        return metrics | {f"eval/{name}/failed": float(failed.mean())}, rows
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The held-out rows of a run and how they are evaluated."""
-
-    algorithm: Algorithm
-    held_out: list[Packed] = field(default_factory=list)
-    """Batches of given completions, for `eval/loss`; empty without any."""
-    prompts: list[Prompt] = field(default_factory=list)
-    """Prompts that are answered greedily and scored, for `eval/reward`; empty without rewards."""
-    collector: Collector | None = None
-    until: Mapping[str, float] = field(default_factory=dict)
-    """`eval.until`: metric -> value at which the run ends early, e.g. `{"eval/reward": 0.9}`."""
-    tasks: List[TaskEvaluation] = ()
-    """Those of `eval.tasks`."""
-
-    def __bool__(self) -> bool:
-        return bool(self.held_out or self.prompts or self.tasks)
-
-    def measure(self, client: Client) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """All metrics: `eval/loss` and the loss's metrics, `eval/reward` and the mean of each reward, those of tasks;
-        and the rows of the tasks' answers for `samples.jsonl`."""
-        metrics = self.algorithm.evaluate(client, self.held_out) if self.held_out else {}
-        if self.prompts or self.tasks:
-            client.publish()
-        if self.prompts:
-            assert self.collector is not None
-            groups = self.collector.collect(client, self.prompts, 1, seed=0)
-            require_scores(groups)
-            each = {f"eval/reward/{name}": mean for name, mean in reward_means(groups).items()}
-            metrics |= {"eval/reward": float(np.nanmean(total_rewards(groups, self.collector.weights)))}
-            metrics |= each if len(each) > 1 else {}
-        rows: list[dict[str, Any]] = []
-        for task in self.tasks:
-            numbers, answers = task.measure(client)
-            metrics |= numbers
-            rows += answers
-        return metrics, rows
-
-    def reached(self, values: Mapping[str, float]) -> str | None:
-        """The first metric that has reached its target in `until`: a loss at or below it, others at or above."""
-        for name, target in self.until.items():
-            if name in values and (values[name] <= target if name.split("/")[1] == "loss" else values[name] >= target):
-                return name
-        return None
+        estimates = {"reward": mean_of(means_of(totals[single]))}
+        estimates |= passes(totals[several], config.success, config.pass_at)
+        begin = f"eval/{config.name}/"
+        metrics = {begin + key: x.value for key, x in estimates.items()}
+        metrics |= {f"{begin}{key}_se": x.error for key, x in estimates.items() if x.error is not None}
+        failed = np.isnan(np.concatenate([x.ravel() for x in totals.values()]))
+        return metrics | {f"{begin}failed": float(failed.mean())}, rows
 
 
 SHOWN = 240

@@ -18,17 +18,14 @@ from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.hf.source import TOKENIZER, Source, of_recipe
 from tunix.recipe.recipe import Recipe
+from tunix.recipe.sections import Sections
 from tunix.rollout.asynchronous import FILE, AsyncRollouts, Holding, Journal
 from tunix.rollout.backlog import Backlog
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
+from tunix.rollout.config import EvalTask
 from tunix.rollout.environments.adapters import evaluation_rows, training_rows
-from tunix.rollout.environments.remote import Player
-from tunix.rollout.rewards.base import ADDED
-from tunix.rollout.rewards.config import RewardConfig
-from tunix.rollout.rewards.scorer import Scorer
-from tunix.run.evaluation import Evaluation, TaskEvaluation
+from tunix.run.evaluation import Evaluation
 from tunix.run.loop import Stream
-from tunix.run.reward_model import judge
 from tunix.run.setup import Setup, layout, row_kind_of
 from tunix.trainer.digest import digest
 from tunix.trainer.trainer import Trainer
@@ -213,12 +210,12 @@ def evaluation_of(setup: Setup, inputs: Inputs, collector: Collector) -> Evaluat
         held_out = eval_batches(examples, recipe.batch_size, limit, layout(algorithm, setup.microbatcher.multiple))
     if collector.weights and recipe.algorithm.has_lm_head:
         kind = RowKind.PROMPT if recipe.rollout.environment is None else RowKind.ROW
-        prompts = _prompts(inputs.examples(rows, recipe.data, kind), limit)
+        prompts = _first_prompts(inputs.examples(rows, recipe.data, kind), limit)
     greedy = replace(collector, sampling=replace(collector.sampling, temperature=0.0))
     return Evaluation(algorithm, held_out, prompts, greedy, recipe.eval.until)
 
 
-def _prompts(examples: Examples, limit: int) -> list[Prompt]:
+def _first_prompts(examples: Examples, limit: int) -> list[Prompt]:
     """The prompts of the first rows; raises UserError where none has one."""
     read = list(examples.first(limit))
     prompts = [prompt_of(example) for example in read if isinstance(example, Kept)]
@@ -228,37 +225,14 @@ def _prompts(examples: Examples, limit: int) -> list[Prompt]:
     return prompts
 
 
-def tasks_of(setup: Setup, inputs: Inputs, collector: Collector) -> list[TaskEvaluation]:
-    """The tasks of `eval`: their prompts, and what plays and scores them, which is the run's `collector` where a task
-    sets neither environment nor reward.
+def task_prompts(task: EvalTask, recipe: Sections, inputs: Inputs) -> tuple[list[Prompt], DataConfig, list[str]]:
+    """The prompts of a task of `eval`, after `EvalTask.in_run`; how they are rendered; and the columns of its rows.
 
     Raises:
-        UserError: a task's rows, environment or rewards are not there or do not fit; it begins with the task's key.
+        UserError: there are no such rows, or none of them has a prompt.
     """
-    recipe, tokenizer, tasks = setup.recipe, inputs.tokenizer, list[TaskEvaluation]()
-    for number, written in enumerate(recipe.eval.tasks):
-        task = written.in_run(recipe.rollout.environment, recipe.reward)
-        data = task.data_in_run(recipe.data)
-        try:
-            rows = evaluation_rows(data, task.environment, recipe.seed)
-            assert rows is not None, "the recipe's rules want some"
-            kind = RowKind.PROMPT if task.environment is None else RowKind.ROW
-            prompts = _prompts(inputs.examples(rows, data, kind), task.n)
-            player, scorer = collector, collector.scorer
-            if written.environment is not None or written.reward is not None:
-                play = Player(task.environment, tokenizer, data.template_kwargs) if task.environment else None
-                reward = task.reward or RewardConfig()
-                scorer = Scorer(reward.functions, reward.deadline, reward.workers) if reward.functions else None
-                mesh = setup.sampling_mesh or setup.mesh
-                judged = judge(reward, tokenizer, data, recipe.model.dtype, mesh)
-                stops = (*recipe.rollout.stop, *(play.stop_strings if play else ()))
-                sampling = replace(setup.algorithm.sampling, stop_strings=stops)
-                player = Collector(tokenizer, sampling, scorer, play, data.max_length, judged)
-            if scorer is not None:
-                scorer.check([*rows[0], *data.columns, *ADDED])
-            if not player.weights:
-                raise UserError("nothing scores the answers: its environment gives no rewards, so name some, reward")
-        except UserError as error:
-            raise UserError(f"eval.tasks.{number} ({task.name}): {error}") from error
-        tasks.append(TaskEvaluation(task, prompts, player, recipe.rollout.temperature))
-    return tasks
+    data = task.data_in_run(recipe.data)
+    rows = evaluation_rows(data, task.environment, recipe.seed)
+    assert rows is not None, "the recipe's rules want some"
+    kind = RowKind.PROMPT if task.environment is None else RowKind.ROW
+    return _first_prompts(inputs.examples(rows, data, kind), task.n), data, [*rows[0], *data.columns]
