@@ -14,6 +14,7 @@ from tests.run.test_reward_run import write_reward
 from tests.tiny_rl import write_policy
 from tests.tiny_runs import EVAL, files, lines, metrics, model_folder, train, write_recipe, write_rows
 from tunix.cli import main
+from tunix.rollout.environments.adapters import ADAPTERS, Adapter
 from tunix.run.estimates import mean_of, means_of, pass_at_k, ratio_of
 
 IDS = [[5, 60, 70], [80, 81, 82, 83, 84], [9], [100, 20, 30, 40, 50, 60, 70]]
@@ -288,6 +289,25 @@ def test_options_of_an_environment(base: Path):
     )
     assert [row["prompt"] for row in found["rows"]] == ["1-3\n", "1-3\n"]
     assert list(found["metrics"]) == ["reward", "reward/format", "reward/environment"]
+
+
+def test_an_environment_that_makes_its_rows(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Three episodes by number, of a seed that no run trains on: --seed and 2^31."""
+    Path("numbered.py").write_text(
+        "from tunix.rollout.environments.base import Environment, Step\n\n\n"
+        "class Episode(Environment):\n"
+        "    def __init__(self, size: int = 8):\n        pass\n\n"
+        '    def reset(self, row, rng):\n        return f\'{row["seed"]}/{row["index"]}\'\n\n'
+        "    def step(self, action, tokens):\n        return Step(reward=len(tokens), done=True)\n"
+    )
+    monkeypatch.setitem(ADAPTERS, "reasoning_gym", Adapter("numbered.py:Episode"))
+    words = [str(base), "--environment", "reasoning_gym", "--max-tokens", "3", "--seed", "5"]
+    found = evaluated(*words, "--options", "{size: 3}")
+    assert [row["prompt"] for row in found["rows"]] == [f"{2**31 + 5}/{i}" for i in range(3)]
+    assert capsys.readouterr().out.startswith(f"{base} on reasoning_gym\n")
+    assert len(evaluated(*words, "--rows", "2")["rows"]) == 2
 
 
 # --- Bad input --------------------------------------------------------------------------------------------------------

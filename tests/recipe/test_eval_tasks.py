@@ -31,7 +31,7 @@ def test_rows_and_rewards_of_the_run_stand_in():
     task = EvalTask(name="x", pass_at=(1,))
     inherited = task.in_run(None, NUMBER)
     assert (inherited.environment, inherited.reward) == (None, NUMBER)
-    assert inherited.data_in_run(run) is run
+    assert inherited.data_in_run(run) == run
     # The run's game brings its episodes, with the run's rewards; one of the task's own is scored by itself.
     played = task.in_run(GAME, NUMBER).data_in_run(run)
     assert (played.eval, played.eval_split, played.columns, played.chat) == ("environment", None, {}, True)

@@ -9,6 +9,9 @@ import pytest
 from tests.tiny_rl import REWARDS, write_policy
 from tests.tiny_runs import lines, metrics, train, write_recipe, write_rows
 from tunix.cli import main
+from tunix.recipe.recipe import Recipe
+from tunix.rollout.environments.adapters import ADAPTERS, Adapter
+from tunix.run.inputs import open_inputs, task_prompts
 
 LETTERS = '''
 from tunix.rollout.environments.base import Environment, Step
@@ -84,6 +87,24 @@ def test_a_task_ends_a_run_of_given_answers(tmp_path: Path, capsys: pytest.Captu
     assert "any: pass@2 1.000 -> 1.000" in out
     assert list(evaluations("run")) == [0]
     assert {row["temperature"] for row in lines(Path("run/samples.jsonl"))} == {0.0, 0.7}
+
+
+def test_prompts_of_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Episodes of an environment that makes its own, of a seed that is not trained on; a file; those of the run."""
+    monkeypatch.setitem(ADAPTERS, "reasoning_gym", Adapter("tunix.rollout.environments.guessing:Guessing"))
+    write_rows(tmp_path / "few.jsonl", [{"question": word, "answer": 1} for word in ("abc>", "hgf>")])
+    tasks = [
+        {"name": "made", "environment": "reasoning_gym", "n": 3},
+        {"name": "few", "data": "few.jsonl", "columns": {"prompt": "question"}},
+        {"name": "held", "n": 4},
+    ]
+    recipe = Recipe.load(write_policy(tmp_path, eval=tasks, data__eval="held.jsonl", seed=7))
+    inputs = open_inputs(recipe, tmp_path)
+    made, few, held = (task_prompts(task.in_run(None, recipe.reward), recipe, inputs) for task in recipe.eval.tasks)
+    assert [prompt.row for prompt in made[0]] == [{"seed": 2**31 + 7, "index": i} for i in range(3)]
+    assert ([prompt.text for prompt in few[0]], few[2]) == (["abc>", "hgf>"], ["question", "answer", "prompt"])
+    rows = lines(tmp_path / "held.jsonl")
+    assert [prompt.text for prompt in held[0]] == [row["prompt"] for row in rows[:4]]
 
 
 BAD = [

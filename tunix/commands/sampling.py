@@ -32,7 +32,6 @@ from tunix.mesh import build_mesh
 from tunix.protocols import SamplingClient
 from tunix.rollout.collect import Collector
 from tunix.rollout.engine.engine import Engine
-from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
@@ -77,21 +76,6 @@ def reward_config(specs: List[str], model: str | None, deadline: float) -> Rewar
         return RewardConfig.model_validate(section)
     except ValidationError as error:
         raise UserError("\n".join(f"--reward: {line}" for line in problems(error, keys))) from error
-
-
-def environment_config(spec: str, options: str | None) -> EnvironmentConfig:
-    """The environment of --environment, a name or an entry of a recipe, with the mapping of --options.
-
-    Raises:
-        UserError: one of them cannot be read.
-    """
-    section = parse_yaml(spec, "--environment") if spec.lstrip().startswith("{") else {"name": spec}
-    section |= {} if options is None else {"options": parse_yaml(options, "--options")}
-    try:
-        return EnvironmentConfig.model_validate(section)
-    except ValidationError as error:
-        lines = problems(error, {"": list(EnvironmentConfig.model_fields)})
-        raise UserError("\n".join(f"--environment: {line}" for line in lines)) from error
 
 
 @contextmanager
