@@ -74,7 +74,7 @@ def test_tasks_are_measured_resumed_and_measured_again(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_task_ends_a_run_of_given_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_task_ends_a_run_of_given_answers(tmp_path: Path):
     """SFT, whose answers a task alone judges: any answer will do."""
     (tmp_path / "rewards.py").write_text(REWARDS)
     task = {"name": "any", "data": "held.jsonl", "reward": {"functions": ["rewards.py:letters"]}, "n": 4}
@@ -82,9 +82,9 @@ def test_a_task_ends_a_run_of_given_answers(tmp_path: Path, capsys: pytest.Captu
     changes = {"data.completion_length": 12, "rollout.temperature": 0.7}
     changes["eval"] = {"tasks": [task], "until": {"eval/any/pass@2": 1.0}}
     train(str(write_recipe(tmp_path / "r.yaml", changes)))
-    out = capsys.readouterr().out
-    assert "eval/any/pass@2 is 1.0000: the run has reached eval.until" in out
-    assert "any: pass@2 1.000 -> 1.000" in out
+    said = Path("run/log.txt").read_text()
+    assert "eval/any/pass@2 is 1.0000: the run has reached eval.until" in said
+    assert "any: pass@2 1.000 -> 1.000" in said
     assert list(evaluations("run")) == [0]
     assert {row["temperature"] for row in lines(Path("run/samples.jsonl"))} == {0.0, 0.7}
 

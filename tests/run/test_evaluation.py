@@ -128,6 +128,7 @@ def test_a_k_that_no_prompt_has_answers_for_is_left_out():
 
 def test_a_task_without_any_score_stops_the_run():
     with pytest.raises(
-        UserError, match=r"none of the 3 samples of a step could be scored, the first because id raised"
+        UserError,
+        match=r"eval.tasks, ids: reward: none of the 3 samples of a step could be scored, the first because id raised",
     ):
         task().measure(Scripted({0.0: [[FAILS], [FAILS], [FAILS]]}))

@@ -19,6 +19,7 @@ from tunix.algorithms.episodes import require_scores, reward_means, row, total_r
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Packed, Prompt
 from tunix.distributed import processes
+from tunix.errors import UserError
 from tunix.protocols import Client
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector
@@ -93,8 +94,11 @@ class TaskEvaluation:
         several = (self.temperature if warm is None else warm, most) if most > 1 else single
         for temperature, n in dict.fromkeys((single, several)):
             sampling = replace(self.collector.sampling, temperature=temperature)
-            groups = replace(self.collector, sampling=sampling).collect(client, self.prompts, n, seed=0)
-            require_scores(groups)
+            try:
+                groups = replace(self.collector, sampling=sampling).collect(client, self.prompts, n, seed=0)
+                require_scores(groups)
+            except UserError as error:
+                raise UserError(f"eval.tasks, {config.name}: {error}") from error
             totals[temperature, n] = total_rewards(groups, self.collector.weights)
             said = {"task": config.name, "temperature": temperature}
             rows += [{**said, **row(place, x)} for place, group in enumerate(groups) for x in group]
