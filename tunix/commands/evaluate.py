@@ -81,7 +81,7 @@ class EvalOptions:
     n: int | None = None
     k: List[int] = ()
     pass_at: List[int] = ()
-    """Values of k for pass@k, measured beside the rest; `k` are those of pass@k alone."""
+    """Values of k for pass@k, measured in addition; `k` are those of pass@k alone."""
     max_tokens: int | None = None
     temperature: float | None = None
     """Sampling temperature. None: greedy; for pass@k the run's, or 1."""
@@ -117,7 +117,7 @@ class Setting:
     """The tokens that the loss is averaged over."""
     play: Player | None
     sampling: Sampling
-    draws: Mapping[Task, tuple[float, int]]
+    samplings: Mapping[Task, tuple[float, int]]
     """Temperature of the answers and their number for each row, by task, e.g. `{"pass": (1.0, 8)}`."""
 
     def examples(self, kind: RowKind) -> tuple[list[int], list[Kept], str]:
@@ -234,11 +234,11 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
     config = config.model_copy(update={"columns": {**config.columns, **options.columns}})
     # Greedy but for pass@k, unless a temperature is given; where that is measured, the others are of one answer each.
     default = {"pass": (temperature, n)}
-    draws: dict[Task, tuple[float, int]] = {
+    samplings: dict[Task, tuple[float, int]] = {
         task: default.get(task, (0.0, 1 if "pass" in tasks else n)) for task in tasks if task in SAMPLING_TASKS
     }
     if options.temperature is not None:
-        draws = {task: (options.temperature, number) for task, (_, number) in draws.items()}
+        samplings = {task: (options.temperature, number) for task, (_, number) in samplings.items()}
     if tasks != ("pairs",):
         require_lm_head(inference.source, name)
     play = Player(environment, inference.tokenizer, config.template_kwargs) if environment else None
@@ -256,7 +256,7 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
             raise UserError(f"{option} changes nothing for {said}: it goes with --task {' or '.join(tasks_of_it)}")
     if samples and not (rewards or (play and play.scores)):
         raise UserError(f"--task {said}: nothing scores the answers; add --reward, for instance exact_match")
-    if n > 1 and (0.0, n) in draws.values():
+    if n > 1 and (0.0, n) in samplings.values():
         raise UserError(
             f"--n {n}: greedy answers to one row are all alike; set --temperature (--rows is the number of rows)"
         )
@@ -274,7 +274,7 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
         RowKind.ALL if read == RowKind.ALL else RowKind.COMPLETION,
         play,
         inference.with_stop_ids(sampling) if samples else sampling,
-        draws,
+        samplings,
     )
 
 
@@ -335,7 +335,7 @@ def answers(setting: Setting, task: Task) -> EvalResult:
         UserError: not one answer has a score, or no row has enough for a k.
     """
     inference, options = setting.inference, setting.options
-    temperature, n = setting.draws[task]
+    temperature, n = setting.samplings[task]
     places, kept, note = setting.examples(RowKind.PROMPT if setting.play is None else RowKind.ROW)
     prompts = [prompt_of(example) for example in kept]
     columns = [*setting.rows[0], *setting.config.columns]
@@ -401,8 +401,8 @@ def _table(setting: Setting, results: Mapping[Task, EvalResult]) -> str:
             error = "" if number.error is None else f" ± {number.error:.4f}"
             lines.append(f"  {name:<{width}}  {number.value:10.4f}{error:<10}  {number.count} rows")
         notes = list(result.notes)
-        if task in setting.draws:
-            temperature, _ = setting.draws[task]
+        if task in setting.samplings:
+            temperature, _ = setting.samplings[task]
             notes[0] = f"{f'temperature {temperature:g}' if temperature else 'greedy'}, {notes[0]}"
         lines += [f"  ({note})" for note in notes]
     return "\n".join(lines)

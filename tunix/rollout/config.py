@@ -168,7 +168,7 @@ class RolloutConfig(Config):
 
 
 class EvalTask(Config):
-    """A task of `eval.tasks`: prompts that are answered and scored at every evaluation, beside those of `data.eval`."""
+    """A task of `eval.tasks`: prompts that are answered and scored at every evaluation, in addition to `data.eval`."""
 
     name: str
     """What its metrics begin with, `eval/NAME/reward`, and what its rows of samples.jsonl are called."""
