@@ -24,14 +24,14 @@ from tunix.algorithms.kto.config import KTOConfig
 from tunix.algorithms.ppo.config import PPOConfig
 from tunix.algorithms.reward.config import RewardModelConfig
 from tunix.algorithms.sft.config import SFTConfig
-from tunix.config import Config, EvalConfig, Family, MeshConfig, ModelConfig
+from tunix.config import Config, Family, MeshConfig, ModelConfig
 from tunix.data.config import DataConfig
 from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import FAMILIES, SIZE_NAMES
 from tunix.models.families.table import presets as published
 from tunix.models.quantization.rules import QuantizationConfig, Rule
 from tunix.recipe.recipe import Recipe
-from tunix.rollout.config import RolloutConfig, RolloutMeshConfig
+from tunix.rollout.config import EvalConfig, EvalTask, RolloutConfig, RolloutMeshConfig
 from tunix.rollout.environments.config import EnvironmentConfig, MCPConfig
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
 from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig
@@ -63,6 +63,7 @@ SECTIONS: dict[str, type[Config]] = {
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
     "eval": EvalConfig,
+    "eval tasks": EvalTask,
 }
 
 OPENING = """\

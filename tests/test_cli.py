@@ -238,7 +238,11 @@ def test_each_command_reaches_its_room(monkeypatch: pytest.MonkeyPatch):
         export=lambda run, out, adapter, packed, step: calls.append(("export", run, out, adapter, packed, step)),
         export_as=None,
     )
-    stub(monkeypatch, "commands.inspect", show=lambda recipe, rows: calls.append(("inspect", recipe.steps, rows)))
+    stub(
+        monkeypatch,
+        "commands.inspect",
+        show=lambda recipe, rows, actions: calls.append(("inspect", recipe.steps, rows)),
+    )
     stub(
         monkeypatch,
         "inference.scoring",

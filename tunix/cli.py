@@ -386,13 +386,19 @@ def _launch(parsed: Parsed) -> None:
     "show rendered examples, their trained tokens, and the accounting of the rows",
     "tunix inspect recipes/quickstart.yaml --rows 3",
     RECIPE,
-    value("--rows N", "examples to show (4)", count, 4),
+    value("--rows N", "examples to show (4, or 3 episodes of an environment)", count),
+    value(
+        "--actions TEXT",
+        "turns that are typed in place of the model's, in every episode (the row's answer, if it has one)",
+        nargs="+",
+        default=[],
+    ),
 )
 def _inspect(parsed: Parsed) -> None:
     from tunix import Recipe
     from tunix.commands.inspect import show
 
-    show(Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny), parsed.rows)
+    show(Recipe.load(parsed.recipe, parsed.overrides, parsed.tiny), parsed.rows, actions=parsed.actions)
 
 
 @command(
@@ -486,10 +492,22 @@ def _generate(parsed: Parsed) -> None:
         choices=("loss", "reward", "accuracy", "pass", "pairs"),
     ),
     REWARDS,
+    value(
+        "--environment NAME",
+        "answers the model: a name as in a recipe's rollout.environment, or '{name: calculator, turns: 4}' (that of a "
+        "run); one of another package brings its episodes, with a seed that is not trained on",
+    ),
+    value("--options YAML", "arguments of the environment, such as '{tasks: chain_sum}'"),
     value("--threshold X", "minimum reward of a right answer (1)", float),
     value("--n N", "answers to each row (1; 8 for pass)", count),
     value("--k K", "values of k for pass@k (1 and N)", count, nargs="+", default=[]),
-    value("--rows N", "rows from the start (all; a run's eval.rows)", count),
+    value(
+        "--pass-at K,K",
+        "measure pass@k too, of sampled answers: as many to each row as the largest k",
+        lambda text: [count(part) for part in text.split(",")],
+        [],
+    ),
+    value("--rows N", "rows from the start (all; a run's eval.rows; 64 of an environment's episodes)", count),
     value("--split NAME", "split of DATA, where it has splits"),
     values("--column OURS=THEIRS", "a column with another name, as in prompt=question"),
     value("--out FILE", ".json for numbers and rows, .jsonl for the rows", Path),

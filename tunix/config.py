@@ -264,28 +264,3 @@ class MeshConfig(Config):
         if list(sizes.values()).count(-1) > 1:
             raise ValueError("only one axis can be -1")
         return self
-
-
-class EvalConfig(Config):
-    """Evaluation on `data.eval` while training."""
-
-    every: Positive = 50
-    """Steps between evaluations; the last step is always evaluated."""
-    rows: Positive = 256
-    """Rows of `data.eval` that are read, from its start."""
-    samples: Annotated[int, Field(ge=0)] = 0
-    """Number of greedy completions of held-out prompts that are shown and saved before and after training."""
-    sample_tokens: Positive = 48
-    """Tokens of such a completion at most."""
-    until: dict[str, float] = {}
-    """Ends the run as soon as an evaluation reaches one of these, such as {eval/reward: 0.9} or {eval/loss: 1.5}."""
-
-    @field_validator("until")
-    @classmethod
-    def _known(cls, value: dict[str, float]) -> dict[str, float]:
-        for name in value:
-            if not name.startswith(("eval/loss", "eval/reward")):
-                raise ValueError(
-                    f"{name!r} is no metric of an evaluation: eval/loss, or eval/reward and eval/reward/NAME"
-                )
-        return value

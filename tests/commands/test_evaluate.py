@@ -14,7 +14,8 @@ from tests.run.test_reward_run import write_reward
 from tests.tiny_rl import write_policy
 from tests.tiny_runs import EVAL, files, lines, metrics, model_folder, train, write_recipe, write_rows
 from tunix.cli import main
-from tunix.commands.evaluate import mean_of, means_of, pass_at_k, ratio_of
+from tunix.rollout.environments.adapters import ADAPTERS, Adapter
+from tunix.run.estimates import mean_of, means_of, pass_at_k, ratio_of
 
 IDS = [[5, 60, 70], [80, 81, 82, 83, 84], [9], [100, 20, 30, 40, 50, 60, 70]]
 REWARDS = '''
@@ -263,6 +264,52 @@ def test_the_split_for_tests_is_measured(base: Path, capsys: pytest.CaptureFixtu
     assert evaluated(str(base), "rows/train.jsonl")["split"] is None
 
 
+def test_an_environment_of_the_command_line(base: Path, capsys: pytest.CaptureFixture[str]):
+    """Greedy and sampled answers of one call, as two calls have them; the rows keep both, with the prompts."""
+    Path("letters.py").write_text(ENVIRONMENT)
+    write_rows(Path("rows.jsonl"), [{"prompt": word} for word in ("ab", "cd", "ef")])
+    words = ["rows.jsonl", "--environment", "letters.py:Letters", "--max-tokens", "6", "--threshold", "0.2"]
+    both = evaluated(str(base), *words, "--pass-at", "1,2")
+    out = capsys.readouterr().out
+    assert "(greedy, 3 answers" in out
+    assert "(temperature 1, 6 answers" in out
+    assert list(both["metrics"]) == ["reward", "pass@1", "pass@2"]
+    assert [row["prompt"] for row in both["rows"]] == ["ab", "cd", "ef"] * 2
+    sampled = evaluated(str(base), *words, "--task", "pass", "--k", "1", "2", "--n", "2")
+    assert [row["answers"] for row in sampled["rows"]] == [row["answers"] for row in both["rows"][3:]]
+    rewards = [[answer["reward"] for answer in row["answers"]] for row in sampled["rows"]]
+    assert values(both)["pass@2"] == pytest.approx(np.mean([max(x) >= 0.2 for x in rewards]))
+
+
+def test_options_of_an_environment(base: Path):
+    """The game's range is in its prompt; a reward of the command line is added to that of the game."""
+    words = ["tunix.rollout.environments.guessing:secrets", "--environment", "guessing", "--rows", "2"]
+    found = evaluated(
+        str(base), *words, "--options", "{highest: 3}", "--reward", "format pattern=x", "--max-tokens", "3"
+    )
+    assert [row["prompt"] for row in found["rows"]] == ["1-3\n", "1-3\n"]
+    assert list(found["metrics"]) == ["reward", "reward/format", "reward/environment"]
+
+
+def test_an_environment_that_makes_its_rows(
+    base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Three episodes by number, of a seed that no run trains on: --seed and 2^31."""
+    Path("numbered.py").write_text(
+        "from tunix.rollout.environments.base import Environment, Step\n\n\n"
+        "class Episode(Environment):\n"
+        "    def __init__(self, size: int = 8):\n        pass\n\n"
+        '    def reset(self, row, rng):\n        return f\'{row["seed"]}/{row["index"]}\'\n\n'
+        "    def step(self, action, tokens):\n        return Step(reward=len(tokens), done=True)\n"
+    )
+    monkeypatch.setitem(ADAPTERS, "reasoning_gym", Adapter("numbered.py:Episode"))
+    words = [str(base), "--environment", "reasoning_gym", "--max-tokens", "3", "--seed", "5"]
+    found = evaluated(*words, "--options", "{size: 3}")
+    assert [row["prompt"] for row in found["rows"]] == [f"{2**31 + 5}/{i}" for i in range(3)]
+    assert capsys.readouterr().out.startswith(f"{base} on reasoning_gym\n")
+    assert len(evaluated(*words, "--rows", "2")["rows"]) == 2
+
+
 # --- Bad input --------------------------------------------------------------------------------------------------------
 
 JUDGED = ["rows.jsonl", "--reward", "number"]
@@ -283,6 +330,22 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     "half a column": (["rows.jsonl", "--column", "prompt"], ["--column 'prompt': write ours=theirs"]),
     "suffix": (["rows.jsonl", "--out", "o.csv"], ["--out o.csv", ".jsonl"]),
     "taken": (["rows.jsonl", "--out", "rows.jsonl"], ["rows.jsonl exists already"]),
+    "no such environment": (["rows.jsonl", "--environment", "gessing"], ["'gessing'", "Did you mean 'guessing'?"]),
+    "no such option": (
+        ["rows.jsonl", "--environment", "guessing", "--options", "{gueses: 3}"],
+        ["has no option 'gueses'", "Did you mean 'guesses'?"],
+    ),
+    "options are no mapping": (["rows.jsonl", "--environment", "guessing", "--options", "3"], ["options: 3 is not"]),
+    "half an environment": (["rows.jsonl", "--environment", "{nam: guessing}"], ["nam: unknown key", "'name'"]),
+    "options of nothing": (["rows.jsonl", "--options", "{a: 1}"], ["changes nothing without --environment"]),
+    "an environment without rows": (["--environment", "guessing"], ["is no run, which would bring its own rows"]),
+    "an environment without rewards": (["rows.jsonl", "--environment", "problem"], ["add --reward"]),
+    "loss of an environment": (
+        ["rows.jsonl", "--environment", "guessing", "--task", "loss"],
+        ["--environment changes"],
+    ),
+    "k twice": ([*JUDGED, "--k", "2", "--pass-at", "1,2"], ["leave one of them out"]),
+    "no k": ([*JUDGED, "--pass-at", "1,x"], ["'x' is not a whole number above 0"]),
     "too many tokens": ([*JUDGED, "--max-tokens", "128"], ["--max-tokens 128 leaves no room", "128"]),
 }
 

@@ -152,5 +152,67 @@ def test_prompts_are_shown_alone(recipe: Path, capsys: pytest.CaptureFixture[str
     assert f"row 2: 24 tokens, 0 trained, cut at 24\n{'x' * 24}\n" in out
     assert "cut at 24 tokens" in out
     assert "packed" not in out
-    assert main([*words, "reward=null", "rollout={environment: {name: guessing}}"]) == 0
-    assert 'row 1: for the environment\n{"prompt": "Two?", "answer": 2}\n' in capsys.readouterr().out
+
+
+def episodes(recipe: Path, rows: list, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What is printed of the episodes of rows, before their accounting."""
+    assert main([*write(recipe, rows, "grpo"), *words]) == 0
+    return capsys.readouterr().out.partition("\nAll ")[0]
+
+
+def test_an_episode_of_the_row_s_answer(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    """Rendered by the template, ended by its end of a turn, scored by the environment and by reward functions."""
+    rows = [{"prompt": "Two?", "answer": 2}, {"prompt": "Three?", "answer": "3"}]
+    calculator = "rollout={environment: {name: calculator, options: {chat: true}}}"
+    short = "reward={functions: [{name: length, options: {target: 2, width: 2}}]}"
+    template = "data.chat_template=gemma"
+    out = episodes(recipe, rows, capsys, calculator, short, template, "data.max_length=96")
+    assert out.startswith('row 1: for the environment\n{"prompt": "Two?", "answer": 2}\nrow 1: ')
+    assert "<start_of_turn>user\nTwo?<end_of_turn>\n<start_of_turn>model\n[[2<end_of_turn>]]\n" in out
+    assert "reward: length 1, environment 1; ended after 1 turn\n" in out
+    assert "[[3<end_of_turn>]]" in out
+
+
+def test_typed_turns(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    """16 is too low for 20, and a stop string of the game ends a turn without a stop token; 24 is too high."""
+    words = ["rollout={environment: guessing}", "--actions", "16", "24\n"]
+    rows = [{"secret": 20}, {"secret": 24}, {"secret": 16}, {"secret": 1}]
+    out = episodes(recipe, rows, capsys, *words)
+    assert "<bos>1-31\n[[16<eos>]]higher\n[[24\n]]lower\n" in out
+    assert "reward: environment 0 (0, 0 by turn); not ended after 2 turns: type more, --actions\n" in out
+    assert "<bos>1-31\n[[16<eos>]]higher\n[[24\n]]\nreward: environment 1 (0, 1 by turn); ended after 2 turns\n" in out
+    assert "<bos>1-31\n[[16<eos>]]\nreward: environment 1; ended after 1 turn\n" in out
+    assert "row 4: 24 tokens, 6 trained" in out
+    # Without an answer and without typed turns something stands for it; three episodes, unless --rows says more.
+    out = episodes(recipe, rows, capsys, words[0], "--rows", "1")
+    assert "[[an answer<eos>]]\nreward: environment 0; ended after 1 turn\n" in out
+    assert main(["inspect", str(recipe), "algorithm.name=grpo", words[0]]) == 0
+    assert len(re.findall("for the environment", capsys.readouterr().out)) == 3
+
+
+def test_an_episode_that_is_cut_off_and_one_that_fails(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    (recipe.parent / "broken.py").write_text(
+        "from tunix.rollout.environments.base import Environment\n\n\n"
+        "class Broken(Environment):\n"
+        "    def reset(self, row, rng):\n        return row['prompt']\n\n"
+        "    def step(self, action, tokens):\n        raise RuntimeError('out of order')\n"
+    )
+    rows = [{"prompt": "Two?", "answer": "2" * 40}]
+    out = episodes(recipe, rows, capsys, "rollout={environment: broken.py:Broken}", "--actions", "2")
+    assert "reward: none; failed; the environment Broken raised RuntimeError: out of order" in out
+    out = episodes(recipe, rows, capsys, "rollout={environment: calculator}")
+    assert f"[[{'2' * 24}]]\nreward: environment 0; cut off at 24 tokens, data.completion_length\n" in out
+
+
+def test_episodes_fit_into_eighty_columns(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = [{"prompt": "How much is it? " * 10, "answer": 2}]
+    out = episodes(recipe, rows, capsys, "rollout={environment: calculator}", "data.max_length=256")
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_actions_want_an_environment(recipe: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["inspect", str(recipe), "--actions", "a"]) == 2
+    assert "--actions 'a': the recipe has no rollout.environment" in capsys.readouterr().err

@@ -136,15 +136,24 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
     if data.pictures:
         with report.noting("data.pictures"):
             needed_pillow()
-    # The rewards' arguments are columns of the rows.
-    if environment is not None:
-        with report.noting("rollout.environment"):
-            read_environment(environment)
-    for number, function in enumerate(rewards.functions if rewards else ()):
-        with report.noting(f"reward.functions.{number}"):
-            reward = read_reward(function, rewards.deadline if rewards else 0.0)
-            if train is not None:
-                reward.arguments([*train[0], *data.columns, *ADDED])
+    # The environment and the rewards of the run and of each task; rewards' arguments are columns of the rows.
+    worlds = [("", "rollout.", environment, rewards, train, data.columns)]
+    for number, written in enumerate(recipe.eval.tasks):
+        key, task = f"eval.tasks.{number}.", written.in_run(environment, rewards)
+        rollout = recipe.rollout.model_copy(update={"environment": task.environment})
+        run = recipe.model_copy(update={"data": task.data_in_run(data), "rollout": rollout})
+        kind = RowKind.PROMPT if task.environment is None else RowKind.ROW
+        rows = _check_rows(run, f"{key}data", run.data.eval or run.data.train, kind, report)
+        worlds.append((key, key, task.environment, task.reward, rows, run.data.columns))
+    for key, section, world, scored, rows, columns in worlds:
+        if world is not None:
+            with report.noting(f"{section}environment"):
+                read_environment(world)
+        for number, function in enumerate(scored.functions if scored else ()):
+            with report.noting(f"{key}reward.functions.{number}"):
+                reward = read_reward(function, scored.deadline if scored else 0.0)
+                if rows is not None:
+                    reward.arguments([*rows[0], *columns, *ADDED])
     # The config.json of local folders, and the adapter's targets in the model; no weights are read.
     if model.init == "random":
         shape = preset(model.preset) if model.preset else small(str(model.family))

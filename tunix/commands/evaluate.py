@@ -1,10 +1,11 @@
 """`tunix eval`: measures a model on held-out rows: loss, reward, accuracy, pass@k, pairs.
 
 A run defines its rows, rewards, environment and rendering, so that `tunix eval RUN` repeats its evaluation; options of
-the command line take precedence. Rows that are strings are plain or chats as for `tunix generate`, by one rule for a
-run, its export and any other model (`InferenceModel.plain_reason`), and what they are is printed. The options
-(`EvalOptions`) and the recipe of a run become a `Setting`; each task is measured; a table is printed, with the standard
-error of each number over the rows, and `--out` receives the rows.
+the command line take precedence, and an environment of another package brings its episodes as rows. Rows that are
+strings are plain or chats as for `tunix generate`, by one rule for a run, its export and any other model
+(`InferenceModel.plain_reason`), and what they are is printed. The options (`EvalOptions`) and the recipe of a run
+become a `Setting`; each task is measured; a table is printed, with the standard error of each number over the rows, and
+`--out` receives the rows.
 
 Axes: P prompts, G group, T time.
 """
@@ -19,16 +20,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float, Int, Num
+from pydantic import ValidationError
 
 from tunix.algorithms.episodes import rewards_of, total_rewards
 from tunix.commands.sampling import Bar, ProgressSampler, open_collector, reward_config, score_fields
 from tunix.config import RowKind
-from tunix.data.config import DataConfig
+from tunix.data.config import EPISODES, DataConfig
 from tunix.data.examples import Examples
 from tunix.data.packing import as_scored
 from tunix.data.pipeline import prompt_of
-from tunix.data.sources import Rows, held_out_rows, open_held_out
+from tunix.data.sources import Rows, open_held_out
 from tunix.data.types import Accounting, Kept
 from tunix.errors import UserError
 from tunix.hf.source import require_lm_head
@@ -36,67 +37,15 @@ from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.inference.scoring import token_scores
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import recipe_of_run
+from tunix.rollout.environments.adapters import evaluation_rows
+from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.config import RewardConfig
+from tunix.run.estimates import Estimate, mean_of, means_of, passes, ratio_of
 from tunix.trainer.metrics import perplexity
 from tunix.types import Sampling, Sequence
 from tunix.util.atomic_io import refuse_out, write_text_atomic
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """An estimate with its standard error."""
-
-    value: float
-    error: float | None
-    """Standard error over the rows; None where there is only one row."""
-    count: int
-    """Number of rows in the estimate."""
-
-
-def ratio_of(sums_P: Num[np.ndarray, "P"], counts_P: Num[np.ndarray, "P"]) -> Estimate:
-    """The mean over the tokens of rows, `r = sum s / sum c`, with its standard error.
-
-    The tokens of a row are not independent, so the error is over rows (the linearised error of a ratio, Cochran
-    1977, Sampling Techniques, 6.3): `sqrt(P / (P - 1) sum (s - r c)^2) / sum c`.
-    """
-    number, total = len(sums_P), float(counts_P.sum())
-    ratio = float(sums_P.sum()) / total
-    spread = float(((sums_P - ratio * counts_P) ** 2).sum())
-    error = math.sqrt(number / (number - 1) * spread) / total if number > 1 else None
-    return Estimate(ratio, error, number)
-
-
-def mean_of(values_P: Num[np.ndarray, "P"]) -> Estimate:
-    """The mean `m = sum x / P` with its standard error `sqrt(sum (x - m)^2 / (P - 1) / P)`."""
-    return ratio_of(values_P, np.ones(len(values_P)))
-
-
-def means_of(values_PG: Num[np.ndarray, "P G"]) -> Float[np.ndarray, "scored"]:
-    """The mean of each prompt's samples that are not NaN; prompts that have none are left out."""
-    valid = ~np.isnan(values_PG)
-    scored = valid.any(axis=1)
-    return np.where(valid, values_PG, 0.0).sum(axis=1)[scored] / valid.sum(axis=1)[scored]
-
-
-def pass_at_k(n_P: Int[np.ndarray, "P"], correct_P: Int[np.ndarray, "P"], k: int) -> Float[np.ndarray, "P"]:
-    """The unbiased estimate that at least one of k samples of a problem is correct: `1 - C(n - c, k) / C(n, k)`.
-
-    Chen et al. 2021, https://arxiv.org/abs/2107.03374, eq. 1. Computed as a product, since the binomials overflow:
-    `C(n - c, k) / C(n, k)` is the product over i from n - c + 1 to n of `1 - k / i`.
-
-    Args:
-        n_P: samples of each problem, at least k.
-        correct_P: how many of them are correct.
-        k: samples of which one has to be correct.
-    """
-    assert (n_P >= k).all(), "a problem has fewer samples than k"
-    missed = [
-        0.0 if n - c < k else float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
-        for n, c in zip(n_P.tolist(), correct_P.tolist(), strict=True)
-    ]
-    return 1.0 - np.array(missed)
-
+from tunix.util.yaml_io import parse_yaml, problems
 
 Task = Literal["loss", "reward", "accuracy", "pass", "pairs"]
 SAMPLING_TASKS: tuple[Task, ...] = ("reward", "accuracy", "pass")
@@ -105,6 +54,8 @@ LONGEST = 256
 """Default maximum tokens of an answer, if the model has room for them."""
 SAMPLES = 8
 """Default number of answers to each row for pass@k."""
+EPISODES_MEASURED = 64
+"""Default number of rows where an environment makes its own."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +73,15 @@ class EvalOptions:
     """What scores answers (`sampling.reward_config`)."""
     reward_model: str | None = None
     deadline: float = 10.0
+    environment: str | None = None
+    """What answers the model: a name, or an entry of a recipe; None for that of a run."""
+    options: str | None = None
+    """Arguments of its constructor, a mapping in YAML."""
     threshold: float | None = None
     n: int | None = None
     k: List[int] = ()
+    pass_at: List[int] = ()
+    """Values of k for pass@k, measured in addition; `k` are those of pass@k alone."""
     max_tokens: int | None = None
     temperature: float | None = None
     """Sampling temperature. None: greedy; for pass@k the run's, or 1."""
@@ -150,7 +107,7 @@ class Setting:
 
     inference: InferenceModel
     options: EvalOptions
-    """With what the run or the tasks say where an option is not given: `rows` and `n`."""
+    """With what the run or the tasks say where an option is not given: `rows` and `k`."""
     rewards: RewardConfig | None
     rows: Rows
     config: DataConfig
@@ -160,6 +117,8 @@ class Setting:
     """The tokens that the loss is averaged over."""
     play: Player | None
     sampling: Sampling
+    samplings: Mapping[Task, tuple[float, int]]
+    """Temperature of the answers and their number for each row, by task, e.g. `{"pass": (1.0, 8)}`."""
 
     def examples(self, kind: RowKind) -> tuple[list[int], list[Kept], str]:
         """The numbers of the rows that are kept, from 0; these rows, rendered; and what became of the others, e.g.
@@ -219,25 +178,44 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
     """
     name, recipe = model.model, recipe_of_run(model.model)
     asked = reward_config(options.reward, options.reward_model, options.deadline)
+    environment, rewards = (recipe.rollout.environment, asked or recipe.reward) if recipe else (None, asked)
+    if options.environment is not None:  # the run's rewards are made for its own
+        spec, rewards = options.environment, asked
+        section = parse_yaml(spec, "--environment") if spec.lstrip().startswith("{") else {"name": spec}
+        section |= {} if options.options is None else {"options": parse_yaml(options.options, "--options")}
+        try:
+            environment = EnvironmentConfig.model_validate(section)
+        except ValidationError as error:
+            lines = problems(error, {"": list(EnvironmentConfig.model_fields)})
+            raise UserError("\n".join(f"--environment: {line}" for line in lines)) from error
+    elif options.options is not None:
+        raise UserError(f"--options {options.options}: changes nothing without --environment, whose they are")
+    makes_rows = options.data is None and options.environment is not None and environment and environment.package
     if options.data is not None:
         rows = open_held_out(options.data, options.split)
+    elif makes_rows:
+        data = DataConfig(train=EPISODES, eval=EPISODES)
+        rows = evaluation_rows(data, environment, recipe.seed if recipe else options.seed)
     elif recipe is None:
         raise UserError(f"{name} is no run, which would bring its own rows: name some, `tunix eval {name} rows.jsonl`")
     else:
         split = options.split or recipe.data.eval_split
-        rows = held_out_rows(recipe.data.model_copy(update={"eval_split": split}))
-        if rows is None:
-            raise UserError(f"{name} has no held-out rows (data.eval): name some, `tunix eval {name} FILE`")
-    rewards = asked or (recipe.reward if recipe else None)
-    environment = recipe.rollout.environment if recipe else None
+        data = recipe.data.model_copy(update={"eval_split": split})
+        rows = evaluation_rows(data, recipe.rollout.environment, recipe.seed)
+    if rows is None:
+        raise UserError(f"{name} has no held-out rows (data.eval): name some, `tunix eval {name} FILE`")
     read = algorithm_class(recipe.algorithm.name)(recipe.algorithm).train_on if recipe else None
     tasks: tuple[Task, ...] = ("loss", "reward") if rewards or environment else ("loss",)
     if options.task:
         tasks = (options.task,)
-    elif asked is not None or read == RowKind.PROMPT:
+    elif asked is not None or options.environment is not None or read == RowKind.PROMPT:
         tasks = ("reward",)
     elif read == RowKind.PAIRS or (read is None and {"chosen", "chosen_ids"} & {*rows[0]}):
         tasks = ("pairs",)
+    if options.pass_at:
+        if options.k:
+            raise UserError(f"--k {options.k[0]} and --pass-at {options.pass_at[0]}: leave one of them out")
+        tasks, options = tuple(dict.fromkeys((*tasks, "pass"))), replace(options, k=options.pass_at)
     n = options.n or (max(options.k, default=SAMPLES) if "pass" in tasks else 1)
     # The model, how rows are rendered, and how answers are sampled.
     if recipe is None:
@@ -254,10 +232,13 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
         if options.data is not None or model.raw or model.system is not None:  # its own rows tell it
             config = config.model_copy(update={"chat": inference.plain_reason is None, "system": inference.system})
     config = config.model_copy(update={"columns": {**config.columns, **options.columns}})
-    if "pass" not in tasks:
-        temperature = 0.0
+    # Greedy but for pass@k, unless a temperature is given; where that is measured, the others are of one answer each.
+    default = {"pass": (temperature, n)}
+    samplings: dict[Task, tuple[float, int]] = {
+        task: default.get(task, (0.0, 1 if "pass" in tasks else n)) for task in tasks if task in SAMPLING_TASKS
+    }
     if options.temperature is not None:
-        temperature = options.temperature
+        samplings = {task: (options.temperature, number) for task, (_, number) in samplings.items()}
     if tasks != ("pairs",):
         require_lm_head(inference.source, name)
     play = Player(environment, inference.tokenizer, config.template_kwargs) if environment else None
@@ -265,6 +246,7 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
     samples, said = bool({*tasks} & {*SAMPLING_TASKS}), " and ".join(tasks)
     fitting: dict[str, tuple[Any, tuple[Task, ...]]] = {
         "--reward": (asked, SAMPLING_TASKS),
+        "--environment": (options.environment, SAMPLING_TASKS),
         "--n": (options.n, SAMPLING_TASKS),
         "--threshold": (options.threshold, ("accuracy", "pass")),
         "--k": (options.k or None, ("pass",)),
@@ -274,15 +256,17 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
             raise UserError(f"{option} changes nothing for {said}: it goes with --task {' or '.join(tasks_of_it)}")
     if samples and not (rewards or (play and play.scores)):
         raise UserError(f"--task {said}: nothing scores the answers; add --reward, for instance exact_match")
-    if n > 1 and temperature == 0:
-        raise UserError(f"--n {n}: greedy answers to one row are all alike; set --temperature")
+    if n > 1 and (0.0, n) in samplings.values():
+        raise UserError(
+            f"--n {n}: greedy answers to one row are all alike; set --temperature (--rows is the number of rows)"
+        )
     if options.k and max(options.k) > n:
         raise UserError(f"--k {max(options.k)} is more than the {n} answers of --n")
-    sampling = Sampling(tokens, temperature, stop_strings=(*stop, *options.stop, *(play.stop_strings if play else ())))
-    limit = options.rows or (recipe.eval.rows if recipe and options.data is None else None)
+    sampling = Sampling(tokens, stop_strings=(*stop, *options.stop, *(play.stop_strings if play else ())))
+    limit = EPISODES_MEASURED if makes_rows else recipe.eval.rows if recipe and options.data is None else None
     return Setting(
         inference,
-        replace(options, rows=limit, n=n),
+        replace(options, rows=options.rows or limit),
         rewards,
         rows,
         config,
@@ -290,6 +274,7 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
         RowKind.ALL if read == RowKind.ALL else RowKind.COMPLETION,
         play,
         inference.with_stop_ids(sampling) if samples else sampling,
+        samplings,
     )
 
 
@@ -350,16 +335,15 @@ def answers(setting: Setting, task: Task) -> EvalResult:
         UserError: not one answer has a score, or no row has enough for a k.
     """
     inference, options = setting.inference, setting.options
-    assert options.n is not None, "`prepare` says it"
+    temperature, n = setting.samplings[task]
     places, kept, note = setting.examples(RowKind.PROMPT if setting.play is None else RowKind.ROW)
     prompts = [prompt_of(example) for example in kept]
     columns = [*setting.rows[0], *setting.config.columns]
-    with open_collector(
-        inference, setting.sampling, setting.rewards, columns, setting.config, setting.play
-    ) as collector:
+    sampling = replace(setting.sampling, temperature=temperature)
+    with open_collector(inference, sampling, setting.rewards, columns, setting.config, setting.play) as collector:
         engine = inference.engine
-        with closing(Bar("eval", options.n * len(prompts))) as bar:
-            groups = collector.collect(ProgressSampler(engine, bar), prompts, options.n, options.seed)
+        with closing(Bar("eval", n * len(prompts))) as bar:
+            groups = collector.collect(ProgressSampler(engine, bar), prompts, n, options.seed)
         totals_PG = total_rewards(groups, collector.weights)
     scored = [answer for group in groups for answer in group]
     failed = [reason for answer in scored if (reason := answer.unscored)]
@@ -378,17 +362,17 @@ def answers(setting: Setting, task: Task) -> EvalResult:
     elif task == "accuracy":
         metrics["accuracy"] = mean_of(means_of(np.where(np.isnan(totals_PG), np.nan, totals_PG >= threshold)))
     else:
-        scored_P = (~np.isnan(totals_PG)).sum(axis=1)
-        right_P = (totals_PG >= threshold).sum(axis=1)
-        for k in options.k or sorted({1, options.n}):
-            enough = scored_P >= k
-            if not enough.any():
+        ks = options.k or sorted({1, n})
+        metrics = passes(totals_PG, threshold, ks)
+        for k in ks:
+            if f"pass@{k}" not in metrics:
                 raise UserError(f"--k {k}: no row has so many answers with a score; {'; '.join(notes)}")
-            metrics[f"pass@{k}"] = mean_of(pass_at_k(scored_P[enough], right_P[enough], k))
-            if not enough.all():
-                notes.append(f"pass@{k} leaves {int((~enough).sum())} rows out, which have fewer scores")
+            if left_out := len(totals_PG) - metrics[f"pass@{k}"].count:
+                notes.append(f"pass@{k} leaves {left_out} rows out, which have fewer scores")
     rows = [{"row": place, "answers": []} for place in places]
     for row, group, totals in zip(rows, groups, totals_PG.tolist(), strict=True):
+        if setting.play is not None:
+            row["prompt"] = group[0].prompt.text or group[0].prompt.tokens.tolist()
         for answer, total in zip(group, totals, strict=True):
             text = {"text": answer.text} if answer.text else {}
             row["answers"].append({"tokens": answer.completion.tokens.tolist(), **text, **score_fields(answer, total)})
@@ -402,7 +386,11 @@ def _table(setting: Setting, results: Mapping[Task, EvalResult]) -> str:
     # How prompts and completions that are strings were read, where the model has a chat template to read them by.
     columns = [config.columns.get(name, name) for name in ("prompt", "completion", "chosen")]
     strings = ""
-    if inference.has_template and any(isinstance(rows[0].get(column), str) for column in columns):
+    if (
+        setting.play is None
+        and inference.has_template
+        and any(isinstance(rows[0].get(column), str) for column in columns)
+    ):
         strings = "; strings stand as they are, not in the chat template"
         if config.chat:
             strings = "; strings are messages of the chat template (--raw: as they stand)"
@@ -412,7 +400,9 @@ def _table(setting: Setting, results: Mapping[Task, EvalResult]) -> str:
         for name, number in result.metrics.items():
             error = "" if number.error is None else f" ± {number.error:.4f}"
             lines.append(f"  {name:<{width}}  {number.value:10.4f}{error:<10}  {number.count} rows")
-        mode = f"temperature {setting.sampling.temperature:g}" if setting.sampling.temperature else "greedy"
-        notes = [f"{mode}, {result.notes[0]}" if task in SAMPLING_TASKS else result.notes[0], *result.notes[1:]]
+        notes = list(result.notes)
+        if task in setting.samplings:
+            temperature, _ = setting.samplings[task]
+            notes[0] = f"{f'temperature {temperature:g}' if temperature else 'greedy'}, {notes[0]}"
         lines += [f"  ({note})" for note in notes]
     return "\n".join(lines)

@@ -1,14 +1,17 @@
 """`tunix inspect`: prints rendered examples with trained tokens marked, and the accounting of all rows.
 
 Rows are rendered by the code that a run uses (`run.inputs`, `data.examples`, `data.packing`), so what is shown is what
-is trained. On a terminal the trained tokens are green and the others dim; elsewhere trained tokens are in [[ ]].
+is trained. Episodes of an environment are played by the code that collects rollouts, with typed turns in place of the
+model's (`Typed`). On a terminal the trained tokens are green and the others dim; elsewhere trained tokens are in [[ ]].
 """
 
 import itertools
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Sequence as List
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +20,21 @@ from rich.text import Text
 
 from tunix.config import RowKind
 from tunix.data.examples import Examples, to_example
-from tunix.data.pipeline import Cutter, Groups, Layout
+from tunix.data.pipeline import Cutter, Groups, Layout, prompt_of
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import CUT_AWAY, Dropped, Kept
+from tunix.errors import UserError
+from tunix.protocols import SamplingClient
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe
+from tunix.rollout.collect import Collector
+from tunix.rollout.environments.remote import Player
+from tunix.rollout.rewards.scorer import Scorer
+from tunix.rollout.types import Scored, sequence_of
 from tunix.run.inputs import open_inputs
-from tunix.run.setup import layout, row_kind_of
+from tunix.run.setup import algorithm_of, layout, row_kind_of
+from tunix.types import Completion, OnDone, Reply, Request
 
 ACCOUNTED = 5000
 """Maximum rows that the accounting reads, so that a large data set takes only seconds."""
@@ -32,10 +42,22 @@ LISTED = 20
 """Maximum rows behind the printed ones of which it is told what was refused or left out."""
 
 
-def show(recipe: Recipe, rows: int, console: Console | None = None) -> None:
-    """Prints the first examples and the accounting of each stage of a recipe; raises UserError where the data or the
-    tokenizer is missing, or a row does not fit the recipe."""
+PLACEHOLDER = "an answer"
+"""Stands for the model's turn where a row has no answer and no turns are typed."""
+
+
+def show(recipe: Recipe, rows: int | None = None, console: Console | None = None, *, actions: List[str] = ()) -> None:
+    """Prints the first examples (4, or 3 episodes of an environment) and the accounting of each stage of a recipe.
+
+    The model's turns in every episode are the `actions`; without any the row's answer, or `PLACEHOLDER`.
+
+    Raises:
+        UserError: the data or the tokenizer is missing, a row does not fit, no environment is there for the actions.
+    """
     console = console or Console(highlight=False, emoji=False)
+    kinds = [row_kind_of(x, algorithm_class(x.algorithm.name)(x.algorithm)) for x in recipe.stages or (recipe,)]
+    if actions and RowKind.ROW not in kinds:
+        raise UserError(f"--actions {actions[0]!r}: the recipe has no rollout.environment that would answer them")
     for stage in recipe.stages or (recipe,):
         if recipe.stages:
             console.print(f"stage {stage.output}\n", markup=False)
@@ -45,19 +67,23 @@ def show(recipe: Recipe, rows: int, console: Console | None = None) -> None:
             inputs = open_inputs(run, Path(folder))
             algorithm = algorithm_class(run.algorithm.name)(run.algorithm)
             examples = Examples(inputs.train, inputs.tokenizer, run.data, row_kind_of(run, algorithm))
-            seen = list(examples.first(max(rows, ACCOUNTED)))
-            pieces = _pieces(seen[:rows], Cutter(run.data, examples.train_on), run.batch_size)
+            shown = rows or (3 if examples.train_on == RowKind.ROW else 4)
+            seen = list(examples.first(max(shown, ACCOUNTED)))
+            episodes = dict[int, Scored]()
+            if examples.train_on == RowKind.ROW and inputs.tokenizer is not None:
+                episodes = _episodes(run, inputs.tokenizer, seen[:shown], actions)
+            pieces = _pieces(seen[:shown], Cutter(run.data, examples.train_on), run.batch_size)
             for number, parts in enumerate(pieces, start=1):
                 for part, example in enumerate(parts, start=1):
                     place = f"{number}, piece {part} of {len(parts)}" if len(parts) > 1 else str(number)
-                    _show_example(place, example, examples, console)
+                    _show_example(place, example, examples, console, episodes.get(number - 1))
                 for rule, text in _lost(examples, number - 1, seen[number - 1]):
                     said = isinstance(seen[number - 1], Dropped)
                     console.print(text if said else f"{rule}: {text}", markup=False, soft_wrap=True)
                 console.print()
             packed = None if algorithm.train_on == RowKind.PROMPT else layout(algorithm)
             _show_totals(seen, run.batch_size, packed, examples, console)
-            rest = enumerate(seen[rows:], start=rows)
+            rest = enumerate(seen[shown:], start=shown)
             lines = ((i, rule, text) for i, example in rest for rule, text in _lost(examples, i, example))
             for count, (i, rule, text) in enumerate(lines):
                 if count == LISTED:
@@ -83,16 +109,72 @@ def _pieces(examples: list[Kept | Dropped], cut: Cutter, size: int) -> Iterator[
         yield parts or [example if isinstance(example, Dropped) else Dropped(CUT_AWAY)]
 
 
-def _show_example(number: str, example: Kept | Dropped, examples: Examples, console: Console) -> None:
+@dataclass(frozen=True)
+class Typed(SamplingClient):
+    """A sampler without a model: turns that were typed stand for those that it would sample."""
+
+    tokenizer: Tokenizer
+    turns: List[List[str]]
+    """The texts of each episode's turns."""
+
+    def run(
+        self, requests: List[Request], reply: Reply | None = None, on_done: OnDone | None = None
+    ) -> list[Completion]:
+        """Implements `protocols.SamplingClient.run`; an episode that goes on after its last turn is `paused`."""
+        assert reply is not None
+        completions = list[Completion]()
+        for number, request in enumerate(requests):
+            # A turn ends as the model's: by a stop string, or the stop token that the prompt's turns end with.
+            stop = next((x for x in reversed(self.tokenizer.stop_ids) if x in request.prompt), self.tokenizer.eos_id)
+            tokens, turns, sampling = np.zeros(0, np.int32), tuple[tuple[int, int], ...](), request.sampling
+            observation, cut = tokens, False
+            for text in self.turns[number]:
+                ids = self.tokenizer.encode_after([*request.prompt.tolist(), *tokens.tolist()], text)
+                ids += [] if text.endswith(sampling.stop_strings) else [stop]
+                start, cut = len(tokens), len(tokens) + len(ids) > sampling.max_tokens
+                tokens = np.array([*tokens, *ids][: sampling.max_tokens], np.int32)
+                turns = (*turns, (start, len(tokens)))
+                so_far = Completion(tokens, np.zeros(len(tokens)), "stop", tokens * 0, sampling, turns)
+                observation = None if cut else reply(number, so_far)
+                if observation is None:
+                    break
+                tokens = np.concatenate([tokens, observation])
+            finish = "length" if cut else "stop" if observation is None else "paused"
+            completions.append(Completion(tokens, np.zeros(len(tokens)), finish, tokens * 0, sampling, turns))
+        return completions
+
+
+def _episodes(
+    recipe: Recipe, tokenizer: Tokenizer, seen: list[Kept | Dropped], actions: List[str]
+) -> dict[int, Scored]:
+    """The episodes of rows, by their numbers; a reward model scores none."""
+    environment, reward, data = recipe.rollout.environment, recipe.reward, recipe.data
+    assert environment is not None
+    kept = {i: prompt_of(example) for i, example in enumerate(seen) if isinstance(example, Kept)}
+    answers = [prompt.row.get("answer", prompt.row.get("completion")) for prompt in kept.values()]
+    turns = [actions or [str(x) if isinstance(x, str | int | float) else PLACEHOLDER] for x in answers]
+    play = Player(environment.model_copy(update={"workers": 1}), tokenizer, data.template_kwargs)
+    sampling = algorithm_of(recipe, tokenizer.stop_ids, play.stop_strings).sampling
+    scorer = Scorer(reward.functions, reward.deadline, 1) if reward and reward.functions else None
+    with closing(Collector(tokenizer, sampling, scorer, play, data.max_length)) as collector:
+        groups = collector.collect(Typed(tokenizer, turns), list(kept.values()), 1, seed=recipe.seed)
+    return dict(zip(kept, (episode for (episode,) in groups), strict=True))
+
+
+def _show_example(
+    number: str, example: Kept | Dropped, examples: Examples, console: Console, episode: Scored | None = None
+) -> None:
     """Prints one example: the counts of its sequences, and their texts with trained tokens marked, ids where there is
-    no tokenizer."""
+    no tokenizer; of an episode its rewards too, and how it ended."""
     settings, tokenizer = examples.settings, examples.tokenizer
     if isinstance(example, Dropped):
         console.print(f"row {number}: dropped, {example.reason}", style="bold", markup=False)
         return
     if settings.train_on == RowKind.ROW:
         console.print(f"row {number}: for the environment\n{json.dumps(dict(example.row), default=str)}", markup=False)
-        return
+        if episode is None:
+            return
+        example = replace(example, sequences=(sequence_of(episode.prompt, episode.completion),))
     coloured = console.color_system is not None and not console.no_color  # on a terminal without NO_COLOR
     sides = ("chosen: ", "rejected: ") if settings.train_on == RowKind.PAIRS else ("",)
     for side, sequence in zip(sides, example.sequences, strict=True):
@@ -113,7 +195,16 @@ def _show_example(number: str, example: Kept | Dropped, examples: Examples, cons
                 text.append(f"[[{words}]]" if trained else words)
             if tokenizer is None:
                 text.append(" ")
-        console.print(text, soft_wrap=True)
+        console.print(text, soft_wrap=episode is None)
+    if episode is not None:
+        rewards = ", ".join(f"{name} {x:g}" for name, x in episode.rewards.items() if name not in episode.failures)
+        number_of_turns = len(episode.completion.turns)
+        turns = f"{number_of_turns} turn{'s' * (number_of_turns > 1)}"
+        by_turn = f" ({', '.join(f'{x:g}' for x in episode.turn_rewards)} by turn)" if number_of_turns > 1 else ""
+        ends = {"stop": f"ended after {turns}", "paused": f"not ended after {turns}: type more, --actions"}
+        ends["length"] = f"cut off at {settings.data.longest_completion} tokens, data.completion_length"
+        end = "; ".join(["failed", *episode.failures.values()]) if episode.failures else ends[episode.completion.finish]
+        console.print(f"reward: {rewards or 'none'}{by_turn}; {end}", style="bold", markup=False)
 
 
 def _lost(examples: Examples, index: int, example: Kept | Dropped) -> Iterator[tuple[str, str]]:

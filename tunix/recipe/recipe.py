@@ -265,12 +265,15 @@ def recipe_of_run(run: str | Path) -> Recipe | None:
 
 
 def known_keys(algorithm: Any) -> dict[str, list[str]]:
-    """The known keys of each section, for hints; those of `algorithm` follow from its name."""
-    keys = {"": list(Recipe.model_fields)}
-    for name, field in Recipe.model_fields.items():
-        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
-        for section in (kind for kind in kinds if issubclass(kind, Config) and kind is not Recipe):
-            keys[name] = [field.alias or key for key, field in section.model_fields.items()]
+    """The known keys of each section and of those inside, for hints; those of `algorithm` follow from its name."""
+    keys: dict[str, list[str]] = {}
+    sections: list[tuple[str, type[Config]]] = [("", Recipe)]
+    for place, section in sections:
+        keys[place] = [field.alias or key for key, field in section.model_fields.items()]
+        for key, field in section.model_fields.items():
+            kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
+            inner = [kind for kind in kinds if issubclass(kind, Config) and kind is not Recipe]
+            sections += [(f"{place}.{key}".lstrip("."), kind) for kind in inner]
     if isinstance(algorithm, Mapping):
         try:
             keys["algorithm"] = list(algorithm_config(algorithm).model_fields)

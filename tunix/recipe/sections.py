@@ -4,6 +4,7 @@ The rules name contradictions, settings without effect, and missing sections. `R
 and the tiny form.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, Literal
@@ -12,14 +13,14 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from tunix.algorithms.distill.config import TeacherConfig
 from tunix.algorithms.sft.config import SFTConfig
-from tunix.config import AlgorithmConfig, Config, EvalConfig, MeshConfig, ModelConfig, Place, Positive, RowKind
+from tunix.config import AlgorithmConfig, Config, MeshConfig, ModelConfig, Place, Positive, RowKind
 from tunix.data.config import EPISODES, DataConfig
 from tunix.errors import UserError
 from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import preset, small, with_sizes
 from tunix.models.quantization.rules import QuantizationConfig
 from tunix.recipe.algorithms import ALGORITHMS, algorithm_config
-from tunix.rollout.config import RolloutConfig
+from tunix.rollout.config import EvalConfig, RolloutConfig
 from tunix.rollout.environments.config import PACKAGES
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig
@@ -93,6 +94,8 @@ def rows_left_out(sections: Mapping[str, Any]) -> bool:
     """Whether a recipe names no rows, and an environment of another package, which may make its own."""
     data, rollout = sections.get("data"), sections.get("rollout")
     environment = rollout.get("environment") if isinstance(rollout, Mapping) else None
+    if isinstance(environment, str):
+        environment = {"name": environment}
     if not isinstance(environment, Mapping) or (isinstance(data, Mapping) and "train" in data):
         return False
     return bool({*environment, str(environment.get("name")).partition(":")[0]} & set(PACKAGES))
@@ -165,11 +168,7 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
             f"adapter.dropout: {recipe.adapter.dropout:g} would have the trainer compute other log-probs than the "
             f"sampler used, which {recipe.algorithm.name} learns from; set it to 0"
         )
-    if recipe.eval != EvalConfig() and not (recipe.data.eval or recipe.data.eval_split):
-        default = EvalConfig()
-        changed = [key for key in EvalConfig.model_fields if getattr(recipe.eval, key) != getattr(default, key)]
-        names = ", ".join(f"eval.{key}" for key in sorted(changed))
-        yield f"{names}: changes nothing without held-out rows; set data.eval or data.eval_split"
+    yield from _ineffective_evaluation(recipe)
     rules, name = recipe.quantization, recipe.algorithm.name
     if recipe.rollout.engine == "vllm" and rules is not None and rules.inputs:
         yield (
@@ -182,6 +181,28 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
             yield f"teacher: {name} learns from one: name it, as in `teacher: {{path: google/gemma-3-4b-it}}`"
     elif recipe.teacher is not None and name in ALGORITHMS and not staged:
         yield f"teacher: changes nothing for {name}; algorithm: {{name: distill}} learns from one"
+
+
+def _ineffective_evaluation(recipe: Sections) -> Iterator[str]:
+    """Messages about settings of `eval` without what they are about: held-out rows, and what answers a task."""
+    config, default = recipe.eval, EvalConfig()
+    held_out = bool(recipe.data.eval or recipe.data.eval_split)
+    idle = {key for key in EvalConfig.model_fields if getattr(config, key) != getattr(default, key)}
+    if config.tasks:
+        idle -= {"every", "tasks", "until"}
+        idle |= {f"until: {name}" for name in config.until if re.match("eval/(loss|reward)(/|$)", name)}
+    if idle and not held_out:
+        names = ", ".join(f"eval.{key}" for key in sorted(idle))
+        yield f"{names}: changes nothing without held-out rows; set data.eval or data.eval_split"
+    for number, task in enumerate(config.tasks):
+        task = task.in_run(recipe.rollout.environment, recipe.reward)
+        if task.environment is None and task.reward is None:
+            yield (
+                f"eval.tasks.{number}: nothing scores the answers of {task.name}: give it an environment, or rewards, "
+                "as in reward: {functions: [number]}"
+            )
+        if not (held_out or task.data or (task.environment and task.environment.package)):
+            yield f"eval.tasks.{number}: {task.name} has no rows: name some, data: FILE"
 
 
 def _ineffective_rewards(recipe: Sections, staged: bool) -> Iterator[str]:
@@ -201,10 +222,13 @@ def _ineffective_rewards(recipe: Sections, staged: bool) -> Iterator[str]:
             yield f"adapter.also: lm_head trains nothing, since {why}; leave it out"
         if recipe.eval.samples:
             yield f"eval.samples: {recipe.eval.samples} completions to show, but {why}; leave it out"
+        if recipe.eval.tasks:
+            yield f"eval.tasks: prompts to answer, but {why}; leave them out"
         return
     held_out = bool(recipe.data.eval or recipe.data.eval_split)
     rewarded = recipe.reward is not None or recipe.rollout.environment is not None
     writes = recipe.algorithm.reads == RowKind.PROMPT
+    tasks = recipe.eval.tasks
     yield from recipe.algorithm.complaints(recipe.batch_size)
     if recipe.algorithm.learns_from_rewards:
         if not rewarded:
@@ -218,12 +242,13 @@ def _ineffective_rewards(recipe: Sections, staged: bool) -> Iterator[str]:
         yield "eval.until: eval/reward is not measured without a reward section and held-out rows"
     if staged:
         return
-    if rewarded and not held_out and not (writes and recipe.reward is None):
+    used = held_out or any(task.environment is None and task.reward is None for task in tasks)
+    if rewarded and not used and not (writes and recipe.reward is None):
         yield f"reward: {recipe.algorithm.name} does not train on rewards; to evaluate by them, set data.eval"
     for key in lengths:
-        if getattr(recipe.data, key) and not (rewarded or writes):
+        if getattr(recipe.data, key) and not (rewarded or writes or tasks):
             yield f"data.{key}: changes nothing where the model writes no completions; max_length is the limit"
-    if not (rewarded or writes) and recipe.rollout != RolloutConfig():
+    if not (rewarded or writes or tasks) and recipe.rollout != RolloutConfig():
         yield f"rollout: changes nothing for {recipe.algorithm.name} without a reward"
     elif not writes:
         changed = {"oversample": recipe.rollout.oversample > 1, "max_staleness": recipe.rollout.max_staleness > 0}

@@ -105,11 +105,17 @@ def shrunk(
     sequences = type(config).model_validate(tiny["algorithm"]).sequences_per_update(batch_size)
     if sections["micro_batch_size"]:
         tiny["micro_batch_size"] = min(sections["micro_batch_size"], sequences)
-    sampled = config.reads == RowKind.PROMPT or sections["reward"] is not None
+    sampled = config.reads == RowKind.PROMPT or sections["reward"] is not None or bool(sections["eval"]["tasks"])
     data = tiny["data"] = _tiny_data(sections["data"], config.reads, sampled, toy, said)
     generated = data["train"].startswith(GENERATED)
     if data["eval"] or data["eval_split"]:
         tiny["eval"] = {**sections["eval"], "rows": min(sections["eval"]["rows"], EVAL_ROWS)}
+    tasks = [{**task, "n": min(task["n"], TINY_BATCH)} for task in sections["eval"]["tasks"]]
+    for task in (task for task in tasks if task["data"] and is_download(task["data"])):
+        task |= {"data": f"{GENERATED}{_DEFAULT_FORMAT[RowKind.PROMPT]}", "columns": {}}
+        if reward := task["reward"]:
+            task["reward"] = {**reward, "functions": [{**function, "columns": {}} for function in reward["functions"]]}
+    tiny["eval"] = {**tiny["eval"], "tasks": tasks}
     # A warm-up in steps has to end before the run does; below 1 it is a share of the steps.
     if (warmup := sections["optimizer"]["warmup"]) >= 1:
         tiny["optimizer"] = {**sections["optimizer"], "warmup": min(warmup, steps // 2)}
@@ -215,6 +221,7 @@ def replaced(recipe: Sections) -> tuple[str, ...]:
     if is_toy := model.init == "random" and {**model.sizes, "vocab_size": SIZES["vocab_size"]} == SIZES:
         tokenizer = "" if model.tokenizer == "bytes" else f" with the tokenizer of {model.tokenizer}"
         lines.append(f"model: a random {model.family} of two layers{tokenizer}")
+    lines += [f"{x.name}: generated questions" for x in recipe.eval.tasks if (x.data or "").startswith(GENERATED)]
     if data.train.startswith(GENERATED):
         lines.append(f"rows: {ROWS} generated {_NAMES[data.train.removeprefix(GENERATED)]}")
     elif is_toy and (data.eval, data.eval_split) == (data.train, data.split):

@@ -1,13 +1,17 @@
-"""The recipe's section `rollout`. Loads without jax."""
+"""The recipe's sections `rollout` and `eval`. Loads without jax."""
 
 import math
+import re
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from tunix.config import CacheType, Config, Place, Positive
+from tunix.data.config import EPISODES, DataConfig
+from tunix.errors import nearest
 from tunix.rollout.environments.config import EnvironmentConfig
+from tunix.rollout.rewards.config import RewardConfig
 
 
 class RolloutMeshConfig(Config):
@@ -168,5 +172,109 @@ class RolloutConfig(Config):
                 raise ValueError(
                     f"{key} cuts the distribution off, which the loss cannot mirror: the ratio of trainer and sampler "
                     "would not be 1. Set temperature instead; tunix generate and tunix chat accept it"
+                )
+        return value
+
+
+class EvalTask(Config):
+    """A task of `eval.tasks`: prompts that are answered and scored at every evaluation, in addition to `data.eval`."""
+
+    name: str
+    """What its metrics begin with, `eval/NAME/reward`, and what its rows of samples.jsonl are called."""
+    environment: EnvironmentConfig | None = None
+    """What answers the model, as in `rollout.environment`. A task that sets neither this nor `reward` has the run's."""
+    reward: RewardConfig | None = None
+    """What scores the answers, as in the section `reward`; null: the environment does."""
+    data: Place | None = None
+    """Its rows, in the notation of `data.train`. Null: episodes of an environment that makes its own, with a seed that
+    is not trained on; without such an environment the rows of `data.eval`."""
+    columns: dict[str, str] = {}
+    """Our column name -> that of its rows, as in `data.columns`."""
+    n: Positive = 64
+    """Prompts: rows from the start."""
+    pass_at: tuple[Positive, ...] = ()
+    """Values k of pass@k, the chance that one of k answers is right, such as [1, 8]: without bias, from as many answers
+    to each prompt as the largest. Metrics `eval/NAME/pass@8`."""
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    """That of the answers; 0 is greedy. Null: a greedy answer to each prompt for the reward, and for pass@k with a k
+    above 1 others, at `rollout.temperature`."""
+    success: float = 1.0
+    """Least reward of a right answer, for pass@k."""
+
+    @model_validator(mode="after")
+    def _effective(self) -> "EvalTask":
+        if not re.fullmatch(r"[\w.-]+", self.name, re.ASCII) or self.name in ("loss", "reward", "rewards"):
+            raise ValueError(
+                f"name: {self.name!r} names no task: letters, digits, ., - and _ do, but not loss, reward and rewards, "
+                "which the evaluation of data.eval has"
+            )
+        if (most := max(self.pass_at, default=1)) > 1 and self.temperature == 0:
+            raise ValueError(f"pass_at {most}: greedy answers to a prompt are all alike; leave temperature: 0 out")
+        if self.success != 1 and not self.pass_at:
+            raise ValueError("success changes nothing without pass_at, whose right answers it is about")
+        if self.columns and self.data is None:
+            raise ValueError("columns changes nothing without data, whose columns it is about")
+        return self
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of its metrics, e.g. `["eval/arith/reward", "eval/arith/pass@8"]`."""
+        return [f"eval/{self.name}/{key}" for key in ("reward", *(f"pass@{k}" for k in self.pass_at))]
+
+    def in_run(self, environment: EnvironmentConfig | None, reward: RewardConfig | None) -> "EvalTask":
+        """The task with the run's environment and rewards where it sets neither."""
+        if self.environment is not None or self.reward is not None:
+            return self
+        return self.model_copy(update={"environment": environment, "reward": reward})
+
+    def data_in_run(self, data: DataConfig) -> DataConfig:
+        """The `data` section whose held-out rows are those of the task, after `in_run`."""
+        spec = self.data or (EPISODES if self.environment and self.environment.package else None)
+        rows = {"eval": spec, "eval_split": None, "format": "auto", "columns": self.columns}
+        return data.model_copy(update=rows if spec else {})
+
+
+class EvalConfig(Config):
+    """Evaluation while training, on `data.eval` and on tasks; a list alone is that of the tasks."""
+
+    every: Positive = 50
+    """Steps between evaluations; the last step is always evaluated."""
+    rows: Positive = 256
+    """Rows of `data.eval` that are read, from its start."""
+    samples: Annotated[int, Field(ge=0)] = 0
+    """Number of greedy completions of held-out prompts that are shown and saved before and after training."""
+    sample_tokens: Positive = 48
+    """Tokens of such a completion at most."""
+    tasks: tuple[EvalTask, ...] = ()
+    """Further prompts that are answered and scored, each task under its name, with standard errors
+    (`eval/NAME/reward_se`); all answers are written to samples.jsonl."""
+    until: dict[str, float] = {}
+    """Ends the run as soon as an evaluation reaches one of these, such as {eval/reward: 0.9}, {eval/loss: 1.5} or
+    {eval/NAME/pass@8: 0.5}."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_tasks(cls, value: Any) -> Any:
+        return {"tasks": value} if isinstance(value, list | tuple) else value
+
+    @field_validator("tasks")
+    @classmethod
+    def _distinct(cls, value: tuple[EvalTask, ...]) -> tuple[EvalTask, ...]:
+        names = [task.name for task in value]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two tasks are called {twice!r}: give one of them another name")
+        return value
+
+    @field_validator("until")
+    @classmethod
+    def _known(cls, value: dict[str, float], info: Any) -> dict[str, float]:
+        # Tasks that are wrong themselves are reported, and are not there.
+        known = [name for task in info.data.get("tasks", ()) for name in task.metrics]
+        for name in value if "tasks" in info.data else ():
+            if name not in known and not re.match("eval/(loss|reward)(/|$)", name):
+                hint, tasks = nearest(name, known), "".join(f", {metric}" for metric in known)
+                raise ValueError(
+                    f"{name!r} is no metric of an evaluation: eval/loss, or eval/reward and eval/reward/NAME{tasks}"
+                    f"{hint and '.'}{hint}"
                 )
         return value

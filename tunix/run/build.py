@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from tunix.data.pipeline import shuffled
+from tunix.errors import UserError
 from tunix.hf.model_folder import require_classifier
 from tunix.hf.source import settled
 from tunix.recipe.notes import total_steps, update_notes
@@ -19,9 +20,18 @@ from tunix.rollout.rewards.base import ADDED
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.run.client import client_of
 from tunix.run.describe import details, device_notes, stage_lines
-from tunix.run.evaluation import samples_of
+from tunix.run.evaluation import TaskEvaluation, samples_of
 from tunix.run.frozen_models import divided, reference_source, teacher_source
-from tunix.run.inputs import asynchronous, check_staleness, compare_views, evaluation_of, open_inputs, open_stream
+from tunix.run.inputs import (
+    Inputs,
+    asynchronous,
+    check_staleness,
+    compare_views,
+    evaluation_of,
+    open_inputs,
+    open_stream,
+    task_prompts,
+)
 from tunix.run.kernels import attention_of, check_exchange, check_products
 from tunix.run.loop import Job
 from tunix.run.reference_cache import reference_logprobs
@@ -74,6 +84,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
         scorer.check([*inputs.train[0], *data.columns, *ADDED])
     rewards = recipe.reward and judge(recipe.reward, inputs.tokenizer, data, model.dtype, sampling_mesh or mesh)
     collector = Collector(inputs.tokenizer, algorithm.sampling, scorer, play, data.max_length, rewards)
+    tasks = [_task(i, setup, inputs, collector) for i in range(len(recipe.eval.tasks))]
     stream = open_stream(setup, inputs, collector)
     total, epochs = recipe.steps, recipe.epochs or 1
     if total is None and data.cuts:
@@ -107,6 +118,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
         stream=stream,
         total=total,
         evaluation=evaluation,
+        tasks=tasks,
         eval_every=recipe.eval.every,
         saving=recipe.checkpoint,
         samples=samples_of(recipe, evaluation, client, inputs.tokenizer, folder, display),
@@ -116,3 +128,32 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
         compile_update=partial(compiled_ahead, setup, client),
         stop=stop,
     )
+
+
+def _task(number: int, setup: Setup, inputs: Inputs, collector: Collector) -> TaskEvaluation:
+    """A task of `eval`; the run's `collector` plays it where it sets neither environment nor reward.
+
+    Raises:
+        UserError: its rows, environment or rewards are not there or do not fit; the message begins with its key.
+    """
+    recipe, tokenizer, written = setup.recipe, inputs.tokenizer, setup.recipe.eval.tasks[number]
+    task = written.in_run(recipe.rollout.environment, recipe.reward)
+    environment, reward = task.environment, task.reward
+    try:
+        prompts, data, columns = task_prompts(task, recipe, inputs)
+        if written.environment is not None or written.reward is not None:
+            play = Player(environment, tokenizer, data.template_kwargs) if environment else None
+            stops = (*recipe.rollout.stop, *(play.stop_strings if play else ()))
+            sampling = replace(setup.algorithm.sampling, stop_strings=stops)
+            collector = Collector(tokenizer, sampling, None, play, data.max_length)
+            if reward is not None:
+                model = judge(reward, tokenizer, data, recipe.model.dtype, setup.sampling_mesh or setup.mesh)
+                scorer = Scorer(reward.functions, reward.deadline, reward.workers) if reward.functions else None
+                collector = replace(collector, scorer=scorer, judge=model)
+        if collector.scorer is not None:
+            collector.scorer.check([*columns, *ADDED])
+        if not collector.weights:
+            raise UserError("nothing scores the answers: its environment gives no rewards, so name some, reward")
+    except UserError as error:
+        raise UserError(f"eval.tasks.{number} ({task.name}): {error}") from error
+    return TaskEvaluation(task, prompts, collector, recipe.rollout.temperature)

@@ -1,5 +1,6 @@
-"""A run on held-out rows: the loss of given completions and the reward of sampled ones (`Evaluation`), and greedy
-answers before and after training, displayed and in `samples.jsonl` (`Samples`).
+"""A run on held-out rows: the loss of given completions and the reward of sampled ones (`Evaluation`), rewards and
+pass@k of tasks (`TaskEvaluation`), and greedy answers before and after training, displayed and in `samples.jsonl`
+(`Samples`).
 
 Axes: B rows, T time, S sequences.
 """
@@ -14,13 +15,16 @@ from typing import Any
 import numpy as np
 
 from tunix.algorithms.base import Algorithm
-from tunix.algorithms.episodes import require_scores, reward_means, total_rewards
+from tunix.algorithms.episodes import require_scores, reward_means, row, total_rewards
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Packed, Prompt
 from tunix.distributed import processes
+from tunix.errors import UserError
 from tunix.protocols import Client
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector
+from tunix.rollout.config import EvalTask
+from tunix.run.estimates import mean_of, means_of, passes
 from tunix.trainer.progress import Display
 from tunix.types import Batch, Pictures, Request, Sequence
 from tunix.util.atomic_io import append_rows
@@ -58,9 +62,53 @@ class Evaluation:
     def reached(self, values: Mapping[str, float]) -> str | None:
         """The first metric that has reached its target in `until`: a loss at or below it, others at or above."""
         for name, target in self.until.items():
-            if name in values and (values[name] <= target if "loss" in name else values[name] >= target):
+            if name in values and (values[name] <= target if name.split("/")[1] == "loss" else values[name] >= target):
                 return name
         return None
+
+
+@dataclass(frozen=True)
+class TaskEvaluation:
+    """A task of `eval.tasks`, whose prompts are answered and scored."""
+
+    config: EvalTask
+    """Its settings, with the run's environment and rewards where it has none."""
+    prompts: list[Prompt]
+    collector: Collector
+    """Plays and scores its episodes."""
+    temperature: float
+    """`rollout.temperature`, e.g. 1.0."""
+
+    def measure(self, client: Client) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Its metrics, and the rows of all answers for `samples.jsonl`.
+
+        The seed is the same at every evaluation, so that two of them differ by the weights alone.
+
+        Raises:
+            UserError: not one answer could be scored.
+        """
+        config, rows, totals = self.config, list[dict[str, Any]](), dict[tuple[float, int], np.ndarray]()
+        most, warm = max(config.pass_at, default=1), config.temperature
+        # Temperature and number of answers of the reward, and of pass@k, which may be the same.
+        single = warm or 0.0, 1
+        several = (self.temperature if warm is None else warm, most) if most > 1 else single
+        for temperature, n in dict.fromkeys((single, several)):
+            sampling = replace(self.collector.sampling, temperature=temperature)
+            try:
+                groups = replace(self.collector, sampling=sampling).collect(client, self.prompts, n, seed=0)
+                require_scores(groups)
+            except UserError as error:
+                raise UserError(f"eval.tasks, {config.name}: {error}") from error
+            totals[temperature, n] = total_rewards(groups, self.collector.weights)
+            said = {"task": config.name, "temperature": temperature}
+            rows += [{**said, **row(place, x)} for place, group in enumerate(groups) for x in group]
+        estimates = {"reward": mean_of(means_of(totals[single]))}
+        estimates |= passes(totals[several], config.success, config.pass_at)
+        begin = f"eval/{config.name}/"
+        metrics = {begin + key: x.value for key, x in estimates.items()}
+        metrics |= {f"{begin}{key}_se": x.error for key, x in estimates.items() if x.error is not None}
+        failed = np.isnan(np.concatenate([x.ravel() for x in totals.values()]))
+        return metrics | {f"{begin}failed": float(failed.mean())}, rows
 
 
 SHOWN = 240
@@ -103,10 +151,10 @@ class Samples:
         # No more than one process writes them down.
         rows = processes.broadcast("samples", answered)
         append_rows(self.path, rows)
-        for row in rows:  # shortened; the file has all of it
-            self.display.say(f"  step {row['step']}  {_shortened(' '.join(str(row['prompt']).split()))}")
-            self.display.say(f"      answers: {_shortened(repr(str(row['completion']).strip()))}")
-            self.display.say(f"     expected: {_shortened(repr(str(row['expected']).strip()))}")
+        for sample in rows:  # shortened; the file has all of it
+            self.display.say(f"  step {sample['step']}  {_shortened(' '.join(str(sample['prompt']).split()))}")
+            self.display.say(f"      answers: {_shortened(repr(str(sample['completion']).strip()))}")
+            self.display.say(f"     expected: {_shortened(repr(str(sample['expected']).strip()))}")
 
     def add(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes rollouts of a step to the file, without displaying them."""

@@ -7,7 +7,7 @@ The device never waits for the host: a step's metrics are read only after the ne
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
@@ -20,7 +20,7 @@ from tunix.errors import Doubtful, Interrupted, UserError
 from tunix.protocols import Client
 from tunix.rollout.collect import Collector
 from tunix.rollout.types import SPANS
-from tunix.run.evaluation import Evaluation, Samples
+from tunix.run.evaluation import Evaluation, Samples, TaskEvaluation
 from tunix.run.recorder import Recorder
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.config import CheckpointConfig
@@ -75,6 +75,8 @@ class Job:
     samples: Samples
     exports_adapter: bool
     """Whether the adapter is exported alone, since its base can be found again; else it is merged."""
+    tasks: Sequence[TaskEvaluation] = ()
+    """Those of `eval.tasks`."""
     collector: Collector | None = None
     """Holds the worker processes of reward functions and environments; None without any."""
     workload: Workload | None = None
@@ -87,8 +89,9 @@ class Job:
     def close(self) -> None:
         """Ends the threads and processes of the run."""
         self.stream.close()
-        if self.collector is not None:
-            self.collector.close()
+        for collector in (self.collector, *(task.collector for task in self.tasks)):
+            if collector is not None:
+                collector.close()
 
 
 class Loop:
@@ -201,9 +204,15 @@ class Loop:
 
     def _evaluate(self) -> None:
         """Evaluates the held-out rows; ends the run if `eval.until` is reached."""
-        if self.job.evaluation:
+        if self.job.evaluation or self.job.tasks:
             with self.recorder.aside(), self._saving_on_error(), self.recorder.first("evaluation"):
                 values = self.job.evaluation.values(self.job.client)
+                if self.job.tasks:
+                    self.job.client.publish()
+                for task in self.job.tasks:
+                    metrics, answers = task.measure(self.job.client)
+                    values |= metrics
+                    self.job.samples.add(self.step, answers)
             self._evaluated = (self.step, values)
             self.recorder.add(self.step, values)
             if name := self.job.evaluation.reached(values):

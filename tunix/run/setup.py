@@ -316,11 +316,13 @@ class Setup:
         recipe = self.recipe
         begun = recipe.batch_size + recipe.rollout.spare(recipe.batch_size)
         trained = begun if self.samples else 0
-        if not held_out + trained:
+        tasks = recipe.eval.tasks
+        evaluated = max([held_out, *(task.n * max(task.pass_at, default=1) for task in tasks)])
+        if not evaluated + trained:
             return None
-        replies = recipe.rollout.environment is not None
+        replies = any(x.environment is not None for x in (recipe.rollout, *tasks))
         return Workload(
-            requests=max(held_out, trained * recipe.algorithm.samples_per_prompt),
+            requests=max(evaluated, trained * recipe.algorithm.samples_per_prompt),
             prompt_length=recipe.data.max_length if replies else recipe.data.longest_prompt,
             length=recipe.data.max_length,
         )

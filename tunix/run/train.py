@@ -77,6 +77,7 @@ def summary(result: RunResult, recipe: Recipe, picture: Path | None) -> list[str
         ("eval/reward", "held-out reward", " (greedy answers)"),
         ("eval/rewards/accuracy", f"held-out {sides}", ""),
         ("eval/distill/divergence", "held-out distance to the teacher", " nats per token"),
+        *((x, f"{task.name}: {x.rpartition('/')[2]}", "") for task in recipe.eval.tasks for x in task.metrics),
     )
     lines: list[str] = []
     for metric, words, end in measured:

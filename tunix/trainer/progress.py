@@ -282,9 +282,13 @@ def summary(values: Mapping[str, float]) -> list[str]:
 
 
 def evaluated(values: Mapping[str, float]) -> str:
-    """The numbers of an evaluation, the loss first and without `DETAILS`: `eval/loss 0.5482  eval/...`."""
-    shown = [name for name in values if not name.startswith(DETAILS)]
-    return "  ".join(f"{name} {values[name]:.4f}" for name in sorted(shown, key=lambda name: name != "eval/loss"))
+    """The numbers of an evaluation, the loss first and without `DETAILS`, and with standard errors where there are
+    some: `eval/loss 0.5482  eval/arith/reward 0.2500 ± 0.0545`; `eval/.../failed` where something has."""
+    shown = [name for name in values if not name.startswith(DETAILS) and not name.endswith("_se")]
+    shown = [name for name in shown if values[name] or not name.endswith("/failed")]
+    errors = {name: f" ± {values[f'{name}_se']:.4f}" for name in shown if f"{name}_se" in values}
+    shown.sort(key=lambda name: name != "eval/loss")
+    return "  ".join(f"{name} {values[name]:.4f}{errors.get(name, '')}" for name in shown)
 
 
 def sparkline(values: Sequence[float], width: int = LONGEST_CURVE) -> str:

@@ -237,10 +237,10 @@ def _without_items(key: str) -> str:
 def _remedy(path: tuple[str, ...], keys: Keys) -> str:
     """A hint for an unknown key: a similar known key, the same key in another section, or the list of known keys."""
     section, name = ".".join(path[:-1]), path[-1]
-    known = list(keys.get(section, ()))
+    known = list(keys.get(section) or keys.get(_without_items(section), ()))
     if hint := nearest(name, known):
         return f".{hint}"
-    elsewhere = [f"{other}.{name}".lstrip(".") for other, theirs in keys.items() if name in theirs]
+    elsewhere = [f"{other}.{name}".lstrip(".") for other in keys if name in keys[other] and "." not in other]
     if elsewhere:
         return f". Did you mean {elsewhere[0]!r}?"
     return f"; {section or 'a recipe'} has {', '.join(known)}" if known else ""

@@ -145,7 +145,7 @@ def training_rows(data: DataConfig, environment: EnvironmentConfig | None, seed:
     Raises:
         UserError: something of it is not there; see `open_rows`.
     """
-    return _own_rows(environment, seed) if data.train == EPISODES else open_rows(data.train, data.split)
+    return _own_rows(environment, seed, "data.train") if data.train == EPISODES else open_rows(data.train, data.split)
 
 
 def evaluation_rows(data: DataConfig, environment: EnvironmentConfig | None, seed: int) -> Rows | None:
@@ -154,15 +154,15 @@ def evaluation_rows(data: DataConfig, environment: EnvironmentConfig | None, see
     Raises:
         UserError: see `held_out_rows`.
     """
-    return _own_rows(environment, seed + _HELD_OUT) if data.eval == EPISODES else held_out_rows(data)
+    return _own_rows(environment, seed + _HELD_OUT, "data.eval") if data.eval == EPISODES else held_out_rows(data)
 
 
-def _own_rows(config: EnvironmentConfig | None, seed: int) -> Rows:
+def _own_rows(config: EnvironmentConfig | None, seed: int, key: str) -> Rows:
     if config is None:
-        raise UserError(f"data has {EPISODES!r}, the rows of rollout.environment, which is not set")
+        raise UserError(f"{key} is {EPISODES!r}, the rows that an environment makes, and there is none: name others")
     known = adapter_of(config)
     if known is None or not known[0].makes_rows:
-        raise UserError(f"the environment {config.name} makes no rows of its own: set data.train")
+        raise UserError(f"the environment {config.name} makes no rows of its own: name some, {key}")
     size = config.options.get("size", SIZE)
     if not isinstance(size, int) or size < 1:
         raise UserError(f"the environment {config.name} has size {size!r}: it is a number of rows, from 1 on")

@@ -29,7 +29,7 @@ def _listed(value: Any) -> Any:
 
 
 class EnvironmentConfig(Config):
-    """The environment that answers the model; every completion is an episode of it."""
+    """The environment that answers the model; every completion is an episode of it. A name alone will do."""
 
     name: str = "problem"
     """A shipped environment (problem, calculator, guessing, tools), `module:Class` or `file.py:Class`, or one of
@@ -54,7 +54,9 @@ class EnvironmentConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _of_package(cls, value: Any) -> Any:
-        """Reads `textarena: GAME` as the name `textarena:GAME`."""
+        """Reads `textarena: GAME` as the name `textarena:GAME`, and a name alone as one without options."""
+        if isinstance(value, str):
+            return {"name": value}
         if not isinstance(value, Mapping):
             return value
         named = [key for key in PACKAGES if key in value]
