@@ -260,6 +260,10 @@ def allgathered(
     """
     if processes.number() == 1:
         return list(sample())
+    # Of this call alone: what earlier ones of the step have added is that of all processes already.
+    counted, logged = dict(clock.counted), clock.logged
+    clock.counted.clear()
+    clock.logged = {}
 
     def act() -> bytes:
         outcomes = [
@@ -272,7 +276,8 @@ def allgathered(
 
     parts = [json.loads(text) for text in processes.all_done("groups", act)]
     clock.counted.clear()
-    clock.logged.clear()
+    clock.counted.update(counted)
+    clock.logged = {name: list(values) for name, values in logged.items()}
     for part in parts:
         clock.counted.update(part["counted"])
         for name, values in part["logged"].items():
