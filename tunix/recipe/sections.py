@@ -21,7 +21,7 @@ from tunix.models.quantization.rules import QuantizationConfig
 from tunix.recipe.algorithms import ALGORITHMS, algorithm_config
 from tunix.rollout.config import RolloutConfig
 from tunix.rollout.environments.config import PACKAGES
-from tunix.rollout.rewards.config import RewardConfig
+from tunix.rollout.rewards.config import JudgeConfig, RewardConfig
 from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig
 from tunix.util.object_store import url_of
 
@@ -152,6 +152,7 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
             "rollout.environment, which makes prompts of its own": recipe.rollout.environment is not None,
             "rollout.max_staleness, whose journal keeps none": recipe.rollout.max_staleness > 0,
             "reward.model, which judges the text alone": recipe.reward is not None and recipe.reward.model is not None,
+            "reward.judge, which reads the text alone": recipe.reward is not None and recipe.reward.judge is not None,
         }
         for what, is_set in blind.items():
             if is_set:
@@ -177,11 +178,54 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
             "rollout.engine: tunix"
         )
     yield from _ineffective_rewards(recipe, staged)
+    if recipe.reward is not None and recipe.reward.judge is not None:
+        yield from _misjudged(recipe, recipe.reward.judge)
     if recipe.algorithm.learns_from_teacher:
         if recipe.teacher is None:
             yield f"teacher: {name} learns from one: name it, as in `teacher: {{path: google/gemma-3-4b-it}}`"
     elif recipe.teacher is not None and name in ALGORITHMS and not staged:
         yield f"teacher: changes nothing for {name}; algorithm: {{name: distill}} learns from one"
+
+
+def _misjudged(recipe: Sections, judge: JudgeConfig) -> Iterator[str]:
+    """Messages about a judge that cannot judge this run."""
+    where, algorithm = f"reward.judge.model: {judge.model}", recipe.algorithm
+    if judge.model == "base":
+        if recipe.adapter is None:
+            yield (
+                f"{where} is the frozen base under an adapter, and here all weights train: it would be a second copy "
+                "of the model. Name the folder of that copy, or train an adapter"
+            )
+        elif recipe.adapter.also:
+            yield (
+                f"{where} is no longer there where adapter.also trains {', '.join(recipe.adapter.also)}: name "
+                "its folder"
+            )
+        if recipe.rollout.engine == "vllm":
+            yield (
+                f"{where} is on the servers with rollout.engine: vllm: start one with the base for judging, and name "
+                "its address, as in http://host:8000/v1"
+            )
+    if not judge.is_server and recipe.rollout.max_staleness:
+        yield (
+            f"{where} would wait for the devices that learn with rollout.max_staleness: judge on a server "
+            "(http://HOST/v1), or leave max_staleness out"
+        )
+    if judge.pairwise and not (
+        algorithm.learns_from_rewards and algorithm.name == "dpo" and algorithm.samples_per_prompt == 2
+    ):
+        yield (
+            f"reward.judge.pairwise: compares a prompt's two completions, and {algorithm.name} as it is set here has "
+            "no two: it is for `algorithm: {name: dpo, online: true, group_size: 2}`"
+        )
+    alone = (
+        not (recipe.reward and (recipe.reward.functions or recipe.reward.model)) and recipe.rollout.environment is None
+    )
+    if judge.pairwise and alone and (recipe.data.eval or recipe.data.eval_split):
+        yield (
+            "reward.judge.pairwise: compares, and a held-out row has one answer: add a reward function, or leave "
+            "data.eval out"
+        )
 
 
 def _ineffective_rewards(recipe: Sections, staged: bool) -> Iterator[str]:

@@ -143,6 +143,12 @@ def shrunk(
             options = {"target": TINY_COMPLETION // 2, "width": TINY_COMPLETION}
             functions.append({**_STAND_IN, "weight": reward["model_weight"], "options": options, "columns": {}})
             tiny["reward"] |= {"model": None, "model_weight": 1.0, "model_length": None}
+        if (judge := reward["judge"]) is not None and not _is_said("reward.judge", said):
+            # A toy base writes no verdicts, and a server need not be there.
+            options = {"target": TINY_COMPLETION // 2, "width": TINY_COMPLETION}
+            stand_in = {**_STAND_IN, "label": "judge", "weight": judge["weight"], "options": options, "columns": {}}
+            functions.append(stand_in)
+            tiny["reward"] |= {"judge": None}
     about_rows = tuple(f"data.{key}" for key in _DESCRIBES_ROWS) if generated else ()
     for key in said:
         if not key.startswith(("model", "reward", *about_rows)):
@@ -225,6 +231,10 @@ def replaced(recipe: Sections) -> tuple[str, ...]:
         (function.name, function.label) == tuple(_STAND_IN.values()) for function in recipe.reward.functions
     ):
         lines.append("reward model: the length of the answers")
+    if recipe.reward is not None and any(
+        (function.name, function.label) == ("length", "judge") for function in recipe.reward.functions
+    ):
+        lines.append("judge: the length of the answers")
     if is_toy and model.tokenizer == "bytes":
         reads = recipe.algorithm.reads
         limit = data.longest_prompt if reads == RowKind.PROMPT else data.max_length

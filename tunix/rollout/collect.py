@@ -49,7 +49,7 @@ class Judged:
     """What `samples.jsonl` is to have of it, e.g. `{"judge": {"short": {"score": 1, "reason": "..."}}}`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Values of which a step has the means, as `reward/name`, e.g. `{"judge/short": 1.0}`."""
-    counted: Mapping[str, float] = field(default_factory=dict)
+    counted: Mapping[str, int] = field(default_factory=dict)
     """Amounts for the step's clock, e.g. `{"judged": 1}`."""
 
 

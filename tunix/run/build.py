@@ -4,6 +4,7 @@ The order reports mistakes early: whatever is cheap to check is checked before w
 """
 
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from tunix.data.pipeline import shuffled
 from tunix.hf.model_folder import require_classifier
 from tunix.hf.source import settled
+from tunix.protocols import Sampler
 from tunix.recipe.notes import total_steps, update_notes
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector
@@ -22,11 +24,11 @@ from tunix.run.describe import details, device_notes, stage_lines
 from tunix.run.evaluation import samples_of
 from tunix.run.frozen_models import divided, reference_source, teacher_source
 from tunix.run.inputs import asynchronous, check_staleness, compare_views, evaluation_of, open_inputs, open_stream
+from tunix.run.judges import judges_of
 from tunix.run.kernels import attention_of, check_exchange, check_products
 from tunix.run.loop import Job
 from tunix.run.reference_cache import reference_logprobs
 from tunix.run.rehearsal import compiled_ahead
-from tunix.run.reward_model import judge
 from tunix.run.setup import Setup, algorithm_of, apart, row_kind_of
 from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.progress import Display
@@ -71,8 +73,10 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     if recipe.reward is not None and recipe.reward.functions:
         scorer = Scorer(recipe.reward.functions, recipe.reward.deadline, recipe.reward.workers)
         scorer.check([*inputs.train[0], *data.columns, *ADDED])
-    rewards = recipe.reward and judge(recipe.reward, inputs.tokenizer, data, model.dtype, sampling_mesh or mesh)
-    collector = Collector(inputs.tokenizer, algorithm.sampling, scorer, play, data.max_length, rewards)
+    judges, sampler = (), Future[Sampler]()
+    if recipe.reward is not None:
+        judges = judges_of(recipe.reward, source, data, model.dtype, sampling_mesh or mesh, folder, sampler)
+    collector = Collector(inputs.tokenizer, algorithm.sampling, scorer, play, data.max_length, judges)
     stream = open_stream(setup, inputs, collector)
     total, epochs = recipe.steps, recipe.epochs or 1
     if total is None and data.cuts:
@@ -87,6 +91,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     # Weights
     setup = replace(setup, recipe=recipe, updates=total * recipe.algorithm.updates_per_step)
     client = client_of(setup, teacher=teacher, reference=reference)
+    sampler.set_result(client.sampler)
     display.say(stage + "\n".join(stage_lines(setup, inputs, total)))
     for line in details(setup, client.learner, inputs, total, attention):
         display.detail(line)

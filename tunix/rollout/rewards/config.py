@@ -109,7 +109,9 @@ class JudgeConfig(Config):
         fields = type(self).model_fields
         keys = ("length",) if self.is_server else ("deadline", "served", "key_variable", "options")
         if ignored := [key for key in keys if getattr(self, key) != fields[key].get_default()]:
-            what = "with a server, which has its own" if self.is_server else f"without a server, and {self.model} is none"
+            what = (
+                "with a server, which has its own" if self.is_server else f"without a server, and {self.model} is none"
+            )
             raise ValueError(f"{', '.join(ignored)}: of no effect {what}; leave out")
         return self
 

@@ -20,7 +20,7 @@ from typing import Any
 from tunix.errors import UserError
 
 CRITERION = re.compile(r"- +(?P<name>\w[\w-]*) *(?:\((?P<weight>[^()]*)\))? *: *(?P<description>\S.*)")
-TAG = re.compile(r"<(?=[|｜/\w])|\[(?=/?\w+\])")
+TAG = re.compile(r"<(?=[|\uff5c/\w])|\[(?=/?\w+\])")
 """Where a tag or a chat template's control token begins, such as `</answer>`, `<|im_end|>` or `[INST]`."""
 FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
 THOUGHT = ("<think>", "</think>")

@@ -56,12 +56,18 @@ class ChatServer:
         return self._wait(together())
 
     def close(self) -> None:
-        """Ends the thread; calls that wait are given up."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Gives up what is being asked, and ends the thread."""
+
+        async def cancelled() -> None:
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+
+        if self._loop.is_running():
+            self._wait(cancelled())
+            self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _wait(self, call: Any) -> Any:
-        waiting = asyncio.run_coroutine_threadsafe(call, self._loop)
-        return waiting.result()
+        return asyncio.run_coroutine_threadsafe(call, self._loop).result()
 
     async def _model(self) -> str:
         """The name of the model to ask for."""
