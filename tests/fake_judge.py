@@ -73,7 +73,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         listed = {"data": [{"id": name} for name in self.fake.models]}
-        self._send(*((200, listed) if self.path == "/v1/models" and self.fake.lists else (404, {"error": "no such page"})))
+        self._send(
+            *((200, listed) if self.path == "/v1/models" and self.fake.lists else (404, {"error": "no such page"}))
+        )
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

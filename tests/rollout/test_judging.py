@@ -37,7 +37,7 @@ class Asked:
 def judge_of(ask: Any, folder: Path, at_once: bool = False, **config: Any):
     rubric = read_rubric(str(write_rubric(folder)), (0.0, 1.0))
     section = JudgeConfig(model="folder", rubric="rubric.md", **config)
-    return RubricJudge(section, rubric, "folder", ask, folder, at_once=at_once).judge
+    return RubricJudge(section, rubric, "folder", ask, folder, (lambda: None) if at_once else None).judge
 
 
 def judged(judge: Any, *texts: str, prompt: str = "abc>"):

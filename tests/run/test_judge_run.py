@@ -16,7 +16,9 @@ JUDGE = {"rubric": "rubric.md", "deadline": 1.0}
 def policy(folder: Path, url: str, **changes) -> str:
     write_rubric(folder)
     write_prompts(folder, "abc>", "bcd>", "cde>", "def>")
-    return str(write_policy(folder, **{"reward": {"judge": {"model": url, **JUDGE}}, "data__eval": "held.jsonl", **changes}))
+    return str(
+        write_policy(folder, **{"reward": {"judge": {"model": url, **JUDGE}}, "data__eval": "held.jsonl", **changes})
+    )
 
 
 def refused(capsys, *words: str) -> str:
@@ -90,7 +92,9 @@ def test_a_model_that_writes_no_verdict_ends_the_run_with_what_it_wrote(tmp_path
     model = {"path": "judge"}
     recipe = policy(tmp_path, "", model=model, adapter=LORA, reward={"judge": judge}, data__eval=None)
     said = refused(capsys, "run", recipe)
-    assert "none of the 16 samples of a step could be scored, the first because judge gave no verdict, asked twice" in said
+    assert (
+        "none of the 16 samples of a step could be scored, the first because judge gave no verdict, asked twice" in said
+    )
     assert "its reply is no JSON object" in said
 
 
@@ -126,7 +130,9 @@ def test_mistakes_are_told(tmp_path, capsys):
     assert "reward.judge.model: http://127.0.0.1:9/v1 cannot be asked: /models: ConnectError" in run
     small = "reward.judge={model: small, rubric: rubric.md}"
     assert "leave no room for an answer in 128" in refused(capsys, "run", recipe, small)
-    assert "there is no such folder" in refused(capsys, "run", recipe, "reward.judge={model: ./none, rubric: rubric.md}")
+    assert "there is no such folder" in refused(
+        capsys, "run", recipe, "reward.judge={model: ./none, rubric: rubric.md}"
+    )
 
 
 def test_a_toy_run_asks_nobody(tmp_path, capsys):

@@ -189,43 +189,26 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
 
 def _misjudged(recipe: Sections, judge: JudgeConfig) -> Iterator[str]:
     """Messages about a judge that cannot judge this run."""
-    where, algorithm = f"reward.judge.model: {judge.model}", recipe.algorithm
-    if judge.model == "base":
-        if recipe.adapter is None:
-            yield (
-                f"{where} is the frozen base under an adapter, and here all weights train: it would be a second copy "
-                "of the model. Name the folder of that copy, or train an adapter"
-            )
-        elif recipe.adapter.also:
-            yield (
-                f"{where} is no longer there where adapter.also trains {', '.join(recipe.adapter.also)}: name "
-                "its folder"
-            )
-        if recipe.rollout.engine == "vllm":
-            yield (
-                f"{where} is on the servers with rollout.engine: vllm: start one with the base for judging, and name "
-                "its address, as in http://host:8000/v1"
-            )
-    if not judge.is_server and recipe.rollout.max_staleness:
-        yield (
-            f"{where} would wait for the devices that learn with rollout.max_staleness: judge on a server "
-            "(http://HOST/v1), or leave max_staleness out"
-        )
-    if judge.pairwise and not (
-        algorithm.learns_from_rewards and algorithm.name == "dpo" and algorithm.samples_per_prompt == 2
-    ):
-        yield (
-            f"reward.judge.pairwise: compares a prompt's two completions, and {algorithm.name} as it is set here has "
-            "no two: it is for `algorithm: {name: dpo, online: true, group_size: 2}`"
-        )
-    alone = (
-        not (recipe.reward and (recipe.reward.functions or recipe.reward.model)) and recipe.rollout.environment is None
-    )
-    if judge.pairwise and alone and (recipe.data.eval or recipe.data.eval_split):
-        yield (
-            "reward.judge.pairwise: compares, and a held-out row has one answer: add a reward function, or leave "
-            "data.eval out"
-        )
+    where, algorithm, rewards = f"reward.judge.model: {judge.model}", recipe.algorithm, recipe.reward
+    adapter, base = recipe.adapter, judge.model == "base"
+    pairs = algorithm.name == "dpo" and algorithm.learns_from_rewards and algorithm.samples_per_prompt == 2
+    others = (rewards is not None and (rewards.functions or rewards.model)) or recipe.rollout.environment
+    wrong = {
+        f"{where} is the frozen base under an adapter, and here all weights train: it would be a second copy of the "
+        "model. Name the folder of that copy, or train an adapter": base and adapter is None,
+        f"{where} is no longer there where adapter.also trains a part of it: name its folder": base
+        and adapter is not None
+        and bool(adapter.also),
+        f"{where} is on the servers with rollout.engine: vllm: start one with the base for judging, and name its "
+        "address, as in http://host:8000/v1": base and recipe.rollout.engine == "vllm",
+        f"{where} would wait for the devices that learn with rollout.max_staleness: judge on a server "
+        "(http://HOST/v1), or leave max_staleness out": not judge.is_server and recipe.rollout.max_staleness > 0,
+        f"reward.judge.pairwise: compares a prompt's two completions, and {algorithm.name} as it is set here has no "
+        "two: it is for `algorithm: {name: dpo, online: true, group_size: 2}`": judge.pairwise and not pairs,
+        "reward.judge.pairwise: compares, and a held-out row has one answer: add a reward function, or leave data.eval "
+        "out": judge.pairwise and not others and bool(recipe.data.eval or recipe.data.eval_split),
+    }
+    yield from (message for message, is_so in wrong.items() if is_so)
 
 
 def _ineffective_rewards(recipe: Sections, staged: bool) -> Iterator[str]:

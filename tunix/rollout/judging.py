@@ -51,7 +51,13 @@ class RubricJudge:
     """Asks a judge for verdicts, and makes scores of them."""
 
     def __init__(
-        self, config: JudgeConfig, rubric: Rubric, identity: str, ask: Ask, folder: Path | None, *, at_once: bool
+        self,
+        config: JudgeConfig,
+        rubric: Rubric,
+        identity: str,
+        ask: Ask,
+        folder: Path | None,
+        close: Callable[[], None] | None = None,
     ):
         """Reads the verdicts that are there.
 
@@ -61,14 +67,16 @@ class RubricJudge:
             identity: which model judges, e.g. `http://host:8000/v1 qwen3`.
             ask: asks it.
             folder: holds judge.jsonl; None where no verdict is to be kept.
-            at_once: whether several threads may ask, each as soon as it has a question.
+            close: ends a server's calls, which several threads may make, each as soon as it has a question; None for
+                a model in this process.
 
         Raises:
             UserError: the file with the verdicts is damaged.
         """
         self._config, self._rubric, self._ask = config, rubric, ask
         self._basis = [identity, config.max_tokens, config.options, rubric.text, rubric.scale]
-        self._pool = ThreadPoolExecutor(config.concurrency, "judging") if at_once else None
+        self._pool = ThreadPoolExecutor(config.concurrency, "judging") if close else None
+        self._end = close or (lambda: None)
         self._lock, self._asked, self._once = (
             threading.Lock(),
             dict[str, Future[Verdict | Failure]](),
@@ -101,6 +109,7 @@ class RubricJudge:
     def _close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
+        self._end()
 
     def _question(self, text: str, read: Callable[[str], Verdict]) -> Question:
         digest = hashlib.sha256(json.dumps([*self._basis, text]).encode()).hexdigest()

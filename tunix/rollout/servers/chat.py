@@ -10,6 +10,7 @@ import itertools
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
 from typing import Any
 
 from tunix.data.chat import Message
@@ -40,7 +41,9 @@ class ChatServer:
         self._config, self._numbers = config, itertools.count()
         self._server, self._room = Server(config.model, config.deadline, headers), asyncio.Semaphore(config.concurrency)
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="judge", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="judge", daemon=True)
+        self._closed = False
+        self._thread.start()
         try:
             self.served = self._wait(self._model())
         except BaseException:
@@ -53,18 +56,24 @@ class ChatServer:
         async def together() -> list[str | Failure]:
             return await asyncio.gather(*map(self._reply, conversations))
 
+        if self._closed:
+            raise CancelledError
         return self._wait(together())
 
     def close(self) -> None:
         """Gives up what is being asked, and ends the thread."""
 
         async def cancelled() -> None:
-            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-        if self._loop.is_running():
+        if not self._closed:
+            self._closed = True
             self._wait(cancelled())
             self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
 
     def _wait(self, call: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()
