@@ -1,4 +1,4 @@
-"""A tiny model that was trained to judge by a known rule agrees with it: from a folder, and as the base of an adapter."""
+"""A tiny model that was trained to judge by a rule agrees with it: from a folder, and as the base of an adapter."""
 
 import json
 from pathlib import Path
