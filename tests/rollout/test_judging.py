@@ -98,9 +98,9 @@ def test_a_line_that_a_kill_cut_short_is_forgotten(tmp_path):
 
 def test_another_rubric_or_judge_is_asked_anew(tmp_path):
     judged(judge_of(Asked(), tmp_path), "ABcd")
-    for change, number in (({}, 0), ({"max_tokens": 7}, 1), ({"max_tokens": 7}, 0)):
+    for tokens, number in ((512, 0), (7, 1), (7, 0)):
         ask = Asked()
-        judged(judge_of(ask, tmp_path, **change), "ABcd")
+        judged(judge_of(ask, tmp_path, max_tokens=tokens), "ABcd")
         assert len(ask.talks) == number
 
 
