@@ -46,7 +46,9 @@ def test_a_trained_judge_agrees_with_its_rule(tmp_path: Path):
     train(str(write_recipe(tmp_path / "judge.yaml", changes)), "optimizer.learning_rate=3e-3")
     section = {"model": "judge", "rubric": "rubric.md", "max_tokens": 48}
     data = DataConfig(train="rows", max_length=32)
-    (judge,) = judges_of(RewardConfig.model_validate({"judge": section}), pretrained("judge"), data, "float32", one_device())
+    (judge,) = judges_of(
+        RewardConfig.model_validate({"judge": section}), pretrained("judge"), data, "float32", one_device()
+    )
     held_out = texts(64, 1)
     prompts = [Prompt(np.array([1]), "abc>", {"prompt": "abc>"})] * len(held_out)
     made = judge.begin(prompts, [SAMPLED] * len(held_out), held_out)()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_judge import FakeJudge, by_rule, served, write_rubric
+from tests.fake_judge import FakeJudge, served, write_rubric
 from tests.marks import slow
 from tests.run.test_kill import Run, assert_same_end, no_process_left
 from tests.tiny_rl import write_policy, write_prompts
@@ -35,6 +35,7 @@ def trained(run: str | Path) -> list[dict]:
     return [row for row in metrics(run) if "train/loss" in row]
 
 
+@pytest.mark.slow
 def test_a_policy_learns_from_a_judge_and_verdicts_that_are_there_are_not_asked_for(tmp_path):
     """The second run finds half of the first one's verdicts, the last of them cut short, as a kill leaves them."""
     fake = FakeJudge()
@@ -63,6 +64,7 @@ def test_a_policy_learns_from_a_judge_and_verdicts_that_are_there_are_not_asked_
     assert samples[0]["logged"]["judge"]["short"] == {"score": 1, "reason": "y"}
 
 
+@pytest.mark.slow
 def test_a_judge_that_dies_ends_the_run_with_a_line_and_a_checkpoint(tmp_path, capsys):
     with served(FakeJudge(dies_after=40)) as url:
         said = refused(capsys, "run", policy(tmp_path, url, steps=9, data__eval=None))
@@ -95,7 +97,7 @@ def test_a_run_that_is_killed_while_it_is_judged_ends_as_if_nobody_had(tmp_path)
 
 
 def test_dpo_learns_from_pairs_that_a_judge_compares(tmp_path):
-    """A judge that always prefers the first has no preference: its pairs are left out, and counted."""
+    """Of each pair the better one scores 1 and the other 0; where the orders disagree, it is left out and counted."""
     fake = FakeJudge()
     with served(fake) as url:
         algorithm = {"name": "dpo", "online": True, "group_size": 2}
@@ -111,16 +113,12 @@ def test_dpo_learns_from_pairs_that_a_judge_compares(tmp_path):
         for row in samples:
             assert row["rewards"]["judge"] == (row["side"] == "chosen")
             assert {*row["logged"]["judge"]} == {"first", "exchanged"}
-        fake.reply = lambda messages: by_rule(messages).replace('"B"', '"A"')
-        train(recipe, "output=biased")
-    biased = [row for row in metrics("biased") if "reward/mean" in row]
-    assert all(row["reward/judge/ties"] == 1 and row["reward/signal"] == 0 for row in biased)
 
 
 LORA = {"rank": 4}
 
 
-@pytest.mark.parametrize("place", ["base", "judge"])
+@pytest.mark.parametrize("place", ["base", *slow(["judge"])])
 def test_a_model_that_writes_no_verdict_ends_the_run_with_what_it_wrote(tmp_path, capsys, place):
     """Random weights as a judge: the base under the adapter, or a folder of its own."""
     model_folder(tmp_path / "judge", max_position_embeddings=2048)
@@ -171,6 +169,7 @@ def test_mistakes_are_told(tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_toy_run_asks_nobody(tmp_path, capsys):
     """--tiny has no server and no model that writes verdicts: the length of the answers stands in."""
     recipe = policy(tmp_path, "http://127.0.0.1:9/v1")

@@ -17,7 +17,6 @@ from collections.abc import Sequence as List
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tunix.data.chat import Message
 from tunix.data.examples import prompt_messages
@@ -41,8 +40,6 @@ class Question:
     """What a judge is asked about one completion, or about two."""
 
     text: str
-    read: Callable[[str], Verdict]
-    """Reply -> verdict; raises `Unclear`."""
     key: str
     """Digest of all that the verdict depends on, e.g. `9f86d0...`."""
 
@@ -73,15 +70,12 @@ class RubricJudge:
         Raises:
             UserError: the file with the verdicts is damaged.
         """
-        self._config, self._rubric, self._ask = config, rubric, ask
+        self._config, self._rubric, self._ask, self._end = config, rubric, ask, close
         self._basis = [identity, config.max_tokens, config.options, rubric.text, rubric.scale]
         self._pool = ThreadPoolExecutor(config.concurrency, "judging") if close else None
-        self._end = close or (lambda: None)
-        self._lock, self._asked, self._once = (
-            threading.Lock(),
-            dict[str, Future[Verdict | Failure]](),
-            itertools.count(),
-        )
+        self._lock, self._number = threading.Lock(), itertools.count()
+        self._asked: dict[str, Future[list[Verdict | Failure]]] = {}
+        """By key what is being asked; of each the verdict alone."""
         self._verdicts: dict[str, Verdict] = {}
         self._file: Path | None = None
         if folder is None or not config.cache:
@@ -93,9 +87,7 @@ class RubricJudge:
                 rows = read_rows(file)
                 self._verdicts |= {row["key"]: row["verdict"] for row in rows}
             except (ValueError, TypeError, KeyError) as error:
-                raise UserError(
-                    f"{file} is damaged ({error}): delete it, and its completions are judged again"
-                ) from None
+                raise UserError(f"{file} is damaged ({error}): delete it, and what it holds is judged again") from None
             if file == self._file and not file.read_bytes().endswith(b"\n"):  # a kill cut the last line short
                 write_text_atomic(file, "".join(json.dumps(row) + "\n" for row in rows))
 
@@ -107,66 +99,60 @@ class RubricJudge:
         return Judge(NAME, config.weight, together, self._begin, config.pairwise, self._close)
 
     def _close(self) -> None:
-        if self._pool is not None:
+        if self._pool is not None and self._end is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
-        self._end()
-
-    def _question(self, text: str, read: Callable[[str], Verdict]) -> Question:
-        digest = hashlib.sha256(json.dumps([*self._basis, text]).encode()).hexdigest()
-        # Where verdicts are not kept, each question is a new one.
-        return Question(text, read, digest if self._config.cache else f"{digest}-{next(self._once)}")
+            self._end()
 
     def _begin(
         self, prompts: List[Prompt], completions: List[Completion], texts: List[str]
     ) -> Callable[[], list[Judged]]:
-        """Begins to judge completions of prompts; their texts are judged. What it returns waits for the verdicts."""
+        """Begins to judge completions of prompts by their texts. What it returns waits for the verdicts."""
         rubric, shown = self._rubric, [_text(prompt) for prompt in prompts]
         if self._config.pairwise:
-            pairs = [(shown[i], *texts[i : i + 2]) for i in range(0, len(texts), 2)]
-            asked = [rubric.comparison(prompt, *pair) for prompt, a, b in pairs for pair in ((a, b), (b, a))]
-            questions = [self._question(text, rubric.preference) for text in asked]
+            pairs = [(shown[i], texts[i], texts[i + 1]) for i in range(0, len(texts), 2)]
+            asked = [rubric.comparison(x, a, b) for x, one, other in pairs for a, b in ((one, other), (other, one))]
         else:
             asked = [rubric.question(prompt, text) for prompt, text in zip(shown, texts, strict=True)]
-            questions = [self._question(text, rubric.verdict) for text in asked]
+        questions = []
+        for text in asked:  # each is a new one where verdicts are not kept
+            digest = hashlib.sha256(json.dumps([*self._basis, text]).encode()).hexdigest()
+            questions.append(Question(text, digest if self._config.cache else f"{digest}-{next(self._number)}"))
         with self._lock:
             fresh = {x.key: x for x in questions if x.key not in self._verdicts and x.key not in self._asked}
             for key, question in fresh.items():
-                self._asked[key] = self._pool.submit(self._settled, question) if self._pool else Future()
+                self._asked[key] = self._pool.submit(self._settle, [question]) if self._pool else Future()
             waiting = [self._asked.get(x.key) or self._verdicts[x.key] for x in questions]
         counted = {"judged": len(questions), "judge_cached": len(questions) - len(fresh)}
 
         def ended() -> list[Judged]:
             if self._pool is None:
                 for key, verdict in zip(fresh, self._settle(list(fresh.values())), strict=True):
-                    self._asked[key].set_result(verdict)
+                    self._asked[key].set_result([verdict])
             try:
-                verdicts = [x.result() if isinstance(x, Future) else x for x in waiting]
+                verdicts = [x.result()[0] if isinstance(x, Future) else x for x in waiting]
             finally:
                 with self._lock:  # those that failed are asked for again where they come again
                     for key in fresh:
                         self._asked.pop(key, None)
-            judged = self._compared(verdicts) if self._config.pairwise else [*map(self._scored, verdicts)]
+            judged = self._compared(verdicts) if self._config.pairwise else self._scored(verdicts)
             return [Judged(x.score, x.logged, x.metrics, {} if i else counted) for i, x in enumerate(judged)]
 
         return ended
 
-    def _settled(self, question: Question) -> Verdict | Failure:
-        return self._settle([question])[0]
-
     def _settle(self, questions: List[Question]) -> list[Verdict | Failure]:
         """Asks, once more where a reply is no verdict, and stores the verdicts."""
+        read = self._rubric.preference if self._config.pairwise else self._rubric.verdict
         talks: list[list[Message]] = [[{"role": "user", "content": x.text}] for x in questions]
         verdicts: list[Verdict | Failure] = [Failure("")] * len(questions)
         left = list(range(len(questions)))
         for _ in range(2):
-            again = []
-            for i, reply in zip(left, self._ask([talks[i] for i in left]) if left else [], strict=True):
+            replies, again = self._ask([talks[i] for i in left]), []
+            for i, reply in zip(left, replies, strict=True):
                 if isinstance(reply, Failure):
                     verdicts[i] = reply
                     continue
                 try:
-                    verdicts[i] = questions[i].read(reply)
-                    self._store(questions[i].key, verdicts[i])
+                    verdicts[i] = verdict = read(reply)
                 except Unclear as error:
                     verdicts[i] = Failure(f"{NAME} gave no verdict, asked twice: its reply {error}")
                     talks[i] += [
@@ -174,34 +160,33 @@ class RubricJudge:
                         {"role": "user", "content": f"That reply {error}. Reply with the JSON object alone."},
                     ]
                     again.append(i)
+                    continue
+                with self._lock:
+                    if self._config.cache:
+                        self._verdicts[questions[i].key] = verdict
+                    if self._file is not None:
+                        append_rows(self._file, [{"key": questions[i].key, "verdict": verdict}])
             left = again
         return verdicts
 
-    def _store(self, key: str, verdict: Any) -> None:
-        if not self._config.cache:
-            return
-        with self._lock:
-            self._verdicts[key] = verdict
-            if self._file is not None:
-                append_rows(self._file, [{"key": key, "verdict": verdict}])
-
-    def _scored(self, verdict: Verdict | Failure) -> Judged:
-        if isinstance(verdict, Failure):
-            return Judged(verdict)
-        shares = self._rubric.shares(verdict)
-        return Judged(
-            self._rubric.score(verdict), {NAME: verdict}, {f"{NAME}/{name}": share for name, share in shares.items()}
-        )
+    def _scored(self, verdicts: List[Verdict | Failure]) -> list[Judged]:
+        """Completions with their scores, and each criterion's as a metric."""
+        judged = []
+        for verdict in verdicts:
+            if isinstance(verdict, Failure):
+                judged.append(Judged(verdict))
+                continue
+            shares = {f"{NAME}/{name}": share for name, share in self._rubric.shares(verdict).items()}
+            judged.append(Judged(self._rubric.score(verdict), {NAME: verdict}, shares))
+        return judged
 
     def _compared(self, verdicts: List[Verdict | Failure]) -> list[Judged]:
-        """Of each pair the better one, where both orders say so."""
+        """Pairs of completions, of which the better one wins where both orders say so."""
         judged = []
         for forth, back in zip(verdicts[::2], verdicts[1::2], strict=True):
-            if failed := next((x for x in (forth, back) if isinstance(x, Failure)), None):
-                judged += [Judged(failed)] * 2
+            if isinstance(forth, Failure) or isinstance(back, Failure):
+                judged += [Judged(forth if isinstance(forth, Failure) else back)] * 2  # pyright: ignore[reportArgumentType]
                 continue
-            assert not isinstance(forth, Failure)
-            assert not isinstance(back, Failure)
             agree = {forth["better"], back["better"]} == {*SIDES}  # the same text, at the other place
             first = 0.5 if not agree else 1.0 if forth["better"] == SIDES[0] else 0.0
             logged = {NAME: {"first": forth, "exchanged": back}}
