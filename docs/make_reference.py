@@ -33,7 +33,7 @@ from tunix.models.quantization.rules import QuantizationConfig, Rule
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.config import EvalConfig, EvalTask, RolloutConfig, RolloutMeshConfig
 from tunix.rollout.environments.config import EnvironmentConfig, MCPConfig
-from tunix.rollout.rewards.config import RewardConfig, RewardFunction
+from tunix.rollout.rewards.config import JudgeConfig, RewardConfig, RewardFunction
 from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig
 
 PAGE = Path(__file__).with_name("recipe.md")
@@ -54,6 +54,7 @@ SECTIONS: dict[str, type[Config]] = {
     "teacher mesh": TeacherMesh,
     "reward": RewardConfig,
     "reward functions": RewardFunction,
+    "reward judge": JudgeConfig,
     "rollout": RolloutConfig,
     "rollout mesh": RolloutMeshConfig,
     "rollout environment": EnvironmentConfig,

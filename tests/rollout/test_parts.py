@@ -20,7 +20,7 @@ from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
 from tunix.rollout.backlog import Backlog
-from tunix.rollout.collect import Collector, Judge, Parts, RolloutStep, RolloutStream
+from tunix.rollout.collect import Collector, Judge, Judged, Parts, RolloutStep, RolloutStream
 from tunix.rollout.rewards.base import Reward
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.trainer.trainer import Trainer
@@ -128,15 +128,15 @@ def test_a_judge_scores_parts():
     """Five completions in parts of two; each part has its own, and all scores come back in their order."""
     asked: list[int] = []
 
-    def begin(prompts: Any, completions: Any, texts: Any) -> Callable[[], list[float]]:
+    def begin(prompts: Any, completions: Any, texts: Any) -> Callable[[], list[Judged]]:
         asked.append(len(completions))
-        return lambda: [float(x.tokens.sum()) for x in completions]
+        return lambda: [Judged(float(x.tokens.sum())) for x in completions]
 
     client = trainer()
     client.publish()
     with closing(stream(4)) as steps:
         data = next(steps)
-    collector = Collector(None, SAMPLING, None, judge=Judge("judge", 1.0, 2, begin))
+    collector = Collector(None, SAMPLING, None, judges=(Judge("judge", 1.0, 2, begin),))
     groups = collector.collect(client, data.prompts[:1], 5, seed=1, clock=data.clock)
     assert sorted(asked) == [1, 2, 2]
     for episode in groups[0]:

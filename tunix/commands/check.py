@@ -25,6 +25,7 @@ from tunix.recipe.tiny import is_download, local_folder
 from tunix.rollout.environments.adapters import evaluation_rows, training_rows
 from tunix.rollout.environments.remote import read_environment
 from tunix.rollout.rewards.base import ADDED, read_reward
+from tunix.rollout.rewards.rubric import read_rubric
 from tunix.run.folder import refuse_foreign_checkpoints, refuse_no_run, refuse_other_run
 from tunix.util.object_store import url_of
 from tunix.util.yaml_io import write_yaml
@@ -167,6 +168,11 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
         _decoder("teacher.path", recipe.teacher.path, recipe, report)
     if rewards is not None and rewards.model:
         _decoder("reward.model", rewards.model, recipe, report)
+    if rewards is not None and (judge := rewards.judge) is not None:
+        with report.noting("reward.judge.rubric"):
+            read_rubric(judge.rubric, judge.scale)
+        if not judge.is_server and judge.model != "base":
+            _decoder("reward.judge.model", judge.model, recipe, report)
 
 
 def _check_rows(recipe: Recipe, key: str, spec: str, kind: RowKind, report: _Report) -> Rows | None:

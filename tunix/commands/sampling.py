@@ -37,7 +37,7 @@ from tunix.rollout.rewards.base import ADDED
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import Scored
-from tunix.run.reward_model import judge as reward_judge
+from tunix.run.judges import judges_of
 from tunix.trainer.progress import Display
 from tunix.types import Completion, OnDone, Reply, Request, Sampling
 from tunix.util.yaml_io import parse_yaml, problems
@@ -101,12 +101,14 @@ def open_collector(
         UserError: there is no such reward, its options are invalid, or a column that it reads is missing.
     """
     with ExitStack() as stack:
-        scorer = judge = None
+        scorer, judges = None, ()
         if config is not None:
             scorer = stack.enter_context(Scorer(config.functions, config.deadline, config.workers))
             scorer.check([*columns, *ADDED])
-            judge = reward_judge(config, inference.tokenizer, data, inference.options.dtype, build_mesh(MeshConfig()))
-        yield Collector(inference.tokenizer, sampling, scorer, play, data.max_length, judge)
+            judges = judges_of(config, inference.source, data, inference.options.dtype, build_mesh(MeshConfig()))
+            for judge in judges:
+                stack.callback(judge.close)
+        yield Collector(inference.tokenizer, sampling, scorer, play, data.max_length, judges)
 
 
 def fingerprint(config: RewardConfig) -> dict[str, Any]:

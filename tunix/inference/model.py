@@ -105,11 +105,13 @@ class InferenceModel:
     """A model, its tokenizer and its engine. The first access to the engine reads the weights."""
 
     options: InferenceOptions
+    known: Source | None = None
+    """The source, where it was looked up before; None where it is that of the options."""
 
     @cached_property
     def source(self) -> Source:
         """The structure, the location of the weights, and the tokenizer."""
-        source = pretrained(self.options.model, self.options.adapter)
+        source = self.known or pretrained(self.options.model, self.options.adapter)
         check_vocabulary(source)
         return source
 

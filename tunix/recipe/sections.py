@@ -22,7 +22,7 @@ from tunix.models.quantization.rules import QuantizationConfig
 from tunix.recipe.algorithms import ALGORITHMS, algorithm_config
 from tunix.rollout.config import EvalConfig, RolloutConfig
 from tunix.rollout.environments.config import PACKAGES
-from tunix.rollout.rewards.config import RewardConfig
+from tunix.rollout.rewards.config import JudgeConfig, RewardConfig
 from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig
 from tunix.util.object_store import url_of
 
@@ -155,6 +155,7 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
             "rollout.environment, which makes prompts of its own": recipe.rollout.environment is not None,
             "rollout.max_staleness, whose journal keeps none": recipe.rollout.max_staleness > 0,
             "reward.model, which judges the text alone": recipe.reward is not None and recipe.reward.model is not None,
+            "reward.judge, which reads the text alone": recipe.reward is not None and recipe.reward.judge is not None,
         }
         for what, is_set in blind.items():
             if is_set:
@@ -176,6 +177,8 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
             "rollout.engine: tunix"
         )
     yield from _ineffective_rewards(recipe, staged)
+    if recipe.reward is not None and recipe.reward.judge is not None:
+        yield from _misjudged(recipe, recipe.reward.judge)
     if recipe.algorithm.learns_from_teacher:
         if recipe.teacher is None:
             yield f"teacher: {name} learns from one: name it, as in `teacher: {{path: google/gemma-3-4b-it}}`"
@@ -203,6 +206,30 @@ def _ineffective_evaluation(recipe: Sections) -> Iterator[str]:
             )
         if not (held_out or task.data or (task.environment and task.environment.package)):
             yield f"eval.tasks.{number}: {task.name} has no rows: name some, data: FILE"
+
+
+def _misjudged(recipe: Sections, judge: JudgeConfig) -> Iterator[str]:
+    """Messages about a judge that cannot judge this run."""
+    where, algorithm, rewards = f"reward.judge.model: {judge.model}", recipe.algorithm, recipe.reward
+    adapter, base = recipe.adapter, judge.model == "base"
+    pairs = algorithm.name == "dpo" and algorithm.learns_from_rewards and algorithm.samples_per_prompt == 2
+    others = (rewards is not None and (rewards.functions or rewards.model)) or recipe.rollout.environment
+    wrong = {
+        f"{where} is the frozen base under an adapter, and here all weights train: it would be a second copy of the "
+        "model. Name the folder of that copy, or train an adapter": base and adapter is None,
+        f"{where} is no longer there where adapter.also trains a part of it: name its folder": base
+        and adapter is not None
+        and bool(adapter.also),
+        f"{where} is on the servers with rollout.engine: vllm: start one with the base for judging, and name its "
+        "address, as in http://host:8000/v1": base and recipe.rollout.engine == "vllm",
+        f"{where} would wait for the devices that learn with rollout.max_staleness: judge on a server "
+        "(http://HOST/v1), or leave max_staleness out": not judge.is_server and recipe.rollout.max_staleness > 0,
+        f"reward.judge.pairwise: compares a prompt's two completions, and {algorithm.name} as it is set here has no "
+        "two: it is for `algorithm: {name: dpo, online: true, group_size: 2}`": judge.pairwise and not pairs,
+        "reward.judge.pairwise: compares, and a held-out row has one answer: add a reward function, or leave data.eval "
+        "out": judge.pairwise and not others and bool(recipe.data.eval or recipe.data.eval_split),
+    }
+    yield from (message for message, is_so in wrong.items() if is_so)
 
 
 def _ineffective_rewards(recipe: Sections, staged: bool) -> Iterator[str]:

@@ -63,8 +63,9 @@ _NAMES = {
     "chat_labels": "labelled chats",
 }
 """Functions of `tunix/data/tiny.py` -> their rows in words."""
-_STAND_IN = {"name": "length", "label": "model"}
-"""The reward function in place of a reward model."""
+_STAND_IN, _JUDGE = {"name": "length", "label": "model"}, {"name": "length", "label": "judge"}
+_STANDS_IN = {"reward model": _STAND_IN, "judge": _JUDGE}
+"""The reward function in place of a reward model, and of a judge."""
 _DESCRIBES_ROWS = ("split", "eval", "eval_split", "format", "columns")
 """Keys of `data` that describe the rows, and are replaced with them."""
 _WHOLE_MODEL = frozenset({"model", "model.path", "model.preset", "model.init"})
@@ -149,6 +150,11 @@ def shrunk(
             options = {"target": TINY_COMPLETION // 2, "width": TINY_COMPLETION}
             functions.append({**_STAND_IN, "weight": reward["model_weight"], "options": options, "columns": {}})
             tiny["reward"] |= {"model": None, "model_weight": 1.0, "model_length": None}
+        if reward["judge"] and not _is_said("reward.judge", said):
+            # A toy base writes no verdicts, and a server need not be there.
+            options = {"target": TINY_COMPLETION // 2, "width": TINY_COMPLETION}
+            functions.append({**_JUDGE, "weight": reward["judge"]["weight"], "options": options, "columns": {}})
+            tiny["reward"] |= {"judge": None}
     about_rows = tuple(f"data.{key}" for key in _DESCRIBES_ROWS) if generated else ()
     for key in said:
         if not key.startswith(("model", "reward", *about_rows)):
@@ -228,10 +234,9 @@ def replaced(recipe: Sections) -> tuple[str, ...]:
         lines.append("held-out rows: those of data.train")
     if recipe.teacher is not None and recipe.teacher.init == "random":
         lines.append(f"teacher: a random {recipe.teacher.family} of two layers")
-    if recipe.reward is not None and any(
-        (function.name, function.label) == tuple(_STAND_IN.values()) for function in recipe.reward.functions
-    ):
-        lines.append("reward model: the length of the answers")
+    functions = recipe.reward.functions if recipe.reward else ()
+    stands_in = [{"name": function.name, "label": function.label} for function in functions]
+    lines += [f"{who}: the length of the answers" for who, x in _STANDS_IN.items() if x in stands_in]
     if is_toy and model.tokenizer == "bytes":
         reads = recipe.algorithm.reads
         limit = data.longest_prompt if reads == RowKind.PROMPT else data.max_length

@@ -41,8 +41,21 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
+class Judged:
+    """What a judge made of a completion."""
+
+    score: Score
+    logged: Mapping[str, Any] = field(default_factory=dict)
+    """What `samples.jsonl` is to have of it, e.g. `{"judge": {"short": {"score": 1, "reason": "..."}}}`."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Values of which a step has the means, as `reward/name`, e.g. `{"judge/short": 1.0}`."""
+    counted: Mapping[str, int] = field(default_factory=dict)
+    """Amounts for the step's clock, e.g. `{"judged": 1}`."""
+
+
+@dataclass(frozen=True)
 class Judge:
-    """A reward that reads tokens and runs in this process, such as a reward model."""
+    """A reward that is called by this process itself: a reward model, or a language model that reads a rubric."""
 
     name: str
     """Name in metrics and messages, e.g. `model`."""
@@ -50,9 +63,13 @@ class Judge:
     """Factor of its scores in the weighted sum."""
     together: int
     """Completions of a part, e.g. 64."""
-    begin: Callable[[List[Prompt], List[Completion], List[str]], Callable[[], list[Score]]]
+    begin: Callable[[List[Prompt], List[Completion], List[str]], Callable[[], list[Judged]]]
     """(prompts, completions, their texts) -> what waits for the score of each completion, or the reason why it has
     none; begins to compute them."""
+    compares: bool = False
+    """Whether its parts are a prompt's completions, which it compares."""
+    close: Callable[[], None] = lambda: None
+    """Ends its threads."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +148,7 @@ class Arrivals:
         self._ended: dict[int, tuple[Completion, str]] = {}
         self._sampled, self._overlapped = math.inf, 0.0
         places = len(owners) if total is None else total
-        self._judged: Parts[Score] = Parts(places, collector.judge.together if collector.judge else 1)
+        self._judged = [(judge, Parts[Judged](places, judge.together)) for judge in collector.judges]
         self._measured: Parts[dict[str, np.ndarray]] = Parts(places, measuring.together if measuring else 1)
 
     def add(self, number: int, completion: Completion, place: int | None = None) -> None:
@@ -144,16 +161,18 @@ class Arrivals:
         """
         if number in self._ended:
             return
-        tokenizer, judge, measuring = self._collector.tokenizer, self._collector.judge, self._measuring
+        tokenizer, measuring = self._collector.tokenizer, self._measuring
         text = tokenizer.decode(completion.tokens, skip_special=True) if tokenizer else ""
         self._ended[number] = completion, text
         if self._scoring is not None:
             score(self._scoring, number, self._owners[number], completion, text)
         place = number if place is None else place
-        if judge is not None and (part := self._judged.add(place, number)):
+        for judge, parts in self._judged:
+            if not (part := parts.add(place, number)):
+                continue
             began = time.monotonic()
             completions, texts = zip(*(self._ended[x] for x in part), strict=True)
-            self._judged.begun.append((part, judge.begin([self._owners[x] for x in part], completions, texts)))
+            parts.begun.append((part, judge.begin([self._owners[x] for x in part], completions, texts)))
             if self._sampled == math.inf:
                 self._overlapped += time.monotonic() - began
         if measuring is not None and (part := self._measured.add(place, number)):
@@ -171,7 +190,7 @@ class Arrivals:
     def scored(self, played: Episodes | None = None) -> list[Scored]:
         """The completions with their scores, for which it waits, in the order of their numbers, which environments'
         episodes have, too; their time while others were sampled has cost nothing."""
-        numbers, clock, judge = sorted(self._ended), self._clock, self._collector.judge
+        numbers, clock = sorted(self._ended), self._clock
         scores: dict[str, Mapping[int, Score]] = {}
         logged: dict[int, dict[str, Any]] = {}
         measured: dict[int, dict[str, np.ndarray]] = {}
@@ -182,9 +201,16 @@ class Arrivals:
                 clock.logged |= self._scoring.metrics
                 overlapped, total = self._scoring.seconds(self._sampled)
                 clock.counted.update(overlapped=overlapped, rewards=total)
-            if judge is not None:
-                began = time.monotonic()
-                scores[judge.name] = self._judged.results()
+            began = time.monotonic()
+            for judge, parts in self._judged:
+                judged = parts.results()
+                scores[judge.name] = {number: x.score for number, x in judged.items()}
+                for number, x in judged.items():
+                    logged[number] = {**logged.get(number, {}), **x.logged}
+                    clock.counted.update(x.counted)
+                    for name, value in x.metrics.items():
+                        clock.logged.setdefault(name, []).append(value)
+            if self._judged:
                 waited = time.monotonic() - began
                 clock.counted.update(overlapped=self._overlapped, rewards=self._overlapped + waited)
         if self._measuring is not None:
@@ -230,13 +256,17 @@ def allgathered(
         sample: samples the prompts in this process's `shard`.
         prompts: of all processes.
         sampling: the settings of the completions.
-        clock: its counts become those of all.
+        clock: its counts and what was logged become those of all.
 
     Raises:
         UserError: that of the first process that has none, in all of them.
     """
     if processes.number() == 1:
         return list(sample())
+    # Of this call alone: what earlier ones of the step have added is that of all processes already.
+    counted, logged = dict(clock.counted), clock.logged
+    clock.counted.clear()
+    clock.logged = {}
 
     def act() -> bytes:
         outcomes = [
@@ -245,12 +275,16 @@ def allgathered(
             else {"group": [saved_episode(y) for y in x]}
             for x in sample()
         ]
-        return json.dumps({"outcomes": outcomes, "counted": clock.counted}).encode()
+        return json.dumps({"outcomes": outcomes, "counted": clock.counted, "logged": clock.logged}).encode()
 
     parts = [json.loads(text) for text in processes.all_done("groups", act)]
     clock.counted.clear()
+    clock.counted.update(counted)
+    clock.logged = {name: list(values) for name, values in logged.items()}
     for part in parts:
         clock.counted.update(part["counted"])
+        for name, values in part["logged"].items():
+            clock.logged.setdefault(name, []).extend(values)
     outcomes: list[Outcome] = []
     for i, prompt in enumerate(prompts):
         saved = parts[i % len(parts)]["outcomes"][i // len(parts)]
@@ -275,14 +309,14 @@ class Collector:
     length: int | None = None
     """Tokens of an environment's prompt and all that follows it at most: the prompt has to leave room for an answer.
     Other prompts are cut when they are read."""
-    judge: Judge | None = None
-    """A reward model; None where there is none."""
+    judges: tuple[Judge, ...] = ()
+    """Rewards that this process calls itself."""
 
     @property
     def weights(self) -> dict[str, float]:
         """Weight of each reward in the sum, by its name."""
         environment = {ENVIRONMENT: 1.0} if self.play and self.play.scores else {}
-        judged = {self.judge.name: self.judge.weight} if self.judge else {}
+        judged = {judge.name: judge.weight for judge in self.judges}
         return {**environment, **(self.scorer.weights if self.scorer else {}), **judged}
 
     @property
@@ -293,8 +327,8 @@ class Collector:
         return self.scorer.only(batched=False), self.scorer.only(batched=True)
 
     def close(self) -> None:
-        """Ends the workers of rewards and environments."""
-        for workers in (self.scorer, self.play):
+        """Ends the workers of rewards and environments, and the threads of judges."""
+        for workers in (self.scorer, self.play, *self.judges):
             if workers is not None:
                 workers.close()
 

@@ -134,6 +134,8 @@ class Clock(dict[str, float]):
         numbers |= {f"reward/{name}": float(np.mean(values)) for name, values in self.logged.items()}
         if counted["rewards"]:
             numbers["perf/reward_overlap"] = counted["overlapped"] / counted["rewards"]
+        if counted["judged"]:
+            numbers["perf/judge_cached"] = counted["judge_cached"] / counted["judged"]
         if counted["slot_steps"]:
             numbers["perf/rollout_idle"] = 1 - counted["tokens"] / counted["slot_steps"]
         if counted["tokens"]:

@@ -4,6 +4,7 @@ The order reports mistakes early: whatever is cheap to check is checked before w
 """
 
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from tunix.data.pipeline import shuffled
 from tunix.errors import UserError
 from tunix.hf.model_folder import require_classifier
 from tunix.hf.source import settled
+from tunix.protocols import Sampler
 from tunix.recipe.notes import total_steps, update_notes
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector
@@ -32,11 +34,11 @@ from tunix.run.inputs import (
     open_stream,
     task_prompts,
 )
+from tunix.run.judges import judges_of
 from tunix.run.kernels import attention_of, check_exchange, check_products
 from tunix.run.loop import Job
 from tunix.run.reference_cache import reference_logprobs
 from tunix.run.rehearsal import compiled_ahead
-from tunix.run.reward_model import judge
 from tunix.run.setup import Setup, algorithm_of, apart, row_kind_of
 from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.progress import Display
@@ -82,9 +84,11 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     if recipe.reward is not None and recipe.reward.functions:
         scorer = Scorer(recipe.reward.functions, recipe.reward.deadline, recipe.reward.workers)
         scorer.check([*inputs.train[0], *data.columns, *ADDED])
-    rewards = recipe.reward and judge(recipe.reward, inputs.tokenizer, data, model.dtype, sampling_mesh or mesh)
-    collector = Collector(inputs.tokenizer, algorithm.sampling, scorer, play, data.max_length, rewards)
-    tasks = [_task(i, setup, inputs, collector) for i in range(len(recipe.eval.tasks))]
+    judges, sampler = (), Future[Sampler]()
+    if recipe.reward is not None:
+        judges = judges_of(recipe.reward, source, data, model.dtype, sampling_mesh or mesh, folder, sampler)
+    collector = Collector(inputs.tokenizer, algorithm.sampling, scorer, play, data.max_length, judges)
+    tasks = [_task(i, setup, inputs, collector, folder, sampler) for i in range(len(recipe.eval.tasks))]
     stream = open_stream(setup, inputs, collector)
     total, epochs = recipe.steps, recipe.epochs or 1
     if total is None and data.cuts:
@@ -99,6 +103,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     # Weights
     setup = replace(setup, recipe=recipe, updates=total * recipe.algorithm.updates_per_step)
     client = client_of(setup, teacher=teacher, reference=reference)
+    sampler.set_result(client.sampler)
     display.say(stage + "\n".join(stage_lines(setup, inputs, total)))
     for line in details(setup, client.learner, inputs, total, attention):
         display.detail(line)
@@ -130,8 +135,11 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     )
 
 
-def _task(number: int, setup: Setup, inputs: Inputs, collector: Collector) -> TaskEvaluation:
-    """A task of `eval`; the run's `collector` plays it where it sets neither environment nor reward.
+def _task(
+    number: int, setup: Setup, inputs: Inputs, collector: Collector, folder: Path, sampler: Future[Sampler]
+) -> TaskEvaluation:
+    """A task of `eval`; the run's `collector` plays it where it sets neither environment nor reward. `sampler` is the
+    policy's, once it is there.
 
     Raises:
         UserError: its rows, environment or rewards are not there or do not fit; the message begins with its key.
@@ -147,9 +155,12 @@ def _task(number: int, setup: Setup, inputs: Inputs, collector: Collector) -> Ta
             sampling = replace(setup.algorithm.sampling, stop_strings=stops)
             collector = Collector(tokenizer, sampling, None, play, data.max_length)
             if reward is not None:
-                model = judge(reward, tokenizer, data, recipe.model.dtype, setup.sampling_mesh or setup.mesh)
+                mesh = setup.sampling_mesh or setup.mesh
+                judges = judges_of(reward, inputs.source, data, recipe.model.dtype, mesh, folder, sampler)
                 scorer = Scorer(reward.functions, reward.deadline, reward.workers) if reward.functions else None
-                collector = replace(collector, scorer=scorer, judge=model)
+                collector = replace(collector, scorer=scorer, judges=judges)
+        # An answer of a task has nothing to be compared with.
+        collector = replace(collector, judges=tuple(judge for judge in collector.judges if not judge.compares))
         if collector.scorer is not None:
             collector.scorer.check([*columns, *ADDED])
         if not collector.weights:

@@ -201,6 +201,8 @@ def asynchronous(
 def evaluation_of(setup: Setup, inputs: Inputs, collector: Collector) -> Evaluation:
     """The evaluation on held-out rows: the loss of their completions, and the rewards of greedy answers."""
     recipe, algorithm = setup.recipe, setup.algorithm
+    # A row has one greedy answer, which there is nothing to compare with.
+    collector = replace(collector, judges=tuple(judge for judge in collector.judges if not judge.compares))
     rows, limit = inputs.held_out, recipe.eval.rows
     if rows is None:
         return Evaluation(algorithm, until=recipe.eval.until)

@@ -20,8 +20,7 @@ from tunix.distributed import processes
 from tunix.hf.source import Source
 from tunix.mesh import compile_on
 from tunix.protocols import Client
-from tunix.rollout.collect import Collector, Judge
-from tunix.rollout.rewards.base import Score
+from tunix.rollout.collect import Collector, Judge, Judged
 from tunix.run.inputs import Inputs, open_stream
 from tunix.run.loop import Stream
 from tunix.run.setup import Setup
@@ -113,14 +112,14 @@ class Rehearsal(Client):
             "label": True,
         }
 
-        def rewarded(prompts: object, completions: List[Completion], texts: object) -> Callable[[], list[Score]]:
-            return lambda: self._random.uniform(size=len(completions)).tolist()
+        def rewarded(prompts: object, completions: List[Completion], texts: object) -> Callable[[], list[Judged]]:
+            return lambda: [Judged(score) for score in self._random.uniform(size=len(completions)).tolist()]
 
         return open_stream(
             replace(setup, recipe=recipe.model_copy(update={"data": made_up, "epochs": None})),
             Inputs(Source(decoder, None), Rows("rehearsal", [row] * recipe.batch_size), None),
             Collector(
-                None, setup.algorithm.sampling, None, None, data.max_length, Judge("rehearsal", 1.0, 64, rewarded)
+                None, setup.algorithm.sampling, None, None, data.max_length, (Judge("rehearsal", 1.0, 64, rewarded),)
             ),
         )
 

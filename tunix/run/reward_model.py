@@ -23,8 +23,8 @@ from tunix.data.types import Prompt
 from tunix.distributed.global_arrays import own_part
 from tunix.errors import UserError
 from tunix.hf.source import check_vocabulary, loaded, pretrained
-from tunix.rollout.collect import Judge
-from tunix.rollout.rewards.base import Failure, Score
+from tunix.rollout.collect import Judge, Judged
+from tunix.rollout.rewards.base import Failure
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.trainer.logprobs import Scorer
 from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
@@ -81,7 +81,7 @@ def judge(config: RewardConfig, policy: Tokenizer | None, data: DataConfig, dtyp
             return Failure(f"model reads {limit} tokens (reward.model_length), and these are {len(tokens)}")
         return tokens
 
-    def begin(prompts: List[Prompt], completions: List[Completion], texts: List[str]) -> Callable[[], list[Score]]:
+    def begin(prompts: List[Prompt], completions: List[Completion], texts: List[str]) -> Callable[[], list[Judged]]:
         """Begins to score completions; what it returns waits for each score, or has the reason why there is none."""
         inputs = [
             read(prompt, completion, text) for prompt, completion, text in zip(prompts, completions, texts, strict=True)
@@ -90,9 +90,9 @@ def judge(config: RewardConfig, policy: Tokenizer | None, data: DataConfig, dtyp
         parts = [readable[i : i + TOGETHER] for i in range(0, len(readable), TOGETHER)]
         begun = [scorer.scores("values", params, part, TOGETHER) for part in parts]
 
-        def ended() -> list[Score]:
+        def ended() -> list[Judged]:
             scores = (float(values[-1]) for part in begun for values in part)
-            return [tokens if isinstance(tokens, Failure) else next(scores) for tokens in inputs]
+            return [Judged(tokens if isinstance(tokens, Failure) else next(scores)) for tokens in inputs]
 
         return ended
 

@@ -128,6 +128,7 @@ class Engine(Sampler):
                 f"{slots=} {max_length=} {piece=} {page=} {steps=} {speculate=}"
             )
         self.model, self.mesh, self.decode, self.moving = model, mesh, decode, moving
+        self.room = room
         self._bring = bring
         if ahead is None:  # a CPU computes on the cores that would wait
             ahead = 0 if mesh.devices.flat[0].platform == "cpu" else 1
@@ -226,6 +227,18 @@ class Engine(Sampler):
             model = self.model if self._mixture is None else self._mixture.model
             numbers = {name: number for number, name in enumerate(adapters, start=1)}
             self._published = Published(model, weights, version, numbers)
+
+    def borrow(self, policy: "Engine") -> None:
+        """Takes the frozen base of an engine that samples with an adapter, without a copy: completions are the base's.
+
+        Raises:
+            ValueError: that engine has no weights, or all of them train.
+        """
+        with policy._lock:
+            base = policy._base
+            if base is None or not (policy.model.adapt or policy.moving):
+                raise ValueError("there is no frozen base: the policy has no adapter, or was not published")
+            self._published = Published(self.model, base, 0, {})
 
     def warm(self, work: Workload) -> None:
         """Compiles all that this workload needs, so that nothing compiles while it is sampled.

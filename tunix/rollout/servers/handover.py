@@ -138,12 +138,12 @@ class Handover:
         return (await server.call("/weight_info")).get("weight_version") == folder.name
 
 
-async def cards(server: Server) -> list[dict[str, Any]]:
+async def cards(server: Server, path: str = "/v1/models") -> list[dict[str, Any]]:
     """The models and adapters that a server lists."""
     try:
-        return list((await server.call("/v1/models"))["data"])
+        return list((await server.call(path))["data"])
     except (TypeError, KeyError):
-        raise Failed("its /v1/models lists nothing: it is no server of this protocol") from None
+        raise Failed(f"its {path} lists nothing: it is no server of this protocol") from None
 
 
 async def _unload(server: Server, name: str) -> None:

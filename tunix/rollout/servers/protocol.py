@@ -82,6 +82,9 @@ class Unfit(UserError):
 class Failed(Exception):
     """A request came to nothing for a reason that may pass; the message is a clause, e.g. `"it answered 503"`."""
 
+    after = 0.0
+    """Seconds for which the server wants not to be asked again."""
+
 
 class Late(Failed):
     """A server had a request for longer than it may."""

@@ -8,7 +8,9 @@ request is dropped (`protocol.answered`).
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping, Sequence
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
 from tunix.errors import UserError
@@ -28,9 +30,10 @@ MOST = 512
 class Server:
     """A server of the completions protocol at one address."""
 
-    def __init__(self, url: str, timeout: float):
-        """Connects to nothing yet; a request has to be answered, and weights loaded, in `timeout` seconds."""
-        self.url, self.timeout = url, timeout
+    def __init__(self, url: str, timeout: float, headers: Mapping[str, str] | None = None):
+        """Connects to nothing yet; a request has to be answered, and weights loaded, in `timeout` seconds. `headers`
+        are sent with every call."""
+        self.url, self.timeout, self._headers = url, timeout, headers or {}
         self.base = ""
         """The name under which it serves the model."""
         self.model = ""
@@ -111,7 +114,7 @@ class Server:
 
         client = self._calls if identity is None else self._clients[-1]
         method, deadline = ("GET", HEALTH_DEADLINE) if body is None else ("POST", self.timeout)
-        headers = {"X-Request-Id": identity} if identity else None
+        headers = {**self._headers, **({"X-Request-Id": identity} if identity else {})}
         try:
             async with asyncio.timeout(deadline):
                 response = await client.request(method, path, json=body, headers=headers)
@@ -121,7 +124,9 @@ class Server:
             raise Failed(f"{path}: {type(error).__name__} {error}".strip()) from error
         status, text = response.status_code, response.text
         if status >= 500 or status in (408, 425, 429):
-            raise Failed(f"it answered {path} with {status}: {_said(response)}")
+            failed = Failed(f"it answered {path} with {status}: {_said(response)}")
+            failed.after = _seconds(response.headers.get("retry-after", ""))
+            raise failed
         if status >= 300:
             raise Refused(f"it refuses {path} with {status}: {_said(response)}")
         if not text or "json" not in response.headers.get("content-type", ""):
@@ -138,6 +143,16 @@ def _client(url: str, kept: int) -> "httpx.AsyncClient":
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=kept)
     return httpx.AsyncClient(base_url=url, limits=limits, timeout=None, follow_redirects=False, trust_env=False)
+
+
+def _seconds(after: str) -> float:
+    """What a Retry-After asks for: a number of seconds, or until a date (RFC 9110, 10.2.3); 0 for anything else."""
+    if after.isdecimal():
+        return float(after)
+    try:
+        return max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
+    except ValueError:
+        return 0.0
 
 
 def _said(response: "httpx.Response") -> str:
