@@ -21,6 +21,7 @@ from tunix.data.config import DataConfig
 from tunix.data.pictures import IMAGES
 from tunix.data.tokenizer import refuse_half_characters
 from tunix.errors import UserError, nearest
+from tunix.util.nested import dotted
 
 Row = Mapping[str, Any]
 _ARGUMENTS = {"messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template"}
@@ -46,7 +47,8 @@ def column(row: Row, name: str, columns: Mapping[str, str], *default: Any) -> An
         return default[0]
     if theirs in row:
         raise UserError(f"the column {theirs!r} is null")
-    raise UserError(f"there is no column {theirs!r}; it has {listed(row)}.{nearest(theirs, map(str, row))}")
+    names = list(dotted(row)) if "." in theirs else [str(name) for name in row]
+    raise UserError(f"there is no column {theirs!r}; it has {listed(row)}.{nearest(theirs, names)}")
 
 
 def as_messages(value: Any) -> list[dict[str, Any]]:
@@ -264,11 +266,19 @@ def rendering(
         if name not in NAMES and shapes is not PROMPTS:  # a reward may name its columns as it likes
             known = f"{', '.join(NAMES)}.{nearest(name, NAMES)}"
             raise UserError(f"data.columns maps {name!r}, which is none of our columns: {known}")
+    for name, theirs in config.columns.items():
+        if "." in theirs and theirs not in first:
+            hint = nearest(theirs, dotted(first))
+            raise UserError(
+                f"{where}: data.columns maps {name} to {theirs!r}, which is not there; it has {listed(first)}.{hint}"
+            )
     shape = "tokens" if train_on == RowKind.ROW else config.format
     if shape == "auto":
         shape = detect_format(first, config.columns, where, shapes)
     elif shape not in shapes:
         raise UserError(f"data.format is {shape!r}, but {train_on.words} are read from {', '.join(shapes)}")
+    if config.turns and shape not in ("messages", "prompt_completion"):
+        raise UserError(f"data.turns: {config.turns} is about messages, and {where} has {shape}; leave it out")
     for name in (*shapes[shape], "prompt"):
         if _is_sharegpt(first.get(theirs := config.columns.get(name, name))):
             raise UserError(f"{where}: {_sharegpt(theirs, shapes)}")

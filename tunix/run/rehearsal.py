@@ -73,7 +73,7 @@ class Rehearsal(Client):
         self, requests: List[Request], reply: Reply | None = None, on_done: OnDone | None = None
     ) -> list[Completion]:
         """Completions of made-up tokens, as long as can be."""
-        limit, played = self.recipe.data.max_length, self.recipe.rollout.environment is not None
+        limit, played = self.recipe.data.max_length, self.recipe.plays
         completions = []
         for request in requests:
             room = limit - len(request.prompt)

@@ -237,7 +237,7 @@ def _without_items(key: str) -> str:
 def _remedy(path: tuple[str, ...], keys: Keys) -> str:
     """A hint for an unknown key: a similar known key, the same key in another section, or the list of known keys."""
     section, name = ".".join(path[:-1]), path[-1]
-    known = list(keys.get(section, ()))
+    known = list(keys.get(_without_items(section), ()))
     if hint := nearest(name, known):
         return f".{hint}"
     elsewhere = [f"{other}.{name}".lstrip(".") for other, theirs in keys.items() if name in theirs]

@@ -250,14 +250,15 @@ class Episode:
 class Episodes:
     """The episodes of a batch: request i of the sampler is episode i."""
 
-    def __init__(self, episodes: Sequence[Episode], together: int = 1) -> None:
-        """In the order of the requests; so many together may be called at a time."""
+    def __init__(self, episodes: Sequence[Episode | None], together: int = 1) -> None:
+        """In the order of the requests, None where no environment answers; so many together may be called at a time."""
         self.episodes = episodes
-        self._together = together
+        self.together = together
 
     def reply(self, request: int, completion: "Completion") -> np.ndarray | None:
         """The observation after a turn that stopped, or None; called by the sampler (`types.Reply`)."""
-        episode = self.episodes[request]
+        if (episode := self.episodes[request]) is None:
+            return None
         assert len(completion.turns) == len(episode.rewards) + 1
         return episode.turn(completion.tokens[slice(*completion.turns[-1])])
 
@@ -265,15 +266,15 @@ class Episodes:
         """Passes last turns that the token limit cut off to their environments, so that they are scored too."""
         assert len(completions) == len(self.episodes)
 
-        def finish(episode: Episode, completion: "Completion") -> None:
-            for start, end in completion.turns[len(episode.rewards) :]:
-                if not episode.done and episode.failure is None and end > start:
+        def finish(episode: Episode | None, completion: "Completion") -> None:
+            for start, end in completion.turns[len(episode.rewards) :] if episode else ():
+                if episode and not episode.done and episode.failure is None and end > start:
                     episode.turn(completion.tokens[start:end], cut=True)
 
-        with ThreadPoolExecutor(self._together, thread_name_prefix="environment") as threads:
+        with ThreadPoolExecutor(self.together, thread_name_prefix="environment") as threads:
             list(threads.map(finish, self.episodes, completions))
 
     @property
     def scores(self) -> list[Score | None]:
         """Score of each episode: a sum of rewards, a failure, or None."""
-        return [episode.score for episode in self.episodes]
+        return [episode and episode.score for episode in self.episodes]
