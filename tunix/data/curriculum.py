@@ -188,9 +188,7 @@ def curriculum_of(data: DataConfig, rows: Rows, seed: int, prompts: int) -> Curr
             where = f"row {number + 1} of {rows.name}"
             hint = "" if name in row else nearest(name, [*dotted(row), "success"])
             what = f"has {value!r:.80} in" if name in row else f"has the columns {', '.join(row)}, not"
-            raise UserError(
-                f"data.curriculum: {where} {what} {name!r}, whose numbers say which prompts come first.{hint}"
-            )
+            raise UserError(f"data.curriculum: {where} {what} {name!r}, whose numbers order the prompts.{hint}")
         values[number] = value
     if config.by == LEVEL:
         return ByLevel(config, seed, sorted(set(values.tolist())))
