@@ -25,7 +25,7 @@ from tunix.algorithms.ppo.config import PPOConfig
 from tunix.algorithms.reward.config import RewardModelConfig
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import Config, EvalConfig, Family, MeshConfig, ModelConfig
-from tunix.data.config import DataConfig
+from tunix.data.config import CurriculumConfig, RowsConfig
 from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import FAMILIES, SIZE_NAMES
 from tunix.models.families.table import presets as published
@@ -33,6 +33,7 @@ from tunix.models.quantization.rules import QuantizationConfig, Rule
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.config import RolloutConfig, RolloutMeshConfig
 from tunix.rollout.environments.config import EnvironmentConfig
+from tunix.rollout.environments.mixture import MixtureConfig, RolloutSource
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
 from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig
 
@@ -42,7 +43,10 @@ SECTIONS: dict[str, type[Config]] = {
     "adapter": AdapterConfig,
     "quantization": QuantizationConfig,
     "quantization rules": Rule,
-    "data": DataConfig,
+    "data": MixtureConfig,
+    "data train": RolloutSource,
+    "data eval": RowsConfig,
+    "data curriculum": CurriculumConfig,
     "algorithm (sft)": SFTConfig,
     "algorithm (grpo)": GRPOConfig,
     "algorithm (ppo)": PPOConfig,

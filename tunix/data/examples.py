@@ -61,6 +61,7 @@ from tunix.data.shapes import (
     refuse_half_texts,
     rendering,
     template_variables,
+    without_padding,
 )
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
@@ -181,6 +182,8 @@ def to_example(
             if settings.format != "tokens":
                 theirs = columns.get(name, name)
                 refuse_half_texts(row.get(theirs), theirs)
+        if row.get(columns.get("tools", "tools")) is not None and settings.format != "tokens":
+            row = without_padding(row, data)
         # The row's pictures are marked in its text, and the tokenizer is told their grids.
         sees = settings.train_on.is_text or settings.train_on in (RowKind.PAIRS, RowKind.PROMPT)
         if tokenizer is not None and reader is not None and sees:
@@ -235,6 +238,7 @@ def to_example(
             raise UserError(
                 f"{where}: token id {tokens.max()} is beyond the model's vocabulary of {settings.vocab_size}"
             )
+    turns = len(sides)
     if settings.train_on == RowKind.PROMPT:
         # One that is too long keeps its end, which contains the question.
         (prompt, _), limit = sides[0], data.longest_prompt
@@ -263,7 +267,7 @@ def to_example(
             shared = shared_tokens([Sequence(side.tokens, side.mask) for side in sides])
             limit, key = min((limit, key), (shared + data.completion_length, "completion_length"))
         too_long = _too_long([side.tokens for side in sides], limit, key, settings, where)
-        turns, cut_away = len(sides), Dropped(CUT_AWAY)
+        cut_away = Dropped(CUT_AWAY)
         if too_long and data.on_overflow == "drop":
             cut_away = Dropped(TOO_LONG if key == "max_length" else COMPLETION_TOO_LONG)
             sides = tuple(side for side in sides if len(side.tokens) <= limit) if data.turns == "each" else ()
@@ -290,7 +294,7 @@ def to_example(
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
     notes = tuple(note for side in sides for note in side.notes)
-    if settings.train_on != RowKind.PROMPT and len(sides) < turns:
+    if len(sides) < turns:
         notes += (Note(LATER_TURNS, f"{turns - len(sides)} of {turns}"),)
     return Kept(sequences, too_long, kept_row, notes)
 

@@ -275,8 +275,9 @@ class Groups(Generic[T]):
                 kept, dropped = account.kept, account.rows - account.kept
             if self._unusable and not kept and dropped >= len(rows := self._unusable[name]):
                 why = f"all {dropped} rows are dropped" if name else reasons(account)
-                last = example.detail or example.reason if isinstance(example, Dropped) else ""
-                last = f"; of the last one, {last}" if last and (name or last != example.reason) else ""
+                last = ""
+                if isinstance(example, Dropped) and (example.detail or name):
+                    last = f"; of the last one, {example.detail or example.reason}"
                 raise UserError(f"{rows.name}: nothing in it can be trained on: {why}{last}")
             if piece:
                 group.append(piece)

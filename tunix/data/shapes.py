@@ -54,7 +54,34 @@ def column(row: Row, name: str, columns: Mapping[str, str], *default: Any) -> An
 def as_messages(value: Any) -> list[dict[str, Any]]:
     """The messages of a column, without the keys that Arrow filled with null because another row has them."""
     check_messages(value)
-    return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in value]
+    messages = [{k: v for k, v in message.items() if v is not None or k == "content"} for message in value]
+    for message in messages:
+        if isinstance(parts := message.get("content"), list | tuple):
+            message["content"] = [{k: v for k, v in part.items() if v is not None} for part in parts]
+    return messages
+
+
+def without_padding(row: Row, data: DataConfig) -> Row:
+    """The row without null arguments that the called tool does not declare: those of other rows' tools, as `datasets`
+    writes them into JSON lines."""
+    tools = [tool.get("function", tool) for tool in template_variables(row, data).get("tools", ())]
+    declared = {tool.get("name"): (tool.get("parameters") or {}).get("properties") or {} for tool in tools}
+
+    def called(call: Any) -> Any:
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        if function.get("name") not in declared or not isinstance(arguments := function.get("arguments"), Mapping):
+            return call
+        known = declared[function["name"]]
+        function = {**function, "arguments": {k: v for k, v in arguments.items() if v is not None or k in known}}
+        return {**call, "function": function} if "function" in call else function
+
+    def spoken(message: Any) -> Any:
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        return {**message, "tool_calls": [called(call) for call in calls]} if isinstance(calls, list) else message
+
+    chats = {data.columns.get(name, name) for name in ("messages", "prompt", "completion", "chosen", "rejected")}
+    changed = {name: [spoken(x) for x in row[name]] for name in chats if isinstance(row.get(name), list)}
+    return {**row, **changed}
 
 
 def template_variables(row: Row, data: DataConfig) -> dict[str, Any]:
@@ -86,7 +113,13 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool whose parameters are an object, also where they are JSON."""
     if isinstance(tool.get("function"), Mapping):
         return {**tool, "function": _tool(tool["function"])}
-    return {**tool, "parameters": _decoded(tool["parameters"])} if "parameters" in tool else dict(tool)
+    if "parameters" not in tool:
+        return dict(tool)
+    parameters = _decoded(tool["parameters"])
+    if isinstance(parameters, Mapping) and isinstance(properties := parameters.get("properties"), Mapping):
+        # One that is null is a property of another row's tool, as `datasets` writes it into JSON lines.
+        parameters = {**parameters, "properties": {k: v for k, v in properties.items() if v is not None}}
+    return {**tool, "parameters": parameters}
 
 
 def _decoded(value: Any) -> Any:
