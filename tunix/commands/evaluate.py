@@ -219,8 +219,12 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
     """
     name, recipe = model.model, recipe_of_run(model.model)
     asked = reward_config(options.reward, options.reward_model, options.deadline)
+    if recipe is not None and options.data is None and any(x.reward or x.environment for x in recipe.data.sources):
+        raise UserError(
+            f"{name} has rewards or environments for each of its data sets: name one, `tunix eval {name} FILE`"
+        )
     if options.data is not None:
-        rows = open_held_out(options.data, options.split)
+        rows = open_held_out(options.data, options.split, recipe.data.columns.values() if recipe else ())
     elif recipe is None:
         raise UserError(f"{name} is no run, which would bring its own rows: name some, `tunix eval {name} rows.jsonl`")
     else:

@@ -6,7 +6,6 @@ saved with the position. So a run that is killed and resumed takes the same prom
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ EXTREME = 0.1
 """Prompts whose success rate is within this of 1 or 0 are counted as easy or hard in the metrics."""
 
 
-class Curriculum(ABC):
+class Curriculum:
     """Decides which prompts are taken, and learns from what came of them."""
 
     def __init__(self, config: CurriculumConfig, seed: int) -> None:
@@ -57,13 +56,12 @@ class Curriculum(ABC):
         if totals:
             self.succeeded(prompt, sum(total >= self.config.success for total in totals) / len(totals))
 
-    @abstractmethod
     def succeeded(self, prompt: Prompt, rate: float) -> None:
         """Takes note of the share of a prompt's completions that succeed."""
 
-    @abstractmethod
     def metrics(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """What is logged of a step that takes these prompts, by name."""
+        return {}
 
 
 class BySuccess(Curriculum):
@@ -93,15 +91,10 @@ class BySuccess(Curriculum):
     def metrics(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """How many prompts are known, shares of easy and hard ones among them, their mean rate, the share taken."""
         rates = np.array([rate for rate, _ in self.state["rates"].values()])
-        numbers = {
-            "curriculum/known": float(len(rates)),
-            "curriculum/taken": self.state["taken"] / max(self.state["offered"], 1),
-        }
-        if len(rates):
-            easy, hard = rates >= 1 - EXTREME, rates <= EXTREME
-            numbers |= {"curriculum/success": float(rates.mean())}
-            numbers |= {"curriculum/easy": float(easy.mean()), "curriculum/hard": float(hard.mean())}
-        return numbers
+        taken = self.state["taken"] / max(self.state["offered"], 1)
+        numbers = {"curriculum/known": float(len(rates)), "curriculum/taken": taken}
+        shares = {"success": rates, "easy": rates >= 1 - EXTREME, "hard": rates <= EXTREME} if len(rates) else {}
+        return numbers | {f"curriculum/{name}": float(share.mean()) for name, share in shares.items()}
 
 
 class ByLevel(Curriculum):
@@ -154,9 +147,6 @@ class ByColumn(Curriculum):
         return grain.MapDataset.range(len(order)).map(
             lambda place: int(numbers[place]) if place < size else order[place]
         )
-
-    def succeeded(self, prompt: Prompt, rate: float) -> None:
-        """Changes nothing: the order is fixed."""
 
     def metrics(self, prompts: Sequence[Prompt]) -> dict[str, float]:
         """The mean of the column over the step's prompts."""

@@ -270,9 +270,9 @@ def to_example(
         cut_away = Dropped(CUT_AWAY)
         if too_long and data.on_overflow == "drop":
             cut_away = Dropped(TOO_LONG if key == "max_length" else COMPLETION_TOO_LONG)
-            sides = tuple(side for side in sides if len(side.tokens) <= limit) if data.turns == "each" else ()
+            sides = tuple(side for side in sides if len(side.tokens) <= limit) if settings.turns == "each" else ()
         end = None if settings.uncut else limit
-        if data.turns == "each":  # the turns that have room
+        if settings.turns == "each":  # the turns that have room
             sides = tuple(side for side in sides if side.mask[:end].any())
         if not sides:
             return cut_away
@@ -485,9 +485,10 @@ def render_rows(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> t
     """
     data = settings.data
     messages, before = list[dict[str, Any]](), 0
-    if data.turns and settings.format == "messages":
+    part = settings.turns
+    if part and settings.format == "messages":
         messages = as_messages(column(row, "messages", data.columns))
-    elif data.turns and settings.format == "prompt_completion":
+    elif part and settings.format == "prompt_completion":
         prompt, completion = (column(row, name, data.columns) for name in ("prompt", "completion"))
         if not (isinstance(prompt, str) or isinstance(completion, str)):
             messages, before = [*as_messages(prompt), *as_messages(completion)], len(prompt)
@@ -498,9 +499,9 @@ def render_rows(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> t
     variables = template_variables(row, data)
     # Each turn as the end of a conversation; only those that are trained are.
     shown = {k: render_chat(messages[: k + 1], tokenizer, trained_from=k, **variables) for k in turns}
-    if data.turns == "last":
+    if part == "last":
         return (shown[turns[-1]],)
-    if data.turns == "each":
+    if part == "each":
         return tuple(turn for turn in shown.values() if turn.mask.any()) or (shown[turns[-1]],)
     whole = render_chat(messages, tokenizer, trained_from=before, **variables)
     for k, turn in shown.items():

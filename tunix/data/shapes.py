@@ -274,6 +274,11 @@ class Rendering:
     uncut: bool = False
     """Whether sequences above the limit stay whole, e.g. for `pipeline.Cutter`."""
 
+    @property
+    def turns(self) -> Literal["last", "all", "each"] | None:
+        """Which of the assistant's turns are trained, where conversations are; None for all, as they are shown."""
+        return self.data.turns if self.train_on == RowKind.COMPLETION else None
+
 
 def rendering(
     config: DataConfig,
@@ -310,7 +315,7 @@ def rendering(
         shape = detect_format(first, config.columns, where, shapes)
     elif shape not in shapes:
         raise UserError(f"data.format is {shape!r}, but {train_on.words} are read from {', '.join(shapes)}")
-    if config.turns and shape not in ("messages", "prompt_completion"):
+    if config.turns and train_on == RowKind.COMPLETION and shape not in ("messages", "prompt_completion"):
         raise UserError(f"data.turns: {config.turns} is about messages, and {where} has {shape}; leave it out")
     for name in (*shapes[shape], "prompt"):
         if _is_sharegpt(first.get(theirs := config.columns.get(name, name))):
