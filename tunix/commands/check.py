@@ -151,8 +151,8 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
         with report.noting("rollout.environment"):
             read_environment(environment)
     parts = {} if train is None else {x.section.name: x for x in train.parts if x.section} or {"": train}
-    own = {source.name: source.reward for source in data.sources if source.reward is not None}
-    _check_rewards("reward", rewards, [part for name, part in parts.items() if name not in own], data, report)
+    apart = {source.name for source in data.sources if source.reward is not None}
+    _check_rewards("reward", rewards, [part for name, part in parts.items() if name not in apart], data, report)
     for number, source in enumerate(data.sources):
         if source.environment is not None:
             with report.noting(f"data.train.{number}.environment"):

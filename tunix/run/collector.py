@@ -36,8 +36,8 @@ def collector_of(
     """
     data, sampling = recipe.data, algorithm.sampling
     parts = {part.section.name: part for part in inputs.train.parts if part.section is not None}
-    scored_here = {source.name for source in data.sources if source.reward is not None}
-    rest = {name: part for name, part in parts.items() if name not in scored_here}
+    scored_apart = {source.name for source in data.sources if source.reward is not None}
+    rest = {name: part for name, part in parts.items() if name not in scored_apart}
     scorer = scorer_of(recipe.reward, rest if parts else {"": inputs.train}, data)
     collector = Collector(inputs.tokenizer, sampling, scorer, play, data.max_length, judge)
     sources: dict[str, Collector] = {}

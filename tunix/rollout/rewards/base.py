@@ -95,9 +95,9 @@ class Reward:
         every = self.style == "trl" and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         return [name for name in names if every or name in [parameter.name for parameter in parameters]]
 
-    def arguments(self, present: Sequence[str]) -> dict[str, str]:
+    def arguments(self, present: Sequence[str], strict: bool = True) -> dict[str, str]:
         """The column for each argument, in a batch with the columns `present`; a dotted name is there where its column
-        is, unless names within that are listed too.
+        is, unless `strict` and names within that are listed too.
 
         Raises:
             UserError: a column that the function requires is missing.
@@ -107,7 +107,8 @@ class Reward:
 
         def is_there(column: str) -> bool:
             head = column.partition(".")[0]
-            return column in present or (head in present and not any(x.startswith(f"{head}.") for x in present))
+            listed = strict and any(name.startswith(f"{head}.") for name in present)
+            return column in present or (head in present and not listed)
 
         for parameter in self.parameters:
             column = columns.get(parameter.name, parameter.name)

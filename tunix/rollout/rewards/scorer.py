@@ -138,7 +138,7 @@ class Scoring:
     def __init__(self, scorer: Scorer, columns: Sequence[str]) -> None:
         """Is created by `Scorer.open`."""
         self._scorer = scorer
-        self._column_of = {reward.name: reward.arguments(columns) for reward in scorer.rewards}
+        self._column_of = {reward.name: reward.arguments(columns, strict=False) for reward in scorer.rewards}
         self._waiting: dict[str, list[_Sample]] = {reward.name: [] for reward in scorer.rewards}
         """Samples whose call is not complete yet, by reward."""
         self._calls: dict[str, list[tuple[Sequence[_Sample], Future[Answer]]]] = {
