@@ -6,6 +6,7 @@ import pytest
 
 from tests.data import rendered_as
 from tests.data.test_chat import QWEN3, made
+from tests.data.test_chat_markup import HARMONY
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples, to_example
 from tunix.data.pipeline import Batches
@@ -23,6 +24,8 @@ KEEPS = made(
     MARKS,
     eos="<|im_end|>",
 )
+FORGETS_ROLES = made(QWEN3.replace("{%- else -%}", "{%- elif m.role != 'developer' -%}"), MARKS, eos="<|im_end|>")
+"""Knows no developer."""
 
 
 def user(text: str) -> dict[str, Any]:
@@ -129,3 +132,23 @@ def test_what_is_refused():
         Examples(open_rows([{"text": "a"}]), FORGETS, DataConfig(train="rows", turns="each"))
     with pytest.raises(ValueError, match="turns: each makes sequences of turns, and packing 'split' pieces of rows"):
         DataConfig(train="rows", turns="each", packing="split")
+
+
+def test_harmony_s_developer_and_thinking():
+    """gpt-oss: thoughts of turns that are over are forgotten, and their end is another token than that of the last."""
+    specials = ["<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|call|>", "<|return|>"]
+    tokenizer = made(HARMONY, specials, eos="<|return|>")
+    chat = [{"role": "developer", "content": "Be brief."}, user("2?"), says("Two.", thinking="easy")]
+    row = {"messages": [*chat, user("3?"), says("Three.", thinking="same")]}
+    start = "<|start|>developer<|message|>Be brief.<|end|><|start|>user<|message|>2?<|end|><|start|>assistant"
+    assert marked(tokenizer, example("each", tokenizer, row)) == [
+        start + "⟦<|channel|>analysis<|message|>easy<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Two.<|return|>⟧",
+        start + "<|channel|>final<|message|>Two.<|end|><|start|>user<|message|>3?<|end|><|start|>assistant"
+        "⟦<|channel|>analysis<|message|>same<|end|><|start|>assistant<|channel|>final<|message|>Three.<|return|>⟧",
+    ]
+    with pytest.raises(UserError, match=r"the row: message 3 \(assistant\): the chat template shows this turn"):
+        example("all", tokenizer, row)
+    refused = example("each", FORGETS_ROLES, row)
+    assert isinstance(refused, Dropped)
+    assert refused.detail.startswith("message 1 (developer): the chat template does not write its content, 'Be brief.'")
