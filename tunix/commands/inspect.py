@@ -133,7 +133,7 @@ def _lost(examples: Examples, index: int, example: Kept | Dropped) -> Iterator[t
         shown = example.detail or _shortened(json.dumps(rows[index], ensure_ascii=False, default=str))
         yield f"dropped, {example.reason}", shown
         return
-    if example.truncated:
+    if example.truncated and settings.turns != "each":  # of turns a note says it
         whole = to_example(rows[index], tokenizer, replace(settings, uncut=True), folder=rows.folder)
         assert isinstance(whole, Kept), "it was kept before"
         for cut, uncut in zip(example.sequences, whole.sequences, strict=True):
