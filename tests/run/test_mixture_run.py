@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tests.tiny_rl import write_policy
@@ -16,8 +18,8 @@ MIXED: dict[str, Any] = {
     "data__train": [
         {"path": "sums.jsonl", "weight": 2},
         {
-            "path": "verl.jsonl",
-            "columns": {"prompt": "question"},
+            "path": "verl.parquet",
+            "columns": {"index": "extra_info.index"},
             "reward": {"functions": [{"name": "theirs.py:compute_score", "style": "verl"}]},
         },
         {
@@ -31,6 +33,7 @@ MIXED: dict[str, Any] = {
 }
 VERL = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert extra_info["index"] == int(ground_truth)
     right = sum(c.isascii() and c.isalnum() for c in solution_str) / 12
     return {"score": right, "truth": ground_truth}
 """
@@ -39,9 +42,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def write(folder: Path, **changes: Any) -> None:
     (folder / "theirs.py").write_text(VERL)
     write_rows(folder / "sums.jsonl", [{"prompt": f"{i} + 1?", "level": i // 3} for i in range(9)])
-    rows = [{"question": f"{i}?", "data_source": "s", "reward_model": {"ground_truth": str(i)}} for i in range(6)]
-    write_rows(folder / "verl.jsonl", rows)
-    write_policy(folder, **{**MIXED, **changes})
+    rows = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": f"{i}?"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(i)},
+            "extra_info": {"split": "train", "index": i},
+        }
+        for i in range(6)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "verl.parquet")
+    write_policy(folder, **{"data__chat_template": "llama3", **MIXED, **changes})
 
 
 def assert_same_but_for_times(run: str, other: str, keys: Sequence[str]) -> None:
@@ -66,6 +78,7 @@ def test_a_mixture_of_rewards_and_an_environment(tmp_path: Path, capsys: pytest.
     for row in samples:
         assert [name for name, x in row["rewards"].items() if x is not None] == [scored[row["source"]]]
         assert ("logged" in row) == (row["source"] == "verl")
+        assert not row["failures"]
     assert {row["source"] for row in samples} == {"sums", "verl", "game"}
     # The same run, stopped after two steps.
     train("r.yaml", "output=other", "steps=2")
@@ -75,7 +88,7 @@ def test_a_mixture_of_rewards_and_an_environment(tmp_path: Path, capsys: pytest.
     assert main(["inspect", "r.yaml", "--rows", "1"]) == 0
     printed = capsys.readouterr().out
     assert "verl: 1 of 4 rows that are read" in printed
-    assert "All rows of verl.jsonl:" in printed
+    assert "All rows of verl.parquet:" in printed
     assert main(["check", "r.yaml"]) == 0
     assert "# data.train, sums: 9 rows, all of them read, 2 of 4 that are read" in capsys.readouterr().out
 
@@ -123,7 +136,11 @@ def test_given_completions_of_two_data_sets_are_measured_by_themselves(tmp_path:
         ({"data__curriculum": {"by": "words"}}, "data.curriculum: {by: words} would sort several data sets into one"),
         ({"data__train.1.weight": 0}, "data.train.1.weight: 0 is not a number above 0"),
         ({"data__train.1.colums": {}}, "data.train.1.colums: unknown key. Did you mean 'columns'?"),
-        ({"data__train.1.columns": {"prompt": "qestion"}}, "verl.jsonl has the columns 'question', 'data_source'"),
+        (
+            {"data__train.1.columns": {"answer": "reward_model.ground_truht"}},
+            "Did you mean 'reward_model.ground_truth'?",
+        ),
+        ({"data__train.1.columns": {"prompt": "qestion"}}, "verl.parquet has the columns 'data_source', 'prompt'"),
         (
             {"data__train.1.reward": {"functions": ["number"]}},
             "data.train.1.reward.functions.0: the reward number wants the column 'answer'",
