@@ -32,8 +32,7 @@ from tunix.models.families.table import presets as published
 from tunix.models.quantization.rules import QuantizationConfig, Rule
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.config import RolloutConfig, RolloutMeshConfig
-from tunix.rollout.environments.config import EnvironmentConfig
-from tunix.rollout.environments.mixture import MixtureConfig, RolloutSource
+from tunix.rollout.environments.config import EnvironmentConfig, MixtureConfig, RolloutSource
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
 from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig
 

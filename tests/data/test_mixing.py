@@ -17,7 +17,7 @@ from tunix.data.tokenizer import bytes_tokenizer
 from tunix.data.types import Prompt
 from tunix.errors import UserError
 from tunix.rollout.environments.adapters import training_rows
-from tunix.rollout.environments.mixture import MixtureConfig
+from tunix.rollout.environments.config import MixtureConfig
 
 
 @pytest.fixture

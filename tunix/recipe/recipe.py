@@ -22,7 +22,7 @@ from tunix.models.families.table import FAMILIES
 from tunix.recipe.algorithms import DEFAULT, algorithm_config
 from tunix.recipe.sections import Sections, complaints
 from tunix.recipe.tiny import replaced, shrunk, toy_model
-from tunix.rollout.environments.mixture import RolloutSource
+from tunix.rollout.environments.config import RolloutSource
 from tunix.util.yaml_io import keys_set, overridden, problems, read_mapping, shown, without_effect, write_yaml
 
 SOURCE = ("path", "init", "family", "preset", "sizes", "tokenizer")

@@ -20,8 +20,7 @@ from tunix.models.families.table import preset, small, with_sizes
 from tunix.models.quantization.rules import QuantizationConfig
 from tunix.recipe.algorithms import ALGORITHMS, algorithm_config
 from tunix.rollout.config import RolloutConfig
-from tunix.rollout.environments.config import PACKAGES
-from tunix.rollout.environments.mixture import MixtureConfig
+from tunix.rollout.environments.config import PACKAGES, MixtureConfig
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig
 from tunix.util.object_store import url_of

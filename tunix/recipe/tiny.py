@@ -21,7 +21,7 @@ from tunix.hf.run_export import exported
 from tunix.models.families.table import FAMILIES, family_of_name, family_of_type, preset, read_json, small
 from tunix.recipe.sections import Sections
 from tunix.rollout.config import RolloutConfig
-from tunix.rollout.environments.mixture import MixtureConfig
+from tunix.rollout.environments.config import MixtureConfig
 from tunix.util.object_store import url_of
 from tunix.util.plugins import is_reference
 

@@ -12,8 +12,7 @@ from typing import Any
 from tunix.data.config import EPISODES, DataConfig
 from tunix.data.sources import Rows, held_out_rows, open_rows
 from tunix.errors import UserError, install_command
-from tunix.rollout.environments.config import EnvironmentConfig
-from tunix.rollout.environments.mixture import MixtureConfig
+from tunix.rollout.environments.config import EnvironmentConfig, MixtureConfig
 
 
 @dataclass(frozen=True)
