@@ -25,14 +25,14 @@ from tunix.algorithms.ppo.config import PPOConfig
 from tunix.algorithms.reward.config import RewardModelConfig
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import Config, Family, MeshConfig, ModelConfig
-from tunix.data.config import DataConfig
+from tunix.data.config import CurriculumConfig, RowsConfig
 from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import FAMILIES, SIZE_NAMES
 from tunix.models.families.table import presets as published
 from tunix.models.quantization.rules import QuantizationConfig, Rule
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.config import EvalConfig, EvalTask, RolloutConfig, RolloutMeshConfig
-from tunix.rollout.environments.config import EnvironmentConfig, MCPConfig
+from tunix.rollout.environments.config import EnvironmentConfig, MCPConfig, MixtureConfig, RolloutSource
 from tunix.rollout.rewards.config import JudgeConfig, RewardConfig, RewardFunction
 from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig
 
@@ -42,7 +42,10 @@ SECTIONS: dict[str, type[Config]] = {
     "adapter": AdapterConfig,
     "quantization": QuantizationConfig,
     "quantization rules": Rule,
-    "data": DataConfig,
+    "data": MixtureConfig,
+    "data train": RolloutSource,
+    "data eval": RowsConfig,
+    "data curriculum": CurriculumConfig,
     "algorithm (sft)": SFTConfig,
     "algorithm (grpo)": GRPOConfig,
     "algorithm (ppo)": PPOConfig,

@@ -229,3 +229,25 @@ def outcome(chat: list[dict[str, Any]], tokenizer: Tokenizer) -> object:
     except UserError as error:
         return str(error)
     return tokens.tolist(), mask.tolist(), rendered.notes
+
+
+def test_nulls_of_other_rows_in_json_lines(tmp_path: Path):
+    """`datasets` writes the keys of all rows into each line; a null that the tool declares is the author's."""
+    optional = {"type": ["string", "null"], "default": None}
+    rows = [
+        {
+            "messages": called("look", at="Oslo", unit=None),
+            "tools": [tool("look", at={"type": "string"}, unit=optional)],
+        },
+        {"messages": called("add", a=1), "tools": [tool("add", a={"type": "integer"})]},
+    ]
+    padded = json.loads(json.dumps(rows))
+    padded[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] |= {"a": None}
+    padded[0]["tools"][0]["function"]["parameters"]["properties"] |= {"a": None}
+    padded[1]["messages"][1]["tool_calls"][0]["function"]["arguments"] |= {"at": None, "unit": None}
+    padded[1]["tools"][0]["function"]["parameters"]["properties"] |= {"at": None, "unit": None}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in padded))
+    stored, settings = open_rows("rows.jsonl"), rendered_as("messages")
+    for i, row in enumerate(rows):
+        assert text_of(to_example(stored[i], TOKENIZER, settings)) == text_of(to_example(row, TOKENIZER, settings))
+    assert '"unit": null' in text_of(to_example(stored[0], TOKENIZER, settings))

@@ -105,11 +105,27 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "data.eval": "tunix.rollout.environments.guessing:secrets",
         "batch_size": 8,
     },
+    "mixture": {
+        "data.train": [
+            {"path": "train.jsonl", "weight": 2},
+            {"path": "held.jsonl", "name": "ranked", "reward": {"functions": ["rewards.py:rank"]}},
+            {
+                "path": "tunix.rollout.environments.guessing:secrets",
+                "name": "game",
+                "environment": {"name": "guessing"},
+                "reward": {"functions": []},
+            },
+        ],
+        "data.curriculum": {"by": "success", "success": 0.4, "window": 1},
+        "batch_size": 8,
+        "algorithm": {"name": "grpo", "group_size": 4, "advantage": "mean"},
+    },
+    "mixed": {"data.train": [{"path": "train.jsonl", "weight": 2}, {"path": "held.jsonl", "name": "b"}]},
     "precomputed": {"algorithm": {"name": "dpo", "reference": "precompute"}},
     "stages": {"stages": [{"steps": 2}, {"steps": 2, "optimizer": {"learning_rate": 1e-3}}], "steps": None},
     "qlora": {"adapter": {"kind": "qlora", "rank": 4, "tile": 16}},
 }
-POLICIES = ("grpo", "dapo", "ppo", "lora", "judge", "game")
+POLICIES = ("grpo", "dapo", "ppo", "lora", "judge", "game", "mixture")
 
 
 def write_algorithm(folder: Path, name: str) -> None:

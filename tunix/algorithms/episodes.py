@@ -131,6 +131,13 @@ def reward_means(groups: Groups) -> dict[str, float]:
     return {name: float(np.nanmean(x)) for name, x in rewards.items() if not np.isnan(x).all()}
 
 
+def source_means(groups: Groups, weights: Mapping[str, float]) -> dict[str, float]:
+    """The mean total reward of each data set's completions, by its name; without those of which none is scored."""
+    sources, totals = [group[0].prompt.source for group in groups], total_rewards(groups, weights)
+    by_name = {name: totals[[source == name for source in sources]] for name in dict.fromkeys(sources) if name}
+    return {name: float(np.nanmean(x)) for name, x in by_name.items() if not np.isnan(x).all()}
+
+
 def lengths_of(groups: Groups) -> np.ndarray:
     """`[P G]` number of sampled tokens of each completion."""
     return np.array([[int(episode.completion.drawn.sum()) for episode in group] for group in groups])
@@ -200,6 +207,7 @@ def report(
         **sampling_report(groups),
     }
     numbers |= {f"reward/{name}": mean for name, mean in reward_means(groups).items()}
+    numbers |= {f"reward/source/{name}": mean for name, mean in source_means(groups, weights).items()}
     failures = [why for group in groups for episode in group for why in episode.failures.values()]
     notes = [f"{len(failures)} rewards failed and are left out, for instance {failures[0]}"] if failures else []
     if left_out := [x.unscored for group in groups for x in group if x.unscored and not x.failures]:
@@ -236,6 +244,7 @@ def row(place: int, episode: Scored) -> dict[str, Any]:
     """The row of an episode of group number `place` for `samples.jsonl`."""
     return {
         "group": place,
+        **({"source": episode.prompt.source} if episode.prompt.source else {}),
         "prompt": episode.prompt.text or episode.prompt.tokens.tolist(),
         "completion": episode.text or episode.completion.tokens.tolist(),
         "rewards": {name: None if math.isnan(x) else x for name, x in episode.rewards.items()},

@@ -5,13 +5,16 @@ run folder. All that is wrong is reported together. What is printed is a recipe 
 say, with what follows from it as comments. `tunix recipes` lists the headers of the recipes that tunix brings.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tunix.config import ModelConfig, RowKind
+from tunix.data.config import DataConfig, RowsConfig, SourceConfig
+from tunix.data.curriculum import curriculum_of
+from tunix.data.mixing import kind_of, rows_read
 from tunix.data.pictures import needed_pillow
 from tunix.data.shapes import SHAPES, column, rendering
 from tunix.data.sources import Rows
@@ -25,8 +28,10 @@ from tunix.recipe.tiny import is_download, local_folder
 from tunix.rollout.environments.adapters import evaluation_rows, training_rows
 from tunix.rollout.environments.remote import read_environment
 from tunix.rollout.rewards.base import ADDED, read_reward
+from tunix.rollout.rewards.config import RewardConfig
 from tunix.rollout.rewards.rubric import read_rubric
 from tunix.run.folder import refuse_foreign_checkpoints, refuse_no_run, refuse_other_run
+from tunix.util.nested import dotted
 from tunix.util.object_store import url_of
 from tunix.util.yaml_io import write_yaml
 
@@ -126,35 +131,46 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
     train = _check_rows(recipe, "data.train", data.train, kind, report)
     if held_out := data.eval or (data.train if data.eval_split else None):
         _check_rows(recipe, "data.eval", held_out, kind, report)
-    if train is not None and recipe.epochs is not None and not data.cuts:
-        total = total_steps(len(train), recipe.batch_size, recipe.epochs)
+    if train is not None and recipe.epochs is not None and not data.divides_rows:
+        number = rows_read(train, data, recipe.epochs)
+        total = total_steps(number, recipe.batch_size, 1)
         epochs = f"{recipe.epochs} epochs" if recipe.epochs > 1 else "1 epoch"
-        report.facts.append(f"steps: {total:,} ({epochs} of {len(train):,} rows, {recipe.batch_size} at a time)")
-        report.notes += update_notes(recipe, len(train), total)
+        rows = f"{number // recipe.epochs:,} rows" + " of a mixture" * bool(data.sources)
+        report.facts.append(f"steps: {total:,} ({epochs} of {rows}, {recipe.batch_size} at a time)")
+        report.notes += update_notes(recipe, number // recipe.epochs, total)
+    if train is not None and data.curriculum is not None:
+        with report.noting("data.curriculum"):
+            curriculum_of(data, train, recipe.seed, 0)
     if data.chat_template is not None:
         with report.noting("data.chat_template"):
             template_text(str(data.chat_template))
     if data.pictures:
         with report.noting("data.pictures"):
             needed_pillow()
-    # The environment and the rewards of the run and of each task; rewards' arguments are columns of the rows.
-    worlds = [("", "rollout.", environment, rewards, train, data.columns)]
+    # The environments and the rewards of the run, of its data sets and of each task; rewards' arguments are columns of
+    # the rows.
+    if environment is not None:
+        with report.noting("rollout.environment"):
+            read_environment(environment)
+    parts = {} if train is None else {x.section.name: x for x in train.parts if x.section} or {"": train}
+    apart = {source.name for source in data.sources if source.reward is not None}
+    _check_rewards("reward", rewards, [part for name, part in parts.items() if name not in apart], data, report)
+    for number, source in enumerate(data.sources):
+        if source.environment is not None:
+            with report.noting(f"data.train.{number}.environment"):
+                read_environment(source.environment)
+        scored = [parts[source.name]] if source.name in parts else []
+        _check_rewards(f"data.train.{number}.reward", source.reward, scored, data, report)
     for number, written in enumerate(recipe.eval.tasks):
         key, task = f"eval.tasks.{number}.", written.in_run(environment, rewards)
         rollout = recipe.rollout.model_copy(update={"environment": task.environment})
         run = recipe.model_copy(update={"data": task.data_in_run(data), "rollout": rollout})
         kind = RowKind.PROMPT if task.environment is None else RowKind.ROW
         rows = _check_rows(run, f"{key}data", run.data.eval or run.data.train, kind, report)
-        worlds.append((key, key, task.environment, task.reward, rows, run.data.columns))
-    for key, section, world, scored, rows, columns in worlds:
-        if world is not None:
-            with report.noting(f"{section}environment"):
-                read_environment(world)
-        for number, function in enumerate(scored.functions if scored else ()):
-            with report.noting(f"{key}reward.functions.{number}"):
-                reward = read_reward(function, scored.deadline if scored else 0.0)
-                if rows is not None:
-                    reward.arguments([*rows[0], *columns, *ADDED])
+        if task.environment is not None:
+            with report.noting(f"{key}environment"):
+                read_environment(task.environment)
+        _check_rewards(f"{key}reward", task.reward, [] if rows is None else [rows], run.data, report)
     # The config.json of local folders, and the adapter's targets in the model; no weights are read.
     if model.init == "random":
         shape = preset(model.preset) if model.preset else small(str(model.family))
@@ -175,27 +191,50 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
             _decoder("reward.judge.model", judge.model, recipe, report)
 
 
-def _check_rows(recipe: Recipe, key: str, spec: str, kind: RowKind, report: _Report) -> Rows | None:
+def _check_rewards(
+    key: str, rewards: RewardConfig | None, parts: Sequence[Rows], data: DataConfig, report: _Report
+) -> None:
+    """Loads the functions of a section, whose arguments are columns of the rows that they score."""
+    for number, function in enumerate(rewards.functions if rewards else ()):
+        with report.noting(f"{key}.functions.{number}"):
+            reward = read_reward(function, rewards.deadline if rewards else 0.0)
+            for part in parts:
+                columns = data.of(part.section).columns if part.section else data.columns
+                reward.arguments([*dotted(part[0]), *columns, *ADDED])
+
+
+def _check_rows(
+    recipe: Recipe, key: str, spec: str | Sequence[RowsConfig], kind: RowKind, report: _Report
+) -> Rows | None:
     """Opens the rows of a key and reads the first of them, each of which has to be whole and to have the columns of the
     first one's shape; None where they are elsewhere or broken."""
-    if is_download(spec):
-        report.facts.append(f"{key}: {spec} is on the hub: its rows were not looked at (`tunix inspect` does)")
+    paths = [spec] if isinstance(spec, str) else [rows.path for rows in spec]
+    if downloads := [path for path in paths if is_download(path)]:
+        there = "are" if len(downloads) > 1 else "is"
+        report.facts.append(
+            f"{key}: {', '.join(downloads)} {there} on the hub: its rows were not looked at (`tunix inspect` does)"
+        )
         return None
     with report.noting(key):
         data, opened = recipe.data, training_rows if key == "data.train" else evaluation_rows
         rows = opened(data, recipe.rollout.environment, recipe.seed)
         assert rows is not None
-        shape = rendering(data, rows[0], f"{key}: row 1 of {rows.name}", kind).format
-        count = min(len(rows), READ)
-        for index in range(count):
-            row = rows[index]
-            for name in () if kind == RowKind.ROW else SHAPES[kind][shape]:
-                try:
-                    column(row, name, data.columns)
-                except UserError as error:
-                    raise UserError(f"{key}: row {index + 1} of {rows.name}: {error}") from error
-        read = "all of them read" if count == len(rows) else f"the first {count:,} of them read"
-        report.facts.append(f"{key}: {len(rows):,} rows, {read}")
+        total = sum(source.weight for source in data.sources)
+        for part in rows.parts or (rows,):
+            section, count = part.section, min(len(part), READ)
+            config, reads = data.of(section) if section else data, kind_of(section, data, kind)
+            shape = rendering(config, part[0], f"{key}: row 1 of {part.name}", reads).format
+            for index in range(count):
+                row = part[index]
+                for name in () if reads == RowKind.ROW else SHAPES[reads][shape]:
+                    try:
+                        column(row, name, config.columns)
+                    except UserError as error:
+                        raise UserError(f"{key}: row {index + 1} of {part.name}: {error}") from error
+            read = "all of them read" if count == len(part) else f"the first {count:,} of them read"
+            share = f", {section.weight:g} of {total:g} that are read" if isinstance(section, SourceConfig) else ""
+            name = f"{key}, {section.name}" if section else key
+            report.facts.append(f"{name}: {len(part):,} rows, {read}{share}")
         return rows
     return None
 

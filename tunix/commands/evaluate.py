@@ -191,8 +191,13 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
     elif options.options is not None:
         raise UserError(f"--options {options.options}: changes nothing without --environment, whose they are")
     makes_rows = options.data is None and options.environment is not None and environment and environment.package
+    sources = recipe.data.sources if recipe is not None and options.data is None and not makes_rows else ()
+    if any(source.reward or source.environment for source in sources):
+        raise UserError(
+            f"{name} has rewards or environments for each of its data sets: name one, `tunix eval {name} FILE`"
+        )
     if options.data is not None:
-        rows = open_held_out(options.data, options.split)
+        rows = open_held_out(options.data, options.split, recipe.data.columns.values() if recipe else ())
     elif makes_rows:
         data = DataConfig(train=EPISODES, eval=EPISODES)
         rows = evaluation_rows(data, environment, recipe.seed if recipe else options.seed)

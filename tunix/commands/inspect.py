@@ -66,30 +66,51 @@ def show(recipe: Recipe, rows: int | None = None, console: Console | None = None
         with tempfile.TemporaryDirectory() as folder:
             inputs = open_inputs(run, Path(folder))
             algorithm = algorithm_class(run.algorithm.name)(run.algorithm)
-            examples = Examples(inputs.train, inputs.tokenizer, run.data, row_kind_of(run, algorithm))
-            shown = rows or (3 if examples.train_on == RowKind.ROW else 4)
-            seen = list(examples.first(max(shown, ACCOUNTED)))
-            episodes = dict[int, Scored]()
-            if examples.train_on == RowKind.ROW and inputs.tokenizer is not None:
-                episodes = _episodes(run, inputs.tokenizer, seen[:shown], actions)
-            pieces = _pieces(seen[:shown], Cutter(run.data, examples.train_on), run.batch_size)
-            for number, parts in enumerate(pieces, start=1):
-                for part, example in enumerate(parts, start=1):
-                    place = f"{number}, piece {part} of {len(parts)}" if len(parts) > 1 else str(number)
-                    _show_example(place, example, examples, console, episodes.get(number - 1))
-                for rule, text in _lost(examples, number - 1, seen[number - 1]):
-                    said = isinstance(seen[number - 1], Dropped)
-                    console.print(text if said else f"{rule}: {text}", markup=False, soft_wrap=True)
-                console.print()
+            whole = Examples(inputs.train, inputs.tokenizer, run.data, row_kind_of(run, algorithm))
             packed = None if algorithm.train_on == RowKind.PROMPT else layout(algorithm)
-            _show_totals(seen, run.batch_size, packed, examples, console)
-            rest = enumerate(seen[shown:], start=shown)
-            lines = ((i, rule, text) for i, example in rest for rule, text in _lost(examples, i, example))
-            for count, (i, rule, text) in enumerate(lines):
-                if count == LISTED:
-                    console.print(f"and so on; --rows {len(seen)} shows all", markup=False)
-                    break
-                console.print(f"row {i + 1}: {rule}: {text}", markup=False, soft_wrap=True)
+            total = sum(source.weight for source in run.data.sources)
+            for examples in whole.parts or [whole]:
+                part = run
+                for source in (source for source in run.data.sources if source.name == examples.source):
+                    share = f"{source.weight:g} of {total:g} rows that are read"
+                    console.print(f"{source.name}: {share}\n", style="bold", markup=False)
+                    environment = source.environment or run.rollout.environment
+                    rollout = run.rollout.model_copy(update={"environment": environment})
+                    part = run.model_copy(update={"rollout": rollout, "reward": source.reward or run.reward})
+                shown = rows or (3 if examples.train_on == RowKind.ROW else 4)
+                seen, episodes = list(examples.first(max(shown, ACCOUNTED))), dict[int, Scored]()
+                if examples.train_on == RowKind.ROW and inputs.tokenizer is not None:
+                    episodes = _episodes(part, inputs.tokenizer, seen[:shown], actions)
+                _show_rows(examples, seen, shown, episodes, run.batch_size, packed, console)
+
+
+def _show_rows(
+    examples: Examples,
+    seen: list[Kept | Dropped],
+    shown: int,
+    episodes: Mapping[int, Scored],
+    batch_size: int,
+    packed: Layout | None,
+    console: Console,
+) -> None:
+    """Prints the first examples of a data set, its accounting, and what of further rows was refused or left out."""
+    pieces = _pieces(seen[:shown], Cutter(examples.config, examples.train_on), batch_size)
+    for number, parts in enumerate(pieces, start=1):
+        for part, example in enumerate(parts, start=1):
+            place = f"{number}, piece {part} of {len(parts)}" if len(parts) > 1 else str(number)
+            _show_example(place, example, examples, console, episodes.get(number - 1))
+        for rule, text in _lost(examples, number - 1, seen[number - 1]):
+            said = isinstance(seen[number - 1], Dropped)
+            console.print(text if said else f"{rule}: {text}", markup=False, soft_wrap=True)
+        console.print()
+    _show_totals(seen, batch_size, packed, examples, console)
+    rest = enumerate(seen[shown:], start=shown)
+    lines = ((i, rule, text) for i, example in rest for rule, text in _lost(examples, i, example))
+    for count, (i, rule, text) in enumerate(lines):
+        if count == LISTED:
+            console.print(f"and so on; --rows {len(seen)} shows all", markup=False)
+            break
+        console.print(f"row {i + 1}: {rule}: {text}", markup=False, soft_wrap=True)
 
 
 def _pieces(examples: list[Kept | Dropped], cut: Cutter, size: int) -> Iterator[list[Kept | Dropped]]:
@@ -214,7 +235,7 @@ def _lost(examples: Examples, index: int, example: Kept | Dropped) -> Iterator[t
         shown = example.detail or _shortened(json.dumps(rows[index], ensure_ascii=False, default=str))
         yield f"dropped, {example.reason}", shown
         return
-    if example.truncated:
+    if example.truncated and settings.turns != "each":  # of turns a note says it
         whole = to_example(rows[index], tokenizer, replace(settings, uncut=True), folder=rows.folder)
         assert isinstance(whole, Kept), "it was kept before"
         for cut, uncut in zip(example.sequences, whole.sequences, strict=True):
@@ -263,6 +284,8 @@ def _show_totals(
     console.print(f"{some} rows of {rows.name}:", markup=False)
     # Rows that are too long: how many were truncated, or into how many pieces they were cut.
     cuts = [("    truncated", account.truncated, f"cut at {_limit(settings)} tokens")]
+    if config.turns == "each":
+        cuts.append(("    turns", account.pieces, "each a sequence of a batch"))
     if settings.uncut:
         cuts = [
             ("    pieces", account.pieces, f"of at most {config.max_length} tokens, each a sequence of a batch"),

@@ -30,6 +30,7 @@ Axes: T time.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
@@ -42,6 +43,7 @@ import numpy as np
 from tunix.config import LOSS_WEIGHTS, RowKind
 from tunix.data.chat import Rendered, common_prefix, render_chat, render_prompt
 from tunix.data.config import DataConfig
+from tunix.data.mixing import kind_of
 from tunix.data.packing import shared_tokens
 from tunix.data.pictures import IMAGES, images_of, with_marks
 from tunix.data.shapes import (
@@ -59,6 +61,7 @@ from tunix.data.shapes import (
     refuse_half_texts,
     rendering,
     template_variables,
+    without_padding,
 )
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
@@ -68,6 +71,7 @@ from tunix.data.types import (
     CUT_EQUAL,
     EMPTY,
     EQUAL,
+    LATER_TURNS,
     NO_COMMON_PROMPT,
     NO_PROMPT,
     NOTHING_TRAINED,
@@ -76,6 +80,7 @@ from tunix.data.types import (
     TOO_LONG,
     Dropped,
     Kept,
+    Note,
     Refused,
 )
 from tunix.errors import UserError
@@ -109,19 +114,41 @@ class Examples:
             UserError: the first row is of no known shape.
         """
         self.rows, self.tokenizer, self.config, self.train_on = rows, tokenizer, config, train_on
+        self.source = rows.section.name if rows.section else ""
+        """The name of the data set, where it is one of several."""
+        self.parts: list[Examples] = []
+        """Those of each data set, one after the other, where rows are of several."""
+        for part in rows.parts:
+            assert part.section is not None, "joined with its section"
+            kind = kind_of(part.section, config, train_on)
+            self.parts.append(Examples(part, tokenizer, config.of(part.section), kind, vocab_size))
+        if self.parts:
+            self.settings = self.parts[0].settings
+            return
         self.settings = rendering(config, rows[0], f"row 1 of {rows.name}", train_on, vocab_size)
-        """How they are rendered."""
+        """How they are rendered; of several data sets, the first one's."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, i: int) -> Kept | Dropped:
         """The example of row `i`; raises UserError as `to_example` does."""
-        where = f"row {i + 1} of {self.rows.name}"
-        return to_example(self.rows[i], self.tokenizer, self.settings, where, self.rows.folder)
+        place = i
+        for part in self.parts:
+            if place < len(part):
+                example = part[place]
+                break
+            place -= len(part)
+        else:
+            where = f"row {i + 1} of {self.rows.name}"
+            example = to_example(self.rows[i], self.tokenizer, self.settings, where, self.rows.folder)
+            example = replace(example, source=self.source) if self.source else example
+        return replace(example, number=i) if isinstance(example, Kept) else example
 
     def first(self, limit: int | None = None) -> Iterator[Kept | Dropped]:
-        """The first `limit` of them in file order, or all."""
+        """The first `limit` of them in file order, of each data set, or all."""
+        if self.parts:
+            return itertools.chain.from_iterable(part.first(limit) for part in self.parts)
         return (self[i] for i in range(len(self) if limit is None else min(limit, len(self))))
 
     def sequences(self, limit: int | None = None) -> Iterator[Sequence]:
@@ -155,6 +182,8 @@ def to_example(
             if settings.format != "tokens":
                 theirs = columns.get(name, name)
                 refuse_half_texts(row.get(theirs), theirs)
+        if row.get(columns.get("tools", "tools")) is not None and settings.format != "tokens":
+            row = without_padding(row, data)
         # The row's pictures are marked in its text, and the tokenizer is told their grids.
         sees = settings.train_on.is_text or settings.train_on in (RowKind.PAIRS, RowKind.PROMPT)
         if tokenizer is not None and reader is not None and sees:
@@ -184,7 +213,7 @@ def to_example(
         sides = (
             render_pair(row, tokenizer, settings)
             if settings.train_on == RowKind.PAIRS
-            else (render_row(row, tokenizer, settings),)
+            else render_rows(row, tokenizer, settings)
         )
         if not is_finite(weight := column(row, "weight", columns, 1.0)) or weight < 0:
             raise UserError(f"weight is {weight!r}, not a finite number of at least 0")
@@ -209,6 +238,7 @@ def to_example(
             raise UserError(
                 f"{where}: token id {tokens.max()} is beyond the model's vocabulary of {settings.vocab_size}"
             )
+    turns = len(sides)
     if settings.train_on == RowKind.PROMPT:
         # One that is too long keeps its end, which contains the question.
         (prompt, _), limit = sides[0], data.longest_prompt
@@ -229,22 +259,29 @@ def to_example(
             side.mask[:1] = False  # nothing predicts the first token
         if not all(side.mask.any() for side in sides):
             return Dropped(NOTHING_TRAINED)
-        if len(sides) == 2 and np.array_equal(sides[0].tokens, sides[1].tokens):
+        compared = settings.train_on == RowKind.PAIRS
+        if compared and np.array_equal(sides[0].tokens, sides[1].tokens):
             return Dropped(EQUAL)
         limit, key = data.max_length, "max_length"
         if settings.train_on == RowKind.PAIRS and data.completion_length is not None:
             shared = shared_tokens([Sequence(side.tokens, side.mask) for side in sides])
             limit, key = min((limit, key), (shared + data.completion_length, "completion_length"))
         too_long = _too_long([side.tokens for side in sides], limit, key, settings, where)
+        cut_away = Dropped(CUT_AWAY)
         if too_long and data.on_overflow == "drop":
-            return Dropped(TOO_LONG if key == "max_length" else COMPLETION_TOO_LONG)
+            cut_away = Dropped(TOO_LONG if key == "max_length" else COMPLETION_TOO_LONG)
+            sides = tuple(side for side in sides if len(side.tokens) <= limit) if settings.turns == "each" else ()
         end = None if settings.uncut else limit
+        if settings.turns == "each":  # the turns that have room
+            sides = tuple(side for side in sides if side.mask[:end].any())
+        if not sides:
+            return cut_away
         weights = sides[0].weights
         per_token = {} if weights is None else {LOSS_WEIGHTS: weights[:end]}
         sequences = tuple(Sequence(side.tokens[:end], side.mask[:end], weight, per_token, values) for side in sides)
         if not all(sequence.loss_mask.any() for sequence in sequences):
             return Dropped(CUT_AWAY)
-        if len(sides) == 2 and np.array_equal(sequences[0].tokens, sequences[1].tokens):
+        if compared and np.array_equal(sequences[0].tokens, sequences[1].tokens):
             return Dropped(CUT_EQUAL)
         kept_row = {}
     if reader is not None:
@@ -257,6 +294,8 @@ def to_example(
         except UserError as error:
             raise UserError(f"{where}: {error}") from error
     notes = tuple(note for side in sides for note in side.notes)
+    if len(sides) < turns:
+        notes += (Note(LATER_TURNS, f"{turns - len(sides)} of {turns}"),)
     return Kept(sequences, too_long, kept_row, notes)
 
 
@@ -435,6 +474,45 @@ def _refuse_padding(tokens: np.ndarray, name: str, tokenizer: Tokenizer | None, 
                 f"{name} {where} with {number} x {tokenizer.hf.pad_token} (id {pad}), padding that would be trained or "
                 f"seen by later tokens: leave it out, tunix packs rows itself{marked}"
             )
+
+
+def render_rows(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> tuple[Rendered, ...]:
+    """Tokens and mask of a row that becomes one sequence, or one for each of the assistant's turns (`data.turns`).
+
+    Raises:
+        UserError: a missing or malformed column; or turns are to be trained together that the template does not show
+            together as it showed each when it was the last.
+    """
+    data = settings.data
+    messages, before = list[dict[str, Any]](), 0
+    part = settings.turns
+    if part and settings.format == "messages":
+        messages = as_messages(column(row, "messages", data.columns))
+    elif part and settings.format == "prompt_completion":
+        prompt, completion = (column(row, name, data.columns) for name in ("prompt", "completion"))
+        if not (isinstance(prompt, str) or isinstance(completion, str)):
+            messages, before = [*as_messages(prompt), *as_messages(completion)], len(prompt)
+    turns = [k for k, message in enumerate(messages) if k >= before and message["role"] == "assistant"]
+    if not turns:
+        return (render_row(row, tokenizer, settings),)
+    assert tokenizer is not None
+    variables = template_variables(row, data)
+    # Each turn as the end of a conversation; only those that are trained are.
+    shown = {k: render_chat(messages[: k + 1], tokenizer, trained_from=k, **variables) for k in turns}
+    if part == "last":
+        return (shown[turns[-1]],)
+    if part == "each":
+        return tuple(turn for turn in shown.values() if turn.mask.any()) or (shown[turns[-1]],)
+    whole = render_chat(messages, tokenizer, trained_from=before, **variables)
+    for k, turn in shown.items():
+        end = int(np.flatnonzero(turn.mask)[-1]) + 1 if turn.mask.any() else 0
+        if not np.array_equal(turn.tokens[:end], whole.tokens[:end]):
+            raise UserError(
+                f"message {k + 1} (assistant): the chat template shows this turn, or what comes before it, in another "
+                "way when the conversation goes on, so that not all turns can be trained together: set data.turns to "
+                "each or last"
+            )
+    return (whole,)
 
 
 def render_row(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Rendered:

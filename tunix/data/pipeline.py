@@ -20,6 +20,7 @@ continues the text where the batch before it stopped.
 Axes: T time.
 """
 
+import copy
 import itertools
 import json
 import threading
@@ -34,10 +35,12 @@ import grain
 import numpy as np
 
 from tunix.config import RowKind
-from tunix.data.config import DataConfig
+from tunix.data.config import DataConfig, whole_weights
+from tunix.data.curriculum import Curriculum
 from tunix.data.examples import Examples, prompt_text
+from tunix.data.mixing import Interleaved
 from tunix.data.packing import pack, row_length
-from tunix.data.sources import Table
+from tunix.data.sources import Rows, Table
 from tunix.data.types import CUT_AWAY, Accounting, Dropped, Kept, Note, Packed, Prompt
 from tunix.distributed import processes
 from tunix.errors import UserError
@@ -60,10 +63,11 @@ class Cutter:
     def __init__(self, config: DataConfig, train_on: RowKind) -> None:
         """Starts at the beginning of a row and of a batch."""
         self._length = config.max_length if config.cuts and train_on.is_text else None
+        self._each = config.turns == "each" and train_on == RowKind.COMPLETION
         self._wrapped = config.packing == "wrapped"
         self._room = self._length or 0
         self.begin = 0
-        """Tokens of the row that are taken."""
+        """Tokens of the row that are taken, or turns."""
         self.pieces = 0
         """Pieces of it with something to train on."""
 
@@ -83,6 +87,12 @@ class Cutter:
         Returns:
             The piece, None where nothing in it is trained; the counts that it adds; whether nothing of the row is left.
         """
+        if isinstance(example, Kept) and self._each:
+            turn, self.begin = self.begin, self.begin + 1
+            finished = self.begin == len(example.sequences)
+            self.begin = 0 if finished else self.begin
+            account = replace(Accounting() if turn else Accounting.of(example), pieces=1)
+            return replace(example, sequences=(example.sequences[turn],)), account, finished
         if isinstance(example, Dropped) or self._length is None:
             return example if isinstance(example, Kept) else None, Accounting.of(example), True
         (whole,) = example.sequences
@@ -95,11 +105,12 @@ class Cutter:
         mask[:1] = False
         trained, finished = bool(mask.any()), end == total
         # A row counts with its first piece, or at its end where it has none.
-        if trained:
-            first = int(not self.pieces)
-            account = Accounting(rows=first, kept=first, pieces=1)
+        if trained and self.pieces:
+            account = Accounting(pieces=1)
+        elif trained:
+            account = replace(Accounting.of(replace(example, notes=())), pieces=1)
         elif finished and not self.pieces:
-            account = Accounting(rows=1, dropped={CUT_AWAY: 1}, untrained=1)
+            account = replace(Accounting.of(Dropped(CUT_AWAY, source=example.source)), untrained=1)
         else:
             account = Accounting(untrained=1)
         self._room -= end - begin if trained and self._wrapped else 0
@@ -222,7 +233,7 @@ class Groups(Generic[T]):
         cut: Cutter,
         size: int,
         make: Callable[[list[Kept], Accounting], T] = lambda group, accounting: (group, accounting),
-        unusable: tuple[int, str] | None = None,
+        unusable: Mapping[str, Rows] | None = None,
     ) -> None:
         """Starts at the first place.
 
@@ -231,8 +242,8 @@ class Groups(Generic[T]):
             cut: cuts rows into pieces.
             size: kept rows or pieces of a group.
             make: turns a group, and the accounting up to there, into an item.
-            unusable: after how many rows of which none is kept it is an error, and the rows' name; None for
-                never.
+            unusable: the rows by the name of their data set, of which it is an error if all were read and none kept;
+                None for never.
         """
         self._examples, self._cut, self._size = examples, cut, size
         self._make, self._unusable = make, unusable
@@ -258,11 +269,16 @@ class Groups(Generic[T]):
             if finished:
                 self._next += 1
                 self._example = None
-            if self._unusable and not self.accounting.kept and self.accounting.rows >= self._unusable[0]:
-                last = f"; of the last one, {example.detail}" if isinstance(example, Dropped) and example.detail else ""
-                raise UserError(
-                    f"{self._unusable[1]}: nothing in it can be trained on: {reasons(self.accounting)}{last}"
-                )
+            name, account = example.source, self.accounting
+            kept, dropped = account.kept_of.get(name, 0), account.dropped_of.get(name, 0)
+            if not name:
+                kept, dropped = account.kept, account.rows - account.kept
+            if self._unusable and not kept and dropped >= len(rows := self._unusable[name]):
+                why = f"all {dropped} rows are dropped" if name else reasons(account)
+                last = ""
+                if isinstance(example, Dropped) and (example.detail or name):
+                    last = f"; of the last one, {example.detail or example.reason}"
+                raise UserError(f"{rows.name}: nothing in it can be trained on: {why}{last}")
             if piece:
                 group.append(piece)
         if not group:
@@ -289,6 +305,33 @@ class Groups(Generic[T]):
             self._examples.stop()
 
 
+class Selection(Interleaved, grain.transforms.DatasetSelectionMap):
+    """An interleave as Grain's map of places to data sets."""
+
+
+def order_of(examples: Examples, seed: int, epochs: int | None) -> grain.MapDataset:
+    """The numbers of rows in the order in which a run reads them: shuffled in every epoch anew, or in file order.
+
+    Several data sets are interleaved in the ratios of their weights, until the first of them has been read `epochs`
+    times; each has an order of its own.
+
+    Args:
+        examples: the rows.
+        seed: of the order.
+        epochs: None continues without end.
+    """
+    orders: list[grain.MapDataset] = []
+    begin = 0
+    for number, part in enumerate(examples.parts or [examples]):
+        order: grain.MapDataset = grain.MapDataset.range(begin, begin + len(part)).seed((seed + number) % 2**32)
+        orders.append((order.shuffle() if examples.config.shuffle else order).repeat(epochs))
+        begin += len(part)
+    if not examples.parts:
+        return orders[0]
+    weights = whole_weights([source.weight for source in examples.config.sources])
+    return grain.MapDataset.select_from_datasets(orders, Selection([len(order) for order in orders], weights))
+
+
 def shuffled(
     examples: Examples,
     size: int,
@@ -296,6 +339,7 @@ def shuffled(
     epochs: int | None,
     make: Callable[[list[Kept], Accounting], T] = lambda group, accounting: (group, accounting),
     divided: bool = False,
+    curriculum: Curriculum | None = None,
 ) -> Groups[T]:
     """Groups of kept rows in Grain's order, or in file order with `shuffle: false`.
 
@@ -306,12 +350,13 @@ def shuffled(
         epochs: None continues without end.
         make: see `Groups`.
         divided: whether all processes of the run render rows together, and go through them in the same order.
+        curriculum: sorts the order; None for none.
     """
-    order: grain.MapDataset = grain.MapDataset.range(len(examples)).seed(seed % 2**32)
-    rows = (order.shuffle() if examples.config.shuffle else order).repeat(epochs).map(examples.__getitem__)
+    order = order_of(examples, seed, epochs)
+    rows = (order if curriculum is None else curriculum.order(order)).map(examples.__getitem__)
     source = Divided(rows, f"rows/{next(_streams)}") if divided and processes.number() > 1 else rows
     cut = Cutter(examples.config, examples.train_on)
-    return Groups(source, cut, size, make, (len(examples), examples.rows.name))
+    return Groups(source, cut, size, make, {part.source: part.rows for part in examples.parts or [examples]})
 
 
 def pictures_of_row(config: DataConfig, together: int) -> int:
@@ -459,27 +504,55 @@ class Batches(Stream[Packed]):
 class Prompts(Stream[tuple[Kept, Accounting]]):
     """A stream of prompts, in the same seeded, resumable order as `Batches`."""
 
-    def __init__(self, examples: Examples, seed: int, epochs: int | None = None) -> None:
-        """Sets up the stream with the arguments of `Batches`; of `RowKind.ROW` an environment makes the prompts."""
+    def __init__(
+        self, examples: Examples, seed: int, epochs: int | None = None, curriculum: Curriculum | None = None
+    ) -> None:
+        """Sets up the stream with the arguments of `Batches`; of `RowKind.ROW` an environment makes the prompts. A
+        curriculum passes some over, or sorts them."""
         # Prompts are short, and all processes need all of them soon: each renders them itself.
-        groups = shuffled(examples, 1, seed, epochs, lambda group, accounting: (group[0], accounting))
+        groups = shuffled(
+            examples, 1, seed, epochs, lambda group, accounting: (group[0], accounting), curriculum=curriculum
+        )
         super().__init__(examples, groups, _PREFETCHED_PROMPTS)
+        self.curriculum = curriculum
         self.accounting = Accounting()
         """Counts of the rows read so far, up to the last prompt handed out."""
 
     def take(self, number: int) -> list[Prompt]:
         """The next `number` prompts; fewer where the last epoch is exhausted."""
         prompts: list[Prompt] = []
-        for kept, accounting in itertools.islice(self, number):
-            prompts.append(prompt_of(kept))
-            self.accounting = accounting
+        while len(prompts) < number and (item := next(self, None)) is not None:
+            kept, self.accounting = item
+            if self.curriculum is None or self.curriculum.takes(kept, self.accounting.rows):
+                prompts.append(prompt_of(kept))
         return prompts
+
+    def get_state(self) -> dict[str, Any]:
+        """The position after the last prompt, with the state of the curriculum."""
+        state = super().get_state()
+        return state if self.curriculum is None else {**state, "curriculum": copy.deepcopy(self.curriculum.state)}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continues from a saved position; see `Stream.set_state`.
+
+        Raises:
+            UserError: the data has other rows, or the run another length than its prompts were sorted for.
+        """
+        if self.curriculum is not None:
+            saved, prompts = state["curriculum"], self.curriculum.state.get("prompts")
+            if saved.get("prompts") != prompts:
+                raise UserError(
+                    f"data.curriculum: {{by: {saved['by']}}} has sorted the {saved['prompts']} prompts of a whole run, "
+                    f"which now takes {prompts}: set steps and epochs as they were, or start over with --fresh"
+                )
+            self.curriculum.state = copy.deepcopy(dict(saved))
+        super().set_state(state)
 
 
 def prompt_of(kept: Kept) -> Prompt:
     """The prompt of a kept row."""
     (prompt,) = kept.sequences
-    return Prompt(prompt.tokens, prompt_text(kept.row), kept.row, prompt.pictures)
+    return Prompt(prompt.tokens, prompt_text(kept.row), kept.row, prompt.pictures, kept.source, kept.number)
 
 
 def _counts(kept: Kept) -> bool:

@@ -21,6 +21,7 @@ from tunix.data.config import DataConfig
 from tunix.data.pictures import IMAGES
 from tunix.data.tokenizer import refuse_half_characters
 from tunix.errors import UserError, nearest
+from tunix.util.nested import dotted
 
 Row = Mapping[str, Any]
 _ARGUMENTS = {"messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template"}
@@ -46,13 +47,41 @@ def column(row: Row, name: str, columns: Mapping[str, str], *default: Any) -> An
         return default[0]
     if theirs in row:
         raise UserError(f"the column {theirs!r} is null")
-    raise UserError(f"there is no column {theirs!r}; it has {listed(row)}.{nearest(theirs, map(str, row))}")
+    names = list(dotted(row)) if "." in theirs else [str(name) for name in row]
+    raise UserError(f"there is no column {theirs!r}; it has {listed(row)}.{nearest(theirs, names)}")
 
 
 def as_messages(value: Any) -> list[dict[str, Any]]:
     """The messages of a column, without the keys that Arrow filled with null because another row has them."""
     check_messages(value)
-    return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in value]
+    messages = [{k: v for k, v in message.items() if v is not None or k == "content"} for message in value]
+    for message in messages:
+        if isinstance(parts := message.get("content"), list | tuple):
+            message["content"] = [{k: v for k, v in part.items() if v is not None} for part in parts]
+    return messages
+
+
+def without_padding(row: Row, data: DataConfig) -> Row:
+    """The row without null arguments that the called tool does not declare: those of other rows' tools, as `datasets`
+    writes them into JSON lines."""
+    tools = [tool.get("function", tool) for tool in template_variables(row, data).get("tools", ())]
+    declared = {tool.get("name"): (tool.get("parameters") or {}).get("properties") or {} for tool in tools}
+
+    def called(call: Any) -> Any:
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        if function.get("name") not in declared or not isinstance(arguments := function.get("arguments"), Mapping):
+            return call
+        known = declared[function["name"]]
+        function = {**function, "arguments": {k: v for k, v in arguments.items() if v is not None or k in known}}
+        return {**call, "function": function} if "function" in call else function
+
+    def spoken(message: Any) -> Any:
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        return {**message, "tool_calls": [called(call) for call in calls]} if isinstance(calls, list) else message
+
+    chats = {data.columns.get(name, name) for name in ("messages", "prompt", "completion", "chosen", "rejected")}
+    changed = {name: [spoken(x) for x in row[name]] for name in chats if isinstance(row.get(name), list)}
+    return {**row, **changed}
 
 
 def template_variables(row: Row, data: DataConfig) -> dict[str, Any]:
@@ -84,7 +113,13 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """A tool whose parameters are an object, also where they are JSON."""
     if isinstance(tool.get("function"), Mapping):
         return {**tool, "function": _tool(tool["function"])}
-    return {**tool, "parameters": _decoded(tool["parameters"])} if "parameters" in tool else dict(tool)
+    if "parameters" not in tool:
+        return dict(tool)
+    parameters = _decoded(tool["parameters"])
+    if isinstance(parameters, Mapping) and isinstance(properties := parameters.get("properties"), Mapping):
+        # One that is null is a property of another row's tool, as `datasets` writes it into JSON lines.
+        parameters = {**parameters, "properties": {k: v for k, v in properties.items() if v is not None}}
+    return {**tool, "parameters": parameters}
 
 
 def _decoded(value: Any) -> Any:
@@ -239,6 +274,11 @@ class Rendering:
     uncut: bool = False
     """Whether sequences above the limit stay whole, e.g. for `pipeline.Cutter`."""
 
+    @property
+    def turns(self) -> Literal["last", "all", "each"] | None:
+        """Which of the assistant's turns are trained, where conversations are; None for all, as they are shown."""
+        return self.data.turns if self.train_on == RowKind.COMPLETION else None
+
 
 def rendering(
     config: DataConfig,
@@ -264,11 +304,19 @@ def rendering(
         if name not in NAMES and shapes is not PROMPTS:  # a reward may name its columns as it likes
             known = f"{', '.join(NAMES)}.{nearest(name, NAMES)}"
             raise UserError(f"data.columns maps {name!r}, which is none of our columns: {known}")
+    for name, theirs in config.columns.items():
+        if "." in theirs and theirs not in first:
+            hint = nearest(theirs, dotted(first))
+            raise UserError(
+                f"{where}: data.columns maps {name} to {theirs!r}, which is not there; it has {listed(first)}.{hint}"
+            )
     shape = "tokens" if train_on == RowKind.ROW else config.format
     if shape == "auto":
         shape = detect_format(first, config.columns, where, shapes)
     elif shape not in shapes:
         raise UserError(f"data.format is {shape!r}, but {train_on.words} are read from {', '.join(shapes)}")
+    if config.turns and train_on == RowKind.COMPLETION and shape not in ("messages", "prompt_completion"):
+        raise UserError(f"data.turns: {config.turns} is about messages, and {where} has {shape}; leave it out")
     for name in (*shapes[shape], "prompt"):
         if _is_sharegpt(first.get(theirs := config.columns.get(name, name))):
             raise UserError(f"{where}: {_sharegpt(theirs, shapes)}")

@@ -30,8 +30,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
-from tunix.data.config import DataConfig
+from tunix.data.config import EPISODES, DataConfig, RowsConfig
 from tunix.errors import UserError, nearest
+from tunix.util.nested import reached
 from tunix.util.plugins import is_reference, load_object
 from tunix.util.yaml_io import parse_yaml
 
@@ -455,6 +456,7 @@ class Rows:
         folder: Path | None = None,
         split: str | None = None,
         files: Iterable[Path] = (),
+        columns: Iterable[str] = (),
     ) -> None:
         """Names a table; `open_rows` is the usual way to get one.
 
@@ -464,6 +466,7 @@ class Rows:
             folder: where relative paths in the rows begin; None for the working directory.
             split: which split of a dataset they are; None where it has no splits.
             files: those that they are read from, where that is known.
+            columns: dotted names of columns within columns, which rows have as columns of these names.
 
         Raises:
             UserError: there are no rows.
@@ -472,8 +475,22 @@ class Rows:
             raise UserError(f"{name} is empty: there are no rows to read")
         self.name, self.folder, self.split = name, folder, split
         self.files = frozenset(file.resolve() for file in files)
-        self._table = table
+        self.parts: tuple[Rows, ...] = ()
+        """The rows of each data set, one after the other, where they are of several; else empty."""
+        self.section: RowsConfig | None = None
+        """The recipe's item for these rows, where they are one of several data sets."""
+        self._table, self._nested = table, tuple(name for name in columns if "." in name)
         self._pads = _is_arrow(table)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rows], sections: Sequence[RowsConfig]) -> Rows:
+        """The rows of several data sets, one after the other, with the recipe's item for each."""
+        for part, section in zip(parts, sections, strict=True):
+            part.section = section
+        rows = cls(" + ".join(part.name for part in parts), Chain(parts))
+        rows.files = frozenset(file for part in parts for file in part.files)
+        rows.parts = tuple(parts)
+        return rows
 
     def __len__(self) -> int:
         return len(self._table)
@@ -483,6 +500,8 @@ class Rows:
         row = self._table[i]
         if not isinstance(row, Mapping):
             raise UserError(f"row {i + 1} of {self.name} is {row!r:.80}, not an object with columns")
+        # Before nulls within columns are left out: one that is reached is there, and null.
+        row = reached(row, self._nested) if self._nested else row
         return dict(_without_padding(row) if self._pads else row)
 
     @cached_property
@@ -495,6 +514,8 @@ class Rows:
         Raises:
             UserError: one of these rows cannot be read.
         """
+        if self.parts:
+            return hashlib.sha256(" ".join(part.digest for part in self.parts).encode()).hexdigest()
         try:
             json.dumps(self[0])
             most = COMPARED
@@ -539,7 +560,7 @@ class _Source:
     files: Mapping[str, list[Path]] | None = None
     """The files of each split, where they are known."""
 
-    def rows(self, split: str) -> Rows:
+    def rows(self, split: str, columns: Iterable[str] = ()) -> Rows:
         """The rows of a split; an iterable without access by number is read into memory.
 
         Raises:
@@ -556,10 +577,10 @@ class _Source:
             raise UserError(f"{self.name} gives {rows!r:.80}, not a list or an iterable of rows")
         table = rows if isinstance(rows, Table) else list(rows)
         files = self.files[split] if self.files else ()
-        return Rows(self.name, table, self.folder, split if self.has_splits else None, files)
+        return Rows(self.name, table, self.folder, split if self.has_splits else None, files, columns)
 
 
-def open_rows(spec: str | Path | Table | Iterable[Any], split: str | None = None) -> Rows:
+def open_rows(spec: str | Path | Table | Iterable[Any], split: str | None = None, columns: Iterable[str] = ()) -> Rows:
     """Opens a dataset for random access.
 
     Args:
@@ -567,21 +588,26 @@ def open_rows(spec: str | Path | Table | Iterable[Any], split: str | None = None
             configuration as `owner/name:config`; `module:function` or `file.py:function`, called without arguments;
             or rows themselves: a list, any iterable of dicts, or a mapping of split to rows.
         split: the split's name; None takes `train`, or the first one.
+        columns: names that are read; a dotted one such as `reward_model.ground_truth` is a column within a column.
 
     Raises:
         UserError: nothing exists there, the form is unknown, the split does not exist, or there are no rows.
     """
     source = _source(spec)
-    return source.rows(split or ("train" if "train" in source.splits else next(iter(source.splits), "train")))
+    split = split or ("train" if "train" in source.splits else next(iter(source.splits), "train"))
+    return source.rows(split, columns)
 
 
-def open_held_out(spec: str | Path | Table | Iterable[Any], split: str | None = None) -> Rows:
+def open_held_out(
+    spec: str | Path | Table | Iterable[Any], split: str | None = None, columns: Iterable[str] = ()
+) -> Rows:
     """Opens the rows of a dataset that models are measured on.
 
     Args:
         spec: see `open_rows`.
         split: the split's name; None takes the one for validation, without it the one for test, and the only one of a
             dataset that has no other.
+        columns: see `open_rows`.
 
     Raises:
         UserError: see `open_rows`; or the split is None and none or several could be meant.
@@ -589,11 +615,11 @@ def open_held_out(spec: str | Path | Table | Iterable[Any], split: str | None = 
     source = _source(spec)
     names = [split] if split else list(source.splits)
     if len(names) == 1:
-        return source.rows(names[0])
+        return source.rows(names[0], columns)
     for kind in ("validation", "test"):
         fitting = [kind] if kind in names else [name for name in names if splits_named(name) == {kind}]
         if len(fitting) == 1:
-            return source.rows(fitting[0])
+            return source.rows(fitting[0], columns)
         if fitting:
             break
     raise UserError(
@@ -602,15 +628,33 @@ def open_held_out(spec: str | Path | Table | Iterable[Any], split: str | None = 
     )
 
 
-def held_out_rows(data: DataConfig) -> Rows | None:
+def held_out_rows(data: DataConfig, episodes: Callable[[str], Rows] | None = None) -> Rows | None:
     """The rows that a recipe holds out; None where it holds out none.
+
+    Args:
+        data: the recipe's section.
+        episodes: makes the rows of an environment, by the name of their data set; None where none are asked for.
 
     Raises:
         UserError: see `open_held_out`.
     """
-    if data.eval is not None:
-        return open_held_out(data.eval, data.eval_split)
-    return open_rows(data.train, data.eval_split) if data.eval_split else None
+    columns = data.columns.values()
+    if data.held_out:
+        parts = [
+            episodes(rows.name)
+            if episodes is not None and rows.path == EPISODES
+            else open_held_out(rows.path, rows.split or data.eval_split, data.of(rows).columns.values())
+            for rows in data.held_out
+        ]
+        return Rows.joined(parts, data.held_out)
+    if data.eval == EPISODES and episodes is not None:
+        return episodes("")
+    if isinstance(data.eval, str):
+        return open_held_out(data.eval, data.eval_split, columns)
+    if data.eval_split is None:
+        return None
+    assert isinstance(data.train, str), "a mixture has no split that is held out"
+    return open_rows(data.train, data.eval_split, columns)
 
 
 def _source(spec: str | Path | Table | Iterable[Any]) -> _Source:

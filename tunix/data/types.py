@@ -36,6 +36,7 @@ THOUGHTS = "thoughts that the template leaves out"
 BEFORE_CALL = "text before a call that the template leaves out"
 REWRITTEN = "text that the template writes otherwise"
 EMPTY_TURN = "empty turns, not trained: their place is unknown"
+LATER_TURNS = "turns that max_length leaves no room for"
 NO_STOP = "turns that end without a stop token"
 
 
@@ -69,6 +70,10 @@ class Kept:
     """The row's columns under our names, where only its prompt was rendered; rewards and environments receive them."""
     notes: tuple[Note, ...] = ()
     """What the chat template left out of it, or wrote otherwise."""
+    source: str = ""
+    """The name of its data set, e.g. `chats`; empty where there is a single one."""
+    number: int = 0
+    """The row's number in the data, from 0."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,8 @@ class Dropped:
     """One of a few fixed phrases, e.g. `longer than max_length`, so that reasons can be counted."""
     detail: str = ""
     """Which part of the row it is about, and the remedy, where the reason does not say it."""
+    source: str = ""
+    """The name of its data set; empty where there is a single one."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,10 @@ class Accounting:
     """Pieces that were left out because nothing in them is trained."""
     notes: Mapping[str, int] = field(default_factory=dict)
     """Rule -> number of kept rows that have such a note."""
+    kept_of: Mapping[str, int] = field(default_factory=dict)
+    """Data set of a mixture -> number of its rows that were kept."""
+    dropped_of: Mapping[str, int] = field(default_factory=dict)
+    """Data set of a mixture -> number of its rows that were dropped."""
 
     def __post_init__(self) -> None:
         assert self.kept + sum(self.dropped.values()) == self.rows, self
@@ -112,15 +123,18 @@ class Accounting:
             self.pieces + other.pieces,
             self.untrained + other.untrained,
             dict(Counter(self.notes) + Counter(other.notes)),
+            dict(Counter(self.kept_of) + Counter(other.kept_of)),
+            dict(Counter(self.dropped_of) + Counter(other.dropped_of)),
         )
 
     @staticmethod
     def of(example: Kept | Dropped) -> Accounting:
         """The counts of one row."""
+        source = {example.source: 1} if example.source else {}
         if isinstance(example, Dropped):
-            return Accounting(rows=1, dropped={example.reason: 1})
+            return Accounting(rows=1, dropped={example.reason: 1}, dropped_of=source)
         notes = dict.fromkeys((note.rule for note in example.notes), 1)
-        return Accounting(rows=1, kept=1, truncated=int(example.truncated), notes=notes)
+        return Accounting(rows=1, kept=1, truncated=int(example.truncated), notes=notes, kept_of=source)
 
 
 @dataclass(frozen=True)
@@ -147,3 +161,7 @@ class Prompt:
     """The row's columns under our names, which rewards and environments read."""
     pictures: Pictures | None = None
     """Its pictures, e.g. one of 256 soft tokens; None where the model sees none."""
+    source: str = ""
+    """The name of its data set, e.g. `sums`; empty where there is a single one."""
+    number: int = 0
+    """The row's number in the data, from 0."""

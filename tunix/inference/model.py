@@ -312,10 +312,12 @@ def _of_chats(data: DataConfig, run: str) -> bool:
     """
     if data.chat or data.format == "messages":
         return True
+    data = data.first
+    assert isinstance(data.train, str)
     if data.format in ("text", "tokens") or data.train == EPISODES:
         return False
     try:
-        row = open_rows(data.train, data.split)[0]
+        row = open_rows(data.train, data.split, data.columns.values())[0]
     except UserError as error:
         raise UserError(
             f"{error}. They are the rows of {run}, which tell how it reads a prompt that is a string: say --raw for "

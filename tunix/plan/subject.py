@@ -217,7 +217,7 @@ def _sampled(setup: Setup, policy: Trained) -> Sampled | None:
     """The engine of a run that samples in its process, or shows samples."""
     # The largest workload: of a step, of an evaluation by rewards, or of the samples that are shown.
     recipe, spec = setup.recipe, policy.spec
-    rewarded = recipe.reward is not None or recipe.rollout.environment is not None
+    rewarded = recipe.rewarded
     held_out = bool(recipe.data.eval or recipe.data.eval_split) and recipe.algorithm.has_lm_head
     work, shown = setup.workload(recipe.eval.rows if held_out and rewarded else 0), recipe.eval.samples
     if work is None and held_out and shown:

@@ -16,11 +16,13 @@ from typing import Any, get_args
 from pydantic import ValidationError, model_validator
 
 from tunix.config import AlgorithmConfig, Config
+from tunix.data.config import CurriculumConfig
 from tunix.errors import UserError, nearest
 from tunix.models.families.table import FAMILIES
 from tunix.recipe.algorithms import DEFAULT, algorithm_config
 from tunix.recipe.sections import Sections, complaints
 from tunix.recipe.tiny import replaced, shrunk, toy_model
+from tunix.rollout.environments.config import RolloutSource
 from tunix.util.yaml_io import keys_set, overridden, problems, read_mapping, shown, without_effect, write_yaml
 
 SOURCE = ("path", "init", "family", "preset", "sizes", "tokenizer")
@@ -274,6 +276,7 @@ def known_keys(algorithm: Any) -> dict[str, list[str]]:
             kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
             inner = [kind for kind in kinds if issubclass(kind, Config) and kind is not Recipe]
             sections += [(f"{place}.{key}".lstrip("."), kind) for kind in inner]
+    keys |= {"data.train": list(RolloutSource.model_fields), "data.curriculum": list(CurriculumConfig.model_fields)}
     if isinstance(algorithm, Mapping):
         try:
             keys["algorithm"] = list(algorithm_config(algorithm).model_fields)

@@ -14,14 +14,14 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 from tunix.algorithms.distill.config import TeacherConfig
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import AlgorithmConfig, Config, MeshConfig, ModelConfig, Place, Positive, RowKind
-from tunix.data.config import EPISODES, DataConfig
+from tunix.data.config import EPISODES
 from tunix.errors import UserError
 from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import preset, small, with_sizes
 from tunix.models.quantization.rules import QuantizationConfig
 from tunix.recipe.algorithms import ALGORITHMS, algorithm_config
 from tunix.rollout.config import EvalConfig, RolloutConfig
-from tunix.rollout.environments.config import PACKAGES
+from tunix.rollout.environments.config import PACKAGES, MixtureConfig
 from tunix.rollout.rewards.config import JudgeConfig, RewardConfig
 from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig
 from tunix.util.object_store import url_of
@@ -34,7 +34,7 @@ class Sections(Config):
     adapter: AdapterConfig | None = None
     quantization: QuantizationConfig | None = None
     """Simulates rounding during training (QAT), for a model that will be quantized."""
-    data: DataConfig
+    data: MixtureConfig
     algorithm: SerializeAsAny[AlgorithmConfig] = SFTConfig()
     teacher: TeacherConfig | None = None
     """The model that the student learns from, with `algorithm: {name: distill}`."""
@@ -63,6 +63,16 @@ class Sections(Config):
     def sequences_per_update(self) -> int:
         """Number of sequences in one optimizer update."""
         return self.algorithm.sequences_per_update(self.batch_size)
+
+    @property
+    def plays(self) -> bool:
+        """Whether an environment answers the model, for the prompts of one data set at least."""
+        return self.rollout.environment is not None or any(source.in_environment for source in self.data.sources)
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether completions are scored: those of one data set at least."""
+        return self.reward is not None or self.plays or any(source.reward for source in self.data.sources)
 
     @field_validator("algorithm", mode="before")
     @classmethod
@@ -152,7 +162,7 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
             )
         blind = {
             "rollout.engine: vllm, whose servers are sent none": recipe.rollout.engine == "vllm",
-            "rollout.environment, which makes prompts of its own": recipe.rollout.environment is not None,
+            "rollout.environment, which makes prompts of its own": recipe.plays,
             "rollout.max_staleness, whose journal keeps none": recipe.rollout.max_staleness > 0,
             "reward.model, which judges the text alone": recipe.reward is not None and recipe.reward.model is not None,
             "reward.judge, which reads the text alone": recipe.reward is not None and recipe.reward.judge is not None,
@@ -176,6 +186,7 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
             f"quantization: {rules.mode} rounds activations too, which servers do not do to these weights: sample with "
             "rollout.engine: tunix"
         )
+    yield from _of_rows(recipe, staged)
     yield from _ineffective_rewards(recipe, staged)
     if recipe.reward is not None and recipe.reward.judge is not None:
         yield from _misjudged(recipe, recipe.reward.judge)
@@ -232,6 +243,44 @@ def _misjudged(recipe: Sections, judge: JudgeConfig) -> Iterator[str]:
     yield from (message for message, is_so in wrong.items() if is_so)
 
 
+def _of_rows(recipe: Sections, staged: bool) -> Iterator[str]:
+    """Messages about mixtures, curricula and turns that do not fit the rest of the recipe."""
+    data, name, rollout = recipe.data, recipe.algorithm.name, recipe.rollout
+    writes, curriculum = recipe.algorithm.reads == RowKind.PROMPT, data.curriculum
+    for number, source in enumerate(data.sources):
+        key = f"data.train.{number}"
+        for section in ("reward", "environment") if not (writes or staged) else ():
+            if getattr(source, section) is not None:
+                yield f"{key}.{section}: changes nothing for {name}, which trains on the rows' own; leave it out"
+        if source.reward is not None and (source.reward.model or (recipe.reward and recipe.reward.model)):
+            yield f"{key}.reward: a reward model scores all data sets or none; take functions here, and no reward.model"
+        scored = source.reward or source.environment or recipe.reward or rollout.environment
+        if recipe.algorithm.learns_from_rewards and recipe.rewarded and not scored:
+            yield f"{key}.reward: nothing scores the completions of {source.name}: name rewards here, or in `reward`"
+        if source.in_environment and (rollout.oversample > 1 or rollout.in_flight == "continue"):
+            setting = "oversample" if rollout.oversample > 1 else "in_flight: continue"
+            yield f"rollout.{setting}: the episodes of {source.name} cannot be paused; leave it out"
+    if data.sources and writes and isinstance(data.eval, str) and recipe.reward is None and rollout.environment is None:
+        yield "data.eval: nothing scores its completions: make it a list with the names of data.train, or set `reward`"
+    if curriculum is not None:
+        by = f"data.curriculum: {{by: {curriculum.by}}}"
+        if not writes and not staged:
+            yield f"{by} orders prompts whose completions the policy writes, and {name} trains on those of the rows"
+        if curriculum.by in ("success", "level"):
+            if not recipe.rewarded:
+                yield f"{by} reads rewards, and there are none: set `reward`, or take a column"
+            for key, is_set in {
+                "oversample": rollout.oversample > 1,
+                "max_staleness": rollout.max_staleness > 0,
+            }.items():
+                if is_set:
+                    yield f"rollout.{key}: {by} chooses prompts by what came of all before; leave one of the two out"
+        if data.sources and curriculum.by != "success":
+            yield f"{by} would sort several data sets into one order, against their weights; leave one of the two out"
+    if data.turns and recipe.algorithm.reads != RowKind.COMPLETION and not staged:
+        yield f"data.turns: {data.turns} is about conversations that are trained on as they are; {name} reads others"
+
+
 def _ineffective_rewards(recipe: Sections, staged: bool) -> Iterator[str]:
     """Messages about settings of rewards and rollouts that are missing or have no effect."""
     # Limits that have no effect where the model writes no completions; given pairs have a `completion_length`.
@@ -253,7 +302,7 @@ def _ineffective_rewards(recipe: Sections, staged: bool) -> Iterator[str]:
             yield f"eval.tasks: prompts to answer, but {why}; leave them out"
         return
     held_out = bool(recipe.data.eval or recipe.data.eval_split)
-    rewarded = recipe.reward is not None or recipe.rollout.environment is not None
+    rewarded = recipe.rewarded
     writes = recipe.algorithm.reads == RowKind.PROMPT
     tasks = recipe.eval.tasks
     yield from recipe.algorithm.complaints(recipe.batch_size)

@@ -21,6 +21,7 @@ from tunix.hf.run_export import exported
 from tunix.models.families.table import FAMILIES, family_of_name, family_of_type, preset, read_json, small
 from tunix.recipe.sections import Sections
 from tunix.rollout.config import RolloutConfig
+from tunix.rollout.environments.config import MixtureConfig
 from tunix.util.object_store import url_of
 from tunix.util.plugins import is_reference
 
@@ -108,7 +109,7 @@ def shrunk(
         tiny["micro_batch_size"] = min(sections["micro_batch_size"], sequences)
     sampled = config.reads == RowKind.PROMPT or sections["reward"] is not None or bool(sections["eval"]["tasks"])
     data = tiny["data"] = _tiny_data(sections["data"], config.reads, sampled, toy, said)
-    generated = data["train"].startswith(GENERATED)
+    generated = isinstance(data["train"], str) and data["train"].startswith(GENERATED)
     if data["eval"] or data["eval_split"]:
         tiny["eval"] = {**sections["eval"], "rows": min(sections["eval"]["rows"], EVAL_ROWS)}
     tasks = [{**task, "n": min(task["n"], TINY_BATCH)} for task in sections["eval"]["tasks"]]
@@ -207,7 +208,7 @@ def toy_model(model: ModelConfig, data: DataConfig, said: Collection[str] = ()) 
     tokenizer, sizes = "bytes", dict(SIZES)
     if place is not None and vocab_size is not None and vocab_size <= LARGEST_VOCABULARY:
         tokenizer, sizes["vocab_size"] = str(place), vocab_size
-    elif (_is_said("data.train", said) or not is_download(data.train)) and _holds_ids(data):
+    elif (_is_said("data.train", said) or not is_download(str(data.first.train))) and _holds_ids(data.first):
         published = (size.vocab_size for size in FAMILIES[family].presets.values())
         sizes["vocab_size"] = max(published, default=SIZES["vocab_size"])
     sizes |= {name: size for name, size in model.sizes.items() if _is_said(f"model.sizes.{name}", said)}
@@ -222,15 +223,16 @@ def replaced(recipe: Sections) -> tuple[str, ...]:
     Raises:
         UserError: a file of rows is broken.
     """
-    model, data = recipe.model, recipe.data
+    model, data = recipe.model, recipe.data.first
+    train = str(data.train)
     lines: list[str] = []
     if is_toy := model.init == "random" and {**model.sizes, "vocab_size": SIZES["vocab_size"]} == SIZES:
         tokenizer = "" if model.tokenizer == "bytes" else f" with the tokenizer of {model.tokenizer}"
         lines.append(f"model: a random {model.family} of two layers{tokenizer}")
     lines += [f"{x.name}: generated questions" for x in recipe.eval.tasks if (x.data or "").startswith(GENERATED)]
-    if data.train.startswith(GENERATED):
-        lines.append(f"rows: {ROWS} generated {_NAMES[data.train.removeprefix(GENERATED)]}")
-    elif is_toy and (data.eval, data.eval_split) == (data.train, data.split):
+    if train.startswith(GENERATED):
+        lines.append(f"rows: {ROWS} generated {_NAMES[train.removeprefix(GENERATED)]}")
+    elif is_toy and (data.eval, data.eval_split) == (train, data.split):
         lines.append("held-out rows: those of data.train")
     if recipe.teacher is not None and recipe.teacher.init == "random":
         lines.append(f"teacher: a random {recipe.teacher.family} of two layers")
@@ -254,7 +256,18 @@ def _tiny_data(
     Where one of `train` and `eval` stays, the other is replaced by the same rows, which have its columns. Where
     completions are `sampled`, for training or evaluation, prompt and completion have limits.
     """
-    config = DataConfig.model_validate(data)
+    config = MixtureConfig.model_validate(data)
+    if config.sources or config.held_out:
+        single = [spec for spec in (config.train, config.eval) if isinstance(spec, str)]
+        for spec in [*(rows.path for rows in (*config.sources, *config.held_out)), *single]:
+            if is_download(spec):
+                raise UserError(
+                    f"data: {spec} would be downloaded, and --tiny makes rows for a single data set alone, not for one "
+                    "of a list: name local rows, as in `--tiny data.train=rows.jsonl`"
+                )
+        return {**data, **_limits(config.first, reads, sampled, toy, said)}
+    assert isinstance(config.train, str)
+    assert config.eval is None or isinstance(config.eval, str)
     train_stays = _is_said("data.train", said) or not is_download(config.train)
     eval_stays = config.eval is not None and (_is_said("data.eval", said) or not is_download(config.eval))
     if train_stays or eval_stays:
@@ -287,7 +300,7 @@ def _limits(
     config: DataConfig, reads: RowKind, sampled: bool, toy: Mapping[str, Any] | None, said: Collection[str]
 ) -> dict[str, Any]:
     """Limits of rows that stay, into which most of them fit; longer ones are cut."""
-    if config.train.startswith("tunix."):  # made for small models
+    if str(config.train).startswith("tunix."):  # made for small models
         return _lengths(config, reads, sampled, min(config.max_length, LENGTH), PROMPT, said)
     if toy is None:
         return _lengths(config, reads, sampled, config.max_length, config.longest_prompt, said)
@@ -350,9 +363,9 @@ def is_download(spec: str) -> bool:
 
 def _first_rows(data: DataConfig, number: int = LOOKED_AT) -> list[Mapping[str, Any]]:
     """The first training rows of a file or folder; none of a function, which is called by the run alone."""
-    if not Path(data.train).expanduser().exists():
+    if not Path(str(data.train)).expanduser().exists():
         return []
-    rows = open_rows(data.train, data.split)
+    rows = open_rows(str(data.train), data.split, data.columns.values())
     return [rows[index] for index in range(min(number, len(rows)))]
 
 

@@ -435,7 +435,7 @@ class AsyncRollouts:
                         )
                         groups = self._gather(StepSampler(self, self._sampler, number), step)
                         share = waited / max(time.monotonic() - began, 1e-9)
-                        ahead = {"rollout/sampler_waits": share}
+                        ahead = {**step.ahead, "rollout/sampler_waits": share}
                         step = replace(step, sampled=groups, read=step.accounting, ahead=ahead)
                     with self._changed:
                         self._place, self._oldest, self._exhausted = None, NEVER, step is None

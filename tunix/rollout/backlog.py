@@ -45,13 +45,14 @@ def saved_episode(episode: Scored) -> dict[str, Any]:
     """An episode as JSON values; with what its environment made of the prompt."""
     names = ("text", "rewards", "failures", "turn_rewards", "seats", "logged")
     saved = {name: getattr(episode, name) for name in names}
-    start = {"tokens": coded(episode.prompt.tokens), "text": episode.prompt.text}
+    start = {"tokens": coded(episode.prompt.tokens), "text": episode.prompt.text, "source": episode.prompt.source}
     return {**saved, "completion": encoded(episode.completion), "prompt": start}
 
 
 def episode_of(saved: Mapping[str, Any], prompt: Prompt, sampling: Sampling) -> Scored:
     """The inverse of `saved_episode`, with the prompt for the row's columns and the settings, which are not saved."""
-    start = replace(prompt, tokens=array_of(saved["prompt"]["tokens"]), text=saved["prompt"]["text"])
+    begun = saved["prompt"]
+    start = replace(prompt, tokens=array_of(begun["tokens"]), text=begun["text"], source=begun.get("source", ""))
     return Scored(
         start,
         decoded(saved["completion"], sampling),

@@ -30,7 +30,7 @@ from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.protocols import SamplingClient
 from tunix.rollout.backlog import Backlog, Pending, Race, decoded, encoded, episode_of, saved_episode
-from tunix.rollout.environments.base import Episodes
+from tunix.rollout.environments.base import Episode, Episodes
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED, Score, parted
 from tunix.rollout.rewards.scorer import Scorer, Scoring
@@ -143,8 +143,13 @@ class Arrivals:
             total: how many completions are waited for; None for one of each number.
         """
         self._collector, self._owners, self._clock, self._measuring = collector, owners, clock, measuring
-        scorer, _ = collector.scorers
-        self._scoring = scorer and open_scoring(scorer, owners)
+        self._parts = [owner.source if owner.source in collector.sources else "" for owner in owners]
+        self._scorings: dict[str, Scoring] = {}
+        """By data set; under an empty name that of all without rewards of their own."""
+        for source in dict.fromkeys(self._parts):
+            if (scorer := collector.of(source).scorers[0]) is not None:
+                scored = [owner for owner, part in zip(owners, self._parts, strict=True) if part == source]
+                self._scorings[source] = open_scoring(scorer, scored)
         self._ended: dict[int, tuple[Completion, str]] = {}
         self._sampled, self._overlapped = math.inf, 0.0
         places = len(owners) if total is None else total
@@ -164,8 +169,8 @@ class Arrivals:
         tokenizer, measuring = self._collector.tokenizer, self._measuring
         text = tokenizer.decode(completion.tokens, skip_special=True) if tokenizer else ""
         self._ended[number] = completion, text
-        if self._scoring is not None:
-            score(self._scoring, number, self._owners[number], completion, text)
+        if (scoring := self._scorings.get(self._parts[number])) is not None:
+            score(scoring, number, self._owners[number], completion, text)
         place = number if place is None else place
         for judge, parts in self._judged:
             if not (part := parts.add(place, number)):
@@ -191,15 +196,22 @@ class Arrivals:
         """The completions with their scores, for which it waits, in the order of their numbers, which environments'
         episodes have, too; their time while others were sampled has cost nothing."""
         numbers, clock = sorted(self._ended), self._clock
-        scores: dict[str, Mapping[int, Score]] = {}
+        scores: dict[str, dict[int, Score]] = {}
+        """By reward and number; a reward of another data set has none."""
+        for part in self._collector.parts:
+            scores |= {name: {} for name in (part.scorers[0].weights if part.scorers[0] else ())}
         logged: dict[int, dict[str, Any]] = {}
+        values: dict[str, list[float]] = {}
         measured: dict[int, dict[str, np.ndarray]] = {}
         with clock.part("reward"):
-            if self._scoring is not None:
-                scores = {name: dict(zip(numbers, x, strict=True)) for name, x in self._scoring.result().items()}
-                logged = self._scoring.logged
-                clock.logged |= self._scoring.metrics
-                overlapped, total = self._scoring.seconds(self._sampled)
+            for source, scoring in self._scorings.items():
+                of_source = [number for number in numbers if self._parts[number] == source]
+                for name, results in scoring.result().items():
+                    scores[name] |= dict(zip(of_source, results, strict=True))
+                logged |= scoring.logged
+                for name, x in scoring.metrics.items():
+                    values[name] = [*values.get(name, ()), *x]
+                overlapped, total = scoring.seconds(self._sampled)
                 clock.counted.update(overlapped=overlapped, rewards=total)
             began = time.monotonic()
             for judge, parts in self._judged:
@@ -209,7 +221,8 @@ class Arrivals:
                     logged[number] = {**logged.get(number, {}), **x.logged}
                     clock.counted.update(x.counted)
                     for name, value in x.metrics.items():
-                        clock.logged.setdefault(name, []).append(value)
+                        values[name] = [*values.get(name, ()), value]
+            clock.logged |= values
             if self._judged:
                 waited = time.monotonic() - began
                 clock.counted.update(overlapped=self._overlapped, rewards=self._overlapped + waited)
@@ -222,13 +235,13 @@ class Arrivals:
             played.finish([self._ended[number][0] for number in numbers])
             if ENVIRONMENT in self._collector.weights:
                 scores[ENVIRONMENT] = dict(enumerate(played.scores))
-            turns = {i: tuple(reward or 0.0 for reward in x.rewards) for i, x in enumerate(played.episodes)}
-            seats = {i: tuple(x.seats) for i, x in enumerate(played.episodes)}
+            turns = {i: tuple(reward or 0.0 for reward in x.rewards) for i, x in enumerate(played.episodes) if x}
+            seats = {i: tuple(x.seats) for i, x in enumerate(played.episodes) if x}
         return [
             Scored(
                 self._owners[number],
                 *self._ended[number],
-                *parted({name: by_number[number] for name, by_number in scores.items()}),
+                *parted({name: by_number.get(number) for name, by_number in scores.items()}),
                 turns.get(number, ()),
                 seats.get(number, ()),
                 measured=measured.get(number, {}),
@@ -311,13 +324,31 @@ class Collector:
     Other prompts are cut when they are read."""
     judges: tuple[Judge, ...] = ()
     """Rewards that this process calls itself."""
+    sources: Mapping[str, "Collector"] = field(default_factory=dict)
+    """Data set of a mixture -> what samples and scores its prompts, where that is not this one."""
+
+    def of(self, source: str) -> "Collector":
+        """What samples and scores the prompts of a data set."""
+        return self.sources.get(source, self)
+
+    @property
+    def parts(self) -> "list[Collector]":
+        """This one, and those of data sets."""
+        return [self, *self.sources.values()]
 
     @property
     def weights(self) -> dict[str, float]:
         """Weight of each reward in the sum, by its name."""
-        environment = {ENVIRONMENT: 1.0} if self.play and self.play.scores else {}
+        environment = {ENVIRONMENT: 1.0} if any(part.play and part.play.scores for part in self.parts) else {}
         judged = {judge.name: judge.weight for judge in self.judges}
-        return {**environment, **(self.scorer.weights if self.scorer else {}), **judged}
+        scorers = [part.scorer for part in self.parts if part.scorer]
+        return {**environment, **{name: x for scorer in scorers for name, x in scorer.weights.items()}, **judged}
+
+    @property
+    def greedy(self) -> "Collector":
+        """The same at a temperature of 0."""
+        sources = {name: part.greedy for name, part in self.sources.items()}
+        return replace(self, sampling=replace(self.sampling, temperature=0.0), sources=sources)
 
     @property
     def scorers(self) -> tuple[Scorer | None, Scorer | None]:
@@ -328,9 +359,9 @@ class Collector:
 
     def close(self) -> None:
         """Ends the workers of rewards and environments, and the threads of judges."""
-        for workers in (self.scorer, self.play, *self.judges):
-            if workers is not None:
-                workers.close()
+        opened = [x for part in self.parts for x in (part.scorer, part.play, *part.judges) if x is not None]
+        for workers in {id(workers): workers for workers in opened}.values():
+            workers.close()
 
     def collect(
         self,
@@ -362,11 +393,10 @@ class Collector:
             numbers, owners = [place * n + i for place in places for i in range(n)], [prompts[i] for i in places]
             owners = [owner for owner in owners for _ in range(n)]
             with clock.part("rollout"):
-                played, reply = None, None
-                if self.play is not None:
-                    played = self.play([owner.row for owner in owners], seed, numbers)
+                played, reply = self._played(owners, seed, numbers), None
+                if played is not None:
                     reply = played.reply
-                    for i, start in enumerate(episode.prompt for episode in played.episodes):
+                    for i, start in ((i, episode.prompt) for i, episode in enumerate(played.episodes) if episode):
                         if self.length is not None and len(start) >= self.length:
                             raise UserError(
                                 f"data.max_length: {self.length} leaves no room for an answer to a prompt of "
@@ -382,7 +412,7 @@ class Collector:
                     return False
 
                 requests = [
-                    Request(owner.tokens, self.sampling, seed, number, pictures=owner.pictures)
+                    Request(owner.tokens, self.of(owner.source).sampling, seed, number, pictures=owner.pictures)
                     for number, owner in zip(numbers, owners, strict=True)
                 ]
                 completions = sampler.run(requests, reply, arrive)
@@ -396,22 +426,57 @@ class Collector:
         groups = allgathered(sample, prompts, self.sampling, clock)
         return self.whole([group for group in groups if not isinstance(group, Pending)], clock)
 
+    def _played(self, owners: List[Prompt], seed: int, numbers: List[int]) -> Episodes | None:
+        """Starts the episodes of those prompts that an environment answers; None where there are none of them."""
+        episodes: list[Episode | None] = [None] * len(owners)
+        parts: list[Episodes] = []
+        on_end: dict[int, Callable[[Episode], None]] = {}
+        for source in dict.fromkeys(owner.source for owner in owners):
+            if (play := self.of(source).play) is not None:
+                places = [i for i, owner in enumerate(owners) if owner.source == source]
+                begun = play([owners[i].row for i in places], seed, [numbers[i] for i in places])
+                parts.append(begun)
+                for i, episode in zip(places, begun.episodes, strict=True):
+                    episodes[i] = episode
+                    on_end[id(episode)] = begun.on_end
+
+        def close() -> None:
+            for part in parts:
+                part.close()
+
+        if len(parts) == 1 and None not in episodes:
+            return parts[0]
+        together = sum(part.together for part in parts)
+        return Episodes(episodes, together, lambda x: on_end[id(x)](x), close) if parts else None
+
     def whole(self, groups: list[list[Scored]], clock: Clock) -> list[list[Scored]]:
         """The groups of all processes with the rewards that read the whole batch: the lead calls them, and broadcasts
         what they return and log."""
-        _, scorer = self.scorers
-        if scorer is None:
+        scorers = {name: x for name, part in (("", self), *self.sources.items()) if (x := part.scorers[1]) is not None}
+        if not scorers:
             return groups
         episodes = [episode for group in groups for episode in group]
+        sources = [x.prompt.source if x.prompt.source in self.sources else "" for x in episodes]
+        names = [name for scorer in scorers.values() for name in scorer.weights]
 
         def scored() -> tuple[list[tuple[dict[str, float], dict[str, str], dict[str, Any]]], dict[str, list[float]]]:
             """The rewards of each episode, why some failed and what was logged of it; and the values logged."""
-            scoring = open_scoring(scorer, [episode.prompt for episode in episodes])
-            for number, episode in enumerate(episodes):
-                score(scoring, number, episode.prompt, episode.completion, episode.text)
-            by_name = scoring.result()
-            rows = [parted(dict(zip(by_name, row, strict=True))) for row in zip(*by_name.values(), strict=True)]
-            return [(*row, scoring.logged.get(number, {})) for number, row in enumerate(rows)], scoring.metrics
+            scores: list[dict[str, Score]] = [dict.fromkeys(names) for _ in episodes]
+            logged, values = dict[int, dict[str, Any]](), dict[str, list[float]]()
+            for source, scorer in scorers.items():
+                if not (numbers := [number for number, name in enumerate(sources) if name == source]):
+                    continue
+                scoring = open_scoring(scorer, [episodes[number].prompt for number in numbers])
+                for number in numbers:
+                    episode = episodes[number]
+                    score(scoring, number, episode.prompt, episode.completion, episode.text)
+                for name, results in scoring.result().items():
+                    for number, x in zip(numbers, results, strict=True):
+                        scores[number][name] = x
+                logged |= scoring.logged
+                for name, x in scoring.metrics.items():
+                    values[name] = [*values.get(name, ()), *x]
+            return [(*parted(row), logged.get(number, {})) for number, row in enumerate(scores)], values
 
         with clock.part("reward"):
             rows, metrics = processes.broadcast("rewards", scored)
@@ -541,6 +606,12 @@ class RolloutStep:
             position = [self.seed, self.stream.get_state()["next_index"], next(self._calls)]
             seed = int(np.random.SeedSequence(position).generate_state(1)[0])
             groups = self.collector.collect(client, prompts, n, seed, self.clock, measuring)
+            if (curriculum := self.stream.curriculum) is not None:
+                weights = self.weights
+                for group in groups:
+                    scored = (x.rewards for x in group if x.unscored is None)
+                    totals = [sum(weights[k] * x for k, x in y.items() if not math.isnan(x)) for y in scored]
+                    curriculum.learn(group[0].prompt, totals)
             return self._with_version(groups) if self.mixed else groups
         pending = [prompt for prompt in prompts if isinstance(prompt, Pending)]
         assert len(pending) == len(prompts), "a step that oversamples takes prompts of its own, and of `more`"
@@ -578,7 +649,9 @@ class RolloutStream:
         if not prompts:
             raise StopIteration
         first, self._first = self._first, False
-        return replace(self.like, prompts=prompts, first=first, clock=Clock(), _calls=itertools.count())
+        curriculum = self.like.stream.curriculum
+        ahead = curriculum.metrics(prompts) if curriculum else {}
+        return replace(self.like, prompts=prompts, first=first, clock=Clock(), ahead=ahead, _calls=itertools.count())
 
     def mark(self) -> Callable[[], dict[str, Any]]:
         """What returns the position of now, whenever it is called."""

@@ -168,7 +168,7 @@ class Rollouts(Protocol):
     sampled: list[list[Scored]] | None
     """Groups that were sampled while an earlier step was learned from; None where they are still to be."""
     ahead: Mapping[str, float]
-    """Metrics of what was sampled ahead, by name."""
+    """Metrics of how the prompts were chosen, and of what was sampled ahead, by name."""
 
     @property
     def weights(self) -> dict[str, float]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from tunix.data.mixing import rows_read
 from tunix.data.pipeline import shuffled
 from tunix.errors import UserError
 from tunix.hf.model_folder import require_classifier
@@ -16,11 +17,9 @@ from tunix.hf.source import settled
 from tunix.protocols import Sampler
 from tunix.recipe.notes import total_steps, update_notes
 from tunix.recipe.recipe import Recipe
-from tunix.rollout.collect import Collector
 from tunix.rollout.environments.remote import Player
-from tunix.rollout.rewards.base import ADDED
-from tunix.rollout.rewards.scorer import Scorer
 from tunix.run.client import client_of
+from tunix.run.collector import collector_of
 from tunix.run.describe import details, device_notes, stage_lines
 from tunix.run.evaluation import TaskEvaluation, samples_of
 from tunix.run.frozen_models import divided, reference_source, teacher_source
@@ -80,24 +79,21 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     # Mistakes that affect every row (no tokenizer, no chat template, a mistyped column) are reported before weights are
     # read.
     next(inputs.examples(inputs.train, data, row_kind_of(recipe, algorithm)).first())
-    scorer = None
-    if recipe.reward is not None and recipe.reward.functions:
-        scorer = Scorer(recipe.reward.functions, recipe.reward.deadline, recipe.reward.workers)
-        scorer.check([*inputs.train[0], *data.columns, *ADDED])
     judges, sampler = (), Future[Sampler]()
     if recipe.reward is not None:
         judges = judges_of(recipe.reward, source, data, model.dtype, sampling_mesh or mesh, folder, sampler)
-    collector = Collector(inputs.tokenizer, algorithm.sampling, scorer, play, data.max_length, judges)
+    collector = collector_of(recipe, inputs, algorithm, play, judges)
     tasks = [_task(i, setup, inputs, collector, folder, sampler) for i in range(len(recipe.eval.tasks))]
-    stream = open_stream(setup, inputs, collector)
     total, epochs = recipe.steps, recipe.epochs or 1
-    if total is None and data.cuts:
+    rows = rows_read(inputs.train, data, epochs)
+    if total is None and data.divides_rows:
         # Pieces depend on the lengths and the order, so every row is rendered once for each epoch.
         examples = inputs.examples(inputs.train, data, algorithm.train_on)
         total = sum(1 for _ in shuffled(examples, recipe.batch_size, recipe.seed, epochs))
     elif total is None:  # if no row is dropped
-        total = total_steps(len(inputs.train), recipe.batch_size, epochs)
-    for note in (*device_notes(mesh), *update_notes(recipe, len(inputs.train), total)):
+        total = total_steps(rows, recipe.batch_size, 1)
+    stream = open_stream(setup, inputs, collector, total)
+    for note in (*device_notes(mesh), *update_notes(recipe, rows // epochs, total)):
         display.say(f"note: {note}")
 
     # Weights

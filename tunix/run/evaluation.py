@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tunix.algorithms.base import Algorithm
-from tunix.algorithms.episodes import require_scores, reward_means, row, total_rewards
+from tunix.algorithms.episodes import require_scores, reward_means, row, source_means, total_rewards
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Packed, Prompt
 from tunix.distributed import processes
@@ -42,6 +42,8 @@ class Evaluation:
     collector: Collector | None = None
     until: Mapping[str, float] = field(default_factory=dict)
     """`eval.until`: metric -> value at which the run ends early, e.g. `{"eval/reward": 0.9}`."""
+    by_source: Mapping[str, list[Packed]] = field(default_factory=dict)
+    """The batches of `held_out` for each data set of several."""
 
     def __bool__(self) -> bool:
         return bool(self.held_out or self.prompts)
@@ -49,6 +51,8 @@ class Evaluation:
     def values(self, client: Client) -> dict[str, float]:
         """All metrics: `eval/loss` and the loss's metrics, `eval/reward` and the mean of each reward."""
         metrics = self.algorithm.evaluate(client, self.held_out) if self.held_out else {}
+        for source, batches in self.by_source.items():
+            metrics[f"eval/loss/source/{source}"] = self.algorithm.evaluate(client, batches)["eval/loss"]
         if self.prompts:
             assert self.collector is not None
             client.publish()
@@ -57,6 +61,8 @@ class Evaluation:
             each = {f"eval/reward/{name}": mean for name, mean in reward_means(groups).items()}
             metrics |= {"eval/reward": float(np.nanmean(total_rewards(groups, self.collector.weights)))}
             metrics |= each if len(each) > 1 else {}
+            by_source = source_means(groups, self.collector.weights)
+            metrics |= {f"eval/reward/source/{name}": mean for name, mean in by_source.items()}
         return metrics
 
     def reached(self, values: Mapping[str, float]) -> str | None:
@@ -191,13 +197,15 @@ def samples_of(
 ) -> Samples:
     """Held-out prompts whose greedy answers are shown before and after training; of episodes, the first turn."""
     number = recipe.eval.samples if recipe.algorithm.has_lm_head else 0
-    play = evaluation.collector.play if evaluation.collector else None
     if evaluation.prompts:
         shown = evaluation.prompts[:number]
         prompts: list = [prompt.tokens for prompt in shown]
         pictures = [prompt.pictures for prompt in shown]
-        if play:
-            prompts = [episode.prompt for episode in play([prompt.row for prompt in shown], seed=0).episodes]
+        collector = evaluation.collector
+        for index, prompt in enumerate(shown):
+            play = collector.of(prompt.source).play if collector else None
+            if play is not None and (episode := play([prompt.row], 0, [index]).episodes[0]) is not None:
+                prompts[index] = episode.prompt
         expected: list = [prompt.row.get("completion", prompt.row.get("answer", "")) for prompt in shown]
     else:
         per_example = evaluation.algorithm.sequences_per_example

@@ -1,19 +1,20 @@
 """The inputs of a run: its model's structure and tokenizer, its rows, and what steps and evaluations make of them."""
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from tunix.algorithms.on_policy import OnPolicy
 from tunix.config import RowKind
 from tunix.data.config import DataConfig
+from tunix.data.curriculum import curriculum_of
 from tunix.data.examples import Examples
 from tunix.data.packing import pack
 from tunix.data.pipeline import Batches, Prompts, eval_batches, pictures_of_row, prompt_of, reasons
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
-from tunix.data.types import Accounting, Kept, Prompt
+from tunix.data.types import Accounting, Kept, Packed, Prompt
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.hf.source import TOKENIZER, Source, of_recipe
@@ -104,15 +105,16 @@ def held_out_line(inputs: Inputs) -> str | None:
     return f"held out: {len(rows):,} rows of {rows.name}{split}{shared if rows.shares_rows_with(inputs.train) else ''}"
 
 
-def open_stream(setup: Setup, inputs: Inputs, collector: Collector) -> Stream:
-    """The stream of step inputs: batches of the rows, or rollouts of their prompts."""
+def open_stream(setup: Setup, inputs: Inputs, collector: Collector, total: int) -> Stream:
+    """The stream of the inputs of `total` steps: batches of the rows, or rollouts of their prompts."""
     recipe, algorithm, microbatcher = setup.recipe, setup.algorithm, setup.microbatcher
     data = recipe.data
     examples = inputs.examples(inputs.train, data, row_kind_of(recipe, algorithm))
     if not setup.samples:
         packed = layout(algorithm, microbatcher.multiple)
         return Batches(examples, recipe.batch_size, recipe.seed, recipe.epochs, packed)
-    stream = Prompts(examples, recipe.seed, recipe.epochs)
+    curriculum = curriculum_of(data, examples.rows, recipe.seed, total * recipe.batch_size)
+    stream = Prompts(examples, recipe.seed, recipe.epochs, curriculum)
     spare, together = recipe.rollout.spare(recipe.batch_size), setup.answers_together
     return RolloutStream(
         RolloutStep(
@@ -207,14 +209,16 @@ def evaluation_of(setup: Setup, inputs: Inputs, collector: Collector) -> Evaluat
     if rows is None:
         return Evaluation(algorithm, until=recipe.eval.until)
     held_out, prompts = [], []
+    by_source: dict[str, list[Packed]] = {}
     if algorithm.held_out_on is not None and not (setup.samples and collector.weights):
         examples = inputs.examples(rows, recipe.data, algorithm.held_out_on)
-        held_out = eval_batches(examples, recipe.batch_size, limit, layout(algorithm, setup.microbatcher.multiple))
+        packed = layout(algorithm, setup.microbatcher.multiple)
+        held_out = eval_batches(examples, recipe.batch_size, limit, packed)
+        by_source = {x.source: eval_batches(x, recipe.batch_size, limit, packed) for x in examples.parts}
     if collector.weights and recipe.algorithm.has_lm_head:
         kind = RowKind.PROMPT if recipe.rollout.environment is None else RowKind.ROW
         prompts = _first_prompts(inputs.examples(rows, recipe.data, kind), limit)
-    greedy = replace(collector, sampling=replace(collector.sampling, temperature=0.0))
-    return Evaluation(algorithm, held_out, prompts, greedy, recipe.eval.until)
+    return Evaluation(algorithm, held_out, prompts, collector.greedy, recipe.eval.until, by_source)
 
 
 def _first_prompts(examples: Examples, limit: int) -> list[Prompt]:

@@ -84,13 +84,19 @@ def opening(recipe: Recipe, tiny: bool = False, *, alone: bool = True) -> str:
         if trained is not None and trained != total:
             weights = f"{people_count(trained)} of {people_count(total)} weights trained"
     # The number of the rows where it is quick to count them; else where they come from.
-    data, path = recipe.data, Path(recipe.data.train).expanduser()
+    data, sources = recipe.data, recipe.data.sources
+    train = " + ".join(source.name for source in sources) if sources else str(data.train)
+    path = Path(train).expanduser()
     inside = path.rglob("*") if path.is_dir() else [path]
     files = [file for file in itertools.islice(inside, FEW_FILES) if file.is_file()]
     quick = 0 < len(files) < FEW_FILES and sum(file.stat().st_size for file in files) <= SMALL_FILES
-    generated = data.train.startswith(("tunix.data.sorting:", "tunix.data.tiny:"))
-    rows = f"{len(open_rows(data.train, data.split)):,} rows" if quick or generated else data.train
-    if data.train == EPISODES and recipe.rollout.environment:
+    generated = train.startswith(("tunix.data.sorting:", "tunix.data.tiny:"))
+    rows = (
+        f"{len(open_rows(train, data.split, data.columns.values())):,} rows"
+        if not sources and (quick or generated)
+        else train
+    )
+    if train == EPISODES and recipe.rollout.environment:
         rows = f"episodes of {recipe.rollout.environment.name}"
     parts = [f"{label}, {weights} on {rows}"]
     if alone and not accelerated():

@@ -128,6 +128,7 @@ class Recorder:
             "data/truncated": float(accounting.truncated),
             "data/dropped": float(sum(accounting.dropped.values())),
             **({"data/pieces": float(accounting.pieces)} if accounting.pieces else {}),
+            **{f"data/kept/{name}": float(count) for name, count in accounting.kept_of.items()},
             **({"data/noted": float(sum(accounting.notes.values()))} if accounting.notes else {}),
             "train/tokens": float(sum(np.count_nonzero(batch.loss_mask) for batch in update.batches)),
         }

@@ -56,7 +56,7 @@ def reference_logprobs(
     unique = {_key(sequence): sequence for sequence in sequences}
     about = digest([digest(unique), client.fingerprint(of), recipe.model.dtype])
     # Next to a local file of rows, else in the run folder.
-    rows = Path(recipe.data.train).expanduser()
+    rows = Path(recipe.data.train if isinstance(recipe.data.train, str) else run).expanduser()
     writable = rows.is_file() and os.access(rows.parent, os.W_OK)
     start = rows.with_name(f"{rows.name}.reference-") if writable else run / "reference-"
     folder = start.with_name(f"{start.name}{about[:12]}")

@@ -72,7 +72,7 @@ class Rehearsal(Client):
         self, requests: List[Request], reply: Reply | None = None, on_done: OnDone | None = None
     ) -> list[Completion]:
         """Completions of made-up tokens, as long as can be."""
-        limit, played = self.recipe.data.max_length, self.recipe.rollout.environment is not None
+        limit, played = self.recipe.data.max_length, self.recipe.plays
         completions = []
         for request in requests:
             room = limit - len(request.prompt)
@@ -115,12 +115,16 @@ class Rehearsal(Client):
         def rewarded(prompts: object, completions: List[Completion], texts: object) -> Callable[[], list[Judged]]:
             return lambda: [Judged(score) for score in self._random.uniform(size=len(completions)).tolist()]
 
+        # Rows are as long as where an environment answers some of the prompts.
+        environment = next((x.environment for x in data.sources if x.environment), recipe.rollout.environment)
+        rollout = recipe.rollout.model_copy(update={"environment": environment})
         return open_stream(
-            replace(setup, recipe=recipe.model_copy(update={"data": made_up, "epochs": None})),
+            replace(setup, recipe=recipe.model_copy(update={"data": made_up, "epochs": None, "rollout": rollout})),
             Inputs(Source(decoder, None), Rows("rehearsal", [row] * recipe.batch_size), None),
             Collector(
                 None, setup.algorithm.sampling, None, None, data.max_length, (Judge("rehearsal", 1.0, 64, rewarded),)
             ),
+            1,
         )
 
 

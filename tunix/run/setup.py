@@ -192,7 +192,7 @@ class Setup:
         One where an environment starts each episode with a different prompt, and without packing.
         """
         data, number = self.recipe.data, self.recipe.sequences_per_update
-        if self.recipe.rollout.environment is not None or not data.packing:
+        if self.recipe.plays or not data.packing:
             return 1
         longest, completion, micro = data.max_length, data.longest_completion, self.recipe.micro_batch_size
         decoder, group = self.source.decoder, self.algorithm.group
@@ -203,7 +203,7 @@ class Setup:
         data = self.recipe.data
         # An environment's turns are part of the completion, which may fill everything after the prompt; without packing
         # nothing is shared.
-        shared = self.recipe.rollout.environment is None and data.packing
+        shared = not self.recipe.plays and data.packing
         return row_length(number, data.max_length, data.longest_completion if shared else None)
 
     @cached_property
@@ -320,7 +320,7 @@ class Setup:
         evaluated = max([held_out, *(task.n * max(task.pass_at, default=1) for task in tasks)])
         if not evaluated + trained:
             return None
-        replies = any(x.environment is not None for x in (recipe.rollout, *tasks))
+        replies = recipe.plays or any(task.environment is not None for task in tasks)
         return Workload(
             requests=max(evaluated, trained * recipe.algorithm.samples_per_prompt),
             prompt_length=recipe.data.max_length if replies else recipe.data.longest_prompt,

@@ -549,3 +549,59 @@ def test_the_functions_of_trl(tmp_path: Path):
             "think_format_reward": [0.0, 1.0, 0.0],
             "overlong": [0.0, -0.5, -1.0],  # (10 - 4 - 8) / 4
         }
+
+
+# --- verl's ---------------------------------------------------------------------------------------------------------
+
+VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    if solution_str == "none": return {"acc": 1.0}
+    right = float(solution_str == ground_truth)
+    return {"score": right, "acc": right, "pred": solution_str, "from": f"{data_source} {extra_info['index']}"}
+
+
+async def plain(data_source, solution_str, ground_truth, extra_info):
+    return float(len(solution_str))
+
+
+def other(completion):
+    return 1.0
+"""
+ROW = {"data_source": "sums", "reward_model": {"ground_truth": "4", "style": "rule"}, "extra_info": {"index": 7}}
+
+
+def verl(name: str, **settings: object) -> RewardFunction:
+    return RewardFunction.model_validate({"name": f"theirs.py:{name}", "style": "verl", **settings})
+
+
+def test_functions_written_for_verl(tmp_path: Path):
+    """Arguments are verl's, the ground truth is within a column; what a mapping has beside the score is logged."""
+    (tmp_path / "theirs.py").write_text(VERL)
+    with Scorer([verl("compute_score"), verl("plain", columns={"ground_truth": "data_source"})], workers=1) as scorer:
+        scorer.check([*ROW, *(f"reward_model.{name}" for name in ROW["reward_model"])])
+        scoring = scorer.open(list(ROW))
+        for number, said in enumerate(["4", "05", "none"]):
+            scoring.add(number, "2 + 2?", said, ROW)
+        results = scoring.result()
+    missing = Failure("compute_score returned a mapping without `score`; its keys are 'acc'")
+    assert results == {"compute_score": [1.0, 0.0, missing], "plain": [1.0, 2.0, 4.0]}
+    assert scoring.metrics == {"compute_score/acc": [1.0, 0.0]}
+    assert scoring.logged[1] == {
+        "compute_score/acc": 0.0,
+        "compute_score/pred": "05",
+        "compute_score/from": "sums 7",
+    }
+
+
+def test_what_is_refused_of_verls(tmp_path: Path):
+    (tmp_path / "theirs.py").write_text(VERL)
+    with pytest.raises(
+        UserError, match="the reward other has no parameter solution_str, as verl's have: it has comple"
+    ):
+        Scorer([verl("other")])
+    with Scorer([verl("compute_score")]) as scorer, pytest.raises(UserError) as told:
+        scorer.check(["data_source", "reward_model", "reward_model.ground_truht"])
+    assert str(told.value).startswith(
+        "the reward compute_score wants the column 'reward_model.ground_truth'; there are"
+    )
+    assert "Did you mean 'reward_model.ground_truht'?" in str(told.value)

@@ -14,7 +14,7 @@ import numpy as np
 from tunix.data.config import EPISODES, DataConfig
 from tunix.data.sources import Rows, held_out_rows, open_rows
 from tunix.errors import UserError, install_command
-from tunix.rollout.environments.config import EnvironmentConfig
+from tunix.rollout.environments.config import EnvironmentConfig, MixtureConfig
 
 
 @dataclass(frozen=True)
@@ -140,12 +140,26 @@ class Numbered:
 
 
 def training_rows(data: DataConfig, environment: EnvironmentConfig | None, seed: int) -> Rows:
-    """The rows that a recipe trains on: a data set, or the episodes of an environment that makes its own.
+    """The rows that a recipe trains on: a data set, or the episodes of an environment that makes its own; or those of
+    several data sets, one after the other.
 
     Raises:
         UserError: something of it is not there; see `open_rows`.
     """
-    return _own_rows(environment, seed, "data.train") if data.train == EPISODES else open_rows(data.train, data.split)
+    if not isinstance(data, MixtureConfig) or not data.sources:
+        assert isinstance(data.train, str)
+        if data.train == EPISODES:
+            return _own_rows(environment, seed, "data.train")
+        return open_rows(data.train, data.split, data.columns.values())
+    return Rows.joined(
+        [
+            _own_rows(source.environment or environment, seed, f"data.train.{number}")
+            if source.path == EPISODES
+            else open_rows(source.path, source.split, data.of(source).columns.values())
+            for number, source in enumerate(data.sources)
+        ],
+        data.sources,
+    )
 
 
 def evaluation_rows(data: DataConfig, environment: EnvironmentConfig | None, seed: int) -> Rows | None:
@@ -154,7 +168,10 @@ def evaluation_rows(data: DataConfig, environment: EnvironmentConfig | None, see
     Raises:
         UserError: see `held_out_rows`.
     """
-    return _own_rows(environment, seed + _HELD_OUT, "data.eval") if data.eval == EPISODES else held_out_rows(data)
+    sources = data.sources if isinstance(data, MixtureConfig) else ()
+    played = {source.name: source.environment for source in sources if source.environment is not None}
+    seed += _HELD_OUT
+    return held_out_rows(data, lambda name: _own_rows(played.get(name, environment), seed, "data.eval"))
 
 
 def _own_rows(config: EnvironmentConfig | None, seed: int, key: str) -> Rows:

@@ -345,7 +345,7 @@ class Episodes:
 
     def __init__(
         self,
-        episodes: Sequence[Episode],
+        episodes: Sequence[Episode | None],
         together: int = 1,
         on_end: Callable[[Episode], None] = lambda episode: None,
         close: Callable[[], None] = lambda: None,
@@ -353,28 +353,31 @@ class Episodes:
         """Of a batch.
 
         Args:
-            episodes: in the order of the requests.
+            episodes: in the order of the requests; None where no environment answers.
             together: how many may be called at a time.
             on_end: called with each episode when it is over; any thread may.
             close: lets go of what episodes hold, after the last has ended.
         """
         self.episodes = episodes
-        self._together, self._on_end, self._close = together, on_end, close
+        self.together, self.on_end, self.close = together, on_end, close
 
     def reply(self, request: int, completion: "Completion") -> np.ndarray | None:
         """The observation after a turn that stopped, or None; called by the sampler (`types.Reply`)."""
-        episode = self.episodes[request]
+        if (episode := self.episodes[request]) is None:
+            return None
         assert len(completion.turns) == len(episode.rewards) + 1
         observation = episode.turn(completion.tokens[slice(*completion.turns[-1])])
         if observation is None:
-            self._on_end(episode)
+            self.on_end(episode)
         return observation
 
     def finish(self, completions: Sequence["Completion"]) -> None:
         """Passes last turns that the token limit cut off to their environments, so that they are scored too."""
         assert len(completions) == len(self.episodes)
 
-        def finish(episode: Episode, completion: "Completion") -> None:
+        def finish(episode: Episode | None, completion: "Completion") -> None:
+            if episode is None:
+                return
             ended = episode.done or episode.failure is not None
             for start, end in completion.turns[len(episode.rewards) :]:
                 if not episode.done and episode.failure is None and end > start:
@@ -382,13 +385,13 @@ class Episodes:
             if not episode.done and episode.failure is None:
                 episode.finish()
             if not ended:
-                self._on_end(episode)
+                self.on_end(episode)
 
-        with ThreadPoolExecutor(self._together, thread_name_prefix="environment") as threads:
+        with ThreadPoolExecutor(self.together, thread_name_prefix="environment") as threads:
             list(threads.map(finish, self.episodes, completions))
-        self._close()
+        self.close()
 
     @property
     def scores(self) -> list[Score | None]:
         """Score of each episode: a sum of rewards, a failure, or None."""
-        return [episode.score for episode in self.episodes]
+        return [episode and episode.score for episode in self.episodes]

@@ -1,11 +1,14 @@
-"""The recipe's section `rollout.environment`. Loads without jax."""
+"""The recipe's section `rollout.environment`, and `data` with rewards and an environment for each data set of a
+mixture. Loads without jax."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from tunix.config import Config, Positive
+from tunix.config import Config, Place, Positive
+from tunix.data.config import DataConfig, SourceConfig, form_of
+from tunix.rollout.rewards.config import RewardConfig
 
 PACKAGES = ("reasoning_gym", "textarena", "gymnasium", "trl", "verifiers", "openenv")
 """Names of the environments of other packages; `adapters.py` says what stands for them."""
@@ -86,3 +89,30 @@ class EnvironmentConfig(Config):
         """Which other package it is of, e.g. `textarena`; None for one that is shipped or the user's."""
         package = self.name.partition(":")[0]
         return package if package in PACKAGES else None
+
+
+class RolloutSource(SourceConfig):
+    """One of the data sets of `data.train`; what it leaves out is as the rest of the recipe says."""
+
+    reward: RewardConfig | None = None
+    """How completions of its prompts are scored, in place of the recipe's `reward`: by functions alone."""
+    environment: EnvironmentConfig | None = None
+    """The environment of its episodes, in place of `rollout.environment`."""
+
+    @property
+    def in_environment(self) -> bool:
+        """Whether an environment of its own makes its prompts."""
+        return self.environment is not None
+
+
+class MixtureConfig(DataConfig):
+    """Where the rows come from and how they become sequences."""
+
+    train: Annotated[  # pyright: ignore[reportIncompatibleVariableOverride]  (frozen, so that it may be narrower)
+        Annotated[Place, Tag("path[]")] | Annotated[tuple[RolloutSource, ...], Tag("list[]")], Discriminator(form_of)
+    ]
+
+    @property
+    def sources(self) -> tuple[RolloutSource, ...]:
+        """The data sets of a mixture; empty where `train` is a single one."""
+        return () if isinstance(self.train, str) else self.train

@@ -27,6 +27,10 @@ ONE = ("prompt", "completion")
 MANY = ("prompts", "completions")
 ADDED = ("completion_ids", "completion_tokens")
 """Columns that a rollout adds to the row's own for the rewards: the token ids, and the number of sampled tokens."""
+VERL = {"ground_truth": "reward_model.ground_truth"}
+"""Arguments of verl's reward functions whose columns have other names in its rows."""
+SOLUTION = "solution_str"
+"""The completion, as verl's reward functions call it."""
 LOGS = ("log_metric", "log_extra")
 """Functions that TRL gives to a reward."""
 ABSENT = ("trainer_state", "environments")
@@ -61,7 +65,7 @@ class Reward:
     """Modules that a worker imports before the first call, so that no deadline includes their import."""
     clip: tuple[float, float] | None = None
     """Bounds of a score before the weight, e.g. `(0.0, 1.0)`; None for none."""
-    style: Literal["tunix", "trl"] = "tunix"
+    style: Literal["tunix", "trl", "verl"] = "tunix"
     """How the function is called; see `RewardFunction.style`."""
 
     @property
@@ -72,13 +76,18 @@ class Reward:
     @property
     def batched(self) -> bool:
         """Whether one call scores the whole batch."""
-        return self.style == "trl" or self.parameters[0].name in MANY
+        return self.style == "trl" or (self.style == "tunix" and self.parameters[0].name in MANY)
 
     @property
     def reserved(self) -> set[str]:
         """Names of parameters that are no columns."""
         trl = (*ONE, *LOGS, *ABSENT) if self.style == "trl" else ()
-        return {*self.options, *(MANY if self.batched else ONE), *trl}
+        return {*self.options, *self.texts, *trl}
+
+    @property
+    def texts(self) -> tuple[str, str]:
+        """Names of the arguments that are the prompt and the completion, or the batch's."""
+        return ("prompt", SOLUTION) if self.style == "verl" else MANY if self.batched else ONE
 
     def taken(self, names: Sequence[str]) -> list[str]:
         """Those of the names that it has as parameters; `**kwargs` in TRL's style has all."""
@@ -86,22 +95,30 @@ class Reward:
         every = self.style == "trl" and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
         return [name for name in names if every or name in [parameter.name for parameter in parameters]]
 
-    def arguments(self, present: Sequence[str]) -> dict[str, str]:
-        """The column for each argument, in a batch with the columns `present`.
+    def arguments(self, present: Sequence[str], strict: bool = True) -> dict[str, str]:
+        """The column for each argument, in a batch with the columns `present`; a dotted name is there where its column
+        is, unless `strict` and names within that are listed too.
 
         Raises:
             UserError: a column that the function requires is missing.
         """
         arguments: dict[str, str] = {}
+        columns = {**(VERL if self.style == "verl" else {}), **self.columns}
+
+        def is_there(column: str) -> bool:
+            head = column.partition(".")[0]
+            listed = strict and any(name.startswith(f"{head}.") for name in present)
+            return column in present or (head in present and not listed)
+
         for parameter in self.parameters:
-            column = self.columns.get(parameter.name, parameter.name)
+            column = columns.get(parameter.name, parameter.name)
             if parameter.name in self.reserved:
                 continue
             if parameter.kind is parameter.VAR_KEYWORD:
                 reserved = self.reserved | {*self.columns.values()}
                 arguments |= {name: name for name in present if name not in reserved}
-                arguments |= {argument: name for argument, name in self.columns.items() if name in present}
-            elif column in present:
+                arguments |= {argument: name for argument, name in self.columns.items() if is_there(name)}
+            elif is_there(column):
                 arguments[parameter.name] = column
             elif parameter.name in (*LOGS, *ABSENT) and parameter.default is parameter.empty:
                 raise UserError(
@@ -162,6 +179,12 @@ def read_reward(spec: RewardFunction | Reward | Callable[..., Any], deadline: fl
                     f"the reward {reward.name} requires {parameter.name}, which only TRL's trainer has: give it a "
                     "default"
                 )
+    elif reward.style == "verl":
+        if SOLUTION not in [parameter.name for parameter in parameters]:
+            raise UserError(
+                f"the reward {reward.name} has no parameter {SOLUTION}, as verl's have: it has "
+                f"{', '.join(parameter.name for parameter in parameters) or 'none'}"
+            )
     elif first not in (*ONE, *MANY):
         raise UserError(
             f"the reward {reward.name} begins with the parameter {first!r}: call it `completion` (or `prompt`) for a "

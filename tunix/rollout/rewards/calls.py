@@ -7,6 +7,7 @@ functions in TRL's style also None, by which they leave a sample out. Nothing he
 import asyncio
 import importlib
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -36,8 +37,9 @@ def prepare(rewards: Sequence[Mapping[str, Any]]) -> Callable[[Any], Answer]:
 
     Args:
         rewards: of each the `function`, or where it is loaded from, its `options` and `modules`; whether it is
-            `batched`: one call for all of the samples, or one each; and `logs`: `log_metric` and `log_extra`, as far as
-            a function in TRL's style takes them, None for any other.
+            `batched`: one call for all of the samples, or one each; `logs`: `log_metric` and `log_extra`, as far as a
+            function in TRL's style takes them, None for any other; and `details`: whether it may return a mapping with
+            `score` and what is logged beside it, as verl's may.
     """
     for module in dict.fromkeys(module for reward in rewards for module in reward["modules"]):
         importlib.import_module(module)
@@ -58,16 +60,31 @@ def prepare(rewards: Sequence[Mapping[str, Any]]) -> Callable[[Any], Answer]:
                 raise ValueError(f"log_extra got {len(listed)} values of {column} for {count} completions")
             columns[column] = listed
 
-        async def awaited(call: Callable[[], Any]) -> Outcome:
+        def outcome_of(i: int, value: Any) -> Outcome:
+            """The outcome of sample `i`; the rest of a mapping is logged."""
+            if not (reward["details"] and isinstance(value, Mapping)):
+                return as_outcome(value)
+            if "score" not in value:
+                return f"returned a mapping without `score`; its keys are {', '.join(map(repr, value)) or 'none'}"
+            for name, detail in value.items():
+                if name != "score":
+                    plain = detail.item() if hasattr(detail, "item") and tuple(detail.shape) == () else detail
+                    column = columns.setdefault(str(name), [None] * count)
+                    column[i] = plain if isinstance(plain, str | int | float | None) else str(plain)
+                    if isinstance(plain, int | float) and math.isfinite(plain):
+                        metrics.setdefault(str(name), []).append(float(plain))
+            return as_outcome(value["score"])
+
+        async def awaited(i: int, call: Callable[[], Any]) -> Outcome:
             limit = asyncio.timeout(deadline)
             try:
                 async with limit:
-                    return as_outcome(await call())
+                    return outcome_of(i, await call())
             except Exception as error:
                 return too_slow(deadline) if limit.expired() else raised(error)
 
         async def together() -> list[Outcome]:
-            return await asyncio.gather(*map(awaited, calls))
+            return await asyncio.gather(*map(awaited, itertools.count(), calls))
 
         try:
             if not reward["batched"]:
@@ -75,8 +92,8 @@ def prepare(rewards: Sequence[Mapping[str, Any]]) -> Callable[[Any], Answer]:
                     partial(function, **{name: column[i] for name, column in arguments.items()}) for i in range(count)
                 ]
                 if inspect.iscoroutinefunction(function):
-                    return Answer(asyncio.run(together()), {}, {})
-                return Answer([as_outcome(_settled(call())) for call in calls], {}, {})
+                    return Answer(asyncio.run(together()), metrics, columns)
+                return Answer([outcome_of(i, _settled(call())) for i, call in enumerate(calls)], metrics, columns)
             loggers = {
                 "log_metric": lambda name, value: metrics.setdefault(name, []).append(float(value)),
                 "log_extra": log_extra,

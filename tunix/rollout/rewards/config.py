@@ -15,10 +15,12 @@ class RewardFunction(Config):
     name: str
     """A shipped reward (exact_match, number, math, gsm8k, format, length, repetition, cosine, json_schema, unit_tests),
     or `module:function` or `file.py:function`."""
-    style: Literal["tunix", "trl"] = "tunix"
+    style: Literal["tunix", "trl", "verl"] = "tunix"
     """How it is called: by the names of its parameters, with texts; or as TRL's GRPOTrainer calls its reward functions,
     with `prompts` and `completions` of the batch (lists of messages where the row has messages), the columns as lists,
-    `log_metric` and `log_extra`. There a score of None leaves the sample out of this reward."""
+    `log_metric` and `log_extra`. There a score of None leaves the sample out of this reward. Or as verl calls its
+    `compute_score(data_source, solution_str, ground_truth, extra_info)`, which may return a mapping with `score`: the
+    completion is solution_str, and ground_truth the column `reward_model.ground_truth`."""
     label: str | None = None
     """Its name in the metrics; null takes the function's. Two uses of one function need two labels."""
     weight: float = 1.0

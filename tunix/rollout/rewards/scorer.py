@@ -21,10 +21,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from tunix.errors import UserError
-from tunix.rollout.rewards.base import LOGS, MANY, ONE, Failure, Reward, Score, read_reward
+from tunix.rollout.rewards.base import LOGS, Failure, Reward, Score, read_reward
 from tunix.rollout.rewards.calls import Answer, prepare
 from tunix.rollout.rewards.config import RewardFunction
 from tunix.rollout.workers.process import Lost, WorkerProcess, WorkerThread, encode
+from tunix.util.nested import reach
 
 GRACE = 1.0
 """Seconds beyond the deadline for samples awaited together: those in time are not lost with others that hang."""
@@ -137,7 +138,7 @@ class Scoring:
     def __init__(self, scorer: Scorer, columns: Sequence[str]) -> None:
         """Is created by `Scorer.open`."""
         self._scorer = scorer
-        self._column_of = {reward.name: reward.arguments(columns) for reward in scorer.rewards}
+        self._column_of = {reward.name: reward.arguments(columns, strict=False) for reward in scorer.rewards}
         self._waiting: dict[str, list[_Sample]] = {reward.name: [] for reward in scorer.rewards}
         """Samples whose call is not complete yet, by reward."""
         self._calls: dict[str, list[tuple[Sequence[_Sample], Future[Answer]]]] = {
@@ -170,12 +171,12 @@ class Scoring:
             UserError: a column has a value that cannot be sent to a worker.
         """
         for reward in self._scorer.rewards:
-            names = MANY if reward.batched else ONE
+            names = reward.texts
             texts: dict[str, Any] = dict(zip(names, (prompt, completion), strict=True))
             if reward.style == "trl" and messages is not None:
                 texts = {"prompts": messages, "completions": [{"role": "assistant", "content": completion}]}
             column_of = self._column_of[reward.name]
-            arguments = {name: columns.get(column) for name, column in column_of.items()}
+            arguments = {name: _value(columns, column) for name, column in column_of.items()}
             if reward.source is not None:
                 values = [(column, arguments[name]) for name, column in column_of.items()]
                 for column, value in [("prompt", texts.get("prompts", "")), *values]:
@@ -246,6 +247,14 @@ class Scoring:
         return list(zip(numbers, scores, strict=True))
 
 
+def _value(columns: Mapping[str, Any], name: str) -> Any:
+    """The value of a column, or within one by a dotted name; None where there is none."""
+    try:
+        return reach(columns, name)
+    except KeyError:
+        return None
+
+
 _Sample = tuple[int, Mapping[str, Any]]
 """The number of a sample, and the arguments with which a reward reads it."""
 _Span = tuple[float, float]
@@ -267,6 +276,7 @@ class _Pool:
                 "modules": x.modules,
                 "batched": x.batched,
                 "logs": x.taken(LOGS) if x.style == "trl" else None,
+                "details": x.style == "verl",
             }
             for x in rewards
         ]
