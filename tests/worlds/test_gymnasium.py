@@ -7,7 +7,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from tests.worlds.tiny_games import RL, mean, random_play, run
+from tests.worlds.tiny_games import RL, mean, random_play, run, run_page
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
 from tunix.rollout.environments.base import Step
@@ -90,6 +90,10 @@ def test_what_cannot_be_played_is_told_before_a_run(game: str, options: dict[str
         Player(EnvironmentConfig(name=f"gymnasium:{game}", options=options, workers=1), bytes_tokenizer())
     assert message in str(told.value)
     assert "\n" not in str(told.value)
+
+
+def test_its_page_runs():
+    run_page("gymnasium")
 
 
 def test_a_tiny_model_finds_its_way(tmp_path: Path):

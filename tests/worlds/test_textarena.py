@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.worlds.tiny_games import RL, mean, random_play, run
+from tests.worlds.tiny_games import RL, mean, random_play, run, run_page
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
 from tunix.rollout.environments.base import EpisodeError, Step
@@ -115,6 +115,10 @@ def test_hands_can_be_opened_and_hidden_moves_fail_where_they_are_made():
     play(environment, "hello", "hello")
     with pytest.raises(EpisodeError, match="hides a move"):
         play(environment, "[defect]")
+
+
+def test_its_page_runs():
+    run_page("textarena")
 
 
 def test_both_seats_learn_from_their_own_outcomes(tmp_path: Path):
