@@ -124,7 +124,7 @@ def test_its_page_runs():
 
 
 def test_a_tiny_model_learns_from_nothing_and_a_killed_run_ends_alike(tmp_path: Path):
-    """Three letters backward: untrained under 0.1 of the letters are right, and in twenty steps over 0.2 of all answers."""
+    """Mostly three letters backward: untrained under 0.1 of the letters are right, twenty steps later over 0.2."""
     options = {
         "tasks": {"spell_backward": 3, "chain_sum": 1},
         "config": {

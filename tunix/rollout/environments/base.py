@@ -147,11 +147,15 @@ def checked_step(step: Any) -> Step:
     """
     if not isinstance(step, Step):
         raise EpisodeError(f"returned {'None' if step is None else f'a {type(step).__name__}'}, not a Step")
-    reward = None if step.reward is None else as_outcome(step.reward)
-    outcomes = {seat: as_outcome(outcome) for seat, outcome in step.outcomes.items()}
-    for number in (reward, *outcomes.values()):
-        if isinstance(number, str):
-            raise EpisodeError(f"gave a reward that is no number: it {number}")
+
+    def number(reward: Any) -> float | None:
+        outcome = as_outcome(reward)
+        if isinstance(outcome, str):
+            raise EpisodeError(f"gave a reward that is no number: it {outcome}")
+        return outcome
+
+    reward = None if step.reward is None else number(step.reward)
+    outcomes = {seat: number(outcome) or 0.0 for seat, outcome in step.outcomes.items()}
     if step.done or step.observation is None:
         return Step(None, reward, done=True, seat=step.seat, outcomes=outcomes)
     return Step(checked_observation(step.observation), reward, seat=step.seat)
