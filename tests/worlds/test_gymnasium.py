@@ -107,14 +107,14 @@ def test_a_tiny_model_finds_its_way(tmp_path: Path):
         tmp_path,
         lambda: Gymnasium(game="FrozenLake-v1", **options),
         lambda rng: str(rng.choice(list("ldru"))),
-        length=200,
+        length=128,
     )
     rows = run(
         tmp_path / "rl",
         model=model,
-        data={"max_length": 200, "completion_length": 160},
+        data={"max_length": 128, "completion_length": 104},
         rollout={"environment": {"gymnasium": "FrozenLake-v1", "options": options}, "stop": ["\n"]},
-        **{**RL, "batch_size": 4},
+        **{**RL, "batch_size": 2},
         steps=20,
     )
     assert mean(rows[:2], "reward/mean") < 0.5

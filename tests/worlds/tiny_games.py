@@ -62,7 +62,7 @@ def random_play(
 ) -> Mapping[str, Any]:
     """The `model` section of a model that has learned by example to make random moves, each ended by a new line."""
     rng, tokenizer, rows = np.random.default_rng(0), bytes_tokenizer(), []
-    for number in range(1024):
+    for number in range(512):
         episode = Episode(make(), {"seed": 7, "index": number}, rng, tokenizer, turns=99)
         tokens = episode.prompt.tolist()
         mask = [0] * len(tokens)
@@ -78,8 +78,8 @@ def random_play(
         folder / "sft",
         data={"train": str(folder / "played.jsonl"), "max_length": length},
         optimizer={"learning_rate": 2e-3, "b2": 0.98, "warmup": 10},
-        batch_size=64,
-        steps=80,
+        batch_size=16,
+        steps=60,
     )
     return {"path": str(folder / "sft" / "run"), "dtype": "float32"}
 
