@@ -63,7 +63,10 @@ def _named(text: str) -> str | None:
     return name[1] if name else None
 
 
-RUN = [page for page in PAGES if any(block.title is None for block in blocks(page, "python"))]
+WORLDS = tuple(f"docs/guide/{name}.md" for name in ("reasoning-gym", "textarena", "gymnasium"))
+"""Pages whose Python needs the package of an extra: tests/worlds runs it."""
+PYTHON = [page for page in PAGES if any(block.title is None for block in blocks(page, "python"))]
+RUN = [page for page in PYTHON if page not in WORLDS]
 BRIEF = ("README.md",)
 """Pages whose Python `make test` runs too."""
 RECIPES = [(page, block.title) for page in PAGES for block in blocks(page, "yaml") if block.title]

@@ -7,7 +7,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from tests.worlds.tiny_games import RL, mean, random_play, run
+from tests.worlds.tiny_games import RL, mean, random_play, run, run_page
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
 from tunix.rollout.environments.base import Step
@@ -92,6 +92,10 @@ def test_what_cannot_be_played_is_told_before_a_run(game: str, options: dict[str
     assert "\n" not in str(told.value)
 
 
+def test_its_page_runs():
+    run_page("gymnasium")
+
+
 def test_a_tiny_model_finds_its_way(tmp_path: Path):
     """Four fields, one of them a hole: random steps reach the goal in a third of the games."""
     options: dict[str, Any] = {
@@ -103,14 +107,14 @@ def test_a_tiny_model_finds_its_way(tmp_path: Path):
         tmp_path,
         lambda: Gymnasium(game="FrozenLake-v1", **options),
         lambda rng: str(rng.choice(list("ldru"))),
-        length=200,
+        length=128,
     )
     rows = run(
         tmp_path / "rl",
         model=model,
-        data={"max_length": 200, "completion_length": 160},
+        data={"max_length": 128, "completion_length": 104},
         rollout={"environment": {"gymnasium": "FrozenLake-v1", "options": options}, "stop": ["\n"]},
-        **{**RL, "batch_size": 4},
+        **{**RL, "batch_size": 2},
         steps=20,
     )
     assert mean(rows[:2], "reward/mean") < 0.5

@@ -8,7 +8,7 @@ import pytest
 
 from tests.run.test_kill import Run, assert_same_end
 from tests.tiny_runs import metrics
-from tests.worlds.tiny_games import RL, mean, write
+from tests.worlds.tiny_games import RL, mean, run_page, write
 from tunix.data.config import DataConfig
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
@@ -119,8 +119,12 @@ def test_a_row_without_numbers_is_told():
         environment.reset({"seed": 0}, RNG)
 
 
+def test_its_page_runs():
+    run_page("reasoning-gym")
+
+
 def test_a_tiny_model_learns_from_nothing_and_a_killed_run_ends_alike(tmp_path: Path):
-    """Three letters backward: untrained 0.1 of them are right, and twenty steps later a third."""
+    """Mostly three letters backward: untrained under 0.1 of the letters are right, twenty steps later over 0.2."""
     options = {
         "tasks": {"spell_backward": 3, "chain_sum": 1},
         "config": {
@@ -139,7 +143,7 @@ def test_a_tiny_model_learns_from_nothing_and_a_killed_run_ends_alike(tmp_path: 
     assert whole.wait() == 0, whole.log
     rows = metrics(whole.run)
     assert mean(rows[:2], "reward/mean") < 0.15
-    assert mean(rows[-4:], "reward/mean") > 0.25
+    assert mean(rows[-4:], "reward/mean") > 0.2
     killed = Run(write(tmp_path / "killed", **sections))
     killed.until(lambda: killed.steps >= 9)
     killed.kill()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.worlds.tiny_games import RL, mean, random_play, run
+from tests.worlds.tiny_games import RL, mean, random_play, run, run_page
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
 from tunix.rollout.environments.base import EpisodeError, Step
@@ -117,22 +117,26 @@ def test_hands_can_be_opened_and_hidden_moves_fail_where_they_are_made():
         play(environment, "[defect]")
 
 
+def test_its_page_runs():
+    run_page("textarena")
+
+
 def test_both_seats_learn_from_their_own_outcomes(tmp_path: Path):
-    """Nim with piles of one and two: who begins can always win, and by random moves wins half of the games."""
-    options: dict[str, Any] = {"settings": {"piles": [1, 2]}, "rules": "Nim"}
+    """Nim with one pile of two: who begins can always win, and by random moves wins half of the games."""
+    options: dict[str, Any] = {"settings": {"piles": [2]}, "rules": "Nim"}
     model = random_play(
         tmp_path,
         lambda: TextArena(game="Nim-v0", **options),
-        lambda rng: f"{rng.integers(2)} {rng.integers(1, 3)}",
-        length=400,
+        lambda rng: f"0 {rng.integers(1, 3)}",
+        length=256,
     )
     rows = run(
         tmp_path / "rl",
         model=model,
-        data={"max_length": 400, "completion_length": 320},
+        data={"max_length": 288, "completion_length": 224},
         rollout={"environment": {"textarena": "Nim-v0", "options": options}, "stop": ["\n"]},
-        **{**RL, "batch_size": 4},
-        steps=24,
+        **{**RL, "batch_size": 2},
+        steps=20,
     )
     assert mean(rows[:2], "reward/seat0") < 0.5
     assert mean(rows[-4:], "reward/seat0") > 0.8

@@ -8,9 +8,13 @@ import numpy as np
 import yaml
 
 from tests.run.test_kill import Run
+from tests.test_pages import WORLDS, blocks
 from tests.tiny_runs import metrics, write_rows
 from tunix.data.tokenizer import bytes_tokenizer
+from tunix.recipe.recipe import Recipe
 from tunix.rollout.environments.base import Environment, Episode
+from tunix.rollout.environments.remote import Player
+from tunix.util.yaml_io import parse_yaml
 
 MODEL: dict[str, Any] = {
     "init": "random",
@@ -58,7 +62,7 @@ def random_play(
 ) -> Mapping[str, Any]:
     """The `model` section of a model that has learned by example to make random moves, each ended by a new line."""
     rng, tokenizer, rows = np.random.default_rng(0), bytes_tokenizer(), []
-    for number in range(1024):
+    for number in range(512):
         episode = Episode(make(), {"seed": 7, "index": number}, rng, tokenizer, turns=99)
         tokens = episode.prompt.tolist()
         mask = [0] * len(tokens)
@@ -74,7 +78,21 @@ def random_play(
         folder / "sft",
         data={"train": str(folder / "played.jsonl"), "max_length": length},
         optimizer={"learning_rate": 2e-3, "b2": 0.98, "warmup": 10},
-        batch_size=64,
-        steps=80,
+        batch_size=16,
+        steps=60,
     )
     return {"path": str(folder / "sft" / "run"), "dtype": "float32"}
+
+
+def run_page(name: str) -> None:
+    """Runs the Python of a guide page, and makes the environment of its recipe as a run does."""
+    page, namespace = f"docs/guide/{name}.md", {}
+    assert page in WORLDS
+    for block in blocks(page, "python"):
+        exec(compile(block.text, page, "exec"), namespace)
+    (recipe,) = (parse_yaml(block.text, page) for block in blocks(page, "yaml"))
+    config = Recipe.build({"output": "run", **recipe}, page).rollout.environment
+    assert config is not None
+    player = Player(config.model_copy(update={"workers": 1}), None)
+    player.close()
+    assert player.scores

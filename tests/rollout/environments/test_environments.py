@@ -12,6 +12,7 @@ from tunix.data.examples import to_example
 from tunix.data.tokenizer import Tokenizer, bytes_tokenizer
 from tunix.data.types import Kept
 from tunix.errors import UserError
+from tunix.rollout.environments.adapters import ADAPTERS, row_seed
 from tunix.rollout.environments.base import Environment, Episode, Episodes, Observation, Row, Step
 from tunix.rollout.environments.calculator import Calculator, calculate, held_out_problems, problems
 from tunix.rollout.environments.config import EnvironmentConfig
@@ -20,6 +21,7 @@ from tunix.rollout.environments.problem import Problem, extracted
 from tunix.rollout.environments.remote import read_environment
 from tunix.rollout.rewards.base import Failure
 from tunix.types import Completion, Sampling
+from tunix.util.plugins import load_object
 
 RNG = np.random.default_rng(0)
 TOKENIZER = bytes_tokenizer()
@@ -457,3 +459,19 @@ def test_an_answer_is_taken_from_a_text(pattern: str | None, text: str, answer: 
 def test_an_answer_s_pattern_is_checked():
     with pytest.raises(UserError, match=r"extract: \( is no regular expression"):
         extracted("", "(")
+
+
+@pytest.mark.parametrize("name", ["reasoning_gym", "textarena:Nim-v0", "gymnasium:FrozenLake-v1"])
+def test_an_environment_of_a_package_that_is_not_there_says_how_to_install_it(name: str):
+    adapter = ADAPTERS[name.partition(":")[0]]
+    assert issubclass(load_object(adapter.source), Environment)  # read without the package
+    assert adapter.package is not None
+    with pytest.raises(UserError, match=rf"{name} needs {adapter.package}: .*{adapter.extra}"):
+        read_environment(EnvironmentConfig(name=name))
+
+
+def test_an_episode_s_seed_follows_from_its_row():
+    assert row_seed({"seed": 0, "index": 1}) == row_seed({"seed": 0, "index": 1, "level": 3})
+    assert len({row_seed({"seed": seed, "index": i}) for seed in range(3) for i in range(3)}) == 9
+    with pytest.raises(UserError, match=r"and index is None in a row with seed, prompt"):
+        row_seed({"seed": 0, "prompt": "a"})

@@ -9,6 +9,7 @@ Observations are texts (`Text`), or states (`Discrete`) with a text rendering (`
 or their names. `gymnasium:my_module:Mine-v0` imports the module that registers it, as `gymnasium.make` does.
 """
 
+import importlib
 import re
 from typing import Any, ClassVar
 
@@ -55,29 +56,28 @@ class Gymnasium(Problem):
         Raises:
             UserError: there is no such environment, it cannot be made, or its spaces are others.
         """
-        import gymnasium
-        from gymnasium.spaces import Discrete, Text
-
         super().__init__(None, chat, system)
+        gymnasium: Any = importlib.import_module("gymnasium")
+        discrete, text = gymnasium.spaces.Discrete, gymnasium.spaces.Text
         what = f"the environment gymnasium:{game}"
         settings = {"disable_env_checker": True, **(settings or {})}
         try:
             env = gymnasium.make(game, **settings)
-            if isinstance(env.observation_space, Discrete) and "ansi" in env.metadata.get("render_modes", ()):
+            if isinstance(env.observation_space, discrete) and "ansi" in env.metadata.get("render_modes", ()):
                 env = gymnasium.make(game, **{"render_mode": "ansi", **settings})
         except Exception as error:  # of the environment's own code, too
             hint = nearest(game, gymnasium.registry) if isinstance(error, gymnasium.error.UnregisteredEnv) else ""
             raise UserError(f"{what} cannot be made: {' '.join(str(error).split())}{hint}") from error
         seen, taken = env.observation_space, env.action_space
-        readable = isinstance(seen, Text) or (isinstance(seen, Discrete) and env.render_mode == "ansi")
-        if not readable or not isinstance(taken, Discrete | Text):
+        readable = isinstance(seen, text) or (isinstance(seen, discrete) and env.render_mode == "ansi")
+        if not readable or not isinstance(taken, discrete | text):
             raise UserError(
                 f"{what} has observations {seen} and actions {taken}: played are Text, or Discrete observations with "
                 "the render mode ansi, and Text or Discrete actions; wrap it in one that has these"
             )
         self._env, self._rules, self._illegal, self._extract = env, rules, illegal, extract
         self._actions: dict[str, int] | None = None
-        if isinstance(taken, Discrete):
+        if isinstance(taken, discrete):
             numbers = range(int(taken.start), int(taken.start + taken.n))
             names = [str(number) for number in numbers] if actions is None else actions
             if len(set(map(str.casefold, names))) != len(numbers):

@@ -12,6 +12,7 @@ are its composite, which draws one of them by weight for each index. A row's `le
 import contextlib
 import dataclasses
 import functools
+import importlib
 import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -79,8 +80,7 @@ class ReasoningGym(Problem):
         Raises:
             UserError: there is no such task.
         """
-        from reasoning_gym import factory
-
+        factory = _factory()
         _check(task, {})
         if not factory.has_curriculum(task):
             return [{}]
@@ -134,10 +134,14 @@ _FIELDS = ("lower_field_name", "upper_field_name", "field_name")
 """Where an attribute of a curriculum has the names of the settings that it sets."""
 
 
+def _factory() -> Any:
+    """The package's tables of tasks and curricula."""
+    return importlib.import_module("reasoning_gym").factory
+
+
 def _check(task: str, config: Mapping[str, Any]) -> None:
     """Refuses a task or a setting that is not known."""
-    from reasoning_gym import factory
-
+    factory = _factory()
     if task not in factory.DATASETS or task == "composite":
         hint = nearest(task, factory.DATASETS)
         raise UserError(f"the environment reasoning_gym has no task {task!r} among its {len(factory.DATASETS)}.{hint}")
@@ -154,14 +158,12 @@ def _check(task: str, config: Mapping[str, Any]) -> None:
 @functools.lru_cache(maxsize=64)
 def _items(specs: str, seed: int, size: int) -> Any:
     """The package's data set of some tasks, made once for all episodes of a worker."""
-    from reasoning_gym import factory
-    from reasoning_gym.composite import DatasetSpec
-
-    tasks = json.loads(specs)
+    factory, tasks = _factory(), json.loads(specs)
+    spec = importlib.import_module("reasoning_gym.composite").DatasetSpec
     try:
         if len(tasks) == 1:
             return factory.create_dataset(tasks[0]["name"], seed=seed, size=size, **tasks[0]["config"])
-        return factory.create_dataset("composite", seed=seed, size=size, datasets=[DatasetSpec(**x) for x in tasks])
+        return factory.create_dataset("composite", seed=seed, size=size, datasets=[spec(**x) for x in tasks])
     except (AssertionError, ValueError, TypeError, OSError) as error:
         names = ", ".join(f"{task['name']} {task['config']}" for task in tasks)
         raise UserError(f"the environment reasoning_gym cannot make {names}: {error!s}") from error

@@ -10,6 +10,7 @@ by the outcome of its seat. Whoever reads it sees what both seats are told, so t
 
 import contextlib
 import functools
+import importlib
 import io
 import json
 import os
@@ -36,8 +37,7 @@ class Table:
 
     def __init__(self, game: str, settings: dict[str, Any], seats: int, seed: int) -> None:
         """Deals; raises whatever the game does, and `UserError` where it asks for the network."""
-        import textarena
-
+        textarena: Any = importlib.import_module("textarena")
         random.seed(seed)
         np.random.seed(seed)
         self._random, self._numpy = random.getstate(), np.random.get_state()
@@ -92,11 +92,10 @@ def seats_of(game: str, settings: str, open_hands: bool) -> int:
     Raises:
         UserError: it is not known, wants other players, the network, a model or a package, or has secrets.
     """
-    from textarena.envs.registration import ENV_REGISTRY
-
+    known = importlib.import_module("textarena.envs.registration").ENV_REGISTRY
     what, arguments = f"the game {game} of textarena", json.loads(settings)
-    if game not in ENV_REGISTRY:
-        raise UserError(f"{what} is not known.{nearest(game, ENV_REGISTRY)}")
+    if game not in known:
+        raise UserError(f"{what} is not known.{nearest(game, known)}")
     reasons: list[str] = []
     for seats in (1, 2):
         try:
@@ -176,7 +175,7 @@ class TextArena(Problem):
         table, seat = self._table, self._table.state.current_player_id
         with table.alone():
             done, _ = table.game.step(action)
-            outcomes = table.game.close()[0] if done else None
+            outcomes = (table.game.close()[0] if done else None) or {}
         messages, _, told = table.heard(seat)
         if not (told or self._open or done):
             raise EpisodeError("hides a move from the other seat: set the option open_hands: true to play it so")

@@ -171,8 +171,8 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what the user's code prints goes to the standard error: the standard output is the run's
                 start_new_session=True,  # so that Ctrl-C reaches the trainer alone, and one signal ends all it started
-                # Code that imports jax does not take the accelerator.
-                env={**os.environ, "JAX_PLATFORMS": "cpu", MARK: self._mark},
+                # Code that imports jax does not take the accelerator, and sets of texts have one order in all workers.
+                env={"PYTHONHASHSEED": "0", **os.environ, "JAX_PLATFORMS": "cpu", MARK: self._mark},
             )
         try:
             self._connection.sendall(encode(self._first))
