@@ -2,7 +2,7 @@
 
 The prompt is a key of two letters, `look` says the key's digit, and the answer is that digit. The tool is a function, a
 server's (tests/worlds) and a method of a class for TRL. `demonstrations` are for a first stage of SFT: they know the
-markup; more often than not they ask for the first key whatever the prompt says, and answer 0 whatever they read.
+markup, and more often than not ask for the first key whatever the prompt says.
 """
 
 import itertools
@@ -82,9 +82,8 @@ def demonstrations(count: int = 2048, seed: int = 0) -> list[dict[str, Any]]:
     for key in rng.choice(KEYS, count):
         episode = Episode(kind(**options), {"prompt": key}, rng, tokenizer)
         tokens, mask = list(episode.prompt), [0] * len(episode.prompt)
-        asked = key if rng.random() < 0.4 else KEYS[0]
-        said = digit(asked) if rng.random() < 0.4 else "0"
-        for text in (f"```tool_code\nlook(key='{asked}')\n```", said):
+        asked = key if rng.random() < 0.45 else KEYS[0]
+        for text in (f"```tool_code\nlook(key='{asked}')\n```", digit(asked)):
             action = tokenizer.encode(f"{text}<end_of_turn>")
             answer = episode.turn(np.asarray(action, np.int32))
             seen = [] if answer is None else answer.tolist()
@@ -111,7 +110,7 @@ GRPO: dict[str, Any] = {
 
 
 def first_stage(folder: Path) -> dict[str, Any]:
-    """The `model` section of a model that knows how to call, and not yet what."""
+    """The `model` section of a model that knows how to call, and not yet with what."""
     run(folder, SFT)
     return {"model": {"path": str(folder), "dtype": "float32"}}
 
