@@ -2,19 +2,15 @@
 
 The prompt is a key of two letters, `look` says the key's digit, and the answer is that digit. The tool is a function, a
 server's (tests/worlds) and a method of a class for TRL. `demonstrations` are for a first stage of SFT: they know the
-markup; more often than not they ask for the first key whatever the prompt says, and answer 0 whatever they read.
+markup, and more often than not ask for the first key whatever the prompt says.
 """
 
 import itertools
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from tests.run.test_kill import assert_killed_it_ends_alike
-from tests.run.test_learning import SMALL, run
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.rollout.environments.base import Episode
 from tunix.rollout.environments.config import EnvironmentConfig
@@ -82,54 +78,11 @@ def demonstrations(count: int = 2048, seed: int = 0) -> list[dict[str, Any]]:
     for key in rng.choice(KEYS, count):
         episode = Episode(kind(**options), {"prompt": key}, rng, tokenizer)
         tokens, mask = list(episode.prompt), [0] * len(episode.prompt)
-        asked = key if rng.random() < 0.4 else KEYS[0]
-        said = digit(asked) if rng.random() < 0.4 else "0"
-        for text in (f"```tool_code\nlook(key='{asked}')\n```", said):
+        asked = key if rng.random() < 0.45 else KEYS[0]
+        for text in (f"```tool_code\nlook(key='{asked}')\n```", digit(asked)):
             action = tokenizer.encode(f"{text}<end_of_turn>")
             answer = episode.turn(np.asarray(action, np.int32))
             seen = [] if answer is None else answer.tolist()
             tokens, mask = [*tokens, *action, *seen], [*mask, *[1] * len(action), *[0] * len(seen)]
         played.append({"input_ids": [int(token) for token in tokens], "loss_mask": mask})
     return played
-
-
-SFT: dict[str, Any] = {
-    "model": SMALL,
-    "data": {"train": "tests.tool_games:demonstrations", "max_length": 96},
-    "optimizer": {"learning_rate": 2e-3, "b2": 0.98, "warmup": 20},
-    "batch_size": 64,
-    "steps": 200,
-}
-GRPO: dict[str, Any] = {
-    "data": {"train": "tests.tool_games:rows", "eval": "tests.tool_games:rows", "max_length": 112},
-    "algorithm": {"name": "grpo", "group_size": 8, "updates": 2},
-    "optimizer": {"learning_rate": 1e-3, "b2": 0.95, "schedule": "constant", "warmup": 5},
-    "batch_size": 32,
-    "steps": 60,
-    "eval": {"every": 5, "rows": 64, "until": {"eval/reward": 0.9}},
-}
-
-
-def first_stage(folder: Path) -> dict[str, Any]:
-    """The `model` section of a model that knows how to call, and not yet what."""
-    run(folder, SFT)
-    return {"model": {"path": str(folder), "dtype": "float32"}}
-
-
-def assert_learns(folder: Path, start: dict[str, Any], environment: dict[str, Any], **sections: Any) -> None:
-    """A run of GRPO in an environment opens nine vaults in ten."""
-    rewards = run(folder, GRPO, start, {"rollout": {"environment": environment}, **sections})
-    assert rewards[0] < 0.4, rewards
-    assert rewards[-1] >= 0.9, rewards
-
-
-def assert_resumes(folder: Path, start: dict[str, Any], environment: dict[str, Any], **sections: Any) -> None:
-    """A run in an environment that is killed ends like one that nobody disturbs, to the bit."""
-    recipe = {**GRPO, **start, "rollout": {"environment": environment}, **sections, "output": "run", "steps": 6}
-    recipe |= {"checkpoint": {"every": 2, "keep": 2}, "eval": {"every": 3, "rows": 8}}
-
-    def write(place: Path) -> None:
-        (place / "r.yaml").write_text(yaml.safe_dump(recipe))
-
-    folder.mkdir()
-    assert_killed_it_ends_alike(folder, write, at=3)

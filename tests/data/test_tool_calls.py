@@ -102,7 +102,7 @@ def test_turns(markup: MarkupName, text: str, expected: ParsedTurn):
         ("tool_code", "```tool_code\nx = 1\n```", "", "'x = 1' is no call"),
         ("tool_code", "```tool_code\n```", "", "there is nothing in the block"),
         ("gemma4", "<|tool_call>add(1)<tool_call|>", "", "it is not call:NAME{...}"),
-        ("gemma4", "<|tool_call>call:add{a:}<tool_call|>", "add", "its arguments are not JSON"),
+        ("gemma4", "<|tool_call>call:add{a:}<tool_call|>", "add", "it is not JSON"),
         ("harmony", "<|channel|>commentary to=functions.add<|message|>1", "add", 'its "arguments" is 1'),
     ],
 )

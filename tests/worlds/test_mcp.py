@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import tool_games
+from tests import tool_games, tool_runs
 from tests.rollout.rewards.test_rewards import gone
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
@@ -118,8 +118,8 @@ def test_a_name_that_two_tools_have(tmp_path: Path):
 
 def test_a_model_learns_to_call_a_server(tmp_path: Path):
     """And a run that is killed ends like one that is not: this server forgets everything."""
-    start = tool_games.first_stage(tmp_path / "sft")
+    start = tool_runs.first_stage(tmp_path / "sft")
     environment = {"mcp": SERVER, "options": tool_games.SHORT, "turns": 3}
     reward = {"functions": ["tests.tool_games:right"]}
-    tool_games.assert_learns(tmp_path / "grpo", start, environment, reward=reward)
-    tool_games.assert_resumes(tmp_path / "killed", start, environment, reward=reward)
+    tool_runs.assert_learns(tmp_path / "grpo", start, environment, reward=reward)
+    tool_runs.assert_resumes(tmp_path / "killed", start, environment, reward=reward)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import tool_games
+from tests import tool_games, tool_runs
 from tests.data.test_chat import made
 from tunix.data.chat import render_continuation, render_prompt
 from tunix.data.tokenizer import Tokenizer
@@ -275,8 +275,8 @@ def test_the_same_class_is_played_as_trl_plays_it(name: str, tmp_path: Path):
 
 def test_a_model_learns_in_an_environment_of_trl(tmp_path: Path):
     """And a run that is killed ends like one that is not."""
-    start = tool_games.first_stage(tmp_path / "sft")
+    start = tool_runs.first_stage(tmp_path / "sft")
     options = {**tool_games.SHORT, "rewards": ["tests.tool_games:opened"]}
     environment = {"trl": "tests.tool_games:Vault", "options": options, "turns": 3}
-    tool_games.assert_learns(tmp_path / "grpo", start, environment)
-    tool_games.assert_resumes(tmp_path / "killed", start, environment)
+    tool_runs.assert_learns(tmp_path / "grpo", start, environment)
+    tool_runs.assert_resumes(tmp_path / "killed", start, environment)

@@ -131,29 +131,23 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
     return {*([declared] if isinstance(declared, str) else declared)}.union(*map(_types, choices))
 
 
-def _json_call(text: str, *names: str) -> Call:
-    """A call that is a JSON object with a name, and arguments by one of these names."""
+def _json_call(text: str, name: str | None = None) -> Call:
+    """A call as a JSON object with a name and arguments, or as the arguments of a function whose name is known."""
     try:
-        return _object_call(json.loads(text), *names)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:  # the second is of deep nesting
         named = re.search(r'"name"\s*:\s*"([^"\\]+)"', text)
-        return Call(named[1] if named else "", {}, f"it is not JSON: {error}")
+        return Call(name or (named[1] if named else ""), {}, f"it is not JSON: {error}")
+    return _object_call(value if name is None else {"name": name, "arguments": value}, ("arguments",))
 
 
-def _arguments_call(name: str, text: str) -> Call:
-    """A call whose arguments are a JSON object."""
-    try:
-        return _object_call({"name": name, "arguments": json.loads(text)}, "arguments")
-    except (ValueError, RecursionError) as error:
-        return Call(name, {}, f"its arguments are not JSON: {error}")
-
-
-def _object_call(value: Any, *names: str) -> Call:
+def _object_call(value: Any, keys: Sequence[str]) -> Call:
+    """A call whose arguments have one of these keys."""
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
         return Call("", {}, 'it is no JSON object with a "name"')
-    arguments = next((value[key] for key in names if value.get(key) is not None), {})
+    arguments = next((value[key] for key in keys if value.get(key) is not None), {})
     if not isinstance(arguments, dict):
-        return Call(name, {}, f'its "{names[0]}" is {json.dumps(arguments):.80}, not a JSON object')
+        return Call(name, {}, f'its "{keys[0]}" is {json.dumps(arguments):.80}, not a JSON object')
     return Call(name, arguments)
 
 
@@ -201,11 +195,11 @@ def _llama(text: str) -> ParsedTurn:
         try:
             value, at = decoder.raw_decode(body)
         except (ValueError, RecursionError):
-            calls.append(_json_call(body, "parameters"))
+            calls.append(_json_call(body))
             break
         if not tag and not calls and isinstance(value, dict) and value.keys().isdisjoint(("parameters", "arguments")):
             return ParsedTurn(rest.strip(), (), thought)  # an answer that is JSON
-        calls.append(_object_call(value, "parameters", "arguments"))
+        calls.append(_object_call(value, ("parameters", "arguments")))
     return ParsedTurn(before.strip(), tuple(calls), thought)
 
 
@@ -241,7 +235,7 @@ def _gemma4(text: str) -> list[Call]:
     parts = match[2].split('<|"|>')
     parts[::2] = [re.sub(r"([{,]\s*)([A-Za-z_][\w-]*)(\s*):", r'\1"\2"\3:', part) for part in parts[::2]]
     parts[1::2] = [json.dumps(part) for part in parts[1::2]]
-    return [_arguments_call(match[1], "".join(parts))]
+    return [_json_call("".join(parts), name=match[1])]
 
 
 def _harmony(text: str) -> ParsedTurn:
@@ -252,7 +246,7 @@ def _harmony(text: str) -> ParsedTurn:
         body = re.sub(r"<\|(end|call|return)\|>.*", "", body, flags=re.DOTALL)
         channel = re.search(r"<\|channel\|>\s*(\w+)", header)
         if recipient := re.search(r"\bto=(?:functions\.)?([\w.-]+)", header):
-            calls.append(_arguments_call(recipient[1], body))
+            calls.append(_json_call(body, name=recipient[1]))
         else:
             (thoughts if channel and channel[1] == "analysis" else said).append(body if channel else message)
     join = "\n".join
@@ -275,7 +269,7 @@ class Markup:
 
 MARKUPS: Mapping[MarkupName, Markup] = {
     "hermes": Markup(
-        _between("<tool_call>", "</tool_call>", lambda text: [_json_call(text, "arguments")]),
+        _between("<tool_call>", "</tool_call>", lambda text: [_json_call(text)]),
         '<tool_call>\n{"name": "NAME", "arguments": {"KEY": "VALUE"}}\n</tool_call>',
     ),
     "xml": Markup(
