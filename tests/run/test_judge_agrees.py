@@ -19,7 +19,7 @@ from tunix.run.judges import judges_of
 from tunix.trainer.perf import Compilations
 
 RUBRIC = "- at: it has the sign.\n"
-LONGEST = 960
+LONGEST = 520
 
 
 def by_rule(text: str) -> float:

@@ -30,7 +30,7 @@ from tunix.types import Completion
 from tunix.util.atomic_io import append_rows, read_rows, write_text_atomic
 
 NAME = "judge"
-"""Of the reward, in metrics and messages."""
+"""The reward's name in metrics and messages."""
 Ask = Callable[[List[List[Message]]], List[str | Failure]]
 """Conversations -> the judge's reply to each, or why it has none."""
 

@@ -96,9 +96,12 @@ def _reader(
     if model.tokenizer is None:
         raise UserError(f"{where} has no tokenizer, so that it reads no text")
     bare = rubric.comparison("", "", "") if config.pairwise else rubric.question("", "")
-    shortest = len(_prompt(model, [{"role": "user", "content": bare}])) + config.max_tokens
+    try:
+        shortest = len(_prompt(model, [{"role": "user", "content": bare}])) + config.max_tokens
+    except UserError as error:
+        raise UserError(f"{where} cannot judge by {config.rubric}: {error}") from error
     # Another tokenizer may need more tokens for the same text; the second question has the first reply in it.
-    spare = 2 * data.max_length * (1 + config.pairwise) + config.max_tokens + 64
+    spare = 2 * data.max_length * (1 + config.pairwise) + 2 * config.max_tokens + 512
     model = InferenceModel(replace(options, length=config.length or shortest + spare), model.source)
     if model.limit <= shortest:
         raise UserError(
