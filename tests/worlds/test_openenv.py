@@ -284,7 +284,7 @@ def test_sessions_end_with_a_worker_that_is_killed(server: Server, playing: Any)
 def test_a_run_whose_server_dies_says_so_once(serving: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """What was trained before is saved, and the same command goes on with another server."""
     server = serving()
-    environment = {"openenv": server.url, "turns": 1}
+    environment = {"openenv": server.url, "turns": 3}
     write_learner(tmp_path, environment, steps=4, rollout__stop_after_failures=3)
     text = (tmp_path / "r.yaml").read_text()
     (tmp_path / "dying.py").write_text(
