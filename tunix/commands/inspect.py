@@ -8,7 +8,7 @@ model's (`Typed`). On a terminal the trained tokens are green and the others dim
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
 from contextlib import closing
 from dataclasses import dataclass, replace

@@ -17,7 +17,10 @@ from tunix.hf.source import settled
 from tunix.protocols import Sampler
 from tunix.recipe.notes import total_steps, update_notes
 from tunix.recipe.recipe import Recipe
+from tunix.rollout.collect import Collector
 from tunix.rollout.environments.remote import Player
+from tunix.rollout.rewards.base import ADDED
+from tunix.rollout.rewards.scorer import Scorer
 from tunix.run.client import client_of
 from tunix.run.collector import collector_of
 from tunix.run.describe import details, device_notes, stage_lines

@@ -1,7 +1,7 @@
 """The inputs of a run: its model's structure and tokenizer, its rows, and what steps and evaluations make of them."""
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
