@@ -113,7 +113,8 @@ class Server:
         except TimeoutError:
             what = f"did not answer within {seconds:g} s"
         except Exception as error:
-            if self._client is not None and not (isinstance(error, MCPError) and error.code == CONNECTION_CLOSED):
+            is_closed = isinstance(error, MCPError) and getattr(error, "code", None) == CONNECTION_CLOSED
+            if self._client is not None and not is_closed:
                 raise
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]

@@ -115,6 +115,7 @@ class ChatServer:
             try:
                 async with asyncio.timeout(config.deadline):
                     while True:
+                        answer: Any = None
                         try:
                             identity = f"tunix-judge-{next(self._numbers)}"
                             answer = await self._server.call("/chat/completions", body, identity)
