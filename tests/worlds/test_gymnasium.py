@@ -118,4 +118,4 @@ def test_a_tiny_model_finds_its_way(tmp_path: Path):
         steps=20,
     )
     assert mean(rows[:2], "reward/mean") < 0.5
-    assert mean(rows[-4:], "reward/mean") > 0.8
+    assert mean(rows[-4:], "reward/mean") > 0.7

@@ -138,6 +138,6 @@ def test_both_seats_learn_from_their_own_outcomes(tmp_path: Path):
         **{**RL, "batch_size": 2},
         steps=20,
     )
-    assert mean(rows[:2], "reward/seat0") < 0.5
-    assert mean(rows[-4:], "reward/seat0") > 0.8
+    assert mean(rows[:2], "reward/seat0") < 0.75
+    assert mean(rows[-4:], "reward/mean") > 0.9  # of seat 0: it wins before the other is asked
     assert mean(rows[:2], "reward/seat1") > -0.5

@@ -76,13 +76,13 @@ class Table:
         whether all were told of the move of `mover`, whose text is left out."""
         state = self.state
         queues = {seat: [m for m in queue if m[0] != mover] for seat, queue in state.observations.items()}
-        all_saw = all(seat == mover or len(queues[seat]) < len(queue) for seat, queue in state.observations.items())
+        announced = all(seat == mover or len(queues[seat]) < len(queue) for seat, queue in state.observations.items())
         for queue in state.observations.values():
             queue.clear()
         current = queues.pop(state.current_player_id)
         others = [m for queue in queues.values() for m in (Counter(queue) - Counter(current)).elements()]
         alone = [m for queue in queues.values() for m in (Counter(current) - Counter(queue)).elements()]
-        return [*others, *current], [*others, *alone], all_saw
+        return [*others, *current], [*others, *alone], announced
 
 
 @functools.lru_cache
@@ -176,8 +176,8 @@ class TextArena(Problem):
         with table.alone():
             done, _ = table.game.step(action)
             outcomes = (table.game.close()[0] if done else None) or {}
-        messages, _, all_saw = table.heard(seat)
-        if not (all_saw or self._open or done):
+        messages, _, announced = table.heard(seat)
+        if not (announced or self._open or done):
             raise EpisodeError("hides a move from the other seat: set the option open_hands: true to play it so")
         if done and not outcomes:
             raise EpisodeError("ended the game without an outcome")
