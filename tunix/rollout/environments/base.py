@@ -248,8 +248,8 @@ class Episode:
         self.done = False
         """Whether the environment has ended the episode."""
         self._environment, self._tokenizer, self._turns = environment, tokenizer, turns
-        own = as_template_kwargs(row.get(TEMPLATE_KWARGS))
-        self._template_kwargs = {**(template_kwargs or {}), **own, **environment.template_kwargs}
+        of_row = as_template_kwargs(row.get(TEMPLATE_KWARGS))
+        self._template_kwargs = {**(template_kwargs or {}), **of_row, **environment.template_kwargs}
         try:
             self.start = checked_observation(environment.reset(row, rng))
         except UserError:
