@@ -148,9 +148,9 @@ class Tools(Problem):
             raise UserError(f"the environment {type(self).__name__} wants a prompt of text or messages, not token ids")
         if self._shown or self._instructions == "":
             return [*prompt]
-        introduction = self._instructions or instructions([*self.template_kwargs.get("tools", ())], self._markup)
+        text = self._instructions or instructions([*self.template_kwargs.get("tools", ())], self._markup)
         first, *rest = prompt
-        return [{**first, "content": joined(f"{introduction}\n\n", first["content"])}, *rest]
+        return [{**first, "content": joined(f"{text}\n\n", first["content"])}, *rest]
 
     def step(self, action: str, tokens: np.ndarray) -> Step:
         """The answers to the turn's calls; the end where it has none."""
