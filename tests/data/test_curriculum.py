@@ -30,21 +30,21 @@ def stream(prompts: int = 24, seed: int = 0, rows: list[dict[str, Any]] = ROWS, 
     return Prompts(examples, seed, None, curriculum_of(config, examples.rows, seed, prompts))
 
 
-def steps(stream: Prompts, number: int, totals: Callable[[Prompt], list[float]], size: int = 4) -> list[list[int]]:
+def steps(stream: Prompts, number: int, rate: Callable[[Prompt], float], size: int = 4) -> list[list[int]]:
     """The numbers of the prompts of some steps, each of which is learned from."""
     taken = []
     for _ in range(number):
         prompts = stream.take(size)
         assert stream.curriculum is not None
         for prompt in prompts:
-            stream.curriculum.learn(prompt, totals(prompt))
+            stream.curriculum.learn(prompt, rate(prompt))
         taken.append([prompt.number for prompt in prompts])
     return taken
 
 
-def half(prompt: Prompt) -> list[float]:
-    """Rewards of two completions: prompts 0 to 3 always succeed, 4 to 7 never, the others every other time."""
-    return [[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]][prompt.number // 4]
+def half(prompt: Prompt) -> float:
+    """Success rates: prompts 0 to 3 always succeed, 4 to 7 never, the others every other time."""
+    return [1.0, 0.0, 0.5][prompt.number // 4]
 
 
 def test_the_chance_of_a_prompt():
@@ -52,15 +52,13 @@ def test_the_chance_of_a_prompt():
     curriculum = BySuccess(CurriculumConfig(by="success", floor=0.2, window=2), 0)
     kept = Kept((), number=5)
     assert curriculum.chance(kept) == 1
-    curriculum.learn(FIFTH, [1.0, 0.0, 0.2, 0.4])
+    curriculum.learn(FIFTH, 0.25)
     assert curriculum.chance(kept) == pytest.approx(0.8)
     # The mean of two groups, 1/4 and 1; from then on half of the way: 0.625 -> 0.8125.
-    curriculum.succeeded(FIFTH, 1.0)
+    curriculum.learn(FIFTH, 1.0)
     assert curriculum.state["rates"]["5"] == [0.625, 2]
-    curriculum.succeeded(FIFTH, 1.0)
+    curriculum.learn(FIFTH, 1.0)
     assert curriculum.state["rates"]["5"] == [0.8125, 2]
-    curriculum.learn(FIFTH, [])
-    assert curriculum.state["rates"]["5"] == [0.8125, 2], "no completion has a score"
 
 
 def test_easy_and_hard_prompts_are_taken_less_and_none_dies():
@@ -114,13 +112,13 @@ def test_a_level_rises_when_enough_succeed():
     first = [prompt for _ in range(2) for prompt in prompts.take(4)]
     assert {prompt.row["level"] for prompt in first} == {0}
     for prompt, total in zip(first[:4], [1.0, 1.0, 1.0, 0.0], strict=True):
-        prompts.curriculum.learn(prompt, [total])
+        prompts.curriculum.learn(prompt, total)
     assert prompts.curriculum.metrics([]) == {"curriculum/level": 0.0, "curriculum/success": 0.75}
-    prompts.curriculum.learn(first[4], [1.0])
+    prompts.curriculum.learn(first[4], 1.0)
     assert prompts.curriculum.state["level"] == 0, "0.75 again: the first of the four has left the window"
-    prompts.curriculum.learn(first[5], [1.0])
-    prompts.curriculum.learn(first[6], [1.0])
-    prompts.curriculum.learn(first[7], [1.0])
+    prompts.curriculum.learn(first[5], 1.0)
+    prompts.curriculum.learn(first[6], 1.0)
+    prompts.curriculum.learn(first[7], 1.0)
     assert prompts.curriculum.metrics([]) == {"curriculum/level": 1.0}
     counts = Counter(prompt.row["level"] for prompt in prompts.take(200))
     assert counts[2] == 0

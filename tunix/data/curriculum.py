@@ -51,12 +51,7 @@ class Curriculum:
         """The probability with which a row is taken, from 0 to 1."""
         return 1.0
 
-    def learn(self, prompt: Prompt, totals: Sequence[float]) -> None:
-        """Takes note of the total rewards of a prompt's completions, those without a score left out."""
-        if totals:
-            self.succeeded(prompt, sum(total >= self.config.success for total in totals) / len(totals))
-
-    def succeeded(self, prompt: Prompt, rate: float) -> None:
+    def learn(self, prompt: Prompt, rate: float) -> None:
         """Takes note of the share of a prompt's completions that succeed."""
 
     def metrics(self, prompts: Sequence[Prompt]) -> dict[str, float]:
@@ -82,7 +77,7 @@ class BySuccess(Curriculum):
         rate, _ = self.state["rates"].get(str(kept.number), (0.5, 0))
         return self.config.floor + (1 - self.config.floor) * 4 * rate * (1 - rate)
 
-    def succeeded(self, prompt: Prompt, rate: float) -> None:
+    def learn(self, prompt: Prompt, rate: float) -> None:
         """Moves the prompt's rate."""
         before, groups = self.state["rates"].get(str(prompt.number), (0.0, 0))
         groups = min(groups + 1, self.config.window)
@@ -112,7 +107,7 @@ class ByLevel(Curriculum):
         level = kept.row[LEVEL]
         return 1.0 if level == self.state[LEVEL] else self.config.floor if level < self.state[LEVEL] else 0.0
 
-    def succeeded(self, prompt: Prompt, rate: float) -> None:
+    def learn(self, prompt: Prompt, rate: float) -> None:
         """Adds to the rates of the level, which may rise."""
         if prompt.row[LEVEL] != self.state[LEVEL]:
             return

@@ -50,7 +50,7 @@ class Interleaved:
             size // weight * period + self._pattern.index((number, size % weight))
             for number, (size, weight) in enumerate(zip(sizes, weights, strict=True))
         )
-        self._size = min(sys.maxsize, *ends)
+        self._size = min([sys.maxsize, *ends])
 
     def __len__(self) -> int:
         return self._size

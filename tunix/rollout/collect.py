@@ -611,7 +611,9 @@ class RolloutStep:
                 for group in groups:
                     scored = (x.rewards for x in group if x.unscored is None)
                     totals = [sum(weights[k] * x for k, x in y.items() if not math.isnan(x)) for y in scored]
-                    curriculum.learn(group[0].prompt, totals)
+                    if totals:
+                        rate = sum(total >= curriculum.config.success for total in totals) / len(totals)
+                        curriculum.learn(group[0].prompt, rate)
             return self._with_version(groups) if self.mixed else groups
         pending = [prompt for prompt in prompts if isinstance(prompt, Pending)]
         assert len(pending) == len(prompts), "a step that oversamples takes prompts of its own, and of `more`"

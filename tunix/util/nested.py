@@ -16,9 +16,9 @@ def reach(row: Mapping[str, Any], name: str) -> Any:
     """
     if name in row:
         return row[name]
-    for head, rest in _splits(name):
-        if isinstance(inner := row.get(head), Mapping):
-            return reach(inner, rest)
+    for place, letter in enumerate(name):
+        if letter == "." and isinstance(inner := row.get(name[:place]), Mapping):
+            return reach(inner, name[place + 1 :])
     raise KeyError(name)
 
 
@@ -38,10 +38,3 @@ def dotted(row: Mapping[str, Any], before: str = "", depth: int = 3) -> Iterator
         yield f"{before}{name}"
         if isinstance(value, Mapping) and depth > 1:
             yield from dotted(value, f"{before}{name}.", depth - 1)
-
-
-def _splits(name: str) -> Iterator[tuple[str, str]]:
-    """Yields the parts before and after each dot of a name."""
-    for place, letter in enumerate(name):
-        if letter == ".":
-            yield name[:place], name[place + 1 :]
