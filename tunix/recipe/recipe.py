@@ -21,6 +21,7 @@ from tunix.models.families.table import FAMILIES
 from tunix.recipe.algorithms import DEFAULT, algorithm_config
 from tunix.recipe.sections import Sections, complaints
 from tunix.recipe.tiny import replaced, shrunk, toy_model
+from tunix.rollout.rewards.config import JudgeConfig
 from tunix.util.yaml_io import keys_set, overridden, problems, read_mapping, shown, without_effect, write_yaml
 
 SOURCE = ("path", "init", "family", "preset", "sizes", "tokenizer")
@@ -271,6 +272,7 @@ def known_keys(algorithm: Any) -> dict[str, list[str]]:
         kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
         for section in (kind for kind in kinds if issubclass(kind, Config) and kind is not Recipe):
             keys[name] = [field.alias or key for key, field in section.model_fields.items()]
+    keys["reward.judge"] = list(JudgeConfig.model_fields)
     if isinstance(algorithm, Mapping):
         try:
             keys["algorithm"] = list(algorithm_config(algorithm).model_fields)
