@@ -22,11 +22,7 @@ from tunix.models.families.table import FAMILIES
 from tunix.recipe.algorithms import DEFAULT, algorithm_config
 from tunix.recipe.sections import Sections, complaints
 from tunix.recipe.tiny import replaced, shrunk, toy_model
-<<<<<<< HEAD
 from tunix.rollout.environments.config import RolloutSource
-=======
-from tunix.rollout.rewards.config import JudgeConfig
->>>>>>> room-judges
 from tunix.util.yaml_io import keys_set, overridden, problems, read_mapping, shown, without_effect, write_yaml
 
 SOURCE = ("path", "init", "family", "preset", "sizes", "tokenizer")
@@ -271,7 +267,6 @@ def recipe_of_run(run: str | Path) -> Recipe | None:
 
 
 def known_keys(algorithm: Any) -> dict[str, list[str]]:
-<<<<<<< HEAD
     """The known keys of each section and of those inside, for hints; those of `algorithm` follow from its name."""
     keys: dict[str, list[str]] = {}
     sections: list[tuple[str, type[Config]]] = [("", Recipe)]
@@ -282,15 +277,6 @@ def known_keys(algorithm: Any) -> dict[str, list[str]]:
             inner = [kind for kind in kinds if issubclass(kind, Config) and kind is not Recipe]
             sections += [(f"{place}.{key}".lstrip("."), kind) for kind in inner]
     keys |= {"data.train": list(RolloutSource.model_fields), "data.curriculum": list(CurriculumConfig.model_fields)}
-=======
-    """The known keys of each section, for hints; those of `algorithm` follow from its name."""
-    keys = {"": list(Recipe.model_fields)}
-    for name, field in Recipe.model_fields.items():
-        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
-        for section in (kind for kind in kinds if issubclass(kind, Config) and kind is not Recipe):
-            keys[name] = [field.alias or key for key, field in section.model_fields.items()]
-    keys["reward.judge"] = list(JudgeConfig.model_fields)
->>>>>>> room-judges
     if isinstance(algorithm, Mapping):
         try:
             keys["algorithm"] = list(algorithm_config(algorithm).model_fields)
