@@ -1,4 +1,5 @@
-"""The extras for GPUs can be installed on every Python, with what their comments promise. Asks the package index."""
+"""The extras for GPUs and for environments of other packages can be installed on every Python, with what their comments
+promise. Asks the package index."""
 
 import json
 import re
@@ -7,9 +8,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
+
+from tunix.rollout.environments.adapters import ADAPTERS
 
 ROOT = Path(__file__).parents[1]
 TOKAMAX = {"3.11": "0.0.12", "3.12": "0.0.17", "3.13": "0.0.17"}
+WORLDS = ("reasoning-gym", "textarena", "gymnasium", "trl", "verifiers", "openenv", "mcp")
+"""Each extra has the name of its package."""
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17)] + ["manylinux2014_x86_64"]
 pytestmark = pytest.mark.slow
 
@@ -49,3 +55,11 @@ def test_an_extra_brings_one_cuda_and_a_tokamax_that_was_tried(extra: str, cuda:
     plugins = {name for name in packages if re.fullmatch(r"jax-cuda\d+-plugin", name)}
     assert plugins == {f"jax-cuda{cuda}-plugin"}
     assert packages[f"jax-cuda{cuda}-plugin"] == packages["jaxlib"]
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.13"])
+@pytest.mark.parametrize("extra", WORLDS)
+def test_the_extra_of_a_world_brings_a_version_that_was_tried(extra: str, python: str, tmp_path: Path):
+    version = resolved(extra, python, tmp_path)[extra]
+    adapters = [adapter for adapter in ADAPTERS.values() if adapter.extra == extra]
+    assert all(SpecifierSet(adapter.tried).contains(version) for adapter in adapters)
