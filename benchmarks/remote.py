@@ -25,7 +25,6 @@ from benchmarks.servers import PYTHON, WHY, ours, real
 from benchmarks.shapes import LORA, OPTIMIZER, SHAPES
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.config import DType, MeshConfig, ModelConfig
-from tunix.data.config import DataConfig
 from tunix.data.packing import pack
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.hf.model_folder import save_folder
@@ -35,6 +34,7 @@ from tunix.mesh import build_mesh
 from tunix.models.model import Model
 from tunix.recipe.sections import Sections
 from tunix.rollout.config import RolloutConfig
+from tunix.rollout.environments.config import MixtureConfig
 from tunix.run.client import client_of
 from tunix.run.setup import Setup
 from tunix.trainer.trainer import Trainer
@@ -66,7 +66,7 @@ def client_on(folder: Path, dtype: DType, adapter: AdapterConfig | None, rollout
     recipe = Sections(
         model=ModelConfig(path=str(folder), dtype=dtype),
         adapter=adapter,
-        data=DataConfig(train="made-up prompts", max_length=LENGTH),
+        data=MixtureConfig(train="made-up prompts", max_length=LENGTH),
         optimizer=OPTIMIZER,
         rollout=rollout,
         batch_size=PROMPTS,
