@@ -32,7 +32,7 @@ class Call:
     """A function that the model calls."""
 
     name: str
-    """Of the function, e.g. `search`; empty where it cannot be read."""
+    """The function's, e.g. `search`; empty where it cannot be read."""
     arguments: Mapping[str, Any]
     """By name, e.g. `{"query": "tunix"}`."""
     fault: str | None = None

@@ -23,7 +23,7 @@ from tunix.rollout.environments.base import EpisodeError
 from tunix.rollout.environments.config import MCPConfig
 
 SHARE = 0.8
-"""Of an environment's deadline, for a server's answer: at the deadline itself nobody could say which was asked."""
+"""The share of an environment's deadline that a server has for an answer: at the deadline nobody could name it."""
 START = 60.0
 """Seconds that a server has to start with its worker, and to say what its tools are."""
 _DIES_WITH_PARENT = """
