@@ -115,11 +115,16 @@ def test_groups_come_back_in_the_order_of_the_prompts_and_counts_are_sums(monkey
 
     def act(index: int) -> tuple[list[list[Scored]], dict[str, float]]:
         clock, own = Clock(), shard(prompts)
-        clock.counted.update(tokens=len(own), **({"rewards": 0.5} if index else {}))
-        return allgathered(lambda: [[episode(prompt)] for prompt in own], prompts, sampling, clock), clock.counted
+
+        def sample() -> list[list[Scored]]:
+            clock.counted.update(tokens=len(own), **({"rewards": 0.5} if index else {}))
+            return [[episode(prompt)] for prompt in own]
+
+        allgathered(sample, prompts, sampling, clock)  # what it counted is that of all, and is not counted again
+        return allgathered(sample, prompts, sampling, clock), clock.counted
 
     for groups, counted in pretended(monkeypatch, 2, act)[0]:
-        assert counted == {"tokens": 3, "rewards": 0.5}
+        assert counted == {"tokens": 6, "rewards": 1.0}
         for (found,), prompt in zip(groups, prompts, strict=True):
             expected = episode(prompt)
             assert (found.text, found.rewards, found.failures) == (expected.text, expected.rewards, expected.failures)

@@ -204,7 +204,7 @@ def _ineffective_evaluation(recipe: Sections) -> Iterator[str]:
     idle = {key for key in EvalConfig.model_fields if getattr(config, key) != getattr(default, key)}
     if config.tasks:
         idle -= {"every", "tasks", "until"}
-        idle |= {f"until: {name}" for name in config.until if re.match("eval/(loss|reward)(/|$)", name)}
+        idle |= {f"until: {name}" for name in config.until if re.match("eval/(loss|rewards?)(/|$)", name)}
     if idle and not held_out:
         names = ", ".join(f"eval.{key}" for key in sorted(idle))
         yield f"{names}: changes nothing without held-out rows; set data.eval or data.eval_split"

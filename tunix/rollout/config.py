@@ -271,7 +271,7 @@ class EvalConfig(Config):
         # Tasks that are wrong themselves are reported, and are not there.
         known = [name for task in info.data.get("tasks", ()) for name in task.metrics]
         for name in value if "tasks" in info.data else ():
-            if name not in known and not re.match("eval/(loss|reward)(/|$)", name):
+            if name not in known and not re.match("eval/(loss|rewards?)(/|$)", name):
                 hint, tasks = nearest(name, known), "".join(f", {metric}" for metric in known)
                 raise ValueError(
                     f"{name!r} is no metric of an evaluation: eval/loss, or eval/reward and eval/reward/NAME{tasks}"

@@ -350,7 +350,7 @@ class Episodes:
         on_end: Callable[[Episode], None] = lambda episode: None,
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        """Of a batch.
+        """Holds the episodes of a batch.
 
         Args:
             episodes: in the order of the requests; None where no environment answers.

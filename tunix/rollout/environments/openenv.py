@@ -21,7 +21,7 @@ from tunix.rollout.environments.adapters import SIZE
 from tunix.rollout.environments.base import Environment, EpisodeError, Observation, Row, Step
 
 SHARE = 0.8
-"""Of a call's deadline, in which the server has to answer: after it the worker is killed, with all its sessions."""
+"""Share of a call's deadline in which the server has to answer; after it the worker and all its sessions end."""
 
 
 class OpenEnv(Environment):
