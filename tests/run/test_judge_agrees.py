@@ -1,18 +1,21 @@
 """A tiny model that was trained to judge by a rule agrees with it: from a folder, and as the base of an adapter."""
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import tunix
 from tests.rollout.test_judging import SAMPLED
 from tests.tiny_models import one_device
-from tests.tiny_rl import write_policy, write_prompts
-from tests.tiny_runs import lines, metrics, train, write_recipe, write_rows
+from tests.tiny_runs import train, write_recipe, write_rows
 from tunix.data.config import DataConfig
 from tunix.data.types import Prompt
 from tunix.hf.source import pretrained
+from tunix.models.config import is_own
+from tunix.protocols import Sampler
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.rollout.rewards.rubric import read_rubric
 from tunix.run.judges import judges_of
@@ -56,12 +59,12 @@ def test_a_trained_judge_agrees_with_its_rule(tmp_path: Path):
     compilations = Compilations()
     judge.begin(prompts[:3], [SAMPLED] * 3, ["new", "n@w", "@"])()
     assert compilations.since_warmup == 0
-    # A policy with an adapter on it is judged by its base, in the weights of the sampler.
-    write_prompts(tmp_path, "abc>", "abc>", "abc>", "abc>")
-    reward = {"judge": {**section, "model": "base"}}
-    train(str(write_policy(tmp_path, model={"path": "judge"}, adapter={"rank": 4}, reward=reward, steps=2)))
-    rows = [row for row in metrics("run") if "train/loss" in row]
-    assert all(row["reward/failed"] < 0.1 and row["compile/count"] == rows[0]["compile/count"] for row in rows)
-    samples = [row for row in lines(Path("run/samples.jsonl")) if row.get("rewards", {}).get("judge") is not None]
-    agreed = [row["rewards"]["judge"] == by_rule(row["completion"]) for row in samples]
-    assert np.mean(agreed) > 0.9
+    # The base under an adapter is the same judge, whatever the adapter has become.
+    client = tunix.client("judge", adapter={"rank": 4}, length=64)
+    client.sampler.publish({name: x + 1 if is_own(name) else x for name, x in client.learner.params.items()}, 1)
+    sampler: Future[Sampler] = Future()
+    sampler.set_result(client.sampler)
+    rewards = RewardConfig.model_validate({"judge": {**section, "model": "base"}})
+    (base,) = judges_of(rewards, pretrained("judge"), data, "float32", one_device(), None, sampler)
+    again = base.begin(prompts, [SAMPLED] * len(held_out), held_out)()
+    assert [x.score for x in again] == [x.score for x in made]
