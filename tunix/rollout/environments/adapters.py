@@ -126,17 +126,18 @@ SIZE = 10_000
 
 
 class Numbered:
-    """Rows `{"seed": 0, "index": i}`, of which an environment makes its episodes."""
+    """Rows `{"seed": 0, "index": i}`, of which an environment makes its episodes; with `levels` each has a `level` too."""
 
-    def __init__(self, size: int, seed: int) -> None:
-        """So many rows, all of one seed."""
-        self._size, self._seed = size, seed
+    def __init__(self, size: int, seed: int, levels: int | None = None) -> None:
+        """So many rows, all of one seed, of so many levels in turn, from 0 on."""
+        self._size, self._seed, self._levels = size, seed, levels
 
     def __len__(self) -> int:
         return self._size
 
     def __getitem__(self, i: int) -> dict[str, int]:
-        return {"seed": self._seed, "index": range(self._size)[i]}
+        index = range(self._size)[i]
+        return {"seed": self._seed, "index": index} | ({"level": index % self._levels} if self._levels else {})
 
 
 def training_rows(data: DataConfig, environment: EnvironmentConfig | None, seed: int) -> Rows:
@@ -180,7 +181,8 @@ def _own_rows(config: EnvironmentConfig | None, seed: int, key: str) -> Rows:
     known = adapter_of(config)
     if known is None or not known[0].makes_rows:
         raise UserError(f"the environment {config.name} makes no rows of its own: name some, {key}")
-    size = config.options.get("size", SIZE)
-    if not isinstance(size, int) or size < 1:
-        raise UserError(f"the environment {config.name} has size {size!r}: it is a number of rows, from 1 on")
-    return Rows(config.name, Numbered(size, seed))
+    size, levels = config.options.get("size", SIZE), config.options.get("levels")
+    for name, number in (("size", size), ("levels", levels)):
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise UserError(f"the environment {config.name} has {name} {number!r}: it is a whole number, from 1 on")
+    return Rows(config.name, Numbered(size, seed, levels))

@@ -37,6 +37,7 @@ class ReasoningGym(Problem):
         tasks: str | list[str] | dict[str, int | float],
         config: dict[str, dict[str, Any]] | None = None,
         size: int = SIZE,
+        levels: int | None = None,
         extract: str | None = None,
         template: str | None = None,
         chat: bool = False,
@@ -48,6 +49,8 @@ class ReasoningGym(Problem):
             tasks: name -> weight, names of equal weight, or one name.
             config: task -> arguments of the package's configuration of it, e.g. `{"chain_sum": {"max_terms": 3}}`.
             size: items of each task, and rows of a run.
+            levels: how many levels of difficulty the rows have in turn, for `data.curriculum: {by: level}`; None for
+                the settings of `config` alone.
             extract: where the answer is in the model's text; see `extracted`. None for all of it.
             template: text with the `{question}` in braces; None asks the question alone.
             chat: see `Problem`.
