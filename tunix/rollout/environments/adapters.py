@@ -126,7 +126,7 @@ SIZE = 10_000
 
 
 class Numbered:
-    """Rows `{"seed": 0, "index": i}`, of which an environment makes its episodes; with `levels` each has a `level` too."""
+    """Rows `{"seed": 0, "index": i}`, of which an environment makes its episodes; with `levels` each has a `level`."""
 
     def __init__(self, size: int, seed: int, levels: int | None = None) -> None:
         """So many rows, all of one seed, of so many levels in turn, from 0 on."""
