@@ -15,7 +15,7 @@ from tunix.algorithms.distill.config import TeacherConfig
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import AlgorithmConfig, Config, MeshConfig, ModelConfig, Place, Positive, RowKind
 from tunix.data.config import EPISODES
-from tunix.errors import UserError
+from tunix.errors import UserError, nearest
 from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import preset, small, with_sizes
 from tunix.models.quantization.rules import QuantizationConfig
@@ -108,7 +108,8 @@ def rows_left_out(sections: Mapping[str, Any]) -> bool:
         environment = {"name": environment}
     if not isinstance(environment, Mapping) or (isinstance(data, Mapping) and "train" in data):
         return False
-    return bool({*environment, str(environment.get("name")).partition(":")[0]} & set(PACKAGES))
+    package = str(environment.get("name")).partition(":")[0]
+    return bool({*environment, package} & set(PACKAGES) or nearest(package, PACKAGES))  # a mistyped one is told later
 
 
 def complaints(recipe: Sections, staged: bool) -> Iterator[str]:

@@ -8,11 +8,13 @@ import pytest
 from tests.data import rendered_as
 from tests.guessing_games import demonstrations
 from tunix.data.chat import render_prompt
+from tunix.data.config import DataConfig
 from tunix.data.examples import to_example
 from tunix.data.tokenizer import Tokenizer, bytes_tokenizer
 from tunix.data.types import Kept
 from tunix.errors import UserError
-from tunix.rollout.environments.adapters import ADAPTERS, Numbered, row_seed
+from tunix.recipe.sections import rows_left_out
+from tunix.rollout.environments.adapters import ADAPTERS, Numbered, row_seed, training_rows
 from tunix.rollout.environments.base import Environment, Episode, Episodes, Observation, Row, Step
 from tunix.rollout.environments.calculator import Calculator, calculate, held_out_problems, problems
 from tunix.rollout.environments.config import EnvironmentConfig
@@ -487,3 +489,13 @@ def test_rows_by_number_have_the_levels_in_turn():
     assert Numbered(5, seed=3)[4] == {"seed": 3, "index": 4}
     with pytest.raises(IndexError):
         rows[5]
+
+
+def test_a_mistyped_package_without_rows_is_told():
+    sections = {"data": {}, "rollout": {"environment": {"name": "reasoning_gim"}}}
+    assert rows_left_out(sections)
+    assert not rows_left_out({"rollout": {"environment": {"name": "problem"}}})
+    assert not rows_left_out({**sections, "data": {"train": "rows.jsonl"}})
+    data = DataConfig(train="environment")
+    with pytest.raises(UserError, match=r"reasoning_gim makes no rows of its own.* Did you mean 'reasoning_gym'\?"):
+        training_rows(data, EnvironmentConfig(name="reasoning_gim"), 0)

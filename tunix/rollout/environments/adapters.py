@@ -13,7 +13,7 @@ import numpy as np
 
 from tunix.data.config import EPISODES, DataConfig
 from tunix.data.sources import Rows, held_out_rows, open_rows
-from tunix.errors import UserError, install_command
+from tunix.errors import UserError, install_command, nearest
 from tunix.rollout.environments.config import EnvironmentConfig, MixtureConfig
 
 
@@ -180,7 +180,8 @@ def _own_rows(config: EnvironmentConfig | None, seed: int, key: str) -> Rows:
         raise UserError(f"{key} is {EPISODES!r}, the rows that an environment makes, and there is none: name others")
     known = adapter_of(config)
     if known is None or not known[0].makes_rows:
-        raise UserError(f"the environment {config.name} makes no rows of its own: name some, {key}")
+        hint = nearest(config.name.partition(":")[0], ADAPTERS) if known is None else ""
+        raise UserError(f"the environment {config.name} makes no rows of its own: name some, {key}{hint and '.'}{hint}")
     size, levels = config.options.get("size", SIZE), config.options.get("levels")
     for name, number in (("size", size), ("levels", levels)):
         if number is not None and (not isinstance(number, int) or number < 1):
