@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
+
+from tests.fake_vllm import QuietServer
 
 RUBRIC = """Judge what was written.
 
@@ -114,18 +116,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing."""
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 256
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: whoever asked has gone."""
-
-
 @contextmanager
 def served(fake: FakeJudge) -> Iterator[str]:
     """The address of a stand-in's API, while it is served."""
-    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": fake}))
+    server = QuietServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": fake}))
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}/v1"

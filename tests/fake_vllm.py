@@ -248,7 +248,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing."""
 
 
-class _Server(ThreadingHTTPServer):
+class QuietServer(ThreadingHTTPServer):
+    """Many connections at once, each in a thread that ends with the process."""
+
     daemon_threads = True
     request_queue_size = 256
 
@@ -259,7 +261,7 @@ class _Server(ThreadingHTTPServer):
 @contextmanager
 def served(fake: FakeVLLM) -> Iterator[str]:
     """The address of a stand-in, while it is served."""
-    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": fake}))
+    server = QuietServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"fake": fake}))
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"

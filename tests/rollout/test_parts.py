@@ -1,7 +1,9 @@
 """Log-probs, values and a reward model's scores are computed in parts, while other completions are still sampled."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as List
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +21,12 @@ from tunix.data.examples import Examples
 from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
+from tunix.data.types import Prompt
 from tunix.rollout.backlog import Backlog
 from tunix.rollout.collect import Collector, Judge, Judged, Parts, RolloutStep, RolloutStream
+from tunix.rollout.environments.base import Episode, Episodes
+from tunix.rollout.environments.problem import Problem
+from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import Reward
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.trainer.trainer import Trainer
@@ -142,3 +148,34 @@ def test_a_judge_scores_parts():
     for episode in groups[0]:
         assert episode.rewards == {"judge": float(episode.completion.tokens.sum())}
     assert 0 <= data.clock.metrics["perf/reward_overlap"] <= 1
+
+
+def test_episodes_of_two_data_sets_end_with_the_player_that_began_them():
+    class Noting(Player):
+        """A player whose episodes end at their first turn; notes which ended, and whether they were let go of."""
+
+        def __init__(self) -> None:
+            self.ended, self.closed = list[Episode](), 0
+
+        def __call__(self, rows: List[Any], seed: int, numbers: List[int] | None = None) -> Episodes:
+            made = [Episode(Problem(), row, np.random.default_rng(seed)) for row in rows]
+            return Episodes(made, 1, self.ended.append, self.let_go)
+
+        def let_go(self) -> None:
+            self.closed += 1
+
+    first, second = Noting(), Noting()
+    plain = Collector(None, SAMPLING, None)
+    collector = replace(plain, sources={"a": replace(plain, play=first), "b": replace(plain, play=second)})
+    prompt, sources = Prompt(np.array([1], np.int32), "", {"prompt_ids": [1]}), ("a", "b", "", "a")
+    played = collector._played([replace(prompt, source=source) for source in sources], 0, [0, 1, 2, 3])
+    assert played is not None
+    assert [x is None for x in played.episodes] == [False, False, True, False]
+    token, logprob, version = np.array([7], np.int32), np.array([-0.1], np.float32), np.array([0], np.int32)
+    ended = Completion(token, logprob, "stop", version, SAMPLING, turns=((0, 1),))
+    for number in (1, 3):
+        assert played.reply(number, ended) is None
+    assert (first.ended, second.ended) == ([played.episodes[3]], [played.episodes[1]])
+    played.finish([ended] * 4)
+    assert first.ended == [played.episodes[3], played.episodes[0]]
+    assert (first.closed, second.closed) == (1, 1)
