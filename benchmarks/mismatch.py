@@ -1,8 +1,9 @@
 """`python -m benchmarks.mismatch`: the trainer's log-probs against the sampler's in bfloat16, and what equal ones cost.
 
 Small random models of every family sample completions, whose log-probs the training step and `Client.logprobs` compute
-again: once with the rounding that tunix asks of XLA (`tunix.util.exact`), once with XLA's default, each in a process of
-its own. For the times (the small Llama shape: one step of 8 x 256 tokens, 16 x 64 sampled tokens) both take turns.
+again, those of a mixture with the experts that its tokens were sampled with: once with the rounding that tunix asks of
+XLA (`tunix.util.exact`), once with XLA's default, each in a process of its own. For the times (the small Llama shape: a
+step of 8 x 256 tokens, 16 x 64 sampled tokens) both take turns.
 """
 
 import argparse
@@ -66,7 +67,8 @@ def distances(family: str, cache: "CacheType | None" = None) -> dict[str, float]
         for one in group:
             mask = np.concatenate([np.zeros(PROMPT, bool), one.drawn])
             sampled = np.concatenate([np.zeros(PROMPT, np.float32), one.logprobs])
-            sequences.append(Sequence(np.concatenate([prompt, one.tokens]), mask, per_token={"sampled": sampled}))
+            tokens, per_token = np.concatenate([prompt, one.tokens]), {"sampled": sampled}
+            sequences.append(Sequence(tokens, mask, per_token=per_token, experts=one.experts))
     scored = client.logprobs(sequences)
     apart = [np.abs(x - y.per_token["sampled"])[y.loss_mask] for x, y in zip(scored, sequences, strict=True)]
     step = client.step(pack(sequences, len(sequences), shape.length), Loss(look, reference=True))

@@ -288,7 +288,8 @@ def grpo(case: str, setting: Setting) -> Iterator[Row]:
 
 
 def decode(case: str, setting: Setting) -> Iterator[Row]:
-    """Rows of sampling one token in every slot, which reads all weights and what is filled of the cache.
+    """Rows of sampling one token in every slot, which reads all weights and what is filled of the cache: the second
+    half of the tokens, what two rollouts differ by, so that the prompts of both cost the same.
 
     Args:
         case: slots, e.g. `256`.
@@ -297,15 +298,16 @@ def decode(case: str, setting: Setting) -> Iterator[Row]:
     name, config = _policy(setting)
     slots, prompt, new = (int(case) // 16, 64, 64) if setting.small else (int(case), 448, 64)
     engine = rollout.engines((slots,), config, setting.dtype, prompt + new)[slots]
-    flops, numbers = (x[1:] for x in rollout.decoding(config, prompt, new, slots))
+    half = new // 2
+    flops, numbers = (x[half:] for x in rollout.decoding(config, prompt, new, slots))
     size = jnp.dtype(setting.dtype).itemsize
     for shared in (True, False):
-        many, few = (_requests(slots, prompt, number, config.vocab_size, shared) for number in (new, 1))
+        many, few = (_requests(slots, prompt, number, config.vocab_size, shared) for number in (new, half))
         both = interleaved({"many": partial(engine.run, many), "few": partial(engine.run, few)}, TURNS)
         seconds = [(a - b) / len(flops) for a, b in zip(both["many"], both["few"], strict=True)]
         whole = float(np.median(both["many"]))
         row = measured(
-            f"decoding {name}, {slots} slots of {prompt} to {prompt + new} tokens, "
+            f"decoding {name}, {slots} slots of {prompt + half} to {prompt + new} tokens, "
             f"{'a shared prompt' if shared else 'a prompt each'}",
             seconds,
             message=f"{setting.dtype}; the whole rollout of {new} tokens {whole:.3f} s, {slots * new / whole:,.0f} "

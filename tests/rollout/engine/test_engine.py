@@ -182,7 +182,7 @@ def test_a_groups_prompt_is_computed_once(here, monkeypatch):
 
 
 @pytest.mark.slow
-def test_slots_at_work_wait_for_a_long_piece_at_most(params, monkeypatch):
+def test_prompts_are_computed_before_tokens_unless_somebody_reads_along(params, monkeypatch):
     """Short pieces are of 2 tokens, a long one of 16. Seven prompts of 1 are 4 pieces; one of 40 is more than it."""
     events = []
     for name in ("prefill", "decode"):
@@ -194,7 +194,13 @@ def test_slots_at_work_wait_for_a_long_piece_at_most(params, monkeypatch):
     events.clear()
     asked = [Request(prompt, Sampling(max_tokens=9), 7, i) for i, prompt in enumerate(prompts(VOCAB, (1,) * 6 + (40,)))]
     few.run(asked)
-    # 46 tokens are three long pieces: slots that can be decoded are, between one and the next.
+    # 46 tokens are three long pieces. All slots then sample together, nine times each.
+    assert events[:4] == ["prefill"] * 3 + ["decode"]
+    assert few.usage is not None
+    assert few.usage.slot_steps == 9 * 7
+    events.clear()
+    few.run(asked, on_tokens=lambda number, tokens: None)
+    # Who reads tokens as they come waits for a long piece at most.
     assert events[:6] == ["prefill", "decode"] * 3
 
 

@@ -287,7 +287,10 @@ class Batch:
             leader.followers.append(slot)
 
     def _compute(self) -> None:
-        """Computes what is queued, piece by piece; no more than a long piece where many slots would wait for it."""
+        """Computes what is queued, piece by piece: a dispatch takes as long with few slots at work as with all.
+
+        No more than a long piece where many slots would wait for it and tokens are read as they come.
+        """
         computed = 0
         while any(self.jobs):
             longest = max(sum(len(job.tokens) for job in jobs) for jobs in self.jobs)
@@ -314,7 +317,8 @@ class Batch:
                     if self.expected[key] and self.sizes.chunk is None:
                         self.page_tables.keep(key, job.slot, job.start, tuple(job.experts))
             computed += piece.length
-            if computed >= self.sizes.piece and 2 * len(self.slots.running) > self.sizes.slots:
+            many = 2 * len(self.slots.running) > self.sizes.slots
+            if self.on_tokens is not None and many and computed >= self.sizes.piece:
                 break
 
     def _dispatch(self) -> bool:
