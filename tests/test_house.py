@@ -243,7 +243,7 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 53_910,
+    "lines": 53_912,
     "files": 276,
     "functions": 2_806,
     "short functions used once": 117,
