@@ -167,24 +167,6 @@ def merge(params: Params, adapter: AdapterConfig) -> Params:
     return merged
 
 
-def unmerge(merged: Params, params: Params, adapter: AdapterConfig) -> Params:
-    """The base from which `merge` made `merged`, to within a rounding of its dtype: `s A B` is subtracted again.
-
-    Args:
-        params: the adapter's weights.
-
-    Raises:
-        ValueError: the base cannot be computed from the merged weights.
-    """
-    if adapter.dora or adapter.also:
-        raise ValueError(f"{'DoRA scales' if adapter.dora else 'also replaces'} weights of the base: load the base")
-    pairs, base = plain_pairs(params), dict(merged)
-    for name, w in merged.items():
-        if (delta := _delta(pairs, name, adapter)) is not None:
-            base[name] = (w.astype(jnp.float32) - delta.reshape(w.shape)).astype(w.dtype)
-    return base
-
-
 def _delta(pairs: Params, name: str, adapter: AdapterConfig) -> Float[Array, "L ..."] | None:
     """`s A B` of a stacked weight in float32, its inputs flattened and its outputs too; None where nothing adapts it.
 

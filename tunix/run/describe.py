@@ -72,9 +72,9 @@ def details(setup: Setup, learner: Learner, inputs: Inputs, total: int, attentio
         yield setup.mesh_reason
     # How the layers' matrix products are computed on these devices.
     if rules is not None:
-        products = matmuls_line(rules.kinds, model.dtype, first.platform, simulated=True)
+        products = matmuls_line(rules.kinds, model.dtype, simulated=True)
     else:
-        products = matmuls_line([] if rounding is None else [(rounding.base, None)], model.dtype, first.platform)
+        products = matmuls_line([] if rounding is None else [(rounding.base, None)], model.dtype)
     experts = experts_line(decoder, recipe.model.dtype, mesh)
     yield "; ".join(filter(None, (products, attention, experts, remat_line(setup.spec))))
     if setup.samples:

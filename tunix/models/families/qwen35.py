@@ -153,17 +153,15 @@ DELTA_SIZES = {
 
 def read_qwen35(fields: Fields) -> DecoderConfig:
     """A `qwen3_5_text` config.json, or the text part of a multimodal `qwen3_5` one."""
-    if "text_config" in fields.raw:
-        return base.text_part(fields, read_qwen35, VISION)
     fields.only("mlp_only_layers", [], None)
-    return read_text(fields, base.sizes(fields, DEFAULTS), family="qwen3_5")
+    return read_text(fields, _QWEN35, base.sizes(fields, DEFAULTS))
 
 
-def read_text(fields: Fields, shape: base.Shape, **different: Any) -> DecoderConfig:
+def read_text(fields: Fields, like: DecoderConfig, shape: base.Shape, **different: Any) -> DecoderConfig:
     """The config of a model with these mixers, from a text config.json.
 
     Args:
-        shape: its sizes.
+        like, shape: as in `base.decoder`.
         different: what else its feed-forward part sets.
     """
     fields.only("attention_bias", False)
@@ -186,11 +184,9 @@ def read_text(fields: Fields, shape: base.Shape, **different: Any) -> DecoderCon
         fields.refuse("linear_conv_kernel_dim", "must be 2 or more.")
     return base.decoder(
         fields,
+        like,
         shape,
-        norm_offset=True,
         rope=rope if rope.sections else replace(rope, sections=SECTIONS),  # those of published folders
-        qk_norm=True,
-        output_gate=True,
         linear_layers=linear,
         delta=delta,
         **different,
@@ -293,6 +289,7 @@ QWEN35 = base.FamilyText(
         delta=DeltaNet(2, 4, 16, 16),
     ),
     linear=three_to_one,
+    multimodal=VISION,
     prefixes=PREFIXES,
     passengers=("mtp.",),
     passenger_fields=DRAFTING,
@@ -305,17 +302,14 @@ NUMBER, ACTIVE, FFN = 256, 8, 512
 
 def read_qwen35_moe(fields: Fields) -> DecoderConfig:
     """A `qwen3_5_moe_text` config.json, or the text part of a multimodal `qwen3_5_moe` one."""
-    if "text_config" in fields.raw:
-        return base.text_part(fields, read_qwen35_moe, VISION)
     shape = base.sizes(fields, {**DEFAULTS, "intermediate_size": FFN})
     experts = fields.experts(NUMBER, ACTIVE)
     return read_text(
         fields,
+        _MOE,
         shape,
-        family="qwen3_5_moe",
         ffn=fields.integer("moe_intermediate_size", FFN),
         experts=replace(experts, shared=fields.integer("shared_expert_intermediate_size", FFN)),
-        feed_forward=EXPERTS,
     )
 
 
@@ -358,6 +352,7 @@ QWEN35_MOE = base.FamilyText(
     presets={"qwen3.5-35b-a3b": base.sized(_MOE, 2048, FFN, 40, 16, 2, 256, linear=three_to_one)},
     small=replace(QWEN35.small, family="qwen3_5_moe", ffn=32, experts=Experts(8, 2, shared=48), feed_forward=EXPERTS),
     linear=three_to_one,
+    multimodal=VISION,
     prefixes=PREFIXES,
     stacked=base.STACKED,
     passengers=QWEN35.passengers,
