@@ -20,7 +20,6 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from tunix.errors import UserError
 from tunix.hf.packed_weights import VALUES, split_experts, stack_experts, unpacked
 from tunix.hf.picture_settings import write_settings
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, local_copy, some, tensors_of_folder, write_shards
-from tunix.hf.tensor_transfer import load, packed_entries, places_of, sent
+from tunix.hf.tensor_transfer import entry_of, load, packed_entries, places_of
 from tunix.models.config import DecoderConfig, Stops, is_adapter, is_own
 from tunix.models.families.base import SCORE
 from tunix.models.families.table import FAMILIES, read_json, tensors_of, to_hf
@@ -149,7 +148,6 @@ WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 """What is taken of a folder from elsewhere: neither pickles nor code."""
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 """Begins the names of a layer's tensors."""
-STORED_DTYPE = {"float32": "F32", "bfloat16": "BF16"}
 
 
 def resolve_folder(path: str) -> Path:
@@ -359,8 +357,7 @@ def save_folder(
                     module, pack = key.removesuffix(VALUES), packed_by_name[name]
                     entries.extend(packed_entries(module, params[name], index, tensor.outputs_first, pack))
                 else:
-                    send = partial(sent, params[name], index, tensor.write, written)
-                    entries.append(Entry(key, tensor.their_shape(shape), STORED_DTYPE[written], send))
+                    entries.append(entry_of(key, params[name], index, tensor, written))
 
         # In the order of the model: embedding, layer by layer, norm, head.
         table, packed_by_name = tensors_of(config), {f"layers/{ours}/w": pack for ours, pack in packing.items()}

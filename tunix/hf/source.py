@@ -540,6 +540,4 @@ def adapter_weights(adapter: AdapterConfig, model: Model, fresh: Params, trained
     _, arrays = load_adapter(folder, model.config, lm_head=model.has_lm_head)
     if foreign := sorted(set(arrays) - set(model.shapes)):
         raise UserError(f"{KEY}: {folder} brings {some(foreign)}, which the model that trains does not have")
-    places = model.shardings(mesh)
-    from_folder = {name: jax.device_put(jnp.asarray(array, trained), places[name]) for name, array in arrays.items()}
-    return {**fresh, **from_folder}
+    return {**fresh, **_placed(arrays, fresh, model, mesh)}

@@ -424,14 +424,11 @@ class Model:
         *,
         entropy: bool = False,
         temperature: float = 1.0,
-        noise: Float[Array, "B T D"] | None = None,
         pictures: Pictures | None = None,
         experts: Int[Array, "B T L k"] | None = None,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """`log p(token_t | its segment before t)` and that distribution's entropy at the needed tokens, else 0."""
-        hidden, _ = self.forward(
-            params, tokens, positions, segment_ids, noise=noise, pictures=pictures, experts=experts
-        )
+        hidden, _ = self.forward(params, tokens, positions, segment_ids, pictures=pictures, experts=experts)
         return self.logprobs_of(params, hidden, tokens, positions, needed, entropy=entropy, temperature=temperature)
 
     def logprobs_of(
@@ -495,9 +492,9 @@ class Model:
             has_gains: the weights hold DoRA's gains in place of its magnitudes, as weights for decoding do.
         """
         placed = {self._paths[f"layers/{name}"][1:]: x for name, x in weights.items()}
-        block = self._decoder.structures[mixer].block(placed)
+        block, turned = self._decoder.structures[mixer].block(placed), self.turned
         for name, projection in block.projections().items():
-            projection.has_gains, projection.turned = has_gains, name in self.turned
+            projection.has_gains, projection.turned = has_gains, name in turned
         return block
 
     @property
@@ -507,11 +504,8 @@ class Model:
         There the product of a few rows with a matrix whose rows are longer than a memory page takes 1.2 to 1.9 times
         as long as with the transposed matrix, whose rows are shorter.
         """
-        return self._wide if platform() == "cpu" else frozenset()
-
-    @cached_property
-    def _wide(self) -> frozenset[str]:
-        """Projections whose matrix has rows that are longer than a memory page."""
+        if platform() != "cpu":
+            return frozenset()
         narrow = [name for name, x in self.matrices.items() if isinstance(x, Projection) and x.contracted == 1]
         matrices = {name: self.shapes[f"layers/{name}/w"][1:] for name in narrow}
         page = PAGE // jnp.dtype(self.dtype).itemsize
@@ -546,15 +540,15 @@ def rounded(model: Model, params: Params) -> tuple[Params, dict[str, float]]:
         All weights, and for each rounded matrix its change in the compute dtype: the root mean square of the change,
         divided by that of the matrix.
     """
+
+    @partial(jit, static_argnames="name")
+    def on_grid_of(name: str, w: Float[Array, "L ..."]) -> tuple[jax.Array, jax.Array]:
+        on_grid = jax.lax.map(partial(model.on_grid, name), w)
+        change = on_grid.astype(model.dtype).astype(jnp.float32) - w.astype(jnp.float32)
+        return on_grid, jnp.sum(change**2) / jnp.sum(w.astype(jnp.float32) ** 2)
+
     changed, moved = dict(params), {}
     for name in (f"layers/{one}/w" for one, rounding in model.simulated if rounding.weights and one in model.matrices):
-        changed[name], error = _rounded(model, name, params[name])
+        changed[name], error = on_grid_of(name, params[name])
         moved[name] = math.sqrt(float(error))
     return changed, moved
-
-
-@partial(jit, static_argnames=("model", "name"))
-def _rounded(model: Model, name: str, w: Float[Array, "L ..."]) -> tuple[jax.Array, jax.Array]:
-    on_grid = jax.lax.map(partial(model.on_grid, name), w)
-    change = on_grid.astype(model.dtype).astype(jnp.float32) - w.astype(jnp.float32)
-    return on_grid, jnp.sum(change**2) / jnp.sum(w.astype(jnp.float32) ** 2)

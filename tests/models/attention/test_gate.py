@@ -64,14 +64,13 @@ def test_what_forgets_a_part_of_the_mask_is_far_off(forget, call):
 def test_a_difference_is_measured_once(tmp_path, monkeypatch):
     monkeypatch.setitem(table.BY_NAME, "kernel", kernel("ids"))
     file = tmp_path / "cache/attention.json"
-    first = kernel_gates.difference("kernel", spec(), file)
+    monkeypatch.setattr(kernel_gates, "MEASURED", file)
+    first = kernel_gates.difference("kernel", spec())
     monkeypatch.setattr(kernel_gates, "measured", lambda *_: pytest.fail("it is known"))
-    assert (
-        kernel_gates.difference("kernel", replace(spec(), queries=4096, keys=4096), file) == first > kernel_gates.LIMIT
-    )
+    assert kernel_gates.difference("kernel", replace(spec(), queries=4096, keys=4096)) == first > kernel_gates.LIMIT
     file.write_text("{")
     monkeypatch.setattr(kernel_gates, "measured", lambda *_: 0.5)
-    assert kernel_gates.difference("kernel", spec(), file) == 0.5
+    assert kernel_gates.difference("kernel", spec()) == 0.5
 
 
 def test_a_kernel_that_is_off_is_replaced_and_reported(monkeypatch):

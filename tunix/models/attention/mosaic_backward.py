@@ -136,8 +136,7 @@ def ranges(
     least one block is visited.
 
     Args:
-        start: the first column that each query sees.
-        stop: the column after the last; not after `start` where it sees none.
+        start, stop: as in `gradients`.
         keys: columns of a row.
     """
     sees, rows = start < stop, len(start)
