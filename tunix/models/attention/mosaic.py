@@ -66,7 +66,7 @@ def lacks(spec: AttentionSpec) -> str | None:
         return f"parts of rows of {spec.queries} tokens are no multiple of {LANES}"
     if spec.head_dim > WIDEST:
         return f"heads of {spec.head_dim} numbers are wider than {WIDEST}"
-    return missing("attention")
+    return missing()
 
 
 def lacks_hopper(spec: AttentionSpec) -> str | None:
@@ -80,7 +80,7 @@ def forward(
     q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None, op: Any = None
 ) -> Mixed:
     """As `attend.Implementation.forward`; `op` is another of tokamax's, e.g. its reference for a CPU."""
-    op, parts = op or operation("attention"), []
+    op, parts = op or operation(), []
     for interval in intervals(view, q.shape[1]):
         call = partial(op, mask=_mask(interval, q, k), logits_scale=scale, logits_soft_cap=softcap)
         with for_the_device_in_use():
@@ -130,7 +130,7 @@ def backward_of_tokamax(
     op: Any = None,
 ) -> Gradients:
     """As `backward`, by tokamax's kernels; `op` as in `forward`."""
-    op, parts = op or operation("attention"), []
+    op, parts = op or operation(), []
     mixed, lse = result
     for interval in intervals(view, q.shape[1]):
         mass = lse if interval.some is None else jnp.where(interval.some[..., None], lse, NEVER)
