@@ -296,7 +296,6 @@ def save_folder(
     packed: bool = False,
     base: Path | None = None,
     stops: Sequence[int] = (),
-    max_shard_bytes: int = 5 << 30,
 ) -> None:
     """Writes a folder that transformers loads: config.json, safetensors, and the tokenizer's files of `source`.
 
@@ -314,7 +313,6 @@ def save_folder(
         base: the folder that the weights were loaded from; tensors in it that its family has and nothing here computes
             with are taken along (`FamilyText.passengers`). None for none.
         stops: ids that end a completion, which generation_config.json will contain.
-        max_shard_bytes: largest file in bytes; above it the weights are split into several files with an index.
 
     Raises:
         UserError: something exists at `path`, the disk refuses a write, or a type has no packed format.
@@ -334,14 +332,14 @@ def save_folder(
                     packing[ours] = Packing(rule, (outputs, inputs), tile_of(inputs, rule.tile or inputs))
         along: list[Stored] = []
         if base is not None and not scores and family.passengers:
-            along = [x for key, x in tensors_of_folder(base).items() if key.startswith(family.passengers)]
+            along = [x for key, x in tensors_of_folder(base).items() if key.startswith(tuple(family.passengers))]
         with folder.in_step():
             fields = {**to_hf(config), "dtype": dtype or str(params["embed/w"].dtype)}
             if base is not None and along:
                 raw = read_json(base / "config.json")
                 raw = raw.get("text_config", raw)
                 inside = fields if config.vision is None else fields["text_config"]
-                inside |= {name: raw[name] for name in family.passenger_fields if name in raw}
+                inside |= {name: raw[name] for names in family.passengers.values() for name in names if name in raw}
             if processes.lead():
                 write_beside(folder.path, config, fields, source, scores, rules, packing, stops, base)
                 if config.vision is not None:
@@ -378,7 +376,7 @@ def save_folder(
         if family.writes_stacked:
             entries = list(stack_experts(entries, family))
         entries += (Entry(x.key, x.shape, x.dtype, lambda x=x: x.read) for x in along)
-        write_shards(folder, entries, max_shard_bytes)
+        write_shards(folder, entries)
 
 
 def write_beside(

@@ -241,7 +241,6 @@ STACKS = ("decoder/layers/", "decoder/layers_remainder/")
 """What only a checkpoint of scanned layers has."""
 TABLES_OF_WORDS = ("embed/w", "head/w")
 """Our parameters that have a row for each token of the vocabulary."""
-SHARD = 5 << 30
 
 
 @dataclass(frozen=True)
@@ -446,4 +445,4 @@ def import_maxtext(source: Path, out: Path, *, like: str | Path | None = None, d
             entries.append(Entry(tensor.key(layer), shape, STORED_DTYPE[kind], partial(partial, read)))
     with shared_folder(out) as folder:
         write_beside(folder.path, config, {**to_hf(config), "dtype": written}, like)
-        write_shards(folder, entries, SHARD)
+        write_shards(folder, entries)

@@ -124,28 +124,20 @@ class Bank(Stored):
             by_name |= {"w_lora_a": self.w_lora_a[...], "w_lora_b": self.w_lora_b[...]}
         return by_name
 
+    def sharded(self, mesh: AbstractMesh) -> tuple[Arrays, dict[str, PartitionSpec]]:
+        """Its parameters as the devices of a mesh multiply them, whole along D, and how each is split over these.
 
-def sharded(bank: Arrays, axes: Axes, mesh: AbstractMesh) -> tuple[Arrays, dict[str, PartitionSpec]]:
-    """A bank as the devices of a mesh multiply it, and how each of its parameters is split over them.
-
-    Where the inputs are split, scales of fewer tiles are repeated until each part has its own.
-
-    Args:
-        axes: logical ones of `w` while it multiplies: of the experts, the inputs, and the outputs.
-    """
-    of_expert, of_input, of_output = axes
-    whole = partition(axes, bank["w"].shape, mesh)
-    if "w_scale" in bank and whole[1] is not None:
-        scales, parts = bank["w_scale"], mesh.shape[whole[1]]
-        bank = {**bank, "w_scale": jnp.repeat(scales, math.lcm(len(scales[0]), parts) // len(scales[0]), axis=1)}
-    specs = {"w": whole, "w_scale": whole}
-    if "b" in bank:
-        specs["b"] = partition((of_expert, of_output), bank["b"].shape, mesh)
-    if "w_lora_a" in bank:
-        b = bank["w_lora_b"].shape
-        specs["w_lora_a"] = partition((of_expert, of_input, None), bank["w_lora_a"].shape, mesh)
-        specs["w_lora_b"] = partition((of_expert, *[None] * (len(b) - 2), of_output), b, mesh)
-    return bank, {name: specs[name] for name in bank}
+        Where the inputs are split, scales of fewer tiles are repeated until each part has its own.
+        """
+        arrays, specs = dict(self.arrays), dict[str, PartitionSpec]()
+        for name in arrays:
+            of = "w" if name == "w_scale" else name
+            axes: Axes = tuple(None if x in ("embed", "rank") else x for x in getattr(self, of).get_metadata("axes"))
+            specs[name] = partition(axes, arrays[of].shape, mesh)
+        if "w_scale" in arrays and (over := specs["w"][1]) is not None:
+            scales, parts = arrays["w_scale"], mesh.shape[over]
+            arrays["w_scale"] = jnp.repeat(scales, math.lcm(len(scales[0]), parts) // len(scales[0]), axis=1)
+        return arrays, specs
 
 
 def _matrices(bank: Arrays, x: Float[Array, "_ _"]) -> Matrices:
@@ -393,17 +385,15 @@ class MixtureOfExperts(GatedFFN):
 
         Biases of the down matrices are left out: where columns are split, each device would add them.
         """
-        downs = {name: x for name, x in self.downs.arrays.items() if name != "b"}
-        matrices = (self.gates.arrays, self.ups.arrays, downs)
+        banks = (self.gates, self.ups, self.downs)
         scales = (self.gates.scale, self.downs.scale)
         join = partial(joined, self.activation, self.experts.clamp)
         mesh, compute = jax.sharding.get_abstract_mesh(), partial(_mixed, join, scales)
         if mesh.empty or mesh.size == 1:
-            return compute(0, x, choice, real, *matrices)
+            return compute(0, x, choice, real, *(bank.arrays for bank in banks))
         tokens, wide = (partition(("rows", "time", None)[:rank], x.shape[:rank], mesh) for rank in (2, 3))
-        parts = [sharded(bank, axes, mesh) for bank, axes in zip(matrices, _SPLIT_MATRICES, strict=True)]
-        matrices, banks = [bank for bank, _ in parts], [specs for _, specs in parts]
-        of_gates = banks[0]["w"]
+        matrices, specs = zip(*(bank.sharded(mesh) for bank in banks), strict=True)
+        of_gates = specs[0]["w"]
         split = [axis for axis, there in zip(SPLIT, (of_gates[0], of_gates[2]), strict=True) if there]
         # Rows that the mesh does not divide are on all of its devices.
         shared = "expert" in split and tokens[0] is not None
@@ -426,14 +416,10 @@ class MixtureOfExperts(GatedFFN):
                 y = local(x, choice, real, *matrices)
             return jax.lax.psum(y, summed) if summed else y
 
-        specs = (wide, wide, wide, tokens, *banks)
-        spread = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=wide, check_vma=False)
+        places = (wide, wide, wide, tokens, *specs)
+        spread = jax.shard_map(part, mesh=mesh, in_specs=places, out_specs=wide, check_vma=False)
         y = spread(x, *choice, real, *matrices)
         return constrain(y, "rows", "time", None)
-
-
-_SPLIT_MATRICES: tuple[Axes, ...] = (("expert", None, "ffn"), ("expert", None, "ffn"), ("expert", "ffn", None))
-"""How the three matrices are split while they multiply: whole columns of the model, of the device's own experts."""
 
 
 def _mixed(

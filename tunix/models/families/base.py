@@ -246,11 +246,9 @@ class FamilyText:
     """Whether a folder may have a tensor of this name that the model has no use for; an export leaves it out."""
     packed: tuple[str, ...] = ()
     """The `quant_method` of its published folders, such as mxfp4, where the tensors say all about themselves."""
-    passengers: tuple[str, ...] = ()
+    passengers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Prefixes of tensors that nothing here computes with, and that an export takes along from the folder that was
-    loaded, such as a head that drafts several tokens."""
-    passenger_fields: tuple[str, ...] = ()
-    """Fields of config.json that belong to these tensors, and go with them."""
+    loaded, such as a head that drafts several tokens -> fields of config.json that go with them."""
     vision: VisionText | None = None
     """The sight of its multimodal folders; None where there are none, or only their text part is known."""
 

@@ -136,8 +136,8 @@ QWEN35_VISION = base.VisionText(
 
 VISION = ("vision_config", *(name for name, _ in VISION_IDS.values()))
 """Fields of a multimodal folder that concern its vision part."""
-DRAFTING = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
-"""Fields of heads that draft several tokens, which nothing here computes with."""
+PASSENGERS = {"mtp.": ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")}
+"""The heads that draft several tokens, and their fields, which nothing here computes with."""
 DEFAULTS = {"head_dim": 256, "max_position_embeddings": 32_768}
 """Sizes that a config.json may leave out."""
 SECTIONS = (11, 11, 10)
@@ -167,7 +167,7 @@ def read_text(fields: Fields, like: DecoderConfig, shape: base.Shape, **differen
     fields.only("attention_bias", False)
     fields.only("attn_output_gate", True)
     fields.only("mamba_ssm_dtype", "float32")  # states are float32 whatever the folder says; nothing else is
-    fields.read |= set(DRAFTING)
+    fields.read |= set(PASSENGERS["mtp."])
     share = fields.number("partial_rotary_factor", 0.25)
     rope = fields.rope(10_000.0, shape["max_positions"], share=share)
     layers, interval = shape["num_layers"], fields.integer("full_attention_interval", 4)
@@ -291,8 +291,7 @@ QWEN35 = base.FamilyText(
     linear=three_to_one,
     multimodal=VISION,
     prefixes=PREFIXES,
-    passengers=("mtp.",),
-    passenger_fields=DRAFTING,
+    passengers=PASSENGERS,
     vision=QWEN35_VISION,
 )
 
@@ -355,6 +354,5 @@ QWEN35_MOE = base.FamilyText(
     multimodal=VISION,
     prefixes=PREFIXES,
     stacked=base.STACKED,
-    passengers=QWEN35.passengers,
-    passenger_fields=DRAFTING,
+    passengers=PASSENGERS,
 )
