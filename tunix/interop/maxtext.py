@@ -412,7 +412,7 @@ def import_maxtext(source: Path, out: Path, *, like: str | Path | None = None, d
     for path, shape in arrays.shapes.items():
         name, kind = path.removeprefix(ROOT), str(arrays.dtypes[path])
         if path.startswith("params/") and not name.startswith(TOWERS):
-            there[name] = Stored(arrays.folder, name, shape, STORED_DTYPE.get(kind, kind), 0)
+            there[name] = Stored(source, name, shape, STORED_DTYPE.get(kind, kind), 0)
     shapes = {path: slot.shape for path, slot in wanted.items()}
     for path, slot in wanted.items():
         # A vocabulary may also be as long as the model's own.
@@ -420,7 +420,7 @@ def import_maxtext(source: Path, out: Path, *, like: str | Path | None = None, d
         if slot.name in TABLES_OF_WORDS and path in there and there[path].shape == longer:
             shapes[path] = longer
     hint = f"{like}/config.json describes the model; is it the same?"
-    check_tensors(there, shapes, arrays.folder, hint)
+    check_tensors(there, shapes, source, hint)
     if extra := sorted(there.keys() - wanted.keys()):
         raise UserError(f"{arrays.folder}: {len(extra)} array(s) have no place in the model: {some(extra)}. {hint}")
     written = dtype or str(arrays.dtypes[ROOT + LEAVES[config.family]["embed/w"].path])
