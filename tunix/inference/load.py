@@ -1,4 +1,4 @@
-"""`tunix.load`: a model with the methods `generate`, `chat` and `score`, without a run or output files; and `tunix score`.
+"""`tunix.load`: a model with the methods `generate`, `chat` and `score`, without a run; and `tunix score`.
 
 Log-probs of given rows are computed by the training code. Nothing is truncated: a row that is too long is an error. The
 command writes one JSON object per row: `logprobs` (one for each token after the first), `tokens` (their ids), `sum`.
