@@ -76,11 +76,9 @@ def lacks_hopper(spec: AttentionSpec) -> str | None:
     return None if int(spec.capability or 0) == HOPPER else "its backward kernels are written for Hopper"
 
 
-def forward(
-    q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None, op: Any = None
-) -> Mixed:
-    """As `attend.Implementation.forward`; `op` is another of tokamax's, e.g. its reference for a CPU."""
-    op, parts = op or operation(), []
+def forward(q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None) -> Mixed:
+    """As `attend.Implementation.forward`."""
+    op, parts = operation(), []
     for interval in intervals(view, q.shape[1]):
         call = partial(op, mask=_mask(interval, q, k), logits_scale=scale, logits_soft_cap=softcap)
         with for_the_device_in_use():
@@ -100,20 +98,19 @@ def backward(
     *,
     scale: float,
     softcap: float | None,
-    machine: Any = None,
 ) -> Gradients:
-    """As `attend.Implementation.backward`, by our kernels; `machine` is another than a GPU, for tests.
+    """As `attend.Implementation.backward`, by our kernels.
 
     Of two merged calls each adds its keys' part, by the merged log-sum-exp.
     """
-    from tunix.models.attention.mosaic_backward import HOPPER, gradients  # half a second of jax's modules
+    from tunix.models.attention.mosaic_backward import gradients  # half a second of jax's modules
 
     mixed, lse = result
     inner, parts = inner_products(mixed, d_mixed), []
     for interval in intervals(view, q.shape[1]):
         stop = interval.stop if interval.some is None else jnp.where(interval.some, interval.stop, interval.start)
         inputs = (q, k, v, d_mixed, lse, inner, interval.start, stop)
-        parts.append(gradients(*inputs, scale=scale, softcap=softcap, machine=machine or HOPPER))
+        parts.append(gradients(*inputs, scale=scale, softcap=softcap))
     return _added(parts, q, k, v)
 
 
@@ -127,10 +124,9 @@ def backward_of_tokamax(
     *,
     scale: float,
     softcap: float | None,
-    op: Any = None,
 ) -> Gradients:
-    """As `backward`, by tokamax's kernels; `op` as in `forward`."""
-    op, parts = op or operation(), []
+    """As `backward`, by tokamax's kernels."""
+    op, parts = operation(), []
     mixed, lse = result
     for interval in intervals(view, q.shape[1]):
         mass = lse if interval.some is None else jnp.where(interval.some[..., None], lse, NEVER)
