@@ -145,45 +145,6 @@ def _matrices(bank: Arrays, x: Float[Array, "_ _"]) -> Matrices:
     return RoundedBank(bank["w"], bank["w_scale"], x[:0, 0]) if "w_scale" in bank else bank["w"]
 
 
-def gate_and_up(
-    x: Float[Array, "n D"], gates: Arrays, ups: Arrays, scale: float | None, where: Routes
-) -> tuple[Float[Array, "r F"], Float[Array, "r F"]]:
-    """Each pair's token times the gate and the up matrix of its expert, with their biases where they have some.
-
-    Args:
-        scale: multiplies the adapter's product; None where there is no adapter.
-    """
-
-    def product(bank: Arrays) -> Float[Array, "r F"]:
-        y = to_experts(x, _matrices(bank, x), where)
-        if "b" not in bank:
-            return y
-        # A product with rows that are 1 at their expert: a gather's gradient would be scattered. What rows of pairs
-        # that are not computed hold has no part in it.
-        ends, at = jnp.cumsum(where.sizes), jnp.arange(len(y))[:, None]
-        of_expert = ((at >= ends - where.sizes) & (at < ends)).astype(bank["b"].dtype)
-        added = jnp.einsum("rE,EF->rF", of_expert, bank["b"], precision=jax.lax.Precision.HIGHEST)
-        return y + jnp.where(at < ends[-1], added, 0).astype(y.dtype)
-
-    gate, up = product(gates), product(ups)
-    if scale is None:
-        return gate, up
-    narrow = scale * to_experts(x, gates["w_lora_a"], where)
-    b = gates["w_lora_b"]
-    both = to_experts(narrow[: where.places.size], b.reshape(*b.shape[:2], -1), by_row(where))
-    of_gate, of_up = jnp.split(both, 2, axis=1)
-    return gate + of_gate, up + of_up
-
-
-def down(rows: Float[Array, "r F"], downs: Arrays, scale: float | None, where: Routes) -> Float[Array, "n D"]:
-    """For each token the sum of its pairs' rows times the down matrices of their experts; `scale` as above."""
-    y = from_experts(rows, _matrices(downs, rows), where)
-    if scale is None:
-        return y
-    narrow = scale * to_experts(rows[: where.places.size], downs["w_lora_a"], by_row(where))
-    return y + from_experts(narrow, downs["w_lora_b"], where)
-
-
 def by_row(where: Routes) -> Routes:
     """Routes for what is in rows already: row after row, each the token of one pair."""
     number = where.places.size
@@ -442,11 +403,33 @@ def _mixed(
     active, width, number = choice.experts.shape[-1], x.shape[-1], len(gates["w"])
     experts = choice.experts - first
     computed = real[..., None] & (experts >= 0) & (experts < number)
-    where = routes(experts.reshape(-1, active), number, computed.reshape(-1, active))
-    gate, up = gate_and_up(x.reshape(-1, width), gates, ups, scales[0], where)
+    where, tokens = routes(experts.reshape(-1, active), number, computed.reshape(-1, active)), x.reshape(-1, width)
+
+    def product(bank: Arrays) -> Float[Array, "r F"]:
+        """Each pair's token times its expert's matrix, with the bias where there is one."""
+        y = to_experts(tokens, _matrices(bank, tokens), where)
+        if "b" not in bank:
+            return y
+        # A product with rows that are 1 at their expert: a gather's gradient would be scattered. What rows of pairs
+        # that are not computed hold has no part in it.
+        ends, at = jnp.cumsum(where.sizes), jnp.arange(len(y))[:, None]
+        of_expert = ((at >= ends - where.sizes) & (at < ends)).astype(bank["b"].dtype)
+        added = jnp.einsum("rE,EF->rF", of_expert, bank["b"], precision=jax.lax.Precision.HIGHEST)
+        return y + jnp.where(at < ends[-1], added, 0).astype(y.dtype)
+
+    gate, up = product(gates), product(ups)
+    if scales[0] is not None:
+        narrow, b = scales[0] * to_experts(tokens, gates["w_lora_a"], where), gates["w_lora_b"]
+        both = to_experts(narrow[: where.places.size], b.reshape(*b.shape[:2], -1), by_row(where))
+        of_gate, of_up = jnp.split(both, 2, axis=1)
+        gate, up = gate + of_gate, up + of_up
     gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
     weights = in_rows(choice.weights.reshape(-1, active), where)[:, None]
-    mixed = down((join(gate, up) * weights).astype(x.dtype), downs, scales[1], where)
+    rows = (join(gate, up) * weights).astype(x.dtype)
+    mixed = from_experts(rows, _matrices(downs, rows), where)
+    if scales[1] is not None:
+        narrow = scales[1] * to_experts(rows[: where.places.size], downs["w_lora_a"], by_row(where))
+        mixed = mixed + from_experts(narrow, downs["w_lora_b"], where)
     return mixed.reshape(x.shape)
 
 
