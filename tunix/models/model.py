@@ -307,7 +307,20 @@ class Model:
             embed, context, norm = (params[name] for name in NAMES)
             context, norm = (in_compute("w", w, dtype) for w in (context, norm))
             per_layer = layer_inputs(c, embed, context, norm, tokens, x)
-        of_kind = {mixer: self._kinds_with(mixer, segments, places) for mixer in c.mixers}
+
+        def kinds_with(mixer: str) -> Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]:
+            """A function from the index of a layer's kind, among those of its mixer, to its rope tables and view: one
+            block serves them all."""
+            kinds = c.kinds_with(mixer)
+            tables = [rope_tables(places, kind.rope, kind.head_dim) for kind in kinds]
+            views = tuple(segments._replace(window=kind.window, attention=self.attention) for kind in kinds)
+            if len(kinds) == 1:
+                return lambda _: (tables[0], views[0])
+            stacked = jax.tree.map(lambda *each: jnp.stack(each), *tables)
+            layers = tuple(c.kinds.count(kind) for kind in kinds)
+            return lambda number: (jax.tree.map(lambda table: table[number], stacked), ByKind(views, number, layers))
+
+        of_kind = {mixer: kinds_with(mixer) for mixer in c.mixers}
 
         def layer(
             stage: Stage, place: int, x: Float[Array, "B T D"], weights: Weights, others: Others
@@ -352,20 +365,6 @@ class Model:
         norm = in_compute("norm/w", params["norm/w"], dtype)
         auxiliary = {name: jnp.concatenate(terms) for name, terms in by_name.items()}
         return rms_norm(x, norm, eps=c.norm_eps, offset=c.norm_offset), auxiliary
-
-    def _kinds_with(
-        self, mixer: str, segments: Segments, positions: Int[Array, "B T ..."]
-    ) -> Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]:
-        """A function from the index of a layer's kind, among those of its mixer, to its rope tables and view: one block
-        serves them all."""
-        kinds = self.config.kinds_with(mixer)
-        tables = [rope_tables(positions, kind.rope, kind.head_dim) for kind in kinds]
-        views = tuple(segments._replace(window=kind.window, attention=self.attention) for kind in kinds)
-        if len(kinds) == 1:
-            return lambda _: (tables[0], views[0])
-        stacked = jax.tree.map(lambda *each: jnp.stack(each), *tables)
-        layers = tuple(self.config.kinds.count(kind) for kind in kinds)
-        return lambda number: (jax.tree.map(lambda table: table[number], stacked), ByKind(views, number, layers))
 
     def soft_tokens(self, params: Params, pictures: Pictures) -> Float[Array, "B Pi So D"]:
         """The embeddings of the soft tokens of pictures, by the tower among these parameters."""
