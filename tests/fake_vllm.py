@@ -18,8 +18,8 @@ from urllib.parse import parse_qs, urlsplit
 import jax
 import numpy as np
 
+from tunix.inference.load import token_scores
 from tunix.inference.model import InferenceModel, InferenceOptions
-from tunix.inference.scoring import token_scores
 from tunix.rollout.servers.protocol import FIELD
 from tunix.serving.service import CompletionBody, Refusal, Service
 from tunix.types import Sequence

@@ -245,7 +245,7 @@ def test_each_command_reaches_its_room(monkeypatch: pytest.MonkeyPatch):
     )
     stub(
         monkeypatch,
-        "inference.scoring",
+        "inference.load",
         score=lambda model, data, out, adapter, batch_size, max_length, dtype: calls.append(
             ("score", model, data, out, adapter, batch_size, max_length, dtype)
         ),

@@ -13,7 +13,7 @@ import tunix
 from tests.tiny_runs import model_folder
 from tunix.data.chat import render_prompt
 from tunix.errors import UserError
-from tunix.inference.scoring import score
+from tunix.inference.load import score
 from tunix.protocols import Client
 
 FLOAT32 = {"dtype": "float32"}

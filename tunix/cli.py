@@ -426,7 +426,7 @@ def _trace(parsed: Parsed) -> None:
     DTYPE,
 )
 def _score(parsed: Parsed) -> None:
-    from tunix.inference.scoring import score
+    from tunix.inference.load import score
 
     filled(score, parsed)
 

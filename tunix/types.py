@@ -5,59 +5,32 @@ A row holds sequences as segments that never see each other; those that are comp
 
 Each axis letter has one meaning in all of tunix: in the `Axes:` lines at the head of files, in annotations, and in
 suffixes such as `rewards_PG`. Two letters stand where the initial is taken; those of a single place are small letters.
+These are the letters that several rooms share; the others are named at the head of the files that use them.
 
     A   alternatives: the most likely ids that are reported with a sampled token
     B   rows: of a batch, or of requests that are computed together
-    Bk  draft caches: what is known of the tokens of one prompt's requests
     C   tokens at a time: the part of T that is computed at once, such as a chunk of a prompt
     Co  columns of a page table: the pages that a slot holds
-    Cp  copies
     D   model width
-    Da  width of all of them: of the inputs of layers, one after the other
-    Dk  width of a key
-    Dp  width of inputs of layers: of the embeddings that a token has for each layer
-    Ds  width of a square: of a soft token's patches, side by side
-    Dt  width of a tower: of the model that sees pictures
-    Dv  width of a value
     E   experts
-    En  entries of a draft cache
     F   ffn width
-    Fe  ffn width of an expert: where the layer has a dense ffn too
-    Fm  ffn width of a merger: of what makes soft tokens of patches
-    Fr  frames: the pictures of a film that a patch spans
-    Fs  ffn width of a shared expert
-    Ft  ffn width of a tower
-    Fw  wider ffn width: where some layers have a wider one
     G   group: the completions of one prompt
-    Gs  draft tokens
     H   head dim
-    Hg  head dim and its gate's
-    Hk  key heads
-    Ht  head dim of a tower
-    Hv  value heads
-    Hw  head dim of global layers: where it is another than in local ones
     I   inputs: all contracted axes of a projection, flattened
-    J   query heads of a kv head: N / K of them
-    Jv  value heads of a key head: Hv / Hk of them
     K   kv heads
-    Kw  kv heads of global layers: where there are others than in local ones
     L   layers
-    Lt  layers of a tower
     M   micro-batches
     N   query heads
-    Nt  heads of a tower
     O   outputs: the other axes of a projection, flattened
     P   prompts
     Pa  pairs: sequences 2 i (chosen) and 2 i + 1 (rejected) of a batch
     Pc  columns of a patch: its pixels from left to right
     Pg  pages: blocks of a cache of keys and values
     Pi  pictures: the most that a row has
-    Pl  learned positions: of a tower's patches
     Pp  patches: the squares that a picture is cut into
     Pr  rows of a patch: its pixels from top to bottom
     Pt  tokens of a page
     Q   queries of a block
-    Qk  parts of an attention's matrix: queries, keys and values
     R   rows of a micro-batch
     Rb  colours: red, green and blue
     S   sequences: those of a batch
@@ -65,15 +38,10 @@ suffixes such as `rewards_PG`. Two letters stand where the initial is taken; tho
     So  soft tokens: those that stand for a picture
     St  decode steps: those of one dispatch of the engine
     T   time: the tokens of a row or of a sequence
-    Ta  taps: the tokens that a convolution sees
     Te  teacher's width
-    U   runs of a key head's channels: its query, its key, and the values of its value heads
     V   vocabulary
     Vi  visits: pairs of a page and who reads or writes it
-    Vl  ids that have inputs of layers: rows of their table
-    W   ids of a chunk: a piece of the vocabulary, or of each part of it
     k   chosen experts of a token
-    p   parts of the vocabulary
     r   rank: the inner axis of an adapter
     s   shards of the rows
 """

@@ -113,7 +113,10 @@ def test_pictures_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda a: a.pop("decoder/layers/mlp/wo/kernel"), ["1 array(s) are missing", "decoder/layers/mlp/wo/kernel"]),
+        (
+            lambda a: a.pop("decoder/layers/mlp/wo/kernel"),
+            ["1 tensor(s)", "missing: decoder/layers/mlp/wo/kernel"],
+        ),
         (lambda a: a.update({"decoder/layers/mlp/bias": np.zeros(2)}), ["no place", "decoder/layers/mlp/bias"]),
         (
             lambda a: a.update({"decoder/decoder_norm/scale": np.zeros(9)}),
@@ -144,7 +147,7 @@ def test_arrays_of_no_weights_dtype_are_named(tmp_path):
     config = by_hand.fields("llama")
     weights = by_hand.tensors(config)
     items = by_hand.checkpoint(tmp_path / "there", by_hand.there(config, weights, True), np.int8)
-    with pytest.raises(UserError, match="are int8: token_embedder/embedding"):
+    with pytest.raises(UserError, match="are stored as int8: token_embedder/embedding"):
         import_maxtext(items, tmp_path / "out", like=by_hand.folder(tmp_path / "here", config, weights))
 
 

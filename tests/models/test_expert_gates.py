@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 from tests.tiny_models import one_device
 from tunix.errors import UserError
 from tunix.mesh import AXES
-from tunix.models import grouped_products as kernels
 from tunix.models import kernel_gates
 from tunix.models.families.table import small
 from tunix.models.grouped_products import grouped_gradients, grouped_products
@@ -22,10 +21,10 @@ pytestmark = pytest.mark.models
 
 
 def test_right_products_pass_and_are_remembered(tmp_path, monkeypatch):
-    found = tmp_path / "found.json"
-    assert grouped_difference(16, 8, "float32", found) < 1e-5
+    monkeypatch.setattr(kernel_gates, "MEASURED", tmp_path / "found.json")
+    assert grouped_difference(16, 8, "float32") < 1e-5
     monkeypatch.setattr(kernel_gates, "grouped_products", lambda rows, *_, **__: rows * np.nan)
-    assert grouped_difference(16, 8, "float32", found) < 1e-5, "measured once for a device"
+    assert grouped_difference(16, 8, "float32") < 1e-5, "measured once for a device"
 
 
 def broken_products(rows, matrices, sizes, *, transposed):
@@ -42,7 +41,8 @@ def broken_gradients(rows, d, matrices, sizes):
 @pytest.mark.parametrize(("name", "broken"), [("products", broken_products), ("gradients", broken_gradients)])
 def test_wrong_ones_are_noticed(name, broken, tmp_path, monkeypatch):
     monkeypatch.setattr(kernel_gates, f"grouped_{name}", broken)
-    assert grouped_difference(16, 8, "float32", tmp_path / "found.json") > kernels_of_run.LIMIT
+    monkeypatch.setattr(kernel_gates, "MEASURED", tmp_path / "found.json")
+    assert grouped_difference(16, 8, "float32") > kernels_of_run.LIMIT
 
 
 def test_a_run_on_such_a_device_is_refused(monkeypatch):
@@ -73,22 +73,18 @@ def mesh_of(capability: str) -> Mesh:
     return Mesh(np.array([Gpu(capability)]).reshape(1, 1, 1, 1, 1), AXES)
 
 
-def test_a_run_says_which_kernels_multiply_its_experts(monkeypatch):
-    mixture = replace(small("gpt_oss"), d_model=2880, ffn=2880)
-    assert kernels_of_run.experts_line(mixture, "bfloat16", mesh_of("9.0")) == (
-        "experts: triton (mosaic: widths of 2880 and 2880 are no multiples of 128)"
+def test_a_run_says_what_multiplies_its_experts():
+    mixture = small("gpt_oss")
+    assert kernels_of_run.experts_line(mixture, mesh_of("9.0")) == "experts: triton"
+    assert kernels_of_run.experts_line(mixture, mesh_of("7.5")) == (
+        "experts: ragged_dot (triton: it needs an NVIDIA GPU of compute capability 8 or more)"
     )
-    monkeypatch.setattr(kernels, "missing", lambda name: None)
-    assert (
-        kernels_of_run.experts_line(replace(mixture, d_model=256, ffn=128), "bfloat16", mesh_of("9.0"))
-        == "experts: mosaic"
-    )
-    assert kernels_of_run.experts_line(mixture, "bfloat16", one_device()) is None
-    assert kernels_of_run.experts_line(replace(mixture, experts=None), "bfloat16", mesh_of("9.0")) is None
+    assert kernels_of_run.experts_line(mixture, one_device()) is None
+    assert kernels_of_run.experts_line(replace(mixture, experts=None), mesh_of("9.0")) is None
 
 
 def test_a_gpu_without_kernels_is_named_before_weights_are_read(monkeypatch):
-    monkeypatch.setattr(describe, "missing", lambda name: "tokamax 0.0.9 was not tried")
+    monkeypatch.setattr(describe.mosaic, "missing", lambda: "tokamax 0.0.9 was not tried")
     (old,) = describe.device_notes(mesh_of("7.5"))
     assert "NVIDIA X has compute capability 7.5, and kernels" in old
     assert "want 8.0 or more: it works without them, slowly" in old

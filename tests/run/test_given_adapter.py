@@ -166,7 +166,7 @@ def test_what_cannot_go_on_is_refused(tmp_path):
     save_file({name: x for name, x in tensors.items() if "layers.1.mlp.down_proj.lora_A" not in name}, weights)
     adapter = resolved({})[0].adapter
     with pytest.raises(UserError, match=r"1 tensor\(s\).*missing.*layers\.1\.mlp\.down_proj\.lora_A"):
-        adapter_weights(adapter, Model(read_config(base)), {}, "float32", one_device())
+        adapter_weights(adapter, Model(read_config(base)), {}, one_device())
     config = folder / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "peft_type": "LOHA"}))
     with pytest.raises(UserError, match=r"peft_type = 'LOHA' is not supported; only LORA is"):

@@ -33,8 +33,8 @@ from tunix.data.sources import Rows, open_held_out
 from tunix.data.types import Accounting, Kept
 from tunix.errors import UserError
 from tunix.hf.source import require_lm_head
+from tunix.inference.load import token_scores
 from tunix.inference.model import InferenceModel, InferenceOptions
-from tunix.inference.scoring import token_scores
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import recipe_of_run
 from tunix.rollout.environments.adapters import evaluation_rows

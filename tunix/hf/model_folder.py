@@ -20,7 +20,6 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from tunix.errors import UserError
 from tunix.hf.packed_weights import VALUES, split_experts, stack_experts, unpacked
 from tunix.hf.picture_settings import write_settings
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, local_copy, some, tensors_of_folder, write_shards
-from tunix.hf.tensor_transfer import load, packed_entries, places_of, sent
+from tunix.hf.tensor_transfer import entry_of, load, packed_entries, places_of
 from tunix.models.config import DecoderConfig, Stops, is_adapter, is_own
 from tunix.models.families.base import SCORE
 from tunix.models.families.table import FAMILIES, read_json, tensors_of, to_hf
@@ -149,7 +148,6 @@ WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
 """What is taken of a folder from elsewhere: neither pickles nor code."""
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 """Begins the names of a layer's tensors."""
-STORED_DTYPE = {"float32": "F32", "bfloat16": "BF16"}
 
 
 def resolve_folder(path: str) -> Path:
@@ -298,7 +296,6 @@ def save_folder(
     packed: bool = False,
     base: Path | None = None,
     stops: Sequence[int] = (),
-    max_shard_bytes: int = 5 << 30,
 ) -> None:
     """Writes a folder that transformers loads: config.json, safetensors, and the tokenizer's files of `source`.
 
@@ -316,7 +313,6 @@ def save_folder(
         base: the folder that the weights were loaded from; tensors in it that its family has and nothing here computes
             with are taken along (`FamilyText.passengers`). None for none.
         stops: ids that end a completion, which generation_config.json will contain.
-        max_shard_bytes: largest file in bytes; above it the weights are split into several files with an index.
 
     Raises:
         UserError: something exists at `path`, the disk refuses a write, or a type has no packed format.
@@ -336,14 +332,14 @@ def save_folder(
                     packing[ours] = Packing(rule, (outputs, inputs), tile_of(inputs, rule.tile or inputs))
         along: list[Stored] = []
         if base is not None and not scores and family.passengers:
-            along = [x for key, x in tensors_of_folder(base).items() if key.startswith(family.passengers)]
+            along = [x for key, x in tensors_of_folder(base).items() if key.startswith(tuple(family.passengers))]
         with folder.in_step():
             fields = {**to_hf(config), "dtype": dtype or str(params["embed/w"].dtype)}
             if base is not None and along:
                 raw = read_json(base / "config.json")
                 raw = raw.get("text_config", raw)
                 inside = fields if config.vision is None else fields["text_config"]
-                inside |= {name: raw[name] for name in family.passenger_fields if name in raw}
+                inside |= {name: raw[name] for names in family.passengers.values() for name in names if name in raw}
             if processes.lead():
                 write_beside(folder.path, config, fields, source, scores, rules, packing, stops, base)
                 if config.vision is not None:
@@ -359,8 +355,7 @@ def save_folder(
                     module, pack = key.removesuffix(VALUES), packed_by_name[name]
                     entries.extend(packed_entries(module, params[name], index, tensor.outputs_first, pack))
                 else:
-                    send = partial(sent, params[name], index, tensor.write, written)
-                    entries.append(Entry(key, tensor.their_shape(shape), STORED_DTYPE[written], send))
+                    entries.append(entry_of(key, params[name], index, tensor, written))
 
         # In the order of the model: embedding, layer by layer, norm, head.
         table, packed_by_name = tensors_of(config), {f"layers/{ours}/w": pack for ours, pack in packing.items()}
@@ -381,7 +376,7 @@ def save_folder(
         if family.writes_stacked:
             entries = list(stack_experts(entries, family))
         entries += (Entry(x.key, x.shape, x.dtype, lambda x=x: x.read) for x in along)
-        write_shards(folder, entries, max_shard_bytes)
+        write_shards(folder, entries)
 
 
 def write_beside(

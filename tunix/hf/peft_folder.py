@@ -26,7 +26,6 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,16 +37,9 @@ from jaxtyping import Float
 from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
-from tunix.hf.model_folder import (
-    STORED_DTYPE,
-    copy_tokenizer,
-    named_tensors,
-    rename,
-    reward_model,
-    write_generation_config,
-)
+from tunix.hf.model_folder import copy_tokenizer, named_tensors, rename, reward_model, write_generation_config
 from tunix.hf.safetensors_io import DTYPES, Entry, check_tensors, some, tensors_of_file, write_share
-from tunix.hf.tensor_transfer import sent
+from tunix.hf.tensor_transfer import entry_of
 from tunix.lora.adapt import plain_pairs, quantization
 from tunix.lora.config import TABLES, AdapterConfig, Table
 from tunix.models.config import DecoderConfig
@@ -352,13 +344,10 @@ def save_adapter(
     entries: list[Entry] = []
 
     def add(name: str, tensor: Tensor, layer: int | None) -> None:
-        array = pairs[name]
         place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
-        send = partial(sent, array, place, tensor.write, str(array.dtype))
         key = tensor.key(layer)
         key = PREFIX + (key if config.vision is None else re.sub(r"^model\.", LANGUAGE, key))
-        shape = tensor.their_shape(array.shape[len(place) :])
-        entries.append(Entry(key, shape, STORED_DTYPE[str(array.dtype)], send))
+        entries.append(entry_of(key, pairs[name], place, tensor, str(pairs[name].dtype)))
 
     for name, (tensor, _) in parts.items():
         if not tensor.layered:

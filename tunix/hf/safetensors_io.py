@@ -342,14 +342,18 @@ def read_range(file: Path, begin: int, into: memoryview) -> None:
         raise UserError(f"{file} has become shorter while it was read. Download or export it again.")
 
 
-def write_shards(folder: SharedFolder, entries: Sequence[Entry], max_shard_bytes: int) -> None:
-    """Writes a folder's tensors to one file, or above `max_shard_bytes` to several with an index.
+SHARD = 5 << 30
+"""Bytes of a file of weights, above which they are split into several."""
+
+
+def write_shards(folder: SharedFolder, entries: Sequence[Entry]) -> None:
+    """Writes a folder's tensors to one file, or above SHARD bytes to several with an index.
 
     The processes of a run, all of which call it, share out the files.
     """
     shards: list[list[Entry]] = [[]]
     for entry in entries:
-        if shards[-1] and sum(earlier.size for earlier in shards[-1]) + entry.size > max_shard_bytes:
+        if shards[-1] and sum(earlier.size for earlier in shards[-1]) + entry.size > SHARD:
             shards.append([])
         shards[-1].append(entry)
     if len(shards) == 1:

@@ -451,7 +451,7 @@ def beside(model: Model, params: Params, mesh: Mesh, adapter: Path) -> tuple[Ada
 
 
 def _placed(arrays: Mapping[str, np.ndarray], params: Params, model: Model, mesh: Mesh) -> Params:
-    """An adapter's arrays on the devices; tables in the dtype of those that they replace."""
+    """An adapter's arrays on the devices, in the dtype of those of `params` that they replace."""
     places = model.shardings(mesh)
     kinds = {name: params[name].dtype if name in params else None for name in arrays}
     return {name: jax.device_put(jnp.asarray(array, kinds[name]), places[name]) for name, array in arrays.items()}
@@ -523,14 +523,13 @@ def settled(adapter: AdapterConfig | None, source: Source) -> tuple[AdapterConfi
     return whole, source
 
 
-def adapter_weights(adapter: AdapterConfig, model: Model, fresh: Params, trained: DType, mesh: Mesh) -> Params:
+def adapter_weights(adapter: AdapterConfig, model: Model, fresh: Params, mesh: Mesh) -> Params:
     """The weights that train: the adapter's A and B, and its tables and scalar head where its folder has them.
 
     Args:
         adapter: the section that `settled` returned.
         model: the model with that adapter.
         fresh: initial weights of everything that trains; those that the folder does not have are kept.
-        trained: dtype of the weights that train.
         mesh: where they are placed.
 
     Raises:
@@ -540,6 +539,4 @@ def adapter_weights(adapter: AdapterConfig, model: Model, fresh: Params, trained
     _, arrays = load_adapter(folder, model.config, lm_head=model.has_lm_head)
     if foreign := sorted(set(arrays) - set(model.shapes)):
         raise UserError(f"{KEY}: {folder} brings {some(foreign)}, which the model that trains does not have")
-    places = model.shardings(mesh)
-    from_folder = {name: jax.device_put(jnp.asarray(array, trained), places[name]) for name, array in arrays.items()}
-    return {**fresh, **from_folder}
+    return {**fresh, **_placed(arrays, fresh, model, mesh)}

@@ -34,6 +34,7 @@ from tunix.models.quantization.schemes import BITS, WORDS, Packing
 from tunix.util.ahead import ahead, limit_of
 from tunix.util.exact import jit
 
+STORED_DTYPE = {"float32": "F32", "bfloat16": "BF16"}
 THREADS = 8
 HOST_TURNS = ("cpu",)
 """Platforms whose compilers take ten times as long to transpose an array as the host, which then does it."""
@@ -254,18 +255,23 @@ def _put(target: Target) -> Callable[..., tuple[jax.Array, ...]]:
     return jit(put, donate_argnums=0, out_shardings=tuple(stack.sharding for stack in target.stacks))
 
 
-def sent(array: jax.Array, place: Place, write: Callable[[np.ndarray], np.ndarray], dtype: str) -> Sent:
-    """Sends one tensor of a stack to the host.
+def entry_of(key: str, array: jax.Array, place: Place, tensor: Tensor, dtype: str) -> Entry:
+    """One tensor of a stack as it is written to a file.
 
     Args:
+        key: its name there.
         array: the stack, or a table.
         place: index of the tensor in it.
-        write: lays it out as in a file.
-        dtype: in which it is sent.
+        tensor: its layout in the file.
+        dtype: in which it is sent to the host, and written.
     """
-    there = everywhere(_taken(array, place).astype(dtype))
-    there.copy_to_host_async()
-    return lambda: write(np.asarray(there))
+
+    def send() -> Sent:
+        there = everywhere(_taken(array, place).astype(dtype))
+        there.copy_to_host_async()
+        return lambda: tensor.write(np.asarray(there))
+
+    return Entry(key, tensor.single.their_shape(array.shape[len(place) :]), STORED_DTYPE[dtype], send)
 
 
 def packed_entries(module: str, array: jax.Array, place: Place, tensor: Tensor, packing: Packing) -> Iterator[Entry]:
@@ -276,7 +282,7 @@ def packed_entries(module: str, array: jax.Array, place: Place, tensor: Tensor, 
 
     Args:
         module: the name of the matrix in the file, up to `weight`.
-        array, place: as in `sent`.
+        array, place: as in `entry_of`.
         tensor: its layout in the file, outputs before inputs.
         packing: how it is packed.
     """

@@ -46,16 +46,9 @@ from jaxtyping import Float32
 from tunix.config import DType
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
-from tunix.hf.model_folder import (
-    STORED_DTYPE,
-    expected,
-    has_score,
-    named_tensors,
-    resolve_folder,
-    reward_model,
-    write_beside,
-)
-from tunix.hf.safetensors_io import Entry, check_tensors, some, write_shards
+from tunix.hf.model_folder import expected, has_score, named_tensors, resolve_folder, reward_model, write_beside
+from tunix.hf.safetensors_io import Entry, Stored, check_tensors, some, write_shards
+from tunix.hf.tensor_transfer import STORED_DTYPE
 from tunix.interop.orbax_arrays import ITEMS, STEP, Arrays, Deferred, writing_handler
 from tunix.models.config import DecoderConfig, Rope
 from tunix.models.families.base import Tensor
@@ -248,7 +241,6 @@ STACKS = ("decoder/layers/", "decoder/layers_remainder/")
 """What only a checkpoint of scanned layers has."""
 TABLES_OF_WORDS = ("embed/w", "head/w")
 """Our parameters that have a row for each token of the vocabulary."""
-SHARD = 5 << 30
 
 
 @dataclass(frozen=True)
@@ -416,31 +408,21 @@ def import_maxtext(source: Path, out: Path, *, like: str | Path | None = None, d
         raise UserError(f"{arrays.folder} holds {tops}, and no {ROOT}: it is no train state of MaxText")
     scanned = any(path.startswith(tuple(ROOT + stack for stack in STACKS)) for path in arrays.shapes)
     wanted = slots(config, scanned)
-    there = {
-        path.removeprefix(ROOT): shape
-        for path, shape in arrays.shapes.items()
-        if path.startswith("params/") and not path.removeprefix(ROOT).startswith(TOWERS)
-    }
-    reads = f"{like}/config.json describes the model; is it the same?"
-    if missing := [path for path in wanted if path not in there]:
-        raise UserError(f"{arrays.folder}: {len(missing)} array(s) are missing: {some(missing)}. {reads}")
-    if extra := sorted(path for path in there if path not in wanted):
-        raise UserError(f"{arrays.folder}: {len(extra)} array(s) have no place in the model: {some(extra)}. {reads}")
-    # A vocabulary may also be as long as the model's own.
-    longer = {
-        path: slot.ours[::-1] if slot.leaf.turned else slot.ours
-        for path, slot in wanted.items()
-        if slot.name in TABLES_OF_WORDS
-    }
-    if wrong := [path for path, slot in wanted.items() if there[path] not in (slot.shape, longer.get(path))]:
-        shapes = "; ".join(f"{path} expected {wanted[path].shape}, found {there[path]}" for path in wrong[:3])
-        raise UserError(f"{arrays.folder}: {len(wrong)} array(s) have another shape: {shapes}. {reads}")
-    if foreign := [path for path in wanted if str(arrays.dtypes[ROOT + path]) not in STORED_DTYPE]:
-        kind = arrays.dtypes[ROOT + foreign[0]]
-        raise UserError(
-            f"{arrays.folder}: {len(foreign)} array(s) are {kind}: {some(foreign)}. Only {', '.join(STORED_DTYPE)} are "
-            "read"
-        )
+    there: dict[str, Stored] = {}
+    for path, shape in arrays.shapes.items():
+        name, kind = path.removeprefix(ROOT), str(arrays.dtypes[path])
+        if path.startswith("params/") and not name.startswith(TOWERS):
+            there[name] = Stored(source, name, shape, STORED_DTYPE.get(kind, kind), 0)
+    shapes = {path: slot.shape for path, slot in wanted.items()}
+    for path, slot in wanted.items():
+        # A vocabulary may also be as long as the model's own.
+        longer = slot.ours[::-1] if slot.leaf.turned else slot.ours
+        if slot.name in TABLES_OF_WORDS and path in there and there[path].shape == longer:
+            shapes[path] = longer
+    hint = f"{like}/config.json describes the model; is it the same?"
+    check_tensors(there, shapes, source, hint)
+    if extra := sorted(there.keys() - wanted.keys()):
+        raise UserError(f"{arrays.folder}: {len(extra)} array(s) have no place in the model: {some(extra)}. {hint}")
     written = dtype or str(arrays.dtypes[ROOT + LEAVES[config.family]["embed/w"].path])
     held: dict[str, np.ndarray] = {}
 
@@ -463,4 +445,4 @@ def import_maxtext(source: Path, out: Path, *, like: str | Path | None = None, d
             entries.append(Entry(tensor.key(layer), shape, STORED_DTYPE[kind], partial(partial, read)))
     with shared_folder(out) as folder:
         write_beside(folder.path, config, {**to_hf(config), "dtype": written}, like)
-        write_shards(folder, entries, SHARD)
+        write_shards(folder, entries)

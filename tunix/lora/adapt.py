@@ -155,8 +155,16 @@ def merge(params: Params, adapter: AdapterConfig) -> Params:
     """
     params, merged = plain_pairs(params), Params()
     for name in (name for name in params if not is_adapter(name) and not is_scale(name)):
-        w, delta, m = plain(params, name), _delta(params, name, adapter), params.get(f"{name}_lora_m")
-        if delta is not None:
+        w, m, ours = plain(params, name), params.get(f"{name}_lora_m"), name.removeprefix("layers/").removesuffix("/w")
+        stem, half = BANK_PAIRS.get(ours, (ours, None))
+        a, b = (params.get(f"layers/{stem}/w_lora_{letter}") for letter in "ab")
+        if a is not None and b is not None:
+            scale, a, b = adapter.modules[ours].scale, a.astype(jnp.float32), b.astype(jnp.float32)
+            if ours in BANK_PAIRS:
+                delta = scale * jnp.einsum("LEDr,LErF->LEDF", a, b if half is None else b[:, :, :, half])
+            else:
+                flat_a, flat_b = a.reshape(*a.shape[:1], -1, a.shape[-1]), b.reshape(*b.shape[:2], -1)
+                delta = scale * jnp.einsum("LDr,LrF->LDF", flat_a, flat_b)
             whole = w.astype(jnp.float32) + delta.reshape(w.shape)
             if m is not None:
                 inputs = tuple(range(1, 1 + contracted_axes(params, name)))
@@ -165,43 +173,6 @@ def merge(params: Params, adapter: AdapterConfig) -> Params:
             w = whole.astype(w.dtype)
         merged[name] = w
     return merged
-
-
-def unmerge(merged: Params, params: Params, adapter: AdapterConfig) -> Params:
-    """The base from which `merge` made `merged`, to within a rounding of its dtype: `s A B` is subtracted again.
-
-    Args:
-        params: the adapter's weights.
-
-    Raises:
-        ValueError: the base cannot be computed from the merged weights.
-    """
-    if adapter.dora or adapter.also:
-        raise ValueError(f"{'DoRA scales' if adapter.dora else 'also replaces'} weights of the base: load the base")
-    pairs, base = plain_pairs(params), dict(merged)
-    for name, w in merged.items():
-        if (delta := _delta(pairs, name, adapter)) is not None:
-            base[name] = (w.astype(jnp.float32) - delta.reshape(w.shape)).astype(w.dtype)
-    return base
-
-
-def _delta(pairs: Params, name: str, adapter: AdapterConfig) -> Float[Array, "L ..."] | None:
-    """`s A B` of a stacked weight in float32, its inputs flattened and its outputs too; None where nothing adapts it.
-
-    Of experts it has their axis after L.
-    """
-    if not (name.startswith("layers/") and name.endswith("/w")):
-        return None
-    ours = name.split("/")[1]
-    stem, half = BANK_PAIRS.get(ours, (ours, None))
-    a, b = (pairs.get(f"layers/{stem}/w_lora_{letter}") for letter in "ab")
-    if a is None or b is None:
-        return None
-    scale, a, b = adapter.modules[ours].scale, a.astype(jnp.float32), b.astype(jnp.float32)
-    if ours in BANK_PAIRS:
-        return scale * jnp.einsum("LEDr,LErF->LEDF", a, b if half is None else b[:, :, :, half])
-    flat_a, flat_b = a.reshape(*a.shape[:1], -1, a.shape[-1]), b.reshape(*b.shape[:2], -1)
-    return scale * jnp.einsum("LDr,LrF->LDF", flat_a, flat_b)
 
 
 def merge_rounded(params: Params, adapter: AdapterConfig, dtype: DType) -> tuple[Params, float]:

@@ -6,7 +6,7 @@ Pp patches, Pr rows of a patch, Pc columns of a patch, Rb colours, So soft token
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -346,12 +346,26 @@ class DecoderConfig:
         """Layers with several experts and how many of these a token uses, `(L, k)`; None where no layer has several."""
         return None if self.experts is None else (self.num_layers, self.experts.active)
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
-        return _kinds(self)
+        far = LayerKind(self.rope, None, self.mixer, self.head_dim, self.num_kv_heads)
+        near = far
+        if self.window is not None:
+            near = replace(far, rope=self.rope_local or self.rope, window=self.window)
+        gemma4 = self.gemma4
+        if gemma4 is not None:
+            far = replace(far, mixer=GLOBAL, head_dim=gemma4.global_head_dim, kv_heads=gemma4.global_kv_heads)
+        linear, none = LayerKind(self.rope, mixer=DELTANET), (False,) * self.num_layers
+        kinds = [
+            linear if delta else near if local else far
+            for delta, local in zip(self.linear_layers or none, self.local_layers or none, strict=True)
+        ]
+        first, wide = self.num_layers - self.shared_layers, gemma4 is not None and gemma4.shared_wide
+        readers = {source: mixer for mixer, source in SHARED.items() if (mixer in WIDE) == wide}
+        return (*kinds[:first], *(replace(kind, mixer=readers[kind.mixer]) for kind in kinds[first:]))
 
-    @property
+    @cached_property
     def distinct_kinds(self) -> tuple[LayerKind, ...]:
         """Each kind of layer once, in the order in which they first appear."""
         return tuple(dict.fromkeys(self.kinds))
@@ -374,7 +388,10 @@ class DecoderConfig:
 
     def layers_with(self, mixer: str | tuple[str, ...] | None) -> tuple[int, ...]:
         """The numbers of the layers with this mixer, or with one of several; None for all layers."""
-        return _layers_with(self, mixer)
+        if mixer == TOWER_LAYER:
+            return tuple(range(self.vision.num_layers if self.vision else 0))
+        wanted = (mixer,) if isinstance(mixer, str) else mixer
+        return tuple(number for number, kind in enumerate(self.kinds) if wanted is None or kind.mixer in wanted)
 
     def kinds_with(self, mixer: str) -> tuple[LayerKind, ...]:
         """The kinds of layers with this mixer, each once."""
@@ -410,32 +427,6 @@ class DecoderConfig:
             for length in range(1, number + 1)
             if number % length == 0 and mixers == mixers[:length] * (number // length)
         )
-
-
-# Kept: a folder's tensors ask for them by name and layer.
-@lru_cache(maxsize=64)
-def _kinds(config: DecoderConfig) -> tuple[LayerKind, ...]:
-    far = LayerKind(config.rope, None, config.mixer, config.head_dim, config.num_kv_heads)
-    near = far if config.window is None else replace(far, rope=config.rope_local or config.rope, window=config.window)
-    gemma4 = config.gemma4
-    if gemma4 is not None:
-        far = replace(far, mixer=GLOBAL, head_dim=gemma4.global_head_dim, kv_heads=gemma4.global_kv_heads)
-    linear, none = LayerKind(config.rope, mixer=DELTANET), (False,) * config.num_layers
-    kinds = [
-        linear if delta else near if local else far
-        for delta, local in zip(config.linear_layers or none, config.local_layers or none, strict=True)
-    ]
-    first, wide = config.num_layers - config.shared_layers, gemma4 is not None and gemma4.shared_wide
-    readers = {source: mixer for mixer, source in SHARED.items() if (mixer in WIDE) == wide}
-    return (*kinds[:first], *(replace(kind, mixer=readers[kind.mixer]) for kind in kinds[first:]))
-
-
-@lru_cache(maxsize=64)
-def _layers_with(config: DecoderConfig, mixer: str | tuple[str, ...] | None) -> tuple[int, ...]:
-    if mixer == TOWER_LAYER:
-        return tuple(range(config.vision.num_layers if config.vision else 0))
-    wanted = (mixer,) if isinstance(mixer, str) else mixer
-    return tuple(number for number, kind in enumerate(config.kinds) if wanted is None or kind.mixer in wanted)
 
 
 TOWER = "vision/"

@@ -58,22 +58,21 @@ LENGTH = 512
 DOCUMENTS = (200, 90, 110, 60)
 """Tokens of its documents; of shared prompts the first is the prompt of the next two. The rest is padding."""
 MEASURED = Path("~/.cache/tunix/attention.json")
-"""The differences that were found, by device, versions, kernel and spec."""
+"""The file of the differences that were found, by device, versions, kernel and spec."""
 
 
-def difference(name: str, spec: AttentionSpec, measurements: Path = MEASURED) -> float:
+def difference(name: str, spec: AttentionSpec) -> float:
     """How far a kernel is from the einsums on this device, relative to their size; remembered for later starts.
 
     Args:
         name: the implementation, e.g. "splash".
         spec: the call that it is for; the row here is a short one.
-        measurements: the file of what was found before.
     """
     spec = replace(spec, queries=LENGTH, keys=LENGTH)
-    return remembered([name, spec], lambda: measured(BY_NAME[name], spec), measurements)
+    return remembered([name, spec], lambda: measured(BY_NAME[name], spec))
 
 
-def remembered(call: list, measure: Callable[[], float], measurements: Path = MEASURED) -> float:
+def remembered(call: list, measure: Callable[[], float]) -> float:
     """What was measured of a kernel's call on such a device before; else it is measured."""
     versions = []
     for package in ("jax", "jaxlib", "tokamax", "libtpu"):
@@ -82,7 +81,7 @@ def remembered(call: list, measure: Callable[[], float], measurements: Path = ME
         except PackageNotFoundError:
             versions.append("none")
     text = str([jax.local_devices()[0].device_kind, *versions, *call])
-    key, path = hashlib.sha256(text.encode()).hexdigest()[:16], measurements.expanduser()
+    key, path = hashlib.sha256(text.encode()).hexdigest()[:16], MEASURED.expanduser()
     try:
         known: dict[str, float] = json.loads(path.read_text())
     except (OSError, ValueError):  # None yet, or not ours: both are measured anew.
@@ -102,18 +101,24 @@ def measured(kernel: Implementation, spec: AttentionSpec) -> float:
     # q, k, v and the gradient by the result.
     inputs = tuple(jax.random.normal(key, shape).astype(spec.dtype) for key, shape in zip(keys, shapes, strict=True))
 
+    scale, softcap, real = spec.head_dim**-0.5, spec.softcap, np.asarray(view.ids > 0)
+
     def results(implementation: Any, *inputs: jax.Array) -> tuple[jax.Array, ...]:
         q, k, v, pull = inputs
-        scale, softcap = spec.head_dim**-0.5, spec.softcap
         result = implementation.forward(q, k, v, view, scale=scale, softcap=softcap)
-        return *result, *implementation.backward(q, k, v, view, result, pull, scale=scale, softcap=softcap)
+        gradients = implementation.backward(q, k, v, view, result, pull, scale=scale, softcap=softcap)
+        return tuple(x[real] for x in (*result, *gradients))
 
+    return _apart(partial(results, kernel), partial(results, einsum), inputs)
+
+
+def _apart(computed: Callable, exact: Callable, inputs: Sequence[jax.Array]) -> float:
+    """The largest relative difference of what two programs return on one device; the second one computes in float32."""
     with jax.set_mesh(Mesh(jax.local_devices()[:1], ("alone",))):
-        computed = jit(partial(results, kernel))(*inputs)
+        results = jit(computed)(*inputs)
         with jax.default_matmul_precision("highest"):
-            exact = jit(partial(results, einsum))(*(x.astype(np.float32) for x in inputs))
-    real = np.asarray(view.ids > 0)
-    return max(off(np.asarray(x)[real], np.asarray(y)[real]) for x, y in zip(computed, exact, strict=True))
+            right = jit(exact)(*(x.astype(jnp.float32) for x in inputs))
+    return max(off(np.asarray(x), np.asarray(y)) for x, y in zip(results, right, strict=True))
 
 
 def row(spec: AttentionSpec) -> Segments:
@@ -164,8 +169,7 @@ def reader_here(specs: Sequence[DecodeSpec], mesh: Mesh) -> Reader:
 
 def reader_difference(candidate: Reader, spec: DecodeSpec) -> float:
     """The largest relative difference of a kernel from float32 products over gathered pages, of all kinds of layers."""
-    with jax.set_mesh(Mesh(jax.local_devices()[:1], ("alone",))):
-        return max(_of_window(candidate, spec, window) for window in spec.windows)
+    return max(_of_window(candidate, spec, window) for window in spec.windows)
 
 
 def _of_window(candidate: Reader, spec: DecodeSpec, window: int | None) -> float:
@@ -197,11 +201,8 @@ def _of_window(candidate: Reader, spec: DecodeSpec, window: int | None) -> float
 
     every = np.arange(len(k), dtype=np.int32)
     side = Gathered(*(jnp.asarray(x)[None] for x in (every, every // columns, every % columns * spec.page)))
-    computed = jit(partial(mixed, candidate, order, None))(q, queries)
-    with jax.default_matmul_precision("highest"):
-        plain = partial(mixed, decoding.BY_NAME["gathered"], every, side)
-        exact = jit(plain)(q.astype(jnp.float32), queries.astype(jnp.float32))
-    return max(off(np.asarray(x), np.asarray(y)) for x, y in zip(computed, exact, strict=True))
+    plain = partial(mixed, decoding.BY_NAME["gathered"], every, side)
+    return _apart(partial(mixed, candidate, order, None), plain, (q, queries))
 
 
 def _piece(places: Int[np.ndarray, "B Co"], page: int, window: int | None) -> PieceView:
@@ -232,43 +233,38 @@ FOREIGN = 16
 """Rows after those of all groups, which hold NaN."""
 
 
-def grouped_difference(d: int, f: int, dtype: str, measurements: Path = MEASURED) -> float:
+def grouped_difference(d: int, f: int, dtype: str) -> float:
     """How far grouped products and gradients are from plain ones on this device, relative to their size.
 
     Args:
         d: inputs of an expert's first products, e.g. 2048.
         f: their outputs, e.g. 768.
         dtype: of rows and matrices, e.g. "bfloat16".
-        measurements: the file of what was found before.
     """
-    call = ["grouped", d, f, dtype]
-    return remembered(call, lambda: max(_measured(d, f, dtype), _measured(f, d, dtype)), measurements)
+    return remembered(["grouped", d, f, dtype], lambda: max(_measured(d, f, dtype), _measured(f, d, dtype)))
 
 
 def _measured(d: int, f: int, dtype: str) -> float:
     """The largest relative difference of a product and its two gradients."""
     shapes = ((sum(SIZES), d), (sum(SIZES), f), (len(SIZES), d, f))
     keys = jax.random.split(jax.random.key(0), 3)
-    rows, pulls, matrices = (jax.random.normal(k, s).astype(dtype) for k, s in zip(keys, shapes, strict=True))
+    inputs = [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
 
-    def results(rows: jax.Array, pulls: jax.Array, matrices: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
+    def results(rows: jax.Array, pulls: jax.Array, matrices: jax.Array) -> tuple[jax.Array, ...]:
+        sizes = jnp.asarray(SIZES, jnp.int32)
+        rows, pulls = (jnp.pad(x, ((0, FOREIGN), (0, 0)), constant_values=np.nan) for x in (rows, pulls))
         products = grouped_products(rows, matrices, sizes, transposed=False)
         back = grouped_products(pulls, matrices, sizes, transposed=True)
-        return products, back, grouped_gradients(rows, pulls, matrices, sizes)
+        return products[:-FOREIGN], back[:-FOREIGN], grouped_gradients(rows, pulls, matrices, sizes)
 
-    with jax.set_mesh(Mesh(jax.local_devices()[:1], ("alone",))):
-        foreign = (jnp.pad(x, ((0, FOREIGN), (0, 0)), constant_values=np.nan) for x in (rows, pulls))
-        computed = jit(results)(*foreign, matrices, jnp.asarray(SIZES, jnp.int32))
-    *by_row, of_groups = map(np.asarray, computed)
-    rows, pulls, matrices = (np.asarray(x, np.float32) for x in (rows, pulls, matrices))
-    ends = np.cumsum(SIZES)
-    groups = [np.s_[end - size : end] for size, end in zip(SIZES, ends, strict=True)]
-    right = [
-        np.concatenate([rows[group] @ w for group, w in zip(groups, matrices, strict=True)]),
-        np.concatenate([pulls[group] @ w.T for group, w in zip(groups, matrices, strict=True)]),
-        np.stack([rows[group].T @ pulls[group] for group in groups]),
-    ]
-    return max(map(off, [*(x[: sum(SIZES)] for x in by_row), of_groups], right))
+    def plain(rows: jax.Array, pulls: jax.Array, matrices: jax.Array) -> tuple[jax.Array, ...]:
+        groups = [np.s_[end - size : end] for size, end in zip(SIZES, np.cumsum(SIZES), strict=True)]
+        products = [rows[group] @ w for group, w in zip(groups, matrices, strict=True)]
+        back = [pulls[group] @ w.T for group, w in zip(groups, matrices, strict=True)]
+        gradients = [rows[group].T @ pulls[group] for group in groups]
+        return jnp.concatenate(products), jnp.concatenate(back), jnp.stack(gradients)
+
+    return _apart(results, plain, inputs)
 
 
 TOKENS, WIDTH, EXPERTS, ACTIVE = 24, 128, 2, 3

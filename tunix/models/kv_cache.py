@@ -18,10 +18,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from tunix.config import CacheType, DType
-from tunix.mesh import Axes, constrain, partition, platform
+from tunix.mesh import Axes, capability, constrain, partition, platform
 from tunix.models.attention.inputs import DecodeSpec
 from tunix.models.attention.pages import CachedView, Columns, Pages, placed
-from tunix.models.attention.tokamax_ops import capability
 from tunix.models.blocks import NAMES, Cache, Kept, layer_inputs
 from tunix.models.config import SHARED, TOWER, DecoderConfig
 from tunix.models.deltanet import PieceStates, SlotStates, StepView
@@ -187,13 +186,12 @@ def extend(
     ropes = [rope_tables(positions, kind.rope, kind.head_dim) for kind in c.distinct_kinds]
     x = embedded(c, weights.top["embed/w"], tokens, model.dtype)
     if pictures is not None:
+
+        def seen(x: Float[Array, "B C D"]) -> Float[Array, "B C D"]:
+            return with_pictures(x, model.soft_tokens(weights.top, pictures), pictures)
+
         # The tower does not run where there are none.
-        there, embedded_tokens = jnp.any(jnp.asarray(pictures.places) > 0), x
-        x = jax.lax.cond(
-            there,
-            lambda: with_pictures(embedded_tokens, model.soft_tokens(weights.top, pictures), pictures),
-            lambda: embedded_tokens,
-        )
+        x = jax.lax.cond(jnp.any(jnp.asarray(pictures.places) > 0), seen, lambda x: x, x)
     x = constrain(x, "rows", None, None)
     inputs_of_layers: Any = [None] * c.num_layers
     if c.layer_inputs:

@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 from tunix.config import DType, GradientSums
 from tunix.mesh import Axes, constrain, platform, sharding
 from tunix.models.attention.inputs import ByKind, Segments
-from tunix.models.blocks import PARTS, Auxiliary, Block, Kept, LayerInputs, layer_inputs
+from tunix.models.blocks import NAMES, PARTS, Auxiliary, Block, Kept, LayerInputs, layer_inputs
 from tunix.models.config import SHARED, TOWER, DecoderConfig, Stage
 from tunix.models.layers import (
     MATRICES,
@@ -94,13 +94,11 @@ class Structure:
 
 
 class Decoder(nnx.Module):
-    """The whole model; each weight of the layers is stacked over those that have it."""
+    """The weights of the whole model; each of the layers' is stacked over those that have it."""
 
     def __init__(self, model: "Model", rngs: nnx.Rngs):
         """Creates all weights with random values."""
         config = model.config
-        self.config, self.attention, self.gradient_sums = config, model.attention, model.gradient_sums
-        self.remat: Remat = model.remat
         # A tied table is also the head, whose logits want unit scale; Gemma multiplies sqrt(D) back on the way in.
         sizes, axes, std = (config.vocab_size, config.d_model), ("vocab", "embed"), config.d_model**-0.5
         self.embed = Matrix(weight(rngs, sizes, axes, std))
@@ -142,125 +140,6 @@ class Decoder(nnx.Module):
         }
         self.layers = _dict(tree_of(whole))
         self.structures = {mixer: Structure(graph, tuple(_flat(state))) for mixer, (graph, state) in parts.items()}
-
-    def block(self, mixer: str) -> Block:
-        """The layers with this mixer as one block, whose weights are stacked over all layers that have them."""
-        flat = _flat(nnx.state(self.layers))
-        return self.structures[mixer].block({path: flat[path] for path in self.structures[mixer].paths})
-
-    def __call__(
-        self,
-        tokens: Int[Array, "B T"],
-        segments: Segments,
-        noise: Float[Array, "B T D"] | None,
-        dropout_keys: TokenKeys | None,
-        pictures: Pictures | None,
-        experts: Int[Array, "B T L k"] | None,
-        *,
-        dtype: DType,
-    ) -> tuple[Float[Array, "B T D"], Auxiliary]:
-        """Hidden states after the final norm, in `dtype`, and the layers' auxiliary terms, stacked.
-
-        Args:
-            segments: which tokens see each other, those of pictures included.
-            noise: added to the embeddings (NEFTune).
-            dropout_keys: a key for each token, by which adapters drop inputs; None drops nothing.
-            pictures: of the rows, for a model that sees them.
-            experts: those that each layer uses for each token, -1 where its router chooses; None where all do.
-        """
-        c = self.config
-        x = embedded(c, self.embed.w[...], tokens, dtype)
-        if noise is not None:
-            x = x + noise.astype(dtype)
-        if pictures is not None:
-            assert self.vision is not None, "a model without a tower sees no pictures"
-            assert self.vision.config.any_shape == (pictures.rope is not None), (
-                "rope is told of the rows that it turns by"
-            )
-            x = with_pictures(x, self.vision(pictures, dtype), pictures)
-        x = constrain(x, "rows", "time", None)
-        stacked = {path: variable[...] for path, variable in _flat(nnx.state(self.layers)).items()}
-        blocks = [self.block(mixer) for mixer in c.mixers]
-        matrices = {name: x for block in blocks for name, x in block.matrices().items()}
-
-        def cast(path: Path, w: jax.Array) -> jax.Array:
-            module, name = path[-2:]
-            if module in matrices:
-                w = matrices[module].on_grid(w) if name == "w" else w
-                # What `project` casts itself has a gradient in its own dtype.
-                if self.gradient_sums == "float32" and name in MATRICES and isinstance(matrices[module], Projection):
-                    return w
-            return in_compute(name, w, dtype)
-
-        # Where rope turns the tokens to.
-        positions = segments.positions if pictures is None or pictures.rope is None else jnp.asarray(pictures.rope)
-        kinds = jnp.asarray([c.kinds_with(kind.mixer).index(kind) for kind in c.kinds])
-        numbers = None if dropout_keys is None else jnp.arange(c.num_layers)
-        by_layer = None if experts is None else jnp.moveaxis(constrain(experts, "rows", "time", None, None), 2, 0)
-        plain, per_layer = (kinds, numbers, by_layer), None
-        if self.inputs is not None:
-            embed, context, norm = self.inputs.embed.w[...], self.inputs.context.w[...], self.inputs.norm.w[...]
-            context, norm = (in_compute("w", w, dtype) for w in (context, norm))
-            per_layer = layer_inputs(c, embed, context, norm, tokens, x)
-        of_kind = {mixer: self._kinds_with(mixer, segments, positions) for mixer in c.mixers}
-
-        def layer(
-            stage: Stage, place: int, x: Float[Array, "B T D"], weights: Weights, others: Others
-        ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
-            """The stream after the layer at a place of a stage's period, its auxiliary terms, and the keys and values
-            that later stages read, by the mixer of the layers that made them."""
-            at = stage.start + place
-            (index, number, layer_experts), kind = others.plain, c.kinds[at]
-            layer_keys = None if dropout_keys is None else fold_tokens(dropout_keys, number)
-            rope, view = of_kind[kind.mixer](index)
-            read = Kept(*others.shared[kind.source.mixer]) if kind.mixer in SHARED else None
-            block = self.structures[kind.mixer].block(weights)
-            x, kept, terms = block(x, rope, view, read, layer_keys, others.differentiable, layer_experts)
-            terms.pop(CHOSEN, None)  # nobody reads it here, and a scan would stack it over the layers
-            if at in c.sources and stage.stop - stage.start == stage.period:
-                assert isinstance(kept, Kept), "a layer hands on what others read"
-                return x, {**terms, READ_LATER + kind.mixer: (kept.keys, kept.values)}
-            return x, terms
-
-        by_name: dict[str, list[jax.Array]] = {}
-        shared: dict[str, PyTree] = {}
-        for stage in c.stages:
-            of_stage = slice(stage.start, stage.stop)
-            inputs, own_inputs = jax.tree.map(lambda x, part=of_stage: x[part], (plain, per_layer))
-            period = [self.structures[kind.mixer].paths for kind in c.kinds[of_stage][: stage.period]]
-            weights = stacked
-            if len(c.stages) > 1:  # each stacked over the layers of the stage that have it
-                weights = {}
-                for path, w in stacked.items():
-                    mixers = tuple(mixer for mixer, structure in self.structures.items() if path in structure.paths)
-                    within = [stage.start <= number < stage.stop for number in c.layers_with(mixers)]
-                    if any(within):
-                        weights[path] = w[within.index(True) : within.index(True) + sum(within)]
-            others = Others(inputs, own_inputs, shared)
-            x, terms = over_layers(partial(layer, stage), cast, x, weights, others, self.remat, period)
-            for name, term in terms.items():
-                if name.startswith(READ_LATER):  # by one layer
-                    shared = {**shared, name.removeprefix(READ_LATER): jax.tree.map(lambda x: x[0], term)}
-                else:
-                    by_name.setdefault(name, []).append(term)
-        # Cast as all weights are: a copy stored in the compute dtype (a reference, an export) then computes the same.
-        norm = in_compute("norm/w", self.norm.w[...], dtype)
-        auxiliary = {name: jnp.concatenate(terms) for name, terms in by_name.items()}
-        return rms_norm(x, norm, eps=c.norm_eps, offset=c.norm_offset), auxiliary
-
-    def _kinds_with(
-        self, mixer: str, segments: Segments, positions: Int[Array, "B T ..."]
-    ) -> Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]:
-        """A function from the index of a layer's kind, among those of its mixer, to its rope tables and view: one block
-        serves them all."""
-        kinds = self.config.kinds_with(mixer)
-        tables = [rope_tables(positions, kind.rope, kind.head_dim) for kind in kinds]
-        views = tuple(segments._replace(window=kind.window, attention=self.attention) for kind in kinds)
-        if len(kinds) == 1:
-            return lambda _: (tables[0], views[0])
-        stacked = jax.tree.map(lambda *each: jnp.stack(each), *tables)
-        layers = tuple(self.config.kinds.count(kind) for kind in kinds)
-        return lambda number: (jax.tree.map(lambda table: table[number], stacked), ByKind(views, number, layers))
 
 
 def _flat(state: nnx.State) -> dict[Path, nnx.Variable]:
@@ -392,12 +271,100 @@ class Model:
     ) -> tuple[Float[Array, "B T D"], Auxiliary]:
         """Hidden states after the final norm, and auxiliary terms, stacked over the layers that have them at all.
 
-        `parents`, `pictures` and `experts` as in `types.Batch`; `noise` and `dropout_keys` as in `Decoder`.
+        Args:
+            parents, pictures, experts: as in `types.Batch`.
+            noise: added to the embeddings (NEFTune).
+            dropout_keys: a key for each token, by which adapters drop inputs; None drops nothing.
         """
-        by_path = {self._paths[name]: x for name, x in params.items()}
-        decoder = nnx.merge(nnx.graphdef(self._decoder), tree_of(by_path))
-        segments = Segments(segment_ids, positions, parents, **seen_ahead(pictures, self.config.vision))
-        return decoder(tokens, segments, noise, dropout_keys, pictures, experts, dtype=self.dtype)
+        c, dtype, structures, matrices = self.config, self.dtype, self._decoder.structures, self.matrices
+        segments = Segments(segment_ids, positions, parents, **seen_ahead(pictures, c.vision))
+        x = embedded(c, params["embed/w"], tokens, dtype)
+        if noise is not None:
+            x = x + noise.astype(dtype)
+        if pictures is not None:
+            assert c.vision is not None, "a model without a tower sees no pictures"
+            assert c.vision.any_shape == (pictures.rope is not None), "rope is told of the rows that it turns by"
+            x = with_pictures(x, self.soft_tokens(params, pictures), pictures)
+        x = constrain(x, "rows", "time", None)
+        stacked = {path[1:]: params[name] for name, path in self._paths.items() if path[0] == "layers"}
+
+        def cast(path: Path, w: jax.Array) -> jax.Array:
+            module, name = path[-2:]
+            if module in matrices:
+                w = matrices[module].on_grid(w) if name == "w" else w
+                # What `project` casts itself has a gradient in its own dtype.
+                if self.gradient_sums == "float32" and name in MATRICES and isinstance(matrices[module], Projection):
+                    return w
+            return in_compute(name, w, dtype)
+
+        # Where rope turns the tokens to.
+        places = positions if pictures is None or pictures.rope is None else jnp.asarray(pictures.rope)
+        kinds = jnp.asarray([c.kinds_with(kind.mixer).index(kind) for kind in c.kinds])
+        numbers = None if dropout_keys is None else jnp.arange(c.num_layers)
+        by_layer = None if experts is None else jnp.moveaxis(constrain(experts, "rows", "time", None, None), 2, 0)
+        plain, per_layer = (kinds, numbers, by_layer), None
+        if c.layer_inputs:
+            embed, context, norm = (params[name] for name in NAMES)
+            context, norm = (in_compute("w", w, dtype) for w in (context, norm))
+            per_layer = layer_inputs(c, embed, context, norm, tokens, x)
+
+        def kinds_with(mixer: str) -> Callable[[Int[Array, ""]], tuple[RopeTables, Segments | ByKind]]:
+            """A function from the index of a layer's kind, among those of its mixer, to its rope tables and view: one
+            block serves them all."""
+            kinds = c.kinds_with(mixer)
+            tables = [rope_tables(places, kind.rope, kind.head_dim) for kind in kinds]
+            views = tuple(segments._replace(window=kind.window, attention=self.attention) for kind in kinds)
+            if len(kinds) == 1:
+                return lambda _: (tables[0], views[0])
+            stacked = jax.tree.map(lambda *each: jnp.stack(each), *tables)
+            layers = tuple(c.kinds.count(kind) for kind in kinds)
+            return lambda number: (jax.tree.map(lambda table: table[number], stacked), ByKind(views, number, layers))
+
+        of_kind = {mixer: kinds_with(mixer) for mixer in c.mixers}
+
+        def layer(
+            stage: Stage, place: int, x: Float[Array, "B T D"], weights: Weights, others: Others
+        ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
+            """The stream after the layer at a place of a stage's period, its auxiliary terms, and the keys and values
+            that later stages read, by the mixer of the layers that made them."""
+            at = stage.start + place
+            (index, number, layer_experts), kind = others.plain, c.kinds[at]
+            layer_keys = None if dropout_keys is None else fold_tokens(dropout_keys, number)
+            rope, view = of_kind[kind.mixer](index)
+            read = Kept(*others.shared[kind.source.mixer]) if kind.mixer in SHARED else None
+            block = structures[kind.mixer].block(weights)
+            x, kept, terms = block(x, rope, view, read, layer_keys, others.differentiable, layer_experts)
+            terms.pop(CHOSEN, None)  # nobody reads it here, and a scan would stack it over the layers
+            if at in c.sources and stage.stop - stage.start == stage.period:
+                assert isinstance(kept, Kept), "a layer hands on what others read"
+                return x, {**terms, READ_LATER + kind.mixer: (kept.keys, kept.values)}
+            return x, terms
+
+        by_name: dict[str, list[jax.Array]] = {}
+        shared: dict[str, PyTree] = {}
+        for stage in c.stages:
+            of_stage = slice(stage.start, stage.stop)
+            inputs, own_inputs = jax.tree.map(lambda x, part=of_stage: x[part], (plain, per_layer))
+            period = [structures[kind.mixer].paths for kind in c.kinds[of_stage][: stage.period]]
+            weights = stacked
+            if len(c.stages) > 1:  # each stacked over the layers of the stage that have it
+                weights = {}
+                for path, w in stacked.items():
+                    mixers = tuple(mixer for mixer, structure in structures.items() if path in structure.paths)
+                    within = [stage.start <= number < stage.stop for number in c.layers_with(mixers)]
+                    if any(within):
+                        weights[path] = w[within.index(True) : within.index(True) + sum(within)]
+            others = Others(inputs, own_inputs, shared)
+            x, terms = over_layers(partial(layer, stage), cast, x, weights, others, self.remat, period)
+            for name, term in terms.items():
+                if name.startswith(READ_LATER):  # by one layer
+                    shared = {**shared, name.removeprefix(READ_LATER): jax.tree.map(lambda x: x[0], term)}
+                else:
+                    by_name.setdefault(name, []).append(term)
+        # Cast as all weights are: a copy stored in the compute dtype (a reference, an export) then computes the same.
+        norm = in_compute("norm/w", params["norm/w"], dtype)
+        auxiliary = {name: jnp.concatenate(terms) for name, terms in by_name.items()}
+        return rms_norm(x, norm, eps=c.norm_eps, offset=c.norm_offset), auxiliary
 
     def soft_tokens(self, params: Params, pictures: Pictures) -> Float[Array, "B Pi So D"]:
         """The embeddings of the soft tokens of pictures, by the tower among these parameters."""
@@ -424,14 +391,11 @@ class Model:
         *,
         entropy: bool = False,
         temperature: float = 1.0,
-        noise: Float[Array, "B T D"] | None = None,
         pictures: Pictures | None = None,
         experts: Int[Array, "B T L k"] | None = None,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """`log p(token_t | its segment before t)` and that distribution's entropy at the needed tokens, else 0."""
-        hidden, _ = self.forward(
-            params, tokens, positions, segment_ids, noise=noise, pictures=pictures, experts=experts
-        )
+        hidden, _ = self.forward(params, tokens, positions, segment_ids, pictures=pictures, experts=experts)
         return self.logprobs_of(params, hidden, tokens, positions, needed, entropy=entropy, temperature=temperature)
 
     def logprobs_of(
@@ -484,8 +448,9 @@ class Model:
     @cached_property
     def matrices(self) -> dict[str, Projection | Bank]:
         """The projections of the layers and the banks of their experts by name, without their weights' values."""
-        blocks = map(self._decoder.block, self.config.mixers)
-        return {name: one for block in blocks for name, one in block.matrices().items()}
+        flat, structures = _flat(nnx.state(self._decoder.layers)), self._decoder.structures.values()
+        blocks = [structure.block({path: flat[path] for path in structure.paths}) for structure in structures]
+        return {name: matrix for block in blocks for name, matrix in block.matrices().items()}
 
     def layer(self, weights: Params, mixer: str, has_gains: bool = True) -> Block:
         """One block built from its weights, which are named as in `layers/` and have no axis L.
@@ -495,9 +460,9 @@ class Model:
             has_gains: the weights hold DoRA's gains in place of its magnitudes, as weights for decoding do.
         """
         placed = {self._paths[f"layers/{name}"][1:]: x for name, x in weights.items()}
-        block = self._decoder.structures[mixer].block(placed)
+        block, turned = self._decoder.structures[mixer].block(placed), self.turned
         for name, projection in block.projections().items():
-            projection.has_gains, projection.turned = has_gains, name in self.turned
+            projection.has_gains, projection.turned = has_gains, name in turned
         return block
 
     @property
@@ -507,11 +472,8 @@ class Model:
         There the product of a few rows with a matrix whose rows are longer than a memory page takes 1.2 to 1.9 times
         as long as with the transposed matrix, whose rows are shorter.
         """
-        return self._wide if platform() == "cpu" else frozenset()
-
-    @cached_property
-    def _wide(self) -> frozenset[str]:
-        """Projections whose matrix has rows that are longer than a memory page."""
+        if platform() != "cpu":
+            return frozenset()
         narrow = [name for name, x in self.matrices.items() if isinstance(x, Projection) and x.contracted == 1]
         matrices = {name: self.shapes[f"layers/{name}/w"][1:] for name in narrow}
         page = PAGE // jnp.dtype(self.dtype).itemsize
@@ -546,15 +508,15 @@ def rounded(model: Model, params: Params) -> tuple[Params, dict[str, float]]:
         All weights, and for each rounded matrix its change in the compute dtype: the root mean square of the change,
         divided by that of the matrix.
     """
+
+    @partial(jit, static_argnames="name")
+    def on_grid_of(name: str, w: Float[Array, "L ..."]) -> tuple[jax.Array, jax.Array]:
+        on_grid = jax.lax.map(partial(model.on_grid, name), w)
+        change = on_grid.astype(model.dtype).astype(jnp.float32) - w.astype(jnp.float32)
+        return on_grid, jnp.sum(change**2) / jnp.sum(w.astype(jnp.float32) ** 2)
+
     changed, moved = dict(params), {}
     for name in (f"layers/{one}/w" for one, rounding in model.simulated if rounding.weights and one in model.matrices):
-        changed[name], error = _rounded(model, name, params[name])
+        changed[name], error = on_grid_of(name, params[name])
         moved[name] = math.sqrt(float(error))
     return changed, moved
-
-
-@partial(jit, static_argnames=("model", "name"))
-def _rounded(model: Model, name: str, w: Float[Array, "L ..."]) -> tuple[jax.Array, jax.Array]:
-    on_grid = jax.lax.map(partial(model.on_grid, name), w)
-    change = on_grid.astype(model.dtype).astype(jnp.float32) - w.astype(jnp.float32)
-    return on_grid, jnp.sum(change**2) / jnp.sum(w.astype(jnp.float32) ** 2)

@@ -124,72 +124,25 @@ class Bank(Stored):
             by_name |= {"w_lora_a": self.w_lora_a[...], "w_lora_b": self.w_lora_b[...]}
         return by_name
 
+    def sharded(self, mesh: AbstractMesh) -> tuple[Arrays, dict[str, PartitionSpec]]:
+        """Its parameters as the devices of a mesh multiply them, whole along D, and how each is split over these.
 
-def sharded(bank: Arrays, axes: Axes, mesh: AbstractMesh) -> tuple[Arrays, dict[str, PartitionSpec]]:
-    """A bank as the devices of a mesh multiply it, and how each of its parameters is split over them.
-
-    Where the inputs are split, scales of fewer tiles are repeated until each part has its own.
-
-    Args:
-        axes: logical ones of `w` while it multiplies: of the experts, the inputs, and the outputs.
-    """
-    of_expert, of_input, of_output = axes
-    whole = partition(axes, bank["w"].shape, mesh)
-    if "w_scale" in bank and whole[1] is not None:
-        scales, parts = bank["w_scale"], mesh.shape[whole[1]]
-        bank = {**bank, "w_scale": jnp.repeat(scales, math.lcm(len(scales[0]), parts) // len(scales[0]), axis=1)}
-    specs = {"w": whole, "w_scale": whole}
-    if "b" in bank:
-        specs["b"] = partition((of_expert, of_output), bank["b"].shape, mesh)
-    if "w_lora_a" in bank:
-        b = bank["w_lora_b"].shape
-        specs["w_lora_a"] = partition((of_expert, of_input, None), bank["w_lora_a"].shape, mesh)
-        specs["w_lora_b"] = partition((of_expert, *[None] * (len(b) - 2), of_output), b, mesh)
-    return bank, {name: specs[name] for name in bank}
+        Where the inputs are split, scales of fewer tiles are repeated until each part has its own.
+        """
+        arrays, specs = dict(self.arrays), dict[str, PartitionSpec]()
+        for name in arrays:
+            of = "w" if name == "w_scale" else name
+            axes: Axes = tuple(None if x in ("embed", "rank") else x for x in getattr(self, of).get_metadata("axes"))
+            specs[name] = partition(axes, arrays[of].shape, mesh)
+        if "w_scale" in arrays and (over := specs["w"][1]) is not None:
+            scales, parts = arrays["w_scale"], mesh.shape[over]
+            arrays["w_scale"] = jnp.repeat(scales, math.lcm(len(scales[0]), parts) // len(scales[0]), axis=1)
+        return arrays, specs
 
 
 def _matrices(bank: Arrays, x: Float[Array, "_ _"]) -> Matrices:
     """What multiplies `x`: a bank's matrices, or how they are rounded."""
     return RoundedBank(bank["w"], bank["w_scale"], x[:0, 0]) if "w_scale" in bank else bank["w"]
-
-
-def gate_and_up(
-    x: Float[Array, "n D"], gates: Arrays, ups: Arrays, scale: float | None, where: Routes
-) -> tuple[Float[Array, "r F"], Float[Array, "r F"]]:
-    """Each pair's token times the gate and the up matrix of its expert, with their biases where they have some.
-
-    Args:
-        scale: multiplies the adapter's product; None where there is no adapter.
-    """
-
-    def product(bank: Arrays) -> Float[Array, "r F"]:
-        y = to_experts(x, _matrices(bank, x), where)
-        if "b" not in bank:
-            return y
-        # A product with rows that are 1 at their expert: a gather's gradient would be scattered. What rows of pairs
-        # that are not computed hold has no part in it.
-        ends, at = jnp.cumsum(where.sizes), jnp.arange(len(y))[:, None]
-        of_expert = ((at >= ends - where.sizes) & (at < ends)).astype(bank["b"].dtype)
-        added = jnp.einsum("rE,EF->rF", of_expert, bank["b"], precision=jax.lax.Precision.HIGHEST)
-        return y + jnp.where(at < ends[-1], added, 0).astype(y.dtype)
-
-    gate, up = product(gates), product(ups)
-    if scale is None:
-        return gate, up
-    narrow = scale * to_experts(x, gates["w_lora_a"], where)
-    b = gates["w_lora_b"]
-    both = to_experts(narrow[: where.places.size], b.reshape(*b.shape[:2], -1), by_row(where))
-    of_gate, of_up = jnp.split(both, 2, axis=1)
-    return gate + of_gate, up + of_up
-
-
-def down(rows: Float[Array, "r F"], downs: Arrays, scale: float | None, where: Routes) -> Float[Array, "n D"]:
-    """For each token the sum of its pairs' rows times the down matrices of their experts; `scale` as above."""
-    y = from_experts(rows, _matrices(downs, rows), where)
-    if scale is None:
-        return y
-    narrow = scale * to_experts(rows[: where.places.size], downs["w_lora_a"], by_row(where))
-    return y + from_experts(narrow, downs["w_lora_b"], where)
 
 
 def by_row(where: Routes) -> Routes:
@@ -393,17 +346,15 @@ class MixtureOfExperts(GatedFFN):
 
         Biases of the down matrices are left out: where columns are split, each device would add them.
         """
-        downs = {name: x for name, x in self.downs.arrays.items() if name != "b"}
-        matrices = (self.gates.arrays, self.ups.arrays, downs)
+        banks = (self.gates, self.ups, self.downs)
         scales = (self.gates.scale, self.downs.scale)
         join = partial(joined, self.activation, self.experts.clamp)
         mesh, compute = jax.sharding.get_abstract_mesh(), partial(_mixed, join, scales)
         if mesh.empty or mesh.size == 1:
-            return compute(0, x, choice, real, *matrices)
+            return compute(0, x, choice, real, *(bank.arrays for bank in banks))
         tokens, wide = (partition(("rows", "time", None)[:rank], x.shape[:rank], mesh) for rank in (2, 3))
-        parts = [sharded(bank, axes, mesh) for bank, axes in zip(matrices, _SPLIT_MATRICES, strict=True)]
-        matrices, banks = [bank for bank, _ in parts], [specs for _, specs in parts]
-        of_gates = banks[0]["w"]
+        matrices, specs = zip(*(bank.sharded(mesh) for bank in banks), strict=True)
+        of_gates = specs[0]["w"]
         split = [axis for axis, there in zip(SPLIT, (of_gates[0], of_gates[2]), strict=True) if there]
         # Rows that the mesh does not divide are on all of its devices.
         shared = "expert" in split and tokens[0] is not None
@@ -426,14 +377,10 @@ class MixtureOfExperts(GatedFFN):
                 y = local(x, choice, real, *matrices)
             return jax.lax.psum(y, summed) if summed else y
 
-        specs = (wide, wide, wide, tokens, *banks)
-        spread = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=wide, check_vma=False)
+        places = (wide, wide, wide, tokens, *specs)
+        spread = jax.shard_map(part, mesh=mesh, in_specs=places, out_specs=wide, check_vma=False)
         y = spread(x, *choice, real, *matrices)
         return constrain(y, "rows", "time", None)
-
-
-_SPLIT_MATRICES: tuple[Axes, ...] = (("expert", None, "ffn"), ("expert", None, "ffn"), ("expert", "ffn", None))
-"""How the three matrices are split while they multiply: whole columns of the model, of the device's own experts."""
 
 
 def _mixed(
@@ -456,11 +403,33 @@ def _mixed(
     active, width, number = choice.experts.shape[-1], x.shape[-1], len(gates["w"])
     experts = choice.experts - first
     computed = real[..., None] & (experts >= 0) & (experts < number)
-    where = routes(experts.reshape(-1, active), number, computed.reshape(-1, active))
-    gate, up = gate_and_up(x.reshape(-1, width), gates, ups, scales[0], where)
+    where, tokens = routes(experts.reshape(-1, active), number, computed.reshape(-1, active)), x.reshape(-1, width)
+
+    def product(bank: Arrays) -> Float[Array, "r F"]:
+        """Each pair's token times its expert's matrix, with the bias where there is one."""
+        y = to_experts(tokens, _matrices(bank, tokens), where)
+        if "b" not in bank:
+            return y
+        # A product with rows that are 1 at their expert: a gather's gradient would be scattered. What rows of pairs
+        # that are not computed hold has no part in it.
+        ends, at = jnp.cumsum(where.sizes), jnp.arange(len(y))[:, None]
+        of_expert = ((at >= ends - where.sizes) & (at < ends)).astype(bank["b"].dtype)
+        added = jnp.einsum("rE,EF->rF", of_expert, bank["b"], precision=jax.lax.Precision.HIGHEST)
+        return y + jnp.where(at < ends[-1], added, 0).astype(y.dtype)
+
+    gate, up = product(gates), product(ups)
+    if scales[0] is not None:
+        narrow, b = scales[0] * to_experts(tokens, gates["w_lora_a"], where), gates["w_lora_b"]
+        both = to_experts(narrow[: where.places.size], b.reshape(*b.shape[:2], -1), by_row(where))
+        of_gate, of_up = jnp.split(both, 2, axis=1)
+        gate, up = gate + of_gate, up + of_up
     gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
     weights = in_rows(choice.weights.reshape(-1, active), where)[:, None]
-    mixed = down((join(gate, up) * weights).astype(x.dtype), downs, scales[1], where)
+    rows = (join(gate, up) * weights).astype(x.dtype)
+    mixed = from_experts(rows, _matrices(downs, rows), where)
+    if scales[1] is not None:
+        narrow = scales[1] * to_experts(rows[: where.places.size], downs["w_lora_a"], by_row(where))
+        mixed = mixed + from_experts(narrow, downs["w_lora_b"], where)
     return mixed.reshape(x.shape)
 
 

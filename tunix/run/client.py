@@ -169,5 +169,5 @@ def initial_weights(setup: Setup) -> tuple[Params, Params]:
     if adapter is None:
         return params, base
     if adapter.source is not None:
-        return adapter_weights(adapter, model, params, trained, mesh), base
+        return adapter_weights(adapter, model, params, mesh), base
     return started(adapter, model, params, base, trained, mesh), base

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from jax.sharding import Mesh
 
+from tunix.mesh import capability
 from tunix.models.attention import decode_triton, mosaic
 from tunix.models.attention.decoding import described
-from tunix.models.attention.tokamax_ops import capability, missing
 from tunix.models.kernel_gates import reader_here
 from tunix.models.kv_cache import decode_specs
 from tunix.models.quantization.formats import bytes_per_weight, is_scale
@@ -72,10 +72,10 @@ def details(setup: Setup, learner: Learner, inputs: Inputs, total: int, attentio
         yield setup.mesh_reason
     # How the layers' matrix products are computed on these devices.
     if rules is not None:
-        products = matmuls_line(rules.kinds, model.dtype, first.platform, simulated=True)
+        products = matmuls_line(rules.kinds, model.dtype, simulated=True)
     else:
-        products = matmuls_line([] if rounding is None else [(rounding.base, None)], model.dtype, first.platform)
-    experts = experts_line(decoder, recipe.model.dtype, mesh)
+        products = matmuls_line([] if rounding is None else [(rounding.base, None)], model.dtype)
+    experts = experts_line(decoder, mesh)
     yield "; ".join(filter(None, (products, attention, experts, remat_line(setup.spec))))
     if setup.samples:
         yield sampling_line(setup)
@@ -92,7 +92,7 @@ def device_notes(mesh: Mesh) -> Iterator[str]:
             f"{gpu.device_kind} has compute capability {generation}, and kernels for attention, decoding and experts "
             f"want {decode_triton.CAPABILITY} or more: it works without them, slowly"
         )
-    elif int(generation) in mosaic.CAPABILITIES and (reason := missing("attention")):
+    elif int(generation) in mosaic.CAPABILITIES and (reason := mosaic.missing()):
         yield f"attention does without its fastest kernel: {reason}"
 
 

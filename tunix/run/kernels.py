@@ -7,14 +7,13 @@ from jax.sharding import Mesh
 
 from tunix.config import DType, ModelConfig
 from tunix.errors import UserError
-from tunix.models import grouped_products, kernel_gates
+from tunix.mesh import capability
 from tunix.models.attention import attend
 from tunix.models.attention.attend import Implementation, described, implementation, spec_of
 from tunix.models.attention.inputs import AttentionSpec, Segments
-from tunix.models.attention.tokamax_ops import capability
 from tunix.models.config import DecoderConfig
-from tunix.models.grouped_products import ALIGNED, GroupedSpec
-from tunix.models.kernel_gates import LIMIT, exchange_difference, grouped_difference
+from tunix.models.grouped_products import described as described_experts
+from tunix.models.kernel_gates import LIMIT, difference, exchange_difference, grouped_difference
 
 
 def attention_of(
@@ -48,11 +47,11 @@ def attention_of(
         """Whether an implementation computes these calls, and rightly on this device."""
         if any(map(kernel.lacks, specs)):
             return False
-        return not kernel.kernel or all(kernel_gates.difference(kernel.name, spec) <= LIMIT for spec in specs)
+        return not kernel.kernel or all(difference(kernel.name, spec) <= LIMIT for spec in specs)
 
     for spec in specs if tried else ():
         kernel = implementation(spec, model.attention)
-        if not kernel.kernel or (off := kernel_gates.difference(kernel.name, spec)) <= LIMIT:
+        if not kernel.kernel or (off := difference(kernel.name, spec)) <= LIMIT:
             continue
         wrong = f"{kernel.name} is off the einsums by {off:.2g} of their size on this device, more than {LIMIT}"
         faster = [other.name for other in attend.IMPLEMENTATIONS].index(kernel.name) + 1
@@ -67,13 +66,13 @@ EXCHANGED = 1e-5
 """The largest relative difference of float32 numbers that are sent, multiplied by a whole number and added up."""
 
 
-def experts_line(config: DecoderConfig, dtype: DType, mesh: Mesh) -> str | None:
-    """Which kernels multiply the experts on GPUs, and why no faster ones: `experts: triton (mosaic: ...)`.
+def experts_line(config: DecoderConfig, mesh: Mesh) -> str | None:
+    """What multiplies the experts on GPUs, and why it is no kernel: `experts: triton`.
 
     None on other devices, which have no choice, and for a model without experts.
     """
-    spec = _expert_spec(config, dtype, mesh)
-    return None if spec is None or spec.capability is None else f"experts: {grouped_products.described([spec])}"
+    gpu = capability(mesh.devices.flat[0])
+    return None if config.experts is None or gpu is None else f"experts: {described_experts(gpu)}"
 
 
 def check_products(config: DecoderConfig, dtype: DType, mesh: Mesh) -> None:
@@ -84,16 +83,14 @@ def check_products(config: DecoderConfig, dtype: DType, mesh: Mesh) -> None:
     Raises:
         UserError: they do, and by how much.
     """
-    spec = _expert_spec(config, dtype, mesh)
-    if spec is None or _platform(mesh) == "cpu":
+    if config.experts is None or _platform(mesh) == "cpu":
         return
-    d, f = spec.widths
+    d, f, split = config.d_model, config.ffn, mesh.shape["tensor"]
+    f = f // split if f % split == 0 else f
     if (apart := grouped_difference(d, f, dtype)) > LIMIT:
-        mosaic = grouped_products.implementation(spec) == "mosaic"
-        remedy = "uninstall tokamax, which leaves them to Triton kernels" if mosaic else "try another version of jax"
         raise UserError(
             f"model: the kernels that multiply experts of {d} x {f} are off plain products by {apart:.2g} "
-            f"of their size on this device, more than {LIMIT}: {remedy}"
+            f"of their size on this device, more than {LIMIT}: try another version of jax"
         )
 
 
@@ -113,15 +110,6 @@ def check_exchange(config: DecoderConfig, mesh: Mesh) -> None:
             f"mesh: expert {mesh.shape['expert']}: what these devices send each other comes back off by {apart:.2g} "
             f"of its size, more than {EXCHANGED}: try another version of jax, or split the model by fsdp and tensor"
         )
-
-
-def _expert_spec(config: DecoderConfig, dtype: DType, mesh: Mesh) -> GroupedSpec | None:
-    """The products of an expert on one device; None for a model without experts."""
-    if config.experts is None:
-        return None
-    split = mesh.shape["tensor"]
-    f = config.ffn // split if config.ffn % split == 0 else config.ffn
-    return GroupedSpec(ALIGNED, (config.d_model, f), (dtype, dtype), capability(mesh.devices.flat[0]))
 
 
 def _platform(mesh: Mesh) -> str:

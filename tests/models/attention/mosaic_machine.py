@@ -5,15 +5,19 @@ from typing import Any
 import jax
 import jax.experimental.pallas.mosaic_gpu as gpu
 import jax.numpy as jnp
+import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from tunix.models.attention.mosaic_backward import BLOCK, WARPGROUPS, Machine
+from tunix.models.attention import mosaic_backward
+from tunix.models.attention.mosaic_backward import BLOCK, WARPGROUPS
 
 
-def interpreted(*, races: bool) -> Machine:
-    """A machine for float32 and heads of at most 64 numbers; jax 0.10 detects no races."""
+def interpret(monkeypatch: pytest.MonkeyPatch, *, races: bool) -> None:
+    """Has the kernels run here, for float32 and heads of at most 64 numbers; jax 0.10 detects no races."""
     staging = (gpu.SMEM((WARPGROUPS, BLOCK, BLOCK), jnp.float32),) * 2
-    return Machine(load, iota, multiply, staging, InterpretGPUParams(detect_races=races))
+    others = {"load": load, "iota": iota, "wgmma": multiply, "STAGING": staging}
+    for name, other in {**others, "INTERPRETER": InterpretGPUParams(detect_races=races)}.items():
+        monkeypatch.setattr(mosaic_backward, name, other)
 
 
 def load(ref: Any, index: Any, *, layout: Any) -> jax.Array:

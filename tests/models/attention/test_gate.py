@@ -17,6 +17,7 @@ from tunix.models.attention import attend as table
 from tunix.models.attention import chunked
 from tunix.models.attention.attend import Implementation, spec_of
 from tunix.models.attention.inputs import Segments
+from tunix.run import kernels
 from tunix.run.kernels import attention_of
 
 pytestmark = pytest.mark.models
@@ -64,23 +65,22 @@ def test_what_forgets_a_part_of_the_mask_is_far_off(forget, call):
 def test_a_difference_is_measured_once(tmp_path, monkeypatch):
     monkeypatch.setitem(table.BY_NAME, "kernel", kernel("ids"))
     file = tmp_path / "cache/attention.json"
-    first = kernel_gates.difference("kernel", spec(), file)
+    monkeypatch.setattr(kernel_gates, "MEASURED", file)
+    first = kernel_gates.difference("kernel", spec())
     monkeypatch.setattr(kernel_gates, "measured", lambda *_: pytest.fail("it is known"))
-    assert (
-        kernel_gates.difference("kernel", replace(spec(), queries=4096, keys=4096), file) == first > kernel_gates.LIMIT
-    )
+    assert kernel_gates.difference("kernel", replace(spec(), queries=4096, keys=4096)) == first > kernel_gates.LIMIT
     file.write_text("{")
     monkeypatch.setattr(kernel_gates, "measured", lambda *_: 0.5)
-    assert kernel_gates.difference("kernel", spec(), file) == 0.5
+    assert kernel_gates.difference("kernel", spec()) == 0.5
 
 
 def test_a_kernel_that_is_off_is_replaced_and_reported(monkeypatch):
     monkeypatch.setattr(table, "IMPLEMENTATIONS", (kernel(), *table.IMPLEMENTATIONS))
     monkeypatch.setitem(table.BY_NAME, "kernel", kernel())
     of = partial(attention_of, RICH, mesh=build_mesh(MeshConfig(fsdp=1), jax.devices()[:1]), length=64, branched=False)
-    monkeypatch.setattr(kernel_gates, "difference", lambda name, spec: 0.001)
+    monkeypatch.setattr(kernels, "difference", lambda name, spec: 0.001)
     assert of(MODEL) == (MODEL, "attention: kernel")
-    monkeypatch.setattr(kernel_gates, "difference", lambda name, spec: 0.3)
+    monkeypatch.setattr(kernels, "difference", lambda name, spec: 0.3)
     model, line = of(MODEL)
     assert model.attention == "chunked"
     assert line == "attention: chunked (kernel is off the einsums by 0.3 of their size on this device, more than 0.01)"
@@ -94,7 +94,7 @@ def test_the_next_kernel_replaces_one_that_is_off(monkeypatch):
     monkeypatch.setattr(table, "IMPLEMENTATIONS", (*kernels, *table.IMPLEMENTATIONS))
     mesh = build_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
     for off, name in (({"first": 0.3, "second": 0.0}, "second"), ({"first": 0.3, "second": 0.3}, "chunked")):
-        monkeypatch.setattr(kernel_gates, "difference", lambda name, spec, off=off: off[name])
+        monkeypatch.setattr(kernels, "difference", lambda name, spec, off=off: off[name])
         model, line = attention_of(RICH, MODEL, mesh, 64, branched=False)
         assert model.attention == name
         assert line.startswith(f"attention: {name} (first is off")

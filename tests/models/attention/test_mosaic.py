@@ -69,10 +69,10 @@ def as_the_kernel(residuals, out, dout, q, k, v, *, mask, logits_scale, logits_s
 
 
 def results(
-    module, view: Segments, dtype: str, softcap: float | None, sinks: jax.Array | None = None, **settings
+    module, view: Segments, dtype: str, softcap: float | None, sinks: jax.Array | None = None
 ) -> tuple[jax.Array, ...]:
     q, k, v, pull = inputs(dtype)
-    settings = {"scale": 0.4, "softcap": softcap, **settings}
+    settings = {"scale": 0.4, "softcap": softcap}
     result = past_sinks(module.forward(q, k, v, view, **settings), sinks)
     backward = module.backward_of_tokamax if module is mosaic else module.backward
     return *result, *backward(q, k, v, view, result, pull, **settings)
@@ -88,9 +88,10 @@ MORE = [
 
 
 @pytest.mark.parametrize(("parents", "window", "softcap", "dtype"), [*CASES, *slow(MORE)])
-def test_values_and_gradients_are_those_of_the_einsums(parents, window, softcap, dtype):
-    view = rows(parents)._replace(window=window)
-    found = jax.jit(partial(results, mosaic, view, dtype, softcap, op=reference(parents)))()
+def test_values_and_gradients_are_those_of_the_einsums(parents, window, softcap, dtype, monkeypatch):
+    view, operation = rows(parents)._replace(window=window), reference(parents)
+    monkeypatch.setattr(mosaic, "operation", lambda: operation)
+    found = jax.jit(partial(results, mosaic, view, dtype, softcap))()
     expected = jax.jit(partial(results, einsum, view, dtype, softcap))()
     real = np.asarray(view.ids > 0)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 1e-2, "atol": 3e-2}
@@ -98,10 +99,11 @@ def test_values_and_gradients_are_those_of_the_einsums(parents, window, softcap,
         np.testing.assert_allclose(np.float32(one)[real], np.float32(other)[real], **tolerance)
 
 
-def test_sinks_are_keys_without_values():
-    view = rows(parents=True)._replace(window=11)
+def test_sinks_are_keys_without_values(monkeypatch):
+    view, operation = rows(parents=True)._replace(window=11), reference(True)
+    monkeypatch.setattr(mosaic, "operation", lambda: operation)
     sinks = jnp.linspace(-1, 3, N)
-    found = jax.jit(partial(results, mosaic, view, "float32", 2.0, sinks, op=reference(True)))()
+    found = jax.jit(partial(results, mosaic, view, "float32", 2.0, sinks))()
     expected = jax.jit(partial(results, einsum, view, "float32", 2.0, sinks))()
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(*(x[np.asarray(view.ids > 0)] for x in (one, other)), rtol=1e-5, atol=1e-5)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.models.attention.mosaic_machine import interpreted
+from tests.models.attention.mosaic_machine import interpret
 from tunix.models.attention import einsum, mosaic
 from tunix.models.attention.inputs import Gradients, Mixed, Segments, past_sinks
 from tunix.models.attention.mosaic_backward import BLOCK, TILE, ranges
@@ -44,6 +44,11 @@ CASES = [
 RACES = not version("jax").startswith("0.10.")
 
 
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch, races=RACES)
+
+
 def by_einsums(inputs: list[jax.Array], view: Segments, sinks: bool = False, **settings) -> tuple[Mixed, Gradients]:
     q, k, v, pull = inputs
     with jax.default_matmul_precision("highest"):
@@ -56,7 +61,7 @@ def by_einsums(inputs: list[jax.Array], view: Segments, sinks: bool = False, **s
 def test_gradients_are_those_of_the_einsums(view, window, softcap, sinks):
     view, settings, (q, k, v, pull) = view._replace(window=window), {"scale": 0.4, "softcap": softcap}, random()
     result, expected = by_einsums([q, k, v, pull], view, sinks, **settings)
-    found = mosaic.backward(q, k, v, view, result, pull, **settings, machine=interpreted(races=RACES))
+    found = mosaic.backward(q, k, v, view, result, pull, **settings)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
@@ -70,8 +75,7 @@ def test_parts_of_the_queries_add_their_shares():
     parts = []
     for first in range(0, T, TILE):
         mine, view = np.s_[:, first : first + TILE], DOCUMENTS._replace(first=jnp.int32(first))
-        result, machine = (mixed[mine], lse[mine]), interpreted(races=RACES)
-        parts.append(mosaic.backward(q[mine], k, v, view, result, pull[mine], **settings, machine=machine))
+        parts.append(mosaic.backward(q[mine], k, v, view, (mixed[mine], lse[mine]), pull[mine], **settings))
     d_q, d_k, d_v = zip(*parts, strict=True)
     for one, other in zip((jnp.concatenate(d_q, 1), sum(d_k), sum(d_v)), expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
@@ -82,7 +86,7 @@ def test_other_documents_are_not_read():
     view, settings, inputs = packed(TILE, 60, 68), {"scale": 0.4, "softcap": None}, random(heads=1)
     result, expected = by_einsums(inputs, view, **settings)
     q, k, v, pull = (x.at[:, :TILE].set(jnp.nan) for x in inputs)
-    found = mosaic.backward(q, k, v, view, result, pull, **settings, machine=interpreted(races=RACES))
+    found = mosaic.backward(q, k, v, view, result, pull, **settings)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one[:, TILE:], other[:, TILE:], rtol=1e-5, atol=1e-5)
         assert jnp.isnan(one[:, :TILE]).any()

@@ -34,12 +34,12 @@ def rows(parents: bool) -> Segments:
 
 
 def results(
-    module, view: Segments, dtype: str, softcap: float | None, sinks: jax.Array | None = None, **settings
+    module, view: Segments, dtype: str, softcap: float | None, sinks: jax.Array | None = None
 ) -> tuple[jax.Array, ...]:
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H))
     q, k, v, pull = (jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True))
-    settings = {"scale": 0.1, "softcap": softcap, **settings}
+    settings = {"scale": 0.1, "softcap": softcap}
     result = past_sinks(module.forward(q, k, v, view, **settings), sinks)
     return *result, *module.backward(q, k, v, view, result, pull, **settings)
 
@@ -56,7 +56,7 @@ MORE = [
 @pytest.mark.parametrize(("parents", "window", "softcap", "dtype"), [*CASES, *slow(MORE)])
 def test_values_and_gradients_are_those_of_the_einsums(parents, window, softcap, dtype):
     view = rows(parents)._replace(window=window)
-    found = results(splash, view, dtype, softcap, interpret=True)
+    found = results(splash, view, dtype, softcap)
     expected = jax.jit(partial(results, einsum, view, dtype, softcap))()
     real = np.asarray(view.ids > 0)
     tolerance = {"rtol": 1e-5, "atol": 2e-5} if dtype == "float32" else {"rtol": 1e-2, "atol": 3e-2}
@@ -66,7 +66,7 @@ def test_values_and_gradients_are_those_of_the_einsums(parents, window, softcap,
 
 def test_sinks_are_keys_without_values():
     view = rows(parents=True)
-    found = results(splash, view, "float32", None, jnp.linspace(-1, 3, N), interpret=True)
+    found = results(splash, view, "float32", None, jnp.linspace(-1, 3, N))
     expected = jax.jit(partial(results, einsum, view, "float32", None, jnp.linspace(-1, 3, N)))()
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(*(x[np.asarray(view.ids > 0)] for x in (one, other)), rtol=1e-5, atol=2e-5)
@@ -84,8 +84,8 @@ def test_parts_of_the_queries_have_their_part(window):
     def of_part(first: jax.Array):
         mine = view._replace(first=first)
         mq, mp = (jax.lax.dynamic_slice_in_dim(x, first, half, 1) for x in (q, pull))
-        result = splash.forward(mq, k, v, mine, **settings, interpret=True)
-        return *result, *splash.backward(mq, k, v, mine, result, mp, **settings, interpret=True)
+        result = splash.forward(mq, k, v, mine, **settings)
+        return *result, *splash.backward(mq, k, v, mine, result, mp, **settings)
 
     one, other = (jax.jit(of_part)(jnp.int32(first)) for first in (0, half))
     found = [jnp.concatenate(each, 1) for each in zip(one[:3], other[:3], strict=True)]

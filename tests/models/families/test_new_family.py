@@ -15,6 +15,7 @@ from tests.tiny_models import one_device
 from tests.tiny_runs import losses, train, write_recipe
 from tunix.config import MeshConfig
 from tunix.errors import UserError
+from tunix.hf import safetensors_io
 from tunix.hf.model_folder import load_params, save_folder
 from tunix.hf.source import loaded, pretrained, read_folder
 from tunix.mesh import build_mesh
@@ -142,10 +143,11 @@ def sparse(monkeypatch) -> Model:
     return Model(SMALL)
 
 
-def test_experts_are_tensors_of_their_own_in_a_folder(sparse, tmp_path):
+def test_experts_are_tensors_of_their_own_in_a_folder(sparse, tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_io, "SHARD", 200_000)
     params = sparse.init(jax.random.key(0), dict.fromkeys(sparse.shapes, "float32"), one_device())
     assert sparse.shapes["layers/ups/w"] == (2, 3, 64, 192)
-    save_folder(tmp_path / "one", SMALL, params, source=None, dtype="float32", max_shard_bytes=200_000)
+    save_folder(tmp_path / "one", SMALL, params, source=None, dtype="float32")
     files = list((tmp_path / "one").glob("*.safetensors"))
     assert len(files) > 2
     stored = {key: x for file in files for key, x in load_file(file).items()}

@@ -13,7 +13,7 @@ def read(fields: Fields) -> DecoderConfig:
     """A `toyling` config.json."""
     shape = sizes(fields)
     rope = fields.rope(10_000.0, shape["max_positions"])
-    return decoder(fields, shape, family="toy", tied=True, eps=1e-5, rope=rope)
+    return decoder(fields, TOY.small, shape, tied=True, eps=1e-5, rope=rope)
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run says of its products is what docs/kernels.md has, and what the compiler does here.
+"""What a run says of its products, and that docs/kernels.md has what the compiler does here.
 
 Programs are read by hand first: what XLA prints of a product, a fusion around one, a copy before it.
 """
@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.kernels import compiled, operations
 from benchmarks.programs import Product, account, elements, products
-from tunix.models.quantization.rules import WAYS, matmuls_line
+from tunix.models.quantization.rules import matmuls_line
 
 pytestmark = pytest.mark.models
 
@@ -75,57 +75,38 @@ def test_programs_are_read_by_hand():
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ((None, None, "float32", "cpu"), "float32"),
-        ((None, None, "bfloat16", "cpu"), "bfloat16 (which cpu multiplies as float32)"),
-        ((None, None, "float32", "tpu"), "float32 (which tpu multiplies as bfloat16)"),
-        ((None, None, "float32", "metal"), "float32 (how metal multiplies is not determined)"),
+        ((None, None, "float32"), "float32"),
+        (("nf4", None, "float32"), "nf4 weights, each matrix dequantized to float32"),
         (
-            ("nf4", None, "float32", "cpu"),
-            "nf4 weights, each matrix dequantized to float32 in memory before its product",
-        ),
-        (
-            ("int8", None, "bfloat16", "tpu"),
-            "int8 weights, each matrix dequantized to bfloat16 on the way into its product",
-        ),
-        (
-            ("int8", "int8", "bfloat16", "gpu"),
-            "int8 weights and int8 activations, rounded and dequantized to bfloat16 before each product (the gpu's own "
-            "int8 product is not used)",
-        ),
-        (
-            ("fp8", "fp8", "bfloat16", "cpu"),
-            "fp8 weights and fp8 activations, rounded and dequantized to bfloat16 before each product (which cpu "
-            "multiplies as float32)",
+            ("int8", "int8", "bfloat16"),
+            "int8 weights and int8 activations, rounded and dequantized to bfloat16 before each product",
         ),
     ],
 )
 def test_a_product_is_told(asked, told):
-    weights, activations, compute, platform = asked
-    assert matmuls_line([(weights, activations)], compute, platform) == f"products of the layers: {told}"
+    weights, activations, compute = asked
+    assert matmuls_line([(weights, activations)], compute) == f"products of the layers: {told}"
 
 
 def test_the_line_of_a_run():
-    assert matmuls_line([], "float32", "cpu") == "products of the layers: float32"
-    assert matmuls_line([("nf4", None), ("fp8", "fp8")], "bfloat16", "tpu") == (
-        "products of the layers: nf4 weights, each matrix dequantized to bfloat16 on the way into its product, or with "
-        "few rows before it; fp8 weights and fp8 activations, rounded and dequantized to bfloat16 before each product"
+    assert matmuls_line([], "float32") == "products of the layers: float32"
+    assert matmuls_line([("nf4", None), ("fp8", "fp8")], "bfloat16") == (
+        "products of the layers: nf4 weights, each matrix dequantized to bfloat16; fp8 weights and fp8 activations, "
+        "rounded and dequantized to bfloat16 before each product"
     )
-    assert matmuls_line([("int4", None)], "float32", "cpu", simulated=True) == (
+    assert matmuls_line([("int4", None)], "float32", simulated=True) == (
         "products of the layers: int4 weights, rounded and dequantized to float32 before each product"
     )
 
 
-def test_the_page_says_the_same():
-    """Rows of its table begin with the operation; each cell with its way, in bold."""
-    rows = re.findall(r"^\| `([^`]+)` \| \*\*(\w+)\*\*.*? \| \*\*(\w+)\*\*.*? \| \*\*(\w+)\*\*", PAGE.read_text(), re.M)
-    assert {name: dict(zip(("cpu", "gpu", "tpu"), ways, strict=True)) for name, *ways in rows} == WAYS
-
-
 @pytest.mark.parametrize("base", ["nf4", "int4", "int8", "fp8"])
-def test_this_processor_does_what_is_told_of_it(base):
+def test_this_processor_does_what_the_page_says(base):
+    """Rows of its table begin with the operation; each cell with its way, in bold."""
+    way = re.search(rf"^\| `{base} weights` \| \*\*(\w+)\*\*", PAGE.read_text(), re.M)
+    assert way is not None
     one = operations(16, (64, 128))[f"{base} weights, float32"]
     (found,) = products(compiled(one, jax.devices("cpu")[0]).as_text() or "")
     assert found.types == ("f32", "f32", "f32")
     read = any(kind in ("u4", "s4", "s8", "f8e4m3fn") for kind in found.reads)
     written = any(elements(kind) == 64 * 128 for kind in found.made)
-    assert (read, written) == {"before": (False, True), "inside": (True, False)}[WAYS[f"{base} weights"]["cpu"]]
+    assert (read, written) == {"before": (False, True), "inside": (True, False)}[way[1]]

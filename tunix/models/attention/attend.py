@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from tunix.mesh import partition, platform, shards
+from tunix.mesh import capability, partition, platform, shards
 from tunix.models.attention import chunked, einsum, mosaic, splash
 from tunix.models.attention.decoding import of_slots, reader_of
 from tunix.models.attention.inputs import (
@@ -38,8 +38,7 @@ from tunix.models.attention.inputs import (
     merged,
     past_sinks,
 )
-from tunix.models.attention.pages import CachedView, Pages, PieceView, placed, rounded
-from tunix.models.attention.tokamax_ops import capability
+from tunix.models.attention.pages import CachedView, Pages, PieceView, kind_of, placed, rounded
 from tunix.util.loops import switch
 
 CONTEXT = "context"
@@ -127,16 +126,12 @@ def attend_cached(
 
     Args:
         q: rotated queries, one of each slot or those of packed pieces (`view`).
-        k: rotated keys of the same tokens.
-        v: their values.
+        k, v, scale, softcap, sinks: as in `attend`.
         cache: the layer's pages.
         view: where the tokens are written and which pages they see.
-        scale: multiplies q.k.
-        softcap: `softcap * tanh(scores / softcap)` before the mask.
-        sinks: as in `attend`.
         written: whether the pages have the new tokens already, as another layer's whose keys and values these are.
     """
-    new = rounded(k, v, cache.kind)
+    new = rounded(k, v, kind_of(cache))
 
     def part(cache, q, new, view):
         # Written before they are read, which changes nothing of earlier tokens, so that pages are changed in place.

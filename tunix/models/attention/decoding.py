@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from tunix.models.attention import decode_triton, pages
 from tunix.models.attention.inputs import LANES, DecodeSpec, Mixed, because, scaled
-from tunix.models.attention.pages import LARGEST, STORED, Columns, Interleaved, Pages, Rows, SlotsView
+from tunix.models.attention.pages import LARGEST, STORED, Columns, Interleaved, Pages, Rows, SlotsView, kind_of
 
 TOKENS = 1024
 """Tokens of a sequence that are fetched at a time."""
@@ -50,7 +50,7 @@ def of_slots_by_ragged(
     held = view.positions[:, 0] + 1 - view.table.first * pages.size
     # Idle slots read a token: a sequence without one would leave what was in the kernel's memory.
     held = jnp.clip(held, 1, table.shape[1] * pages.size)
-    eight_bits = pages.kind == "fp8"
+    eight_bits = kind_of(pages) == "fp8"
     mixed = ragged_paged_attention(
         scaled(q, scale)[:, 0],
         pages.both,

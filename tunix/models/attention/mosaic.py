@@ -2,6 +2,9 @@
 
 The forward kernel is tokamax's. Its backward kernels visit every block before a query's, other documents of the row
 included; on Hopper ours (`mosaic_backward.py`) visit what is seen, and tokamax's replace them where they are wrong.
+All of it is private: 0.0.17 has a public module of operations, `tokamax.ops.gpu`, that cannot be imported without
+jax_triton and Triton itself, which tokamax does not install; versions before have none. It also reads its settings from
+absl's flags, tells every call that nobody has tuned it for, and asks JAX's default device what it is.
 
 Each query sees an interval of keys, by its columns: from the start of its segment or of its window up to itself. Where
 segments share a prompt, a second call lets each query see its interval of the prompt, and both are merged by their
@@ -11,14 +14,20 @@ place (`attend.py`).
 Axes: B rows, T time, Q queries of a block, N query heads, K kv heads, H head dim.
 """
 
+import logging
 from collections.abc import Iterable
-from functools import partial, reduce
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial, reduce
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from tunix.errors import install_command
+from tunix.mesh import device_in_use
 from tunix.models.attention.inputs import (
     LANES,
     AttentionSpec,
@@ -30,8 +39,12 @@ from tunix.models.attention.inputs import (
     inner_products,
     merged,
 )
-from tunix.models.attention.tokamax_ops import attention_mask, for_the_device_in_use, missing, operation
 
+TRIED = (0, 0, 12), (0, 0, 17)
+"""The oldest and the newest version of tokamax that the tests ran with: the extras of pyproject.toml install one of
+them."""
+MODULE, KERNEL = "tokamax._src.ops.attention.pallas_mosaic_gpu", "PallasMosaicGpuFlashAttention"
+"""The class of its kernel, in the versions that were tried."""
 CAPABILITIES = range(9, 11)
 """Compute capabilities that the kernels are written for: 9.x of Hopper, 10.x of Blackwell."""
 HOPPER = 9
@@ -54,6 +67,34 @@ class _Interval(NamedTuple):
     """Whether there are any; None where there always are."""
 
 
+@cache
+def missing() -> str | None:
+    """Why the operation cannot be had: tokamax is not installed, is a version that was not tried, or is broken."""
+    try:
+        installed = version("tokamax")
+    except PackageNotFoundError:
+        return f"it needs tokamax: {install_command('gpu')}"
+    numbers = tuple(int(part) if part.isdigit() else 0 for part in installed.split(".")[:3])
+    oldest, newest = (".".join(map(str, tried)) for tried in TRIED)
+    if not TRIED[0] <= numbers <= TRIED[1]:
+        return f"tokamax {installed} was not tried, {oldest} to {newest} were: {install_command('gpu')}"
+    try:
+        operation()
+    except Exception as error:  # importing another's private module may raise anything, and the next best is there
+        return f"tokamax {installed} has no {KERNEL} here ({str(error).splitlines()[0]})"
+    return None
+
+
+@cache
+def operation() -> Any:
+    """tokamax's attention with its own settings."""
+    from absl.flags import FLAGS
+
+    FLAGS.mark_as_parsed()  # they refuse to be read before
+    logging.getLogger("absl").addFilter(lambda record: "Autotuning cache miss" not in record.getMessage())
+    return getattr(import_module(MODULE), KERNEL)()
+
+
 def lacks(spec: AttentionSpec) -> str | None:
     """Why the kernel cannot compute a call; None where it can."""
     if spec.capability is None or int(spec.capability) not in CAPABILITIES:
@@ -66,7 +107,7 @@ def lacks(spec: AttentionSpec) -> str | None:
         return f"parts of rows of {spec.queries} tokens are no multiple of {LANES}"
     if spec.head_dim > WIDEST:
         return f"heads of {spec.head_dim} numbers are wider than {WIDEST}"
-    return missing("attention")
+    return missing()
 
 
 def lacks_hopper(spec: AttentionSpec) -> str | None:
@@ -76,14 +117,12 @@ def lacks_hopper(spec: AttentionSpec) -> str | None:
     return None if int(spec.capability or 0) == HOPPER else "its backward kernels are written for Hopper"
 
 
-def forward(
-    q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None, op: Any = None
-) -> Mixed:
-    """As `attend.Implementation.forward`; `op` is another of tokamax's, e.g. its reference for a CPU."""
-    op, parts = op or operation("attention"), []
+def forward(q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None) -> Mixed:
+    """As `attend.Implementation.forward`."""
+    op, parts = operation(), []
     for interval in intervals(view, q.shape[1]):
         call = partial(op, mask=_mask(interval, q, k), logits_scale=scale, logits_soft_cap=softcap)
-        with for_the_device_in_use():
+        with _for_the_device_in_use():
             mixed, (top, total) = call(q, k, v, return_residuals=True)
         lse = (top + jnp.log(total)).swapaxes(1, 2)
         parts.append((mixed, lse if interval.some is None else jnp.where(interval.some[..., None], lse, -jnp.inf)))
@@ -100,20 +139,19 @@ def backward(
     *,
     scale: float,
     softcap: float | None,
-    machine: Any = None,
 ) -> Gradients:
-    """As `attend.Implementation.backward`, by our kernels; `machine` is another than a GPU, for tests.
+    """As `attend.Implementation.backward`, by our kernels.
 
     Of two merged calls each adds its keys' part, by the merged log-sum-exp.
     """
-    from tunix.models.attention.mosaic_backward import HOPPER, gradients  # half a second of jax's modules
+    from tunix.models.attention.mosaic_backward import gradients  # half a second of jax's modules
 
     mixed, lse = result
     inner, parts = inner_products(mixed, d_mixed), []
     for interval in intervals(view, q.shape[1]):
         stop = interval.stop if interval.some is None else jnp.where(interval.some, interval.stop, interval.start)
         inputs = (q, k, v, d_mixed, lse, inner, interval.start, stop)
-        parts.append(gradients(*inputs, scale=scale, softcap=softcap, machine=machine or HOPPER))
+        parts.append(gradients(*inputs, scale=scale, softcap=softcap))
     return _added(parts, q, k, v)
 
 
@@ -127,16 +165,15 @@ def backward_of_tokamax(
     *,
     scale: float,
     softcap: float | None,
-    op: Any = None,
 ) -> Gradients:
-    """As `backward`, by tokamax's kernels; `op` as in `forward`."""
-    op, parts = op or operation("attention"), []
+    """As `backward`, by tokamax's kernels."""
+    op, parts = operation(), []
     mixed, lse = result
     for interval in intervals(view, q.shape[1]):
         mass = lse if interval.some is None else jnp.where(interval.some[..., None], lse, NEVER)
         # The kernel takes the largest score and the sum of the others by it; of all that is known, the sum is 1.
         residuals = (mass.swapaxes(1, 2), jnp.ones_like(mass.swapaxes(1, 2)))
-        with for_the_device_in_use():
+        with _for_the_device_in_use():
             call = op.bind(q, k, v, mask=_mask(interval, q, k), logits_scale=scale, logits_soft_cap=softcap)
             settings = {name: value for name, value in call.kwargs.items() if name != "return_residuals"}
             by_name = op.vjp(residuals, mixed, d_mixed, *call.args, **settings)
@@ -176,7 +213,14 @@ def intervals(view: Segments, queries: int) -> list[_Interval]:
 
 def _mask(interval: _Interval, q: jax.Array, k: jax.Array) -> Any:
     """tokamax's mask. Where queries are the keys' tokens it is said to be causal, so that later blocks are left out."""
+    from tokamax._src.ops.attention.base import Mask
+
     same_tokens = interval.some is None and q.shape[1] == k.shape[1]
-    return attention_mask(
+    return Mask(
         k_start=interval.start[:, None], k_end=None if same_tokens else interval.stop[:, None], is_causal=same_tokens
     )
+
+
+def _for_the_device_in_use() -> AbstractContextManager:
+    """Makes the device that a program is compiled for JAX's default one: it may not be here."""
+    return nullcontext() if jax.default_backend() == "gpu" else jax.default_device(device_in_use())

@@ -16,7 +16,7 @@ import inspect
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as gpu
@@ -50,23 +50,12 @@ def load(ref: Any, index: tuple[Any, ...], *, layout: Any) -> Array:
     return read(ref.at[index] if index else ref)
 
 
-class Machine(NamedTuple):
-    """The operations of a kernel for which jax's interpreter, on a CPU, needs other ones."""
-
-    load: Callable[..., Array] = load
-    """Called as `load(ref, index, layout=...)`."""
-    iota: Callable[..., Array] = gpu.broadcasted_iota
-    """Called as `iota(dtype, shape, axis, layout=...)`."""
-    multiply: Callable[..., None] = gpu.wgmma
-    """Called as `multiply(sum, left, right, *staging)`; the left operand is in registers or in shared memory."""
-    staging: tuple[Any, ...] = ()
-    """The types of what `multiply` needs of shared memory, for all warpgroups."""
-    interpret: Any = None
-    """The interpreter's parameters."""
-
-
-HOPPER = Machine()
-"""A GPU."""
+# What jax's interpreter, on a CPU, needs other ones of.
+iota, wgmma = gpu.broadcasted_iota, gpu.wgmma
+STAGING: tuple[Any, ...] = ()
+"""The types of shared memory that a product needs besides its operands, for all warpgroups."""
+INTERPRETER: Any = None
+"""The interpreter's parameters; None on a GPU."""
 
 
 def gradients(
@@ -81,7 +70,6 @@ def gradients(
     *,
     scale: float,
     softcap: float | None,
-    machine: Machine = HOPPER,
 ) -> Gradients:
     """The gradients of `softmax(scale q.k) v` where each query sees an interval of keys.
 
@@ -96,7 +84,6 @@ def gradients(
         stop: the column after the last; not after `start` where it sees none.
         scale: multiplies q.k.
         softcap: as in `attend.attend`.
-        machine: what the kernels run on.
     """
     rows, queries, heads, dim = q.shape
     keys, group = k.shape[1], heads // k.shape[2]
@@ -110,15 +97,15 @@ def gradients(
     def call(kernel: Any, results: int, length: int, limits: Array) -> Any:
         tiles = [gpu.SMEM((WARPGROUPS, BLOCK, width), q.dtype, transforms=_swizzled(width, q.dtype))] * 2
         return gpu.kernel(
-            partial(kernel, group=group, scale=scale, softcap=softcap, stages=stages, machine=machine),
+            partial(kernel, group=group, scale=scale, softcap=softcap, stages=stages),
             out_type=[jax.ShapeDtypeStruct((rows, length, heads, width), q.dtype)] * results,
-            scratch_types=[*tiles, gpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=2), *machine.staging],
+            scratch_types=[*tiles, gpu.Barrier(num_barriers=WARPGROUPS, num_arrivals=2), *STAGING],
             compiler_params=gpu.CompilerParams(approx_math=True),
             grid=(rows, heads, length // TILE),
             grid_names=("rows", "heads", "tiles"),
             num_threads=WARPGROUPS + 1,
             thread_name="warpgroup",
-            interpret=machine.interpret,
+            interpret=INTERPRETER,
         )(q, k, v, d_mixed, lse, inner, start, stop, limits)
 
     (d_q,) = call(_of_queries, 1, queries, by_queries)
@@ -136,8 +123,7 @@ def ranges(
     least one block is visited.
 
     Args:
-        start: the first column that each query sees.
-        stop: the column after the last; not after `start` where it sees none.
+        start, stop: as in `gradients`.
         keys: columns of a row.
     """
     sees, rows = start < stop, len(start)
@@ -163,7 +149,7 @@ def ranges(
     return jnp.stack(by_queries, -1).astype(jnp.int32), jnp.stack(by_keys, -1).astype(jnp.int32)
 
 
-def _of_queries(*refs: Any, group: int, scale: float, softcap: float | None, stages: int, machine: Machine) -> None:
+def _of_queries(*refs: Any, group: int, scale: float, softcap: float | None, stages: int) -> None:
     """The gradients of a tile of queries: each warpgroup has a block of them, and both meet the same keys."""
     q, k, v, d_mixed, lse, inner, start, stop, limits, d_q, q_tile, d_tile, ready, *staging = refs
     row, head, tile, warpgroup = (lax.axis_index(name) for name in ("rows", "heads", "tiles", "warpgroup"))
@@ -173,13 +159,13 @@ def _of_queries(*refs: Any, group: int, scale: float, softcap: float | None, sta
     q_tile, d_tile, ready = q_tile.at[warpgroup], d_tile.at[warpgroup], ready.at[warpgroup]
 
     def multiply(total: Any, left: Any, right: Any) -> None:
-        machine.multiply(total, left, right, *(x.at[warpgroup] for x in staging))
+        wgmma(total, left, right, *(x.at[warpgroup] for x in staging))
 
     def context(over_keys: Any) -> None:
         gpu.copy_gmem_to_smem(q.at[row, place, head], q_tile, ready)
         gpu.copy_gmem_to_smem(d_mixed.at[row, place, head], d_tile, ready)
-        known = [machine.load(x, (row, head, place), layout=_ROW) for x in (lse, inner)]
-        known += [machine.load(x, (row, place), layout=_ROW) for x in (start, stop)]
+        known = [load(x, (row, head, place), layout=_ROW) for x in (lse, inner)]
+        known += [load(x, (row, place), layout=_ROW) for x in (start, stop)]
         gpu.barrier_wait(ready)
 
         def summed(total: Any) -> Array:
@@ -196,7 +182,7 @@ def _of_queries(*refs: Any, group: int, scale: float, softcap: float | None, sta
         block = begin + index[0]
         scores = _product(multiply, q_tile, k_block.T)
         whole = (block >= from_all) & (block < to_all)
-        weights, slope = _weights(scores, lse, lambda: (start, stop), block * BLOCK, 0, whole, scale, softcap, machine)
+        weights, slope = _weights(scores, lse, lambda: (start, stop), block * BLOCK, 0, whole, scale, softcap)
         d_weights = _product(multiply, d_tile, v_block.T)
         gpu.barrier_arrive(v_free)
         d_scores = weights * (d_weights - lax.broadcast_in_dim(inner, weights.shape, [0])) * slope
@@ -210,7 +196,7 @@ def _of_queries(*refs: Any, group: int, scale: float, softcap: float | None, sta
     )
 
 
-def _of_keys(*refs: Any, group: int, scale: float, softcap: float | None, stages: int, machine: Machine) -> None:
+def _of_keys(*refs: Any, group: int, scale: float, softcap: float | None, stages: int) -> None:
     """The gradients of a tile of keys and values, of one query head; products are transposed, keys before queries."""
     q, k, v, d_mixed, lse, inner, start, stop, limits, d_k, d_v, k_tile, v_tile, ready, *staging = refs
     row, head, tile, warpgroup = (lax.axis_index(name) for name in ("rows", "heads", "tiles", "warpgroup"))
@@ -221,7 +207,7 @@ def _of_keys(*refs: Any, group: int, scale: float, softcap: float | None, stages
     k_tile, v_tile, ready = k_tile.at[warpgroup], v_tile.at[warpgroup], ready.at[warpgroup]
 
     def multiply(total: Any, left: Any, right: Any) -> None:
-        machine.multiply(total, left, right, *(x.at[warpgroup] for x in staging))
+        wgmma(total, left, right, *(x.at[warpgroup] for x in staging))
 
     def context(over_queries: Any) -> None:
         gpu.copy_gmem_to_smem(k.at[row, place, kv_head], k_tile, ready)
@@ -245,12 +231,12 @@ def _of_keys(*refs: Any, group: int, scale: float, softcap: float | None, stages
         lse_block, start, stop, inner_block, d_block, q_block, *free, (of_k, of_v) = blocks
         block = begin + index[0]
         scores = _product(multiply, k_tile, q_block.T)
-        read = partial(machine.load, layout=_COLUMN)
+        read = partial(load, layout=_COLUMN)
         lse = read(lse_block, ())
         gpu.barrier_arrive(free[0])
         # Sixteen registers of a thread each: what is not needed yet is read later.
         whole, interval = (block >= from_all) & (block < to_all), lambda: (read(start, ()), read(stop, ()))
-        weights, slope = _weights(scores, lse, interval, first, 1, whole, scale, softcap, machine)
+        weights, slope = _weights(scores, lse, interval, first, 1, whole, scale, softcap)
         gpu.barrier_arrive(free[1])
         gpu.barrier_arrive(free[2])
 
@@ -290,7 +276,6 @@ def _weights(
     whole: Array,
     scale: float,
     softcap: float | None,
-    machine: Machine,
 ) -> tuple[Array, Array | float]:
     """The weights of a block of queries and keys, and the derivative of their scores by the plain product.
 
@@ -313,7 +298,7 @@ def _weights(
 
     def masked() -> Array:
         start, stop = interval()
-        column = first + machine.iota(jnp.int32, scores.shape, 1 - axis, layout=_TILED)
+        column = first + iota(jnp.int32, scores.shape, 1 - axis, layout=_TILED)
         return jnp.where(column < over(stop), jnp.where(column >= over(start), weights, 0.0), 0.0)
 
     return lax.cond(whole, lambda: weights, masked), slope

@@ -115,11 +115,6 @@ class Columns(NamedTuple):
         """K."""
         return self.values.shape[1]
 
-    @property
-    def kind(self) -> CacheType:
-        """What it holds."""
-        return _kind_of(self.values)
-
     def read(self, dtype: jax.typing.DTypeLike) -> tuple[Float[Array, "Pg K H Pt"], Float[Array, "Pg K Pt H"]]:
         """Keys and values of all pages, as numbers of this dtype."""
         keys, values = self.keys if self.TURNED else self.keys.swapaxes(-1, -2), self.values
@@ -166,11 +161,6 @@ class Interleaved(NamedTuple):
         """K."""
         return self.both.shape[2] // 2
 
-    @property
-    def kind(self) -> CacheType:
-        """What it holds."""
-        return _kind_of(self.both)
-
     def read(self, dtype: jax.typing.DTypeLike) -> tuple[Float[Array, "Pg K H Pt"], Float[Array, "Pg K Pt H"]]:
         """Keys and values of all pages, as numbers of this dtype."""
         keys, values = self.both[:, :, 0::2], self.both[:, :, 1::2]
@@ -201,8 +191,9 @@ def placed(pages: Pages, place: Callable[[Any, Axes], Any]) -> Any:
     return result
 
 
-def _kind_of(x: Array) -> CacheType:
-    return next(kind for kind, dtype in STORED.items() if x.dtype == dtype)
+def kind_of(pages: Pages) -> CacheType:
+    """What the pages hold keys and values in."""
+    return next(kind for kind, dtype in STORED.items() if pages[0].dtype == dtype)
 
 
 BLOCK_Q = 64

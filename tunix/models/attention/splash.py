@@ -20,6 +20,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
 from jaxtyping import Array, Float
 
+from tunix.mesh import platform
 from tunix.models.attention.inputs import (
     LANES,
     AttentionSpec,
@@ -97,10 +98,8 @@ def lacks(spec: AttentionSpec) -> str | None:
     return None
 
 
-def forward(
-    q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None, interpret: bool = False
-) -> Mixed:
-    """As `attend.Implementation.forward`; `interpret` runs the kernel's text on any device, slowly."""
+def forward(q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None) -> Mixed:
+    """As `attend.Implementation.forward`; on a CPU the kernel is interpreted, for tests."""
     block_masks, sizes = _masks_of(q, k, view), _sizes(q.shape[1])
 
     def of_row(ids: splash.SegmentIds, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -118,7 +117,7 @@ def forward(
             save_residuals=True,
             mask_function=block_masks.function,
             attn_logits_soft_cap=softcap,
-            interpret=interpret,
+            interpret=platform() == "cpu",
         )
         return mixed, lse
 
@@ -138,7 +137,6 @@ def backward(
     *,
     scale: float,
     softcap: float | None,
-    interpret: bool = False,
 ) -> Gradients:
     """As `attend.Implementation.backward`. Of two merged calls each adds its keys' part, by the merged log-sum-exp."""
     block_masks, sizes = _masks_of(q, k, view), _sizes(q.shape[1])
@@ -153,7 +151,7 @@ def backward(
             k_layout=sizes.k_layout,
             v_layout=sizes.v_layout,
             mask_function=block_masks.function,
-            interpret=interpret,
+            interpret=platform() == "cpu",
         )
 
     by_queries, by_keys = set_up(splash._splash_attention_bwd_dq), set_up(splash._splash_attention_bwd_dkv)

@@ -8,14 +8,14 @@ Axes: V vocabulary, D model width, F ffn width, N query heads, K kv heads, H hea
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 
 from tunix.data.templates import TemplateName
-from tunix.models.config import COLOURS, DENSE_AND_EXPERTS, FRAMES, TOWER_LAYER, Activation, DecoderConfig, VisionConfig
+from tunix.models.config import COLOURS, DENSE_AND_EXPERTS, FRAMES, TOWER_LAYER, DecoderConfig, VisionConfig
 from tunix.models.families.hf_config import Fields, write_rope
 
 SCORE = "score.weight"
@@ -213,7 +213,7 @@ class FamilyText:
     classifier: str | None
     """The class of a reward model, such as `LlamaForSequenceClassification`; None where transformers has none."""
     read: Callable[[Fields], DecoderConfig]
-    """The fields of config.json -> our config."""
+    """The fields of config.json, or of its `text_config`, -> our config."""
     write: Callable[[DecoderConfig], dict[str, Any]]
     """Our config -> the fields of config.json."""
     tensors: Mapping[str, Tensor]
@@ -230,6 +230,8 @@ class FamilyText:
     """Whether transformers refuses a d_model that num_heads does not divide (nothing computes with the quotient)."""
     axes: Callable[[DecoderConfig], dict[str, int]] = axis_sizes
     """The size of each axis that `tensors` names."""
+    multimodal: tuple[str, ...] = ()
+    """Fields of a multimodal config.json, whose text part is in `text_config`, that concern its other parts."""
     prefixes: tuple[tuple[str, str | None], ...] = ()
     """Prefixes of tensors in multimodal folders -> those of a text folder; None for parts that are left out."""
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -244,11 +246,9 @@ class FamilyText:
     """Whether a folder may have a tensor of this name that the model has no use for; an export leaves it out."""
     packed: tuple[str, ...] = ()
     """The `quant_method` of its published folders, such as mxfp4, where the tensors say all about themselves."""
-    passengers: tuple[str, ...] = ()
+    passengers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Prefixes of tensors that nothing here computes with, and that an export takes along from the folder that was
-    loaded, such as a head that drafts several tokens."""
-    passenger_fields: tuple[str, ...] = ()
-    """Fields of config.json that belong to these tensors, and go with them."""
+    loaded, such as a head that drafts several tokens -> fields of config.json that go with them."""
     vision: VisionText | None = None
     """The sight of its multimodal folders; None where there are none, or only their text part is known."""
 
@@ -331,50 +331,23 @@ def sizes(fields: Fields, defaults: Mapping[str, int | None] | None = None) -> S
 
 
 def decoder(
-    fields: Fields,
-    shape: Shape,
-    *,
-    activation: Activation = "silu",
-    tied: bool = False,
-    eps: float = 1e-6,
-    **different: Any,
+    fields: Fields, like: DecoderConfig, shape: Shape, *, tied: bool = False, eps: float = 1e-6, **different: Any
 ) -> DecoderConfig:
     """The config of a config.json, whose `rms_norm_eps`, `tie_word_embeddings` and special ids are read here.
 
     Args:
         fields: config.json.
+        like: any size of the family, for what no field says, such as its norms; that the file's activation is `silu` is
+            checked here, others have several spellings.
         shape: its sizes.
-        activation: the family's; that the file says `silu` is checked here, others have several spellings.
         tied: whether the head is the table where the file does not say.
         eps: that of norms where the file does not say.
         different: what else the family has read, as DecoderConfig names it; takes precedence over the shape.
     """
-    if activation == "silu":
+    if like.activation == "silu":
         fields.only("hidden_act", "silu")
-    return DecoderConfig(
-        activation=activation,
-        norm_eps=fields.number("rms_norm_eps", eps),
-        tied=fields.flag("tie_word_embeddings", tied),
-        stops=fields.stops(),
-        **{**shape, **different},
-    )
-
-
-def text_part(fields: Fields, read: Callable[[Fields], DecoderConfig], others: Collection[str]) -> DecoderConfig:
-    """The text part of a multimodal config.json.
-
-    Args:
-        fields: config.json.
-        read: reads the fields of the text part.
-        others: fields that concern the other parts.
-    """
-    text = Fields(fields.mapping("text_config"), fields.file, "text_config.")
-    config = read(text)
-    text.finish()
-    fields.only("tie_word_embeddings", config.tied)
-    fields.read |= set(others)
-    # Chat folders of Gemma 3 name the end of a turn outside the text part only: [1, 106] there, 1 inside.
-    return replace(config, stops=tuple({**dict(config.stops), **dict(fields.stops())}.items()))
+    stated = {"norm_eps": fields.number("rms_norm_eps", eps), "tied": fields.flag("tie_word_embeddings", tied)}
+    return replace(like, **{**shape, **stated, "stops": fields.stops(), **different})
 
 
 def written(config: DecoderConfig, *, old_rope: bool = True) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def read_gemma(fields: Fields) -> DecoderConfig:
     fields.only("hidden_act", GELU, "gelu")
     fields.only("hidden_activation", GELU, None)
     shape = read_sizes(fields, {"head_dim": 256, "max_position_embeddings": 8192})
-    return read_config(fields, shape, family="gemma", rope=fields.rope(10_000.0, shape["max_positions"]))
+    return base.decoder(fields, GEMMA_BASE, shape, tied=True, rope=fields.rope(10_000.0, shape["max_positions"]))
 
 
 def read_gemma2(fields: Fields) -> DecoderConfig:
@@ -42,12 +42,12 @@ def read_gemma2(fields: Fields) -> DecoderConfig:
     fields.only("hidden_act", GELU)
     fields.get("sliding_window_size")
     shape = read_sizes(fields, {"head_dim": 256, "max_position_embeddings": 8192})
-    return read_config(
+    return base.decoder(
         fields,
+        _GEMMA2,
         shape,
-        family="gemma2",
+        tied=True,
         rope=fields.rope(10_000.0, shape["max_positions"]),
-        post_norms=True,
         query_scale=read_query_scale(fields, shape["head_dim"]),
         attention_softcap=fields.optional("attn_logit_softcapping", 50.0),
         logit_softcap=fields.optional("final_logit_softcapping", 30.0),
@@ -62,14 +62,8 @@ def read_sizes(fields: Fields, defaults: Mapping[str, int | None]) -> base.Shape
     return base.sizes(fields, defaults)
 
 
-def read_config(fields: Fields, shape: base.Shape, **different: Any) -> DecoderConfig:
-    """The config of a Gemma: what all have in common, and `different` for what this one adds."""
-    different |= {"activation": "gelu_tanh", "norm_offset": True, "scale_embeddings": True}
-    return base.decoder(fields, shape, tied=True, **different)
-
-
 def windows(fields: Fields, default: tuple[bool, ...], usual: int = 4096) -> dict[str, Any]:
-    """`window` and `local_layers`, as keyword arguments; nothing where no layer is local.
+    """`window` and `local_layers`, as keyword arguments; None and none where no layer is local.
 
     Args:
         default: which layers are local where the file does not say.
@@ -79,7 +73,7 @@ def windows(fields: Fields, default: tuple[bool, ...], usual: int = 4096) -> dic
     if local and fields.get("sliding_window", usual) is None:
         fields.refuse("sliding_window", "must be a number where layers are local.")
     window = fields.integer("sliding_window", usual)
-    return {"window": window, "local_layers": local} if local else {}
+    return {"window": window if local else None, "local_layers": local}
 
 
 def read_query_scale(fields: Fields, head_dim: int) -> float | None:

@@ -119,33 +119,24 @@ GEMMA3_VISION = base.VisionText(
     small=VisionConfig("siglip", 32, 64, 2, 2, 4, 2, 4, 1e-6, 4, 261, 262, 263),
 )
 
-MULTIMODAL = (
-    *("vision_config", "mm_tokens_per_image"),
-    *(f"{name}_{end}" for name, _ in VISION_IDS.values() for end in ("index", "id")),
-)
-"""Fields of a multimodal folder that concern its vision part."""
-
 
 def read_gemma3(fields: Fields) -> DecoderConfig:
     """A `gemma3_text` config.json, or the text part of a multimodal `gemma3` one."""
-    if "text_config" in fields.raw:
-        return base.text_part(fields, read_gemma3, MULTIMODAL)
     fields.only("hidden_activation", gemma.GELU)
     fields.only("hidden_act", gemma.GELU)
     fields.only("attn_logit_softcapping", None)
     fields.get("_sliding_window_pattern")
     shape = gemma.read_sizes(fields, GEMMA3_DEFAULTS)
     positions, pattern = shape["max_positions"], fields.integer("sliding_window_pattern", 6)
-    return gemma.read_config(
+    return base.decoder(
         fields,
+        _TEXT_ONLY,
         shape,
-        family="gemma3",
+        tied=True,
         rope=fields.rope(1_000_000.0, positions, layer_type="full_attention"),
         rope_local=fields.rope(
             10_000.0, positions, layer_type="sliding_attention", theta_field="rope_local_base_freq", scaling_field=None
         ),
-        post_norms=True,
-        qk_norm=True,
         query_scale=gemma.read_query_scale(fields, shape["head_dim"]),
         logit_softcap=fields.optional("final_logit_softcapping"),
         **gemma.windows(fields, gemma.every(pattern, shape["num_layers"])),
@@ -211,6 +202,10 @@ GEMMA3 = base.FamilyText(
     ),
     local=five_to_one,
     whole_heads=True,
+    multimodal=(
+        *("vision_config", "mm_tokens_per_image"),
+        *(f"{name}_{end}" for name, _ in VISION_IDS.values() for end in ("index", "id")),
+    ),
     prefixes=(
         *_TEXT_PREFIXES,
         *((f"{start}{part}.", None) for start in ("model.", "") for part in ("vision_tower", "multi_modal_projector")),

@@ -56,19 +56,12 @@ def _attention(source: str, start: str, wider: str) -> dict[str, base.Tensor]:
     return {**base.in_layers(alone, source), **base.in_layers(both, readers)}
 
 
-MULTIMODAL = (
-    *("vision_config", "audio_config", "vision_soft_tokens_per_image", "eoa_token_index"),
-    *(f"{name}_token_id" for name in ("boi", "eoi", "image", "video", "boa", "eoa", "audio")),
-)
-"""Fields of a multimodal folder that concern pictures and sound."""
 ROPE = Rope(theta=1_000_000.0, kind="proportional", share=0.25)
 """The rope of global layers where a folder does not state any."""
 
 
 def read_gemma4(fields: Fields) -> DecoderConfig:
     """A `gemma4_text` config.json, or the text part of a multimodal `gemma4` or `gemma4_unified` one."""
-    if "text_config" in fields.raw:
-        return base.text_part(fields, read_gemma4, MULTIMODAL)
     fields.only("hidden_activation", gemma.GELU)
     fields.only("attention_bias", False)
     # Between the tokens of a picture, which is no text, attention may go both ways.
@@ -107,10 +100,9 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
             fields.refuse("rope_parameters", "rotates a part of each head, which only a proportional rope does here.")
     return base.decoder(
         fields,
+        _GEMMA4,
         shape,
         tied=True,
-        family="gemma4",
-        activation="gelu_tanh",
         rope=rope,
         rope_local=fields.rope(10_000.0, shape["max_positions"], layer_type="sliding_attention"),
         gemma4=replace(
@@ -123,7 +115,6 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
         logit_softcap=fields.optional("final_logit_softcapping"),
         window=fields.integer("sliding_window", 512),
         local_layers=local,
-        **ALWAYS,
         **experts,
     )
 
@@ -184,8 +175,6 @@ def five_to_one(layers: int) -> tuple[bool, ...]:
     return (*gemma.every(6, layers)[:-1], False)
 
 
-ALWAYS: dict[str, Any] = {"scale_embeddings": True, "post_norms": True, "qk_norm": True, "query_scale": 1.0}
-"""What all Gemma 4 have in common."""
 GEMMA4_DEFAULTS = {**GEMMA3_DEFAULTS, "vocab_size": 262_144, "num_hidden_layers": 30}
 """What a folder may leave out (transformers' Gemma4TextConfig)."""
 
@@ -199,7 +188,10 @@ _GEMMA4 = DecoderConfig(
     rope_local=Rope(),
     window=1024,
     logit_softcap=30.0,
-    **ALWAYS,
+    scale_embeddings=True,
+    post_norms=True,
+    qk_norm=True,
+    query_scale=1.0,
     **{**base.SMALL, "vocab_size": 262_144, "max_positions": 262_144},
 )
 _MATFORMER = replace(_GEMMA4, max_positions=131_072, window=512)
@@ -287,6 +279,10 @@ GEMMA4 = base.FamilyText(
     stacked=base.STACKED,
     writes_stacked=True,
     spare=spare,
+    multimodal=(
+        *("vision_config", "audio_config", "vision_soft_tokens_per_image", "eoa_token_index"),
+        *(f"{name}_token_id" for name in ("boi", "eoi", "image", "video", "boa", "eoa", "audio")),
+    ),
     prefixes=(
         ("model.language_model.", "model."),
         ("model.vision_tower.", None),

@@ -28,15 +28,13 @@ def read_gpt_oss(fields: Fields) -> DecoderConfig:
     clamp = Clamp(fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702))
     return base.decoder(
         fields,
+        _LARGE,
         shape,
         eps=1e-5,
-        family="gpt_oss",
         rope=fields.rope(150_000.0, shape["max_positions"]),
         qkv_bias=biased,
         o_bias=biased,
-        sinks=True,
         experts=replace(experts, biases=True, clamp=clamp),
-        feed_forward=EXPERTS,
         **gemma.windows(fields, gemma.alternating(shape["num_layers"]), WINDOW),
     )
 

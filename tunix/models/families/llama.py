@@ -24,8 +24,7 @@ def read(fields: Fields) -> DecoderConfig:
     fields.only("attention_bias", False)
     fields.only("mlp_bias", False)
     shape = base.sizes(fields, {"max_position_embeddings": 2048})
-    rope = fields.rope(10_000.0, shape["max_positions"])
-    return base.decoder(fields, shape, family="llama", rope=rope)
+    return base.decoder(fields, _3, shape, rope=fields.rope(10_000.0, shape["max_positions"]))
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:
@@ -74,12 +73,11 @@ def read_mixtral(fields: Fields) -> DecoderConfig:
     shape = base.sizes(fields, {"max_position_embeddings": 131_072})
     return base.decoder(
         fields,
+        _MIXTRAL,
         shape,
         eps=1e-5,
-        family="mixtral",
         rope=fields.rope(1_000_000.0, shape["max_positions"]),
         experts=fields.experts(NUMBER, ACTIVE),
-        feed_forward=EXPERTS,
     )
 
 

@@ -13,7 +13,7 @@ Axes: D model width, F ffn width, E experts.
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from tunix.models.config import EXPERTS, DecoderConfig, Experts, Rope
 from tunix.models.families import base
@@ -22,13 +22,13 @@ from tunix.models.families.hf_config import Fields
 THETA = 1_000_000.0
 
 
-def read(family: Literal["qwen2", "qwen3"], fields: Fields) -> DecoderConfig:
+def read(like: DecoderConfig, fields: Fields) -> DecoderConfig:
     """A `qwen2` or `qwen3` config.json."""
-    if family == "qwen2":
+    if like.family == "qwen2":
         fields.only("use_mrope", False, None)
     else:
         fields.only("attention_bias", False)
-    head_dim = 128 if family == "qwen3" else None
+    head_dim = 128 if like.family == "qwen3" else None
     shape = base.sizes(fields, {"head_dim": head_dim, "max_position_embeddings": 32_768})
     layers = shape["num_layers"]
     # `sliding_window` means nothing unless `use_sliding_window` is set.
@@ -42,11 +42,9 @@ def read(family: Literal["qwen2", "qwen3"], fields: Fields) -> DecoderConfig:
         fields.refuse("layer_types", "names sliding_attention, but use_sliding_window is off or sliding_window null.")
     return base.decoder(
         fields,
+        like,
         shape,
-        family=family,
         rope=fields.rope(10_000.0, shape["max_positions"]),
-        qk_norm=family == "qwen3",
-        qkv_bias=family == "qwen2",
         window=fields.integer("sliding_window", 4096) if local else None,
         local_layers=local,
     )
@@ -76,7 +74,7 @@ QWEN2 = base.FamilyText(
     template="chatml",
     architecture="Qwen2ForCausalLM",
     classifier="Qwen2ForSequenceClassification",
-    read=partial(read, "qwen2"),
+    read=partial(read, _QWEN2),
     write=write,
     tensors={**base.SHARED, **base.TWO_NORMS, **base.QKV_BIASES},
     presets={
@@ -97,7 +95,7 @@ QWEN3 = base.FamilyText(
     template="chatml",
     architecture="Qwen3ForCausalLM",
     classifier="Qwen3ForSequenceClassification",
-    read=partial(read, "qwen3"),
+    read=partial(read, _QWEN3),
     write=write,
     tensors={**base.SHARED, **base.TWO_NORMS, **base.QK_NORMS},
     presets={
@@ -133,12 +131,10 @@ def read_qwen3_moe(fields: Fields) -> DecoderConfig:
     shape = base.sizes(fields, {"max_position_embeddings": 32_768})
     return base.decoder(
         fields,
+        _MOE,
         shape,
-        family="qwen3_moe",
         rope=fields.rope(10_000.0, shape["max_positions"]),
-        qk_norm=True,
         experts=fields.experts(renormalise=fields.flag("norm_topk_prob", False)),
-        feed_forward=EXPERTS,
         ffn=fields.integer("moe_intermediate_size", 768),
     )
 

@@ -136,8 +136,8 @@ QWEN35_VISION = base.VisionText(
 
 VISION = ("vision_config", *(name for name, _ in VISION_IDS.values()))
 """Fields of a multimodal folder that concern its vision part."""
-DRAFTING = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
-"""Fields of heads that draft several tokens, which nothing here computes with."""
+PASSENGERS = {"mtp.": ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")}
+"""The heads that draft several tokens, and their fields, which nothing here computes with."""
 DEFAULTS = {"head_dim": 256, "max_position_embeddings": 32_768}
 """Sizes that a config.json may leave out."""
 SECTIONS = (11, 11, 10)
@@ -153,23 +153,21 @@ DELTA_SIZES = {
 
 def read_qwen35(fields: Fields) -> DecoderConfig:
     """A `qwen3_5_text` config.json, or the text part of a multimodal `qwen3_5` one."""
-    if "text_config" in fields.raw:
-        return base.text_part(fields, read_qwen35, VISION)
     fields.only("mlp_only_layers", [], None)
-    return read_text(fields, base.sizes(fields, DEFAULTS), family="qwen3_5")
+    return read_text(fields, _QWEN35, base.sizes(fields, DEFAULTS))
 
 
-def read_text(fields: Fields, shape: base.Shape, **different: Any) -> DecoderConfig:
+def read_text(fields: Fields, like: DecoderConfig, shape: base.Shape, **different: Any) -> DecoderConfig:
     """The config of a model with these mixers, from a text config.json.
 
     Args:
-        shape: its sizes.
+        like, shape: as in `base.decoder`.
         different: what else its feed-forward part sets.
     """
     fields.only("attention_bias", False)
     fields.only("attn_output_gate", True)
     fields.only("mamba_ssm_dtype", "float32")  # states are float32 whatever the folder says; nothing else is
-    fields.read |= set(DRAFTING)
+    fields.read |= set(PASSENGERS["mtp."])
     share = fields.number("partial_rotary_factor", 0.25)
     rope = fields.rope(10_000.0, shape["max_positions"], share=share)
     layers, interval = shape["num_layers"], fields.integer("full_attention_interval", 4)
@@ -186,11 +184,9 @@ def read_text(fields: Fields, shape: base.Shape, **different: Any) -> DecoderCon
         fields.refuse("linear_conv_kernel_dim", "must be 2 or more.")
     return base.decoder(
         fields,
+        like,
         shape,
-        norm_offset=True,
         rope=rope if rope.sections else replace(rope, sections=SECTIONS),  # those of published folders
-        qk_norm=True,
-        output_gate=True,
         linear_layers=linear,
         delta=delta,
         **different,
@@ -293,9 +289,9 @@ QWEN35 = base.FamilyText(
         delta=DeltaNet(2, 4, 16, 16),
     ),
     linear=three_to_one,
+    multimodal=VISION,
     prefixes=PREFIXES,
-    passengers=("mtp.",),
-    passenger_fields=DRAFTING,
+    passengers=PASSENGERS,
     vision=QWEN35_VISION,
 )
 
@@ -305,17 +301,14 @@ NUMBER, ACTIVE, FFN = 256, 8, 512
 
 def read_qwen35_moe(fields: Fields) -> DecoderConfig:
     """A `qwen3_5_moe_text` config.json, or the text part of a multimodal `qwen3_5_moe` one."""
-    if "text_config" in fields.raw:
-        return base.text_part(fields, read_qwen35_moe, VISION)
     shape = base.sizes(fields, {**DEFAULTS, "intermediate_size": FFN})
     experts = fields.experts(NUMBER, ACTIVE)
     return read_text(
         fields,
+        _MOE,
         shape,
-        family="qwen3_5_moe",
         ffn=fields.integer("moe_intermediate_size", FFN),
         experts=replace(experts, shared=fields.integer("shared_expert_intermediate_size", FFN)),
-        feed_forward=EXPERTS,
     )
 
 
@@ -358,8 +351,8 @@ QWEN35_MOE = base.FamilyText(
     presets={"qwen3.5-35b-a3b": base.sized(_MOE, 2048, FFN, 40, 16, 2, 256, linear=three_to_one)},
     small=replace(QWEN35.small, family="qwen3_5_moe", ffn=32, experts=Experts(8, 2, shared=48), feed_forward=EXPERTS),
     linear=three_to_one,
+    multimodal=VISION,
     prefixes=PREFIXES,
     stacked=base.STACKED,
-    passengers=QWEN35.passengers,
-    passenger_fields=DRAFTING,
+    passengers=PASSENGERS,
 )

@@ -80,7 +80,16 @@ def from_hf(raw: Mapping[str, Any], file: Path, pictures: bool = False) -> Decod
     family = FAMILIES[family_of(raw, file)]
     if raw.get(SECTION) is not None:
         check_section(fields.mapping(SECTION), file, family.packed)
-    config = family.read(fields)
+    if family.multimodal and "text_config" in raw:
+        text = Fields(fields.mapping("text_config"), file, "text_config.")
+        config = family.read(text)
+        text.finish()
+        fields.only("tie_word_embeddings", config.tied)
+        fields.read |= set(family.multimodal)
+        # Chat folders of Gemma 3 name the end of a turn outside the text part only: [1, 106] there, 1 inside.
+        config = replace(config, stops=tuple({**dict(config.stops), **dict(fields.stops())}.items()))
+    else:
+        config = family.read(fields)
     if pictures:
         if family.vision is None or "vision_config" not in raw:
             sees = ", ".join(f"{name} folders with a vision_config" for name, text in FAMILIES.items() if text.vision)

@@ -3,9 +3,7 @@
 The first rule whose pattern matches a module counts, as in qwix. A folder whose weights are rounded to a grid has the
 rules in `tunix_quantization.json`; a program that does not read that file loads plain weights. Loads without jax.
 
-Which products a platform multiplies as they are, and how it computes the others, is logged when a run starts. The facts
-are those of docs/kernels.md, which has the evidence; a test compares the two. Products of two operands in few bits are
-listed along with those that models use, so that a run can report which it leaves unused.
+What is multiplied is logged when a run starts; docs/kernels.md says which of it a platform multiplies as it is.
 """
 
 import json
@@ -154,60 +152,24 @@ def read_rules(folder: Path) -> Rules | None:
         ) from error
 
 
-Way = Literal["native", "inside", "before", "either", "float32", "bfloat16", "tensorfloat32", "int32", "int8"]
-"""`native`: multiplied as they are. `inside`: the weight is converted on the way into the product. `before`: the
-converted matrix is written to memory first. `either`: inside with many rows, before with few, as in decoding. A type:
-both operands are multiplied as that."""
-
-PLACES: Mapping[Way | None, str] = {
-    "inside": "on the way into its product",
-    "before": "in memory before its product",
-    "either": "on the way into its product, or with few rows before it",
-}
-
-
 def matmuls_line(
-    kinds: Sequence[tuple[BaseType | None, BaseType | None]], compute: DType, platform: str, *, simulated: bool = False
+    kinds: Sequence[tuple[BaseType | None, BaseType | None]], compute: DType, *, simulated: bool = False
 ) -> str:
     """What a run logs about how its products are computed, e.g. `products of the layers: nf4 weights, each matrix
-    dequantized to float32 in memory before its product`.
+    dequantized to float32`; docs/kernels.md says how each platform multiplies that.
 
     Args:
         kinds: what the weights and the activations of its layers are rounded to; nothing for a run that rounds nothing.
         compute: dtype of the computation.
-        platform: `cpu`, `gpu` or `tpu`, as jax calls it.
         simulated: the weights are stored unrounded, and rounded in each forward pass; so are activations always.
     """
-    way = WAYS[compute].get(platform)
-    multiplied = f" (how {platform} multiplies is not determined)"
-    if way is not None:
-        multiplied = "" if way == "native" else f" (which {platform} multiplies as {way})"
     described = []
     for weights, activations in kinds or [(None, None)]:
         if weights is None:
-            line = compute + multiplied
+            described.append(compute)
         elif activations is None and not simulated:
-            place = PLACES.get(WAYS[f"{weights} weights"].get(platform), "before its product")
-            line = f"{weights} weights, each matrix dequantized to {compute} {place}{multiplied}"
+            described.append(f"{weights} weights, each matrix dequantized to {compute}")
         else:
             rounded = f"{weights} weights" + (f" and {activations} activations" if activations else "")
-            line = f"{rounded}, rounded and dequantized to {compute} before each product{multiplied}"
-            if activations is not None and WAYS[f"{activations} x {weights}"].get(platform) == "native":
-                line += f" (the {platform}'s own {activations} product is not used)"
-        described.append(line)
+            described.append(f"{rounded}, rounded and dequantized to {compute} before each product")
     return f"products of the layers: {'; '.join(described)}"
-
-
-WAYS: Mapping[str, Mapping[str, Way]] = {
-    "float32": {"cpu": "native", "gpu": "tensorfloat32", "tpu": "bfloat16"},
-    "bfloat16": {"cpu": "float32", "gpu": "native", "tpu": "native"},
-    "nf4 weights": {"cpu": "before", "gpu": "before", "tpu": "either"},
-    "int4 weights": {"cpu": "before", "gpu": "before", "tpu": "inside"},
-    "int8 weights": {"cpu": "before", "gpu": "before", "tpu": "inside"},
-    "fp8 weights": {"cpu": "before", "gpu": "before", "tpu": "inside"},
-    "int8 x int8": {"cpu": "native", "gpu": "native", "tpu": "native"},
-    "int8 x int4": {"cpu": "int32", "gpu": "int32", "tpu": "int8"},
-    "int4 x int4": {"cpu": "int32", "gpu": "int32", "tpu": "int8"},
-    "fp8 x fp8": {"cpu": "float32", "gpu": "native", "tpu": "bfloat16"},
-}
-"""Operation -> platform -> how it is computed there."""
