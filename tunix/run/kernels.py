@@ -8,12 +8,12 @@ from jax.sharding import Mesh
 from tunix.config import DType, ModelConfig
 from tunix.errors import UserError
 from tunix.mesh import capability
+from tunix.models import grouped_products, kernel_gates
 from tunix.models.attention import attend
 from tunix.models.attention.attend import Implementation, described, implementation, spec_of
 from tunix.models.attention.inputs import AttentionSpec, Segments
 from tunix.models.config import DecoderConfig
-from tunix.models.grouped_products import described as described_experts
-from tunix.models.kernel_gates import LIMIT, difference, exchange_difference, grouped_difference
+from tunix.models.kernel_gates import LIMIT, exchange_difference, grouped_difference
 
 
 def attention_of(
@@ -47,11 +47,11 @@ def attention_of(
         """Whether an implementation computes these calls, and rightly on this device."""
         if any(map(kernel.lacks, specs)):
             return False
-        return not kernel.kernel or all(difference(kernel.name, spec) <= LIMIT for spec in specs)
+        return not kernel.kernel or all(kernel_gates.difference(kernel.name, spec) <= LIMIT for spec in specs)
 
     for spec in specs if tried else ():
         kernel = implementation(spec, model.attention)
-        if not kernel.kernel or (off := difference(kernel.name, spec)) <= LIMIT:
+        if not kernel.kernel or (off := kernel_gates.difference(kernel.name, spec)) <= LIMIT:
             continue
         wrong = f"{kernel.name} is off the einsums by {off:.2g} of their size on this device, more than {LIMIT}"
         faster = [other.name for other in attend.IMPLEMENTATIONS].index(kernel.name) + 1
@@ -72,7 +72,7 @@ def experts_line(config: DecoderConfig, mesh: Mesh) -> str | None:
     None on other devices, which have no choice, and for a model without experts.
     """
     gpu = capability(mesh.devices.flat[0])
-    return None if config.experts is None or gpu is None else f"experts: {described_experts(gpu)}"
+    return None if config.experts is None or gpu is None else f"experts: {grouped_products.described(gpu)}"
 
 
 def check_products(config: DecoderConfig, dtype: DType, mesh: Mesh) -> None:
