@@ -160,12 +160,6 @@ def device_in_use() -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]
     return jax.devices()[0] if mesh is None or mesh.empty else mesh.devices.flat[0]
 
 
-def capability(device: Any = None) -> float | None:
-    """The compute capability of a GPU, e.g. 9.0 of an H100, by default of that which is compiled for; else None."""
-    value = getattr(device or device_in_use(), "compute_capability", None)
-    return None if value is None else float(value)
-
-
 def shards(axis: str) -> int:
     """Into how many shards a dimension with this logical axis is split, if it can be, by the mesh in use."""
     mesh = jax.sharding.get_abstract_mesh()

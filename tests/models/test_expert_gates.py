@@ -84,7 +84,7 @@ def test_a_run_says_what_multiplies_its_experts():
 
 
 def test_a_gpu_without_kernels_is_named_before_weights_are_read(monkeypatch):
-    monkeypatch.setattr(describe.mosaic, "missing", lambda: "tokamax 0.0.9 was not tried")
+    monkeypatch.setattr(describe, "missing", lambda: "tokamax 0.0.9 was not tried")
     (old,) = describe.device_notes(mesh_of("7.5"))
     assert "NVIDIA X has compute capability 7.5, and kernels" in old
     assert "want 8.0 or more: it works without them, slowly" in old

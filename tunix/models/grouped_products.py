@@ -24,8 +24,9 @@ from jax.experimental.pallas import triton
 from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 from jaxtyping import Array, Float, Int
 
-from tunix.mesh import capability, platform
+from tunix.mesh import platform
 from tunix.models.attention.inputs import because
+from tunix.models.attention.tokamax_ops import capability
 
 CAPABILITY = 8.0
 """The oldest GPUs whose tensor cores multiply bfloat16."""

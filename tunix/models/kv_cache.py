@@ -18,9 +18,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from tunix.config import CacheType, DType
-from tunix.mesh import Axes, capability, constrain, partition, platform
+from tunix.mesh import Axes, constrain, partition, platform
 from tunix.models.attention.inputs import DecodeSpec
 from tunix.models.attention.pages import CachedView, Columns, Pages, placed
+from tunix.models.attention.tokamax_ops import capability
 from tunix.models.blocks import NAMES, Cache, Kept, layer_inputs
 from tunix.models.config import SHARED, TOWER, DecoderConfig
 from tunix.models.deltanet import PieceStates, SlotStates, StepView

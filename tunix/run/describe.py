@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from jax.sharding import Mesh
 
-from tunix.mesh import capability
 from tunix.models.attention import decode_triton, mosaic
 from tunix.models.attention.decoding import described
+from tunix.models.attention.tokamax_ops import capability, missing
 from tunix.models.kernel_gates import reader_here
 from tunix.models.kv_cache import decode_specs
 from tunix.models.quantization.formats import bytes_per_weight, is_scale
@@ -92,7 +92,7 @@ def device_notes(mesh: Mesh) -> Iterator[str]:
             f"{gpu.device_kind} has compute capability {generation}, and kernels for attention, decoding and experts "
             f"want {decode_triton.CAPABILITY} or more: it works without them, slowly"
         )
-    elif int(generation) in mosaic.CAPABILITIES and (reason := mosaic.missing()):
+    elif int(generation) in mosaic.CAPABILITIES and (reason := missing()):
         yield f"attention does without its fastest kernel: {reason}"
 
 

@@ -7,11 +7,11 @@ from jax.sharding import Mesh
 
 from tunix.config import DType, ModelConfig
 from tunix.errors import UserError
-from tunix.mesh import capability
 from tunix.models import grouped_products, kernel_gates
 from tunix.models.attention import attend
 from tunix.models.attention.attend import Implementation, described, implementation, spec_of
 from tunix.models.attention.inputs import AttentionSpec, Segments
+from tunix.models.attention.tokamax_ops import capability
 from tunix.models.config import DecoderConfig
 from tunix.models.kernel_gates import LIMIT, exchange_difference, grouped_difference
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from tunix.mesh import capability, partition, platform, shards
+from tunix.mesh import partition, platform, shards
 from tunix.models.attention import chunked, einsum, mosaic, splash
 from tunix.models.attention.decoding import of_slots, reader_of
 from tunix.models.attention.inputs import (
@@ -39,6 +39,7 @@ from tunix.models.attention.inputs import (
     past_sinks,
 )
 from tunix.models.attention.pages import CachedView, Pages, PieceView, kind_of, placed, rounded
+from tunix.models.attention.tokamax_ops import capability
 from tunix.util.loops import switch
 
 CONTEXT = "context"

@@ -2,9 +2,6 @@
 
 The forward kernel is tokamax's. Its backward kernels visit every block before a query's, other documents of the row
 included; on Hopper ours (`mosaic_backward.py`) visit what is seen, and tokamax's replace them where they are wrong.
-All of it is private: 0.0.17 has a public module of operations, `tokamax.ops.gpu`, that cannot be imported without
-jax_triton and Triton itself, which tokamax does not install; versions before have none. It also reads its settings from
-absl's flags, tells every call that nobody has tuned it for, and asks JAX's default device what it is.
 
 Each query sees an interval of keys, by its columns: from the start of its segment or of its window up to itself. Where
 segments share a prompt, a second call lets each query see its interval of the prompt, and both are merged by their
@@ -14,20 +11,14 @@ place (`attend.py`).
 Axes: B rows, T time, Q queries of a block, N query heads, K kv heads, H head dim.
 """
 
-import logging
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial, reduce
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from tunix.errors import install_command
-from tunix.mesh import device_in_use
 from tunix.models.attention.inputs import (
     LANES,
     AttentionSpec,
@@ -39,12 +30,8 @@ from tunix.models.attention.inputs import (
     inner_products,
     merged,
 )
+from tunix.models.attention.tokamax_ops import attention_mask, for_the_device_in_use, missing, operation
 
-TRIED = (0, 0, 12), (0, 0, 17)
-"""The oldest and the newest version of tokamax that the tests ran with: the extras of pyproject.toml install one of
-them."""
-MODULE, KERNEL = "tokamax._src.ops.attention.pallas_mosaic_gpu", "PallasMosaicGpuFlashAttention"
-"""The class of its kernel, in the versions that were tried."""
 CAPABILITIES = range(9, 11)
 """Compute capabilities that the kernels are written for: 9.x of Hopper, 10.x of Blackwell."""
 HOPPER = 9
@@ -65,34 +52,6 @@ class _Interval(NamedTuple):
     """The column after the last."""
     some: Bool[Array, "B Q"] | None = None
     """Whether there are any; None where there always are."""
-
-
-@cache
-def missing() -> str | None:
-    """Why the operation cannot be had: tokamax is not installed, is a version that was not tried, or is broken."""
-    try:
-        installed = version("tokamax")
-    except PackageNotFoundError:
-        return f"it needs tokamax: {install_command('gpu')}"
-    numbers = tuple(int(part) if part.isdigit() else 0 for part in installed.split(".")[:3])
-    oldest, newest = (".".join(map(str, tried)) for tried in TRIED)
-    if not TRIED[0] <= numbers <= TRIED[1]:
-        return f"tokamax {installed} was not tried, {oldest} to {newest} were: {install_command('gpu')}"
-    try:
-        operation()
-    except Exception as error:  # importing another's private module may raise anything, and the next best is there
-        return f"tokamax {installed} has no {KERNEL} here ({str(error).splitlines()[0]})"
-    return None
-
-
-@cache
-def operation() -> Any:
-    """tokamax's attention with its own settings."""
-    from absl.flags import FLAGS
-
-    FLAGS.mark_as_parsed()  # they refuse to be read before
-    logging.getLogger("absl").addFilter(lambda record: "Autotuning cache miss" not in record.getMessage())
-    return getattr(import_module(MODULE), KERNEL)()
 
 
 def lacks(spec: AttentionSpec) -> str | None:
@@ -122,7 +81,7 @@ def forward(q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softc
     op, parts = operation(), []
     for interval in intervals(view, q.shape[1]):
         call = partial(op, mask=_mask(interval, q, k), logits_scale=scale, logits_soft_cap=softcap)
-        with _for_the_device_in_use():
+        with for_the_device_in_use():
             mixed, (top, total) = call(q, k, v, return_residuals=True)
         lse = (top + jnp.log(total)).swapaxes(1, 2)
         parts.append((mixed, lse if interval.some is None else jnp.where(interval.some[..., None], lse, -jnp.inf)))
@@ -173,7 +132,7 @@ def backward_of_tokamax(
         mass = lse if interval.some is None else jnp.where(interval.some[..., None], lse, NEVER)
         # The kernel takes the largest score and the sum of the others by it; of all that is known, the sum is 1.
         residuals = (mass.swapaxes(1, 2), jnp.ones_like(mass.swapaxes(1, 2)))
-        with _for_the_device_in_use():
+        with for_the_device_in_use():
             call = op.bind(q, k, v, mask=_mask(interval, q, k), logits_scale=scale, logits_soft_cap=softcap)
             settings = {name: value for name, value in call.kwargs.items() if name != "return_residuals"}
             by_name = op.vjp(residuals, mixed, d_mixed, *call.args, **settings)
@@ -213,14 +172,7 @@ def intervals(view: Segments, queries: int) -> list[_Interval]:
 
 def _mask(interval: _Interval, q: jax.Array, k: jax.Array) -> Any:
     """tokamax's mask. Where queries are the keys' tokens it is said to be causal, so that later blocks are left out."""
-    from tokamax._src.ops.attention.base import Mask
-
     same_tokens = interval.some is None and q.shape[1] == k.shape[1]
-    return Mask(
+    return attention_mask(
         k_start=interval.start[:, None], k_end=None if same_tokens else interval.stop[:, None], is_causal=same_tokens
     )
-
-
-def _for_the_device_in_use() -> AbstractContextManager:
-    """Makes the device that a program is compiled for JAX's default one: it may not be here."""
-    return nullcontext() if jax.default_backend() == "gpu" else jax.default_device(device_in_use())

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from types import ModuleType
 
-import jax.numpy as jnp
 import pytest
 
-from tunix.models.attention import mosaic
-from tunix.models.attention.mosaic import KERNEL, MODULE, missing, operation
+from tunix.models.attention import tokamax_ops
+from tunix.models.attention.tokamax_ops import KERNEL, MODULE, attention_mask, missing, operation
 
 pytestmark = pytest.mark.models
 
@@ -31,19 +30,17 @@ def test_the_installed_version_has_its_operation():
 
 def test_its_mask_is_made():
     pytest.importorskip("tokamax")
-    columns = jnp.arange(4)[None]
-    q = jnp.zeros((1, 4, 1, 8))
-    assert mosaic._mask(mosaic._Interval(jnp.zeros_like(columns), columns + 1), q, q).is_causal
+    assert attention_mask(k_start=None, k_end=None, is_causal=True).is_causal
 
 
 @pytest.mark.parametrize("installed", ["0.0.9", "0.0.18", "0.1.0rc1"])
 def test_a_version_that_was_not_tried_is_not_called(installed, monkeypatch):
-    monkeypatch.setattr(mosaic, "version", lambda package: installed)
+    monkeypatch.setattr(tokamax_ops, "version", lambda package: installed)
     assert str(missing()).startswith(f"tokamax {installed} was not tried, 0.0.12 to 0.0.17 were: `pip install")
 
 
 def test_a_module_that_moved_is_a_reason(monkeypatch):
-    monkeypatch.setattr(mosaic, "version", lambda package: "0.0.15")
+    monkeypatch.setattr(tokamax_ops, "version", lambda package: "0.0.15")
     monkeypatch.setitem(sys.modules, MODULE, ModuleType("empty"))
     reason = f"tokamax 0.0.15 has no {KERNEL} here (module 'empty' has no attribute"
     assert str(missing()).startswith(reason)
@@ -53,5 +50,5 @@ def test_without_tokamax_its_extra_is_named(monkeypatch):
     def version(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr(mosaic, "version", version)
+    monkeypatch.setattr(tokamax_ops, "version", version)
     assert missing() == "it needs tokamax: `pip install '.[gpu]'` in a clone of tunix"
