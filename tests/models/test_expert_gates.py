@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from tests.tiny_models import one_device
 from tunix.errors import UserError
 from tunix.mesh import AXES
+from tunix.models import grouped_products as kernels
 from tunix.models import kernel_gates
 from tunix.models.families.table import small
 from tunix.models.grouped_products import grouped_gradients, grouped_products
@@ -73,18 +74,22 @@ def mesh_of(capability: str) -> Mesh:
     return Mesh(np.array([Gpu(capability)]).reshape(1, 1, 1, 1, 1), AXES)
 
 
-def test_a_run_says_what_multiplies_its_experts():
-    mixture = small("gpt_oss")
-    assert kernels_of_run.experts_line(mixture, mesh_of("9.0")) == "experts: triton"
-    assert kernels_of_run.experts_line(mixture, mesh_of("7.5")) == (
-        "experts: ragged_dot (triton: it needs an NVIDIA GPU of compute capability 8 or more)"
+def test_a_run_says_which_kernels_multiply_its_experts(monkeypatch):
+    mixture = replace(small("gpt_oss"), d_model=2880, ffn=2880)
+    assert kernels_of_run.experts_line(mixture, "bfloat16", mesh_of("9.0")) == (
+        "experts: triton (mosaic: widths of 2880 and 2880 are no multiples of 128)"
     )
-    assert kernels_of_run.experts_line(mixture, one_device()) is None
-    assert kernels_of_run.experts_line(replace(mixture, experts=None), mesh_of("9.0")) is None
+    monkeypatch.setattr(kernels, "missing", lambda name: None)
+    assert (
+        kernels_of_run.experts_line(replace(mixture, d_model=256, ffn=128), "bfloat16", mesh_of("9.0"))
+        == "experts: mosaic"
+    )
+    assert kernels_of_run.experts_line(mixture, "bfloat16", one_device()) is None
+    assert kernels_of_run.experts_line(replace(mixture, experts=None), "bfloat16", mesh_of("9.0")) is None
 
 
 def test_a_gpu_without_kernels_is_named_before_weights_are_read(monkeypatch):
-    monkeypatch.setattr(describe, "missing", lambda: "tokamax 0.0.9 was not tried")
+    monkeypatch.setattr(describe, "missing", lambda name: "tokamax 0.0.9 was not tried")
     (old,) = describe.device_notes(mesh_of("7.5"))
     assert "NVIDIA X has compute capability 7.5, and kernels" in old
     assert "want 8.0 or more: it works without them, slowly" in old

@@ -75,7 +75,7 @@ def details(setup: Setup, learner: Learner, inputs: Inputs, total: int, attentio
         products = matmuls_line(rules.kinds, model.dtype, simulated=True)
     else:
         products = matmuls_line([] if rounding is None else [(rounding.base, None)], model.dtype)
-    experts = experts_line(decoder, mesh)
+    experts = experts_line(decoder, recipe.model.dtype, mesh)
     yield "; ".join(filter(None, (products, attention, experts, remat_line(setup.spec))))
     if setup.samples:
         yield sampling_line(setup)
@@ -92,7 +92,7 @@ def device_notes(mesh: Mesh) -> Iterator[str]:
             f"{gpu.device_kind} has compute capability {generation}, and kernels for attention, decoding and experts "
             f"want {decode_triton.CAPABILITY} or more: it works without them, slowly"
         )
-    elif int(generation) in mosaic.CAPABILITIES and (reason := missing()):
+    elif int(generation) in mosaic.CAPABILITIES and (reason := missing("attention")):
         yield f"attention does without its fastest kernel: {reason}"
 
 

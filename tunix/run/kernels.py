@@ -13,6 +13,7 @@ from tunix.models.attention.attend import Implementation, described, implementat
 from tunix.models.attention.inputs import AttentionSpec, Segments
 from tunix.models.attention.tokamax_ops import capability
 from tunix.models.config import DecoderConfig
+from tunix.models.grouped_products import ALIGNED, GroupedSpec
 from tunix.models.kernel_gates import LIMIT, exchange_difference, grouped_difference
 
 
@@ -66,13 +67,13 @@ EXCHANGED = 1e-5
 """The largest relative difference of float32 numbers that are sent, multiplied by a whole number and added up."""
 
 
-def experts_line(config: DecoderConfig, mesh: Mesh) -> str | None:
-    """What multiplies the experts on GPUs, and why it is no kernel: `experts: triton`.
+def experts_line(config: DecoderConfig, dtype: DType, mesh: Mesh) -> str | None:
+    """Which kernels multiply the experts on GPUs, and why no faster ones: `experts: triton (mosaic: ...)`.
 
     None on other devices, which have no choice, and for a model without experts.
     """
-    gpu = capability(mesh.devices.flat[0])
-    return None if config.experts is None or gpu is None else f"experts: {grouped_products.described(gpu)}"
+    spec = _expert_spec(config, dtype, mesh)
+    return None if spec is None or spec.capability is None else f"experts: {grouped_products.described([spec])}"
 
 
 def check_products(config: DecoderConfig, dtype: DType, mesh: Mesh) -> None:
@@ -83,14 +84,16 @@ def check_products(config: DecoderConfig, dtype: DType, mesh: Mesh) -> None:
     Raises:
         UserError: they do, and by how much.
     """
-    if config.experts is None or _platform(mesh) == "cpu":
+    spec = _expert_spec(config, dtype, mesh)
+    if spec is None or _platform(mesh) == "cpu":
         return
-    d, f, split = config.d_model, config.ffn, mesh.shape["tensor"]
-    f = f // split if f % split == 0 else f
+    d, f = spec.widths
     if (apart := grouped_difference(d, f, dtype)) > LIMIT:
+        mosaic = grouped_products.implementation(spec) == "mosaic"
+        remedy = "uninstall tokamax, which leaves them to Triton kernels" if mosaic else "try another version of jax"
         raise UserError(
             f"model: the kernels that multiply experts of {d} x {f} are off plain products by {apart:.2g} "
-            f"of their size on this device, more than {LIMIT}: try another version of jax"
+            f"of their size on this device, more than {LIMIT}: {remedy}"
         )
 
 
@@ -110,6 +113,15 @@ def check_exchange(config: DecoderConfig, mesh: Mesh) -> None:
             f"mesh: expert {mesh.shape['expert']}: what these devices send each other comes back off by {apart:.2g} "
             f"of its size, more than {EXCHANGED}: try another version of jax, or split the model by fsdp and tensor"
         )
+
+
+def _expert_spec(config: DecoderConfig, dtype: DType, mesh: Mesh) -> GroupedSpec | None:
+    """The products of an expert on one device; None for a model without experts."""
+    if config.experts is None:
+        return None
+    split = mesh.shape["tensor"]
+    f = config.ffn // split if config.ffn % split == 0 else config.ffn
+    return GroupedSpec(ALIGNED, (config.d_model, f), (dtype, dtype), capability(mesh.devices.flat[0]))
 
 
 def _platform(mesh: Mesh) -> str:

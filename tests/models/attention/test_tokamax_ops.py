@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from tunix.models.attention import tokamax_ops
-from tunix.models.attention.tokamax_ops import KERNEL, MODULE, attention_mask, missing, operation
+from tunix.models.attention.tokamax_ops import OPERATIONS, attention_mask, missing, operation
 
 pytestmark = pytest.mark.models
 
@@ -22,10 +22,11 @@ def _asked_anew() -> Iterator[None]:
     operation.cache_clear()
 
 
-def test_the_installed_version_has_its_operation():
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_installed_version_has_its_operations(name):
     pytest.importorskip("tokamax")
-    assert missing() is None
-    assert callable(operation())
+    assert missing(name) is None
+    assert callable(operation(name))
 
 
 def test_its_mask_is_made():
@@ -36,14 +37,16 @@ def test_its_mask_is_made():
 @pytest.mark.parametrize("installed", ["0.0.9", "0.0.18", "0.1.0rc1"])
 def test_a_version_that_was_not_tried_is_not_called(installed, monkeypatch):
     monkeypatch.setattr(tokamax_ops, "version", lambda package: installed)
-    assert str(missing()).startswith(f"tokamax {installed} was not tried, 0.0.12 to 0.0.17 were: `pip install")
+    assert str(missing("attention")).startswith(
+        f"tokamax {installed} was not tried, 0.0.12 to 0.0.17 were: `pip install"
+    )
 
 
 def test_a_module_that_moved_is_a_reason(monkeypatch):
     monkeypatch.setattr(tokamax_ops, "version", lambda package: "0.0.15")
-    monkeypatch.setitem(sys.modules, MODULE, ModuleType("empty"))
-    reason = f"tokamax 0.0.15 has no {KERNEL} here (module 'empty' has no attribute"
-    assert str(missing()).startswith(reason)
+    monkeypatch.setitem(sys.modules, "tokamax._src.ops.ragged_dot.pallas_mosaic_gpu", ModuleType("empty"))
+    reason = "tokamax 0.0.15 has no PallasMosaicGpuRaggedDot here (module 'empty' has no attribute"
+    assert str(missing("ragged_dot")).startswith(reason)
 
 
 def test_without_tokamax_its_extra_is_named(monkeypatch):
@@ -51,4 +54,4 @@ def test_without_tokamax_its_extra_is_named(monkeypatch):
         raise PackageNotFoundError(package)
 
     monkeypatch.setattr(tokamax_ops, "version", version)
-    assert missing() == "it needs tokamax: `pip install '.[gpu]'` in a clone of tunix"
+    assert missing("attention") == "it needs tokamax: `pip install '.[gpu]'` in a clone of tunix"

@@ -66,7 +66,7 @@ def lacks(spec: AttentionSpec) -> str | None:
         return f"parts of rows of {spec.queries} tokens are no multiple of {LANES}"
     if spec.head_dim > WIDEST:
         return f"heads of {spec.head_dim} numbers are wider than {WIDEST}"
-    return missing()
+    return missing("attention")
 
 
 def lacks_hopper(spec: AttentionSpec) -> str | None:
@@ -78,7 +78,7 @@ def lacks_hopper(spec: AttentionSpec) -> str | None:
 
 def forward(q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None) -> Mixed:
     """As `attend.Implementation.forward`."""
-    op, parts = operation(), []
+    op, parts = operation("attention"), []
     for interval in intervals(view, q.shape[1]):
         call = partial(op, mask=_mask(interval, q, k), logits_scale=scale, logits_soft_cap=softcap)
         with for_the_device_in_use():
@@ -126,7 +126,7 @@ def backward_of_tokamax(
     softcap: float | None,
 ) -> Gradients:
     """As `backward`, by tokamax's kernels."""
-    op, parts = operation(), []
+    op, parts = operation("attention"), []
     mixed, lse = result
     for interval in intervals(view, q.shape[1]):
         mass = lse if interval.some is None else jnp.where(interval.some[..., None], lse, NEVER)
