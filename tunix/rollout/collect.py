@@ -430,7 +430,6 @@ class Collector:
         """Starts the episodes of those prompts that an environment answers; None where there are none of them."""
         episodes: list[Episode | None] = [None] * len(owners)
         parts: list[Episodes] = []
-        on_end: dict[int, Callable[[Episode], None]] = {}
         for source in dict.fromkeys(owner.source for owner in owners):
             if (play := self.of(source).play) is not None:
                 places = [i for i, owner in enumerate(owners) if owner.source == source]
@@ -438,16 +437,12 @@ class Collector:
                 parts.append(begun)
                 for i, episode in zip(places, begun.episodes, strict=True):
                     episodes[i] = episode
-                    on_end[id(episode)] = begun.on_end
 
         def close() -> None:
             for part in parts:
                 part.close()
 
-        if len(parts) == 1 and None not in episodes:
-            return parts[0]
-        together = sum(part.together for part in parts)
-        return Episodes(episodes, together, lambda x: on_end[id(x)](x), close) if parts else None
+        return Episodes(episodes, sum(part.together for part in parts), close) if parts else None
 
     def whole(self, groups: list[list[Scored]], clock: Clock) -> list[list[Scored]]:
         """The groups of all processes with the rewards that read the whole batch: the lead calls them, and broadcasts

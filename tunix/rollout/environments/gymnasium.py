@@ -25,7 +25,6 @@ class Gymnasium(Problem):
     """An episode until it is terminated or truncated; the reward of each action belongs to its turn."""
 
     scores: ClassVar[bool] = True
-    modules: ClassVar[tuple[str, ...]] = ("gymnasium",)
 
     def __init__(
         self,

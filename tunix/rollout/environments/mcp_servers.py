@@ -22,10 +22,6 @@ from tunix.rollout.environments.adapters import require_package
 from tunix.rollout.environments.base import EpisodeError
 from tunix.rollout.environments.config import MCPConfig
 
-SHARE = 0.8
-"""The share of an environment's deadline that a server has for an answer: at the deadline nobody could name it."""
-START = 60.0
-"""Seconds that a server has to start with its worker, and to say what its tools are."""
 _DIES_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -58,51 +54,54 @@ def background_loop() -> asyncio.AbstractEventLoop:
 class Server:
     """A server and its tools; starts when it is first asked, and again after it was lost."""
 
-    def __init__(self, command: tuple[str, ...], env: Mapping[str, str], deadline: float) -> None:
-        """Starts nothing yet; see `MCPConfig`. The deadline is the environment's, in seconds."""
+    def __init__(self, command: tuple[str, ...], env: Mapping[str, str]) -> None:
+        """Starts nothing yet; see `MCPConfig`."""
         self.name = f"the MCP server {' '.join(command)!r}"
         """In messages."""
-        self._command, self._env, self._seconds = command, env, SHARE * deadline
+        self._command, self._env = command, env
         self._client: Any = None
         self._running: list[Future[None]] = []
         weakref.finalize(self, _cancel, self._running)
 
-    def schemas(self, seconds: float | None = None) -> Mapping[str, dict[str, Any]]:
+    def schemas(self, seconds: float) -> Mapping[str, dict[str, Any]]:
         """The server's tools by name, as chat templates show them; it is asked once in a process.
 
-        Args:
-            seconds: that it has to start and answer; None for the deadline's share.
-
         Raises:
-            EpisodeError: it ended, or did not answer.
+            EpisodeError: it ended, or did not start and answer within so many seconds.
         """
         key = self._command, tuple(self._env.items())
         if key not in _SCHEMAS:
-            tools, _SCHEMAS[key] = self._ask(_tools, seconds), {}
-            for tool in tools:
-                function = {"description": tool.description or "", "parameters": tool.input_schema}
-                _SCHEMAS[key][tool.name] = {"type": "function", "function": {"name": tool.name, **function}}
+            _SCHEMAS[key] = {
+                tool.name: {
+                    "type": "function",
+                    "function": {
+                        "name": tool.name,
+                        "description": tool.description or "",
+                        "parameters": tool.input_schema,
+                    },
+                }
+                for tool in self._ask(_tools, seconds)
+            }
         return _SCHEMAS[key]
 
-    def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
+    def call(self, tool: str, arguments: Mapping[str, Any], seconds: float) -> str:
         """The text of a tool's result; parts that are no text are named in their places.
 
         Raises:
-            EpisodeError: the server ended, or did not answer.
+            EpisodeError: the server ended, or did not answer within so many seconds.
             Exception: it refused the call.
         """
-        result = self._ask(lambda client: client.call_tool(tool, dict(arguments)))
+        result = self._ask(lambda client: client.call_tool(tool, dict(arguments)), seconds)
         parts = [part.text if part.type == "text" else f"[{part.type}, which is not shown]" for part in result.content]
         if not parts and result.structured_content is not None:
             parts = [json.dumps(result.structured_content, ensure_ascii=False)]
         return ("error: " if result.is_error else "") + "\n".join(parts)
 
-    def _ask(self, question: Callable[[Any], Coroutine[Any, Any, Any]], seconds: float | None = None) -> Any:
+    def _ask(self, question: Callable[[Any], Coroutine[Any, Any, Any]], seconds: float) -> Any:
         """The answer of the client, which is connected first where it is not."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
-        seconds = seconds or self._seconds
         until, loop = time.monotonic() + seconds, background_loop()
         try:
             if self._client is None:

@@ -20,15 +20,11 @@ from tunix.errors import UserError, nearest
 from tunix.rollout.environments.adapters import SIZE
 from tunix.rollout.environments.base import Environment, EpisodeError, Observation, Row, Step
 
-SHARE = 0.8
-"""Share of a call's deadline in which the server has to answer; after it the worker and all its sessions end."""
-
 
 class OpenEnv(Environment):
     """A session of an OpenEnv server."""
 
     replayable: ClassVar[bool] = False
-    modules: ClassVar[tuple[str, ...]] = ("openenv.core.generic_client",)
 
     def __init__(
         self,
@@ -84,8 +80,8 @@ class OpenEnv(Environment):
         if {"seed", "index"} <= row.keys():
             seed = np.random.SeedSequence([row["seed"], row["index"]]).generate_state(1)[0]
             arguments = {"seed": int(seed), **arguments}
-        patience = SHARE * self.deadline
-        self._client = GenericEnvClient(self._url, connect_timeout_s=patience, message_timeout_s=patience).sync()
+        seconds = self.patience
+        self._client = GenericEnvClient(self._url, connect_timeout_s=seconds, message_timeout_s=seconds).sync()
         try:
             result = self._client.reset(**arguments)
         except Exception as error:

@@ -29,7 +29,6 @@ class ReasoningGym(Problem):
     """A question of one of the tasks, scored by the task's verifier: 1 for right, often less for partly right."""
 
     scores: ClassVar[bool] = True
-    modules: ClassVar[tuple[str, ...]] = ("reasoning_gym",)
 
     def __init__(
         self,

@@ -126,7 +126,6 @@ class TextArena(Problem):
     """A game to its end; illegal moves are told and scored as TextArena does it."""
 
     scores: ClassVar[bool] = True
-    modules: ClassVar[tuple[str, ...]] = ("textarena",)
 
     def __init__(
         self,

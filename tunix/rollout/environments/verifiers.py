@@ -17,7 +17,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -29,8 +29,6 @@ from tunix.rollout.rewards.calls import raised
 
 class Verifiers(Environment):
     """An episode of a verifiers environment."""
-
-    modules: ClassVar[tuple[str, ...]] = ("verifiers.v1",)
 
     def __init__(self, env: str, config: dict[str, Any] | None = None, size: int = SIZE) -> None:
         """Loads the environment, once in a process.
