@@ -107,8 +107,9 @@ class Step:
 class Environment(ABC):
     """One episode; every completion has its own. Constructor and methods run in a worker process, each call within a
     deadline, but for what a process makes first, which may import and load; other completions are sampled meanwhile. An
-    episode stays in the process where it began and shares it with others, one call at a time. Everything has to follow from the row, the generator and the actions: where another
-    episode hangs or ends the process, this one is replayed in a new process, and fails if it answers differently."""
+    episode stays in the process where it began and shares it with others, one call at a time. Everything has to follow
+    from the row, the generator and the actions: where another episode hangs or ends the process, this one is replayed
+    in a new one, and fails if it answers differently."""
 
     scores: ClassVar[bool] = True
     """Whether it gives rewards: an episode that was cut short then keeps the sum of its rewards so far, 0 at first.
