@@ -95,7 +95,7 @@ def test_rows_are_numbered_and_episodes_live_in_workers():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tasks": "chain_sums"}, "no task 'chain_sums' among its 106. Did you mean 'chain_sum'?"),
+        ({"tasks": "chain_sums"}, "no task 'chain_sums' among its 105. Did you mean 'chain_sum'?"),
         ({"tasks": {"chain_sum": 0}}, "each has a weight above 0"),
         ({"tasks": []}, "each has a weight above 0"),
         ({"tasks": "chain_sum", "config": {"chain_summ": {}}}, "Did you mean 'chain_sum'?"),

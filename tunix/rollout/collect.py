@@ -111,15 +111,53 @@ class Parts(Generic[Item]):
         return {number: x for numbers, wait in self.begun for number, x in zip(numbers, wait(), strict=True)}
 
 
-def open_scoring(scorer: Scorer, owners: List[Prompt]) -> Scoring:
-    """Begins to score completions of these prompts, with the columns that their rows have."""
-    return scorer.open(list(dict.fromkeys([*(name for owner in owners for name in owner.row), *ADDED])))
+class Functions:
+    """The reward functions of some completions, which score each as it is added; each data set has its own."""
 
+    def __init__(self, collector: "Collector", owners: List[Prompt], *, last: bool):
+        """Begins to score completions of prompts, with the columns that their rows have.
 
-def score(scoring: Scoring, number: int, owner: Prompt, completion: Completion, text: str) -> None:
-    """Adds a completion, to be scored under a number."""
-    added = {"completion_ids": completion.tokens.tolist(), "completion_tokens": int(completion.drawn.sum())}
-    scoring.add(number, owner.text, text, {**owner.row, **added}, prompt_messages(owner.row))
+        Args:
+            collector: has the functions.
+            owners: the prompt of each number.
+            last: of `Collector.scorers` those that need all of a step.
+        """
+        parts = {"": collector, **collector.sources}
+        scorers = {source: scorer for source, part in parts.items() if (scorer := part.scorers[last]) is not None}
+        self._owners = owners
+        self._sources = [owner.source if owner.source in parts else "" for owner in owners]
+        self.names = list(dict.fromkeys(name for scorer in scorers.values() for name in scorer.weights))
+        """Names of all rewards."""
+        self.scorings: dict[str, Scoring] = {}
+        """By data set; under an empty name that of all without rewards of their own."""
+        self._added: dict[str, list[int]] = {source: [] for source in scorers}
+        for source in dict.fromkeys(self._sources):
+            if source in scorers:
+                rows = [owner.row for owner, x in zip(owners, self._sources, strict=True) if x == source]
+                columns = dict.fromkeys([*(name for row in rows for name in row), *ADDED])
+                self.scorings[source] = scorers[source].open(list(columns))
+
+    def add(self, number: int, completion: Completion, text: str) -> None:
+        """Begins to score the completion of a number."""
+        source, owner = self._sources[number], self._owners[number]
+        if source in self.scorings:
+            added = {"completion_ids": completion.tokens.tolist(), "completion_tokens": int(completion.drawn.sum())}
+            self._added[source].append(number)
+            self.scorings[source].add(number, owner.text, text, {**owner.row, **added}, prompt_messages(owner.row))
+
+    def results(self) -> tuple[dict[str, dict[int, Score]], dict[int, dict[str, Any]], dict[str, list[float]]]:
+        """Waits for all scores: `(by reward and number, what was logged of each number, values by name)`; a reward of
+        another data set has no score."""
+        scores: dict[str, dict[int, Score]] = {name: {} for name in self.names}
+        logged: dict[int, dict[str, Any]] = {}
+        values: dict[str, list[float]] = {}
+        for source, scoring in self.scorings.items():
+            for name, results in scoring.result().items():
+                scores[name] |= dict(zip(sorted(self._added[source]), results, strict=True))
+            logged |= scoring.logged
+            for name, x in scoring.metrics.items():
+                values[name] = [*values.get(name, ()), *x]
+        return scores, logged, values
 
 
 class Arrivals:
@@ -143,13 +181,7 @@ class Arrivals:
             total: how many completions are waited for; None for one of each number.
         """
         self._collector, self._owners, self._clock, self._measuring = collector, owners, clock, measuring
-        self._parts = [owner.source if owner.source in collector.sources else "" for owner in owners]
-        self._scorings: dict[str, Scoring] = {}
-        """By data set; under an empty name that of all without rewards of their own."""
-        for source in dict.fromkeys(self._parts):
-            if (scorer := collector.of(source).scorers[0]) is not None:
-                scored = [owner for owner, part in zip(owners, self._parts, strict=True) if part == source]
-                self._scorings[source] = open_scoring(scorer, scored)
+        self._functions = Functions(collector, owners, last=False)
         self._ended: dict[int, tuple[Completion, str]] = {}
         self._sampled, self._overlapped = math.inf, 0.0
         places = len(owners) if total is None else total
@@ -169,8 +201,7 @@ class Arrivals:
         tokenizer, measuring = self._collector.tokenizer, self._measuring
         text = tokenizer.decode(completion.tokens, skip_special=True) if tokenizer else ""
         self._ended[number] = completion, text
-        if (scoring := self._scorings.get(self._parts[number])) is not None:
-            score(scoring, number, self._owners[number], completion, text)
+        self._functions.add(number, completion, text)
         place = number if place is None else place
         for judge, parts in self._judged:
             if not (part := parts.add(place, number)):
@@ -196,21 +227,10 @@ class Arrivals:
         """The completions with their scores, for which it waits, in the order of their numbers, which environments'
         episodes have, too; their time while others were sampled has cost nothing."""
         numbers, clock = sorted(self._ended), self._clock
-        scores: dict[str, dict[int, Score]] = {}
-        """By reward and number; a reward of another data set has none."""
-        for part in self._collector.parts:
-            scores |= {name: {} for name in (part.scorers[0].weights if part.scorers[0] else ())}
-        logged: dict[int, dict[str, Any]] = {}
-        values: dict[str, list[float]] = {}
         measured: dict[int, dict[str, np.ndarray]] = {}
         with clock.part("reward"):
-            for source, scoring in self._scorings.items():
-                of_source = [number for number in numbers if self._parts[number] == source]
-                for name, results in scoring.result().items():
-                    scores[name] |= dict(zip(of_source, results, strict=True))
-                logged |= scoring.logged
-                for name, x in scoring.metrics.items():
-                    values[name] = [*values.get(name, ()), *x]
+            scores, logged, values = self._functions.results()
+            for scoring in self._functions.scorings.values():
                 overlapped, total = scoring.seconds(self._sampled)
                 clock.counted.update(overlapped=overlapped, rewards=total)
             began = time.monotonic()
@@ -447,31 +467,18 @@ class Collector:
     def whole(self, groups: list[list[Scored]], clock: Clock) -> list[list[Scored]]:
         """The groups of all processes with the rewards that read the whole batch: the lead calls them, and broadcasts
         what they return and log."""
-        scorers = {name: x for name, part in (("", self), *self.sources.items()) if (x := part.scorers[1]) is not None}
-        if not scorers:
+        if not any(part.scorers[1] for part in self.parts):
             return groups
         episodes = [episode for group in groups for episode in group]
-        sources = [x.prompt.source if x.prompt.source in self.sources else "" for x in episodes]
-        names = [name for scorer in scorers.values() for name in scorer.weights]
 
         def scored() -> tuple[list[tuple[dict[str, float], dict[str, str], dict[str, Any]]], dict[str, list[float]]]:
             """The rewards of each episode, why some failed and what was logged of it; and the values logged."""
-            scores: list[dict[str, Score]] = [dict.fromkeys(names) for _ in episodes]
-            logged, values = dict[int, dict[str, Any]](), dict[str, list[float]]()
-            for source, scorer in scorers.items():
-                if not (numbers := [number for number, name in enumerate(sources) if name == source]):
-                    continue
-                scoring = open_scoring(scorer, [episodes[number].prompt for number in numbers])
-                for number in numbers:
-                    episode = episodes[number]
-                    score(scoring, number, episode.prompt, episode.completion, episode.text)
-                for name, results in scoring.result().items():
-                    for number, x in zip(numbers, results, strict=True):
-                        scores[number][name] = x
-                logged |= scoring.logged
-                for name, x in scoring.metrics.items():
-                    values[name] = [*values.get(name, ()), *x]
-            return [(*parted(row), logged.get(number, {})) for number, row in enumerate(scores)], values
+            functions = Functions(self, [episode.prompt for episode in episodes], last=True)
+            for number, episode in enumerate(episodes):
+                functions.add(number, episode.completion, episode.text)
+            scores, logged, values = functions.results()
+            by_number = ({name: x.get(number) for name, x in scores.items()} for number in range(len(episodes)))
+            return [(*parted(row), logged.get(number, {})) for number, row in enumerate(by_number)], values
 
         with clock.part("reward"):
             rows, metrics = processes.broadcast("rewards", scored)
