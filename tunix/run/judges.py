@@ -25,7 +25,7 @@ from tunix.rollout.collect import Judge
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.shapes import NoRoom
 from tunix.rollout.judging import Ask, RubricJudge
-from tunix.rollout.rewards.config import JudgeConfig, RewardConfig
+from tunix.rollout.rewards.config import RewardConfig
 from tunix.rollout.rewards.rubric import read_rubric
 from tunix.rollout.servers.chat import ChatServer
 from tunix.run.reward_model import judge as reward_model
@@ -59,19 +59,9 @@ def judges_of(
         UserError: the rubric cannot be read, the server does not answer, or the model cannot judge.
     """
     scored = reward_model(rewards, policy.tokenizer, data, dtype, mesh)
-    read = rewards.judge and _reader(rewards.judge, policy, data, dtype, folder, sampler)
-    return tuple(judge for judge in (scored, read) if judge is not None)
-
-
-def _reader(
-    config: JudgeConfig,
-    policy: Source,
-    data: DataConfig,
-    dtype: DType,
-    folder: Path | None,
-    sampler: Future[Any] | None,
-) -> Judge:
-    """The judge that reads a rubric; see `judges_of`."""
+    judges = () if scored is None else (scored,)
+    if (config := rewards.judge) is None:
+        return judges
     where, rubric = f"reward.judge.model: {config.model}", read_rubric(config.rubric, config.scale)
     if config.pairwise and sampler is None:
         raise UserError("reward.judge.pairwise compares two answers, and a row has one: say --reward, or --task loss")
@@ -79,7 +69,10 @@ def _reader(
         raise UserError("reward.judge: the policy has no tokenizer, so that there is no text to judge")
     if config.is_server:
         server = ChatServer(config)
-        return RubricJudge(config, rubric, f"{config.model} {server.served}", server, folder, server.close).judge
+        return (
+            *judges,
+            RubricJudge(config, rubric, f"{config.model} {server.served}", server, folder, server.close).judge,
+        )
     if processes.number() > 1:
         raise UserError(
             f"{where} is loaded in one process, and there are {processes.number()}: judge on a server "
@@ -128,7 +121,8 @@ def _reader(
     else:
         loaded = model.engine  # its weights are read before the run begins
         ask = _asking(model, sampling, lambda: loaded)
-    return RubricJudge(config, rubric, " ".join([options.model, dtype, *stamps]), ask, folder).judge
+    identity = " ".join([options.model, dtype, *stamps])
+    return (*judges, RubricJudge(config, rubric, identity, ask, folder).judge)
 
 
 def _prompt(model: InferenceModel, messages: List[Message]) -> np.ndarray:
