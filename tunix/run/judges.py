@@ -4,7 +4,6 @@ A folder is loaded beside the policy. `base` borrows the frozen base of the poli
 that under an adapter it takes no memory but for the keys and values of what it reads. Verdicts are sampled greedily.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as List
 from concurrent.futures import Future
 from dataclasses import replace
@@ -24,7 +23,7 @@ from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.rollout.collect import Judge
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.shapes import NoRoom
-from tunix.rollout.judging import Ask, RubricJudge
+from tunix.rollout.judging import RubricJudge
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.rollout.rewards.rubric import read_rubric
 from tunix.rollout.servers.chat import ChatServer
@@ -69,10 +68,8 @@ def judges_of(
         raise UserError("reward.judge: the policy has no tokenizer, so that there is no text to judge")
     if config.is_server:
         server = ChatServer(config)
-        return (
-            *judges,
-            RubricJudge(config, rubric, f"{config.model} {server.served}", server, folder, server.close).judge,
-        )
+        identity = f"{config.model} {server.served}"
+        return (*judges, RubricJudge(config, rubric, identity, server, folder, server.close).judge)
     if processes.number() > 1:
         raise UserError(
             f"{where} is loaded in one process, and there are {processes.number()}: judge on a server "
@@ -103,6 +100,10 @@ def judges_of(
             "the rubric"
         )
 
+    room = model.limit - sampling.max_tokens
+    loaded = None if config.model == BASE else model.engine  # whose weights are read before the run begins
+    warm = list[Engine]()
+
     def base() -> Engine:
         assert sampler is not None
         owner: Engine = sampler.result(0)
@@ -114,32 +115,10 @@ def judges_of(
         engine.borrow(owner)
         return engine
 
-    files = sorted(model.source.folder.glob("*.safetensors")) if model.source.folder else []
-    stamps = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
-    if config.model == BASE:
-        ask = _asking(model, sampling, base)
-    else:
-        loaded = model.engine  # its weights are read before the run begins
-        ask = _asking(model, sampling, lambda: loaded)
-    identity = " ".join([options.model, dtype, *stamps])
-    return (*judges, RubricJudge(config, rubric, identity, ask, folder).judge)
-
-
-def _prompt(model: InferenceModel, messages: List[Message]) -> np.ndarray:
-    """`[T]` tokens of a conversation; of a model that was trained on plain strings, a line for each message."""
-    plain = "".join(f"{message['content']}\n" for message in messages)
-    return model.prompt({"messages": messages} if model.plain_reason is None else {"prompt": plain}, "its question")
-
-
-def _asking(model: InferenceModel, sampling: Sampling, open_engine: Callable[[], Engine]) -> Ask:
-    """What asks a model in this process, whose programs are compiled at the first call for all others."""
-    engines: list[Engine] = []
-    room = model.limit - sampling.max_tokens
-
     def ask(conversations: List[List[Message]]) -> list[str | Failure]:
-        if not engines:
-            engines.append(open_engine())
-            engines[0].warm(Workload(engines[0].slots, room, model.limit))
+        if not warm:  # the first call compiles for all others
+            warm.append(base() if loaded is None else loaded)
+            warm[0].warm(Workload(warm[0].slots, room, model.limit))
         prompts: list[np.ndarray | Failure] = []
         for messages in conversations:
             try:
@@ -150,7 +129,16 @@ def _asking(model: InferenceModel, sampling: Sampling, open_engine: Callable[[],
                 long = f"judge reads {room} tokens (reward.judge.length less max_tokens), and these are {len(tokens)}"
                 prompts.append(tokens if len(tokens) <= room else Failure(long))
         requests = [Request(x, sampling, 0, i) for i, x in enumerate(prompts) if not isinstance(x, Failure)]
-        replies = iter(engines[0].run(requests))
+        replies = iter(warm[0].run(requests))
         return [x if isinstance(x, Failure) else model.text(next(replies)) or "" for x in prompts]
 
-    return ask
+    files = sorted(model.source.folder.glob("*.safetensors")) if model.source.folder else []
+    stamps = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
+    identity = " ".join([options.model, dtype, *stamps])
+    return (*judges, RubricJudge(config, rubric, identity, ask, folder).judge)
+
+
+def _prompt(model: InferenceModel, messages: List[Message]) -> np.ndarray:
+    """`[T]` tokens of a conversation; of a model that was trained on plain strings, a line for each message."""
+    plain = "".join(f"{message['content']}\n" for message in messages)
+    return model.prompt({"messages": messages} if model.plain_reason is None else {"prompt": plain}, "its question")

@@ -401,7 +401,7 @@ def test_one_that_a_worker_cannot_import(playing: Any, environments: Path):
 
 def test_a_row_that_cannot_be_sent_is_named(playing: Any):
     player = playing()
-    with pytest.raises(UserError, match="the environment Obeys reads rows whose column 'bad' cannot be sent"):
+    with pytest.raises(UserError, match="the environment Obeys reads the column 'bad', which holds function:"):
         player([{"prompt": "p", "bad": lambda: 0}], seed=0)
 
 

@@ -27,10 +27,6 @@ class MCPConfig(Config):
     """Whether the episodes of a worker share a server, which then must remember nothing, or each has its own."""
 
 
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, Mapping) else value
-
-
 class EnvironmentConfig(Config):
     """The environment that answers the model; every completion is an episode of it. A name alone will do."""
 
@@ -41,7 +37,7 @@ class EnvironmentConfig(Config):
     tools: tuple[str, ...] = ()
     """Python functions that the model may call, each as `module:function` or `file.py:function`, with type hints and a
     docstring that has `Args:`, which the chat template shows as a JSON schema."""
-    mcp: Annotated[tuple[MCPConfig, ...], BeforeValidator(_listed)] = ()
+    mcp: Annotated[tuple[MCPConfig, ...], BeforeValidator(lambda x: [x] if isinstance(x, Mapping) else x)] = ()
     """A server whose tools the model may call, or a list of them: {command: [python, server.py]}."""
     options: dict[str, Any] = {}
     """Arguments of its constructor, such as {guesses: 5}."""

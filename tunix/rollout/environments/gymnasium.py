@@ -49,8 +49,7 @@ class Gymnasium(Problem):
             size: rows of a run.
             extract: where the action is in the model's text; see `extracted`. None for all of it.
             rules: text before the first observation.
-            chat: whether observations are a user's messages in the tokenizer's chat template.
-            system: system message before them; needs `chat`.
+            chat: see `Problem`, as `system`.
 
         Raises:
             UserError: there is no such environment, it cannot be made, or its spaces are others.

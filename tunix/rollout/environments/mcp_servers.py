@@ -1,14 +1,13 @@
 """Servers of tools by the Model Context Protocol, over stdio: processes that the package `mcp` talks to.
 
-A server starts in a worker where it is first asked, and ends with it, whatever happens: on Linux the kernel kills it
-with the worker, elsewhere its input closes. One that ends, or does not answer before the environment's deadline, fails
+A server starts in a worker where it is first asked, and ends with it, whatever happens: it has the worker's mark
+(`workers/process.py`), and its input closes. One that ends, or does not answer before the environment's deadline, fails
 the episode that asked, and starts anew for the next. Loads without the package.
 """
 
 import asyncio
 import json
-import shutil
-import sys
+import os
 import threading
 import time
 import weakref
@@ -17,30 +16,8 @@ from concurrent.futures import Future
 from functools import cache
 from typing import Any
 
-from tunix.errors import UserError
-from tunix.rollout.environments.adapters import require_package
 from tunix.rollout.environments.base import EpisodeError
-from tunix.rollout.environments.config import MCPConfig
-
-_DIES_WITH_PARENT = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-os.execvp(sys.argv[1], sys.argv[1:])
-"""
-
-
-def check_server(config: MCPConfig) -> None:
-    """Refuses a server that cannot start here.
-
-    Raises:
-        UserError: its program or the package is missing, or the package's version was not tried.
-    """
-    require_package("environment.mcp", "mcp", ">=2.3,<3", "mcp")
-    if shutil.which(config.command[0]) is None:
-        raise UserError(
-            f"environment.mcp: there is no program {config.command[0]!r}, with which the command begins: install it, "
-            "or write its whole path"
-        )
+from tunix.rollout.workers.process import MARK
 
 
 @cache
@@ -131,10 +108,9 @@ async def _run(command: tuple[str, ...], env: Mapping[str, str], connected: Futu
     """Runs a server until this is cancelled; its client is the result of `connected`."""
     from mcp import Client, StdioServerParameters
 
-    if sys.platform == "linux":
-        command = (sys.executable, "-I", "-S", "-c", _DIES_WITH_PARENT, *command)
+    env = {MARK: os.environ.get(MARK, ""), **env}
     try:
-        async with Client(StdioServerParameters(command=command[0], args=[*command[1:]], env={**env})) as client:
+        async with Client(StdioServerParameters(command=command[0], args=[*command[1:]], env=env)) as client:
             connected.set_result(client)
             await asyncio.Event().wait()
     except Exception as error:

@@ -56,7 +56,7 @@ from tunix.rollout.environments.guessing import Guessing
 from tunix.rollout.environments.problem import Problem
 from tunix.rollout.environments.tools import Tools
 from tunix.rollout.rewards.calls import raised
-from tunix.rollout.workers.process import START, Lost, WorkerProcess, WorkerThread, encode
+from tunix.rollout.workers.process import START, Lost, WorkerProcess, WorkerThread, refuse_unsendable
 from tunix.util.coded import array_of, coded
 from tunix.util.plugins import absolute, check_options, is_reference, load_object
 
@@ -320,13 +320,7 @@ class RemoteEnvironment(Environment):
             UserError: the environment raised one; or a worker does not start, or the row cannot be sent to it.
         """
         for name, value in row.items():
-            try:
-                encode([value])
-            except (TypeError, ValueError) as error:
-                raise UserError(
-                    f"the environment {type(self).__name__} reads rows whose column {name!r} cannot be sent to a "
-                    f"worker ({error}): turn it into text, numbers or lists of these in the data, or leave it out"
-                ) from error
+            refuse_unsendable(f"the environment {type(self).__name__}", name, value)
         # The generator is new, and follows from what it was made of.
         seeds = rng.bit_generator.seed_seq
         assert isinstance(seeds, np.random.SeedSequence), "episodes have generators of np.random.default_rng"

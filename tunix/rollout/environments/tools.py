@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import json
 import re
+import shutil
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -21,9 +22,10 @@ from tunix.data.chat import Message, render_continuation
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.tool_calls import MARKUPS, Call, MarkupName, instructions, markup_of, parse, shows_tools, typed
 from tunix.errors import UserError, nearest
+from tunix.rollout.environments.adapters import require_package
 from tunix.rollout.environments.base import EpisodeError, Row, Step
 from tunix.rollout.environments.config import EnvironmentConfig
-from tunix.rollout.environments.mcp_servers import Server, background_loop, check_server
+from tunix.rollout.environments.mcp_servers import Server, background_loop
 from tunix.rollout.environments.problem import Problem
 from tunix.util.plugins import absolute, is_reference, load_object
 
@@ -89,7 +91,12 @@ class Tools(Problem):
                 raise UserError(f"environment.tools has {reference}, but another tool is called {name!r}: rename one")
             sources[name], schemas[name] = absolute(reference), schema
         for server in config.mcp:
-            check_server(server)
+            require_package("environment.mcp", "mcp", ">=2.3,<3", "mcp")
+            if shutil.which(server.command[0]) is None:
+                raise UserError(
+                    f"environment.mcp: there is no program {server.command[0]!r}, with which the command begins: "
+                    "install it, or write its whole path"
+                )
         if tokenizer is not None and (schemas or config.mcp):
             markup, shown = markup or markup_of(tokenizer), shows_tools(tokenizer)
             answer = _asked([Call("name", {})], ["x"], markup, shown)

@@ -24,7 +24,7 @@ from tunix.errors import UserError
 from tunix.rollout.rewards.base import LOGS, Failure, Reward, Score, read_reward
 from tunix.rollout.rewards.calls import Answer, prepare
 from tunix.rollout.rewards.config import RewardFunction
-from tunix.rollout.workers.process import Lost, WorkerProcess, WorkerThread, encode
+from tunix.rollout.workers.process import Lost, WorkerProcess, WorkerThread, refuse_unsendable
 from tunix.util.nested import reach
 
 GRACE = 1.0
@@ -180,14 +180,7 @@ class Scoring:
             if reward.source is not None:
                 values = [(column, arguments[name]) for name, column in column_of.items()]
                 for column, value in [("prompt", texts.get("prompts", "")), *values]:
-                    try:
-                        encode([value])
-                    except (TypeError, ValueError) as error:
-                        raise UserError(
-                            f"the reward {reward.name} reads the column {column!r}, which holds {error}: only text, "
-                            "numbers, true, false, null and lists or mappings of these can be sent to a worker. Turn "
-                            "it into one of them in the data, or leave it out of the function's parameters"
-                        ) from error
+                    refuse_unsendable(f"the reward {reward.name}", column, value)
             waiting = self._waiting[reward.name]
             waiting.append((number, arguments | {name: texts[name] for name in reward.taken(names)}))
             single = not reward.batched
