@@ -112,11 +112,9 @@ def typed(arguments: Mapping[str, Any], tool: Mapping[str, Any]) -> dict[str, An
         types = _types(properties.get(name) or {})
         if not types or "string" in types:
             continue
-        word = value.strip().lower()
+        word = {"true": "true", "false": "false", "none": "null", "null": "null"}.get(value.strip().lower())
         with contextlib.suppress(ValueError, RecursionError):
-            values[name] = json.loads(
-                {"true": "true", "false": "false", "none": "null", "null": "null"}.get(word, value)
-            )
+            values[name] = json.loads(word or value)
     return values
 
 

@@ -111,53 +111,18 @@ class Parts(Generic[Item]):
         return {number: x for numbers, wait in self.begun for number, x in zip(numbers, wait(), strict=True)}
 
 
-class Functions:
-    """The reward functions of some completions, which score each as it is added; each data set has its own."""
+def open_scoring(scorer: Scorer, owners: List[Prompt]) -> Scoring:
+    """Begins to score completions of these prompts, with the columns that the rows of their data sets have."""
+    columns: dict[str, dict[str, None]] = {}
+    for owner in owners:
+        columns.setdefault(owner.source, dict.fromkeys(ADDED)).update(dict.fromkeys(owner.row))
+    return scorer.open(columns)
 
-    def __init__(self, collector: "Collector", owners: List[Prompt], *, last: bool):
-        """Begins to score completions of prompts, with the columns that their rows have.
 
-        Args:
-            collector: has the functions.
-            owners: the prompt of each number.
-            last: of `Collector.scorers` those that need all of a step.
-        """
-        parts = {"": collector, **collector.sources}
-        scorers = {source: scorer for source, part in parts.items() if (scorer := part.scorers[last]) is not None}
-        self._owners = owners
-        self._sources = [owner.source if owner.source in parts else "" for owner in owners]
-        self.names = list(dict.fromkeys(name for scorer in scorers.values() for name in scorer.weights))
-        """Names of all rewards."""
-        self.scorings: dict[str, Scoring] = {}
-        """By data set; under an empty name that of all without rewards of their own."""
-        self._added: dict[str, list[int]] = {source: [] for source in scorers}
-        for source in dict.fromkeys(self._sources):
-            if source in scorers:
-                rows = [owner.row for owner, x in zip(owners, self._sources, strict=True) if x == source]
-                columns = dict.fromkeys([*(name for row in rows for name in row), *ADDED])
-                self.scorings[source] = scorers[source].open(list(columns))
-
-    def add(self, number: int, completion: Completion, text: str) -> None:
-        """Begins to score the completion of a number."""
-        source, owner = self._sources[number], self._owners[number]
-        if source in self.scorings:
-            added = {"completion_ids": completion.tokens.tolist(), "completion_tokens": int(completion.drawn.sum())}
-            self._added[source].append(number)
-            self.scorings[source].add(number, owner.text, text, {**owner.row, **added}, prompt_messages(owner.row))
-
-    def results(self) -> tuple[dict[str, dict[int, Score]], dict[int, dict[str, Any]], dict[str, list[float]]]:
-        """Waits for all scores: `(by reward and number, what was logged of each number, values by name)`; a reward of
-        another data set has no score."""
-        scores: dict[str, dict[int, Score]] = {name: {} for name in self.names}
-        logged: dict[int, dict[str, Any]] = {}
-        values: dict[str, list[float]] = {}
-        for source, scoring in self.scorings.items():
-            for name, results in scoring.result().items():
-                scores[name] |= dict(zip(sorted(self._added[source]), results, strict=True))
-            logged |= scoring.logged
-            for name, x in scoring.metrics.items():
-                values[name] = [*values.get(name, ()), *x]
-        return scores, logged, values
+def score(scoring: Scoring, number: int, owner: Prompt, completion: Completion, text: str) -> None:
+    """Adds a completion, to be scored under a number."""
+    added = {"completion_ids": completion.tokens.tolist(), "completion_tokens": int(completion.drawn.sum())}
+    scoring.add(number, owner.text, text, {**owner.row, **added}, prompt_messages(owner.row), owner.source)
 
 
 class Arrivals:
@@ -181,7 +146,8 @@ class Arrivals:
             total: how many completions are waited for; None for one of each number.
         """
         self._collector, self._owners, self._clock, self._measuring = collector, owners, clock, measuring
-        self._functions = Functions(collector, owners, last=False)
+        scorer = collector.scorers[0]
+        self._scoring = None if scorer is None else open_scoring(scorer, owners)
         self._ended: dict[int, tuple[Completion, str]] = {}
         self._sampled, self._overlapped = math.inf, 0.0
         places = len(owners) if total is None else total
@@ -201,7 +167,8 @@ class Arrivals:
         tokenizer, measuring = self._collector.tokenizer, self._measuring
         text = tokenizer.decode(completion.tokens, skip_special=True) if tokenizer else ""
         self._ended[number] = completion, text
-        self._functions.add(number, completion, text)
+        if self._scoring is not None:
+            score(self._scoring, number, self._owners[number], completion, text)
         place = number if place is None else place
         for judge, parts in self._judged:
             if not (part := parts.add(place, number)):
@@ -229,9 +196,11 @@ class Arrivals:
         numbers, clock = sorted(self._ended), self._clock
         measured: dict[int, dict[str, np.ndarray]] = {}
         with clock.part("reward"):
-            scores, logged, values = self._functions.results()
-            for scoring in self._functions.scorings.values():
-                overlapped, total = scoring.seconds(self._sampled)
+            scores, logged = dict[str, dict[int, Score]](), dict[int, dict[str, Any]]()
+            values = dict[str, list[float]]()
+            if self._scoring is not None:
+                scores, logged, values = self._scoring.result(), self._scoring.logged, self._scoring.metrics
+                overlapped, total = self._scoring.seconds(self._sampled)
                 clock.counted.update(overlapped=overlapped, rewards=total)
             began = time.monotonic()
             for judge, parts in self._judged:
@@ -345,10 +314,10 @@ class Collector:
     judges: tuple[Judge, ...] = ()
     """Rewards that this process calls itself."""
     sources: Mapping[str, "Collector"] = field(default_factory=dict)
-    """Data set of a mixture -> what samples and scores its prompts, where that is not this one."""
+    """Data set of a mixture -> what samples its prompts, where it has an environment of its own."""
 
     def of(self, source: str) -> "Collector":
-        """What samples and scores the prompts of a data set."""
+        """What samples the prompts of a data set."""
         return self.sources.get(source, self)
 
     @property
@@ -361,8 +330,7 @@ class Collector:
         """Weight of each reward in the sum, by its name."""
         environment = {ENVIRONMENT: 1.0} if any(part.play and part.play.scores for part in self.parts) else {}
         judged = {judge.name: judge.weight for judge in self.judges}
-        scorers = [part.scorer for part in self.parts if part.scorer]
-        return {**environment, **{name: x for scorer in scorers for name, x in scorer.weights.items()}, **judged}
+        return {**environment, **(self.scorer.weights if self.scorer else {}), **judged}
 
     @property
     def greedy(self) -> "Collector":
@@ -379,9 +347,8 @@ class Collector:
 
     def close(self) -> None:
         """Ends the workers of rewards and environments, and the threads of judges."""
-        opened = [x for part in self.parts for x in (part.scorer, part.play, *part.judges) if x is not None]
-        for workers in {id(workers): workers for workers in opened}.values():
-            workers.close()
+        for opened in {*(part.play for part in self.parts), self.scorer, *self.judges} - {None}:
+            opened.close()
 
     def collect(
         self,
@@ -467,18 +434,19 @@ class Collector:
     def whole(self, groups: list[list[Scored]], clock: Clock) -> list[list[Scored]]:
         """The groups of all processes with the rewards that read the whole batch: the lead calls them, and broadcasts
         what they return and log."""
-        if not any(part.scorers[1] for part in self.parts):
+        if (scorer := self.scorers[1]) is None:
             return groups
         episodes = [episode for group in groups for episode in group]
 
         def scored() -> tuple[list[tuple[dict[str, float], dict[str, str], dict[str, Any]]], dict[str, list[float]]]:
             """The rewards of each episode, why some failed and what was logged of it; and the values logged."""
-            functions = Functions(self, [episode.prompt for episode in episodes], last=True)
+            scoring = open_scoring(scorer, [episode.prompt for episode in episodes])
             for number, episode in enumerate(episodes):
-                functions.add(number, episode.completion, episode.text)
-            scores, logged, values = functions.results()
+                score(scoring, number, episode.prompt, episode.completion, episode.text)
+            scores = scoring.result()
             by_number = ({name: x.get(number) for name, x in scores.items()} for number in range(len(episodes)))
-            return [(*parted(row), logged.get(number, {})) for number, row in enumerate(by_number)], values
+            rows = [(*parted(row), scoring.logged.get(number, {})) for number, row in enumerate(by_number)]
+            return rows, scoring.metrics
 
         with clock.part("reward"):
             rows, metrics = processes.broadcast("rewards", scored)

@@ -238,10 +238,10 @@ def test_a_worker_starts_without_the_heavy_imports(functions: Path):
 def test_scoring_overlaps_with_other_work(functions: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """The reward waits for a file that is written only after `add` has returned. What it prints is no output."""
     with Scorer([mine("wait_for")]) as scorer:
-        scoring = scorer.open([])
+        scoring = scorer.open({"": []})
         scoring.add(0, "p", str(tmp_path / "flag"), {})
         (tmp_path / "flag").touch()
-        assert scoring.result() == {"wait_for": [1.0]}
+        assert scoring.result() == {"wait_for": {0: 1.0}}
     out, err = capfd.readouterr()
     assert "own words" not in out
     assert "own words" in err
@@ -269,7 +269,7 @@ def test_a_child_left_behind_hides_no_death(functions: Path, tmp_path: Path):
 
 def test_closing_does_not_wait_for_a_hanging_reward(functions: Path, tmp_path: Path):
     scorer = Scorer([mine("spawn_and_hang")], deadline=3600.0)
-    scorer.open([]).add(0, "p", "pids", {})
+    scorer.open({"": []}).add(0, "p", "pids", {})
     pids = pids_in(tmp_path / "pids")
     scorer.close()
     assert all(gone(pid) for pid in pids)
@@ -461,11 +461,11 @@ def test_functions_written_for_trl(tmp_path: Path):
     rewards = [trl("accuracy_reward", clip=(0.0, 0.5)), trl("reads_all"), trl("shorter")]
     rewards += [trl("soft_overlong", options={"longest": 1}), trl("of_texts")]
     with Scorer(rewards, workers=1) as scorer:
-        scoring = scorer.open(["prompt", "answer", "completion_ids"])
+        scoring = scorer.open({"": ["prompt", "answer", "completion_ids"]})
         for number, (said, answer) in enumerate([("4", "4"), ("5", "4"), ("6", None)]):
             row = {"prompt": ASKED, "answer": answer, "completion_ids": [7] * number}
             scoring.add(number, "Sum?", said, row, ASKED)
-        assert scoring.result() == {
+        assert {name: list(scores.values()) for name, scores in scoring.result().items()} == {
             "accuracy_reward": [0.5, 0.0, None],
             "reads_all": [1.0, 1.1, 1.2],  # one message, and a tenth of the ids
             "shorter": [None] * 3,
@@ -539,12 +539,12 @@ def test_the_functions_of_trl(tmp_path: Path):
     names = ("trl.rewards:accuracy_reward", "trl.rewards:think_format_reward", "theirs.py:overlong")
     rewards = [RewardFunction.model_validate({"name": name, "style": "trl"}) for name in names]
     with Scorer(rewards, deadline=60.0, workers=1) as scorer:
-        scoring = scorer.open(["prompt", "solution", "completion_ids"])
+        scoring = scorer.open({"": ["prompt", "solution", "completion_ids"]})
         texts = [r"\boxed{4}", "<think>a</think> $5$", r"\boxed{4}"]
         for number, (text, solution, length) in enumerate(zip(texts, ["$4$", "$4$", "none"], [6, 8, 11], strict=True)):
             row = {"prompt": ASKED, "solution": solution, "completion_ids": [1] * length}
             scoring.add(number, "Sum?", text, row, ASKED)
-        assert scoring.result() == {
+        assert {name: list(scores.values()) for name, scores in scoring.result().items()} == {
             "accuracy_reward": [1.0, 0.0, None],  # a solution that cannot be parsed
             "think_format_reward": [0.0, 1.0, 0.0],
             "overlong": [0.0, -0.5, -1.0],  # (10 - 4 - 8) / 4
@@ -579,10 +579,10 @@ def test_functions_written_for_verl(tmp_path: Path):
     (tmp_path / "theirs.py").write_text(VERL)
     with Scorer([verl("compute_score"), verl("plain", columns={"ground_truth": "data_source"})], workers=1) as scorer:
         scorer.check([*ROW, *(f"reward_model.{name}" for name in ROW["reward_model"])])
-        scoring = scorer.open(list(ROW))
+        scoring = scorer.open({"": ROW})
         for number, said in enumerate(["4", "05", "none"]):
             scoring.add(number, "2 + 2?", said, ROW)
-        results = scoring.result()
+        results = {name: list(scores.values()) for name, scores in scoring.result().items()}
     missing = Failure("compute_score returned a mapping without `score`; its keys are 'acc'")
     assert results == {"compute_score": [1.0, 0.0, missing], "plain": [1.0, 2.0, 4.0]}
     assert scoring.metrics == {"compute_score/acc": [1.0, 0.0]}

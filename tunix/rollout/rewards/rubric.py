@@ -95,9 +95,10 @@ class Rubric:
         Raises:
             Unclear: it is no JSON object with a score of the scale and a reason for each criterion, and no more.
         """
-        score = Annotated[float, Field(ge=self.scale[0], le=self.scale[1])]
-        judged = {x.name: STRICT(TypedDict("judged", {"score": score, "reason": str})) for x in self.criteria}
-        return _read(reply, STRICT(TypedDict("verdict", judged)))  # pyright: ignore[reportArgumentType]
+        fields: Any = {"score": Annotated[float, Field(ge=self.scale[0], le=self.scale[1])], "reason": str}
+        judged = STRICT(TypedDict("judged", fields))  # pyright: ignore[reportArgumentType]
+        criteria: Any = {criterion.name: judged for criterion in self.criteria}
+        return _read(reply, STRICT(TypedDict("verdict", criteria)))  # pyright: ignore[reportArgumentType]
 
     def preference(self, reply: str) -> Verdict:
         """The verdict in a reply to `comparison`.
