@@ -45,7 +45,7 @@ class EnvironmentConfig(Config):
     """Turns of the model in an episode at most; an environment that has not ended by then counts as failed."""
     deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
     """Seconds that a call of its constructor, reset or step may take; after that the episode counts as failed, and its
-    worker is replaced."""
+    worker is replaced. What a worker makes first may import and load, for 120 seconds at most."""
     workers: Positive | None = None
     """Worker processes for environments, each of which answers one call at a time; null: as many as there are cores, at
     most 8. More, up to 32, where a step waits for something else, such as a search. Never changes a result."""
