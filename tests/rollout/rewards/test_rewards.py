@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tunix.errors import UserError
-from tunix.rollout.rewards.base import Failure, Score
+from tunix.rollout.rewards.base import Failure, Reward, Score
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
 from tunix.rollout.rewards.scorer import Scorer
 
@@ -549,6 +549,24 @@ def test_the_functions_of_trl(tmp_path: Path):
             "think_format_reward": [0.0, 1.0, 0.0],
             "overlong": [0.0, -0.5, -1.0],  # (10 - 4 - 8) / 4
         }
+
+
+# --- Data sets ------------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_scores_its_data_set_alone():
+    """`a` has a reward of its own, `b` has none at all; what has no rewards of its own has the others."""
+
+    def one(completion: str) -> float:
+        return 1.0
+
+    with Scorer([Reward("plain", one), Reward("of_a", one, data_set="a")], data_sets=["a", "b"]) as scorer:
+        scoring = scorer.open({data_set: [] for data_set in ("", "a", "b", "c")})
+        for number, data_set in enumerate(["", "a", "b", "c"]):
+            scoring.add(number, "p", "c", {}, data_set=data_set)
+        assert scoring.result() == {"plain": {0: 1.0, 3: 1.0}, "of_a": {1: 1.0}}
+    with pytest.raises(UserError, match="the reward plain of a has weight 2, and 1 for another data set"):
+        Scorer([Reward("plain", one), Reward("plain", one, weight=2.0, data_set="a")], data_sets=["a"])
 
 
 # --- verl's ---------------------------------------------------------------------------------------------------------
