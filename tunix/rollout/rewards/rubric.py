@@ -29,7 +29,7 @@ FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
 THOUGHT = ("<think>", "</think>")
 """What a reasoning model puts around its thoughts, before its reply."""
 STRICT = with_config(ConfigDict(strict=True, extra="forbid"))
-"""Of a JSON object's form: no other types and no other keys."""
+"""Makes a form of JSON objects accept no other types and no other keys."""
 SIDES = ("A", "B")
 """The completions of a comparison, in the order in which they are shown."""
 
