@@ -53,7 +53,10 @@ class OpenEnv(Environment):
         Raises:
             UserError: no such server, or a field that is not in its schema.
         """
+        from openenv.core.generic_client import GenericEnvClient
+
         schema = _schema(url)
+        self._connect = GenericEnvClient
         self._url, self._chat, self._reset, self._columns = url, chat, reset or {}, columns or []
         self._client: Any = None
         self._socket: Any = None
@@ -77,8 +80,6 @@ class OpenEnv(Environment):
         Raises:
             UserError: nothing answers, the server refuses another session, or its `reset` fails.
         """
-        from openenv.core.generic_client import GenericEnvClient
-
         if missing := [name for name in self._columns if name not in row]:
             raise UserError(
                 f"rollout.environment.options.columns: {missing[0]!r} is no column of the rows, which have "
@@ -88,7 +89,7 @@ class OpenEnv(Environment):
         if {"seed", "index"} <= row.keys():
             arguments = {"seed": row_seed(row), **arguments}
         seconds = self.patience
-        self._client = GenericEnvClient(self._url, connect_timeout_s=seconds, message_timeout_s=seconds).sync()
+        self._client = self._connect(self._url, connect_timeout_s=seconds, message_timeout_s=seconds).sync()
         try:
             result = self._client.reset(**arguments)
         except Exception as error:
