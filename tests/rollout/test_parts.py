@@ -159,7 +159,9 @@ def test_episodes_of_two_data_sets_end_with_the_player_that_began_them():
 
         def __call__(self, rows: List[Any], seed: int, numbers: List[int] | None = None) -> Episodes:
             made = [Episode(Problem(), row, np.random.default_rng(seed)) for row in rows]
-            return Episodes(made, 1, self.ended.append, self.let_go)
+            for episode in made:
+                episode.on_end = self.ended.append
+            return Episodes(made, 1, self.let_go)
 
         def let_go(self) -> None:
             self.closed += 1

@@ -6,8 +6,10 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy as np
 import pytest
+import yaml
 
-from tests.worlds.tiny_games import RL, mean, random_play, run, run_page
+from tests.worlds.tiny_games import MODEL, RL, mean, random_play, run, run_page
+from tunix.commands.check import check
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import UserError
 from tunix.rollout.environments.base import Step
@@ -90,6 +92,14 @@ def test_what_cannot_be_played_is_told_before_a_run(game: str, options: dict[str
         Player(EnvironmentConfig(name=f"gymnasium:{game}", options=options, workers=1), bytes_tokenizer())
     assert message in str(told.value)
     assert "\n" not in str(told.value)
+
+
+def test_check_names_what_is_not_known_before_weights_are_read(tmp_path: Path):
+    recipe = {"model": MODEL, "algorithm": {"name": "grpo"}, "data": {"max_length": 32, "completion_length": 8}}
+    recipe |= {"rollout": {"environment": {"gymnasium": "FrozenLake-v2"}}, "output": str(tmp_path / "run")}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(UserError, match=r"rollout.environment: .* Did you mean 'FrozenLake-v1'"):
+        check(tmp_path / "r.yaml")
 
 
 def test_its_page_runs():

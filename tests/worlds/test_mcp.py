@@ -98,7 +98,7 @@ def test_a_server_that_does_not_start():
     command = [sys.executable, "-c", "import sys; sys.exit('no vault')"]
     with (
         pytest.raises(
-            UserError, match=r"worker process does not start: it called the MCP server .* which does not start: "
+            UserError, match=r"the environment Tools cannot be made: it called the MCP server .* which does not start: "
         ),
         playing(mcp={"command": command}),
     ):

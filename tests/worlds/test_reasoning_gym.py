@@ -84,6 +84,9 @@ def test_rows_are_numbered_and_episodes_live_in_workers():
     )
     rows = training_rows(DataConfig(train="environment"), config, 3)
     assert (len(rows), rows[49]) == (50, {"seed": 3, "index": 49})
+    leveled = config.model_copy(update={"options": {"size": 5, "levels": 2}})
+    levels = [training_rows(DataConfig(train="environment"), leveled, 3)[i] for i in (0, 1, 4)]
+    assert levels == [{"seed": 3, "index": i, "level": i % 2} for i in (0, 1, 4)]
     player = Player(config, bytes_tokenizer())
     try:
         first, again = (player([rows[i] for i in range(8)], 0) for _ in range(2))
@@ -95,7 +98,7 @@ def test_rows_are_numbered_and_episodes_live_in_workers():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tasks": "chain_sums"}, "no task 'chain_sums' among its 106. Did you mean 'chain_sum'?"),
+        ({"tasks": "chain_sums"}, "no task 'chain_sums' among its 105. Did you mean 'chain_sum'?"),
         ({"tasks": {"chain_sum": 0}}, "each has a weight above 0"),
         ({"tasks": []}, "each has a weight above 0"),
         ({"tasks": "chain_sum", "config": {"chain_summ": {}}}, "Did you mean 'chain_sum'?"),

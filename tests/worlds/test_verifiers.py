@@ -284,7 +284,7 @@ def test_what_cannot_be_played_is_named(name: str, config: dict[str, Any], said:
 
 
 def test_rows_without_a_number():
-    with pytest.raises(UserError, match="verifiers reads the column `index`, the number of a task; a row has prompt"):
+    with pytest.raises(UserError, match="index is None in a row with prompt"):
         Verifiers("say-v1").reset({"prompt": "p"}, np.random.default_rng(0))
 
 

@@ -26,7 +26,8 @@ from tunix.recipe.notes import hardware_note, read_header, total_steps, update_n
 from tunix.recipe.recipe import Recipe, included_recipes, recipe_file, resolved_stages, written_sections
 from tunix.recipe.tiny import is_download, local_folder
 from tunix.rollout.environments.adapters import evaluation_rows, training_rows
-from tunix.rollout.environments.remote import read_environment
+from tunix.rollout.environments.config import EnvironmentConfig
+from tunix.rollout.environments.remote import Player, read_environment
 from tunix.rollout.rewards.base import ADDED, read_reward
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.rollout.rewards.rubric import read_rubric
@@ -151,14 +152,14 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
     # the rows.
     if environment is not None:
         with report.noting("rollout.environment"):
-            read_environment(environment)
+            _check_environment(environment)
     parts = {} if train is None else {x.section.name: x for x in train.parts if x.section} or {"": train}
     apart = {source.name for source in data.sources if source.reward is not None}
     _check_rewards("reward", rewards, [part for name, part in parts.items() if name not in apart], data, report)
     for number, source in enumerate(data.sources):
         if source.environment is not None:
             with report.noting(f"data.train.{number}.environment"):
-                read_environment(source.environment)
+                _check_environment(source.environment)
         scored = [parts[source.name]] if source.name in parts else []
         _check_rewards(f"data.train.{number}.reward", source.reward, scored, data, report)
     for number, written in enumerate(recipe.eval.tasks):
@@ -169,7 +170,7 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
         rows = _check_rows(run, f"{key}data", run.data.eval or run.data.train, kind, report)
         if task.environment is not None:
             with report.noting(f"{key}environment"):
-                read_environment(task.environment)
+                _check_environment(task.environment)
         _check_rewards(f"{key}reward", task.reward, [] if rows is None else [rows], run.data, report)
     # The config.json of local folders, and the adapter's targets in the model; no weights are read.
     if model.init == "random":
@@ -189,6 +190,14 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
             read_rubric(judge.rubric, judge.scale)
         if not judge.is_server and judge.model != "base":
             _decoder("reward.judge.model", judge.model, recipe, report)
+
+
+def _check_environment(config: EnvironmentConfig) -> None:
+    """Loads an environment; one whose package knows its name is made too, in a worker, which looks up what it asks."""
+    if config.package in ("reasoning_gym", "textarena", "gymnasium", "verifiers"):
+        Player(config, None).close()
+    else:
+        read_environment(config)
 
 
 def _check_rewards(

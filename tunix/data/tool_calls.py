@@ -12,6 +12,7 @@ the model can be answered with. Loads without jax.
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -105,23 +106,16 @@ def instructions(tools: Sequence[Mapping[str, Any]], markup: MarkupName) -> str:
 def typed(arguments: Mapping[str, Any], tool: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a markup that writes all values as text, as the types of the tool's JSON schema; a text that is
     no value of its type stays a text."""
-    function = tool.get("function", tool)
-    properties = (function.get("parameters") or {}).get("properties") or {}
-    return {name: _typed(value, _types(properties.get(name) or {})) for name, value in arguments.items()}
-
-
-_WORDS = {"true": True, "false": False, "none": None, "null": None}
-
-
-def _typed(value: Any, types: set[str]) -> Any:
-    if not isinstance(value, str) or not types or "string" in types:
-        return value
-    if (word := value.strip().lower()) in _WORDS:
-        return _WORDS[word]
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+    properties = tool["function"].get("parameters", {}).get("properties", {})
+    values = dict(arguments)
+    for name, value in arguments.items():
+        types = _types(properties.get(name) or {})
+        if not types or "string" in types:
+            continue
+        word = {"true": "true", "false": "false", "none": "null", "null": "null"}.get(value.strip().lower())
+        with contextlib.suppress(ValueError, RecursionError):
+            values[name] = json.loads(word or value)
+    return values
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
@@ -131,23 +125,23 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
     return {*([declared] if isinstance(declared, str) else declared)}.union(*map(_types, choices))
 
 
-def _json_call(text: str, name: str | None = None) -> Call:
+def _json_call(text: str, name: str | None = None) -> list[Call]:
     """A call as a JSON object with a name and arguments, or as the arguments of a function whose name is known."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:  # the second is of deep nesting
         named = re.search(r'"name"\s*:\s*"([^"\\]+)"', text)
-        return Call(name or (named[1] if named else ""), {}, f"it is not JSON: {error}")
-    return _object_call(value if name is None else {"name": name, "arguments": value}, ("arguments",))
+        return [Call(name or (named[1] if named else ""), {}, f"it is not JSON: {error}")]
+    return [_object_call(value if name is None else {"name": name, "arguments": value}, "arguments")]
 
 
-def _object_call(value: Any, keys: Sequence[str]) -> Call:
-    """A call whose arguments have one of these keys."""
+def _object_call(value: Any, key: str) -> Call:
+    """A call whose arguments have this key, or `arguments`."""
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
         return Call("", {}, 'it is no JSON object with a "name"')
-    arguments = next((value[key] for key in keys if value.get(key) is not None), {})
+    arguments = next((x for x in (value.get(key), value.get("arguments")) if x is not None), {})
     if not isinstance(arguments, dict):
-        return Call(name, {}, f'its "{keys[0]}" is {json.dumps(arguments):.80}, not a JSON object')
+        return Call(name, {}, f'its "{key}" is {json.dumps(arguments):.80}, not a JSON object')
     return Call(name, arguments)
 
 
@@ -195,11 +189,11 @@ def _llama(text: str) -> ParsedTurn:
         try:
             value, at = decoder.raw_decode(body)
         except (ValueError, RecursionError):
-            calls.append(_json_call(body))
+            calls += _json_call(body)
             break
         if not tag and not calls and isinstance(value, dict) and value.keys().isdisjoint(("parameters", "arguments")):
             return ParsedTurn(rest.strip(), (), thought)  # an answer that is JSON
-        calls.append(_object_call(value, ("parameters", "arguments")))
+        calls.append(_object_call(value, "parameters"))
     return ParsedTurn(before.strip(), tuple(calls), thought)
 
 
@@ -209,22 +203,22 @@ def _python(text: str) -> list[Call]:
         statements = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two are of deep nesting
         return [Call("", {}, f"it is not Python: {error}")]
-    return [_python_call(statement) for statement in statements] or [Call("", {}, "there is nothing in the block")]
-
-
-def _python_call(statement: ast.stmt) -> Call:
-    node = statement.value if isinstance(statement, ast.Expr) else None
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and len(node.args) == 1:
-        node = node.args[0]
-    if not isinstance(node, ast.Call):
-        return Call("", {}, f"{ast.unparse(statement)!r:.80} is no call")
-    name = ast.unparse(node.func)
-    try:
-        if node.args:
-            raise ValueError("an argument has no name")
-        return Call(name, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords})
-    except (ValueError, TypeError) as error:
-        return Call(name, {}, f"its arguments are not literals by name, as in {name}(key=1): {error}")
+    calls = list[Call]()
+    for statement in statements:
+        node = statement.value if isinstance(statement, ast.Expr) else None
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and len(node.args) == 1:
+            node = node.args[0]
+        if not isinstance(node, ast.Call):
+            calls.append(Call("", {}, f"{ast.unparse(statement)!r:.80} is no call"))
+            continue
+        name = ast.unparse(node.func)
+        try:
+            if node.args:
+                raise ValueError("an argument has no name")
+            calls.append(Call(name, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}))
+        except (ValueError, TypeError) as error:
+            calls.append(Call(name, {}, f"its arguments are not literals by name, as in {name}(key=1): {error}"))
+    return calls or [Call("", {}, "there is nothing in the block")]
 
 
 def _gemma4(text: str) -> list[Call]:
@@ -235,7 +229,7 @@ def _gemma4(text: str) -> list[Call]:
     parts = match[2].split('<|"|>')
     parts[::2] = [re.sub(r"([{,]\s*)([A-Za-z_][\w-]*)(\s*):", r'\1"\2"\3:', part) for part in parts[::2]]
     parts[1::2] = [json.dumps(part) for part in parts[1::2]]
-    return [_json_call("".join(parts), name=match[1])]
+    return _json_call("".join(parts), name=match[1])
 
 
 def _harmony(text: str) -> ParsedTurn:
@@ -246,7 +240,7 @@ def _harmony(text: str) -> ParsedTurn:
         body = re.sub(r"<\|(end|call|return)\|>.*", "", body, flags=re.DOTALL)
         channel = re.search(r"<\|channel\|>\s*(\w+)", header)
         if recipient := re.search(r"\bto=(?:functions\.)?([\w.-]+)", header):
-            calls.append(_json_call(body, name=recipient[1]))
+            calls += _json_call(body, name=recipient[1])
         else:
             (thoughts if channel and channel[1] == "analysis" else said).append(body if channel else message)
     join = "\n".join
@@ -269,7 +263,7 @@ class Markup:
 
 MARKUPS: Mapping[MarkupName, Markup] = {
     "hermes": Markup(
-        _between("<tool_call>", "</tool_call>", lambda text: [_json_call(text)]),
+        _between("<tool_call>", "</tool_call>", _json_call),
         '<tool_call>\n{"name": "NAME", "arguments": {"KEY": "VALUE"}}\n</tool_call>',
     ),
     "xml": Markup(

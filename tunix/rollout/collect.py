@@ -112,14 +112,17 @@ class Parts(Generic[Item]):
 
 
 def open_scoring(scorer: Scorer, owners: List[Prompt]) -> Scoring:
-    """Begins to score completions of these prompts, with the columns that their rows have."""
-    return scorer.open(list(dict.fromkeys([*(name for owner in owners for name in owner.row), *ADDED])))
+    """Begins to score completions of these prompts, with the columns that the rows of their data sets have."""
+    columns: dict[str, dict[str, None]] = {}
+    for owner in owners:
+        columns.setdefault(owner.source, dict.fromkeys(ADDED)).update(dict.fromkeys(owner.row))
+    return scorer.open(columns)
 
 
 def score(scoring: Scoring, number: int, owner: Prompt, completion: Completion, text: str) -> None:
     """Adds a completion, to be scored under a number."""
     added = {"completion_ids": completion.tokens.tolist(), "completion_tokens": int(completion.drawn.sum())}
-    scoring.add(number, owner.text, text, {**owner.row, **added}, prompt_messages(owner.row))
+    scoring.add(number, owner.text, text, {**owner.row, **added}, prompt_messages(owner.row), owner.source)
 
 
 class Arrivals:
@@ -143,13 +146,8 @@ class Arrivals:
             total: how many completions are waited for; None for one of each number.
         """
         self._collector, self._owners, self._clock, self._measuring = collector, owners, clock, measuring
-        self._parts = [owner.source if owner.source in collector.sources else "" for owner in owners]
-        self._scorings: dict[str, Scoring] = {}
-        """By data set; under an empty name that of all without rewards of their own."""
-        for source in dict.fromkeys(self._parts):
-            if (scorer := collector.of(source).scorers[0]) is not None:
-                scored = [owner for owner, part in zip(owners, self._parts, strict=True) if part == source]
-                self._scorings[source] = open_scoring(scorer, scored)
+        scorer = collector.scorers[0]
+        self._scoring = None if scorer is None else open_scoring(scorer, owners)
         self._ended: dict[int, tuple[Completion, str]] = {}
         self._sampled, self._overlapped = math.inf, 0.0
         places = len(owners) if total is None else total
@@ -169,8 +167,8 @@ class Arrivals:
         tokenizer, measuring = self._collector.tokenizer, self._measuring
         text = tokenizer.decode(completion.tokens, skip_special=True) if tokenizer else ""
         self._ended[number] = completion, text
-        if (scoring := self._scorings.get(self._parts[number])) is not None:
-            score(scoring, number, self._owners[number], completion, text)
+        if self._scoring is not None:
+            score(self._scoring, number, self._owners[number], completion, text)
         place = number if place is None else place
         for judge, parts in self._judged:
             if not (part := parts.add(place, number)):
@@ -196,22 +194,13 @@ class Arrivals:
         """The completions with their scores, for which it waits, in the order of their numbers, which environments'
         episodes have, too; their time while others were sampled has cost nothing."""
         numbers, clock = sorted(self._ended), self._clock
-        scores: dict[str, dict[int, Score]] = {}
-        """By reward and number; a reward of another data set has none."""
-        for part in self._collector.parts:
-            scores |= {name: {} for name in (part.scorers[0].weights if part.scorers[0] else ())}
-        logged: dict[int, dict[str, Any]] = {}
-        values: dict[str, list[float]] = {}
         measured: dict[int, dict[str, np.ndarray]] = {}
         with clock.part("reward"):
-            for source, scoring in self._scorings.items():
-                of_source = [number for number in numbers if self._parts[number] == source]
-                for name, results in scoring.result().items():
-                    scores[name] |= dict(zip(of_source, results, strict=True))
-                logged |= scoring.logged
-                for name, x in scoring.metrics.items():
-                    values[name] = [*values.get(name, ()), *x]
-                overlapped, total = scoring.seconds(self._sampled)
+            scores, logged = dict[str, dict[int, Score]](), dict[int, dict[str, Any]]()
+            values = dict[str, list[float]]()
+            if self._scoring is not None:
+                scores, logged, values = self._scoring.result(), self._scoring.logged, self._scoring.metrics
+                overlapped, total = self._scoring.seconds(self._sampled)
                 clock.counted.update(overlapped=overlapped, rewards=total)
             began = time.monotonic()
             for judge, parts in self._judged:
@@ -325,10 +314,10 @@ class Collector:
     judges: tuple[Judge, ...] = ()
     """Rewards that this process calls itself."""
     sources: Mapping[str, "Collector"] = field(default_factory=dict)
-    """Data set of a mixture -> what samples and scores its prompts, where that is not this one."""
+    """Data set of a mixture -> what samples its prompts, where it has an environment of its own."""
 
     def of(self, source: str) -> "Collector":
-        """What samples and scores the prompts of a data set."""
+        """What samples the prompts of a data set."""
         return self.sources.get(source, self)
 
     @property
@@ -341,8 +330,7 @@ class Collector:
         """Weight of each reward in the sum, by its name."""
         environment = {ENVIRONMENT: 1.0} if any(part.play and part.play.scores for part in self.parts) else {}
         judged = {judge.name: judge.weight for judge in self.judges}
-        scorers = [part.scorer for part in self.parts if part.scorer]
-        return {**environment, **{name: x for scorer in scorers for name, x in scorer.weights.items()}, **judged}
+        return {**environment, **(self.scorer.weights if self.scorer else {}), **judged}
 
     @property
     def greedy(self) -> "Collector":
@@ -359,9 +347,8 @@ class Collector:
 
     def close(self) -> None:
         """Ends the workers of rewards and environments, and the threads of judges."""
-        opened = [x for part in self.parts for x in (part.scorer, part.play, *part.judges) if x is not None]
-        for workers in {id(workers): workers for workers in opened}.values():
-            workers.close()
+        for opened in {*(part.play for part in self.parts), self.scorer, *self.judges} - {None}:
+            opened.close()
 
     def collect(
         self,
@@ -430,7 +417,6 @@ class Collector:
         """Starts the episodes of those prompts that an environment answers; None where there are none of them."""
         episodes: list[Episode | None] = [None] * len(owners)
         parts: list[Episodes] = []
-        on_end: dict[int, Callable[[Episode], None]] = {}
         for source in dict.fromkeys(owner.source for owner in owners):
             if (play := self.of(source).play) is not None:
                 places = [i for i, owner in enumerate(owners) if owner.source == source]
@@ -438,45 +424,29 @@ class Collector:
                 parts.append(begun)
                 for i, episode in zip(places, begun.episodes, strict=True):
                     episodes[i] = episode
-                    on_end[id(episode)] = begun.on_end
 
         def close() -> None:
             for part in parts:
                 part.close()
 
-        if len(parts) == 1 and None not in episodes:
-            return parts[0]
-        together = sum(part.together for part in parts)
-        return Episodes(episodes, together, lambda x: on_end[id(x)](x), close) if parts else None
+        return Episodes(episodes, sum(part.together for part in parts), close) if parts else None
 
     def whole(self, groups: list[list[Scored]], clock: Clock) -> list[list[Scored]]:
         """The groups of all processes with the rewards that read the whole batch: the lead calls them, and broadcasts
         what they return and log."""
-        scorers = {name: x for name, part in (("", self), *self.sources.items()) if (x := part.scorers[1]) is not None}
-        if not scorers:
+        if (scorer := self.scorers[1]) is None:
             return groups
         episodes = [episode for group in groups for episode in group]
-        sources = [x.prompt.source if x.prompt.source in self.sources else "" for x in episodes]
-        names = [name for scorer in scorers.values() for name in scorer.weights]
 
         def scored() -> tuple[list[tuple[dict[str, float], dict[str, str], dict[str, Any]]], dict[str, list[float]]]:
             """The rewards of each episode, why some failed and what was logged of it; and the values logged."""
-            scores: list[dict[str, Score]] = [dict.fromkeys(names) for _ in episodes]
-            logged, values = dict[int, dict[str, Any]](), dict[str, list[float]]()
-            for source, scorer in scorers.items():
-                if not (numbers := [number for number, name in enumerate(sources) if name == source]):
-                    continue
-                scoring = open_scoring(scorer, [episodes[number].prompt for number in numbers])
-                for number in numbers:
-                    episode = episodes[number]
-                    score(scoring, number, episode.prompt, episode.completion, episode.text)
-                for name, results in scoring.result().items():
-                    for number, x in zip(numbers, results, strict=True):
-                        scores[number][name] = x
-                logged |= scoring.logged
-                for name, x in scoring.metrics.items():
-                    values[name] = [*values.get(name, ()), *x]
-            return [(*parted(row), logged.get(number, {})) for number, row in enumerate(scores)], values
+            scoring = open_scoring(scorer, [episode.prompt for episode in episodes])
+            for number, episode in enumerate(episodes):
+                score(scoring, number, episode.prompt, episode.completion, episode.text)
+            scores = scoring.result()
+            by_number = ({name: x.get(number) for name, x in scores.items()} for number in range(len(episodes)))
+            rows = [(*parted(row), scoring.logged.get(number, {})) for number, row in enumerate(by_number)]
+            return rows, scoring.metrics
 
         with clock.part("reward"):
             rows, metrics = processes.broadcast("rewards", scored)

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from tunix.data.chat import Message
@@ -33,15 +32,6 @@ NAME = "judge"
 """The reward's name in metrics and messages."""
 Ask = Callable[[List[List[Message]]], List[str | Failure]]
 """Conversations -> the judge's reply to each, or why it has none."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """What a judge is asked about one completion, or about two."""
-
-    text: str
-    key: str
-    """Digest of all that the verdict depends on, e.g. `9f86d0...`."""
 
 
 class RubricJudge:
@@ -113,20 +103,23 @@ class RubricJudge:
             asked = [rubric.comparison(x, a, b) for x, one, other in pairs for a, b in ((one, other), (other, one))]
         else:
             asked = [rubric.question(prompt, text) for prompt, text in zip(shown, texts, strict=True)]
-        questions = []
-        for text in asked:  # each is a new one where verdicts are not kept
-            digest = hashlib.sha256(json.dumps([*self._basis, text]).encode()).hexdigest()
-            questions.append(Question(text, digest if self._config.cache else f"{digest}-{next(self._number)}"))
+        keys = [hashlib.sha256(json.dumps([*self._basis, text]).encode()).hexdigest() for text in asked]
+        if not self._config.cache:  # each is a new one
+            keys = [f"{key}-{next(self._number)}" for key in keys]
         with self._lock:
-            fresh = {x.key: x for x in questions if x.key not in self._verdicts and x.key not in self._asked}
-            for key, question in fresh.items():
-                self._asked[key] = self._pool.submit(self._settle, [question]) if self._pool else Future()
-            waiting = [self._asked.get(x.key) or self._verdicts[x.key] for x in questions]
-        counted = {"judged": len(questions), "judge_cached": len(questions) - len(fresh)}
+            fresh = {
+                key: text
+                for key, text in zip(keys, asked, strict=True)
+                if key not in self._verdicts and key not in self._asked
+            }
+            for key, text in fresh.items():
+                self._asked[key] = self._pool.submit(self._settle, {key: text}) if self._pool else Future()
+            waiting = [self._asked.get(key) or self._verdicts[key] for key in keys]
+        counted = {"judged": len(keys), "judge_cached": len(keys) - len(fresh)}
 
         def ended() -> list[Judged]:
             if self._pool is None:
-                for key, verdict in zip(fresh, self._settle(list(fresh.values())), strict=True):
+                for key, verdict in zip(fresh, self._settle(fresh), strict=True):
                     self._asked[key].set_result([verdict])
             try:
                 verdicts = [x.result()[0] if isinstance(x, Future) else x for x in waiting]
@@ -139,10 +132,12 @@ class RubricJudge:
 
         return ended
 
-    def _settle(self, questions: List[Question]) -> list[Verdict | Failure]:
-        """Asks, once more where a reply is no verdict, and stores the verdicts."""
+    def _settle(self, questions: dict[str, str]) -> list[Verdict | Failure]:
+        """Asks questions, by digests of all that their verdicts depend on, and once more where a reply is no verdict;
+        stores the verdicts."""
         read = self._rubric.preference if self._config.pairwise else self._rubric.verdict
-        talks: list[list[Message]] = [[{"role": "user", "content": x.text}] for x in questions]
+        keys = list(questions)
+        talks: list[list[Message]] = [[{"role": "user", "content": text}] for text in questions.values()]
         verdicts: list[Verdict | Failure] = [Failure("")] * len(questions)
         left = list(range(len(questions)))
         for _ in range(2):
@@ -163,9 +158,9 @@ class RubricJudge:
                     continue
                 with self._lock:
                     if self._config.cache:
-                        self._verdicts[questions[i].key] = verdict
+                        self._verdicts[keys[i]] = verdict
                     if self._file is not None:
-                        append_rows(self._file, [{"key": questions[i].key, "verdict": verdict}])
+                        append_rows(self._file, [{"key": keys[i], "verdict": verdict}])
             left = again
         return verdicts
 

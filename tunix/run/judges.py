@@ -4,7 +4,6 @@ A folder is loaded beside the policy. `base` borrows the frozen base of the poli
 that under an adapter it takes no memory but for the keys and values of what it reads. Verdicts are sampled greedily.
 """
 
-from collections.abc import Callable
 from collections.abc import Sequence as List
 from concurrent.futures import Future
 from dataclasses import replace
@@ -24,8 +23,8 @@ from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.rollout.collect import Judge
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.shapes import NoRoom
-from tunix.rollout.judging import Ask, RubricJudge
-from tunix.rollout.rewards.config import JudgeConfig, RewardConfig
+from tunix.rollout.judging import RubricJudge
+from tunix.rollout.rewards.config import RewardConfig
 from tunix.rollout.rewards.rubric import read_rubric
 from tunix.rollout.servers.chat import ChatServer
 from tunix.run.reward_model import judge as reward_model
@@ -59,19 +58,9 @@ def judges_of(
         UserError: the rubric cannot be read, the server does not answer, or the model cannot judge.
     """
     scored = reward_model(rewards, policy.tokenizer, data, dtype, mesh)
-    read = rewards.judge and _reader(rewards.judge, policy, data, dtype, folder, sampler)
-    return tuple(judge for judge in (scored, read) if judge is not None)
-
-
-def _reader(
-    config: JudgeConfig,
-    policy: Source,
-    data: DataConfig,
-    dtype: DType,
-    folder: Path | None,
-    sampler: Future[Any] | None,
-) -> Judge:
-    """The judge that reads a rubric; see `judges_of`."""
+    judges = () if scored is None else (scored,)
+    if (config := rewards.judge) is None:
+        return judges
     where, rubric = f"reward.judge.model: {config.model}", read_rubric(config.rubric, config.scale)
     if config.pairwise and sampler is None:
         raise UserError("reward.judge.pairwise compares two answers, and a row has one: say --reward, or --task loss")
@@ -79,7 +68,8 @@ def _reader(
         raise UserError("reward.judge: the policy has no tokenizer, so that there is no text to judge")
     if config.is_server:
         server = ChatServer(config)
-        return RubricJudge(config, rubric, f"{config.model} {server.served}", server, folder, server.close).judge
+        identity = f"{config.model} {server.served}"
+        return (*judges, RubricJudge(config, rubric, identity, server, folder, server.close).judge)
     if processes.number() > 1:
         raise UserError(
             f"{where} is loaded in one process, and there are {processes.number()}: judge on a server "
@@ -110,6 +100,10 @@ def _reader(
             "the rubric"
         )
 
+    room = model.limit - sampling.max_tokens
+    loaded = None if config.model == BASE else model.engine  # whose weights are read before the run begins
+    warm = list[Engine]()
+
     def base() -> Engine:
         assert sampler is not None
         owner: Engine = sampler.result(0)
@@ -121,31 +115,10 @@ def _reader(
         engine.borrow(owner)
         return engine
 
-    files = sorted(model.source.folder.glob("*.safetensors")) if model.source.folder else []
-    stamps = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
-    if config.model == BASE:
-        ask = _asking(model, sampling, base)
-    else:
-        loaded = model.engine  # its weights are read before the run begins
-        ask = _asking(model, sampling, lambda: loaded)
-    return RubricJudge(config, rubric, " ".join([options.model, dtype, *stamps]), ask, folder).judge
-
-
-def _prompt(model: InferenceModel, messages: List[Message]) -> np.ndarray:
-    """`[T]` tokens of a conversation; of a model that was trained on plain strings, a line for each message."""
-    plain = "".join(f"{message['content']}\n" for message in messages)
-    return model.prompt({"messages": messages} if model.plain_reason is None else {"prompt": plain}, "its question")
-
-
-def _asking(model: InferenceModel, sampling: Sampling, open_engine: Callable[[], Engine]) -> Ask:
-    """What asks a model in this process, whose programs are compiled at the first call for all others."""
-    engines: list[Engine] = []
-    room = model.limit - sampling.max_tokens
-
     def ask(conversations: List[List[Message]]) -> list[str | Failure]:
-        if not engines:
-            engines.append(open_engine())
-            engines[0].warm(Workload(engines[0].slots, room, model.limit))
+        if not warm:  # the first call compiles for all others
+            warm.append(base() if loaded is None else loaded)
+            warm[0].warm(Workload(warm[0].slots, room, model.limit))
         prompts: list[np.ndarray | Failure] = []
         for messages in conversations:
             try:
@@ -156,7 +129,16 @@ def _asking(model: InferenceModel, sampling: Sampling, open_engine: Callable[[],
                 long = f"judge reads {room} tokens (reward.judge.length less max_tokens), and these are {len(tokens)}"
                 prompts.append(tokens if len(tokens) <= room else Failure(long))
         requests = [Request(x, sampling, 0, i) for i, x in enumerate(prompts) if not isinstance(x, Failure)]
-        replies = iter(engines[0].run(requests))
+        replies = iter(warm[0].run(requests))
         return [x if isinstance(x, Failure) else model.text(next(replies)) or "" for x in prompts]
 
-    return ask
+    files = sorted(model.source.folder.glob("*.safetensors")) if model.source.folder else []
+    stamps = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
+    identity = " ".join([options.model, dtype, *stamps])
+    return (*judges, RubricJudge(config, rubric, identity, ask, folder).judge)
+
+
+def _prompt(model: InferenceModel, messages: List[Message]) -> np.ndarray:
+    """`[T]` tokens of a conversation; of a model that was trained on plain strings, a line for each message."""
+    plain = "".join(f"{message['content']}\n" for message in messages)
+    return model.prompt({"messages": messages} if model.plain_reason is None else {"prompt": plain}, "its question")

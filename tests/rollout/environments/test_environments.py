@@ -14,7 +14,7 @@ from tunix.data.tokenizer import Tokenizer, bytes_tokenizer
 from tunix.data.types import Kept
 from tunix.errors import UserError
 from tunix.recipe.sections import rows_left_out
-from tunix.rollout.environments.adapters import ADAPTERS, Numbered, row_seed, training_rows
+from tunix.rollout.environments.adapters import ADAPTERS, row_seed, training_rows
 from tunix.rollout.environments.base import Environment, Episode, Episodes, Observation, Row, Step
 from tunix.rollout.environments.calculator import Calculator, calculate, held_out_problems, problems
 from tunix.rollout.environments.config import EnvironmentConfig
@@ -477,18 +477,6 @@ def test_an_episode_s_seed_follows_from_its_row():
     assert len({row_seed({"seed": seed, "index": i}) for seed in range(3) for i in range(3)}) == 9
     with pytest.raises(UserError, match=r"and index is None in a row with seed, prompt"):
         row_seed({"seed": 0, "prompt": "a"})
-
-
-def test_rows_by_number_have_the_levels_in_turn():
-    rows = Numbered(5, seed=3, levels=2)
-    assert [rows[i] for i in (0, 1, 4)] == [
-        {"seed": 3, "index": 0, "level": 0},
-        {"seed": 3, "index": 1, "level": 1},
-        {"seed": 3, "index": 4, "level": 0},
-    ]
-    assert Numbered(5, seed=3)[4] == {"seed": 3, "index": 4}
-    with pytest.raises(IndexError):
-        rows[5]
 
 
 def test_a_mistyped_package_without_rows_is_told():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tunix.errors import UserError
-from tunix.rollout.rewards.base import Failure, Score
+from tunix.rollout.rewards.base import Failure, Reward, Score
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
 from tunix.rollout.rewards.scorer import Scorer
 
@@ -238,10 +238,10 @@ def test_a_worker_starts_without_the_heavy_imports(functions: Path):
 def test_scoring_overlaps_with_other_work(functions: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """The reward waits for a file that is written only after `add` has returned. What it prints is no output."""
     with Scorer([mine("wait_for")]) as scorer:
-        scoring = scorer.open([])
+        scoring = scorer.open({"": []})
         scoring.add(0, "p", str(tmp_path / "flag"), {})
         (tmp_path / "flag").touch()
-        assert scoring.result() == {"wait_for": [1.0]}
+        assert scoring.result() == {"wait_for": {0: 1.0}}
     out, err = capfd.readouterr()
     assert "own words" not in out
     assert "own words" in err
@@ -269,7 +269,7 @@ def test_a_child_left_behind_hides_no_death(functions: Path, tmp_path: Path):
 
 def test_closing_does_not_wait_for_a_hanging_reward(functions: Path, tmp_path: Path):
     scorer = Scorer([mine("spawn_and_hang")], deadline=3600.0)
-    scorer.open([]).add(0, "p", "pids", {})
+    scorer.open({"": []}).add(0, "p", "pids", {})
     pids = pids_in(tmp_path / "pids")
     scorer.close()
     assert all(gone(pid) for pid in pids)
@@ -461,11 +461,11 @@ def test_functions_written_for_trl(tmp_path: Path):
     rewards = [trl("accuracy_reward", clip=(0.0, 0.5)), trl("reads_all"), trl("shorter")]
     rewards += [trl("soft_overlong", options={"longest": 1}), trl("of_texts")]
     with Scorer(rewards, workers=1) as scorer:
-        scoring = scorer.open(["prompt", "answer", "completion_ids"])
+        scoring = scorer.open({"": ["prompt", "answer", "completion_ids"]})
         for number, (said, answer) in enumerate([("4", "4"), ("5", "4"), ("6", None)]):
             row = {"prompt": ASKED, "answer": answer, "completion_ids": [7] * number}
             scoring.add(number, "Sum?", said, row, ASKED)
-        assert scoring.result() == {
+        assert {name: list(scores.values()) for name, scores in scoring.result().items()} == {
             "accuracy_reward": [0.5, 0.0, None],
             "reads_all": [1.0, 1.1, 1.2],  # one message, and a tenth of the ids
             "shorter": [None] * 3,
@@ -539,16 +539,34 @@ def test_the_functions_of_trl(tmp_path: Path):
     names = ("trl.rewards:accuracy_reward", "trl.rewards:think_format_reward", "theirs.py:overlong")
     rewards = [RewardFunction.model_validate({"name": name, "style": "trl"}) for name in names]
     with Scorer(rewards, deadline=60.0, workers=1) as scorer:
-        scoring = scorer.open(["prompt", "solution", "completion_ids"])
+        scoring = scorer.open({"": ["prompt", "solution", "completion_ids"]})
         texts = [r"\boxed{4}", "<think>a</think> $5$", r"\boxed{4}"]
         for number, (text, solution, length) in enumerate(zip(texts, ["$4$", "$4$", "none"], [6, 8, 11], strict=True)):
             row = {"prompt": ASKED, "solution": solution, "completion_ids": [1] * length}
             scoring.add(number, "Sum?", text, row, ASKED)
-        assert scoring.result() == {
+        assert {name: list(scores.values()) for name, scores in scoring.result().items()} == {
             "accuracy_reward": [1.0, 0.0, None],  # a solution that cannot be parsed
             "think_format_reward": [0.0, 1.0, 0.0],
             "overlong": [0.0, -0.5, -1.0],  # (10 - 4 - 8) / 4
         }
+
+
+# --- Data sets ------------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_scores_its_data_set_alone():
+    """`a` has a reward of its own, `b` has none at all; what has no rewards of its own has the others."""
+
+    def one(completion: str) -> float:
+        return 1.0
+
+    with Scorer([Reward("plain", one), Reward("of_a", one, data_set="a")], data_sets=["a", "b"]) as scorer:
+        scoring = scorer.open({data_set: [] for data_set in ("", "a", "b", "c")})
+        for number, data_set in enumerate(["", "a", "b", "c"]):
+            scoring.add(number, "p", "c", {}, data_set=data_set)
+        assert scoring.result() == {"plain": {0: 1.0, 3: 1.0}, "of_a": {1: 1.0}}
+    with pytest.raises(UserError, match="the reward plain of a has weight 2, and 1 for another data set"):
+        Scorer([Reward("plain", one), Reward("plain", one, weight=2.0, data_set="a")], data_sets=["a"])
 
 
 # --- verl's ---------------------------------------------------------------------------------------------------------
@@ -579,10 +597,10 @@ def test_functions_written_for_verl(tmp_path: Path):
     (tmp_path / "theirs.py").write_text(VERL)
     with Scorer([verl("compute_score"), verl("plain", columns={"ground_truth": "data_source"})], workers=1) as scorer:
         scorer.check([*ROW, *(f"reward_model.{name}" for name in ROW["reward_model"])])
-        scoring = scorer.open(list(ROW))
+        scoring = scorer.open({"": ROW})
         for number, said in enumerate(["4", "05", "none"]):
             scoring.add(number, "2 + 2?", said, ROW)
-        results = scoring.result()
+        results = {name: list(scores.values()) for name, scores in scoring.result().items()}
     missing = Failure("compute_score returned a mapping without `score`; its keys are 'acc'")
     assert results == {"compute_score": [1.0, 0.0, missing], "plain": [1.0, 2.0, 4.0]}
     assert scoring.metrics == {"compute_score/acc": [1.0, 0.0]}

@@ -36,16 +36,10 @@ class Adapter:
 
 
 def require_package(what: str, package: str, tried: str, extra: str) -> None:
-    """Checks that a package is there in a version that was tried.
-
-    Args:
-        what: needs it, e.g. `the environment reasoning_gym`.
-        package: its name on the index.
-        tried: its versions that were tried, e.g. `>=0.1.20,<0.2`.
-        extra: the extra of pyproject.toml that installs it.
+    """Checks that a package is there in a version that was tried; see `Adapter`.
 
     Raises:
-        UserError: it is missing, or of another version.
+        UserError: it is missing, or of another version; begins with what needs it.
     """
     from packaging.specifiers import SpecifierSet
 
@@ -74,11 +68,8 @@ ADAPTERS: Mapping[str, Adapter] = {
 
 
 def row_number(row: Mapping[str, Any], name: str) -> int:
-    """A whole number of a row from which an environment makes its episode, such as its `index`.
-
-    Raises:
-        UserError: the row has none.
-    """
+    """A whole number of a row, such as its `index`, from which an environment makes its episode; a `UserError` where
+    the row has none."""
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise UserError(
@@ -89,11 +80,7 @@ def row_number(row: Mapping[str, Any], name: str) -> int:
 
 
 def row_seed(row: Mapping[str, Any]) -> int:
-    """The seed of a row's episode, 32 bits of its `seed` and `index`, e.g. 2968811710.
-
-    Raises:
-        UserError: the row lacks them.
-    """
+    """The seed of a row's episode, 32 bits of its `seed` and `index`, e.g. 2968811710; see `row_number`."""
     return int(np.random.SeedSequence([row_number(row, "seed"), row_number(row, "index")]).generate_state(1)[0])
 
 
@@ -123,21 +110,6 @@ _HELD_OUT = 2**31
 """Added to the seed of held-out episodes, which are others than those that are trained on."""
 SIZE = 10_000
 """Rows of an environment that makes its own, where its option `size` says nothing."""
-
-
-class Numbered:
-    """Rows `{"seed": 0, "index": i}`, of which an environment makes its episodes; with `levels` each has a `level`."""
-
-    def __init__(self, size: int, seed: int, levels: int | None = None) -> None:
-        """So many rows, all of one seed, of so many levels in turn, from 0 on."""
-        self._size, self._seed, self._levels = size, seed, levels
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, i: int) -> dict[str, int]:
-        index = range(self._size)[i]
-        return {"seed": self._seed, "index": index} | ({"level": index % self._levels} if self._levels else {})
 
 
 def training_rows(data: DataConfig, environment: EnvironmentConfig | None, seed: int) -> Rows:
@@ -186,4 +158,5 @@ def _own_rows(config: EnvironmentConfig | None, seed: int, key: str) -> Rows:
     for name, number in (("size", size), ("levels", levels)):
         if number is not None and (not isinstance(number, int) or number < 1):
             raise UserError(f"the environment {config.name} has {name} {number!r}: it is a whole number, from 1 on")
-    return Rows(config.name, Numbered(size, seed, levels))
+    rows = [{"seed": seed, "index": i} | ({"level": i % levels} if levels else {}) for i in range(size)]
+    return Rows(config.name, rows)

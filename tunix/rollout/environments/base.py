@@ -13,7 +13,6 @@ rendered from any of three forms: texts, messages, token ids. In a run the envir
 Axes: T time.
 """
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -107,9 +106,10 @@ class Step:
 
 class Environment(ABC):
     """One episode; every completion has its own. Constructor and methods run in a worker process, each call within a
-    deadline; other completions are sampled meanwhile. An episode stays in the process where it began and shares it with
-    others, one call at a time. Everything has to follow from the row, the generator and the actions: where another
-    episode hangs or ends the process, this one is replayed in a new process, and fails if it answers differently."""
+    deadline, but for what a process makes first, which may import and load; other completions are sampled meanwhile. An
+    episode stays in the process where it began and shares it with others, one call at a time. Everything has to follow
+    from the row, the generator and the actions: where another episode hangs or ends the process, this one is replayed
+    in a new one, and fails if it answers differently."""
 
     scores: ClassVar[bool] = True
     """Whether it gives rewards: an episode that was cut short then keeps the sum of its rewards so far, 0 at first.
@@ -124,11 +124,9 @@ class Environment(ABC):
     replayable: ClassVar[bool] = True
     """Whether everything follows from the row, the generator and the actions. False for one whose state is elsewhere,
     such as a session of a server: where its process is lost, it fails, and is not begun anew."""
-    modules: ClassVar[tuple[str, ...]] = ()
-    """Modules that a worker imports before the first call, so that no deadline includes their import."""
     deadline: float = 10.0
     """Seconds that each call may take, `rollout.environment.deadline`: set after the constructor. What waits for
-    something else gives up before, so that only this episode fails."""
+    something else gives up after `patience`, so that only this episode fails."""
     template_kwargs: Mapping[str, Any] = MappingProxyType({})
     """Variables of the chat template that prompts and observations are rendered with, e.g. `tools`; JSON, and the same
     for all episodes."""
@@ -149,15 +147,10 @@ class Environment(ABC):
         """
         return dict(options)
 
-    @classmethod
-    def warm(cls, options: Mapping[str, Any]) -> None:
-        """Does what takes long and a worker does once, before any deadline runs: imports `modules`.
-
-        Raises:
-            UserError: it cannot be done, so that no worker starts.
-        """
-        for module in cls.modules:
-            importlib.import_module(module)
+    @property
+    def patience(self) -> float:
+        """Seconds that it may wait for something else: at the deadline nobody could say what it waited for."""
+        return 0.8 * self.deadline
 
     @abstractmethod
     def reset(self, row: Row, rng: np.random.Generator) -> Observation:
@@ -269,6 +262,8 @@ class Episode:
         """The environment's failure, which ends the episode without a score; None where there was none."""
         self.done = False
         """Whether the environment has ended the episode."""
+        self.on_end: Callable[[Episode], None] = lambda episode: None
+        """Called by `Episodes` when it is over, in any thread."""
         self._environment, self._tokenizer, self._turns = environment, tokenizer, turns
         of_row = as_template_kwargs(row.get(TEMPLATE_KWARGS))
         self._template_kwargs = {**(template_kwargs or {}), **of_row, **environment.template_kwargs}
@@ -347,7 +342,6 @@ class Episodes:
         self,
         episodes: Sequence[Episode | None],
         together: int = 1,
-        on_end: Callable[[Episode], None] = lambda episode: None,
         close: Callable[[], None] = lambda: None,
     ) -> None:
         """Holds the episodes of a batch.
@@ -355,11 +349,9 @@ class Episodes:
         Args:
             episodes: in the order of the requests; None where no environment answers.
             together: how many may be called at a time.
-            on_end: called with each episode when it is over; any thread may.
             close: lets go of what episodes hold, after the last has ended.
         """
-        self.episodes = episodes
-        self.together, self.on_end, self.close = together, on_end, close
+        self.episodes, self.together, self.close = episodes, together, close
 
     def reply(self, request: int, completion: "Completion") -> np.ndarray | None:
         """The observation after a turn that stopped, or None; called by the sampler (`types.Reply`)."""
@@ -368,7 +360,7 @@ class Episodes:
         assert len(completion.turns) == len(episode.rewards) + 1
         observation = episode.turn(completion.tokens[slice(*completion.turns[-1])])
         if observation is None:
-            self.on_end(episode)
+            episode.on_end(episode)
         return observation
 
     def finish(self, completions: Sequence["Completion"]) -> None:
@@ -385,7 +377,7 @@ class Episodes:
             if not episode.done and episode.failure is None:
                 episode.finish()
             if not ended:
-                self.on_end(episode)
+                episode.on_end(episode)
 
         with ThreadPoolExecutor(self.together, thread_name_prefix="environment") as threads:
             list(threads.map(finish, self.episodes, completions))

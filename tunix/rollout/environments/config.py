@@ -27,10 +27,6 @@ class MCPConfig(Config):
     """Whether the episodes of a worker share a server, which then must remember nothing, or each has its own."""
 
 
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, Mapping) else value
-
-
 class EnvironmentConfig(Config):
     """The environment that answers the model; every completion is an episode of it. A name alone will do."""
 
@@ -41,7 +37,7 @@ class EnvironmentConfig(Config):
     tools: tuple[str, ...] = ()
     """Python functions that the model may call, each as `module:function` or `file.py:function`, with type hints and a
     docstring that has `Args:`, which the chat template shows as a JSON schema."""
-    mcp: Annotated[tuple[MCPConfig, ...], BeforeValidator(_listed)] = ()
+    mcp: Annotated[tuple[MCPConfig, ...], BeforeValidator(lambda x: [x] if isinstance(x, Mapping) else x)] = ()
     """A server whose tools the model may call, or a list of them: {command: [python, server.py]}."""
     options: dict[str, Any] = {}
     """Arguments of its constructor, such as {guesses: 5}."""
@@ -49,7 +45,7 @@ class EnvironmentConfig(Config):
     """Turns of the model in an episode at most; an environment that has not ended by then counts as failed."""
     deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
     """Seconds that a call of its constructor, reset or step may take; after that the episode counts as failed, and its
-    worker is replaced."""
+    worker is replaced. What a worker makes first may import and load, for 120 seconds at most."""
     workers: Positive | None = None
     """Worker processes for environments, each of which answers one call at a time; null: as many as there are cores, at
     most 8. More, up to 32, where a step waits for something else, such as a search. Never changes a result."""

@@ -25,7 +25,6 @@ class Gymnasium(Problem):
     """An episode until it is terminated or truncated; the reward of each action belongs to its turn."""
 
     scores: ClassVar[bool] = True
-    modules: ClassVar[tuple[str, ...]] = ("gymnasium",)
 
     def __init__(
         self,
@@ -50,8 +49,7 @@ class Gymnasium(Problem):
             size: rows of a run.
             extract: where the action is in the model's text; see `extracted`. None for all of it.
             rules: text before the first observation.
-            chat: whether observations are a user's messages in the tokenizer's chat template.
-            system: system message before them; needs `chat`.
+            chat: see `Problem`, as `system`.
 
         Raises:
             UserError: there is no such environment, it cannot be made, or its spaces are others.

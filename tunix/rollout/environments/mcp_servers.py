@@ -1,14 +1,13 @@
 """Servers of tools by the Model Context Protocol, over stdio: processes that the package `mcp` talks to.
 
-A server starts in a worker where it is first asked, and ends with it, whatever happens: on Linux the kernel kills it
-with the worker, elsewhere its input closes. One that ends, or does not answer before the environment's deadline, fails
+A server starts in a worker where it is first asked, and ends with it, whatever happens: it has the worker's mark
+(`workers/process.py`), and its input closes. One that ends, or does not answer before the environment's deadline, fails
 the episode that asked, and starts anew for the next. Loads without the package.
 """
 
 import asyncio
 import json
-import shutil
-import sys
+import os
 import threading
 import time
 import weakref
@@ -17,34 +16,8 @@ from concurrent.futures import Future
 from functools import cache
 from typing import Any
 
-from tunix.errors import UserError
-from tunix.rollout.environments.adapters import require_package
 from tunix.rollout.environments.base import EpisodeError
-from tunix.rollout.environments.config import MCPConfig
-
-SHARE = 0.8
-"""The share of an environment's deadline that a server has for an answer: at the deadline nobody could name it."""
-START = 60.0
-"""Seconds that a server has to start with its worker, and to say what its tools are."""
-_DIES_WITH_PARENT = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-os.execvp(sys.argv[1], sys.argv[1:])
-"""
-
-
-def check_server(config: MCPConfig) -> None:
-    """Refuses a server that cannot start here.
-
-    Raises:
-        UserError: its program or the package is missing, or the package's version was not tried.
-    """
-    require_package("environment.mcp", "mcp", ">=2.3,<3", "mcp")
-    if shutil.which(config.command[0]) is None:
-        raise UserError(
-            f"environment.mcp: there is no program {config.command[0]!r}, with which the command begins: install it, "
-            "or write its whole path"
-        )
+from tunix.rollout.workers.process import MARK
 
 
 @cache
@@ -58,51 +31,54 @@ def background_loop() -> asyncio.AbstractEventLoop:
 class Server:
     """A server and its tools; starts when it is first asked, and again after it was lost."""
 
-    def __init__(self, command: tuple[str, ...], env: Mapping[str, str], deadline: float) -> None:
-        """Starts nothing yet; see `MCPConfig`. The deadline is the environment's, in seconds."""
+    def __init__(self, command: tuple[str, ...], env: Mapping[str, str]) -> None:
+        """Starts nothing yet; see `MCPConfig`."""
         self.name = f"the MCP server {' '.join(command)!r}"
         """In messages."""
-        self._command, self._env, self._seconds = command, env, SHARE * deadline
+        self._command, self._env = command, env
         self._client: Any = None
         self._running: list[Future[None]] = []
         weakref.finalize(self, _cancel, self._running)
 
-    def schemas(self, seconds: float | None = None) -> Mapping[str, dict[str, Any]]:
+    def schemas(self, seconds: float) -> Mapping[str, dict[str, Any]]:
         """The server's tools by name, as chat templates show them; it is asked once in a process.
 
-        Args:
-            seconds: that it has to start and answer; None for the deadline's share.
-
         Raises:
-            EpisodeError: it ended, or did not answer.
+            EpisodeError: it ended, or did not start and answer within so many seconds.
         """
         key = self._command, tuple(self._env.items())
         if key not in _SCHEMAS:
-            tools, _SCHEMAS[key] = self._ask(_tools, seconds), {}
-            for tool in tools:
-                function = {"description": tool.description or "", "parameters": tool.input_schema}
-                _SCHEMAS[key][tool.name] = {"type": "function", "function": {"name": tool.name, **function}}
+            _SCHEMAS[key] = {
+                tool.name: {
+                    "type": "function",
+                    "function": {
+                        "name": tool.name,
+                        "description": tool.description or "",
+                        "parameters": tool.input_schema,
+                    },
+                }
+                for tool in self._ask(_tools, seconds)
+            }
         return _SCHEMAS[key]
 
-    def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
+    def call(self, tool: str, arguments: Mapping[str, Any], seconds: float) -> str:
         """The text of a tool's result; parts that are no text are named in their places.
 
         Raises:
-            EpisodeError: the server ended, or did not answer.
+            EpisodeError: the server ended, or did not answer within so many seconds.
             Exception: it refused the call.
         """
-        result = self._ask(lambda client: client.call_tool(tool, dict(arguments)))
+        result = self._ask(lambda client: client.call_tool(tool, dict(arguments)), seconds)
         parts = [part.text if part.type == "text" else f"[{part.type}, which is not shown]" for part in result.content]
         if not parts and result.structured_content is not None:
             parts = [json.dumps(result.structured_content, ensure_ascii=False)]
         return ("error: " if result.is_error else "") + "\n".join(parts)
 
-    def _ask(self, question: Callable[[Any], Coroutine[Any, Any, Any]], seconds: float | None = None) -> Any:
+    def _ask(self, question: Callable[[Any], Coroutine[Any, Any, Any]], seconds: float) -> Any:
         """The answer of the client, which is connected first where it is not."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
-        seconds = seconds or self._seconds
         until, loop = time.monotonic() + seconds, background_loop()
         try:
             if self._client is None:
@@ -132,10 +108,9 @@ async def _run(command: tuple[str, ...], env: Mapping[str, str], connected: Futu
     """Runs a server until this is cancelled; its client is the result of `connected`."""
     from mcp import Client, StdioServerParameters
 
-    if sys.platform == "linux":
-        command = (sys.executable, "-I", "-S", "-c", _DIES_WITH_PARENT, *command)
+    env = {MARK: os.environ.get(MARK, ""), **env}
     try:
-        async with Client(StdioServerParameters(command=command[0], args=[*command[1:]], env={**env})) as client:
+        async with Client(StdioServerParameters(command=command[0], args=[*command[1:]], env=env)) as client:
             connected.set_result(client)
             await asyncio.Event().wait()
     except Exception as error:

@@ -17,18 +17,14 @@ import httpx
 import numpy as np
 
 from tunix.errors import UserError, nearest
-from tunix.rollout.environments.adapters import SIZE
+from tunix.rollout.environments.adapters import SIZE, row_seed
 from tunix.rollout.environments.base import Environment, EpisodeError, Observation, Row, Step
-
-SHARE = 0.8
-"""Share of a call's deadline in which the server has to answer; after it the worker and all its sessions end."""
 
 
 class OpenEnv(Environment):
     """A session of an OpenEnv server."""
 
     replayable: ClassVar[bool] = False
-    modules: ClassVar[tuple[str, ...]] = ("openenv.core.generic_client",)
 
     def __init__(
         self,
@@ -57,15 +53,26 @@ class OpenEnv(Environment):
         Raises:
             UserError: no such server, or a field that is not in its schema.
         """
+        from openenv.core.generic_client import GenericEnvClient
+
         schema = _schema(url)
+        self._connect = GenericEnvClient
         self._url, self._chat, self._reset, self._columns = url, chat, reset or {}, columns or []
-        fields = {name: x for name, x in schema["reset_observation"]["properties"].items() if name not in ADDED}
-        texts = [name for name, field in fields.items() if field.get("type") == "string"]
-        self._shown = self._chosen("observation", observation, [*fields], texts)
-        fields = [name for name in schema["action"]["properties"] if name not in ADDED]
-        self._acted = self._chosen("action", action, fields, schema["action"].get("required", []))
         self._client: Any = None
         self._socket: Any = None
+        chosen = dict[str, str]()
+        for option, name in (("observation", observation), ("action", action)):
+            fields = {key: x for key, x in schema[option]["properties"].items() if key not in ADDED}
+            meant = [key for key, field in fields.items() if field.get("type") == "string"]
+            meant = schema[option].get("required", []) if option == "action" else meant
+            if name not in fields and (name is not None or len(meant) != 1):
+                wrong = f"{name!r} is none of them" if name else "is not set, and no single field is meant by that"
+                raise UserError(
+                    f"rollout.environment.options.{option}: the {option} of {url} has the fields "
+                    f"{', '.join(fields) or 'none'}; the option {wrong}.{nearest(name or '', fields)}"
+                )
+            chosen[option] = name or meant[0]
+        self._shown, self._acted = chosen["observation"], chosen["action"]
 
     def reset(self, row: Row, rng: np.random.Generator) -> Observation:
         """Opens a session and resets it.
@@ -73,8 +80,6 @@ class OpenEnv(Environment):
         Raises:
             UserError: nothing answers, the server refuses another session, or its `reset` fails.
         """
-        from openenv.core.generic_client import GenericEnvClient
-
         if missing := [name for name in self._columns if name not in row]:
             raise UserError(
                 f"rollout.environment.options.columns: {missing[0]!r} is no column of the rows, which have "
@@ -82,10 +87,9 @@ class OpenEnv(Environment):
             )
         arguments = {**self._reset, **{name: row[name] for name in self._columns}}
         if {"seed", "index"} <= row.keys():
-            seed = np.random.SeedSequence([row["seed"], row["index"]]).generate_state(1)[0]
-            arguments = {"seed": int(seed), **arguments}
-        patience = SHARE * self.deadline
-        self._client = GenericEnvClient(self._url, connect_timeout_s=patience, message_timeout_s=patience).sync()
+            arguments = {"seed": row_seed(row), **arguments}
+        seconds = self.patience
+        self._client = self._connect(self._url, connect_timeout_s=seconds, message_timeout_s=seconds).sync()
         try:
             result = self._client.reset(**arguments)
         except Exception as error:
@@ -132,18 +136,6 @@ class OpenEnv(Environment):
         text = value if isinstance(value, str) else json.dumps(value)
         return [{"role": "user", "content": text}] if self._chat else text
 
-    def _chosen(self, option: str, name: str | None, fields: list[str], candidates: list[str]) -> str:
-        """The field that an option names, or the only candidate."""
-        if name is None and len(candidates) == 1:
-            return candidates[0]
-        if name in fields:
-            return name
-        wrong = "is not set, and no single field is meant by that" if name is None else f"{name!r} is none of them"
-        raise UserError(
-            f"rollout.environment.options.{option}: the {option} of {self._url} has the fields "
-            f"{', '.join(fields) or 'none'}; the option {wrong}.{nearest(name or '', fields)}"
-        )
-
 
 ADDED = ("metadata", "reward", "done")
 """Fields that every action or observation has."""
@@ -151,7 +143,7 @@ ADDED = ("metadata", "reward", "done")
 
 @cache
 def _schema(url: str) -> Mapping[str, Any]:
-    """JSON schemas of the server's `action` and `reset_observation`.
+    """JSON schemas of the server's actions and of the observations of its `reset`.
 
     Raises:
         UserError: nothing answers as such a server does.
@@ -161,7 +153,8 @@ def _schema(url: str) -> Mapping[str, Any]:
         raise UserError(f"{where} is no address of a server; write http://host:8000")
     try:
         schema = httpx.get(f"{url.rstrip('/')}/schema", timeout=5.0).raise_for_status().json()
-        return {name: {"properties": {}, **schema[name]} for name in ("action", "reset_observation")}
+        names = {"action": "action", "observation": "reset_observation"}
+        return {option: {"properties": {}, **schema[name]} for option, name in names.items()}
     except httpx.HTTPError as error:
         raise UserError(
             f"{where}: no environment server answers ({_said(error)}): start it, or mend the address"

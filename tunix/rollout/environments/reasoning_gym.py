@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import importlib
 import json
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,7 +28,6 @@ class ReasoningGym(Problem):
     """A question of one of the tasks, scored by the task's verifier: 1 for right, often less for partly right."""
 
     scores: ClassVar[bool] = True
-    modules: ClassVar[tuple[str, ...]] = ("reasoning_gym",)
 
     def __init__(
         self,
@@ -53,8 +51,7 @@ class ReasoningGym(Problem):
                 the settings of `config` alone.
             extract: where the answer is in the model's text; see `extracted`. None for all of it.
             template: text with the `{question}` in braces; None asks the question alone.
-            chat: see `Problem`.
-            system: see `Problem`.
+            chat: see `Problem`, as `system`.
 
         Raises:
             UserError: an unknown task or configuration, or a weight or a value that the package does not take.
@@ -71,20 +68,26 @@ class ReasoningGym(Problem):
                     f"the environment reasoning_gym has a config of {task!r}, which is none of its tasks "
                     f"({', '.join(tasks)}).{nearest(task, tasks)}"
                 )
+        known = {name: kind for name, (_, kind) in _factory().DATASETS.items() if name != "composite"}
         for task in tasks:
-            _check(task, self._config.get(task, {}))
+            if task not in known:
+                raise UserError(
+                    f"the environment reasoning_gym has no task {task!r} among its {len(known)}.{nearest(task, known)}"
+                )
+            settings = [field.name for field in dataclasses.fields(known[task]) if field.name not in ("seed", "size")]
+            for name in self._config.get(task, {}):
+                if name not in settings:
+                    raise UserError(
+                        f"the environment reasoning_gym: {task} has no setting {name!r}; it has {', '.join(settings)}."
+                        f"{nearest(name, settings)}"
+                    )
         self._dataset(0, None)
 
     @staticmethod
     def levels(task: str) -> list[dict[str, Any]]:
         """The settings of a task at each level of the package's curriculum, the easiest first; a level's ranges hold
-        those of the levels before it. A single empty one for a task without a curriculum.
-
-        Raises:
-            UserError: there is no such task.
-        """
+        those of the levels before it. A single empty one for a task without a curriculum."""
         factory = _factory()
-        _check(task, {})
         if not factory.has_curriculum(task):
             return [{}]
         curriculum, levels = factory.create_curriculum(task), []
@@ -140,22 +143,6 @@ _FIELDS = ("lower_field_name", "upper_field_name", "field_name")
 def _factory() -> Any:
     """The package's tables of tasks and curricula."""
     return importlib.import_module("reasoning_gym").factory
-
-
-def _check(task: str, config: Mapping[str, Any]) -> None:
-    """Refuses a task or a setting that is not known."""
-    factory = _factory()
-    if task not in factory.DATASETS or task == "composite":
-        hint = nearest(task, factory.DATASETS)
-        raise UserError(f"the environment reasoning_gym has no task {task!r} among its {len(factory.DATASETS)}.{hint}")
-    _, kind = factory.DATASETS[task]
-    known = [field.name for field in dataclasses.fields(kind) if field.name not in ("seed", "size")]
-    for name in config:
-        if name not in known:
-            raise UserError(
-                f"the environment reasoning_gym: {task} has no setting {name!r}; it has {', '.join(known)}."
-                f"{nearest(name, known)}"
-            )
 
 
 @functools.lru_cache(maxsize=64)

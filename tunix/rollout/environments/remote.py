@@ -56,7 +56,7 @@ from tunix.rollout.environments.guessing import Guessing
 from tunix.rollout.environments.problem import Problem
 from tunix.rollout.environments.tools import Tools
 from tunix.rollout.rewards.calls import raised
-from tunix.rollout.workers.process import Lost, WorkerProcess, WorkerThread, encode
+from tunix.rollout.workers.process import START, Lost, WorkerProcess, WorkerThread, refuse_unsendable
 from tunix.util.coded import array_of, coded
 from tunix.util.plugins import absolute, check_options, is_reference, load_object
 
@@ -124,7 +124,6 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
         first: the `kind` of environment, or where it is loaded from, its `options`, and the `deadline` of a call.
     """
     kind = load_object(first["kind"]) if isinstance(first["kind"], str) else first["kind"]
-    kind.warm(first["options"])
     living: dict[int, Environment] = {}
     """Environments by the numbers of their episodes."""
 
@@ -142,6 +141,7 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
         try:
             if "describe" in request:
                 made = living[number] = kind(**first["options"])
+                made.deadline = START
                 facts: dict[str, Any] = {name: bool(getattr(made, name)) for name in FLAGS}
                 facts |= {"stop_strings": [str(text) for text in made.stop_strings]}
                 facts |= {"template_kwargs": dict(made.template_kwargs), "finishes": _finishes(kind)}
@@ -225,26 +225,39 @@ class EnvironmentWorker:
         self.lock = threading.Lock()
         self.lost = "ended its process"
         """What happened when a process was last lost, e.g. `took longer than 10 s`."""
+        self.facts: Answer = {}
+        """What the process says of its environments, after `ready`; see the top of this file."""
         first = {"kind": kind if source is None else source, "options": options, "deadline": deadline}
         self._host: WorkerProcess | WorkerThread = (
             WorkerThread(prepare(first))
             if source is None
             else WorkerProcess(prepare.__module__, first, "an environment")
         )
-        self._deadline, self._closed = deadline, False
+        self._name, self._deadline, self._closed, self._described = kind.__name__, deadline, False, 0
         self.over: deque[int] = deque()
         """Episodes to let go of with the next call; any thread may add some, at any time."""
 
     def ready(self) -> int:
-        """The number of the process that lives, which is started where there is none; the lock has to be held.
+        """The number of the process that lives; the lock has to be held.
+
+        Where there is none it is started, and makes an environment, whatever that loads: no deadline includes it.
 
         Raises:
             Lost: the worker is closed.
-            UserError: the process does not start.
+            UserError: the process does not start, or the environment cannot be made.
         """
         if self._closed:
             raise Lost("was given up")
         self._host.ensure()
+        if self._described != self._host.starts:
+            try:
+                self.facts = self._host.ask({"describe": True}, max(START, self._deadline))
+            except Lost as lost:
+                self.facts = {"failure": str(lost)}
+            if "failure" in self.facts:
+                wrong = f"the environment {self._name} cannot be made: it {self.facts['failure']}"
+                raise UserError(self.facts.get("advice", wrong))
+            self._described = self._host.starts
         return self._host.starts
 
     def ask(self, request: Mapping[str, Any]) -> Answer:
@@ -293,7 +306,8 @@ class RemoteEnvironment(Environment):
             worker: where it lives.
             number: of the episode, unlike that of any other in the worker.
         """
-        self._player, self._worker, self._number, self._process = player, worker, number, 0
+        self._player, self._number, self._process = player, number, 0
+        self.worker = worker
         self._history: list[tuple[dict[str, Any], Answer]] = []
         """Requests and answers so far."""
         weakref.finalize(self, worker.over.append, number).atexit = False
@@ -306,30 +320,16 @@ class RemoteEnvironment(Environment):
             UserError: the environment raised one; or a worker does not start, or the row cannot be sent to it.
         """
         for name, value in row.items():
-            try:
-                encode([value])
-            except (TypeError, ValueError) as error:
-                raise UserError(
-                    f"the environment {type(self).__name__} reads rows whose column {name!r} cannot be sent to a "
-                    f"worker ({error}): turn it into text, numbers or lists of these in the data, or leave it out"
-                ) from error
+            refuse_unsendable(f"the environment {type(self).__name__}", name, value)
         # The generator is new, and follows from what it was made of.
         seeds = rng.bit_generator.seed_seq
         assert isinstance(seeds, np.random.SeedSequence), "episodes have generators of np.random.default_rng"
         request = {"start": {"row": dict(row), "seed": seeds.entropy}}
         try:
             answer = self._answer(request)
-        except EpisodeError:  # a reset that is lost ends the run: it may have been what others left in the process
+        except EpisodeError:  # a reset that fails ends the run: it may have been what others left in the process
             answer = self._answer(request)
-        if "advice" in answer:
-            raise UserError(answer["advice"])
-        if "failure" in answer:
-            raise EpisodeError(answer["failure"])
         return read(answer["observation"])
-
-    def close(self) -> None:
-        """Has the environment closed with the next call to its worker."""
-        self._worker.over.append(self._number)
 
     def step(self, action: str, tokens: np.ndarray) -> Step:
         """The environment's answer to a turn.
@@ -338,8 +338,6 @@ class RemoteEnvironment(Environment):
             EpisodeError: it failed, and how.
         """
         answer = self._answer({"action": action, "tokens": coded(tokens)})
-        if "failure" in answer:
-            raise EpisodeError(answer["failure"])
         observation = None if answer["observation"] is None else read(answer["observation"])
         return Step(observation, answer["reward"], answer["done"], answer["seat"], dict(answer["outcomes"]))
 
@@ -349,24 +347,26 @@ class RemoteEnvironment(Environment):
         Raises:
             EpisodeError: it failed, and how.
         """
-        answer = self._answer({"finish": True}) if self.finishes else {"reward": None}
-        if "failure" in answer:
-            raise EpisodeError(answer["failure"])
-        return answer["reward"]
+        return self._answer({"finish": True})["reward"] if self.finishes else None
 
     def _answer(self, request: dict[str, Any]) -> Answer:
-        """Asks the worker, in which the episode is replayed first if it has lived in an earlier process."""
+        """Asks the worker, in which the episode is replayed first if it has lived in an earlier process.
+
+        Raises:
+            EpisodeError: it failed, and how.
+            UserError: the environment raised one where it was to start.
+        """
         request["episode"] = self._number
         try:
-            with self._worker.lock:
-                process = self._worker.ready()
-                why = self._worker.lost
+            with self.worker.lock:
+                process = self.worker.ready()
+                why = self.worker.lost
                 if self._history and process != self._process and not self.replayable:
                     raise EpisodeError(
                         f"is lost: another episode of its worker {why}, and what it had begun cannot be replayed"
                     )
                 for turn, (earlier, before) in enumerate(self._history if process != self._process else ()):
-                    if self._worker.ask(earlier) != before:
+                    if self.worker.ask(earlier) != before:
                         what = f"the answer to turn {turn}" if turn else "the prompt"
                         raise EpisodeError(
                             f"is not deterministic given row and rng, so that it cannot be replayed: another episode "
@@ -374,11 +374,15 @@ class RemoteEnvironment(Environment):
                             "that of before"
                         )
                 self._process = process
-                answer = self._worker.ask(request)
+                answer = self.worker.ask(request)
         except Lost as lost:
             # Of an environment that calls what the model names, that is what hung.
             called = f" at {request['action']!r:.160}" if self.keeps_special and "action" in request else ""
             raise EpisodeError(f"{lost}{called}") from None
+        if "advice" in answer and "start" in request:
+            raise UserError(answer["advice"])
+        if "failure" in answer:
+            raise EpisodeError(answer["failure"])
         self._history.append((request, answer))
         return answer
 
@@ -413,24 +417,19 @@ class Player:
         workers = self._workers
         self.close = weakref.finalize(self, lambda: [worker.close() for worker in workers])
         """Ends the workers, as the end of this object does; episodes that have not ended are lost."""
-        name, first = kind.__name__, self._workers[0]
         try:
-            with first.lock:
-                first.ready()
-                answer = first.ask({"describe": True})
-            if "failure" in answer:
-                raise UserError(answer.get("advice", f"the environment {name} cannot be made: it {answer['failure']}"))
-        except BaseException as error:
+            with workers[0].lock:
+                workers[0].ready()
+        except BaseException:
             self.close()
-            if isinstance(error, Lost):
-                raise UserError(f"the environment {name} cannot be made: it {error}") from None
             raise
-        self.scores = bool(answer["scores"])
+        facts = workers[0].facts
+        self.scores = bool(facts["scores"])
         """Whether the environment gives rewards."""
-        self.stop_strings: tuple[str, ...] = tuple(answer["stop_strings"])
+        self.stop_strings: tuple[str, ...] = tuple(facts["stop_strings"])
         """Texts that end a turn."""
-        facts = answer | {"stop_strings": self.stop_strings}
-        self._kind: type[RemoteEnvironment] = type(name, (RemoteEnvironment,), facts)
+        facts = facts | {"stop_strings": self.stop_strings}
+        self._kind: type[RemoteEnvironment] = type(kind.__name__, (RemoteEnvironment,), facts)
         """Stands for the environment's class: has its name and its class variables."""
 
     def __call__(self, rows: Sequence[Row], seed: int, numbers: Sequence[int] | None = None) -> Episodes:
@@ -445,18 +444,20 @@ class Player:
 
         def start(environment: RemoteEnvironment, number: int, row: Row) -> Episode:
             rng = np.random.default_rng([seed, number])
-            return Episode(environment, row, rng, self._tokenizer, self._turns, self._template_kwargs)
+            episode = Episode(environment, row, rng, self._tokenizer, self._turns, self._template_kwargs)
+            episode.on_end = self._count
+            return episode
 
         with ThreadPoolExecutor(together, thread_name_prefix="environment") as threads:
             episodes = list(threads.map(start, made, numbers, rows))
 
         def close() -> None:
-            for environment in made:
-                environment.close()
+            for environment, place in zip(made, places, strict=True):
+                environment.worker.over.append(place)
             with ThreadPoolExecutor(together, thread_name_prefix="environment") as threads:
                 list(threads.map(EnvironmentWorker.let_go, self._workers))
 
-        return Episodes(episodes, together, self._count, close)
+        return Episodes(episodes, together, close)
 
     def _count(self, episode: Episode) -> None:
         """Counts how many episodes have failed since one has not, in the order in which they ended.

@@ -86,7 +86,7 @@ class Table:
 
 
 @functools.lru_cache
-def seats_of(game: str, settings: str, open_hands: bool) -> int:
+def seats_of(game: str, settings: str) -> int:
     """How many play a game, 1 or 2.
 
     Raises:
@@ -106,8 +106,8 @@ def seats_of(game: str, settings: str, open_hands: bool) -> int:
             continue
         if seats == 1 and type(table.state).__name__ != "SinglePlayerState":
             continue  # of several players, though it would start with one
-        if seats == 1 or open_hands:
-            return seats
+        if seats == 1:
+            return 1
         deals = [str(Table(game, arguments, 2, seed).heard()[1]) for seed in range(4)]
         mover = table.state.current_player_id
         table.heard()
@@ -116,7 +116,7 @@ def seats_of(game: str, settings: str, open_hands: bool) -> int:
         if len(set(deals)) > 1 or not table.heard(mover)[2] or game.partition("-")[0] in SECRET:
             raise UserError(
                 f"{what} has secrets, such as cards or moves at the same time, and both seats would read those of both "
-                "in one transcript: set the option open_hands: true to play it so"
+                "in one transcript: choose another game"
             )
         return 2
     raise UserError(f"{what} cannot be played by one player or two seats: {reasons[-1]:.200}")
@@ -126,7 +126,6 @@ class TextArena(Problem):
     """A game to its end; illegal moves are told and scored as TextArena does it."""
 
     scores: ClassVar[bool] = True
-    modules: ClassVar[tuple[str, ...]] = ("textarena",)
 
     def __init__(
         self,
@@ -134,7 +133,6 @@ class TextArena(Problem):
         game: str,
         settings: dict[str, Any] | None = None,
         size: int = SIZE,
-        open_hands: bool = False,
         rules: str | None = None,
         chat: bool = False,
         system: str | None = None,
@@ -145,17 +143,15 @@ class TextArena(Problem):
             game: its name in TextArena's registry, e.g. `TicTacToe-v0`.
             settings: arguments of the game, e.g. `{"max_number": 10}`.
             size: rows of a run.
-            open_hands: whether to play a game whose seats have secrets, such as cards: both see those of both.
             rules: text in place of the game's own instructions.
-            chat: whether what the game says is a user's message in the tokenizer's chat template.
-            system: system message before it; needs `chat`.
+            chat: see `Problem`, as `system`.
 
         Raises:
             UserError: see `seats_of`.
         """
         super().__init__(None, chat, system)
-        self._game, self._settings, self._rules, self._open = game, settings or {}, rules, open_hands
-        self._seats = seats_of(game, json.dumps(self._settings), open_hands)
+        self._game, self._settings, self._rules = game, settings or {}, rules
+        self._seats = seats_of(game, json.dumps(self._settings))
 
     def reset(self, row: Row, rng: np.random.Generator) -> Observation:
         """What the game says at the start, dealt by the row's `seed` and `index`."""
@@ -177,8 +173,8 @@ class TextArena(Problem):
             done, _ = table.game.step(action)
             outcomes = (table.game.close()[0] if done else None) or {}
         messages, _, announced = table.heard(seat)
-        if not (announced or self._open or done):
-            raise EpisodeError("hides a move from the other seat: set the option open_hands: true to play it so")
+        if not (announced or done):
+            raise EpisodeError("hides a move from the other seat")
         if done and not outcomes:
             raise EpisodeError("ended the game without an outcome")
         if done:

@@ -8,10 +8,10 @@ do not fit, an exception of the function. Reward functions score.
 """
 
 import asyncio
-import importlib
 import inspect
 import json
 import re
+import shutil
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -22,9 +22,10 @@ from tunix.data.chat import Message, render_continuation
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.tool_calls import MARKUPS, Call, MarkupName, instructions, markup_of, parse, shows_tools, typed
 from tunix.errors import UserError, nearest
+from tunix.rollout.environments.adapters import require_package
 from tunix.rollout.environments.base import EpisodeError, Row, Step
 from tunix.rollout.environments.config import EnvironmentConfig
-from tunix.rollout.environments.mcp_servers import START, Server, background_loop, check_server
+from tunix.rollout.environments.mcp_servers import Server, background_loop
 from tunix.rollout.environments.problem import Problem
 from tunix.util.plugins import absolute, is_reference, load_object
 
@@ -90,12 +91,17 @@ class Tools(Problem):
                 raise UserError(f"environment.tools has {reference}, but another tool is called {name!r}: rename one")
             sources[name], schemas[name] = absolute(reference), schema
         for server in config.mcp:
-            check_server(server)
+            require_package("environment.mcp", "mcp", ">=2.3,<3", "mcp")
+            if shutil.which(server.command[0]) is None:
+                raise UserError(
+                    f"environment.mcp: there is no program {server.command[0]!r}, with which the command begins: "
+                    "install it, or write its whole path"
+                )
         if tokenizer is not None and (schemas or config.mcp):
             markup, shown = markup or markup_of(tokenizer), shows_tools(tokenizer)
             answer = _asked([Call("name", {})], ["x"], markup, shown)
             render_continuation([{"role": "user", "content": "x"}], answer, tokenizer, True, tools=[*schemas.values()])
-        servers = [{**server.model_dump(), "deadline": config.deadline} for server in config.mcp]
+        servers = [server.model_dump() for server in config.mcp]
         prepared = {"sources": sources, "schemas": schemas, "servers": servers, "shown": shown}
         return {**options, "markup": markup, "prepared": prepared}
 
@@ -104,29 +110,15 @@ class Tools(Problem):
         """The schemas of tools that the environment has by itself, by name."""
         return {}
 
-    @classmethod
-    def warm(cls, options: Mapping[str, Any]) -> None:
-        """Imports the functions' files and the package `mcp`, and starts the servers, which say what their tools are.
-
-        Raises:
-            UserError: something is not there, or a server does not start.
-        """
-        for source in options["prepared"]["sources"].values():
-            load_object(source)
-        for description in options["prepared"]["servers"]:
-            importlib.import_module("mcp")
-            try:
-                _server_of(description).schemas(START)
-            except EpisodeError as error:
-                raise UserError(f"it {error}") from error
-
     @cached_property
     def _servers(self) -> dict[str, Server]:
         """The MCP server of each of their tools; they start where they are first asked for."""
         servers = dict[str, Server]()
         for description in self._prepared.get("servers", ()):
-            server = _server_of(description)
-            for name, schema in server.schemas().items():
+            server = Server(tuple(description["command"]), description["env"])
+            if description["session"] == "worker":
+                server = _SHARED.setdefault(json.dumps(description), server)
+            for name, schema in server.schemas(self.patience).items():
                 if name in self._schemas:
                     raise UserError(f"{server.name} has a tool {name!r}, and so has another one: leave one of them out")
                 servers[name], self._schemas[name] = server, schema
@@ -177,7 +169,7 @@ class Tools(Problem):
             arguments = typed(arguments, schema)
         try:
             if function is None:
-                return servers[call.name].call(call.name, arguments)
+                return servers[call.name].call(call.name, arguments, self.patience)
             return str(settled(function(**arguments)))
         except EpisodeError:
             raise
@@ -225,13 +217,6 @@ def settled(value: Any) -> Any:
     if not isinstance(value, Coroutine):
         return value
     return asyncio.run_coroutine_threadsafe(value, background_loop()).result()
-
-
-def _server_of(description: Mapping[str, Any]) -> Server:
-    """The server of the worker, or one of an episode."""
-    key = json.dumps(description)
-    server = _SHARED.get(key) or Server(tuple(description["command"]), description["env"], description["deadline"])
-    return _SHARED.setdefault(key, server) if description["session"] == "worker" else server
 
 
 _SHARED: dict[str, Server] = {}

@@ -46,10 +46,6 @@ class TRL(Tools):
             source: the class, as `file.py:Class`.
             rewards: functions that receive `environments`, each as `file.py:function`; their rewards are added.
             template: see `Tools`, as the others.
-            system: see `Tools`.
-            markup: see `Tools`.
-            instructions: see `Tools`.
-            prepared: see `Tools`.
         """
         super().__init__(template, system, markup, instructions, prepared)
         self._world = load_object(source)()
@@ -68,13 +64,6 @@ class TRL(Tools):
         """See `Tools.prepare_options`; a file has its whole path, since workers may have another folder."""
         done = super().prepare_options(options, config, tokenizer)
         return done | {"source": absolute(done["source"]), "rewards": [*map(absolute, done.get("rewards") or ())]}
-
-    @classmethod
-    def warm(cls, options: Mapping[str, Any]) -> None:
-        """Imports the class and the reward functions too; see `Tools.warm`."""
-        super().warm(options)
-        for source in (options["source"], *options["rewards"]):
-            load_object(source)
 
     @classmethod
     def own_schemas(cls, options: Mapping[str, Any]) -> dict[str, Schema]:

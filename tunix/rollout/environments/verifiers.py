@@ -17,20 +17,18 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from tunix.errors import UserError, nearest
-from tunix.rollout.environments.adapters import SIZE
+from tunix.rollout.environments.adapters import SIZE, row_number
 from tunix.rollout.environments.base import Environment, EpisodeError, Observation, Row, Step
 from tunix.rollout.rewards.calls import raised
 
 
 class Verifiers(Environment):
     """An episode of a verifiers environment."""
-
-    modules: ClassVar[tuple[str, ...]] = ("verifiers.v1",)
 
     def __init__(self, env: str, config: dict[str, Any] | None = None, size: int = SIZE) -> None:
         """Loads the environment, once in a process.
@@ -53,9 +51,7 @@ class Verifiers(Environment):
         Raises:
             UserError: the row has no `index`, or the task needs a harness.
         """
-        if not isinstance(index := row.get("index"), int):
-            raise UserError(f"verifiers reads the column `index`, the number of a task; a row has {', '.join(row)}")
-        self._play = _loop().create_task(self._seat.play(self._world.task(index)))
+        self._play = _loop().create_task(self._seat.play(self._world.task(row_number(row, "index"))))
         if (prompt := self._advance().observation) is None:
             raise EpisodeError("ended before its first turn")
         return prompt

@@ -15,7 +15,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tunix.errors import Failure, Score, UserError, nearest
@@ -67,6 +67,10 @@ class Reward:
     """Bounds of a score before the weight, e.g. `(0.0, 1.0)`; None for none."""
     style: Literal["tunix", "trl", "verl"] = "tunix"
     """How the function is called; see `RewardFunction.style`."""
+    deadline: float = 0.0
+    """Seconds that a call may take; 0 for those of its scorer."""
+    data_set: str = ""
+    """The data set whose completions it scores, e.g. `sums`; empty for all that have no rewards of their own."""
 
     @property
     def parameters(self) -> list[inspect.Parameter]:
@@ -203,7 +207,7 @@ def read_reward(spec: RewardFunction | Reward | Callable[..., Any], deadline: fl
                     f"the reward {reward.name} has no parameter {name!r} for its `{key}`; "
                     f"it has {', '.join(known) or 'none'}.{nearest(name, known)}"
                 )
-    return reward
+    return reward if reward.deadline else replace(reward, deadline=deadline)
 
 
 def _source(function: Callable[..., Any]) -> str | None:

@@ -15,7 +15,10 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from tunix.errors import UserError
 
@@ -25,6 +28,8 @@ TAG = re.compile(r"<(?=[|\uff5c/\w])|\[(?=/?\w+\])")
 FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
 THOUGHT = ("<think>", "</think>")
 """What a reasoning model puts around its thoughts, before its reply."""
+STRICT = with_config(ConfigDict(strict=True, extra="forbid"))
+"""Makes a form of JSON objects accept no other types and no other keys."""
 SIDES = ("A", "B")
 """The completions of a comparison, in the order in which they are shown."""
 
@@ -90,19 +95,10 @@ class Rubric:
         Raises:
             Unclear: it is no JSON object with a score of the scale and a reason for each criterion, and no more.
         """
-        names, verdict = [x.name for x in self.criteria], _object(reply)
-        _same_keys(verdict, names, "")
-        for name, judged in verdict.items():
-            if not isinstance(judged, dict):
-                raise Unclear(f"has no object for {name!r}, but {judged!r:.60}")
-            _same_keys(judged, ["score", "reason"], f" of {name!r}")
-            score = judged["score"]
-            if isinstance(score, bool) or not isinstance(score, int | float):
-                raise Unclear(f"scores {name!r} with {score!r:.60}, which is no number")
-            if not self.scale[0] <= score <= self.scale[1]:
-                raise Unclear(f"scores {name!r} with {score!r:.60}, outside of {self.scale[0]:g} to {self.scale[1]:g}")
-            _reason(judged)
-        return {name: verdict[name] for name in names}
+        fields: Any = {"score": Annotated[float, Field(ge=self.scale[0], le=self.scale[1])], "reason": str}
+        judged = STRICT(TypedDict("judged", fields))  # pyright: ignore[reportArgumentType]
+        criteria: Any = {criterion.name: judged for criterion in self.criteria}
+        return _read(reply, STRICT(TypedDict("verdict", criteria)))  # pyright: ignore[reportArgumentType]
 
     def preference(self, reply: str) -> Verdict:
         """The verdict in a reply to `comparison`.
@@ -110,12 +106,8 @@ class Rubric:
         Raises:
             Unclear: it is no JSON object that says which answer is better.
         """
-        verdict = _object(reply)
-        _same_keys(verdict, ["better", "reason"], "")
-        if verdict["better"] not in (*SIDES, "tie"):
-            raise Unclear(f'calls {verdict["better"]!r:.60} better, which is none of "A", "B" and "tie"')
-        _reason(verdict)
-        return verdict
+        form = TypedDict("form", {"better": Literal["A", "B", "tie"], "reason": str})  # noqa: UP013
+        return _read(reply, STRICT(form))
 
     def shares(self, verdict: Verdict) -> dict[str, float]:
         """Each criterion's score as a share of the scale: 0 for the worst, 1 for the best."""
@@ -169,8 +161,12 @@ def read_rubric(path: str, scale: tuple[float, float]) -> Rubric:
     return Rubric(text, tuple(criteria), scale)
 
 
-def _object(reply: str) -> dict[str, Any]:
-    """The JSON object that a reply is, without a reasoning model's thoughts before it and a fence around it."""
+def _read(reply: str, form: Any) -> Verdict:
+    """The JSON object of a form that a reply is, without a reasoning model's thoughts before it and a fence around it.
+
+    Raises:
+        Unclear: it is none.
+    """
     body = reply.strip()
     if body.startswith(THOUGHT[0]):
         body = body.partition(THOUGHT[1])[2].strip()
@@ -189,18 +185,9 @@ def _object(reply: str) -> dict[str, Any]:
         raise
     except (ValueError, RecursionError):
         raise Unclear(f"is no JSON object: {' '.join(body.split())!r:.100}") from None
-    if not isinstance(read, dict):
-        raise Unclear(f"is {body!r:.60}, which is no JSON object")
-    return read
-
-
-def _same_keys(read: dict[str, Any], wanted: list[str], of: str) -> None:
-    if missing := [name for name in wanted if name not in read]:
-        raise Unclear(f"leaves out {', '.join(map(repr, missing))}{of}")
-    if more := [name for name in read if name not in wanted]:
-        raise Unclear(f"has {more[0]!r:.60}{of}, which was not asked for")
-
-
-def _reason(read: dict[str, Any]) -> None:
-    if not isinstance(read["reason"], str):
-        raise Unclear(f"gives {read['reason']!r:.60} as a reason, which is no text")
+    try:
+        return TypeAdapter(form).validate_python(read)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        place = ".".join(map(str, wrong["loc"])) or "all of it"
+        raise Unclear(f"is no verdict, for {place!r:.60} is {str(wrong['input'])!r:.60}: {wrong['msg']}") from None

@@ -16,7 +16,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -24,7 +24,7 @@ from tunix.errors import UserError
 from tunix.rollout.rewards.base import LOGS, Failure, Reward, Score, read_reward
 from tunix.rollout.rewards.calls import Answer, prepare
 from tunix.rollout.rewards.config import RewardFunction
-from tunix.rollout.workers.process import Lost, WorkerProcess, WorkerThread, encode
+from tunix.rollout.workers.process import Lost, WorkerProcess, WorkerThread, refuse_unsendable
 from tunix.util.nested import reach
 
 GRACE = 1.0
@@ -48,6 +48,7 @@ class Scorer:
         rewards: Sequence[RewardFunction | Reward | Callable[..., Any]],
         deadline: float = 10.0,
         workers: int | None = None,
+        data_sets: Collection[str] = (),
     ) -> None:
         """Reads the rewards; processes start with the first call.
 
@@ -55,18 +56,29 @@ class Scorer:
             rewards: a recipe's entries, or functions.
             deadline: seconds that a call may take.
             workers: processes; None takes the number of cores, at most 8.
+            data_sets: those with rewards of their own (`Reward.data_set`), or with none at all.
 
         Raises:
-            UserError: see `read_reward`; or two rewards have one name.
+            UserError: see `read_reward`; or two rewards of a data set have one name, or those of two data sets have one
+                name and two weights.
         """
         self.rewards = [read_reward(reward, deadline) for reward in rewards]
         """The rewards, in the order given."""
-        names = [reward.name for reward in self.rewards]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise UserError(f"two rewards are called {twice[0]!r}: give one of them another label")
+        self.data_sets = frozenset(data_sets)
+        seen: dict[str, list[Reward]] = {}
+        for reward in self.rewards:
+            for other in seen.setdefault(reward.name, []):
+                if other.data_set == reward.data_set:
+                    raise UserError(f"two rewards are called {reward.name!r}: give one of them another label")
+                if other.weight != reward.weight:
+                    raise UserError(
+                        f"data.train: the reward {reward.name} of {reward.data_set} has weight {reward.weight:g}, and "
+                        f"{other.weight:g} for another data set: give one of them another label"
+                    )
+            seen[reward.name].append(reward)
         remote = [reward for reward in self.rewards if reward.source is not None]
         local = [reward for reward in self.rewards if reward.source is None]
-        self.pools = [_Pool(remote, deadline, workers or min(8, os.cpu_count() or 1)), _Pool(local, deadline, 1)]
+        self.pools = [_Pool(remote, workers or min(8, os.cpu_count() or 1)), _Pool(local, 1)]
         """Processes, and a thread for those that no other process can import."""
 
     @property
@@ -74,14 +86,18 @@ class Scorer:
         """Weight by reward name."""
         return {reward.name: reward.weight for reward in self.rewards}
 
-    def check(self, columns: Sequence[str]) -> None:
-        """Checks that rows with these columns can be scored; call it before the first rollout.
+    def check(self, columns: Sequence[str], data_set: str = "") -> None:
+        """Checks that rows of a data set with these columns can be scored; call it before the first rollout.
 
         Raises:
             UserError: a column that a reward requires is missing.
         """
-        for reward in self.rewards:
+        for reward in self.of(data_set):
             reward.arguments(columns)
+
+    def of(self, data_set: str) -> list[Reward]:
+        """The rewards of a data set."""
+        return [x for x in self.rewards if x.data_set == (data_set if data_set in self.data_sets else "")]
 
     def score(
         self, prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]] | None = None
@@ -100,13 +116,13 @@ class Scorer:
         for name, values in (("completions", completions), *columns.items()):
             if len(values) != len(prompts):
                 raise ValueError(f"{name} has {len(values)} values for {len(prompts)} prompts")
-        scoring = self.open(list(columns))
+        scoring = self.open({"": columns})
         for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             scoring.add(number, prompt, completion, {name: values[number] for name, values in columns.items()})
-        return scoring.result()
+        return {name: list(scores.values()) for name, scores in scoring.result().items()}
 
-    def open(self, columns: Sequence[str]) -> "Scoring":
-        """Begins to score samples that come one after the other, with these columns.
+    def open(self, columns: Mapping[str, Iterable[str]]) -> "Scoring":
+        """Begins to score samples that come one after the other, with these columns, by data set.
 
         Raises:
             UserError: a column that a reward requires is missing.
@@ -135,15 +151,21 @@ class Scorer:
 class Scoring:
     """Scoring that was begun: samples are added in any order, and `result` waits for the scores."""
 
-    def __init__(self, scorer: Scorer, columns: Sequence[str]) -> None:
+    def __init__(self, scorer: Scorer, columns: Mapping[str, Iterable[str]]) -> None:
         """Is created by `Scorer.open`."""
         self._scorer = scorer
-        self._column_of = {reward.name: reward.arguments(columns, strict=False) for reward in scorer.rewards}
-        self._waiting: dict[str, list[_Sample]] = {reward.name: [] for reward in scorer.rewards}
-        """Samples whose call is not complete yet, by reward."""
-        self._calls: dict[str, list[tuple[Sequence[_Sample], Future[Answer]]]] = {
-            reward.name: [] for reward in scorer.rewards
+        present: dict[str, list[str]] = {}
+        """Columns of the data sets that have rewards of their own, and, under an empty name, of all others."""
+        for data_set, names in columns.items():
+            present.setdefault(data_set if data_set in scorer.data_sets else "", []).extend(names)
+        self._column_of = {
+            id(reward): reward.arguments(list(dict.fromkeys(present[reward.data_set])), strict=False)
+            for reward in scorer.rewards
+            if reward.data_set in present
         }
+        self._waiting: dict[int, list[_Sample]] = {id(reward): [] for reward in scorer.rewards}
+        """Samples whose call is not complete yet, by reward."""
+        self._calls: list[tuple[Reward, Sequence[_Sample], Future[Answer]]] = []
         self._spans: list[_Span] = []
         self.metrics: dict[str, list[float]] = {}
         """What rewards logged until `result`, as `reward/name`, e.g. `{"accuracy_reward/parsed": [0.5]}`."""
@@ -157,6 +179,7 @@ class Scoring:
         completion: str,
         columns: Mapping[str, Any],
         messages: Sequence[Mapping[str, Any]] | None = None,
+        data_set: str = "",
     ) -> None:
         """Adds a sample; calls that are complete with it start at once.
 
@@ -166,49 +189,38 @@ class Scoring:
             completion: what is scored.
             columns: the row's columns by name; one that is missing counts as None.
             messages: the prompt as messages, which functions in TRL's style read; None where the row has none.
+            data_set: that of the row.
 
         Raises:
             UserError: a column has a value that cannot be sent to a worker.
         """
-        for reward in self._scorer.rewards:
+        for reward in self._scorer.of(data_set):
             names = reward.texts
             texts: dict[str, Any] = dict(zip(names, (prompt, completion), strict=True))
             if reward.style == "trl" and messages is not None:
                 texts = {"prompts": messages, "completions": [{"role": "assistant", "content": completion}]}
-            column_of = self._column_of[reward.name]
+            column_of = self._column_of[id(reward)]
             arguments = {name: _value(columns, column) for name, column in column_of.items()}
             if reward.source is not None:
                 values = [(column, arguments[name]) for name, column in column_of.items()]
                 for column, value in [("prompt", texts.get("prompts", "")), *values]:
-                    try:
-                        encode([value])
-                    except (TypeError, ValueError) as error:
-                        raise UserError(
-                            f"the reward {reward.name} reads the column {column!r}, which holds {error}: only text, "
-                            "numbers, true, false, null and lists or mappings of these can be sent to a worker. Turn "
-                            "it into one of them in the data, or leave it out of the function's parameters"
-                        ) from error
-            waiting = self._waiting[reward.name]
+                    refuse_unsendable(f"the reward {reward.name}", column, value)
+            waiting = self._waiting[id(reward)]
             waiting.append((number, arguments | {name: texts[name] for name in reward.taken(names)}))
             single = not reward.batched
             if single and len(waiting) == (TOGETHER if inspect.iscoroutinefunction(reward.function) else 1):
                 self._start(reward)
 
-    def result(self) -> dict[str, list[Score]]:
-        """Waits for all scores; returns them by reward name, in the order of the samples' numbers."""
+    def result(self) -> dict[str, dict[int, Score]]:
+        """Waits for all scores; returns them by reward name and by the samples' numbers, in ascending order."""
         for reward in self._scorer.rewards:  # those that were waiting for more samples: there are no more
-            if self._waiting[reward.name]:
+            if self._waiting[id(reward)]:
                 self._start(reward)
         self.metrics, self.logged = {}, {}
-        by_name = {
-            reward.name: dict(
-                pair
-                for samples, future in self._calls[reward.name]
-                for pair in self._scores(reward, samples, future.result())
-            )
-            for reward in self._scorer.rewards
-        }
-        return {name: [scores[number] for number in sorted(scores)] for name, scores in by_name.items()}
+        scores: dict[str, dict[int, Score]] = {reward.name: {} for reward in self._scorer.rewards}
+        for reward, samples, future in self._calls:
+            scores[reward.name] |= self._scores(reward, samples, future.result())
+        return {name: dict(sorted(by_number.items())) for name, by_number in scores.items()}
 
     def seconds(self, until: float) -> tuple[float, float]:
         """Seconds of all calls that have ended, before a moment of `time.monotonic` and in total."""
@@ -218,9 +230,9 @@ class Scoring:
 
     def _start(self, reward: Reward) -> None:
         """Starts a call of a reward for the samples that wait; one for the whole batch reads it in its order."""
-        samples, self._waiting[reward.name] = self._waiting[reward.name], []
+        samples, self._waiting[id(reward)] = self._waiting[id(reward)], []
         samples = sorted(samples, key=lambda sample: sample[0]) if reward.batched else samples
-        self._calls[reward.name].append((samples, self._submit(reward, samples)))
+        self._calls.append((reward, samples, self._submit(reward, samples)))
 
     def _submit(self, reward: Reward, samples: "Sequence[_Sample]") -> "Future[Answer]":
         pool = self._scorer.pools[reward.source is None]
@@ -267,8 +279,8 @@ class _Pool:
     For each a thread waits for its answers; the next call starts it again after it hung or died.
     """
 
-    def __init__(self, rewards: Sequence[Reward], deadline: float, count: int) -> None:
-        self._rewards, self._deadline = rewards, deadline
+    def __init__(self, rewards: Sequence[Reward], count: int) -> None:
+        self._rewards = rewards
         specs = [
             {
                 "function": x.source or x.function,
@@ -304,8 +316,8 @@ class _Pool:
             worker.ensure()
             together = inspect.iscoroutinefunction(reward.function) and not reward.batched
             arguments = {name: [sample[name] for _, sample in samples] for name in samples[0][1]}
-            request = (self._rewards.index(reward), arguments, len(samples), self._deadline)
-            return Answer(*worker.ask(request, self._deadline, GRACE if together else 0.0))
+            request = (self._rewards.index(reward), arguments, len(samples), reward.deadline)
+            return Answer(*worker.ask(request, reward.deadline, GRACE if together else 0.0))
         except Lost as lost:
             return Answer(str(lost), {}, {})
         finally:

@@ -1,7 +1,7 @@
 """Workers that answer requests within a deadline, and are replaced after they hung or died.
 
 A process can be killed at any moment: `WorkerProcess` is the run's side of it, `serve` the worker's. Messages are JSON
-with their length in front, over a socket: whatever a worker's code answers, nothing of it is ever unpickled. A thread
+over a pipe: whatever a worker's code answers, nothing of it is ever unpickled. A thread
 is for code that no other process can import, such as that of a notebook's cell. Only the standard library is needed.
 """
 
@@ -11,14 +11,13 @@ import json
 import os
 import queue
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from tunix.errors import UserError
 
 START = 120.0
 """Seconds that a worker has to import what it runs: a user's module may import torch from a cold disk."""
-LENGTH = struct.Struct("!Q")
 _COMMAND = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[3])
@@ -36,7 +34,7 @@ serve(int(sys.argv[1]), sys.argv[2])
 
 
 def encode(message: Any) -> bytes:
-    """A message as JSON with its length in front; raises TypeError for values that JSON does not have.
+    """A message as JSON; raises TypeError for values that JSON does not have.
 
     Arrays and their scalars become lists and numbers.
     """
@@ -46,24 +44,22 @@ def encode(message: Any) -> bytes:
             return value.tolist()
         raise TypeError(type(value).__name__)
 
-    text = json.dumps(message, default=plain).encode()
-    return LENGTH.pack(len(text)) + text
+    return json.dumps(message, default=plain).encode()
 
 
-def receive(connection: socket.socket) -> Any:
-    """Receives the next message; raises EOFError where the other end is closed."""
-    (length,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
-    return json.loads(_exactly(connection, length))
+def refuse_unsendable(what: str, column: str, value: Any) -> None:
+    """Checks that a worker can receive the value of a column.
 
-
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    received = bytearray()
-    while len(received) < size:
-        piece = connection.recv(min(size - len(received), 1 << 20))
-        if not piece:
-            raise EOFError
-        received += piece
-    return bytes(received)
+    Raises:
+        UserError: JSON does not have it; begins with what reads it.
+    """
+    try:
+        encode(value)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{what} reads the column {column!r}, which holds {error}: only text, numbers, true, false, null and lists "
+            "or mappings of these can be sent to a worker. Turn it into one of them in the data, or leave it out"
+        ) from error
 
 
 def too_slow(deadline: float) -> str:
@@ -72,34 +68,34 @@ def too_slow(deadline: float) -> str:
 
 
 def serve(descriptor: int, module: str) -> None:
-    """Answers requests on an inherited socket until its other end closes: the worker process.
+    """Answers requests on an inherited pipe until its other end closes: the worker process.
 
     A thread reads the requests, so that the process notices the end of the run even while a call hangs; the calls are
     in the main thread, where signals and event loops work as their author expects.
 
     Args:
-        descriptor: of the socket.
+        descriptor: of the pipe.
         module: its `prepare` takes the first message, imports what that names, and returns what answers each request.
     """
-    connection = socket.socket(fileno=descriptor)
-    connection.set_inheritable(False)
+    connection = Connection(descriptor)
+    os.set_inheritable(descriptor, False)
     # Linux kills this process rather than the trainer where the user's code uses up the memory.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # other systems have no such file
         file.write("1000")
-    first = receive(connection)
+    first = json.loads(connection.recv_bytes())
     try:
         answer = importlib.import_module(module).prepare(first)
     except (UserError, ImportError) as error:
-        connection.sendall(encode({"error": str(error)}))
+        connection.send_bytes(encode({"error": str(error)}))
         return
-    connection.sendall(encode({"ready": True}))
+    connection.send_bytes(encode({"ready": True}))
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     process, mark = os.getpid(), os.environ[MARK]
 
     def read() -> None:
         try:
             while True:
-                requests.put(receive(connection))
+                requests.put(json.loads(connection.recv_bytes()))
         except (EOFError, OSError):
             end_marked(mark)
             os.killpg(0, signal.SIGKILL)  # this process and all that it has started
@@ -109,7 +105,7 @@ def serve(descriptor: int, module: str) -> None:
         message = encode(answer(requests.get()))
         if os.getpid() != process:  # a fork in the user's code that has come back to ours: its parent answers
             os._exit(0)
-        connection.sendall(message)
+        connection.send_bytes(message)
 
 
 MARK = "TUNIX_WORKER"
@@ -144,7 +140,7 @@ class WorkerProcess:
         """Processes that were started so far: what one of them remembers is lost with it."""
         self._module, self._first, self._what = module, first, what
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
+        self._connection: Connection | None = None
         self._mark = uuid.uuid4().hex
 
     @property
@@ -162,7 +158,7 @@ class WorkerProcess:
             return
         self.close()
         self.starts += 1
-        self._connection, theirs = socket.socketpair()
+        self._connection, theirs = Pipe()
         path = json.dumps([str(place) for place in sys.path])
         with theirs:
             self._process = subprocess.Popen(
@@ -175,7 +171,7 @@ class WorkerProcess:
                 env={"PYTHONHASHSEED": "0", **os.environ, "JAX_PLATFORMS": "cpu", MARK: self._mark},
             )
         try:
-            self._connection.sendall(encode(self._first))
+            self._connection.send_bytes(encode(self._first))
             answer = self._answer(time.monotonic() + START)
         except TimeoutError:
             answer = {"error": f"importing what it runs took longer than {START:g} s"}
@@ -200,8 +196,7 @@ class WorkerProcess:
         message = encode(request)
         limit = time.monotonic() + deadline + grace
         try:
-            self._connection.settimeout(deadline)
-            self._connection.sendall(message)
+            self._connection.send_bytes(message)
             return self._answer(limit)
         except TimeoutError:
             self.close()
@@ -220,7 +215,7 @@ class WorkerProcess:
             end_marked(self._mark)
 
     def close(self) -> None:
-        """Kills the process and closes its socket."""
+        """Kills the process and closes its pipe."""
         self.kill()
         if self._process is not None:
             self._process.wait()
@@ -229,25 +224,20 @@ class WorkerProcess:
         self._process = self._connection = None
 
     def _answer(self, limit: float) -> Any:
-        """Waits for the next message; notices the process's death even where its child keeps the socket open."""
+        """Waits for the next message; notices the process's death even where its child keeps the pipe open."""
         assert self._connection is not None
         assert self._process is not None
         while (left := limit - time.monotonic()) > 0:
-            self._connection.settimeout(min(left, 0.25))
-            try:
-                if self._connection.recv(1, socket.MSG_PEEK):
-                    self._connection.settimeout(left)
-                    return receive(self._connection)
+            if self._connection.poll(min(left, 0.25)):
+                return json.loads(self._connection.recv_bytes())
+            if self._process.poll() is not None:
+                with contextlib.suppress(ProcessLookupError):  # the child that it left behind
+                    os.killpg(self._process.pid, signal.SIGKILL)
                 raise EOFError
-            except TimeoutError:
-                if self._process.poll() is not None:
-                    with contextlib.suppress(ProcessLookupError):  # the child that it left behind
-                        os.killpg(self._process.pid, signal.SIGKILL)
-                    raise EOFError from None
         raise TimeoutError
 
     def _death(self) -> str:
-        """Ends the process after its socket has closed; returns how it ended."""
+        """Ends the process after its pipe has closed; returns how it ended."""
         assert self._process is not None
         self.kill()  # also kills what it has started
         code = self._process.wait()
