@@ -70,6 +70,17 @@ class Config(BaseModel):
     """A frozen section that forbids unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    gone: ClassVar[Mapping[str, str]] = {}
+    """Keys that there were before -> what holds now, or what to write instead."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_gone(cls, written: Any) -> Any:
+        if isinstance(written, Mapping):
+            gone = [key for key in written if key in cls.gone and key not in cls.model_fields]
+            if gone:
+                raise ValueError("\n".join(f"{key} is gone: {cls.gone[key]}" for key in gone))
+        return written
 
     @field_validator("*", mode="before")
     @classmethod

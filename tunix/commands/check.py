@@ -31,7 +31,6 @@ from tunix.rollout.rewards.base import ADDED, read_reward
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.rollout.rewards.rubric import read_rubric
 from tunix.run.folder import refuse_foreign_checkpoints, refuse_no_run, refuse_other_run
-from tunix.util.nested import dotted
 from tunix.util.object_store import url_of
 from tunix.util.yaml_io import write_yaml
 
@@ -200,7 +199,7 @@ def _check_rewards(
             reward = read_reward(function, rewards.deadline if rewards else 0.0)
             for part in parts:
                 columns = data.of(part.section).columns if part.section else data.columns
-                reward.arguments([*dotted(part[0]), *columns, *ADDED])
+                reward.arguments([*part.columns, *columns, *ADDED])
 
 
 def _check_rows(

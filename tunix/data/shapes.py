@@ -75,13 +75,16 @@ def without_padding(row: Row, data: DataConfig) -> Row:
         function = {**function, "arguments": {k: v for k, v in arguments.items() if v is not None or k in known}}
         return {**call, "function": function} if "function" in call else function
 
-    def spoken(message: Any) -> Any:
-        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-        return {**message, "tool_calls": [called(call) for call in calls]} if isinstance(calls, list) else message
-
-    chats = {data.columns.get(name, name) for name in ("messages", "prompt", "completion", "chosen", "rejected")}
-    changed = {name: [spoken(x) for x in row[name]] for name in chats if isinstance(row.get(name), list)}
-    return {**row, **changed}
+    changed = dict(row)
+    for name in {data.columns.get(name, name) for name in ("messages", "prompt", "completion", "chosen", "rejected")}:
+        if isinstance(row.get(name), list):
+            changed[name] = [
+                {**message, "tool_calls": list(map(called, message["tool_calls"]))}
+                if isinstance(message, Mapping) and isinstance(message.get("tool_calls"), list)
+                else message
+                for message in row[name]
+            ]
+    return changed
 
 
 def template_variables(row: Row, data: DataConfig) -> dict[str, Any]:

@@ -163,7 +163,7 @@ class Setup:
             memory,
             sampling_mesh,
             reason,
-            keeps_reference=algorithm.needs.keeps_reference and algorithm.needs.reference_path is None,
+            keeps_reference=algorithm.needs.keeps_reference,
             critic=algorithm.needs.values,
         )
 
