@@ -22,13 +22,14 @@ from tests.policy_batches import Taken, batch_of, inputs_of, reduced
 from tests.preference_batches import Side
 from tests.preference_batches import batch_of as pairs_of
 from tests.preference_batches import inputs_of as pair_inputs
-from tunix.algorithms.advantages import gae, group_advantages, whitened
+from tunix.algorithms.advantages import group_advantages, whitened
 from tunix.algorithms.dpo.algorithm import DPO
 from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.grpo.algorithm import GRPO
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.ppo.algorithm import PPO
 from tunix.algorithms.ppo.config import PPOConfig
+from tunix.algorithms.ppo.loss import gae
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.lora.adapt import START_OF_A

@@ -70,6 +70,18 @@ class Config(BaseModel):
     """A frozen section that forbids unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    gone: ClassVar[Mapping[str, str]] = {}
+    """Keys, and values as in `key: value`, that there were before -> what holds now, or what to write instead."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_gone(cls, written: Any) -> Any:
+        if isinstance(written, Mapping):
+            said = [key for key in written if key not in cls.model_fields]
+            said += [f"{key}: {value}" for key, value in written.items() if isinstance(value, str)]
+            if gone := [f"{name} is gone: {cls.gone[name]}" for name in said if name in cls.gone]:
+                raise ValueError("\n".join(gone))
+        return written
 
     @field_validator("*", mode="before")
     @classmethod
@@ -100,8 +112,7 @@ class RowKind(StrEnum):
 
     @property
     def is_text(self) -> bool:
-        """Whether a row is a given text on its own: nothing is compared with it and nothing continues it, so that it
-        can be cut into pieces."""
+        """Whether a row is a given text on its own: nothing is compared with it and nothing continues it."""
         return self in (RowKind.COMPLETION, RowKind.ALL)
 
     @property

@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 
 from tunix.algorithms.advantages import (
-    adapted_kl,
     batch_normalised,
-    explained_variance,
-    gae,
     gdpo,
     group_advantages,
     has_signal,
@@ -18,6 +15,7 @@ from tunix.algorithms.advantages import (
     weighted_sum,
     whitened,
 )
+from tunix.algorithms.ppo.loss import adapted_kl, explained_variance, gae
 from tunix.errors import UserError
 
 NAN = float("nan")

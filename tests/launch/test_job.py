@@ -12,7 +12,7 @@ from tunix.launch.job import Mount, Options, placement
 from tunix.launch.submit import job_of, mount_of
 from tunix.recipe.recipe import Recipe
 
-TEACHER = {"init": "random", "family": "llama", "mesh": {"fsdp": 4}}
+TEACHER = {"family": "llama", "mesh": {"fsdp": 4}}
 
 
 def distilled(**sections: Any) -> Recipe:

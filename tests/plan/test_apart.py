@@ -108,7 +108,7 @@ def test_a_reward_model_scores_where_completions_are_sampled(tmp_path: Path):
 def test_a_teacher_of_its_own_devices_is_held_there():
     sizes = {**SIZES, "d_model": 64}
     given: dict[str, Any] = {"algorithm": {"name": "distill"}, "data": {"train": "rows.jsonl", "max_length": 32}}
-    teacher = {"init": "random", "family": "llama", "sizes": sizes}
+    teacher = {"family": "llama", "sizes": sizes}
     made = subject_of(recipe(**given, teacher={**teacher, "mesh": {"fsdp": 4}}), jax.devices())
     assert made.devices == {"training": 4, "teaching": 4}
     assert made.held["teaching"].keys() == {"teacher"}

@@ -235,7 +235,7 @@ def test_a_local_teacher_of_the_same_vocabulary_stays(tmp_path: Path):
     assert tiny.teacher.path == str(teacher)
     tiny = build(**sections).tiny()  # the model of the hub becomes one of bytes
     assert tiny.teacher is not None
-    assert (tiny.teacher.init, tiny.teacher.sizes["vocab_size"]) == ("random", 320)
+    assert (tiny.teacher.path, tiny.teacher.sizes["vocab_size"]) == (None, 320)
 
 
 # --- The command line ---------------------------------------------------------------------------------------------

@@ -181,7 +181,10 @@ def test_a_base_that_differs_is_read_for_the_teacher(tmp_path: Path, adapter: Pa
         ({"teacher": None}, "teacher: distill learns from one"),
         ({"algorithm": {"name": "sft"}}, "teacher: changes nothing for sft"),
         ({"teacher": {}}, "teacher: path is missing"),
-        ({"teacher": {"path": "teacher", "family": "llama"}}, "teacher: family only means something with"),
+        (
+            {"teacher": {"path": "teacher", "family": "llama"}},
+            "teacher: family is that of a random teacher, and path is",
+        ),
         ({"teacher": {"path": "teacher", "mesh": {"fsdp": -1}}}, "teacher.mesh: -1 leaves open"),
         ({"teacher": {"path": "teacher", "mesh": {"fsdp": 8}}}, "the teacher's mesh takes 8"),
         ({"teacher": {"path": "nowhere/at/all"}}, "nowhere/at/all"),
@@ -216,7 +219,7 @@ def test_tiny_takes_a_small_random_teacher_of_the_students_family():
     path = Path(__file__).parents[2] / "recipes/distill_gemma.yaml"
     tiny = Recipe.load(path, tiny=True)
     assert tiny.teacher is not None
-    assert (tiny.teacher.init, tiny.teacher.path, tiny.teacher.family) == ("random", None, tiny.model.family)
+    assert (tiny.teacher.path, tiny.teacher.family) == (None, tiny.model.family)
     assert tiny.teacher.sizes["d_model"] > tiny.model.sizes["d_model"]
     assert tiny.mesh == "auto"
     assert RECIPE["model"]["tokenizer"] == tiny.model.tokenizer == "bytes"

@@ -11,7 +11,8 @@ from tests.tiny_runs import lines, metrics, train, write_recipe, write_rows
 from tunix.cli import main
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.environments.adapters import ADAPTERS, Adapter
-from tunix.run.inputs import open_inputs, task_prompts
+from tunix.run.collector import task_prompts
+from tunix.run.inputs import open_inputs
 
 LETTERS = '''
 from tunix.rollout.environments.base import Environment, Step

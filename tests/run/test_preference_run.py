@@ -107,18 +107,6 @@ def test_micro_batches_and_padding_change_nothing(tmp_path):
         np.testing.assert_allclose(rows, wanted, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_an_offset_needs_margins(tmp_path, capfd):
-    recipe = write_preferences(tmp_path, algorithm={"name": "dpo", "offset": 0.5}, steps=2)
-    assert main(["run", recipe]) == 2
-    assert "algorithm.offset: rows have no column 'margin'" in capfd.readouterr().err
-    rows = [{**row, "margin": 1.0} for row in pairs(64)]
-    write_rows(tmp_path / "train.jsonl", rows)
-    write_rows(tmp_path / "held.jsonl", rows[:16])
-    train(recipe, "--fresh")
-    assert held_out()[0]["eval/loss"] == pytest.approx(np.log(1 + np.exp(0.5)), abs=1e-5)
-
-
 @pytest.mark.parametrize("loss", slow(["kto", "apo_zero"]))
 def test_kto_learns_from_labels(loss, tmp_path):
     train(write_preferences(tmp_path, rows=labelled, algorithm={"name": "kto", "loss": loss}, steps=16))

@@ -65,8 +65,8 @@ def judged(folder: Path, policy=LLAMA3, data: dict | None = None, **config):
 def test_the_policys_own_tokens_are_scored_as_they_were_drawn(tmp_path):
     """70 completions in two calls of one shape; ids that no text would give (a stop token in the middle) stay."""
     folder = reward_folder(tmp_path / "reward")
-    found = judged(folder, model_weight=0.5)
-    assert (found.name, found.weight) == ("model", 0.5)
+    found = judged(folder)
+    assert (found.name, found.weight) == ("model", 1.0)
     rng = np.random.default_rng(0)
     completions = [drawn(rng.integers(0, VOCAB, int(rng.integers(1, 12))).tolist()) for _ in range(TOGETHER + 6)]
     asked = [prompt("abc"[: 1 + i % 3]) for i in range(TOGETHER + 6)]
@@ -110,15 +110,13 @@ def test_another_template_renders_the_chat(tmp_path):
 
 
 def test_what_is_too_long_fails_and_is_no_zero(tmp_path):
-    found = judged(reward_folder(tmp_path / "reward"), model_length=6)
+    found = judged(reward_folder(tmp_path / "reward"), data={"max_length": 6})
     scores = found.begin([prompt("abc")] * 2, [drawn([9, 1]), drawn([9, 9, 1])], ["", ""])()
     assert isinstance(scores[0], float)
-    assert scores[1] == Failure("model reads 6 tokens (reward.model_length), and these are 7")
+    assert scores[1] == Failure("model reads 6 tokens (data.max_length), and these are 7")
     assert found.begin([prompt("abc")], [drawn([9] * 9)], [""])() == [
-        Failure("model reads 6 tokens (reward.model_length), and these are 13")
+        Failure("model reads 6 tokens (data.max_length), and these are 13")
     ]
-    with pytest.raises(Exception, match=r"reward\.model_length: 65 is more than the 64 tokens"):
-        judged(tmp_path / "reward", model_length=65)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +127,7 @@ def test_a_policy_learns_from_a_reward_model(algorithm, tmp_path):
     train(str(write_reward(tmp_path)))
     for file in ("train.jsonl", "held.jsonl"):
         write_rows(tmp_path / file, [{"prompt": f"{letters}>"} for letters in ("abc", "bcd", "cde", "def")])
-    reward = {"model": "reward", "model_weight": 0.5, "functions": ["rewards.py:letters"]}
+    reward = {"model": "reward", "functions": ["rewards.py:letters"]}
     changes = {"algorithm": {**algorithm, "group_size": 4}, "reward": reward, "data__eval": "held.jsonl"}
     train(str(write_policy(tmp_path, steps=2, **changes)))
     rows = [row for row in metrics("run") if "train/loss" in row]
@@ -137,7 +135,7 @@ def test_a_policy_learns_from_a_reward_model(algorithm, tmp_path):
     for row in rows:
         assert row["reward/failed"] == 0
         assert row["compile/count"] == rows[0]["compile/count"]
-        assert row["reward/mean"] == pytest.approx(0.5 * row["reward/model"] + row["reward/letters"], abs=1e-5)
+        assert row["reward/mean"] == pytest.approx(row["reward/model"] + row["reward/letters"], abs=1e-5)
         assert abs(row["reward/model"]) > 1e-3
     assert all("eval/reward/model" in row for row in metrics("run") if "eval/reward" in row)
     samples = [row for row in lines(Path("run/samples.jsonl")) if "rewards" in row]
@@ -158,7 +156,8 @@ def test_mistakes_are_told(tmp_path, capsys):
     language = said("run", recipe, "model={path: reward}", "reward={functions: [rewards.py:letters]}")
     assert "reward is a reward model: it has score.weight" in language
     assert "there is no such folder" in said("run", recipe, "reward.model=./nowhere")
-    assert "set model" in said("check", recipe, "reward={functions: [number], model_weight: 2}")
+    weighed = said("check", recipe, "reward={model: causal, model_weight: 2}")
+    assert "model_weight is gone: it is 1; weigh the functions against it" in weighed
     twice = "reward={model: causal, functions: [{name: number, label: model}]}"
     assert "model stands there twice" in said("check", recipe, twice)
     silent = said("check", str(write_reward(tmp_path)), "eval.samples=2", "rollout.temperature=0.5")

@@ -1,8 +1,8 @@
 """From rewards to advantages, in numpy on the host, once per batch of rollouts.
 
 Rewards `[P G]`, NaN where a sample failed -> `weighted_sum`, `overlong_penalty`, `kl_rewards` -> `group_advantages`
-or `gdpo`; for PPO token rewards `[T]` -> `gae` -> `whitened`. A failed sample is no zero: it is left out of every
-baseline, its advantage is 0, and the caller gives it weight 0.
+or `gdpo`. A failed sample is no zero: it is left out of every baseline, its advantage is 0, and the caller gives it
+weight 0.
 
 Axes: P prompts, G group, T time.
 """
@@ -181,63 +181,6 @@ def kl_rewards(
     return -coefficient * cast(np.ndarray, kl_estimate(difference, estimator, limit))
 
 
-def adapted_kl(coefficient: float, kl: float, target: float, gain: float = 0.1) -> float:
-    """The next KL coefficient: `coefficient (1 + gain clip(kl / target - 1, -0.2, 0.2))`.
-
-    Ziegler et al. 2019, https://arxiv.org/abs/1909.08593: a proportional controller in log-space.
-
-    Args:
-        coefficient: the present one.
-        kl: measured `KL(policy || reference)`, in nats of a whole completion.
-        target: the KL to reach, in the same unit.
-        gain: K of the paper.
-    """
-    return coefficient * (1.0 + gain * float(np.clip(kl / target - 1.0, -0.2, 0.2)))
-
-
-def gae(
-    rewards_T: Num[np.ndarray, "T"],
-    values_T: Num[np.ndarray, "T"],
-    drawn_T: Bool[np.ndarray, "T"],
-    gamma: float,
-    lam: float,
-    bootstrap: float = 0.0,
-) -> tuple[Float[np.ndarray, "T"], Float[np.ndarray, "T"]]:
-    """Generalised advantage estimation over the sampled tokens i = 0..n-1 of one episode.
-
-    `delta_i = r_i + gamma V_(i+1) - V_i`, `A_i = delta_i + gamma lam A_(i+1)`, `V_n = bootstrap`, `A_n = 0`, and the
-    return `A_i + V_i`. Schulman et al. 2016, https://arxiv.org/abs/1506.02438, eq. 16.
-
-    An environment's tokens are no actions: the successor of a turn's last token is the first token of the next turn,
-    and neither gamma nor lam is applied in between.
-
-    Args:
-        rewards_T: a completion's reward is at its last sampled token, a turn's at the turn's last one.
-        values_T: V at t, the value of the state before token t is sampled.
-        drawn_T: tokens that the policy sampled.
-        gamma: discount per token; 1 is usual for language.
-        lam: 1 is the return minus the value, 0 the one-step error.
-        bootstrap: value of the state after the last token where the episode was cut short; 0 where it ended.
-
-    Returns:
-        Advantages and returns, 0 where nothing was sampled.
-
-    Raises:
-        ValueError: a reward is at a token that was not sampled, where it would be lost.
-    """
-    if np.any(rewards_T[~drawn_T]):
-        place = int(np.flatnonzero((rewards_T != 0) & ~drawn_T)[0])
-        raise ValueError(f"the reward {rewards_T[place]:g} at token {place} belongs to a token that the policy sampled")
-    advantages, returns = np.zeros(len(rewards_T)), np.zeros(len(rewards_T))
-    following, advantage = float(bootstrap), 0.0
-    for t in np.flatnonzero(drawn_T)[::-1]:
-        delta = float(rewards_T[t]) + gamma * following - float(values_T[t])
-        advantage = delta + gamma * lam * advantage
-        following = float(values_T[t])
-        advantages[t], returns[t] = advantage, advantage + following
-    return advantages, returns
-
-
 def whitened(
     values: List[Num[np.ndarray, "..."]],
     masks: List[Bool[np.ndarray, "..."]],
@@ -258,12 +201,3 @@ def whitened(
     mean = joined.mean()
     scale = float(np.sqrt(((joined - mean) ** 2).sum() / max(joined.size - FREEDOM[std], 1))) + eps
     return [np.where(mask, (x - mean) / scale, 0.0) for x, mask in zip(values, masks, strict=True)]
-
-
-def explained_variance(returns: Float[np.ndarray, "n"], values: Float[np.ndarray, "n"]) -> float:
-    """`1 - Var(returns - values) / Var(returns)`: 1 for a perfect critic, 0 for one that only knows the mean.
-
-    NaN where the returns do not vary.
-    """
-    variance = float(np.var(returns))
-    return 1.0 - float(np.var(returns - values)) / variance if variance > 0 else float("nan")

@@ -34,8 +34,6 @@ class Needs:
     """When log-probs under the reference, the weights that the run starts from, are computed: within each `update`, on
     its rows; before the updates of a `step`; or those of all given sequences before the first step of the `run`, after
     which the reference is freed. None for no reference."""
-    reference_path: str | None = None
-    """Another model that is the reference instead, e.g. a folder; None for the weights that the run starts from."""
     divergence: Divergence | None = None
     """The divergence from a teacher that the loss reads as `inputs.compared`; None for none."""
     measured: tuple[str, ...] = ()

@@ -28,7 +28,6 @@ from tunix.algorithms.episodes import (
     flat,
     joined,
     lengths_of,
-    mismatch,
     old_policy_logprobs,
     report,
     require_numbers,
@@ -47,7 +46,6 @@ from tunix.algorithms.ops import (
     old_logprobs,
     reference_logprobs,
     sampler_logprobs,
-    sequence_mean,
 )
 from tunix.config import RowKind
 from tunix.errors import Doubtful
@@ -136,8 +134,7 @@ class OnPolicy(Algorithm):
         with data.clock.part("update"):
             metrics = [self.step(client, batch) for batch in prepared.batches]
             if metrics:
-                starts_at_reference = self.needs.keeps_reference and self.needs.reference_path is None
-                gate(metrics[0], prepared.batches[0], data, starts_at_reference)
+                gate(metrics[0], prepared.batches[0], data, self.needs.keeps_reference)
                 # Means over the updates, but `mismatch/*` of the first one, before the policy has moved.
                 read = [{name: float(x) for name, x in each.items() if not name.endswith("/at")} for each in metrics]
                 numbers |= {name: float(np.mean([each[name] for each in read])) for name in read[0]}
@@ -173,10 +170,9 @@ class PolicyGradient(OnPolicy):
         """A reference where there is a KL, the entropy where there is a bonus or a custom loss, which may read it."""
         config, fresh = self.config, None
         custom = not str(type(self).loss.__module__).startswith("tunix.")  # code that is executed as a text has none
-        # For a single update the loss uses its current log-probs, which are the same.
-        several = config.updates_per_step > 1 or config.mismatch_limit is not None
         measured = {
-            "old_logprobs": config.old_logprobs == "recompute" and several,
+            # For a single update the loss uses its current log-probs, which are the same.
+            "old_logprobs": config.old_logprobs == "recompute" and config.updates_per_step > 1,
             REFERENCE: config.reference_before_update,
         }
         if config.old_logprobs == "recompute" and config.correction == "none":
@@ -202,21 +198,12 @@ class PolicyGradient(OnPolicy):
         """
         config, batch = self.config, inputs.batch
         policy, over, metrics = outputs.terms["policy"].values, outputs.terms["policy"].over, dict(outputs.metrics)
-        if config.old_logprobs == "recompute":
+        if config.correction != "none":
             # Log of trainer over sampler before the updates.
             log_weights = log_ratio(jnp.asarray(old_logprobs(inputs)), batch.per_token["sampler_logprobs"], batch)
-            if config.correction != "none":
-                weight, changed = importance_weight(
-                    log_weights, config.correction, *IMPORTANCE_BOUNDS[config.correction]
-                )
-                policy = policy * weight
-                metrics["mismatch/corrected"] = changed.astype(jnp.float32)
-            if config.geometric_mask is not None:
-                low, high = config.geometric_mask
-                means = sequence_mean(log_weights, batch)
-                masked = (means < math.log(low)) | (means > math.log(high))
-                policy = jnp.where(masked, 0.0, policy)
-                metrics["mismatch/masked"] = masked.astype(jnp.float32)
+            weight, changed = importance_weight(log_weights, config.correction, *IMPORTANCE_BOUNDS[config.correction])
+            policy = policy * weight
+            metrics["mismatch/corrected"] = changed.astype(jnp.float32)
         terms = {"policy": Term(policy, over)}
         if config.kl:
             reference = reference_logprobs(inputs)
@@ -269,11 +256,7 @@ class PolicyGradient(OnPolicy):
         signal = np.any([self.signal(self.scores(view, data.weights)) for view in views], axis=0)
         numbers, notes = report(groups, data.weights, signal)
         sampler = "sampler_logprobs" if config.old_logprobs == "recompute" else "old_logprobs"
-        sequences = [as_sequence(x, config.mask_truncated and x.truncated, sampler) for x in flat(groups)]
-        if config.mismatch_limit is not None:
-            dropped = [not mismatch(x) <= config.mismatch_limit for x in sequences]
-            sequences = [replace(x, weight=0.0) if drop else x for x, drop in zip(sequences, dropped, strict=True)]
-            numbers["mismatch/dropped"] = float(np.mean(dropped))
+        sequences = [as_sequence(x, sampler) for x in flat(groups)]
         credited = []
         for view in views:  # role-conditioned advantages: each seat's turns, compared with those of the same seat
             masks = (sequence_of(x.prompt, x.completion).loss_mask for x in flat(view))

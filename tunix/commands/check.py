@@ -32,7 +32,6 @@ from tunix.rollout.rewards.base import ADDED, read_reward
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.rollout.rewards.rubric import read_rubric
 from tunix.run.folder import refuse_foreign_checkpoints, refuse_no_run, refuse_other_run
-from tunix.util.nested import dotted
 from tunix.util.object_store import url_of
 from tunix.util.yaml_io import write_yaml
 
@@ -132,7 +131,7 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
     train = _check_rows(recipe, "data.train", data.train, kind, report)
     if held_out := data.eval or (data.train if data.eval_split else None):
         _check_rows(recipe, "data.eval", held_out, kind, report)
-    if train is not None and recipe.epochs is not None and not data.divides_rows:
+    if train is not None and recipe.epochs is not None and data.turns != "each":
         number = rows_read(train, data, recipe.epochs)
         total = total_steps(number, recipe.batch_size, 1)
         epochs = f"{recipe.epochs} epochs" if recipe.epochs > 1 else "1 epoch"
@@ -209,7 +208,7 @@ def _check_rewards(
             reward = read_reward(function, rewards.deadline if rewards else 0.0)
             for part in parts:
                 columns = data.of(part.section).columns if part.section else data.columns
-                reward.arguments([*dotted(part[0]), *columns, *ADDED])
+                reward.arguments([*part.columns, *columns, *ADDED])
 
 
 def _check_rows(

@@ -20,10 +20,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import ValidationError
 
 from tunix.algorithms.episodes import rewards_of, total_rewards
-from tunix.commands.sampling import Bar, ProgressSampler, open_collector, reward_config, score_fields
+from tunix.commands.sampling import (
+    Bar,
+    ProgressSampler,
+    environment_config,
+    open_collector,
+    reward_config,
+    score_fields,
+)
 from tunix.config import RowKind
 from tunix.data.config import EPISODES, DataConfig
 from tunix.data.examples import Examples
@@ -38,14 +44,12 @@ from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import recipe_of_run
 from tunix.rollout.environments.adapters import evaluation_rows
-from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.run.estimates import Estimate, mean_of, means_of, passes, ratio_of
 from tunix.trainer.metrics import perplexity
 from tunix.types import Sampling, Sequence
 from tunix.util.atomic_io import refuse_out, write_text_atomic
-from tunix.util.yaml_io import parse_yaml, problems
 
 Task = Literal["loss", "reward", "accuracy", "pass", "pairs"]
 SAMPLING_TASKS: tuple[Task, ...] = ("reward", "accuracy", "pass")
@@ -180,14 +184,7 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
     asked = reward_config(options.reward, options.reward_model, options.deadline)
     environment, rewards = (recipe.rollout.environment, asked or recipe.reward) if recipe else (None, asked)
     if options.environment is not None:  # the run's rewards are made for its own
-        spec, rewards = options.environment, asked
-        section = parse_yaml(spec, "--environment") if spec.lstrip().startswith("{") else {"name": spec}
-        section |= {} if options.options is None else {"options": parse_yaml(options.options, "--options")}
-        try:
-            environment = EnvironmentConfig.model_validate(section)
-        except ValidationError as error:
-            lines = problems(error, {"": list(EnvironmentConfig.model_fields)})
-            raise UserError("\n".join(f"--environment: {line}" for line in lines)) from error
+        environment, rewards = environment_config(options.environment, options.options), asked
     elif options.options is not None:
         raise UserError(f"--options {options.options}: changes nothing without --environment, whose they are")
     makes_rows = options.data is None and options.environment is not None and environment and environment.package

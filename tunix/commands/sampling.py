@@ -32,6 +32,7 @@ from tunix.mesh import build_mesh
 from tunix.protocols import SamplingClient
 from tunix.rollout.collect import Collector
 from tunix.rollout.engine.engine import Engine
+from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
@@ -78,6 +79,21 @@ def reward_config(specs: List[str], model: str | None, deadline: float) -> Rewar
         raise UserError("\n".join(f"--reward: {line}" for line in problems(error, keys))) from error
 
 
+def environment_config(spec: str, options: str | None) -> EnvironmentConfig:
+    """The environment of `--environment`: a name, or an entry of a recipe; and its `--options`, a mapping in YAML.
+
+    Raises:
+        UserError: it is no such entry.
+    """
+    section = parse_yaml(spec, "--environment") if spec.lstrip().startswith("{") else {"name": spec}
+    section |= {} if options is None else {"options": parse_yaml(options, "--options")}
+    try:
+        return EnvironmentConfig.model_validate(section)
+    except ValidationError as error:
+        lines = problems(error, {"": list(EnvironmentConfig.model_fields)})
+        raise UserError("\n".join(f"--environment: {line}" for line in lines)) from error
+
+
 @contextmanager
 def open_collector(
     inference: InferenceModel,
@@ -103,7 +119,7 @@ def open_collector(
     with ExitStack() as stack:
         scorer, judges = None, ()
         if config is not None:
-            scorer = stack.enter_context(Scorer(config.functions, config.deadline, config.workers))
+            scorer = stack.enter_context(Scorer(config.functions, config.deadline))
             scorer.check([*columns, *ADDED])
             judges = judges_of(config, inference.source, data, inference.options.dtype, build_mesh(MeshConfig()))
             for judge in judges:
@@ -117,7 +133,7 @@ def fingerprint(config: RewardConfig) -> dict[str, Any]:
     # A missing file is reported where it is loaded.
     texts = {str(file): file.read_text(encoding="utf-8") for file in files if file.suffix and file.is_file()}
     weights = None if config.model is None else digest_of_source(pretrained(config.model))
-    return {**config.model_dump(mode="json", exclude={"workers"}), "files": texts, "weights": weights}
+    return {**config.model_dump(mode="json"), "files": texts, "weights": weights}
 
 
 def score_fields(scored: Scored, total: float) -> dict[str, Any]:

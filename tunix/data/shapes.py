@@ -75,13 +75,16 @@ def without_padding(row: Row, data: DataConfig) -> Row:
         function = {**function, "arguments": {k: v for k, v in arguments.items() if v is not None or k in known}}
         return {**call, "function": function} if "function" in call else function
 
-    def spoken(message: Any) -> Any:
-        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
-        return {**message, "tool_calls": [called(call) for call in calls]} if isinstance(calls, list) else message
-
-    chats = {data.columns.get(name, name) for name in ("messages", "prompt", "completion", "chosen", "rejected")}
-    changed = {name: [spoken(x) for x in row[name]] for name in chats if isinstance(row.get(name), list)}
-    return {**row, **changed}
+    changed = dict(row)
+    for name in {data.columns.get(name, name) for name in ("messages", "prompt", "completion", "chosen", "rejected")}:
+        if isinstance(row.get(name), list):
+            changed[name] = [
+                {**message, "tool_calls": list(map(called, message["tool_calls"]))}
+                if isinstance(message, Mapping) and isinstance(message.get("tool_calls"), list)
+                else message
+                for message in row[name]
+            ]
+    return changed
 
 
 def template_variables(row: Row, data: DataConfig) -> dict[str, Any]:
@@ -272,7 +275,7 @@ class Rendering:
     fixed: tuple[str, ...] = ()
     """Names in `FIXED` of columns that the first row has, and therefore every row."""
     uncut: bool = False
-    """Whether sequences above the limit stay whole, e.g. for `pipeline.Cutter`."""
+    """Whether sequences above the limit stay whole."""
 
     @property
     def turns(self) -> Literal["last", "all", "each"] | None:
@@ -324,7 +327,7 @@ def rendering(
     if train_on == RowKind.COMPLETION and shape == "tokens":
         optional = (LOSS_WEIGHTS,)
     fixed = tuple(name for name in optional if first.get(config.columns.get(name, name)) is not None)
-    return Rendering(shape, config, train_on, vocab_size, fixed, uncut=config.cuts and train_on.is_text)
+    return Rendering(shape, config, train_on, vocab_size, fixed)
 
 
 def detect_format(

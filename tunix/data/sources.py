@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 from tunix.data.config import EPISODES, DataConfig, RowsConfig
 from tunix.errors import UserError, nearest
-from tunix.util.nested import reached
+from tunix.util.nested import dotted, reached
 from tunix.util.plugins import is_reference, load_object
 from tunix.util.yaml_io import parse_yaml
 
@@ -531,6 +531,11 @@ class Rows:
         lines = [table.digest for table in tables if isinstance(table, JsonLines)] if len(self) > most else []
         parts = [str(len(self)), total.hexdigest(), *lines]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of the first row's columns, those within columns too."""
+        return list(dotted(self[0]))
 
     def shares_rows_with(self, other: Rows) -> bool:
         """Whether rows of this dataset are known to be in another: they come from one file, or all are the same."""

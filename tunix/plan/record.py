@@ -213,8 +213,8 @@ def programs_of(subject: Subject) -> list[Program]:
     recorder = Recorder(subject)  # pyright: ignore[reportAbstractUsage]  # it saves nothing
     algorithm = subject.setup.algorithm
     if algorithm.needs.reference == "run":
-        of = "policy" if algorithm.needs.reference_path is None else "reference"  # the policy at its start, or another
-        algorithm.precomputed_logprobs = lambda sequence: recorder.logprobs([sequence], of)[0]
+        # The reference is the policy at its start.
+        algorithm.precomputed_logprobs = lambda sequence: recorder.logprobs([sequence])[0]
     spec = subject.policy.spec
     with closing(recorder.stream()) as stream:
         item = next(stream)

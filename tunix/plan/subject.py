@@ -159,12 +159,12 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
     mesh, spec, critic_spec, dtype = setup.mesh, setup.spec, setup.critic_spec, recipe.model.dtype
     policy = Trained(spec, *setup.abstract(spec))
 
-    # The reference: the base under an adapter, a copy in the compute dtype, or another model of the same structure.
-    reference, other = None, setup.algorithm.needs.reference_path is not None
+    # The reference: the base under an adapter, or a copy in the compute dtype.
+    reference = None
     plain = replace(spec.model, adapt=None, has_scalar_head=False)
-    if spec.adapter is not None and not other:
+    if spec.adapter is not None:
         reference = Frozen(plain, policy.base, spec.microbatcher)
-    elif setup.keeps_reference or other:
+    elif setup.keeps_reference:
         dtypes: dict[str, DType] = {name: kind for name, kind in _cast(setup, plain).items() if not is_own(name)}
         reference = Frozen(plain, plain.abstract(dtypes, mesh), spec.microbatcher)
 
@@ -174,7 +174,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
         model = Model(structure(random or ModelConfig(path=config.path)).decoder, dtype=config.dtype)
         teachers = mesh if config.mesh is None else build_mesh(config.mesh, divided(config, devices)[1])
         rows = rows_per_microbatch(
-            teachers, recipe.sequences_per_update, recipe.micro_batch_size, spec.length, bool(recipe.data.packing)
+            teachers, recipe.sequences_per_update, recipe.micro_batch_size, spec.length, recipe.data.packing
         )
         params = model.abstract(dict.fromkeys(model.shapes, config.dtype), teachers)
         teacher = Frozen(model, params, Microbatcher(rows, teachers))

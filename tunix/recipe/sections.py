@@ -149,16 +149,11 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
             "are frozen: leave one of them out. `adapter: {kind: qlora}` rounds a frozen base; `tunix quantize` rounds "
             "a model whose adapter is merged"
         )
-    if recipe.data.cuts and not recipe.algorithm.reads.is_text:
-        yield (
-            f"data.packing: {recipe.data.packing} cuts a text into pieces, and {recipe.algorithm.name} reads "
-            f"{recipe.algorithm.reads.words}, which stay whole; take true or false"
-        )
     if recipe.data.pictures:
         if not recipe.algorithm.sees_pictures:
             yield (
                 f"data.pictures: {recipe.algorithm.name} looks at none as it is set here; sft and grpo do, and dpo on "
-                "given pairs with a reference that is neither precomputed nor another model's, and no loss that sorts: "
+                "given pairs with a reference that is not precomputed, and no loss that sorts: "
                 "leave it out"
             )
         blind = {

@@ -140,7 +140,7 @@ def shrunk(
         if toy and not (fits or _is_said("teacher.path", said)):
             # A random model, wider than the tiny one, on the same devices.
             sizes = {**TEACHER, "vocab_size": toy["sizes"]["vocab_size"]}
-            tiny["teacher"] |= {"path": None, "init": "random", "family": toy["family"], "sizes": sizes}
+            tiny["teacher"] |= {"path": None, "family": toy["family"], "sizes": sizes}
     if reward := sections["reward"]:
         # Generated rows have none of the columns that the recipe names.
         functions = [{**function, "columns": {}} if generated else function for function in reward["functions"]]
@@ -149,8 +149,8 @@ def shrunk(
         if not (judge is None or local_folder(judge) is not None or _is_said("reward.model", said)):
             # The built-in `length` in place of a reward model that would be a download.
             options = {"target": TINY_COMPLETION // 2, "width": TINY_COMPLETION}
-            functions.append({**_STAND_IN, "weight": reward["model_weight"], "options": options, "columns": {}})
-            tiny["reward"] |= {"model": None, "model_weight": 1.0, "model_length": None}
+            functions.append({**_STAND_IN, "options": options, "columns": {}})
+            tiny["reward"] |= {"model": None}
         if reward["judge"] and not _is_said("reward.judge", said):
             # A toy base writes no verdicts, and a server need not be there.
             options = {"target": TINY_COMPLETION // 2, "width": TINY_COMPLETION}
@@ -234,7 +234,7 @@ def replaced(recipe: Sections) -> tuple[str, ...]:
         lines.append(f"rows: {ROWS} generated {_NAMES[train.removeprefix(GENERATED)]}")
     elif is_toy and (data.eval, data.eval_split) == (train, data.split):
         lines.append("held-out rows: those of data.train")
-    if recipe.teacher is not None and recipe.teacher.init == "random":
+    if recipe.teacher is not None and recipe.teacher.path is None:
         lines.append(f"teacher: a random {recipe.teacher.family} of two layers")
     functions = recipe.reward.functions if recipe.reward else ()
     stands_in = [{"name": function.name, "label": function.label} for function in functions]

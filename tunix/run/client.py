@@ -1,7 +1,6 @@
 """Weights on the devices of a `Setup`: the client of a run, and `tunix.client`."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +31,6 @@ from tunix.run.frozen_models import build_teacher
 from tunix.run.sampler import local_engine, servers_of
 from tunix.run.setup import Setup
 from tunix.trainer.config import OptimizerConfig
-from tunix.trainer.frozen_model import reference_of
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import Demand, memory_of, placed
 from tunix.trainer.trainer import Trainer, local_client
@@ -121,13 +119,10 @@ def client(
     return client_of(setup, sampler)
 
 
-def client_of(
-    setup: Setup, sampler: Sampler | None = None, teacher: Source | None = None, reference: Source | None = None
-) -> Trainer:
+def client_of(setup: Setup, sampler: Sampler | None = None, teacher: Source | None = None) -> Trainer:
     """The client of a run: weights on the mesh, an optimizer, a sampler, and the models that do not train beside it.
 
-    Without a `sampler` it has the servers that the recipe names, or else an engine in this process; without a source of
-    the `reference` that is the initial weights.
+    Without a `sampler` it has the servers that the recipe names, or else an engine in this process.
 
     Raises:
         UserError: weights are missing or do not fit, this device does not support the requested types, or the sampler's
@@ -151,9 +146,6 @@ def client_of(
     learner = client.learner
     if teacher is not None:
         learner.teacher = build_teacher(setup.recipe, teacher, source, learner)
-    if reference is not None:
-        plain, dtype = replace(spec.model, adapt=None, has_scalar_head=False), spec.model.dtype
-        learner.reference = reference_of(spec, weights(reference, plain, setup.mesh, 0, dtype, dtype, full=True)[0])
     return client
 
 

@@ -1,8 +1,6 @@
-"""Loads the models that do not train beside the policy: the teacher of a recipe, and the reference that
-`algorithm.reference_path` names. Their vocabularies are checked, and their weights placed on devices.
-"""
+"""Loads the teacher of a recipe: its vocabulary is checked, and its weights are placed on devices."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import jax
 
@@ -10,11 +8,9 @@ from tunix.algorithms.distill.config import TeacherConfig
 from tunix.config import ModelConfig
 from tunix.distributed import processes
 from tunix.errors import UserError
-from tunix.hf.safetensors_io import some
-from tunix.hf.source import Source, beside, check_tokens, from_scratch, loaded, pretrained, require_lm_head
+from tunix.hf.source import Source, beside, check_tokens, from_scratch, loaded, pretrained
 from tunix.lora.adapt import adapt
 from tunix.mesh import build_mesh
-from tunix.models.quantization.rules import RULES_FILE
 from tunix.recipe.sections import Sections
 from tunix.trainer.frozen_model import Teacher
 from tunix.trainer.learner import Learner
@@ -107,34 +103,6 @@ def build_teacher(recipe: Sections, source: Source, student: Source, learner: Le
             model, params = replace(model, adapt=adapt(settings, model.config)), {**params, **adapter_params}
     else:
         model, params = loaded(source, config.dtype, mesh)
-    size, packing = recipe.sequences_per_update, bool(recipe.data.packing)
+    size, packing = recipe.sequences_per_update, recipe.data.packing
     rows = rows_per_microbatch(mesh, size, recipe.micro_batch_size, length, packing)
     return Teacher(model, params, Microbatcher(rows, mesh), length, students)
-
-
-KEY = "algorithm.reference_path"
-
-
-def reference_source(path: str, trained: Source) -> Source:
-    """The structure of the reference at `path` (a hub id, a folder or a run) and the location of its weights.
-
-    Raises:
-        UserError: there is no such model, it gives scores or rounds its activations, or its vocabulary or structure is
-            not that of `trained`.
-    """
-    source = pretrained(path)
-    require_lm_head(source, path)
-    if source.tokenizer is not None and trained.tokenizer is not None:
-        check_tokens(KEY, path, source.tokenizer, trained.tokenizer)
-    ours, theirs = (asdict(replace(model.decoder, stops=())) for model in (trained, source))
-    if different := [f"{name} {theirs[name]} instead of {ours[name]}" for name in ours if ours[name] != theirs[name]]:
-        raise UserError(
-            f"{KEY}: {path} is of another structure than the model that trains ({some(different)}): take one of the "
-            "same, such as the model that it was trained from"
-        )
-    if source.rules is not None and source.rules.inputs:
-        raise UserError(
-            f"{KEY}: {path} rounds its activations ({RULES_FILE}), which comparing with it would leave out: take the "
-            "weights that it was made of"
-        )
-    return source

@@ -1,7 +1,7 @@
 """The inputs of a run: its model's structure and tokenizer, its rows, and what steps and evaluations make of them."""
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -11,21 +11,17 @@ from tunix.data.config import DataConfig
 from tunix.data.curriculum import curriculum_of
 from tunix.data.examples import Examples
 from tunix.data.packing import pack
-from tunix.data.pipeline import Batches, Prompts, eval_batches, pictures_of_row, prompt_of, reasons
+from tunix.data.pipeline import Batches, Prompts, pictures_of_row
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import Tokenizer
-from tunix.data.types import Accounting, Kept, Packed, Prompt
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.hf.source import TOKENIZER, Source, of_recipe
 from tunix.recipe.recipe import Recipe
-from tunix.recipe.sections import Sections
 from tunix.rollout.asynchronous import FILE, AsyncRollouts, Holding, Journal
 from tunix.rollout.backlog import Backlog
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
-from tunix.rollout.config import EvalTask
 from tunix.rollout.environments.adapters import evaluation_rows, training_rows
-from tunix.run.evaluation import Evaluation
 from tunix.run.loop import Stream
 from tunix.run.setup import Setup, layout, row_kind_of
 from tunix.trainer.digest import digest
@@ -128,7 +124,7 @@ def open_stream(setup: Setup, inputs: Inputs, collector: Collector, total: int) 
             packed=partial(
                 pack,
                 max_length=setup.sampled_row_length(max(algorithm.sequences_per_example, together)),
-                packing=bool(data.packing),
+                packing=data.packing,
                 sequences_per_example=algorithm.sequences_per_example,
                 together=together,
                 multiple=microbatcher.multiple,
@@ -198,47 +194,3 @@ def asynchronous(
         total=total,
         stop=stop,
     )
-
-
-def evaluation_of(setup: Setup, inputs: Inputs, collector: Collector) -> Evaluation:
-    """The evaluation on held-out rows: the loss of their completions, and the rewards of greedy answers."""
-    recipe, algorithm = setup.recipe, setup.algorithm
-    # A row has one greedy answer, which there is nothing to compare with.
-    collector = replace(collector, judges=tuple(judge for judge in collector.judges if not judge.compares))
-    rows, limit = inputs.held_out, recipe.eval.rows
-    if rows is None:
-        return Evaluation(algorithm, until=recipe.eval.until)
-    held_out, prompts = [], []
-    by_source: dict[str, list[Packed]] = {}
-    if algorithm.held_out_on is not None and not (setup.samples and collector.weights):
-        examples = inputs.examples(rows, recipe.data, algorithm.held_out_on)
-        packed = layout(algorithm, setup.microbatcher.multiple)
-        held_out = eval_batches(examples, recipe.batch_size, limit, packed)
-        by_source = {x.source: eval_batches(x, recipe.batch_size, limit, packed) for x in examples.parts}
-    if collector.weights and recipe.algorithm.has_lm_head:
-        kind = RowKind.PROMPT if recipe.rollout.environment is None else RowKind.ROW
-        prompts = _first_prompts(inputs.examples(rows, recipe.data, kind), limit)
-    return Evaluation(algorithm, held_out, prompts, collector.greedy, recipe.eval.until, by_source)
-
-
-def _first_prompts(examples: Examples, limit: int) -> list[Prompt]:
-    """The prompts of the first rows; raises UserError where none has one."""
-    read = list(examples.first(limit))
-    prompts = [prompt_of(example) for example in read if isinstance(example, Kept)]
-    if not prompts:
-        why = reasons(sum(map(Accounting.of, read), Accounting()))
-        raise UserError(f"{examples.rows.name}: none of its first {len(read)} rows has a prompt: {why}")
-    return prompts
-
-
-def task_prompts(task: EvalTask, recipe: Sections, inputs: Inputs) -> tuple[list[Prompt], DataConfig, list[str]]:
-    """The prompts of a task of `eval`, after `EvalTask.in_run`; how they are rendered; and the columns of its rows.
-
-    Raises:
-        UserError: there are no such rows, or none of them has a prompt.
-    """
-    data = task.data_in_run(recipe.data)
-    rows = evaluation_rows(data, task.environment, recipe.seed)
-    assert rows is not None, "the recipe's rules want some"
-    kind = RowKind.PROMPT if task.environment is None else RowKind.ROW
-    return _first_prompts(inputs.examples(rows, data, kind), task.n), data, [*rows[0], *data.columns]

@@ -2,9 +2,8 @@
 
 Sequences in file order -> chunks -> log-probs of their trained tokens -> one shard a chunk, `00000.safetensors`, in a
 folder that is named by a digest of everything that determines them: the rendered rows, all weights, the precision.
-Each shard is written atomically, so an interrupted computation continues after the last one. The reference is another
-model where the recipe names one, the base under an adapter, else the initial weights of the run. It needs no memory
-afterwards.
+Each shard is written atomically, so an interrupted computation continues after the last one. The reference is the base
+under an adapter, else the initial weights of the run. It needs no memory afterwards.
 
 Axes: T time.
 """

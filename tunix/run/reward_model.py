@@ -57,11 +57,8 @@ def judge(config: RewardConfig, policy: Tokenizer | None, data: DataConfig, dtyp
         )
     check_vocabulary(source)
     same_tokens = reads_tokens(source.tokenizer, policy, config.model)
-    most = source.decoder.max_positions
-    if config.model_length is not None and config.model_length > most:
-        raise UserError(f"reward.model_length: {config.model_length} is more than the {most} tokens of {config.model}")
     # Another tokenizer may need more tokens for the same text.
-    limit = config.model_length or min(most, data.max_length if same_tokens else 2 * data.max_length)
+    limit = min(source.decoder.max_positions, data.max_length if same_tokens else 2 * data.max_length)
     model, params = loaded(source, dtype, mesh)
     length = limit + 1
     scorer = Scorer(model, Microbatcher(rows_per_microbatch(mesh, TOGETHER, None, length, packing=True), mesh), length)
@@ -78,7 +75,7 @@ def judge(config: RewardConfig, policy: Tokenizer | None, data: DataConfig, dtyp
             except UserError as error:
                 return Failure(f"model cannot read it: {error}")
         if len(tokens) > limit:
-            return Failure(f"model reads {limit} tokens (reward.model_length), and these are {len(tokens)}")
+            return Failure(f"model reads {limit} tokens (data.max_length), and these are {len(tokens)}")
         return tokens
 
     def begin(prompts: List[Prompt], completions: List[Completion], texts: List[str]) -> Callable[[], list[Judged]]:
@@ -96,7 +93,7 @@ def judge(config: RewardConfig, policy: Tokenizer | None, data: DataConfig, dtyp
 
         return ended
 
-    return Judge("model", config.model_weight, TOGETHER, begin)
+    return Judge("model", 1.0, TOGETHER, begin)
 
 
 def rendered(tokenizer: Tokenizer, data: DataConfig, prompt: Prompt, completion: Completion, text: str) -> np.ndarray:

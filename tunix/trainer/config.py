@@ -1,6 +1,7 @@
 """The recipe's sections `optimizer`, `checkpoint` and `logging`. Loads without jax."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -27,15 +28,13 @@ class OptimizerConfig(Config):
     learning_rate: Annotated[float, Field(gt=0)] = 1.0e-5
     """The highest rate, reached at the end of the warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """How the rate falls after the warm-up, over the remaining steps."""
+    """How the rate falls after the warm-up: to 0, over the remaining steps."""
     warmup: Annotated[float, Field(ge=0)] = 0.0
     """Below 1 a share of all steps, rounded, else a number of steps n; the rate rises linearly, with 1/n of it at the
     first update."""
     warmup_from_zero: bool = False
     """Starts the warm-up with an update at rate 0, so that it is one update later, as in Hugging Face's
     `get_*_schedule_with_warmup` (which round a share up)."""
-    end: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Final rate of linear and cosine, as a share of `learning_rate`."""
     b1: Fraction | None = None
     """Decay of the momentum; null for the rule's default: adamw 0.9, lion 0.9, muon's AdamW 0.9, and none for
     sgd. That of Muon itself is 0.95."""
@@ -54,14 +53,14 @@ class OptimizerConfig(Config):
     """Type in which momentum and mean squares are stored, independent of the weights. bfloat16 halves their memory and
     requires decays of at most 0.996: closer to 1, a moment rounds back to its old value. adafactor's stay float32."""
 
+    gone: ClassVar[Mapping[str, str]] = {"end": "linear and cosine fall to 0"}
+
     @model_validator(mode="after")
     def _read(self) -> "OptimizerConfig":
         name, wrong = self.name, []
         for key in ("b1", "b2", "eps"):
             if getattr(self, key) is not None and key not in DEFAULTS[name]:
                 wrong.append(f"{key} changes nothing for {name}, which reads {', '.join(DEFAULTS[name])}")
-        if self.schedule == "constant" and self.end:
-            wrong.append("end changes nothing for a constant schedule")
         if self.warmup_from_zero and not self.warmup:
             wrong.append("warmup_from_zero changes nothing without a warm-up: set warmup")
         if self.moments_dtype == "bfloat16":

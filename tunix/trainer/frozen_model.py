@@ -1,6 +1,6 @@
 """Models that are never trained: log-probs of sequences under them, the policy's reference, and a teacher's states.
 
-The reference is the policy's initial weights, or another model of the same structure. A teacher's states `[M R T Te]`
+The reference is the policy's initial weights. A teacher's states `[M R T Te]`
 are much smaller than its logits `[B T V]`, so they are copied to the student's mesh, which may consist of other
 devices; the matrix of the head is copied there once. The teacher is not part of a checkpoint.
 

@@ -22,7 +22,7 @@ MUON_RMS = 0.2
 
 
 def build_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """The schedule, updates done -> learning rate: linear warm-up, then constant, linear or cosine down to `end`.
+    """The schedule, updates done -> learning rate: linear warm-up, then constant, linear or cosine down to 0.
 
     Args:
         steps: updates of the whole run, warm-up included.
@@ -32,8 +32,8 @@ def build_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     rest = max(steps - warm, 1)
     decay = {
         "constant": lambda: optax.constant_schedule(rate),
-        "linear": lambda: optax.linear_schedule(rate, rate * config.end, rest),
-        "cosine": lambda: optax.cosine_decay_schedule(rate, rest, config.end),
+        "linear": lambda: optax.linear_schedule(rate, 0.0, rest),
+        "cosine": lambda: optax.cosine_decay_schedule(rate, rest),
     }[config.schedule]()
     # The first update already moves the weights: a warm-up of n updates uses 1/n, 2/n, ..., 1 of the rate. Hugging
     # Face's lags by one update, with 0, 1/n, ..., (n - 1)/n; from update n on they agree.

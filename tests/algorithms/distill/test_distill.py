@@ -87,7 +87,7 @@ def test_a_step_has_the_loss_and_the_gradients_of_all_logits(config):
 
 @pytest.mark.slow  # the same of other losses stays, in tests/trainer/test_step.py
 def test_packing_passes_and_the_teachers_own_passes_do_not_change_anything():
-    loss = Distill(DistillConfig(divergence="jsd", top_k=9, sft_weight=0.2, temperature=1.3)).objective
+    loss = Distill(DistillConfig(divergence="jsd", top_k=9, sft_weight=0.2)).objective
     rows = sequences(9)
     whole = gradients(taught(trainer(rows=9), rows=9), pack(rows, 9, 24, packing=False), loss)
     for mine, teachers, packing in ((2, 3, True), (4, 1, False)):

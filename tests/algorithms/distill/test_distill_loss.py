@@ -10,8 +10,9 @@ import pytest
 from tests.policy_batches import PROMPT, Taken, batch_of, gradients, inputs_of, reduced, rows
 from tunix.algorithms.distill.algorithm import Distill
 from tunix.algorithms.distill.config import DistillConfig
+from tunix.algorithms.distill.loss import distill_loss
 from tunix.trainer.step import loss_sums
-from tunix.types import Compared, Divergence, LossInputs, Sampling
+from tunix.types import Compared, Divergence, LossInputs, LossOutputs, Sampling
 
 NAMES = ("teacher_logprobs", "divergence", "agreement")
 PLACES = [(0, PROMPT), (0, PROMPT + 1), (1, PROMPT)]
@@ -54,12 +55,17 @@ def test_the_divergence_is_averaged_and_reported(inputs):
     assert found["distill/divergence"] == pytest.approx((0.5 + 1 + 3) / 3)
     assert found["distill/agreement"] == pytest.approx(2 / 3)
     assert found["distill/teacher_logprob"] == pytest.approx((log(1 / 4) + log(1 / 2)) / 3)
-    by_sequence = reduced(algorithm(reduction="sequences").loss, inputs)
-    assert by_sequence["train/loss"] == pytest.approx((0.75 + 3) / 2)
 
 
 def test_temperature_multiplies_by_its_square_and_the_text_counts_as_it_is_weighted(inputs):
-    found = reduced(algorithm(temperature=2.0, sft_weight=0.5).loss, inputs)
+    by_config = reduced(algorithm(sft_weight=0.5).loss, inputs)
+    assert by_config["loss/distill"] == pytest.approx(1.5)
+
+    def loss(inputs: LossInputs) -> LossOutputs:
+        assert inputs.compared is not None
+        return distill_loss(inputs.compared, inputs.logprobs, temperature=2.0, sft_weight=0.5)
+
+    found = reduced(loss, inputs)
     assert found["loss/distill"] == pytest.approx(4 * 1.5)
     assert found["loss/sft"] == pytest.approx(0.5 * (log(2) + log(4) + log(2)) / 3)
     assert found["train/loss"] == pytest.approx(found["loss/distill"] + found["loss/sft"])
@@ -101,9 +107,9 @@ def test_on_own_text_the_mismatch_is_measured(inputs):
 # What must not change anything.
 
 SETTINGS = {
-    "given": {"sft_weight": 0.3, "temperature": 1.5},
+    "given": {"sft_weight": 0.3},
     "sampled": {"on_policy": True},
-    "own_text": {"on_policy": True, "divergence": "jsd", "reduction": "sequences"},
+    "own_text": {"on_policy": True, "divergence": "jsd"},
 }
 
 
@@ -154,9 +160,9 @@ def test_parts_of_a_batch_add_up_to_it(loss):
 @pytest.mark.parametrize(
     ("settings", "filled"),
     [
-        ({}, {"divergence": "forward_kl", "temperature": 1.0, "beta": None, "group_size": None}),
+        ({}, {"divergence": "forward_kl", "beta": None, "group_size": None}),
         ({"divergence": "jsd"}, {"beta": 0.5}),
-        ({"on_policy": True}, {"divergence": "sampled", "group_size": 1, "temperature": None}),
+        ({"on_policy": True}, {"divergence": "sampled", "group_size": 1}),
     ],
 )
 def test_null_is_filled_in_and_read_back(settings, filled):
@@ -172,7 +178,7 @@ def test_null_is_filled_in_and_read_back(settings, filled):
         ({"divergence": "jsd", "beta": 1.0}, "less than 1"),
         ({"divergence": "sampled"}, "set on_policy: true"),
         ({"on_policy": True, "top_k": 5}, "asks for one token"),
-        ({"on_policy": True, "temperature": 2.0}, "set rollout.temperature"),
+        ({"temperature": 2.0}, "temperature is gone: it is 1 on given text, and rollout.temperature"),
         ({"on_policy": True, "sft_weight": 0.5}, "only prompts are read"),
         ({"group_size": 4}, "without on_policy: true"),
         ({"top_k": -1}, "greater than or equal to 0"),

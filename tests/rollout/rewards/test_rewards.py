@@ -458,7 +458,7 @@ def trl(name: str, **settings: object) -> RewardFunction:
 def test_functions_written_for_trl(tmp_path: Path):
     """Messages where the row has messages, columns as lists, None for what is left out; what is logged comes back."""
     (tmp_path / "theirs.py").write_text(TRL)
-    rewards = [trl("accuracy_reward", clip=(0.0, 0.5)), trl("reads_all"), trl("shorter")]
+    rewards = [trl("accuracy_reward"), trl("reads_all"), trl("shorter")]
     rewards += [trl("soft_overlong", options={"longest": 1}), trl("of_texts")]
     with Scorer(rewards, workers=1) as scorer:
         scoring = scorer.open({"": ["prompt", "answer", "completion_ids"]})
@@ -466,7 +466,7 @@ def test_functions_written_for_trl(tmp_path: Path):
             row = {"prompt": ASKED, "answer": answer, "completion_ids": [7] * number}
             scoring.add(number, "Sum?", said, row, ASKED)
         assert {name: list(scores.values()) for name, scores in scoring.result().items()} == {
-            "accuracy_reward": [0.5, 0.0, None],
+            "accuracy_reward": [1.0, 0.0, None],
             "reads_all": [1.0, 1.1, 1.2],  # one message, and a tenth of the ids
             "shorter": [None] * 3,
             "soft_overlong": [0.0, 0.0, -1.0],

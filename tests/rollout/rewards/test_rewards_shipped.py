@@ -276,15 +276,6 @@ def test_options_that_make_no_sense_are_refused(reward: dict[str, Any], said: st
         read_reward(RewardFunction(**reward), deadline=1.0)
 
 
-def test_scores_are_clipped_before_they_are_weighed():
-    clipped = RewardFunction(name="length", options={"target": 10, "width": 10}, clip=(0.25, 0.5), weight=2.0)
-    with Scorer([clipped]) as scorer:
-        found = scorer.score(["p"] * 3, ["c"] * 3, {"completion_tokens": [10, 6, 0]})
-    assert found == {"length": [0.5, 0.5, 0.25]}  # of 1, .6 and 0
-    with pytest.raises(ValueError, match=r"\[1.0, 0.0\] is no interval"):
-        RewardFunction(name="length", clip=(1.0, 0.0))
-
-
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 
 

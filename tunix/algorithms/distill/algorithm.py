@@ -20,11 +20,6 @@ class Distill(OnPolicy):
     config: DistillConfig
 
     @property
-    def tau(self) -> float:
-        """Temperature of both distributions; on-policy that of the sampler."""
-        return self.sampling.temperature if self.config.on_policy else self.config.temperature or 1.0
-
-    @property
     def needs(self) -> Needs:
         """The divergence from the teacher at every token; or, where only the sampled token is compared, the teacher's
         log-prob of it."""
@@ -32,7 +27,7 @@ class Distill(OnPolicy):
         if config.divergence is None or config.divergence == "sampled":
             divergence = None
         else:
-            divergence = Divergence(config.divergence, config.beta or 0.5, config.top_k, self.tau)
+            divergence = Divergence(config.divergence, config.beta or 0.5, config.top_k, self.temperature)
         if not config.on_policy:
             reads = bool(config.sft_weight) or type(self).loss is not Distill.loss
             return Needs(logprobs=reads, divergence=divergence)
@@ -49,29 +44,29 @@ class Distill(OnPolicy):
         estimate."""
         if not self.config.on_policy:
             return self.objective
-        divergence = self.needs.divergence or Divergence("reverse_kl", temperature=self.tau)
+        divergence = self.needs.divergence or Divergence("reverse_kl", temperature=self.temperature)
         return Loss(self.held_out_loss, logprobs=False, divergence=divergence)
 
     @property
     def held_out_on(self) -> RowKind:
         """Given text, also where training is on-policy."""
-        return RowKind(self.config.train_on)
+        return RowKind.COMPLETION
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """`sampled_loss` or `distill_loss` by the config."""
         config, arrays = self.config, inputs.batch.per_token
         if config.divergence == "sampled":
             old, teacher = arrays["old_logprobs"], arrays[TEACHER]
-            return sampled_loss(inputs.logprobs, old, teacher, inputs.batch, config.reduction)
+            return sampled_loss(inputs.logprobs, old, teacher, inputs.batch)
         assert inputs.compared is not None
         return distill_loss(
-            inputs.compared, inputs.logprobs, config.reduction, temperature=self.tau, sft_weight=config.sft_weight
+            inputs.compared, inputs.logprobs, temperature=self.temperature, sft_weight=config.sft_weight
         )
 
     def held_out_loss(self, inputs: LossInputs) -> LossOutputs:
         """The divergence without the SFT term."""
         assert inputs.compared is not None
-        return distill_loss(inputs.compared, inputs.logprobs, self.config.reduction, temperature=self.tau)
+        return distill_loss(inputs.compared, inputs.logprobs, temperature=self.temperature)
 
     def prepare(self, client: Client, experience: Experience) -> Update:
         """One batch of all completions; where no divergence is computed, with the teacher's log-probs of their

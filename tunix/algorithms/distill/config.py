@@ -6,9 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from tunix.algorithms.config import NonNegative, Rule, RuledConfig, Settings
-from tunix.config import TINY_GROUP, Config, DType, Family, MeshConfig, Place, Positive, RowKind, families
-
-_GIVEN = "with on_policy: true"
+from tunix.config import TINY_GROUP, Config, DType, Family, MeshConfig, Place, Positive, RowKind
 
 
 class DistillConfig(RuledConfig):
@@ -28,30 +26,27 @@ class DistillConfig(RuledConfig):
     """The teacher's share in the mixture of jsd: near 0 it is like forward_kl, near 1 like reverse_kl. Null: 0.5."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """The teacher's k most likely tokens are compared one by one, all others as one bucket; 0 compares all tokens."""
-    temperature: Annotated[float, Field(gt=0)] | None = None
-    """Divides both models' logits, and its square multiplies the divergence. Null: 1. On-policy it is
-    rollout.temperature."""
     sft_weight: NonNegative = 0.0
     """Weight of the negative log-likelihood of the given tokens, added to the divergence; 0 for none."""
-    train_on: Literal["completion", "all"] = "completion"
-    """What is trained of given rows: the assistant's turns with their stop tokens, or every token but the first."""
-    reduction: Literal["tokens", "sequences"] = "tokens"
-    """Mean over the batch's trained tokens, or mean over sequences of each one's token mean."""
     group_size: Positive | None = None
     """Completions of each prompt, with `on_policy: true`. Null: 1."""
 
+    gone: ClassVar[Mapping[str, str]] = {
+        "reduction": "it is the mean over the batch's trained tokens",
+        "temperature": "it is 1 on given text, and rollout.temperature with on_policy: true",
+        "train_on": "of given rows the completion is trained; make texts of rows to train all of it",
+    }
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("beta",), lambda s: s["divergence"] == "jsd", "without divergence: jsd"),
         Rule(("top_k",), lambda s: s["divergence"] != "sampled", "with divergence: sampled, which asks for one token"),
-        Rule(("temperature",), lambda s: not s["on_policy"], f"{_GIVEN}: set rollout.temperature"),
-        Rule(("sft_weight", "train_on"), lambda s: not s["on_policy"], f"{_GIVEN}: only prompts are read of a row"),
+        Rule(("sft_weight",), lambda s: not s["on_policy"], "with on_policy: true: only prompts are read of a row"),
         Rule(("group_size",), lambda s: bool(s["on_policy"]), "without on_policy: true"),
     )
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
         kind = "sampled" if settings["on_policy"] else "forward_kl"
-        return {"divergence": kind, "beta": 0.5, "temperature": 1.0, "group_size": 1}
+        return {"divergence": kind, "beta": 0.5, "group_size": 1}
 
     def conflicts(self) -> list[str]:
         if self.divergence == "sampled" and not self.on_policy:
@@ -63,8 +58,8 @@ class DistillConfig(RuledConfig):
 
     @property
     def reads(self) -> RowKind:
-        """Given text, all of it or its completion; only the prompt where the student samples the completions."""
-        return RowKind.PROMPT if self.on_policy else RowKind(self.train_on)
+        """The completion of a given text; only the prompt where the student samples the completions."""
+        return RowKind.PROMPT if self.on_policy else RowKind.COMPLETION
 
     @property
     def samples_per_prompt(self) -> int:
@@ -100,12 +95,11 @@ class TeacherConfig(Config):
     path: Place | None = None
     """Hub id, local folder, the folder of a run, or a PEFT folder. A teacher that is an adapter on the student's frozen
     base shares that base."""
-    init: Literal["pretrained", "random"] = "pretrained"
-    """`random` has nothing to teach, but everything runs; `--tiny` sets it."""
     family: Family | None = None
-    """Family of the teacher with `init: random`."""
+    """Without a path, the family of a random teacher, which has nothing to teach, but everything runs: `--tiny` sets
+    it."""
     sizes: dict[str, int] = Field(default_factory=dict)
-    """Sizes of the teacher with `init: random`, as in `model.sizes`."""
+    """Sizes of a random teacher, as in `model.sizes`."""
     dtype: DType = "bfloat16"
     """Dtype of the weights and of the computation; logits are always float32."""
     mesh: TeacherMesh | None = None
@@ -113,15 +107,11 @@ class TeacherConfig(Config):
 
     @model_validator(mode="after")
     def _source(self, info: Any) -> "TeacherConfig":
-        if self.init == "random":
-            if self.path is not None:
-                raise ValueError(f"path is {self.path!r}, but `init: random` reads no weights: leave one of them out")
-            if self.family is None:
-                raise ValueError(f"`init: random` wants a family: {', '.join(families(info))}")
-            return self
-        if self.path is None:
+        if self.path is None and self.family is None:
             raise ValueError("path is missing: a hub id, a folder, or the folder of a run")
         for key in ("family", "sizes"):
-            if getattr(self, key):
-                raise ValueError(f"{key} only means something with `init: random`; the folder says it itself")
+            if self.path is not None and getattr(self, key):
+                raise ValueError(f"{key} is that of a random teacher, and path is {self.path!r}: leave one of them out")
         return self
+
+    gone: ClassVar[Mapping[str, str]] = {"init": "a teacher without a path is random, of the family that is named"}

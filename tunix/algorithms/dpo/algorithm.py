@@ -20,7 +20,7 @@ from jaxtyping import Float
 
 from tunix.algorithms.base import Needs, Update
 from tunix.algorithms.dpo.config import DPOConfig
-from tunix.algorithms.dpo.loss import BASELINE, MARGIN, dpo_loss
+from tunix.algorithms.dpo.loss import BASELINE, dpo_loss
 from tunix.algorithms.episodes import as_sequence, by_seat, report, require_scores, row, total_rewards
 from tunix.algorithms.on_policy import Experience, OnPolicy
 from tunix.algorithms.ops import REFERENCE, reference_logprobs
@@ -48,16 +48,8 @@ class DPO(OnPolicy):
         self._pairs = 0.0
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
-        """`dpo_loss` by the config.
-
-        Raises:
-            UserError: there is an offset, and the rows have no margin.
-        """
-        config, values = self.config, inputs.batch.per_sequence
-        if config.offset and MARGIN not in values:
-            raise UserError(
-                f"algorithm.offset: rows have no column {MARGIN!r} to multiply; add it, or leave offset at 0"
-            )
+        """`dpo_loss` by the config."""
+        config = self.config
         assert config.beta is not None
         return dpo_loss(
             inputs.logprobs,
@@ -67,12 +59,10 @@ class DPO(OnPolicy):
             beta=config.beta,
             label_smoothing=config.label_smoothing or 0.0,
             gamma=config.gamma or 0.0,
-            tau=config.tau or 1.0,
             length_normalized=config.length_normalized,
             divergence=config.divergence,
             alpha=config.alpha or 0.5,
-            margins=config.offset * jnp.asarray(values[MARGIN])[::2] if config.offset else 0.0,
-            baselines=values[BASELINE] if config.sorts or config.shifts else None,
+            baselines=inputs.batch.per_sequence[BASELINE] if config.sorts or config.shifts else None,
             sft_weight=config.sft_weight or 0.0,
             sft_reduction=config.sft_reduction,
         )
@@ -82,9 +72,8 @@ class DPO(OnPolicy):
         """A reference where the form has one, as the recipe says; where values are sorted, before the update."""
         config = self.config
         if not config.has_reference:
-            return Needs(reference_path=config.reference_path)
-        when = "run" if config.reference == "precompute" else "step" if config.sorts else "update"
-        return Needs(reference=when, reference_path=config.reference_path)
+            return Needs()
+        return Needs(reference="run" if config.reference == "precompute" else "step" if config.sorts else "update")
 
     def prepare_sequence(self, sequence: Sequence) -> Sequence:
         """The sequence with the reference's log-probs, where they were precomputed."""

@@ -1,12 +1,12 @@
 """The `algorithm` section of a recipe for DPO and its relatives. Loads without jax."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from tunix.algorithms.config import NonNegative, Rule, RuledConfig, Settings
-from tunix.config import TINY_GROUP, Place, Positive, RowKind
+from tunix.algorithms.config import REFERENCE_PATH_GONE, NonNegative, Rule, RuledConfig, Settings
+from tunix.config import TINY_GROUP, Positive, RowKind
 
 PairedForm = Literal[
     "sigmoid", "robust", "exo", "ipo", "hinge", "discopop", "nca", "bco", "sppo_hard", "apo_zero", "apo_down"
@@ -18,9 +18,7 @@ SORTED = get_args(SortedForm)
 """Forms that compare the sorted values of a whole batch."""
 REFERENCED = (*get_args(PairedForm), *SORTED)
 """Forms that compare with a reference; the others have none."""
-LOGISTIC = ("sigmoid", "robust", "simpo", "cpo")
-"""Forms that are a log-likelihood of the label: they have label smoothing and an offset."""
-SMOOTHED = (*LOGISTIC, "exo", *SORTED)
+SMOOTHED = ("sigmoid", "robust", "simpo", "cpo", "exo", *SORTED)
 """Forms with label smoothing."""
 DIVERGING = ("sigmoid", "robust", "hinge")
 """Forms that are defined for any divergence from the reference."""
@@ -42,14 +40,9 @@ class DPOConfig(RuledConfig):
     0; with robust 0.1, with exo 0.001."""
     gamma: NonNegative | None = None
     """SimPO's margin, by which the chosen reward should be larger than the rejected one. Null: 1."""
-    tau: Annotated[float, Field(gt=0)] | None = None
-    """DiscoPOP's temperature: how sharply it changes from the logistic to the exponential loss. Null: 0.05."""
     reward_shift: bool = True
     """With bco: whether the mean reward of all earlier updates, which is part of a checkpoint, is subtracted from
     rewards. False subtracts nothing, as TRL 1.16 does."""
-    offset: NonNegative = 0.0
-    """The chosen reward should be larger by this times the row's `margin` (ODPO, Amini et al. 2024,
-    https://arxiv.org/abs/2402.10571). 0: a column `margin` is not read."""
     length_normalized: bool = False
     """Whether log-ratios are divided by the completion's length in tokens; raise beta with it."""
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
@@ -65,27 +58,23 @@ class DPOConfig(RuledConfig):
     reference: Literal["snapshot", "precompute"] = "snapshot"
     """`snapshot`: the frozen base under an adapter, else a frozen copy of the first weights, computed at every step.
     `precompute`: its log-probs of all rows are computed before the first step, and stored alongside them."""
-    reference_path: Place | None = None
-    """Another model of the same structure as the reference: a hub id, a folder or a run. Null: the weights that the run
-    starts from, or the base under an adapter."""
     online: bool = False
     """Whether the policy samples the completions; those of highest and lowest reward are a prompt's pair."""
     group_size: Positive = 2
     """Completions of each prompt, with `online: true`."""
 
+    gone: ClassVar[Mapping[str, str]] = {
+        "tau": "discopop's temperature is the paper's, 0.05",
+        "offset": "a column `margin` is for reward models; subtract it in the `loss` of a subclass",
+        "reference_path": REFERENCE_PATH_GONE,
+    }
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             ("label_smoothing",),
             lambda s: s["loss"] in SMOOTHED,
             f"with this loss: it is read by {', '.join(SMOOTHED)}",
         ),
-        Rule(
-            ("offset",),
-            lambda s: s["loss"] in LOGISTIC and not s["online"],
-            f"here: it is read by {', '.join(LOGISTIC)}, of given pairs",
-        ),
         Rule(("gamma",), lambda s: s["loss"] == "simpo", "without loss: simpo"),
-        Rule(("tau",), lambda s: s["loss"] == "discopop", "without loss: discopop"),
         Rule(("reward_shift",), lambda s: s["loss"] == "bco", "without loss: bco"),
         Rule(
             ("divergence",), lambda s: s["loss"] in DIVERGING, f"with this loss: it is read by {', '.join(DIVERGING)}"
@@ -101,11 +90,6 @@ class DPOConfig(RuledConfig):
             lambda s: s["loss"] in REFERENCED and not s["online"],
             "here: it is read by the losses with a reference, of given pairs",
         ),
-        Rule(
-            ("reference_path",),
-            lambda s: s["loss"] in REFERENCED,
-            f"with this loss: it is read by {', '.join(REFERENCED)}",
-        ),
         Rule(("sft_reduction",), lambda s: bool(s["sft_weight"]), "while sft_weight is 0: set sft_weight"),
         Rule(("group_size",), lambda s: bool(s["online"]), "without online: true"),
     )
@@ -117,7 +101,6 @@ class DPOConfig(RuledConfig):
             "beta": {"simpo": 2.0, "discopop": 0.05, "sppo_hard": 0.001}.get(form, 0.1),
             "label_smoothing": {"robust": 0.1, "exo": 0.001}.get(form, 0.0),
             "gamma": 1.0,
-            "tau": 0.05,
             "alpha": 0.5,
             "sft_weight": 1.0 if form in ("orpo", "cpo") else 0.0,
         }
@@ -140,7 +123,7 @@ class DPOConfig(RuledConfig):
     @property
     def sees_pictures(self) -> bool:
         """Where all log-probs are those of the step itself, on given pairs."""
-        return not (self.online or self.sorts or self.reference == "precompute" or self.reference_path)
+        return not (self.online or self.sorts or self.reference == "precompute")
 
     @property
     def sorts(self) -> bool:
@@ -170,10 +153,6 @@ class DPOConfig(RuledConfig):
     def sequences_per_update(self, batch_size: int) -> int:
         """Sequences of one update: two for each pair."""
         return 2 * batch_size
-
-    def tiny(self, batch_size: int) -> dict[str, Any]:
-        """The section for a `--tiny` run, without a `reference_path`: that model is of another structure."""
-        return super().tiny(batch_size) | {"reference_path": None}
 
     def complaints(self, batch_size: int) -> Iterator[str]:
         """A message where a form that sorts pairs has a single one."""

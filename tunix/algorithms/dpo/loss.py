@@ -17,12 +17,12 @@ from tunix.algorithms.dpo.config import Form
 from tunix.algorithms.ops import per_sequence
 from tunix.types import Batch, LossOutputs, Term
 
-MARGIN = "margin"
-"""The per-sequence value that times the offset is the margin by which a chosen completion should be better."""
 BASELINE = "baseline"
 """The per-sequence value that some forms subtract from a reward, in its units (`algorithm.py`)."""
 EXPONENT_LIMIT = 80.0
 """Bound of exponents: exp(89) overflows float32, and the difference of two infinities has no gradient."""
+TAU = 0.05
+"""DiscoPOP's temperature: how sharply it changes from the logistic to the exponential loss."""
 SURE = -1e-6
 """Upper bound of a mean log-prob whose odds are computed: at 0 they are infinite."""
 
@@ -38,11 +38,9 @@ def dpo_loss(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     gamma: float = 1.0,
-    tau: float = 0.05,
     length_normalized: bool = False,
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl",
     alpha: float = 0.5,
-    margins: Num[Array | np.ndarray, "Pa"] | float = 0.0,
     baselines: Num[Array | np.ndarray, "S"] | None = None,
     sft_weight: float = 0.0,
     sft_reduction: Literal["sequences", "tokens"] = "sequences",
@@ -58,7 +56,7 @@ def dpo_loss(
         cpo                  beta log p(y) (https://arxiv.org/abs/2401.08417)
         orpo                 log(P / (1 - P)) with log P = log p(y) / |y| (https://arxiv.org/abs/2403.07691, eq. 4)
 
-    The forms, with d = r_chosen - r_rejected - margins and e the label smoothing; formulas stand in the code:
+    The forms, with d = r_chosen - r_rejected and e the label smoothing; formulas stand in the code:
 
         sigmoid, simpo, orpo, cpo    `logistic`, which has their sources
         robust                       `robust`
@@ -79,11 +77,9 @@ def dpo_loss(
         beta: scale of the rewards; with ipo its tau, with orpo its lambda, with sppo_hard 1 / eta.
         label_smoothing: e of the forms that have it.
         gamma: simpo's margin.
-        tau: discopop's temperature.
         length_normalized: whether log-ratios are divided by |y|.
         divergence: f.
         alpha: of the divergence `alpha`.
-        margins: by how much the chosen reward should be larger, by the logistic forms.
         baselines: subtracted from each reward, for bco, aot and aot_unpaired; None for 0.
         sft_weight: weight of the second term.
         sft_reduction: what it is averaged over.
@@ -103,7 +99,7 @@ def dpo_loss(
         rewards = beta * (log_u / batch.lengths if length_normalized else slope(log_u, divergence, alpha))
     measured = rewards if baselines is None else rewards - jnp.asarray(baselines)
     chosen, rejected = measured[::2], measured[1::2]
-    gap = chosen - rejected - margins
+    gap = chosen - rejected
     match loss:
         case "sigmoid" | "cpo" | "aot":
             compared_Pa = logistic(gap, label_smoothing)
@@ -132,8 +128,8 @@ def dpo_loss(
             # (1 - m) (-log sigmoid(d)) + m exp(-d), m = sigmoid(d / tau): exponential where d is large, else logistic;
             # not convex. Lu et al. 2024, eq. 5. One exponent for both factors of m exp(-d): separately they overflow
             # where d is far below 0.
-            exponent = jnp.minimum(jax.nn.log_sigmoid(gap / tau) - gap, EXPONENT_LIMIT)
-            compared_Pa = -jax.nn.sigmoid(-gap / tau) * jax.nn.log_sigmoid(gap) + jnp.exp(exponent)
+            exponent = jnp.minimum(jax.nn.log_sigmoid(gap / TAU) - gap, EXPONENT_LIMIT)
+            compared_Pa = -jax.nn.sigmoid(-gap / TAU) * jax.nn.log_sigmoid(gap) + jnp.exp(exponent)
         case "nca":
             # -log sigmoid(r_c) - (log sigmoid(-r_c) + log sigmoid(-r_r)) / 2: classifies the chosen completion against
             # noise, of which both are samples, so that its likelihood does not fall. Chen et al. 2024, eq. 11 with

@@ -47,7 +47,7 @@ class KTO(Algorithm):
     @property
     def needs(self) -> Needs:
         """A reference: rewards are log-ratios to it."""
-        return Needs(reference="update", reference_path=self.config.reference_path)
+        return Needs(reference="update")
 
     def step(self, client: Client, batch: Batch) -> Metrics:
         """Makes one update, with z0 of this batch as a metric."""

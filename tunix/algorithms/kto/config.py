@@ -1,10 +1,10 @@
 """The `algorithm` section of a recipe for KTO. Loads without jax."""
 
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import ClassVar, Literal
 
-from tunix.algorithms.config import Above0
-from tunix.config import AlgorithmConfig, Place, RowKind
+from tunix.algorithms.config import REFERENCE_PATH_GONE, Above0
+from tunix.config import AlgorithmConfig, RowKind
 
 
 class KTOConfig(AlgorithmConfig):
@@ -21,18 +21,12 @@ class KTOConfig(AlgorithmConfig):
     undesirable_weight: Above0 = 1.0
     """Weight of undesirable completions."""
 
-    reference_path: Place | None = None
-    """Another model of the same structure as the reference: a hub id, a folder or a run. Null: the weights that the run
-    starts from, or the base under an adapter."""
+    gone: ClassVar[Mapping[str, str]] = {"reference_path": REFERENCE_PATH_GONE}
 
     @property
     def reads(self) -> RowKind:
         """Completions with labels."""
         return RowKind.LABELS
-
-    def tiny(self, batch_size: int) -> dict[str, Any]:
-        """The section for a `--tiny` run, without a `reference_path`: that model is of another structure."""
-        return super().tiny(batch_size) | {"reference_path": None}
 
     def complaints(self, batch_size: int) -> Iterator[str]:
         """A message where the batch has a single row, for which the KL cannot be estimated."""

@@ -5,18 +5,17 @@ Axes: T time.
 
 from collections.abc import Sequence as List
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from tunix.algorithms.advantages import adapted_kl, explained_variance, gae, whitened
+from tunix.algorithms.advantages import whitened
 from tunix.algorithms.base import Needs, Update
 from tunix.algorithms.episodes import VALUES, Groups, flat, old_policy_logprobs
 from tunix.algorithms.on_policy import Experience, PolicyGradient
 from tunix.algorithms.ops import REFERENCE, old_logprobs
 from tunix.algorithms.ppo.config import PPOConfig
-from tunix.algorithms.ppo.loss import ppo_loss, value_loss
+from tunix.algorithms.ppo.loss import adapted_kl, explained_variance, gae, ppo_loss, value_loss
 from tunix.protocols import Client
 from tunix.rollout.types import ENVIRONMENT, Rollouts, Scored
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence
@@ -142,10 +141,9 @@ class PPO(PolicyGradient):
             # stop would pay more than to answer: a policy that learned to sort then had a third of its answers cut off.
             cut_short = episode.truncated and list(episode.rewards) == [ENVIRONMENT]
             after = float(episode.measured[VALUES][-1]) if cut_short else 0.0
-            estimated = partial(gae, rewards, values_T, x.loss_mask, config.gamma, bootstrap=after)
-            advantage, target = estimated(lam=config.lam)
+            advantage, target = gae(rewards, values_T, x.loss_mask, config.gamma, config.lam, bootstrap=after)
             advantages.append(advantage)
-            returns.append(target if config.lam_critic is None else estimated(lam=config.lam_critic)[1])
+            returns.append(target)
         counted = [x.loss_mask & (x.weight > 0) for x in sequences]
         advantages = self.advantages(advantages, counted)
         # Metrics of this step: how well the critic explains the returns, and the KL of completions.

@@ -20,8 +20,6 @@ class PPOConfig(PolicyConfig):
     """Discount per sampled token."""
     lam: Unit = 0.95
     """GAE's lambda: 1 trusts the rewards alone, 0 the critic's next value."""
-    lam_critic: Unit | None = None
-    """Lambda of the returns that the critic learns; VAPO and VC-PPO use 1. Null: the policy's."""
     kl_target: Annotated[float, Field(gt=0)] | None = None
     """Nats per completion to which the KL coefficient adapts, starting from `kl`; null leaves it constant."""
     critic: Literal["own", "shared"] = "own"

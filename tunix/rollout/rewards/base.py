@@ -63,8 +63,6 @@ class Reward:
     """`module:function` or `file.py:function` for a worker process to load; None runs it in a thread here."""
     modules: tuple[str, ...] = ()
     """Modules that a worker imports before the first call, so that no deadline includes their import."""
-    clip: tuple[float, float] | None = None
-    """Bounds of a score before the weight, e.g. `(0.0, 1.0)`; None for none."""
     style: Literal["tunix", "trl", "verl"] = "tunix"
     """How the function is called; see `RewardFunction.style`."""
     deadline: float = 0.0
@@ -168,9 +166,7 @@ def read_reward(spec: RewardFunction | Reward | Callable[..., Any], deadline: fl
             function, source = load_object(spec.name), absolute(spec.name)
         if not callable(function):
             raise UserError(f"reward.functions has {spec.name!r}, which is a {type(function).__name__}, not a function")
-        reward = Reward(
-            spec.title, function, spec.weight, spec.options, spec.columns, source, modules, spec.clip, spec.style
-        )
+        reward = Reward(spec.title, function, spec.weight, spec.options, spec.columns, source, modules, spec.style)
     else:  # a callable object has its class's name
         name = spec.__name__ if hasattr(spec, "__name__") else type(spec).__name__
         reward = Reward(name, spec, source=_source(spec))

@@ -1,7 +1,8 @@
 """The recipe's section `reward`. Loads without jax."""
 
 import math
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -25,19 +26,12 @@ class RewardFunction(Config):
     """Its name in the metrics; null takes the function's. Two uses of one function need two labels."""
     weight: float = 1.0
     """Factor of its scores in the weighted sum."""
-    clip: tuple[float, float] | None = None
-    """Scores count as no less than the first and no more than the second, before the weight. Null: as they are."""
     options: dict[str, Any] = {}
     """Arguments with one value for the whole run, such as {pattern: "<answer>.*</answer>"}."""
     columns: dict[str, str] = {}
     """Argument -> column of the row, where their names differ, such as {answer: solution}."""
 
-    @field_validator("clip")
-    @classmethod
-    def _rising(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
-        if value is not None and not value[0] < value[1]:
-            raise ValueError(f"{list(value)} is no interval: the lower bound stands first")
-        return value
+    gone: ClassVar[Mapping[str, str]] = {"clip": "the function returns the score as it is to count"}
 
     @property
     def title(self) -> str:
@@ -125,18 +119,19 @@ class RewardConfig(Config):
     """One or several; a name alone is a function with weight 1 and no options."""
     model: Place | None = None
     """Hub id, folder, or run of a reward model (a sequence classifier with one label). It scores in addition to the
-    functions, under the name `model`, on the devices of the run."""
-    model_weight: float = 1.0
-    """Factor of its scores in the weighted sum."""
-    model_length: Positive | None = None
-    """Tokens of prompt and completion that it reads; a longer one fails. Null: data.max_length, twice that where its
-    tokenizer is not the policy's, and never more than its own limit."""
+    functions, under the name `model` and with weight 1, on the devices of the run. It reads data.max_length tokens,
+    twice that where its tokenizer is not the policy's; a longer completion fails."""
     judge: JudgeConfig | None = None
     """A language model that scores by a rubric, in addition, under the name `judge`."""
     deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
-    """Seconds that a call may take; after that the sample counts as failed and the worker is replaced."""
-    workers: Positive | None = None
-    """Worker processes for scoring; null: as many as there are cores, at most 8. Never changes a result."""
+    """Seconds that a call may take; after that the sample counts as failed and the worker process is replaced, of which
+    there are as many as cores, at most 8."""
+
+    gone: ClassVar[Mapping[str, str]] = {
+        "model_weight": "it is 1; weigh the functions against it",
+        "workers": "there are as many as cores, at most 8; what waits for something else is an `async def`",
+        "model_length": "it reads data.max_length tokens, twice that with a tokenizer of its own",
+    }
 
     @field_validator("functions", mode="before")
     @classmethod
@@ -152,6 +147,4 @@ class RewardConfig(Config):
         titles += ["judge"] * bool(self.judge)
         if twice := sorted({title for title in titles if titles.count(title) > 1}):
             raise ValueError(f"{', '.join(twice)} stands there twice: give one of them another label")
-        if self.model is None and (self.model_weight != 1.0 or self.model_length):
-            raise ValueError("model_weight and model_length change nothing without a reward model: set model")
         return self

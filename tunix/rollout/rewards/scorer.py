@@ -11,7 +11,6 @@ replaced before its next call.
 
 import copy
 import inspect
-import math
 import os
 import queue
 import threading
@@ -245,9 +244,8 @@ class Scoring:
         if isinstance(outcomes, str) and len(samples) > 1:
             again = [([sample], self._submit(reward, [sample])) for sample in samples]
             return [pair for single, future in again for pair in self._scores(reward, single, future.result())]
-        low, high = reward.clip or (-math.inf, math.inf)
         scores = [
-            Failure(f"{reward.name} {x}") if isinstance(x, str) else None if x is None else min(max(x, low), high)
+            Failure(f"{reward.name} {x}") if isinstance(x, str) else x
             for x in ([outcomes] if isinstance(outcomes, str) else outcomes)
         ]
         numbers = [number for number, _ in samples]
