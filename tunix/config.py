@@ -71,16 +71,15 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     gone: ClassVar[Mapping[str, str]] = {}
-    """Keys, and values as in `key: value`, that there were before -> what holds now, or what to write instead."""
+    """Keys that there were before -> what holds now, or what to write instead."""
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_gone(cls, written: Any) -> Any:
         if isinstance(written, Mapping):
-            said = [key for key in written if key not in cls.model_fields]
-            said += [f"{key}: {value}" for key, value in written.items() if isinstance(value, str)]
-            if gone := [f"{name} is gone: {cls.gone[name]}" for name in said if name in cls.gone]:
-                raise ValueError("\n".join(gone))
+            gone = [key for key in written if key in cls.gone and key not in cls.model_fields]
+            if gone:
+                raise ValueError("\n".join(f"{key} is gone: {cls.gone[key]}" for key in gone))
         return written
 
     @field_validator("*", mode="before")
@@ -112,7 +111,8 @@ class RowKind(StrEnum):
 
     @property
     def is_text(self) -> bool:
-        """Whether a row is a given text on its own: nothing is compared with it and nothing continues it."""
+        """Whether a row is a given text on its own: nothing is compared with it and nothing continues it, so that it
+        can be cut into pieces."""
         return self in (RowKind.COMPLETION, RowKind.ALL)
 
     @property

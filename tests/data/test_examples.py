@@ -8,10 +8,12 @@ from tunix.config import RowKind
 from tunix.data.chat import render_chat
 from tunix.data.config import DataConfig
 from tunix.data.examples import prompt_text, to_example
+from tunix.data.pipeline import Cutter
 from tunix.data.shapes import Rendering, detect_format, rendering
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.data.types import CUT_AWAY, NOTHING_TRAINED, TOO_LONG, Accounting, Dropped, Kept
 from tunix.errors import UserError
+from tunix.types import Sequence
 
 TOKENIZER = bytes_tokenizer()
 BOS, EOS = 2, 1
@@ -185,6 +187,14 @@ def test_tokens_have_weights_by_every_row_or_none():
     ):
         with pytest.raises(UserError, match=f"row 7: .*{said}"):
             to_example(one, None, other, "row 7")
+
+
+def test_pieces_keep_their_tokens_weights():
+    row = {"input_ids": [9, 8, 7, 6, 5], "loss_weights": [0, 1, 2, 3, 4]}
+    example = Kept((Sequence(np.arange(5), np.arange(5) > 0, per_token={"loss_weights": np.arange(5.0)}),), row=row)
+    cut = Cutter(DataConfig(train="x", max_length=3, packing="split"), RowKind.COMPLETION)
+    pieces = [cut.take(example)[0] for _ in range(2)]
+    assert [piece and piece.sequences[0].per_token["loss_weights"].tolist() for piece in pieces] == [[0, 1, 2], [3, 4]]
 
 
 TURNS = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]

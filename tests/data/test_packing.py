@@ -111,9 +111,10 @@ def test_sequences_that_fit_only_as_they_fitted_first():
     assert (pack(sequences, 5, 6, multiple=2).segment_ids > 0).sum(axis=1).tolist() == [6, 6]
 
 
-def test_rows_that_keep_their_order_are_made_up_with_empty_ones():
+@pytest.mark.parametrize("packing", ["wrapped", False])
+def test_rows_that_keep_their_order_are_made_up_with_empty_ones(packing):
     sequences = [sequence(np.full(4, i + 1)) for i in range(3)]
-    plain, several = pack(sequences, 3, 4, False), pack(sequences, 3, 4, False, multiple=2)
+    plain, several = pack(sequences, 3, 4, packing), pack(sequences, 3, 4, packing, multiple=2)
     assert several.tokens.tolist() == [*plain.tokens.tolist(), [0] * 4]
 
 

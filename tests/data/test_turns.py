@@ -130,8 +130,8 @@ def test_a_batch_counts_turns():
 def test_what_is_refused():
     with pytest.raises(UserError, match=r"data\.turns: each is about messages, and row 1 of the given rows has text"):
         Examples(open_rows([{"text": "a"}]), FORGETS, DataConfig(train="rows", turns="each"))
-    with pytest.raises(ValueError, match="packing: split is gone: a text that is too long is truncated"):
-        DataConfig.model_validate({"train": "rows", "packing": "split"})
+    with pytest.raises(ValueError, match="turns: each makes sequences of turns, and packing 'split' pieces of rows"):
+        DataConfig(train="rows", turns="each", packing="split")
 
 
 def test_harmony_s_developer_and_thinking():

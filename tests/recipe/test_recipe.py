@@ -459,10 +459,3 @@ def test_a_mistake_above_the_stages_is_told_once():
         "r.yaml: seed: 'x' is not a whole number",
         "r.yaml: stages.1.batch_size: 0 is not a number above 0",
     ]
-
-
-def test_aot_wants_two_pairs():
-    aot = {"name": "dpo", "loss": "aot"}
-    with pytest.raises(UserError, match="batch_size: aot sorts the pairs of a batch, and 1 has no other"):
-        build(algorithm=aot, batch_size=1)
-    assert build(algorithm=aot, batch_size=3).batch_size == 3

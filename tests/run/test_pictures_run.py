@@ -235,6 +235,7 @@ def assert_sampler_and_trainer_agree(tmp_path: Path, changes: dict[str, Any]) ->
         ({**GRPO, "rollout": {"max_staleness": 1}}, "data.pictures: not seen by rollout.max_staleness"),
         ({**GRPO, "rollout": {"engine": "vllm", "servers": ["http://h:1"]}}, "not seen by rollout.engine"),
         ({**GRPO, "reward": {"model": "judge"}}, "data.pictures: not seen by reward.model, which judges"),
+        ({"data.packing": "split"}, "packing 'split' would cut pictures"),
         ({"model": {"path": "llama"}}, "model_type = 'llama' is read as a text model, which sees no pictures"),
     ],
 )

@@ -143,7 +143,6 @@ class PolicyConfig(RuledConfig):
 
     gone: ClassVar[Mapping[str, str]] = {
         "reduction_length": "the constant of reduction: constant is the most tokens that a completion may have",
-        "kl_estimator: k3+": "k2 has its gradient",
         "kl_input_clamp": "log-ratios count as no larger than 20",
         "entropy_over": "the entropy is averaged as reduction says",
         "correction_level": "a correction weighs tokens",

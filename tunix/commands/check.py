@@ -131,7 +131,7 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
     train = _check_rows(recipe, "data.train", data.train, kind, report)
     if held_out := data.eval or (data.train if data.eval_split else None):
         _check_rows(recipe, "data.eval", held_out, kind, report)
-    if train is not None and recipe.epochs is not None and data.turns != "each":
+    if train is not None and recipe.epochs is not None and not data.divides_rows:
         number = rows_read(train, data, recipe.epochs)
         total = total_steps(number, recipe.batch_size, 1)
         epochs = f"{recipe.epochs} epochs" if recipe.epochs > 1 else "1 epoch"

@@ -20,10 +20,10 @@ from rich.text import Text
 
 from tunix.config import RowKind
 from tunix.data.examples import Examples, to_example
-from tunix.data.pipeline import Groups, Layout, prompt_of
+from tunix.data.pipeline import Cutter, Groups, Layout, prompt_of
 from tunix.data.shapes import Rendering
 from tunix.data.tokenizer import Tokenizer
-from tunix.data.types import Dropped, Kept
+from tunix.data.types import CUT_AWAY, Dropped, Kept
 from tunix.errors import UserError
 from tunix.protocols import SamplingClient
 from tunix.recipe.algorithms import algorithm_class
@@ -94,10 +94,8 @@ def _show_rows(
     console: Console,
 ) -> None:
     """Prints the first examples of a data set, its accounting, and what of further rows was refused or left out."""
-    for number, row in enumerate(seen[:shown], start=1):
-        parts = [row]
-        if isinstance(row, Kept) and examples.each_turn:
-            parts = [replace(row, sequences=(sequence,)) for sequence in row.sequences]
+    pieces = _pieces(seen[:shown], Cutter(examples.config, examples.train_on), batch_size)
+    for number, parts in enumerate(pieces, start=1):
         for part, example in enumerate(parts, start=1):
             place = f"{number}, piece {part} of {len(parts)}" if len(parts) > 1 else str(number)
             _show_example(place, example, examples, console, episodes.get(number - 1))
@@ -113,6 +111,23 @@ def _show_rows(
             console.print(f"and so on; --rows {len(seen)} shows all", markup=False)
             break
         console.print(f"row {i + 1}: {rule}: {text}", markup=False, soft_wrap=True)
+
+
+def _pieces(examples: list[Kept | Dropped], cut: Cutter, size: int) -> Iterator[list[Kept | Dropped]]:
+    """Yields the pieces that each row is cut into, in batches of file order; a dropped row as it is."""
+    taken_pieces = 0
+    cut.new_batch()
+    for example in examples:
+        parts: list[Kept | Dropped] = []
+        finished = False
+        while not finished:
+            if taken_pieces and taken_pieces % size == 0 and cut.has_target(example):
+                cut.new_batch()
+            piece, _, finished = cut.take(example)
+            if piece:
+                parts.append(piece)
+                taken_pieces += 1
+        yield parts or [example if isinstance(example, Dropped) else Dropped(CUT_AWAY)]
 
 
 @dataclass(frozen=True)
@@ -255,7 +270,7 @@ def _show_totals(
     table whose counts add up: rows = kept + dropped, and dropped rows by reason."""
     rows, config, settings = examples.rows, examples.config, examples.settings
     tokens, trained, packed_rows, empty = 0, 0, 0, 0
-    groups = Groups(seen, examples.each_turn, batch_size)
+    groups = Groups(seen, Cutter(config, settings.train_on), batch_size)
     for group, _ in groups:
         sequences = [sequence for kept in group for sequence in kept.sequences]
         tokens += sum(len(sequence.tokens) for sequence in sequences)
@@ -267,10 +282,15 @@ def _show_totals(
     account = groups.accounting
     some = f"The first {account.rows:,} of {len(rows):,}" if account.rows < len(rows) else "All"
     console.print(f"{some} rows of {rows.name}:", markup=False)
-    # How many rows were too long, and the turns that are sequences of their own.
+    # Rows that are too long: how many were truncated, or into how many pieces they were cut.
     cuts = [("    truncated", account.truncated, f"cut at {_limit(settings)} tokens")]
     if config.turns == "each":
         cuts.append(("    turns", account.pieces, "each a sequence of a batch"))
+    if settings.uncut:
+        cuts = [
+            ("    pieces", account.pieces, f"of at most {config.max_length} tokens, each a sequence of a batch"),
+            ("    left out", account.untrained, "pieces with nothing to train on"),
+        ]
     lines = [
         ("rows", account.rows, ""),
         ("  kept", account.kept, ""),

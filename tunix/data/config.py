@@ -2,10 +2,10 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import PurePath
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -13,6 +13,7 @@ from tunix.config import Config, Place, Positive
 
 EPISODES = "environment"
 """Stands for rows that `rollout.environment` makes."""
+Packing = Literal[True, False, "wrapped", "split"]
 RowFormat = Literal["auto", "messages", "prompt_completion", "text", "tokens", "pairs"]
 FINEST = 100_000
 """Rows after which the ratios of a mixture are exact, at most."""
@@ -156,8 +157,11 @@ class DataConfig(Config):
     """System message of the chats that `chat: true` makes."""
     shuffle: bool = True
     """False takes the rows in file order."""
-    packing: bool = True
-    """Whether a row holds several sequences; true and false give the same result."""
+    packing: Packing = True
+    """Whether a row holds several sequences; true and false give the same result. `split` cuts texts and completions
+    that are longer than max_length into pieces, each a separate sequence, instead of truncating them; `wrapped` fills
+    the rows of a batch in order, and cuts wherever one is full. With both, `batch_size` counts pieces, and a piece's
+    first token, which nothing in it predicts, is not trained."""
     pictures: Positive | None = None
     """Most pictures of a packed row, and of a row of the data, whose column `images` holds them: paths from the data's
     folder, bytes or PIL images. Room for more costs time whether they are there or not. null: only text is read."""
@@ -169,12 +173,6 @@ class DataConfig(Config):
     template_kwargs: dict[str, str | bool | int] = {}
     """Variables of the chat template, such as {enable_thinking: false}, or {date_string: 26 Jul 2024} where a template
     would write today's date, which a run that is resumed tomorrow could not repeat."""
-
-    gone: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("packing: split", "packing: wrapped"),
-        "a text that is too long is truncated, or left out (on_overflow); `train: file.py:function` can give its parts "
-        "as rows",
-    )
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
@@ -198,6 +196,16 @@ class DataConfig(Config):
             return self
         source = self.sources[0]
         return self.of(source).model_copy(update={"train": source.path, "split": source.split or self.split})
+
+    @property
+    def divides_rows(self) -> bool:
+        """Whether a row may become several sequences of a batch, so that their number is known from the rows alone."""
+        return self.cuts or self.turns == "each"
+
+    @property
+    def cuts(self) -> bool:
+        """Whether long texts are cut into several pieces."""
+        return isinstance(self.packing, str)
 
     @property
     def longest_completion(self) -> int:
@@ -235,8 +243,19 @@ class DataConfig(Config):
                 f"prompt_length {self.longest_prompt} and completion_length {self.longest_completion} do not fit into "
                 f"max_length {self.max_length}, the tokens of a whole sequence"
             )
+        if self.cuts and self.on_overflow != "truncate":
+            raise ValueError(
+                f"on_overflow {self.on_overflow!r} changes nothing with packing {self.packing!r}, which cuts what is "
+                "too long into pieces; leave it out"
+            )
+        if self.turns == "each" and self.cuts:
+            raise ValueError(
+                f"turns: each makes sequences of turns, and packing {self.packing!r} pieces of rows; take one"
+            )
         if self.turns and self.pictures:
             raise ValueError(f"turns: {self.turns} would part a conversation from its pictures; leave one of them out")
+        if self.cuts and self.pictures:
+            raise ValueError(f"packing {self.packing!r} would cut pictures; with data.pictures it is true or false")
         if self.picture_tokens and not self.pictures:
             raise ValueError("picture_tokens changes nothing without data.pictures; leave it out")
         if self.system and not self.chat:

@@ -145,11 +145,6 @@ class Examples:
             example = replace(example, source=self.source) if self.source else example
         return replace(example, number=i) if isinstance(example, Kept) else example
 
-    @property
-    def each_turn(self) -> bool:
-        """Whether each of the assistant's turns is a sequence of a batch by itself (`data.turns: each`)."""
-        return self.config.turns == "each" and self.train_on == RowKind.COMPLETION
-
     def first(self, limit: int | None = None) -> Iterator[Kept | Dropped]:
         """The first `limit` of them in file order, of each data set, or all."""
         if self.parts:

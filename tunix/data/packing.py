@@ -23,6 +23,7 @@ from dataclasses import replace
 import numpy as np
 
 from tunix.config import LOSS_WEIGHTS
+from tunix.data.config import Packing
 from tunix.types import Batch, Pictures, Sequence
 
 LABEL = "label"
@@ -46,7 +47,7 @@ def pack(
     sequences: List[Sequence],
     size: int,
     max_length: int,
-    packing: bool = True,
+    packing: Packing = True,
     sequences_per_example: int = 1,
     together: int = 1,
     multiple: int = 1,
@@ -58,13 +59,14 @@ def pack(
         sequences: each at most `max_length` long; all name the same per-token and per-sequence values.
         size: S, the length of the per-sequence arrays. Where there are fewer sequences, the rest has weight 0.
         max_length: T, e.g. 1024.
-        packing: False gives each unit a separate row, and nothing is shared.
+        packing: False gives each unit a separate row, and nothing is shared; `wrapped` fills the rows in the order of
+            the sequences.
         sequences_per_example: number of consecutive sequences that are compared, e.g. 2 for pairs. They form a unit:
             they share a row, which must have room for them, and their common beginning as far as it is not trained.
         together: number of consecutive sequences that form a unit without being compared (`sequences_per_example` is
             1), e.g. the completions of one prompt.
-        multiple: the number of rows is one of it, e.g. 8 for eight devices; rows that are not packed may be empty at
-            the end, all others are filled evenly.
+        multiple: the number of rows is one of it, e.g. 8 for eight devices; rows that are `wrapped` or not packed may
+            be empty at the end, all others are filled evenly.
         pictures: pictures of a row at most, where the sequences have some; 0 where none has.
 
     Returns:
@@ -218,7 +220,7 @@ def _placed(
     sizes: np.ndarray,
     unit_of: np.ndarray,
     max_length: int,
-    packing: bool,
+    packing: Packing,
     multiple: int,
     seen: np.ndarray,
     pictures: int,
@@ -233,11 +235,12 @@ def _placed(
         raise ValueError(f"sequences that share a row have {lengths.max()} tokens; 1 to {max_length} fit in a row")
     if seen.max() > pictures:
         raise ValueError(f"sequences that share a row have {seen.max()} pictures; rows have room for {pictures}")
-    units, number, order = len(lengths), np.bincount(unit_of), np.argsort(-lengths, kind="stable")
+    units, number, wrapped = len(lengths), np.bincount(unit_of), packing == "wrapped"
+    order = np.arange(units) if wrapped else np.argsort(-lengths, kind="stable")
 
     def placed(rows: int, evenly: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """Row, first position and first segment id (from 1) of each unit, `[units]` each: first fit, or each into the
-        emptiest row; None where one then has no room."""
+        """Row, first position and first segment id (from 1) of each unit, `[units]` each: first fit (next fit where
+        rows are wrapped), or each into the emptiest row; None where one then has no room."""
         room, unused, used = (np.full(rows, x) for x in (max_length, pictures, 1))
         row_of, start_of, segment_of = (np.empty_like(lengths) for _ in range(3))
         opened = 0
@@ -246,10 +249,11 @@ def _placed(
                 row = int(np.argmax(room))
             else:
                 # Rows that are not open yet have full room, so the first that fits always exists.
-                fits = room[: opened + 1] >= lengths[i]
+                first = max(opened - 1, 0) if wrapped else 0
+                fits = room[first : opened + 1] >= lengths[i]
                 if pictures:
-                    fits &= unused[: opened + 1] >= seen[i]
-                row = int(np.argmax(fits))
+                    fits &= unused[first : opened + 1] >= seen[i]
+                row = first + int(np.argmax(fits))
                 opened = max(opened, row + 1)
             row_of[i], start_of[i], segment_of[i] = row, max_length - room[row], used[row]
             room[row] -= lengths[i]
@@ -260,7 +264,7 @@ def _placed(
     if packing:
         places = placed(units, evenly=False)
         assert places is not None, "every unit fits into a row of its own"
-        if multiple > 1:
+        if multiple > 1 and not wrapped:
             rows = -(-(int(places[0].max()) + 1) // multiple) * multiple
             places = placed(rows, evenly=True) or places
         row_of, start_of, segment_of = places

@@ -1,11 +1,21 @@
 """Turns rows into batches in Grain's order: seeded, different in every epoch, prefetched, and exactly resumable.
 
 Grain shuffles the row numbers. `Groups` takes rendered rows in that order (where several processes share a run, each
-renders its share of a window of rows and all receive the whole window, so that splitting a run changes no batch), one
-turn after the other where each of them is a sequence, and collects `batch_size` kept ones; a thread does so ahead of
-the trainer and packs them. The position that `get_state` returns is that of the last batch handed out, however far the
-thread has read ahead. The accounting is part of the position, so that it is correct after a resume too. `Prompts` is
-the same stream where the policy samples the completions: any number of prompts at a time, unpacked.
+renders its share of a window of rows and all receive the whole window, so that splitting a run changes no batch), cuts
+them into pieces where the recipe says so, and collects `batch_size` kept ones; a thread does so ahead of the trainer
+and packs them. The position that `get_state` returns is that of the last batch handed out, however far the thread has
+read ahead. The accounting is part of the position, so that it is correct after a resume too. `Prompts` is the same
+stream where the policy samples the completions: any number of prompts at a time, unpacked.
+
+`packing: split` or `wrapped` cuts texts longer than a row into pieces, so that no token is lost:
+
+    max_length 4      texts  a0 a1 a2 a3 a4 a5   b0 b1 b2 b3
+    split             rows   a0 a1 a2 a3 | b0 b1 b2 b3 | a4 a5    only long texts are cut; pieces are packed like texts
+    wrapped           rows   a0 a1 a2 a3 | a4 a5, b0 b1 | b2 b3   rows are filled in order, each to its end
+
+A piece is a separate sequence: its positions begin at 0, it sees nothing but itself, and its first token, which nothing
+in it predicts, is not trained. A piece in which nothing is trained is left out. Each batch starts a new row, and
+continues the text where the batch before it stopped.
 
 Axes: T time.
 """
@@ -24,13 +34,14 @@ from typing import Any, Generic, TypeVar
 import grain
 import numpy as np
 
+from tunix.config import RowKind
 from tunix.data.config import DataConfig, whole_weights
 from tunix.data.curriculum import Curriculum
 from tunix.data.examples import Examples, prompt_text
 from tunix.data.mixing import Interleaved
 from tunix.data.packing import pack, row_length
 from tunix.data.sources import Rows, Table
-from tunix.data.types import Accounting, Dropped, Kept, Note, Packed, Prompt
+from tunix.data.types import CUT_AWAY, Accounting, Dropped, Kept, Note, Packed, Prompt
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.types import Pictures, Sequence
@@ -43,6 +54,73 @@ _PREFETCHED_BATCHES, _PREFETCHED_PROMPTS = 2, 256
 """How many of them are prepared before the trainer asks for them."""
 _streams = itertools.count()
 """Numbers of the streams of a run, which all processes open in the same order."""
+
+
+class Cutter:
+    """Takes rows whole, or cuts texts and completions into pieces of at most `max_length` tokens; `wrapped` cuts where
+    a row of the batch is full."""
+
+    def __init__(self, config: DataConfig, train_on: RowKind) -> None:
+        """Starts at the beginning of a row and of a batch."""
+        self._length = config.max_length if config.cuts and train_on.is_text else None
+        self._each = config.turns == "each" and train_on == RowKind.COMPLETION
+        self._wrapped = config.packing == "wrapped"
+        self._room = self._length or 0
+        self.begin = 0
+        """Tokens of the row that are taken, or turns."""
+        self.pieces = 0
+        """Pieces of it with something to train on."""
+
+    def new_batch(self) -> None:
+        """Starts the rows of a new batch; the text continues where it was cut."""
+        self._room = self._length or 0
+
+    def has_target(self, example: Kept | Dropped) -> bool:
+        """Whether the rest of the row contains something to train on."""
+        if isinstance(example, Dropped) or self._length is None:
+            return isinstance(example, Kept)
+        return bool(example.sequences[0].loss_mask[self.begin + 1 :].any())
+
+    def take(self, example: Kept | Dropped) -> tuple[Kept | None, Accounting, bool]:
+        """Takes the next piece of the row, or the whole rest where nothing of it is trained.
+
+        Returns:
+            The piece, None where nothing in it is trained; the counts that it adds; whether nothing of the row is left.
+        """
+        if isinstance(example, Kept) and self._each:
+            turn, self.begin = self.begin, self.begin + 1
+            finished = self.begin == len(example.sequences)
+            self.begin = 0 if finished else self.begin
+            account = replace(Accounting() if turn else Accounting.of(example), pieces=1)
+            return replace(example, sequences=(example.sequences[turn],)), account, finished
+        if isinstance(example, Dropped) or self._length is None:
+            return example if isinstance(example, Kept) else None, Accounting.of(example), True
+        (whole,) = example.sequences
+        total, begin = len(whole.tokens), self.begin
+        if self._room < 2:  # no target fits after a first token
+            self._room = self._length
+        size = self._room if self._wrapped else self._length
+        end = min(begin + size, total) if self.has_target(example) else total
+        mask = whole.loss_mask[begin:end].copy()
+        mask[:1] = False
+        trained, finished = bool(mask.any()), end == total
+        # A row counts with its first piece, or at its end where it has none.
+        if trained and self.pieces:
+            account = Accounting(pieces=1)
+        elif trained:
+            account = replace(Accounting.of(replace(example, notes=())), pieces=1)
+        elif finished and not self.pieces:
+            account = replace(Accounting.of(Dropped(CUT_AWAY, source=example.source)), untrained=1)
+        else:
+            account = Accounting(untrained=1)
+        self._room -= end - begin if trained and self._wrapped else 0
+        self.pieces += trained
+        self.begin = end
+        if finished:
+            self.begin = self.pieces = 0
+        per_token = {name: values[begin:end] for name, values in whole.per_token.items()}
+        cut = replace(whole, tokens=whole.tokens[begin:end], loss_mask=mask, per_token=per_token)
+        return replace(example, sequences=(cut,)) if trained else None, account, finished
 
 
 class Divided:
@@ -152,7 +230,7 @@ class Groups(Generic[T]):
     def __init__(
         self,
         examples: Table,
-        each_turn: bool,
+        cut: Cutter,
         size: int,
         make: Callable[[list[Kept], Accounting], T] = lambda group, accounting: (group, accounting),
         unusable: Mapping[str, Rows] | None = None,
@@ -161,15 +239,15 @@ class Groups(Generic[T]):
 
         Args:
             examples: rendered rows by their places in an order.
-            each_turn: whether each sequence of a row counts by itself, with `turns: each`.
-            size: kept rows or turns of a group.
+            cut: cuts rows into pieces.
+            size: kept rows or pieces of a group.
             make: turns a group, and the accounting up to there, into an item.
             unusable: the rows by the name of their data set, of which it is an error if all were read and none kept;
                 None for never.
         """
-        self._examples, self._each_turn, self._size = examples, each_turn, size
+        self._examples, self._cut, self._size = examples, cut, size
         self._make, self._unusable = make, unusable
-        self._next, self._turn = 0, 0
+        self._next = 0
         self.accounting = Accounting()
         """Counts of the rows read so far."""
         self._example: Kept | Dropped | None = None
@@ -180,20 +258,15 @@ class Groups(Generic[T]):
 
     def __next__(self) -> T:
         group: list[Kept] = []
+        self._cut.new_batch()
         while self._next < len(self._examples):
             example = self._example = self._examples[self._next] if self._example is None else self._example
             # A full group still takes the dropped rows that follow it, so that the last batch's account is complete.
-            if len(group) == self._size and isinstance(example, Kept):
+            if len(group) == self._size and self._cut.has_target(example):
                 break
-            account = Accounting.of(example)
-            if isinstance(example, Kept) and self._each_turn:  # a row counts with its first turn
-                account = replace(Accounting() if self._turn else account, pieces=1)
-                group.append(replace(example, sequences=(example.sequences[self._turn],)))
-                self._turn = (self._turn + 1) % len(example.sequences)
-            elif isinstance(example, Kept):
-                group.append(example)
+            piece, account, finished = self._cut.take(example)
             self.accounting += account
-            if not self._turn:
+            if finished:
                 self._next += 1
                 self._example = None
             name, account = example.source, self.accounting
@@ -206,18 +279,22 @@ class Groups(Generic[T]):
                 if isinstance(example, Dropped) and (example.detail or name):
                     last = f"; of the last one, {example.detail or example.reason}"
                 raise UserError(f"{rows.name}: nothing in it can be trained on: {why}{last}")
+            if piece:
+                group.append(piece)
         if not group:
             raise StopIteration
         return self._make(group, self.accounting)
 
     def get_state(self) -> dict[str, Any]:
         """The next position in the order and within its row, and the accounting up to there."""
-        return {"next_index": self._next, "turn": self._turn, "accounting": asdict(self.accounting)}
+        place = {"next_index": self._next, "begin": self._cut.begin, "pieces": self._cut.pieces}
+        return {**place, "accounting": asdict(self.accounting)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues from a position that `get_state` returned."""
-        self._next, self._turn = state["next_index"], state["turn"]
+        self._next = state["next_index"]
         self.accounting = Accounting(**state["accounting"])
+        self._cut.begin, self._cut.pieces = state.get("begin", 0), state.get("pieces", 0)
         self._example = None
         if isinstance(self._examples, Divided):
             self._examples.restart()
@@ -268,7 +345,7 @@ def shuffled(
 
     Args:
         examples: the rows.
-        size: kept rows, or turns with `turns: each`, of a group.
+        size: kept rows or pieces of a group.
         seed: of the order; each epoch has its own.
         epochs: None continues without end.
         make: see `Groups`.
@@ -278,8 +355,8 @@ def shuffled(
     order = order_of(examples, seed, epochs)
     rows = (order if curriculum is None else curriculum.order(order)).map(examples.__getitem__)
     source = Divided(rows, f"rows/{next(_streams)}") if divided and processes.number() > 1 else rows
-    unusable = {part.source: part.rows for part in examples.parts or [examples]}
-    return Groups(source, examples.each_turn, size, make, unusable)
+    cut = Cutter(examples.config, examples.train_on)
+    return Groups(source, cut, size, make, {part.source: part.rows for part in examples.parts or [examples]})
 
 
 def pictures_of_row(config: DataConfig, together: int) -> int:
@@ -492,7 +569,7 @@ def eval_batches(examples: Examples, batch_size: int, limit: int, layout: Layout
     read = list(examples.first(limit))
     weightless = [example for example in read if isinstance(example, Kept) and not _counts(example)]
     weighted = [example for example in read if isinstance(example, Dropped) or _counts(example)]
-    groups = Groups(weighted, examples.each_turn, batch_size)
+    groups = Groups(weighted, Cutter(examples.config, examples.train_on), batch_size)
     kept = [group for group, _ in groups]
     total = sum(map(Accounting.of, weightless), groups.accounting)
     if not kept:

@@ -275,7 +275,7 @@ class Rendering:
     fixed: tuple[str, ...] = ()
     """Names in `FIXED` of columns that the first row has, and therefore every row."""
     uncut: bool = False
-    """Whether sequences above the limit stay whole."""
+    """Whether sequences above the limit stay whole, e.g. for `pipeline.Cutter`."""
 
     @property
     def turns(self) -> Literal["last", "all", "each"] | None:
@@ -327,7 +327,7 @@ def rendering(
     if train_on == RowKind.COMPLETION and shape == "tokens":
         optional = (LOSS_WEIGHTS,)
     fixed = tuple(name for name in optional if first.get(config.columns.get(name, name)) is not None)
-    return Rendering(shape, config, train_on, vocab_size, fixed)
+    return Rendering(shape, config, train_on, vocab_size, fixed, uncut=config.cuts and train_on.is_text)
 
 
 def detect_format(

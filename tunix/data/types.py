@@ -101,7 +101,9 @@ class Accounting:
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Reason -> number of rows dropped for it."""
     pieces: int = 0
-    """Sequences that kept rows became, with `turns: each`; a row is kept with its first one."""
+    """Sequences that kept rows were cut into, with `packing: split` or `wrapped`; a row is kept with its first one."""
+    untrained: int = 0
+    """Pieces that were left out because nothing in them is trained."""
     notes: Mapping[str, int] = field(default_factory=dict)
     """Rule -> number of kept rows that have such a note."""
     kept_of: Mapping[str, int] = field(default_factory=dict)
@@ -119,6 +121,7 @@ class Accounting:
             self.truncated + other.truncated,
             dict(Counter(self.dropped) + Counter(other.dropped)),
             self.pieces + other.pieces,
+            self.untrained + other.untrained,
             dict(Counter(self.notes) + Counter(other.notes)),
             dict(Counter(self.kept_of) + Counter(other.kept_of)),
             dict(Counter(self.dropped_of) + Counter(other.dropped_of)),

@@ -174,7 +174,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
         model = Model(structure(random or ModelConfig(path=config.path)).decoder, dtype=config.dtype)
         teachers = mesh if config.mesh is None else build_mesh(config.mesh, divided(config, devices)[1])
         rows = rows_per_microbatch(
-            teachers, recipe.sequences_per_update, recipe.micro_batch_size, spec.length, recipe.data.packing
+            teachers, recipe.sequences_per_update, recipe.micro_batch_size, spec.length, bool(recipe.data.packing)
         )
         params = model.abstract(dict.fromkeys(model.shapes, config.dtype), teachers)
         teacher = Frozen(model, params, Microbatcher(rows, teachers))

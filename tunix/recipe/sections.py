@@ -149,6 +149,11 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
             "are frozen: leave one of them out. `adapter: {kind: qlora}` rounds a frozen base; `tunix quantize` rounds "
             "a model whose adapter is merged"
         )
+    if recipe.data.cuts and not recipe.algorithm.reads.is_text:
+        yield (
+            f"data.packing: {recipe.data.packing} cuts a text into pieces, and {recipe.algorithm.name} reads "
+            f"{recipe.algorithm.reads.words}, which stay whole; take true or false"
+        )
     if recipe.data.pictures:
         if not recipe.algorithm.sees_pictures:
             yield (

@@ -80,8 +80,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     tasks = [task_of(i, setup, inputs, collector, folder, sampler) for i in range(len(recipe.eval.tasks))]
     total, epochs = recipe.steps, recipe.epochs or 1
     rows = rows_read(inputs.train, data, epochs)
-    if total is None and data.turns == "each":
-        # How many turns have room depends on their lengths, so every row is rendered once for each epoch.
+    if total is None and data.divides_rows:
+        # Pieces depend on the lengths and the order, so every row is rendered once for each epoch.
         examples = inputs.examples(inputs.train, data, algorithm.train_on)
         total = sum(1 for _ in shuffled(examples, recipe.batch_size, recipe.seed, epochs))
     elif total is None:  # if no row is dropped

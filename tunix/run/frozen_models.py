@@ -103,6 +103,6 @@ def build_teacher(recipe: Sections, source: Source, student: Source, learner: Le
             model, params = replace(model, adapt=adapt(settings, model.config)), {**params, **adapter_params}
     else:
         model, params = loaded(source, config.dtype, mesh)
-    size, packing = recipe.sequences_per_update, recipe.data.packing
+    size, packing = recipe.sequences_per_update, bool(recipe.data.packing)
     rows = rows_per_microbatch(mesh, size, recipe.micro_batch_size, length, packing)
     return Teacher(model, params, Microbatcher(rows, mesh), length, students)

@@ -124,7 +124,7 @@ def open_stream(setup: Setup, inputs: Inputs, collector: Collector, total: int) 
             packed=partial(
                 pack,
                 max_length=setup.sampled_row_length(max(algorithm.sequences_per_example, together)),
-                packing=data.packing,
+                packing=bool(data.packing),
                 sequences_per_example=algorithm.sequences_per_example,
                 together=together,
                 multiple=microbatcher.multiple,

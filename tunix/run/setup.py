@@ -149,7 +149,7 @@ class Setup:
             model=decoder,
             state=state_bytes(decoder, model.dtype, trained, recipe.optimizer.moments_dtype, copies=copies),
             rows=recipe.sequences_per_update // algorithm.sequences_per_example,
-            packing=recipe.data.packing,
+            packing=bool(recipe.data.packing),
             micro=recipe.micro_batch_size,
             length=layout(algorithm).length(recipe.data),
             sampled=algorithm.train_on == RowKind.PROMPT,
@@ -218,7 +218,7 @@ class Setup:
         recipe, together = self.recipe, self.answers_together
         unit = max(self.algorithm.sequences_per_example, together)
         micro = None if recipe.micro_batch_size is None else max(recipe.micro_batch_size // together, 1)
-        size, packing = recipe.sequences_per_update // unit, recipe.data.packing
+        size, packing = recipe.sequences_per_update // unit, bool(recipe.data.packing)
         rows = rows_per_microbatch(self.mesh, size, micro, self.length, packing)
         return Microbatcher(rows, self.mesh, unit, recipe.data.pictures or 0)
 
