@@ -417,6 +417,18 @@ def test_not_one_score_ends_the_step_before_an_update():
     assert not client.steps
 
 
+def test_truncated_completions_are_masked_but_still_count_in_the_baseline():
+    client = Fake("4", "2~")
+    update = updated(grpo(mask_truncated=True), client, prompts=1)
+    batch = client.steps[0][1]
+    assert batch.weights.tolist() == [1.0, 0.0]
+    assert trained(batch, "advantages") == [[1.0], [-1.0]]
+    assert update.metrics["rollout/truncated"] == 0.5
+    client = Fake("4", "2~")
+    updated(grpo(), client, prompts=1)
+    assert client.steps[0][1].weights.tolist() == [1.0, 1.0]
+
+
 def test_overlong_answers_are_worth_less():
     """Limit 12, buffer 4: 10 drawn tokens are 2 over 12 - 4, a penalty of -1/2. The mean of 1 and 1 - 1/2 is 3/4."""
     client = Fake("1", "1.........")
@@ -426,6 +438,41 @@ def test_overlong_answers_are_worth_less():
     assert update.metrics["reward/mean"] == 1.0  # what the reward said
     assert update.metrics["reward/signal"] == 1.0  # and yet there is something to learn
     assert update.notes == ()
+
+
+class Doubling(Fake):
+    """A trainer that finds the sampler's tokens (log-prob -1) less likely where the answer is longer than a token."""
+
+    def logprobs(
+        self,
+        sequences: List[Sequence],
+        of: Literal["policy", "reference"] = "policy",
+        temperature: float = 1.0,
+        size: int | None = None,
+    ) -> list[np.ndarray]:
+        self.calls.append(f"logprobs of {of}")
+        found = [np.full(len(x.tokens), -1.0, np.float32) for x in sequences]
+        for own in found:
+            own[PROMPT + 1 :] -= np.log(3.0)
+            own[:PROMPT] = 9.0  # the prompt's play no part
+        return found
+
+
+def test_completions_on_which_trainer_and_sampler_disagree_are_left_out():
+    """exp|difference| is 1 at the first token, 3 after it: means 1, 2, 7/3. Their rewards count in the baseline."""
+    settings = {"group_size": 3, "old_logprobs": "recompute"}
+    client = Doubling("1", "02", "003")
+    update = updated(grpo(mismatch_limit=2.1, **settings), client, prompts=1)
+    batch = client.steps[0][1]
+    assert batch.weights.tolist() == [1, 1, 0]
+    assert (float(batch.counts["tokens"]), float(batch.counts["sequences"])) == (3, 2)
+    assert trained(batch, "advantages") == [[-1], [0, 0], [1, 1, 1]]
+    assert update.metrics["mismatch/dropped"] == pytest.approx(1 / 3)
+    assert [call for call in client.calls if call.startswith("logprobs")] == ["logprobs of policy"]
+    client = Doubling("1", "02", "003")
+    assert updated(grpo(mismatch_limit=1.5, **settings), client, prompts=1).metrics["mismatch/dropped"] == 2 / 3
+    client = Doubling("10", "02", "003")
+    assert updated(grpo(mismatch_limit=1.5, **settings), client, prompts=1).batches == ()  # nothing is left
 
 
 # --- Signal ---------------------------------------------------------------------------------------------------------

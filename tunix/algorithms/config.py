@@ -111,9 +111,9 @@ class PolicyConfig(RuledConfig):
     """Coefficient of KL(policy || reference). 0: no reference model is loaded."""
     kl_in: Literal["loss", "reward"] | None = None
     """Whether the penalty is a term of the loss or part of the reward. Null: `loss` for GRPO, `reward` for PPO."""
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] | None = None
     """Estimator of the KL. Null: k3 in the loss, k1 in the reward. As a loss, k2 has the gradient of
-    KL(policy || reference), k3 that of KL(reference || policy)."""
+    KL(policy || reference), k3 that of KL(reference || policy); k3+ has the value of k3 and the gradient of k2."""
     kl_weighted: bool = False
     """Whether the estimate in the loss is multiplied by the token's ratio to the policy that sampled, so that k1 and k3
     have the gradient of KL(policy || reference), after several updates too (DeepSeek-V3.2,
@@ -130,9 +130,18 @@ class PolicyConfig(RuledConfig):
     correction: Literal["none", "truncate", "mask"] = "none"
     """Importance weights of tokens for a sampler that differs from the trainer: `truncate` lowers those above 2 (TIS),
     `mask` leaves those below 0.5 and above 5 out (IcePop)."""
+    geometric_mask: tuple[Above0, Above0] | None = None
+    """Completions are left out of the loss where the geometric mean of their weights lies outside, such as
+    [0.99, 1.01]: verl's seq_mean_k1; with `correction: truncate` NeMo-RL's seq-mask-tis. Null: none are left out."""
+    mismatch_limit: Annotated[float, Field(gt=1)] | None = None
+    """Completions are left out of the update, and of its denominators, where the mean of exp|trainer - sampler| over
+    their tokens' log-probs is above this, such as 2 (NeMo-RL's seq_logprob_error_threshold). Null: none are left
+    out."""
     overlong_buffer: Annotated[float, Field(gt=0)] | None = None
     """DAPO's soft penalty: over this many last tokens before the limit, the reward falls by up to 1. Below 1
     it is a share of the limit; null for no penalty."""
+    mask_truncated: bool = False
+    """Whether completions that were cut off at the limit are left out of the loss; baselines still count them."""
     updates: Positive = 1
     """Optimizer updates per batch of rollouts: the prompts are split into this many parts."""
     epochs: Positive = 1
@@ -145,13 +154,9 @@ class PolicyConfig(RuledConfig):
         "reduction_length": "the constant of reduction: constant is the most tokens that a completion may have",
         "kl_input_clamp": "log-ratios count as no larger than 20",
         "entropy_over": "the entropy is averaged as reduction says",
-        "correction_level": "a correction weighs tokens",
+        "correction_level": "a correction weighs tokens; geometric_mask leaves completions out",
         "correction_low": "correction: truncate has no lower bound, mask 0.5",
         "correction_high": "correction: truncate is at most 2, mask 5",
-        "geometric_mask": "correction: mask leaves out tokens whose trainer and sampler differ",
-        "mismatch_limit": "correction: mask leaves out tokens whose trainer and sampler differ",
-        "off_policy_limit": "trust_region leaves out tokens that moved too far, dual_clip bounds their loss",
-        "mask_truncated": "overlong_buffer lowers the reward of completions near the limit",
         "high_entropy": "all trained tokens have a policy loss",
         "overlong_coefficient": "the reward falls by up to 1; a reward's weight scales it against that",
         "soft_positive": "surrogate: soft fades with 1 where the advantage is positive",
@@ -172,7 +177,7 @@ class PolicyConfig(RuledConfig):
             "without a KL term in the loss: set kl and kl_in: loss",
         ),
         Rule(
-            ("correction",),
+            ("correction", "geometric_mask", "mismatch_limit"),
             lambda s: s["old_logprobs"] != "sampler",
             "with old_logprobs: sampler, whose ratio already starts at the sampler: set old_logprobs: recompute",
         ),
@@ -230,8 +235,13 @@ class PolicyConfig(RuledConfig):
             wrong.append(
                 "kl_estimator: the gradient of k1 as a loss is 0 in expectation: set kl_weighted, kl_in: reward, or k2"
             )
-        if self.kl_weighted and self.kl_estimator == "k2":
-            wrong.append("kl_weighted: k2 has the gradient of KL(policy || reference) unweighted; weight k1 or k3")
+        if self.kl_estimator == "k3+" and self.kl_in == "reward":
+            wrong.append("kl_estimator: k3+ differs from k3 in its gradient, and a reward has none: take k3")
+        if self.geometric_mask and not self.geometric_mask[0] < 1 < self.geometric_mask[1]:
+            wrong.append(f"geometric_mask: 1, where trainer and sampler agree, is outside of {self.geometric_mask}")
+        if self.kl_weighted and self.kl_estimator in ("k2", "k3+"):
+            unweighted = f"{self.kl_estimator} has the gradient of KL(policy || reference) unweighted"
+            wrong.append(f"kl_weighted: {unweighted}; weight k1 or k3")
         if self.overlong_buffer and self.overlong_buffer > 1 and self.overlong_buffer % 1:
             wrong.append(f"overlong_buffer: {self.overlong_buffer:g} is neither a share below 1 nor a number of tokens")
         return wrong

@@ -25,7 +25,7 @@ VALUES = "values"
 """The measured values of an episode's states, `[T + 1]`; no per-token array, since the last one is of the end."""
 
 
-def as_sequence(episode: Scored, by_sampler: str = "old_logprobs") -> Sequence:
+def as_sequence(episode: Scored, left_out: bool = False, by_sampler: str = "old_logprobs") -> Sequence:
     """An episode as a sequence: the sampled tokens are trained, and the sampler's log-probs are named `by_sampler`.
 
     What was measured of its tokens is there too. Where tokens may be of earlier weights, `CURRENT` is 1 for those that
@@ -39,7 +39,7 @@ def as_sequence(episode: Scored, by_sampler: str = "old_logprobs") -> Sequence:
         per_token[CURRENT] = np.concatenate([before, completion.versions == episode.version])
     return replace(
         sequence_of(episode.prompt, completion),
-        weight=0.0 if episode.unscored else 1.0,
+        weight=0.0 if episode.unscored or left_out else 1.0,
         per_token=per_token,
     )
 
@@ -58,6 +58,18 @@ def old_policy_logprobs(sequence: Sequence) -> np.ndarray:
     """`[T]` log-probs of the policy before the updates: recomputed ones, or else the sampler's."""
     arrays = sequence.per_token
     return arrays["old_logprobs"] if "old_logprobs" in arrays else arrays["sampler_logprobs"]
+
+
+def mismatch(sequence: Sequence) -> float:
+    """`mean_t exp|log p - log q|` of trainer and sampler: 1 where they agree; 1 where nothing was sampled.
+
+    NeMo-RL's `seq_logprob_error_threshold` (https://github.com/NVIDIA-NeMo/RL) compares this number. Tokens of earlier
+    weights say nothing about it.
+    """
+    arrays = sequence.per_token
+    mask = sequence.loss_mask & (arrays[CURRENT] > 0) if CURRENT in arrays else sequence.loss_mask
+    distances = np.abs(arrays["old_logprobs"] - arrays["sampler_logprobs"])[mask].astype(np.float64)
+    return float(np.exp(distances).mean()) if distances.size else 1.0
 
 
 def rewards_of(groups: Groups) -> dict[str, np.ndarray]:

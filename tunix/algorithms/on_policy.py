@@ -28,6 +28,7 @@ from tunix.algorithms.episodes import (
     flat,
     joined,
     lengths_of,
+    mismatch,
     old_policy_logprobs,
     report,
     require_numbers,
@@ -46,6 +47,7 @@ from tunix.algorithms.ops import (
     old_logprobs,
     reference_logprobs,
     sampler_logprobs,
+    sequence_mean,
 )
 from tunix.config import RowKind
 from tunix.errors import Doubtful
@@ -170,9 +172,10 @@ class PolicyGradient(OnPolicy):
         """A reference where there is a KL, the entropy where there is a bonus or a custom loss, which may read it."""
         config, fresh = self.config, None
         custom = not str(type(self).loss.__module__).startswith("tunix.")  # code that is executed as a text has none
+        # For a single update the loss uses its current log-probs, which are the same.
+        several = config.updates_per_step > 1 or config.mismatch_limit is not None
         measured = {
-            # For a single update the loss uses its current log-probs, which are the same.
-            "old_logprobs": config.old_logprobs == "recompute" and config.updates_per_step > 1,
+            "old_logprobs": config.old_logprobs == "recompute" and several,
             REFERENCE: config.reference_before_update,
         }
         if config.old_logprobs == "recompute" and config.correction == "none":
@@ -198,12 +201,21 @@ class PolicyGradient(OnPolicy):
         """
         config, batch = self.config, inputs.batch
         policy, over, metrics = outputs.terms["policy"].values, outputs.terms["policy"].over, dict(outputs.metrics)
-        if config.correction != "none":
+        if config.old_logprobs == "recompute":
             # Log of trainer over sampler before the updates.
             log_weights = log_ratio(jnp.asarray(old_logprobs(inputs)), batch.per_token["sampler_logprobs"], batch)
-            weight, changed = importance_weight(log_weights, config.correction, *IMPORTANCE_BOUNDS[config.correction])
-            policy = policy * weight
-            metrics["mismatch/corrected"] = changed.astype(jnp.float32)
+            if config.correction != "none":
+                weight, changed = importance_weight(
+                    log_weights, config.correction, *IMPORTANCE_BOUNDS[config.correction]
+                )
+                policy = policy * weight
+                metrics["mismatch/corrected"] = changed.astype(jnp.float32)
+            if config.geometric_mask is not None:
+                low, high = config.geometric_mask
+                means = sequence_mean(log_weights, batch)
+                masked = (means < math.log(low)) | (means > math.log(high))
+                policy = jnp.where(masked, 0.0, policy)
+                metrics["mismatch/masked"] = masked.astype(jnp.float32)
         terms = {"policy": Term(policy, over)}
         if config.kl:
             reference = reference_logprobs(inputs)
@@ -256,7 +268,11 @@ class PolicyGradient(OnPolicy):
         signal = np.any([self.signal(self.scores(view, data.weights)) for view in views], axis=0)
         numbers, notes = report(groups, data.weights, signal)
         sampler = "sampler_logprobs" if config.old_logprobs == "recompute" else "old_logprobs"
-        sequences = [as_sequence(x, sampler) for x in flat(groups)]
+        sequences = [as_sequence(x, config.mask_truncated and x.truncated, sampler) for x in flat(groups)]
+        if config.mismatch_limit is not None:
+            dropped = [not mismatch(x) <= config.mismatch_limit for x in sequences]
+            sequences = [replace(x, weight=0.0) if drop else x for x, drop in zip(sequences, dropped, strict=True)]
+            numbers["mismatch/dropped"] = float(np.mean(dropped))
         credited = []
         for view in views:  # role-conditioned advantages: each seat's turns, compared with those of the same seat
             masks = (sequence_of(x.prompt, x.completion).loss_mask for x in flat(view))

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Num
 
 from tunix.types import Batch, LossInputs, LossOutputs, Over, Term
 
-Estimator = Literal["k1", "k2", "k3"]
+Estimator = Literal["k1", "k2", "k3", "k3+"]
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20: exp(89) overflows float32, and an infinity that a clip hides has NaN gradients."""
@@ -145,6 +145,11 @@ def sequence_sum(values: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T
     return per_sequence(values, batch)[batch.sequence_ids]
 
 
+def sequence_mean(values: Float[Array, "B T"], batch: Batch) -> Float[Array, "B T"]:
+    """`[B T]` at every token the mean of its sequence's values over trained tokens."""
+    return sequence_sum(values, batch) / jnp.asarray(batch.lengths)[batch.sequence_ids]
+
+
 def per_sequence(values: Float[Array, "B T"], batch: Batch, absent: float = 0.0) -> Float[Array, "S"]:
     """`[S]` the sum of each sequence's values over its trained tokens.
 
@@ -173,7 +178,7 @@ def policy_ratio(
     the product is clamped to +-`LOG_RATIO_LIMIT` too.
     """
     if level == "sequence":
-        log_ratios = sequence_sum(log_ratios, batch) / jnp.asarray(batch.lengths)[batch.sequence_ids]
+        log_ratios = sequence_mean(log_ratios, batch)
     elif level == "completion":
         log_ratios = jnp.clip(sequence_sum(log_ratios, batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return jnp.exp(log_ratios)
@@ -194,7 +199,8 @@ def kl_estimate(
         r k1, r k3: that of KL(p || q), where r is p over the policy that sampled, also after p has been updated
         (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 7)
 
-    As a penalty in the reward, k1 has the gradient of KL(p || q).
+    As a penalty in the reward, k1 has the gradient of KL(p || q). k3+ is k3 with the gradient of k2 (straight through,
+    as verl's `low_var_kl+`); of numpy arrays it is k3.
 
     Args:
         log_ratios: d, of any shape; numpy in, numpy out.
@@ -209,6 +215,9 @@ def kl_estimate(
         estimate = 0.5 * d**2
     else:
         estimate = numpy.expm1(-d) + d
+        if estimator == "k3+" and isinstance(d, jax.Array):
+            k2 = 0.5 * d**2
+            estimate = k2 + jax.lax.stop_gradient(estimate - k2)
     return estimate if limit is None else numpy.clip(estimate, -limit, limit)
 
 
@@ -366,6 +375,12 @@ def importance_weight(
 
 SURE = 1e-7
 """Lower bound of probabilities in a logarithm, so that it is finite."""
+
+
+def without(surrogate: Surrogate, masked: Bool[Array, "B T"]) -> Surrogate:
+    """The surrogate with loss 0 and no gradient where `masked`; these tokens count as clipped."""
+    clipped = masked if surrogate.clipped is None else surrogate.clipped | masked
+    return Surrogate(jnp.where(masked, 0.0, surrogate.loss), clipped)
 
 
 def outside_trust_region(

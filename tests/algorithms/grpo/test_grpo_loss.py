@@ -294,6 +294,33 @@ def test_tokens_outside_of_the_trust_region_are_reported_and_keep_their_drift():
     assert found["loss/drift"] == pytest.approx((log(1.5) ** 2 + log(0.5) ** 2 + log(1.1) ** 2) / 3, rel=1e-5)
 
 
+@pytest.mark.parametrize(("limit", "left_out"), [(0.6, True), (0.8, False)])
+def test_the_off_policy_mask_by_hand(limit, left_out):
+    """DeepSeek-V3.2: of completions with A < 0, those that the sampler thought likelier by more than delta per token.
+
+    The first is likelier by .5 and .9, .7 in the mean; the second's advantage is positive; the third has moved up.
+    """
+    taken = [
+        Taken([-1.5, -1.9], [-1.0, -1.0], [-1.0, -1.0]),
+        Taken([-3.0], [-1.0], [1.0]),
+        Taken([-1.0], [-3.0], [-1.0]),
+    ]
+    settings = {"surrogate": "none", "off_policy_limit": limit}
+    found = reduced(loss_of(**settings), inputs_of(batch_of(taken)))
+    first = 0 if left_out else exp(-0.5) + exp(-0.9)
+    assert found["train/loss"] == pytest.approx((first - exp(-2) + exp(2)) / 4, rel=1e-5)
+    assert found["policy/clipped"] == pytest.approx(0.5 if left_out else 0)
+
+
+def test_the_off_policy_mask_compares_with_the_sampler_where_old_ones_are_recomputed():
+    """The ratio starts at the recomputed log-probs (r = 1), the distance at the sampler's (.7)."""
+    far = Taken([-1.7], [-1.7], [-1.0], {"sampler_logprobs": [-1.0]})
+    near = Taken([-2.0], [-2.0], [-3.0], {"sampler_logprobs": [-2.0]})
+    settings = {"surrogate": "none", "old_logprobs": "recompute", "off_policy_limit": 0.6}
+    # Of -r A = 1 and 3, the mean over two tokens.
+    assert reduced(loss_of(**settings), inputs_of(batch_of([far, near])))["train/loss"] == pytest.approx(3 / 2)
+
+
 # KL estimators: values and gradients against the true ones, over all outcomes of a small categorical.
 
 LOGITS, REFERENCE = jnp.array([0.3, -0.7, 1.1]), jax.nn.log_softmax(jnp.array([-0.2, 0.4, 0.1]))
@@ -326,6 +353,14 @@ def test_gradients_of_the_estimators_are_what_their_docstring_says():
     np.testing.assert_allclose(slope(LOGITS, "k1"), 0, atol=1e-6)
     np.testing.assert_allclose(slope(LOGITS, "k2"), towards, atol=1e-6)
     np.testing.assert_allclose(slope(LOGITS, "k3"), backwards, atol=1e-6)
+
+
+def test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2():
+    p = jax.nn.log_softmax(LOGITS)
+    np.testing.assert_allclose(kl_estimate(p - REFERENCE, "k3+"), kl_estimate(p - REFERENCE, "k3"), rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(expected)(LOGITS, "k3+"), jax.grad(kl_true)(LOGITS), atol=1e-6)
+    found = reduced(loss_of(kl=1.0, kl_estimator="k3+"), inputs_of(batch_of([A, B])))
+    assert found["loss/kl"] == pytest.approx(sum(K3) / 3, rel=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -456,6 +491,22 @@ def test_corrections_by_hand(settings, weights, changed):
 
 
 @pytest.mark.parametrize(
+    ("settings", "weights", "masked"),
+    [
+        ({"geometric_mask": (0.9, 1.1)}, (1, 1, 0), 1),  # 1.0954 is inside, 6 is not
+        ({"geometric_mask": (0.9, 1.09)}, (0, 0, 0), 3),
+        # seq-mask-tis: tokens' truncated weights where the completion's geometric mean is inside.
+        ({"geometric_mask": (0.9, 1.1), "correction": "truncate"}, (0.4, 2, 0), 1),
+    ],
+)
+def test_the_geometric_mask_by_hand(settings, weights, masked):
+    found = reduced(loss_of(old_logprobs="recompute", **settings), inputs_of(batch_of(SAMPLED)))
+    terms = np.array([1.2, 0.5, -2.2]) * weights
+    assert found["train/loss"] == pytest.approx(-terms.sum() / 3, rel=1e-5)
+    assert found["mismatch/masked"] == pytest.approx(masked / 3)
+
+
+@pytest.mark.parametrize(
     ("kind", "low", "high", "weights", "changed"),
     [
         ("truncate", 0.0, 4.0, (0.4, 3, 4), (0, 0, 1)),
@@ -493,8 +544,14 @@ FAMILY = {
     "cispo_sequence": {"surrogate": "cispo", "ratio": "sequence", "reduction": "sequences"},
     "weighted": {"kl": 0.5, "kl_weighted": True, "entropy_bonus": 0.01, "reduction": "constant"},
     "tis": {"old_logprobs": "recompute", "correction": "truncate"},
-    "dppo_kl": {"preset": "dppo", "trust_region": "kl", "old_logprobs": "recompute"},
-    "soft_drift": {"preset": "sapo", "drift": 0.1},
+    "dppo_kl": {"preset": "dppo", "trust_region": "kl", "old_logprobs": "recompute", "off_policy_limit": 0.1},
+    "soft_off_policy": {"preset": "sapo", "off_policy_limit": 0.1, "drift": 0.1},
+    "geometric": {
+        "old_logprobs": "recompute",
+        "correction": "truncate",
+        "geometric_mask": (0.2, 5.0),
+    },
+    "k3_plus": {"kl": 0.1, "kl_estimator": "k3+"},
     "icepop": {"old_logprobs": "recompute", "correction": "mask", "kl": 0.1, "kl_estimator": "k2"},
 }
 
@@ -645,6 +702,12 @@ def test_nulls_become_the_usual_values():
         ({"advantage": "mean_relative", "overlong_buffer": 0.1}, "which a penalty would take below 0"),
         ({"preset": "maxrl", "kl": 0.1, "kl_in": "reward"}, "which a penalty would take below 0"),
         ({"correction": "mask"}, "set old_logprobs: recompute; or leave it at none"),
+        ({"geometric_mask": (0.9, 1.1)}, "geometric_mask is .*set old_logprobs: recompute"),
+        ({"mismatch_limit": 2.0}, "mismatch_limit is 2.0.*set old_logprobs: recompute"),
+        ({"old_logprobs": "recompute", "geometric_mask": (1.1, 2.0)}, "1, where trainer and sampler agree, is outside"),
+        ({"old_logprobs": "recompute", "mismatch_limit": 1.0}, "greater than 1"),
+        ({"kl": 0.1, "kl_estimator": "k3+", "kl_weighted": True}, "k3. has the gradient"),
+        ({"kl": 0.1, "kl_estimator": "k3+", "kl_in": "reward"}, "a reward has none: take k3"),
         ({"group_size": 1}, "a group of one has nothing to be compared with"),
         ({"group_size": 1, "advantage": "batch", "dynamic_sampling": True}, "every group would be replaced"),
         ({"preset": "rloo", "normalize_rewards": "each"}, "normalise the KL penalty's coefficient away"),

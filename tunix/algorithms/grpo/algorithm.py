@@ -37,11 +37,11 @@ class GRPO(PolicyGradient):
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """`grpo_loss` by the config, with the KL and entropy terms."""
-        config = self.config
+        config, arrays = self.config, inputs.batch.per_token
         outputs = grpo_loss(
             inputs.logprobs,
             old_logprobs(inputs),
-            inputs.batch.per_token["advantages"],
+            arrays["advantages"],
             inputs.batch,
             over=config.over(self.sampling.max_tokens),
             ratio=config.ratio,
@@ -50,6 +50,8 @@ class GRPO(PolicyGradient):
             clip_high=config.clip_high,
             dual_clip=config.dual_clip,
             trust_region=config.trust_bound,
+            off_policy_limit=config.off_policy_limit,
+            sampler_logprobs=arrays.get("sampler_logprobs"),
             drift=config.drift,
         )
         return self.penalised(outputs, inputs)

@@ -150,6 +150,9 @@ class GRPOConfig(PolicyConfig):
     drift: NonNegative = 0.0
     """Coefficient of half the squared log-ratio to the policy that sampled, a penalty on moving away from it (DRO,
     https://arxiv.org/abs/2405.19107; Kimi k1.5, https://arxiv.org/abs/2501.12599). 0 for none."""
+    off_policy_limit: Above0 | None = None
+    """Completions with a negative advantage are left out where the sampler's log-probs are higher than the policy's by
+    more nats per token than this; 0.5 is a start (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556). Null: none are."""
     dynamic_sampling: bool = False
     """Whether groups whose rewards are all equal are replaced by groups of further prompts (DAPO), in at most eight
     rounds; after them the step has fewer groups."""

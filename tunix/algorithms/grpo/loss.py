@@ -5,6 +5,7 @@ Axes: B rows, T time.
 
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -17,8 +18,10 @@ from tunix.algorithms.ops import (
     outside_trust_region,
     plain_surrogate,
     policy_ratio,
+    sequence_mean,
     soft_surrogate,
     surrogate_outputs,
+    without,
 )
 from tunix.types import Batch, LossOutputs, Over
 
@@ -40,6 +43,8 @@ def grpo_loss(
     clip_high: float | None = 0.2,
     dual_clip: float | None = None,
     trust_region: tuple[Literal["tv", "kl"], float] | None = None,
+    off_policy_limit: float | None = None,
+    sampler_logprobs: Float[Array | np.ndarray, "B T"] | None = None,
     drift: float = 0.0,
 ) -> LossOutputs:
     """`E[surrogate(r, A) + drift/2 log^2 r]`, r the ratio of the policy to the old one.
@@ -60,6 +65,8 @@ def grpo_loss(
         clip_high: of `clip` and `cispo`: r counts as no more than 1 + clip_high.
         dual_clip: of `clip`: bounds the loss where A < 0 at this many times A.
         trust_region: leaves out tokens that have moved further than the number, by total variation or KL.
+        off_policy_limit: leaves out completions with A < 0 that the sampler found likelier by this many nats per token.
+        sampler_logprobs: log-probs under the sampler, for that limit; None where they are the old ones.
         drift: coefficient of half the squared log-ratio.
     """
     log_ratios = log_ratio(logprobs, old_logprobs, batch)
@@ -80,10 +87,13 @@ def grpo_loss(
             policy = clipped_surrogate(ratios, advantages, clip_low, clip_high, dual_clip)
     if trust_region is not None:
         kind, bound = trust_region
-        # Loss 0 and no gradient there; such a token counts as clipped.
-        masked = outside_trust_region(logprobs, old_logprobs, advantages, kind, bound)
-        clipped = masked if policy.clipped is None else policy.clipped | masked
-        policy = Surrogate(jnp.where(masked, 0.0, policy.loss), clipped)
+        policy = without(policy, outside_trust_region(logprobs, old_logprobs, advantages, kind, bound))
+    if off_policy_limit is not None:
+        # DeepSeek-V3.2's mask, https://arxiv.org/abs/2512.02556, eqs. 8 and 9: training on bad answers that the policy
+        # would not give any more brings little and can destabilise it.
+        sampler = old_logprobs if sampler_logprobs is None else sampler_logprobs
+        distance = -sequence_mean(jax.lax.stop_gradient(log_ratio(logprobs, sampler, batch)), batch)
+        policy = without(policy, (jnp.asarray(advantages) < 0) & (distance > off_policy_limit))
     if ratio == "completion" and not isinstance(over, str):
         # So that the sum over tokens counts a completion, which is one action, once.
         policy = policy._replace(loss=policy.loss / jnp.asarray(batch.lengths)[batch.sequence_ids])
