@@ -22,7 +22,8 @@ from tunix.data.tokenizer import bytes_tokenizer
 from tunix.distributed.meeting import Place, join
 from tunix.errors import UserError
 from tunix.inference.model import InferenceModel, InferenceOptions
-from tunix.serving.service import HALF, Service
+from tunix.serving.bodies import HALF
+from tunix.serving.service import Service
 from tunix.types import Request, Sampling
 
 Serve = Callable[..., tuple[Service, str]]
@@ -131,15 +132,24 @@ def test_a_pause_waits_for_what_has_begun_and_holds_what_comes(model: Path, serv
         ({"prompt": [5, 100000]}, 400, "outside of the vocabulary"),
         ({"prompt": list(range(64))}, 400, "leaves no room"),
         ({"prompt": []}, 400, "has no token"),
-        ({"prompt": ["1", "2"]}, 400, "prompt: Value error, it is a text or a list of token ids, whole numbers"),
+        ({"prompt": ["1", "2"]}, 400, "prompt: it is a text or a list of token ids, whole numbers"),
         ({"prompt": [[1, 2]]}, 400, "several prompts are several requests"),
         ({"prompt": [True, 5]}, 400, "several prompts are several requests"),
         ({"prompt": "Hi \ud83d"}, 400, "character 4 of a text is '\\ud83d', half of a character"),
         ({"stop_token_ids": ["5"]}, 400, "stop_token_ids.0: Input should be a valid integer"),
-        ({"n": 2}, 400, "n: Input should be 1"),
-        ({"stream": True}, 400, "stream: "),
-        ({"repetition_penalty": 1.2}, 400, "repetition_penalty: "),
-        ({"best_of": 2}, 400, "best_of: Extra inputs are not permitted"),
+        ({"n": 0}, 400, "n: Input should be greater than or equal to 1"),
+        ({"repetition_penalty": 1.2}, 400, "repetition_penalty: Input should be 1"),
+        ({"presence_penalty": 0.5}, 400, "presence_penalty: Input should be 0"),
+        ({"frequency_penalty": 0.5}, 400, "frequency_penalty: Input should be 0"),
+        ({"logit_bias": {"5": 1}}, 400, "logit_bias: there is no such field"),
+        ({"max_token": 5}, 400, "max_token: there is no such field. Did you mean 'max_tokens'?"),
+        ({"best_of": 2}, 400, "best_of: Input should be 1"),
+        ({"echo": True}, 400, "echo: log-probs of a prompt are not computed"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options: they go with stream: true"),
+        ({"stop": "x" * 2000}, 400, "stop"),
+        ({"stop_token_ids": [1 << 40]}, 400, "stop_token_ids.0: Input should be less than"),
+        ({"top_k": 1 << 40}, 400, "top_k: Input should be less than"),
+        ({"temperature": float("nan")}, 400, "temperature"),
         ({"temperature": -1.0}, 400, "temperature"),
         ({"max_tokens": 0}, 400, "max_tokens: "),
     ],
@@ -166,7 +176,7 @@ def test_an_engine_that_fails_is_no_mistake_of_the_request(model: Path, serve: S
         raise ValueError("out of memory")
 
     with monkeypatch.context() as broken:
-        broken.setattr(service.engine, "run", fail)
+        broken.setattr(service.engine, "serve", fail)
         answer = httpx.post(f"{url}/v1/completions", json={"model": str(model), **body(0)}, timeout=60)
         assert answer.status_code == 500
     assert asked(url, body(0), model)["finish_reason"] == "length"

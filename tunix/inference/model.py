@@ -41,15 +41,20 @@ from tunix.util.yaml_io import read_mapping
 class TextStream:
     """Decodes tokens as they arrive: whole characters only, and nothing from a stop string on."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Iterable[str] = ()):
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Iterable[str] = (), *, skip_special: bool = True, includes: bool = False
+    ):
+        """Without special tokens, unless they are not skipped; a stop string itself is left out, unless included."""
         self.tokens: list[int] = []
         self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._skips, self._includes = skip_special, includes
         self._emitted = 0
 
     @property
     def text(self) -> str:
-        """The text so far, without special tokens and up to a stop string."""
-        return until_stop(self._tokenizer.decode(self.tokens, skip_special=True), self._stops)
+        """The text so far, up to a stop string."""
+        text = self._tokenizer.decode(self.tokens, skip_special=self._skips)
+        return until_stop(text, self._stops, includes=self._includes)
 
     def feed(self, tokens: Iterable[int | np.integer]) -> str:
         """Adds tokens; returns the new text that no later token can change."""
@@ -71,9 +76,10 @@ class TextStream:
         return new
 
 
-def until_stop(text: str, stops: Iterable[str]) -> str:
-    """The text before the first stop string in it."""
-    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+def until_stop(text: str, stops: Iterable[str], *, includes: bool = False) -> str:
+    """The text before the first stop string in it, or up to its end where that is included."""
+    ends = (at + includes * len(stop) for stop in stops if (at := text.find(stop)) >= 0)
+    return text[: min(ends, default=len(text))]
 
 
 COLUMNS: dict[str, Format] = {"prompt": "prompt_completion", "messages": "messages", "input_ids": "tokens"}

@@ -49,4 +49,4 @@ def refuse_taken(address: str) -> None:
 
 def is_loopback(host: str) -> bool:
     """Whether a host is reached from this machine alone."""
-    return host in ("localhost", "127.0.0.1")
+    return host in ("localhost", "127.0.0.1", "::1")

@@ -11,7 +11,7 @@ Axes: St decode steps, Sl slots, T time, s shards of the rows, Pt tokens of a pa
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -121,6 +121,23 @@ class Replies:
 
 OnTokens = Callable[[int, np.ndarray], None]
 """Callback that receives (index of the request, its new tokens) after each dispatch."""
+OnProgress = Callable[[int, Completion], None]
+"""Callback that receives (number of a request that is watched, its completion so far) after each dispatch."""
+
+
+class Arrivals(NamedTuple):
+    """What has happened since the last dispatch to a batch that goes on for as long as requests come."""
+
+    requests: Sequence[Request] = ()
+    """New ones, which are numbered from 0 in the order in which they come."""
+    gone: Collection[int] = ()
+    """Numbers of requests that nobody waits for any more."""
+    watched: Collection[int] = ()
+    """Numbers of all requests whose tokens are read as they come: dispatches are short while there are some."""
+
+
+Pull = Callable[[bool], Arrivals | None]
+"""(whether nothing is left to do) -> what has come, or None to end the call; it may wait where nothing is left."""
 SHORT = 8
 """Steps of a dispatch where the host looks at the text: a single answer that is streamed, and stop strings."""
 REFILL = 8
@@ -167,8 +184,10 @@ class Batch:
         on_done: OnDone | None = None,
         pause: Pause | None = None,
         lock: AbstractContextManager[Any] | None = None,
+        pull: Pull | None = None,
+        on_progress: OnProgress | None = None,
     ):
-        """Queues the requests; they, the callbacks and `decode` are those of `Engine` and its `run`.
+        """Queues the requests; they, the callbacks and `decode` are those of `Engine` and its `run` and `serve`.
 
         Args:
             published: what answers them.
@@ -179,13 +198,15 @@ class Batch:
         self.version, self.sizes = published.version, sizes
         self.model, self.weights = published.model, published.weights
         self.replies, self.on_tokens, self.on_done = Replies(reply), on_tokens, on_done
-        episodes = []
-        for number, request in enumerate(requests):
-            strings, adapter = request.sampling.stop_strings, request.adapter
-            stop_text = StopText(strings, decode) if strings and decode is not None else None
-            episodes.append(Episode(request, number, stop_text, 0 if adapter is None else published.adapters[adapter]))
-        self.waiting = deque(episodes)
-        self.expected = Counter(prompt_key(x.request) for x in episodes if x.so_far is None)
+        self._pull, self._on_progress = pull, on_progress
+        self._adapters, self._decode = published.adapters, decode
+        self._came, self._gone, self._watched = 0, set[int](), frozenset[int]()
+        self.waiting = deque[Episode]()
+        self.expected = Counter[tuple]()
+        """How many of those that wait have a prompt."""
+        self._queue(requests)
+        # Nobody reads many answers word by word.
+        self._short = on_tokens is not None and len(requests) == 1
         self.leaders: dict[tuple, Job] = {}
         """Jobs that compute a prompt, which others may follow."""
         self.jobs: list[deque[Job]] = [deque() for _ in range(self.sizes.shards)]
@@ -195,15 +216,15 @@ class Batch:
         self.in_flight: deque[InFlight] = deque()
         self.recorded: list[Recorded] = []
         """Experts of pieces that were sent after the last dispatch."""
-        self.done: list[Completion | None] = [None] * len(episodes)
+        self.done: dict[int, Completion] = {}
         self.enough = False
         """Whether nobody waits for the requests that are left."""
-        self.meter = Meter(self.model, self.weights, self.sizes, len(requests))
+        self.meter = Meter(self.model, self.weights, self.sizes, len(requests) or sizes.slots)
 
     def finish(self) -> list[Completion]:
         """The completions, in the order of the requests."""
         try:
-            while (self.waiting or self.slots.episodes) and not self.enough:
+            while self._goes_on():
                 if self._pause is not None and self._pause(self._sent):
                     break
                 for slot, observation in self.replies.arrived():
@@ -228,8 +249,49 @@ class Batch:
         for episode in [*self.waiting, *(self.slots.suspend(slot, self.version) for slot in list(self.slots.episodes))]:
             paused = episode.so_far or episode.completion(tokens, logprobs, self.version, None)
             self.done[episode.number] = paused
-        assert all(self.done)
-        return [completion for completion in self.done if completion is not None]
+        return [completion for _, completion in sorted(self.done.items())]
+
+    def _queue(self, requests: Sequence[Request]) -> None:
+        """Queues requests, numbered on."""
+        for number, request in enumerate(requests, start=self._came):
+            strings, adapter = request.sampling.stop_strings, request.adapter
+            stop_text = StopText(strings, self._decode) if strings and self._decode is not None else None
+            episode = Episode(request, number, stop_text, 0 if adapter is None else self._adapters[adapter])
+            self.waiting.append(episode)
+            if episode.so_far is None:
+                self.expected[prompt_key(request)] += 1
+        self._came += len(requests)
+
+    def _goes_on(self) -> bool:
+        """Whether there is something to do, or may still come; takes what has come, and gives up what has gone."""
+        at_work = bool(self.waiting or self.slots.episodes)
+        if self._pull is None:
+            return at_work and not self.enough
+        if (arrivals := self._pull(not (at_work or self.in_flight))) is None:
+            return False
+        self._watched = frozenset(arrivals.watched)
+        self._short = bool(self._watched)
+        self._queue(arrivals.requests)
+        self._gone.update(arrivals.gone)
+        if self._gone:
+            for episode in [episode for episode in self.waiting if episode.number in self._gone]:
+                if episode.so_far is None:
+                    self._enters(prompt_key(episode.request))
+            self.waiting = deque(episode for episode in self.waiting if episode.number not in self._gone)
+            # What others may follow is computed to its end.
+            computed = {slot for jobs in self.jobs for job in jobs for slot in (job.slot, *job.followers)}
+            for slot in [x for x, episode in self.slots.episodes.items() if episode.number in self._gone]:
+                if slot not in computed:
+                    self.slots.release(slot)
+                    self.page_tables.release(slot)
+            self._gone &= {episode.number for episode in self.slots.episodes.values()}
+        return True
+
+    def _enters(self, key: tuple) -> None:
+        """One request less waits with a prompt."""
+        self.expected[key] -= 1
+        if not self.expected[key]:
+            del self.expected[key]
 
     def _admit(self) -> None:
         """Fills free slots from the queue, in its order, as far as there are pages."""
@@ -266,7 +328,7 @@ class Batch:
         owner, tokens = None if again else self._owner_shard(key), self.slots.admit(slot, episode)
         job, shard = Job(slot, tokens, 0, episode.adapter, pictures=episode.pictures(len(tokens))), tables.shard(slot)
         if not again:
-            self.expected[key] -= 1
+            self._enters(key)
         if owner != shard:
             tables.cover(slot, 0, len(tokens), windows=False)
             self.jobs[shard].append(job)
@@ -319,9 +381,8 @@ class Batch:
 
     def _dispatch(self) -> bool:
         """Sends a dispatch that samples some tokens in every slot; whether there is anything to sample."""
-        watched = self.on_tokens is not None and len(self.done) == 1  # nobody reads many answers word by word
         cut_by_text = any(episode.stop_text is not None for episode in self.slots.episodes.values())
-        most = min(SHORT if watched or cut_by_text else self.sizes.steps, self.sizes.steps)
+        most = min(SHORT if self._short or cut_by_text else self.sizes.steps, self.sizes.steps)
         ahead = sum(flight.most for flight in self.in_flight)
         # The pages that the next tokens of all slots need, from those on that were read last.
         running, held = self.slots.running, self.slots.held.tolist()
@@ -367,6 +428,11 @@ class Batch:
             for slot in flight.slots.tolist():
                 if len(new := self.slots.new(slot)) and slot in self.slots.episodes:
                     self.on_tokens(self.slots.episodes[slot].number, new)
+        if self._on_progress is not None and self._watched:
+            for slot in set(flight.slots.tolist()).difference(ended):
+                episode = self.slots.episodes.get(slot)
+                if episode is not None and episode.number in self._watched and len(self.slots.new(slot)):
+                    self._on_progress(episode.number, self.slots.completion(slot, self.version))
         for slot in ended:
             completion = self.slots.completion(slot, self.version)
             if not self.replies.ask(slot, self.slots.episodes[slot].number, completion):
@@ -420,7 +486,9 @@ class Batch:
     def _complete(self, slot: int) -> None:
         """Ends a request."""
         episode = self.slots.episodes[slot]
-        self.done[episode.number] = completion = self.slots.completion(slot, self.version)
+        completion = self.slots.completion(slot, self.version)
+        if self._pull is None:
+            self.done[episode.number] = completion
         self.slots.release(slot)
         self.page_tables.release(slot)
         self.enough |= self.on_done is not None and self.on_done(episode.number, completion)
