@@ -601,20 +601,21 @@ def _chat(parsed: Parsed) -> None:
     DTYPE,
 )
 def _serve(parsed: Parsed) -> None:
+    from tunix.serving.door import read_key
     from tunix.util.ports import listen
 
     if (parsed.model is None) is not parsed.tiny:
         raise UserError("tunix serve wants a model, or --tiny for a small random one, and not both")
+    key = read_key(parsed.api_key_file, parsed.host)
     # Before anything is imported: reading and compiling a model takes minutes, which a taken port makes worthless.
     # Clients wait until the model is there.
     with listen(parsed.host, parsed.port, f"--host {parsed.host} --port {parsed.port}") as listener:
         from tunix.inference.model import InferenceOptions
 
         try:
-            from tunix.serving.app import TINY_SLOTS, read_key, serve
+            from tunix.serving.app import TINY_SLOTS, serve
         except ModuleNotFoundError as error:
             raise UserError(f"tunix serve needs {error.name}: {install_command('serve')}") from None
-        key = read_key(parsed.api_key_file, parsed.host)
         slots = parsed.slots or (TINY_SLOTS if parsed.tiny else None)
         options = filled(InferenceOptions, parsed, model=parsed.model or "tiny", slots=slots, length=parsed.max_length)
         filled(serve, parsed, options=options, listener=listener, api_key=key)

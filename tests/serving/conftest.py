@@ -13,7 +13,8 @@ import pytest
 
 from tests.tiny_runs import model_folder
 from tunix.inference.model import InferenceModel, InferenceOptions
-from tunix.serving.app import Door, server_of
+from tunix.serving.app import server_of
+from tunix.serving.door import Door
 from tunix.serving.service import Service
 
 LENGTH = 64
@@ -47,6 +48,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, 
     service = Service(InferenceModel(InferenceOptions(str(folder), slots=4)), devices=jax.devices()[:1])
     with listening(service) as url:
         yield service, url
+    service.batches.close()
 
 
 @pytest.fixture
@@ -60,6 +62,7 @@ def serve(model: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[Service, 
             inference = InferenceModel(InferenceOptions(str(model), slots=slots, length=length))
             settings = {"updates": tmp_path, **settings}
             service = Service(inference, adapters=adapters, devices=jax.devices()[:1], **settings)
+            stack.callback(service.batches.close)
             return service, stack.enter_context(listening(service, door))
 
         yield started

@@ -299,7 +299,10 @@ def test_a_port_that_is_taken_is_said_before_anything_else(
         (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 8000: Cannot assign requested address: choose another"),
     ],
 )
-def test_what_cannot_be_listened_at(words: list[str], says: str, capsys: pytest.CaptureFixture[str]):
+def test_what_cannot_be_listened_at(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TUNIX_API_KEY", "key")
     assert main(["serve", "nowhere/at/all", *words]) == 2
     assert says in capsys.readouterr().err
 

@@ -6,14 +6,12 @@ when its client has gone. Every error has OpenAI's form: `{"error": {"message", 
 
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
-import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from tunix.data.tokenizer import bytes_tokenizer
-from tunix.errors import UserError, nearest
+from tunix.errors import nearest
 from tunix.hf.source import Source, require_lm_head
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.models.families.table import small, with_sizes
@@ -43,12 +41,11 @@ from tunix.serving.bodies import (
     TokenizeChatBody,
     read,
 )
+from tunix.serving.door import Door
 from tunix.serving.service import Asked, Service
 from tunix.types import Completion
-from tunix.util.ports import is_loopback
+from tunix.util.ports import KEY
 
-KEY = "TUNIX_API_KEY"
-"""The environment's variable with the key that clients have to send."""
 TINY = {
     "vocab_size": 272,
     "d_model": 32,
@@ -70,40 +67,6 @@ TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_e
 """The protocol's type of an error; of all others `invalid_request_error`."""
 Sampled = CompletionBody | ChatBody | GenerateBody
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Door:
-    """Who is let in, and how much they may bring."""
-
-    key: str | None = None
-    """What a client has to send, e.g. from `read_key`; None where everybody is let in."""
-    body: int = 8 << 20
-    """Bytes of a request's body at most."""
-    streams: int = 1024
-    """Answers that are streamed at a time, at most."""
-
-
-def read_key(file: Path | None, host: str) -> str | None:
-    """The key that clients have to send: of a file, else of the environment; None where there is none.
-
-    Raises:
-        UserError: the file cannot be read or is empty, or the address is reached from other machines without a key.
-    """
-    key = os.environ.get(KEY)
-    if file is not None:
-        try:
-            key = file.expanduser().read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--api-key-file {file} cannot be read: {error}") from None
-        if not key:
-            raise UserError(f"--api-key-file {file} is empty: write a key into it")
-    if not key and not is_loopback(host):
-        raise UserError(
-            f"--host {host} is reached from other machines: give a key that clients have to send, as --api-key-file "
-            f"FILE or in the environment as {KEY}"
-        )
-    return key or None
 
 
 def serve(
@@ -137,7 +100,10 @@ def serve(
     host, port, *_ = listener.getsockname()
     where = f"[{host}]" if ":" in host else host
     print(f"http://{where}:{port} answers, up to {service.length} tokens; Ctrl-C ends", file=sys.stderr, flush=True)
-    server_of(service, Door(api_key)).run(sockets=[listener])
+    try:
+        server_of(service, Door(api_key)).run(sockets=[listener])
+    finally:
+        service.batches.close()
 
 
 def tiny_source() -> Source:
@@ -167,24 +133,15 @@ def server_of(service: Service, door: Door | None = None, others: Sequence[BaseR
         hint = nearest(request.url.path, known) if error.status_code == 404 else ""
         return refused(Refusal(error.status_code, f"{request.method} {request.url.path:.200}: {error.detail}.{hint}"))
 
-    @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        yield
-        await run_in_threadpool(service.batches.close)
-
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: failed})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: failed})
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         """Lets those in who have the key; whether the server is well is told to everybody."""
-        if scope["type"] == "http" and door.key is not None and scope["path"] != "/health":
-            headers = dict(scope["headers"])
-            sent = headers.get(b"x-api-key") or headers.get(b"authorization", b"").partition(b"Bearer ")[2]
-            if not hmac.compare_digest(sent, door.key.encode()):
-                said = "the key is wrong" if sent else "there is no key: send it as Authorization: Bearer KEY"
-                response = refused(Refusal(401, said, code="invalid_api_key"))
-                await response(scope, receive, send)
-                return
-        await app(scope, receive, send)
+        if scope["type"] == "http" and scope["path"] != "/health" and not door.admits(dict(scope["headers"])):
+            said = f"the key lacks or is wrong: send it as Authorization: Bearer KEY (a run takes it from {KEY})"
+            await refused(Refusal(401, said, code="invalid_api_key"))(scope, receive, send)
+        else:
+            await app(scope, receive, send)
 
     config = uvicorn.Config(guarded, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN)
     return uvicorn.Server(config)
@@ -280,6 +237,7 @@ async def _completed(service: Service, asked: Asked, request: Request) -> list[C
     tickets = [Ticket(x) for x in asked.requests]
     service.submit(tickets)
     completions = asyncio.gather(*(asyncio.wrap_future(ticket.future) for ticket in tickets))
+    completions.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to read it
     gone = asyncio.ensure_future(left())
     try:
         await asyncio.wait({completions, gone}, return_when=asyncio.FIRST_COMPLETED)

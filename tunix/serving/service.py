@@ -177,6 +177,7 @@ class Service:
             counts = dict(self._counts)
         gauges = {"requests_running": running, "requests_waiting": waiting, "slots": self.engine.slots}
         counters = {"prompt_tokens": 0, "generation_tokens": 0, "refused": 0, "cancelled": 0} | counts
+        counters["prefilled_tokens"] = self.engine.prefilled
         lines = list[str]()
         for kind, values in (("gauge", gauges), ("counter", counters)):
             for name, value in sorted(values.items()):

@@ -5,6 +5,8 @@ import socket
 
 from tunix.errors import UserError
 
+KEY = "TUNIX_API_KEY"
+"""The environment's variable with the key that a server wants, where it wants one."""
 ANY = ""
 """The host that stands for all addresses of this machine."""
 

@@ -5,7 +5,8 @@ others (`pieces.py`), and dispatches sample several tokens in all slots (`progra
 the last is read, so that the device does not wait: what it samples for turns that turn out to have ended is dropped.
 Where pages run short, the request that came last leaves its slot and is computed again later.
 
-Requests with one prompt, under one adapter, share its pages. No page outlasts the weights that filled it.
+Requests with one prompt, under one adapter, share its pages. Where requests come one after the other, the pages of
+sequences that have ended are kept for prompts that begin with them. No page outlasts the weights that filled it.
 
 Axes: St decode steps, Sl slots, T time, s shards of the rows, Pt tokens of a page.
 """
@@ -23,8 +24,8 @@ import numpy as np
 from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
 from tunix.rollout.engine.experts import Known, Recorded
-from tunix.rollout.engine.page_tables import PageTables
-from tunix.rollout.engine.pieces import Job, Piece
+from tunix.rollout.engine.page_tables import Copy, Ended, PageTables
+from tunix.rollout.engine.pieces import Job, Piece, copies_of
 from tunix.rollout.engine.programs import State, Steps, copy_pages, decode, initial_state, prefill
 from tunix.rollout.engine.request import Decode, Episode, StopText, prompt_key
 from tunix.rollout.engine.shapes import Sizes, page_bytes, state_bytes
@@ -217,6 +218,8 @@ class Batch:
         self.recorded: list[Recorded] = []
         """Experts of pieces that were sent after the last dispatch."""
         self.done: dict[int, Completion] = {}
+        self.prefilled = 0
+        """Tokens of prompts that were computed."""
         self.enough = False
         """Whether nobody waits for the requests that are left."""
         self.meter = Meter(self.model, self.weights, self.sizes, len(requests) or sizes.slots)
@@ -301,9 +304,11 @@ class Batch:
         while self.waiting:
             episode, taken = self.waiting[0], (of_shard - idle.sum(axis=1)).tolist()
             owner = self._owner_shard(prompt_key(episode.request)) if episode.so_far is None else None
+            kept = self._kept(episode) if episode.so_far is None and owner is None else None
+            nearest = owner if kept is None else kept[0].shard
             tokens = len(episode.request.prompt) + (0 if episode.so_far is None else len(episode.so_far.tokens))
-            # Beside the pages of its prompt, or where most slots are free.
-            for shard in sorted(shards, key=lambda shard: (shard != owner, taken[shard])):
+            # Beside the pages of its prompt, or of what it begins with, or where most slots are free.
+            for shard in sorted(shards, key=lambda shard: (shard != nearest, taken[shard])):
                 spare = taken[shard]  # every slot at work may want one more page soon
                 if spare < of_shard and self.page_tables.fits(shard, tokens + 1, spare, shared=shard == owner):
                     slot = shard * of_shard + int(idle[shard].argmax())
@@ -326,11 +331,14 @@ class Batch:
         """Puts an episode into a slot, and queues what has to be computed for it."""
         key, again, tables = prompt_key(episode.request), episode.so_far is not None, self.page_tables
         owner, tokens = None if again else self._owner_shard(key), self.slots.admit(slot, episode)
+        kept = self._kept(episode) if not again and owner is None else None
         job, shard = Job(slot, tokens, 0, episode.adapter, pictures=episode.pictures(len(tokens))), tables.shard(slot)
         if not again:
             self._enters(key)
         if owner != shard:
-            tables.cover(slot, 0, len(tokens), windows=False)
+            if kept is not None and kept[0].shard == shard:
+                self._begin_with(*kept, job)
+            tables.cover(slot, job.start, len(tokens), windows=False)
             self.jobs[shard].append(job)
             if not again:
                 self.leaders[key] = job
@@ -347,6 +355,27 @@ class Batch:
             leader = self.leaders[key]
             leader.copies += tables.adopt(slot, tables.held(leader.slot), len(tokens), windows=False)
             leader.followers.append(slot)
+
+    def _kept(self, episode: Episode) -> tuple[Ended, int] | None:
+        """A sequence that has ended, and how many tokens of it the prompt of a request begins with; None without any.
+        States of what was sampled would have to be kept too, and pictures be compared."""
+        if self._pull is None or self.sizes.chunk is not None or episode.request.pictures is not None:
+            return None
+        return self.page_tables.find(np.asarray(episode.request.prompt, np.int32), episode.adapter)
+
+    def _begin_with(self, ended: Ended, tokens: int, job: Job) -> None:
+        """Has a job, whose slot holds nothing yet, begin behind the tokens that a kept sequence has already."""
+        tables = self.page_tables
+        tables.share(ended.shard, ended.held)  # it may have to make room for the pages that are copied
+        rows = [[list[Copy]() for _ in range(self.sizes.shards)] for _ in self.sizes.windows]
+        for copy in tables.adopt(job.slot, ended.held, tokens):
+            rows[copy.kind][ended.shard].append(copy)
+        self.state, _ = copy_pages(self.model, self.state, tuple(copies_of(of_kind) for of_kind in rows))
+        tables.drop(ended.shard, ended.held)
+        tables.leave(job.slot, tokens)
+        job.tokens, job.start = job.tokens[tokens:], tokens
+        if ended.experts is not None:
+            job.experts.append(Known(Recorded(ended.experts[None, :tokens]), 0, 0, tokens, 0))
 
     def _compute(self) -> None:
         """Computes what is queued, piece by piece; no more than a long piece where many slots would wait for it."""
@@ -376,6 +405,7 @@ class Batch:
                     if self.expected[key] and self.sizes.chunk is None:
                         self.page_tables.keep(key, job.slot, job.start, tuple(job.experts))
             computed += piece.length
+            self.prefilled += sum(number for *_, number, _ in piece.parts)
             if computed >= self.sizes.piece and 2 * len(self.slots.running) > self.sizes.slots:
                 break
 
@@ -489,6 +519,9 @@ class Batch:
         completion = self.slots.completion(slot, self.version)
         if self._pull is None:
             self.done[episode.number] = completion
+        elif self.sizes.chunk is None and episode.request.pictures is None:
+            sequence = np.concatenate([np.asarray(episode.request.prompt, np.int32), completion.tokens])
+            self.page_tables.retain(slot, sequence, episode.adapter, completion.experts)
         self.slots.release(slot)
         self.page_tables.release(slot)
         self.enough |= self.on_done is not None and self.on_done(episode.number, completion)

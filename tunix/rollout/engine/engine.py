@@ -179,6 +179,8 @@ class Engine(Sampler):
         """Held while requests are answered: there is room for one cache."""
         self.usage: Usage | None = None
         """What the last requests took; None where there were none."""
+        self._serving: Batch | None = None
+        self._prefilled = 0
         self._warm: Sizes | None = None
         """The shapes that were compiled in advance."""
         self._mixture: Mixture | None = None
@@ -334,8 +336,17 @@ class Engine(Sampler):
                 pull=pull,
                 on_progress=on_progress,
             )
-            batch.finish()
+            self._serving = batch
+            try:
+                batch.finish()
+            finally:
+                self._serving, self._prefilled = None, self.prefilled
         self.usage = batch.meter.usage
+
+    @property
+    def prefilled(self) -> int:
+        """Tokens of prompts that `serve` has computed so far."""
+        return self._prefilled + (0 if self._serving is None else self._serving.prefilled)
 
     def hold(self) -> Published:
         """The weights that were published last, which stay as long as they are held.
