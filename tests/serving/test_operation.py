@@ -202,7 +202,8 @@ def test_no_more_answers_are_streamed_than_may(shared: Shared):
         body = long(service, prompt="a", stream=True, echo=True)
         service.batches.pause()
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as first:
-            assert "data" in next(first.iter_lines()), "it begins with the prompt"
+            lines = first.iter_lines()  # whose end would be the stream's
+            assert next(lines).startswith("data: "), "it begins with the prompt"
             answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
             assert answer.status_code == 429
             service.batches.resume()
