@@ -601,7 +601,7 @@ def _chat(parsed: Parsed) -> None:
     DTYPE,
 )
 def _serve(parsed: Parsed) -> None:
-    from tunix.serving.door import read_key
+    from tunix.serving.gate import read_key
     from tunix.util.ports import listen
 
     if (parsed.model is None) is not parsed.tiny:

@@ -14,17 +14,17 @@ import pytest
 from tests.tiny_runs import model_folder
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.serving.app import server_of
-from tunix.serving.door import Door
+from tunix.serving.gate import Gate
 from tunix.serving.service import Service
 
 LENGTH = 64
 
 
 @contextmanager
-def listening(service: Service, door: Door | None = None) -> Iterator[str]:
+def listening(service: Service, gate: Gate | None = None) -> Iterator[str]:
     """The address of a service, while it is served."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = server_of(service, door)
+        server = server_of(service, gate)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         while not server.started:
@@ -57,12 +57,12 @@ def serve(model: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[Service, 
     with ExitStack() as stack:
 
         def started(
-            adapters: bool = False, slots: int = 8, length: int = LENGTH, door: Door | None = None, **settings: Any
+            adapters: bool = False, slots: int = 8, length: int = LENGTH, gate: Gate | None = None, **settings: Any
         ) -> tuple[Service, str]:
             inference = InferenceModel(InferenceOptions(str(model), slots=slots, length=length))
             settings = {"updates": tmp_path, **settings}
             service = Service(inference, adapters=adapters, devices=jax.devices()[:1], **settings)
             stack.callback(service.batches.close)
-            return service, stack.enter_context(listening(service, door))
+            return service, stack.enter_context(listening(service, gate))
 
         yield started

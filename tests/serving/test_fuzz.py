@@ -50,7 +50,7 @@ GOOD: dict[str, dict[str, Any]] = {
         "sampling_params": {"max_tokens": 2, "temperature": 0.5, "seed": 3, "logprobs": 1, "stop_token_ids": [1]},
         "cache_salt": "a",
     },
-    "/tokenize": {"prompt": "a b", "add_special_tokens": True, "return_token_strs": True},
+    "/tokenize": {"prompt": "a b", "add_special_tokens": True},
     "/detokenize": {"tokens": [5, 6, 7]},
     "/collective_rpc": {"method": "reload_weights", "kwargs": {"weights_path": "/nowhere"}},
     "/update_weight_version": {"new_version": "1"},

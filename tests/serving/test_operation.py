@@ -20,7 +20,7 @@ from tunix.rollout.servers.handover import Handover
 from tunix.rollout.servers.protocol import Unfit
 from tunix.rollout.servers.server import Server
 from tunix.serving.app import server_of
-from tunix.serving.door import Door, read_key
+from tunix.serving.gate import Gate, read_key
 from tunix.serving.service import Service
 
 Serve = Callable[..., tuple[Service, str]]
@@ -55,7 +55,7 @@ def test_a_key_is_wanted_where_there_is_one(shared: Shared, caplog: pytest.LogCa
 
     service, _ = shared
     caplog.set_level(logging.DEBUG)
-    with listening(service, Door(key="se cret")) as url:
+    with listening(service, Gate(key="se cret")) as url:
         assert httpx.get(f"{url}/health").status_code == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "se cret"}, {"x-api-key": "x"}):
             for path in ("/v1/models", "/metrics", "/nowhere"):
@@ -143,7 +143,7 @@ def test_a_body_is_read_within_a_limit(shared: Shared):
     from tests.serving.conftest import listening
 
     service, _ = shared
-    with listening(service, Door(body=1000)) as url:
+    with listening(service, Gate(body=1000)) as url:
         answer = httpx.post(f"{url}/v1/completions", content=b" " * 1001)
         assert answer.status_code == 413
         assert answer.json()["error"]["code"] == "request_too_large"
@@ -198,7 +198,7 @@ def test_no_more_answers_are_streamed_than_may(shared: Shared):
     from tests.serving.conftest import listening
 
     service, _ = shared
-    with listening(service, Door(streams=1)) as url:
+    with listening(service, Gate(streams=1)) as url:
         body = long(service, prompt="a", stream=True, echo=True)
         service.batches.pause()
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as first:

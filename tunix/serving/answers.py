@@ -87,11 +87,9 @@ class Answer(ABC, Generic[Body]):
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The answer of all choices, which have ended."""
 
-    @abstractmethod
     def first(self, index: int) -> dict[str, Any] | None:
         """What a stream begins with, for a choice; None for nothing."""
 
-    @abstractmethod
     def next(self, index: int, completion: Completion, *, ended: bool) -> dict[str, Any] | None:
         """The next chunk of a choice; None where nothing is new."""
 
@@ -188,7 +186,7 @@ class ChatAnswer(Answer[ChatBody]):
     def __init__(self, body: ChatBody, prompt: np.ndarray, tokenizer: Tokenizer, markup: MarkupName | None):
         """Calls of tools are looked for in a markup; None where there is no tool to call."""
         super().__init__(body, prompt, tokenizer)
-        self._markup = markup
+        self._markup: MarkupName | None = markup
         reads = body if markup is None else body.model_copy(update={"skip_special_tokens": False})
         self._readers = [Reader(tokenizer, reads) for _ in range(body.n)]
 
@@ -284,9 +282,3 @@ class GenerateAnswer(Answer[GenerateBody]):
             choices.append(choice | {"finish_reason": completion.finish})
         usage = self.usage(completions)
         return {"request_id": self.body.request_id, "model": self.body.model, "choices": choices, "usage": usage}
-
-    def first(self, index: int) -> dict[str, Any] | None:
-        return None
-
-    def next(self, index: int, completion: Completion, *, ended: bool) -> dict[str, Any] | None:
-        return None

@@ -1,6 +1,6 @@
 """The addresses of the server: OpenAI's, vLLM's own, and what a run tells it about weights.
 
-A request is let in by its key (`Door`), read within limits, answered as a whole or as a stream of events, and given up
+A request is let in by its key (`Gate`), read within limits, answered as a whole or as a stream of events, and given up
 when its client has gone. Every error has OpenAI's form: `{"error": {"message", "type", "param", "code"}}`.
 """
 
@@ -34,14 +34,11 @@ from tunix.serving.batcher import Ticket
 from tunix.serving.bodies import (
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
     GenerateBody,
     Refusal,
-    TokenizeBody,
-    TokenizeChatBody,
     read,
 )
-from tunix.serving.door import Door
+from tunix.serving.gate import Gate
 from tunix.serving.service import Asked, Service
 from tunix.types import Completion
 from tunix.util.ports import KEY
@@ -101,7 +98,7 @@ def serve(
     where = f"[{host}]" if ":" in host else host
     print(f"http://{where}:{port} answers, up to {service.length} tokens; Ctrl-C ends", file=sys.stderr, flush=True)
     try:
-        server_of(service, Door(api_key)).run(sockets=[listener])
+        server_of(service, Gate(api_key)).run(sockets=[listener])
     finally:
         service.batches.close()
 
@@ -112,32 +109,30 @@ def tiny_source() -> Source:
     return Source(decoder, bytes_tokenizer("chatml"))
 
 
-def server_of(service: Service, door: Door | None = None, others: Sequence[BaseRoute] = ()) -> uvicorn.Server:
+def server_of(service: Service, gate: Gate | None = None, others: Sequence[BaseRoute] = ()) -> uvicorn.Server:
     """What answers on the sockets that it is run with, until it is told to end.
 
     Args:
         service: what is served.
-        door: who is let in; None for everybody, within the usual limits.
+        gate: who is let in; None for everybody, within the usual limits.
         others: further addresses, whose requests are let in by the same key.
     """
-    door, routes, streams = door or Door(), list[BaseRoute](others), set[object]()
+    gate, routes, streams = gate or Gate(), list[BaseRoute](others), set[object]()
     for path, kind in ANSWERS.items():
-        routes.append(Route(path, partial(_answered, service, door, streams, kind), methods=["POST"]))
-    for path, method, content in CALLS:
-        routes.append(Route(path, partial(_called, service, door, content), methods=[method]))
+        routes.append(Route(path, partial(_answered, service, gate, streams, kind), methods=["POST"]))
+    for path, (method, content) in {**CALLS, **UPDATES}.items():
+        routes.append(Route(path, partial(_called, service, gate, content), methods=[method]))
 
-    async def failed(request: Request, error: Exception) -> Response:
+    async def failed(request: Request, error: Any) -> Response:
         """The answer to what was raised outside of an endpoint: no such address, or no such method."""
-        assert isinstance(error, HTTPException)
-        known = [*ANSWERS, *(path for path, _, _ in CALLS)]
-        hint = nearest(request.url.path, known) if error.status_code == 404 else ""
+        hint = nearest(request.url.path, [*ANSWERS, *CALLS, *UPDATES]) if error.status_code == 404 else ""
         return refused(Refusal(error.status_code, f"{request.method} {request.url.path:.200}: {error.detail}.{hint}"))
 
     app = Starlette(routes=routes, exception_handlers={HTTPException: failed})
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         """Lets those in who have the key; whether the server is well is told to everybody."""
-        if scope["type"] == "http" and scope["path"] != "/health" and not door.admits(dict(scope["headers"])):
+        if scope["type"] == "http" and scope["path"] != "/health" and not gate.admits(dict(scope["headers"])):
             said = f"the key lacks or is wrong: send it as Authorization: Bearer KEY (a run takes it from {KEY})"
             await refused(Refusal(401, said, code="invalid_api_key"))(scope, receive, send)
         else:
@@ -163,7 +158,7 @@ def _json(content: Any, status: int = 200) -> Response:
     return Response(json.dumps(content), status, headers, "application/json")
 
 
-async def body_of(request: Request, door: Door) -> dict[str, Any]:
+async def body_of(request: Request, gate: Gate) -> dict[str, Any]:
     """The body of a request, read within the limit.
 
     Raises:
@@ -172,8 +167,8 @@ async def body_of(request: Request, door: Door) -> dict[str, Any]:
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
-        if len(raw) > door.body:
-            raise Refusal(413, f"the body has more than {door.body} bytes", code="request_too_large")
+        if len(raw) > gate.body:
+            raise Refusal(413, f"the body has more than {gate.body} bytes", code="request_too_large")
     try:
         body = json.loads(raw or b"{}")
     except RecursionError:
@@ -199,27 +194,29 @@ async def _told(holder: list[Response]) -> AsyncIterator[None]:
         holder.append(refused(Refusal(500, f"{type(error).__name__} {error}")))
 
 
-async def _called(service: Service, door: Door, content: Callable[..., Any], request: Request) -> Response:
+async def _called(service: Service, gate: Gate, content: Callable[..., Any], request: Request) -> Response:
     """Answers a call that takes no time of the engine, or changes what it has."""
     responses = list[Response]()
     async with _told(responses):
-        said = await run_in_threadpool(content, service, await body_of(request, door), request)
+        if request.url.path in UPDATES:
+            service.refuse_updates()
+        said = await run_in_threadpool(content, service, await body_of(request, gate), request)
         responses.append(PlainTextResponse(said) if isinstance(said, str) else _json(said))
     return responses[0]
 
 
 async def _answered(
-    service: Service, door: Door, streams: set[object], kind: type[Sampled], request: Request
+    service: Service, gate: Gate, streams: set[object], kind: type[Sampled], request: Request
 ) -> Response:
     """Answers a request whose tokens are sampled; `streams` has those that are on their way."""
     responses = list[Response]()
     async with _told(responses):
-        body = await body_of(request, door)
+        body = await body_of(request, gate)
         if kind is CompletionBody and (identity := request.headers.get("x-request-id")):
             body.setdefault("request_id", identity)
         asked = await run_in_threadpool(lambda: service.prepared(read(kind, body)))
         if body.get("stream"):
-            if len(streams) >= door.streams:
+            if len(streams) >= gate.streams:
                 raise Refusal(429, "too many answers are streamed: try again", code="rate_limit_exceeded")
             responses.append(_stream(service, asked, streams))
         else:
@@ -332,26 +329,19 @@ def _text(body: dict[str, Any], name: str) -> str:
     return value
 
 
-def _tokenize(service: Service, body: dict[str, Any], _: Request) -> Any:
-    return service.tokenized(read(TokenizeChatBody if "messages" in body else TokenizeBody, body))
-
-
 def _pause(service: Service, _: dict[str, Any], request: Request) -> Any:
-    service.refuse_updates()
     if (mode := request.query_params.get("mode", "wait")) != "wait":
         raise Refusal(400, f"mode: {mode:.80} is not known here; wait is", param="mode")
     service.batches.pause()
     return {"status": "paused"}
 
 
-def _resume(service: Service, _: dict[str, Any], request: Request) -> Any:
-    service.refuse_updates()
+def _resume(service: Service, *_: Any) -> Any:
     service.batches.resume()
     return {"status": "resumed"}
 
 
 def _reload(service: Service, body: dict[str, Any], _: Request) -> Any:
-    service.refuse_updates()
     if (method := _text(body, "method")) != "reload_weights":
         raise Refusal(400, f"method: {method:.80} is not known here; reload_weights is", param="method")
     kwargs = body.get("kwargs")
@@ -359,26 +349,18 @@ def _reload(service: Service, body: dict[str, Any], _: Request) -> Any:
     return {"results": [None]}
 
 
-def _reset(service: Service, _: dict[str, Any], request: Request) -> Any:
-    service.refuse_updates()
-    return {"success": True}  # what is kept of prompts goes with the weights
-
-
 def _note_version(service: Service, body: dict[str, Any], _: Request) -> Any:
-    service.refuse_updates()
     service.version = _text(body, "new_version")
     return {"success": True}
 
 
 def _load_adapter(service: Service, body: dict[str, Any], _: Request) -> str:
-    service.refuse_updates()
     name = _text(body, "lora_name")
     service.load_adapter(name, service.allowed(_text(body, "lora_path")))
     return "loaded"
 
 
 def _unload_adapter(service: Service, body: dict[str, Any], _: Request) -> str:
-    service.refuse_updates()
     service.unload_adapter(_text(body, "lora_name"))
     return "unloaded"
 
@@ -390,19 +372,23 @@ ANSWERS: dict[str, type[Sampled]] = {
 }
 """What tokens are sampled for, by address."""
 Content = Callable[[Service, dict[str, Any], Request], Any]
-CALLS: tuple[tuple[str, str, Content], ...] = (
-    ("/health", "GET", lambda *_: ""),
-    ("/v1/models", "GET", lambda service, *_: {"object": "list", "data": service.cards()}),
-    ("/metrics", "GET", lambda service, *_: service.metrics()),
-    ("/weight_info", "GET", lambda service, *_: {"weight_version": service.version}),
-    ("/tokenize", "POST", _tokenize),
-    ("/detokenize", "POST", lambda service, body, _: service.detokenized(read(DetokenizeBody, body).tokens)),
-    ("/pause", "POST", _pause),
-    ("/resume", "POST", _resume),
-    ("/collective_rpc", "POST", _reload),
-    ("/reset_prefix_cache", "POST", _reset),
-    ("/update_weight_version", "POST", _note_version),
-    ("/v1/load_lora_adapter", "POST", _load_adapter),
-    ("/v1/unload_lora_adapter", "POST", _unload_adapter),
-)
-"""All other addresses, their method, and what is answered: a text, or JSON values."""
+"""(service, body, request) -> what is answered: a text, or JSON values."""
+CALLS: dict[str, tuple[str, Content]] = {
+    "/health": ("GET", lambda *_: ""),
+    "/v1/models": ("GET", lambda service, *_: {"object": "list", "data": service.cards()}),
+    "/metrics": ("GET", lambda service, *_: service.metrics()),
+    "/weight_info": ("GET", lambda service, *_: {"weight_version": service.version}),
+    "/tokenize": ("POST", lambda service, body, _: service.tokenized(body)),
+    "/detokenize": ("POST", lambda service, body, _: service.detokenized(body)),
+}
+"""Other addresses with their method."""
+UPDATES: dict[str, tuple[str, Content]] = {
+    "/pause": ("POST", _pause),
+    "/resume": ("POST", _resume),
+    "/collective_rpc": ("POST", _reload),
+    "/reset_prefix_cache": ("POST", lambda *_: {"success": True}),  # what is kept of prompts goes with the weights
+    "/update_weight_version": ("POST", _note_version),
+    "/v1/load_lora_adapter": ("POST", _load_adapter),
+    "/v1/unload_lora_adapter": ("POST", _unload_adapter),
+}
+"""Those that change what answers."""

@@ -77,27 +77,26 @@ class _Sampled(BaseModel):
     top_p: float = 1.0
     min_p: float = 0.0
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] = []
     stop_token_ids: list[Id] = []
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     # What has no effect at these values, and cannot be had at others.
-    spaces_between_special_tokens: Literal[True] = True
     repetition_penalty: Literal[1] = 1
     presence_penalty: Literal[0] = 0
     frequency_penalty: Literal[0] = 0
 
     def requests(
-        self, prompt: np.ndarray, stop_ids: Sequence[int], *, most: int, top: int, adapter: str | None
+        self, prompt: np.ndarray, stop_ids: Sequence[int], *, choices: int, most: int, top: int, adapter: str | None
     ) -> list[Request]:
         """What the engine completes: the same tokens for the same body, whatever else it is asked for.
 
         Args:
             prompt: `[T]`.
             stop_ids: the model's own, which end a completion unless `ignore_eos` is set.
-            most: tokens of the completion at most.
+            choices: how many completions.
+            most: tokens of a completion at most.
             top: alternatives that are reported with each token.
             adapter: what answers; None for the model alone.
         """
@@ -113,7 +112,7 @@ class _Sampled(BaseModel):
             top_logprobs=top,
         )
         low, high = seed % (1 << HALF), seed >> HALF
-        return [Request(prompt, sampling, low, high + i, adapter=adapter) for i in range(self.n)]
+        return [Request(prompt, sampling, low, high + i, adapter=adapter) for i in range(choices)]
 
 
 class StreamOptions(BaseModel):
@@ -122,8 +121,6 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
-    # Only at its end.
-    continuous_usage_stats: Literal[False] = False
 
 
 class _Answered(_Sampled):
@@ -131,6 +128,7 @@ class _Answered(_Sampled):
 
     model: str
     request_id: str = Field(default_factory=lambda: secrets.token_hex(8))
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
@@ -152,9 +150,6 @@ class CompletionBody(_Answered):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
     add_special_tokens: bool = True
-    # What has no effect at these values, and cannot be had at others.
-    best_of: Literal[1] = 1
-    suffix: Literal[""] = ""
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -220,7 +215,6 @@ class _Rendered(BaseModel):
     chat_template_kwargs: dict[str, Any] = {}
     # What has no effect at these values, and cannot be had at others.
     add_generation_prompt: Literal[True] = True
-    continue_final_message: Literal[False] = False
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -243,8 +237,6 @@ class ChatBody(_Answered, _Rendered):
     # What has no effect at these values, and cannot be had at others.
     parallel_tool_calls: Literal[True] = True
     response_format: ResponseFormat | None = None
-    store: Literal[False] = False
-    metadata: dict[str, str] = {}
 
     @model_validator(mode="after")
     def _together(self) -> Any:
@@ -285,7 +277,6 @@ class TokenizeBody(BaseModel):
     model: str = ""
     prompt: str
     add_special_tokens: StrictBool = True
-    return_token_strs: StrictBool = False
 
 
 class TokenizeChatBody(_Rendered):
@@ -294,7 +285,6 @@ class TokenizeChatBody(_Rendered):
     model_config = ConfigDict(extra="forbid")
 
     model: str = ""
-    return_token_strs: StrictBool = False
     add_special_tokens: Literal[False] = False
 
 

@@ -29,7 +29,16 @@ from tunix.rollout.engine.request import check_prompt
 from tunix.rollout.engine.sampling import check
 from tunix.serving.answers import Answer, ChatAnswer, CompletionAnswer, GenerateAnswer
 from tunix.serving.batcher import Batcher, Full, Ticket
-from tunix.serving.bodies import ChatBody, CompletionBody, GenerateBody, Refusal, TokenizeBody, TokenizeChatBody
+from tunix.serving.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateBody,
+    Refusal,
+    TokenizeBody,
+    TokenizeChatBody,
+    read,
+)
 from tunix.types import Completion, Request, Workload
 
 FIRST = "default"
@@ -109,18 +118,19 @@ class Service:
         Raises:
             Refusal: there is no such model, or the request is invalid.
         """
-        adapter = self._adapter(body.model)
+        adapter, choices = self._adapter(body.model), 1
         match body:
             case CompletionBody():
                 ids = body.prompt
                 if isinstance(ids, str):
                     ids = self.tokens(ids, special=body.add_special_tokens)
                 prompt, most, top, settings = np.array(ids, np.int32), body.max_tokens, body.logprobs or 0, body
+                choices = body.n
                 answer: Answer = CompletionAnswer(body, prompt, self._inference.tokenizer)
             case ChatBody():
                 prompt, markup = self.rendered(body)
                 most = min(x for x in (body.max_completion_tokens, body.max_tokens, self.length) if x is not None)
-                top, settings = body.top_logprobs, body
+                top, settings, choices = body.top_logprobs, body, body.n
                 answer = ChatAnswer(body, prompt, self.tokenizer, None if body.tool_choice == "none" else markup)
             case GenerateBody():
                 settings = body.sampling_params
@@ -135,7 +145,9 @@ class Service:
                 code="context_length_exceeded",
             )
         most = min(most, self.length - len(prompt))
-        requests = settings.requests(prompt, self._inference.source.stop_ids, most=most, top=top, adapter=adapter)
+        requests = settings.requests(
+            prompt, self._inference.source.stop_ids, choices=choices, most=most, top=top, adapter=adapter
+        )
         if requests[0].sampling.stop_strings and self._inference.tokenizer is None:
             raise Refusal(400, f"{self.name} has no tokenizer to find stop strings with: send stop_token_ids")
         try:
@@ -225,21 +237,26 @@ class Service:
         except RecursionError:
             raise Refusal(400, "messages or tools are nested too deeply") from None
 
-    def tokenized(self, body: TokenizeBody | TokenizeChatBody) -> dict[str, Any]:
-        """The ids of a text or of messages, as vLLM answers them."""
-        if isinstance(body, TokenizeBody):
-            ids = self.tokens(body.prompt, special=body.add_special_tokens)
-        else:
-            ids = self.rendered(body)[0].tolist()
-        strings = [self.tokenizer.decode([i]) for i in ids] if body.return_token_strs else None
-        return {"tokens": ids, "count": len(ids), "max_model_len": self.length, "token_strs": strings}
+    def tokenized(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The ids of a text or of messages, as vLLM answers them.
 
-    def detokenized(self, ids: List[int]) -> dict[str, Any]:
+        Raises:
+            Refusal: the body is invalid, there is no tokenizer, or the chat template refuses the messages.
+        """
+        if "messages" in body:
+            ids = self.rendered(read(TokenizeChatBody, body))[0].tolist()
+        else:
+            text = read(TokenizeBody, body)
+            ids = self.tokens(text.prompt, special=text.add_special_tokens)
+        return {"tokens": ids, "count": len(ids), "max_model_len": self.length}
+
+    def detokenized(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The text of token ids, as vLLM answers it.
 
         Raises:
-            Refusal: there is no tokenizer, or an id is outside of its vocabulary.
+            Refusal: the body is invalid, there is no tokenizer, or an id is outside of its vocabulary.
         """
+        ids = read(DetokenizeBody, body).tokens
         if max(ids, default=0) >= self.tokenizer.vocab_size:
             raise Refusal(400, f"tokens: {max(ids)} is outside of the vocabulary", param="tokens")
         return {"prompt": self.tokenizer.decode(ids)}
@@ -267,9 +284,8 @@ class Service:
         """A folder to load, its links followed.
 
         Raises:
-            Refusal: weights may not be changed, or it is not within the folder that may be loaded from.
+            Refusal: it is not within the folder that may be loaded from.
         """
-        self.refuse_updates()
         folder = Path(path).resolve()
         if self._updates is None or not folder.is_relative_to(self._updates):
             raise Refusal(403, f"{path} is not within {self._updates}, from which alone it loads (--allow-updates)")

@@ -11,7 +11,7 @@ from tunix.util.ports import KEY, is_loopback
 
 
 @dataclass(frozen=True)
-class Door:
+class Gate:
     """Who is let in, and how much they may bring."""
 
     key: str | None = None
