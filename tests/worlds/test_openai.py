@@ -103,22 +103,23 @@ def test_tools_in_a_loop(client: openai.OpenAI, stream: bool, monkeypatch: pytes
     said = [f"Wait. {call}", "It is 4.", "It is 4."]
     monkeypatch.setattr(Reader, "read", lambda _, x, *, ended: Part(said.pop(0) if ended else "", 0, len(x.tokens)))
     messages, results = list(HI), list[int]()
-    while True:
-        asked: Any = {"model": "tiny", "messages": messages, "tools": [DOUBLE], "max_tokens": 4}
-        if stream:
-            with client.chat.completions.stream(**asked) as events:
-                message = events.get_final_completion().choices[0].message
-        else:
-            message = client.chat.completions.create(**asked).choices[0].message
-        if not message.tool_calls:
-            break
-        messages.append(message.model_dump())
-        for asked_for in message.tool_calls:
-            assert asked_for.type == "function"
-            results.append(2 * json.loads(asked_for.function.arguments)["a"])
-            messages.append({"role": "tool", "tool_call_id": asked_for.id, "content": str(results[-1])})
+    while (message := turn(client, messages, stream))["tool_calls"]:
+        messages.append(message)
+        for asked in message["tool_calls"]:
+            results.append(2 * json.loads(asked["function"]["arguments"])["a"])
+            messages.append({"role": "tool", "tool_call_id": asked["id"], "content": str(results[-1])})
     assert results == [4]
-    assert (message.content, said) == ("It is 4.", [])
+    assert (message["content"], said) == ("It is 4.", [])
+
+
+def turn(client: openai.OpenAI, messages: list[Any], stream: bool) -> dict[str, Any]:
+    """The assistant's message, as a whole or put together from what is streamed."""
+    asked: Any = {"model": "tiny", "messages": messages, "tools": [DOUBLE], "max_tokens": 4}
+    if not stream:
+        return client.chat.completions.create(**asked).choices[0].message.model_dump()
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+    calls = [call.model_dump(exclude={"index"}) for delta in deltas for call in delta.tool_calls or ()]
+    return {"role": "assistant", "content": "".join(delta.content or "" for delta in deltas), "tool_calls": calls}
 
 
 def test_errors_are_its_exceptions(client: openai.OpenAI):

@@ -5,12 +5,11 @@ when its client has gone. Every error has OpenAI's form: `{"error": {"message", 
 """
 
 import asyncio
-import contextlib
 import json
 import logging
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -63,6 +62,8 @@ GONE = 499
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
 """The protocol's type of an error; of all others `invalid_request_error`."""
 Sampled = CompletionBody | ChatBody | GenerateBody
+Content = Callable[[Service, dict[str, Any], Request], Any]
+"""(service, body, request) -> what is answered: a text, or JSON values."""
 _log = logging.getLogger(__name__)
 
 
@@ -119,9 +120,10 @@ def server_of(service: Service, gate: Gate | None = None, others: Sequence[BaseR
     """
     gate, routes, streams = gate or Gate(), list[BaseRoute](others), set[object]()
     for path, kind in ANSWERS.items():
-        routes.append(Route(path, partial(_answered, service, gate, streams, kind), methods=["POST"]))
+        answer = partial(_answered, service, gate, streams, kind)
+        routes.append(Route(path, partial(_safely, answer), methods=["POST"]))
     for path, (method, content) in {**CALLS, **UPDATES}.items():
-        routes.append(Route(path, partial(_called, service, gate, content), methods=[method]))
+        routes.append(Route(path, partial(_safely, partial(_called, service, gate, content)), methods=[method]))
 
     async def failed(request: Request, error: Any) -> Response:
         """The answer to what was raised outside of an endpoint: no such address, or no such method."""
@@ -180,48 +182,41 @@ async def body_of(request: Request, gate: Gate) -> dict[str, Any]:
     return body
 
 
-@contextlib.asynccontextmanager
-async def _told(holder: list[Response]) -> AsyncIterator[None]:
-    """Puts what is answered to an error into `holder`."""
+async def _safely(answer: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
+    """What is answered to a request, errors included."""
     try:
-        yield
+        return await answer(request)
     except Refusal as refusal:
-        holder.append(refused(refusal))
+        return refused(refusal)
     except ClientDisconnect:
-        holder.append(refused(Refusal(GONE, "the client has gone")))
+        return refused(Refusal(GONE, "the client has gone"))
     except Exception as error:  # a defect, or a full device: whoever asked is told, and the next are answered
         _log.exception("a request failed")
-        holder.append(refused(Refusal(500, f"{type(error).__name__} {error}")))
+        return refused(Refusal(500, f"{type(error).__name__} {error}"))
 
 
-async def _called(service: Service, gate: Gate, content: Callable[..., Any], request: Request) -> Response:
+async def _called(service: Service, gate: Gate, content: Content, request: Request) -> Response:
     """Answers a call that takes no time of the engine, or changes what it has."""
-    responses = list[Response]()
-    async with _told(responses):
-        if request.url.path in UPDATES:
-            service.refuse_updates()
-        said = await run_in_threadpool(content, service, await body_of(request, gate), request)
-        responses.append(PlainTextResponse(said) if isinstance(said, str) else _json(said))
-    return responses[0]
+    if request.url.path in UPDATES:
+        service.refuse_updates()
+    said = await run_in_threadpool(content, service, await body_of(request, gate), request)
+    return PlainTextResponse(said) if isinstance(said, str) else _json(said)
 
 
 async def _answered(
     service: Service, gate: Gate, streams: set[object], kind: type[Sampled], request: Request
 ) -> Response:
     """Answers a request whose tokens are sampled; `streams` has those that are on their way."""
-    responses = list[Response]()
-    async with _told(responses):
-        body = await body_of(request, gate)
-        if kind is CompletionBody and (identity := request.headers.get("x-request-id")):
-            body.setdefault("request_id", identity)
-        asked = await run_in_threadpool(lambda: service.prepared(read(kind, body)))
-        if body.get("stream"):
-            if len(streams) >= gate.streams:
-                raise Refusal(429, "too many answers are streamed: try again", code="rate_limit_exceeded")
-            responses.append(_stream(service, asked, streams))
-        else:
-            responses.append(_json(asked.answer.whole(await _completed(service, asked, request))))
-    return responses[0]
+    body = await body_of(request, gate)
+    if identity := request.headers.get("x-request-id"):
+        body.setdefault("request_id", identity)
+    asked = await run_in_threadpool(lambda: service.prepared(read(kind, body)))
+    if not body.get("stream"):
+        completions = await _completed(service, asked, request)
+        return _json(await run_in_threadpool(asked.answer.whole, completions))
+    if len(streams) >= gate.streams:
+        raise Refusal(429, "too many answers are streamed: try again", code="rate_limit_exceeded")
+    return _stream(service, asked, streams)
 
 
 async def _completed(service: Service, asked: Asked, request: Request) -> list[Completion]:
@@ -371,8 +366,6 @@ ANSWERS: dict[str, type[Sampled]] = {
     "/inference/v1/generate": GenerateBody,
 }
 """What tokens are sampled for, by address."""
-Content = Callable[[Service, dict[str, Any], Request], Any]
-"""(service, body, request) -> what is answered: a text, or JSON values."""
 CALLS: dict[str, tuple[str, Content]] = {
     "/health": ("GET", lambda *_: ""),
     "/v1/models": ("GET", lambda service, *_: {"object": "list", "data": service.cards()}),

@@ -112,7 +112,8 @@ class _Sampled(BaseModel):
             top_logprobs=top,
         )
         low, high = seed % (1 << HALF), seed >> HALF
-        return [Request(prompt, sampling, low, high + i, adapter=adapter) for i in range(choices)]
+        numbers = ((high + i) % (1 << 31) for i in range(choices))
+        return [Request(prompt, sampling, low, number, adapter=adapter) for number in numbers]
 
 
 class StreamOptions(BaseModel):
