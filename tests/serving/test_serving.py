@@ -267,6 +267,19 @@ def test_the_command_answers_until_it_is_told_to_end(model: Path, tmp_path: Path
     assert "Traceback" not in told
 
 
+@pytest.mark.slow
+def test_a_tiny_model_is_there_within_seconds(tmp_path: Path):
+    """Ten on a machine with nothing else to do."""
+    began = time.monotonic()
+    with servers.ours(None, tmp_path / "log", "--slots", "2") as url:
+        assert time.monotonic() - began < 60
+        (card,) = httpx.get(f"{url}/v1/models", timeout=60).json()["data"]
+        assert (card["id"], card["max_model_len"]) == ("tiny", 128)
+        asked = {"model": "tiny", "prompt": "a", "max_tokens": 3}
+        assert httpx.post(f"{url}/v1/completions", json=asked, timeout=120).status_code == 200
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "option"),
     [

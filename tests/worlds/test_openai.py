@@ -13,7 +13,7 @@ import pytest
 from tests.serving.conftest import listening
 from tests.test_pages import blocks
 from tunix.inference.model import InferenceModel, InferenceOptions
-from tunix.serving.answers import Part, Reader
+from tunix.serving.answers import Reader
 from tunix.serving.app import tiny_source
 from tunix.serving.gate import Gate
 from tunix.serving.service import Service
@@ -101,7 +101,7 @@ def test_tools_in_a_loop(client: openai.OpenAI, stream: bool, monkeypatch: pytes
     call = '<tool_call>\n{"name": "double", "arguments": {"a": 2}}\n</tool_call>'
     # The last one is read twice: as a turn, and as text since it calls nothing.
     said = [f"Wait. {call}", "It is 4.", "It is 4."]
-    monkeypatch.setattr(Reader, "read", lambda _, x, *, ended: Part(said.pop(0) if ended else "", 0, len(x.tokens)))
+    monkeypatch.setattr(Reader, "read", lambda _, x, *, ended: (said.pop(0) if ended else "", slice(len(x.tokens))))
     messages, results = list(HI), list[int]()
     while (message := turn(client, messages, stream))["tool_calls"]:
         messages.append(message)

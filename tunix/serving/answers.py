@@ -10,7 +10,6 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
@@ -28,18 +27,6 @@ LEAST = -9999.0
 Body = TypeVar("Body", CompletionBody, ChatBody, GenerateBody)
 
 
-@dataclass(frozen=True)
-class Part:
-    """What a completion has more than it had before."""
-
-    text: str
-    """Characters that no later token changes, e.g. ` world`."""
-    start: int
-    """The first new token, e.g. 8."""
-    stop: int
-    """One more than the last one, e.g. 16."""
-
-
 class Reader:
     """One choice, as it grows."""
 
@@ -51,21 +38,16 @@ class Reader:
             tokenizer, stops, skip_special=body.skip_special_tokens, includes=self._includes
         )
 
-    def read(self, completion: Completion, *, ended: bool) -> Part:
-        """What is new in a completion, which will not grow any more where it has ended."""
-        start, stop, text = self._ids, len(completion.tokens), ""
-        self._ids = stop
-        if self._text is not None:
-            # The token that ends a completion is none of its text.
-            kept = stop - (ended and not self._includes and stops_by_id(completion))
-            text = self._text.feed(completion.tokens[start:kept])
-            text += self._text.finish() if ended else ""
-        return Part(text, start, stop)
-
-
-def stops_by_id(completion: Completion) -> bool:
-    """Whether the last token is a stop id."""
-    return completion.finish == "stop" and completion.tokens[-1] in completion.sampling.stop_ids
+    def read(self, completion: Completion, *, ended: bool) -> tuple[str, slice]:
+        """What is new in a completion, which will not grow any more where it has ended: characters that no later token
+        changes, e.g. ` world`, and tokens."""
+        start, self._ids = self._ids, len(completion.tokens)
+        if self._text is None:
+            return "", slice(start, self._ids)
+        # The token that ends a completion is none of its text.
+        stopped = ended and completion.finish == "stop" and completion.tokens[-1] in completion.sampling.stop_ids
+        text = self._text.feed(completion.tokens[start : self._ids - (stopped and not self._includes)])
+        return text + (self._text.finish() if ended else ""), slice(start, self._ids)
 
 
 class Answer(ABC, Generic[Body]):
@@ -154,9 +136,8 @@ class CompletionAnswer(Answer[CompletionBody]):
 
     def _choice(self, index: int, completion: Completion, *, ended: bool) -> dict[str, Any]:
         """What is new of a choice."""
-        part = self._readers[index].read(completion, ended=ended)
-        new = slice(part.start, part.stop)
-        choice: dict[str, Any] = {"index": index, "text": part.text, "logprobs": None}
+        text, new = self._readers[index].read(completion, ended=ended)
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
         if self.body.logprobs is not None:
             as_ids = self.body.return_tokens_as_token_ids
             names, values = self._names(completion.tokens[new], as_ids=as_ids), completion.logprobs[new].tolist()
@@ -193,7 +174,7 @@ class ChatAnswer(Answer[ChatBody]):
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         choices = []
         for index, completion in enumerate(completions):
-            text = self._readers[index].read(completion, ended=True).text
+            text, _ = self._readers[index].read(completion, ended=True)
             message, finish = self._message(text, completion)
             choice = {"index": index, "message": {"role": "assistant", "content": None, **message}}
             choice |= self._told(completion, slice(None)) | {"finish_reason": finish}
@@ -209,15 +190,14 @@ class ChatAnswer(Answer[ChatBody]):
     def next(self, index: int, completion: Completion, *, ended: bool) -> dict[str, Any] | None:
         if self._markup is not None and not ended:
             return None  # a call is known when it is whole
-        part = self._readers[index].read(completion, ended=ended)
-        delta: dict[str, Any] = {"content": part.text}
+        text, new = self._readers[index].read(completion, ended=ended)
+        delta: dict[str, Any] = {"content": text}
         finish: str | None = completion.finish if ended else None
         if self._markup is not None:
-            delta, finish = self._message(part.text, completion)
+            delta, finish = self._message(text, completion)
             for number, call in enumerate(delta.get("tool_calls", ())):
                 call["index"] = number
-        told = self._told(completion, slice(part.start, part.stop))
-        return self._chunk({"index": index, "delta": delta, **told, "finish_reason": finish})
+        return self._chunk({"index": index, "delta": delta, **self._told(completion, new), "finish_reason": finish})
 
     def _message(self, text: str, completion: Completion) -> tuple[dict[str, Any], str]:
         """A turn as the assistant's message, and why it ended. Calls that cannot be read are text, as are others."""
@@ -226,7 +206,7 @@ class ChatAnswer(Answer[ChatBody]):
         turn = parse(text, self._markup)
         if not turn.calls or any(call.fault for call in turn.calls):
             assert self.tokenizer is not None
-            skipped = Reader(self.tokenizer, self.body).read(completion, ended=True).text
+            skipped, _ = Reader(self.tokenizer, self.body).read(completion, ended=True)
             return {"content": skipped}, completion.finish
         tools = {tool.function.name: tool.function.model_dump() for tool in self.body.tools}
         calls = []
