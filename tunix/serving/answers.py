@@ -257,8 +257,8 @@ class GenerateAnswer(Answer[GenerateBody]):
                 for entry, ids, likely in zip(content, *completion.top, strict=True):
                     named = zip(self._names(ids, as_ids=True), np.maximum(likely, LEAST).tolist(), strict=True)
                     entry["top_logprobs"] = [{"token": name, "logprob": x} for name, x in named]
-            told = None if self.body.sampling_params.logprobs is None else {"content": content}
-            choice = {"index": index, "token_ids": completion.tokens.tolist(), "logprobs": told}
+            logprobs = None if self.body.sampling_params.logprobs is None else {"content": content}
+            choice = {"index": index, "token_ids": completion.tokens.tolist(), "logprobs": logprobs}
             choices.append(choice | {"finish_reason": completion.finish})
         usage = self.usage(completions)
         return {"request_id": self.body.request_id, "model": self.body.model, "choices": choices, "usage": usage}

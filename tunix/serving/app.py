@@ -246,7 +246,7 @@ async def _completed(service: Service, asked: Asked, request: Request) -> list[C
 
 def _give_up(service: Service, tickets: Sequence[Ticket]) -> None:
     """Ends what is not answered yet."""
-    if left := [ticket for ticket in tickets if not ticket.future.done() or ticket.future.cancelled()]:
+    if left := [ticket for ticket in tickets if not ticket.future.done()]:
         service.count("cancelled", len(left))
         service.batches.give_up(left)
 

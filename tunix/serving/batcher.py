@@ -19,6 +19,8 @@ from tunix.types import Completion, Request
 
 GATHER = 0.005
 """Seconds in which requests that arrive together are waited for."""
+ENDS = RuntimeError("the server ends")
+"""Why a request is not answered that has come too late."""
 _log = logging.getLogger(__name__)
 
 
@@ -35,7 +37,10 @@ class Ticket:
     on_progress: Callable[[Completion], None] | None = None
     """Receives the completion so far, in the thread of the engine, as it grows; None where nobody reads it so early."""
     future: Future[Completion] = field(default_factory=Future)
-    """The whole completion."""
+    """The whole completion; it cannot be cancelled, since the engine's thread sets it: see `Batcher.give_up`."""
+
+    def __post_init__(self) -> None:
+        self.future.set_running_or_notify_cancel()
 
 
 class Batcher:
@@ -76,7 +81,7 @@ class Batcher:
         with self._changed:
             self._waiting = [ticket for ticket in self._waiting if ticket not in tickets]
             for number in [number for number, ticket in self._running.items() if ticket in tickets]:
-                self._running.pop(number).future.cancel()
+                del self._running[number]
                 self._gone.append(number)
             self._changed.notify_all()
 
@@ -134,11 +139,9 @@ class Batcher:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._closed or self._begins)
                 if self._closed:
-                    for ticket in self._waiting:
-                        ticket.future.cancel()
-                    return
+                    break
                 self._calls, self._came = True, 0
-            error, fails = RuntimeError("the server ends"), False
+            error, fails = ENDS, False
             try:
                 self._ready()
                 self._engine.serve(self._pull, self._done, self._progressed)
@@ -152,6 +155,8 @@ class Batcher:
                 self._running, self._gone = {}, []
             for ticket in ended:
                 ticket.future.set_exception(error)
+        for ticket in self._waiting:
+            ticket.future.set_exception(ENDS)
 
     def _pull(self, is_idle: bool) -> Arrivals | None:
         """What has come and gone since the engine asked last; None where its call is to end."""

@@ -337,7 +337,7 @@ class Batch:
             self._enters(key)
         if owner != shard:
             if kept is not None and kept[0].shard == shard:
-                self._begin_with(*kept, job)
+                self._begin_with(kept, job)
             tables.cover(slot, job.start, len(tokens), windows=False)
             self.jobs[shard].append(job)
             if not again:
@@ -363,9 +363,9 @@ class Batch:
             return None
         return self.page_tables.find(np.asarray(episode.request.prompt, np.int32), episode.adapter)
 
-    def _begin_with(self, ended: Ended, tokens: int, job: Job) -> None:
+    def _begin_with(self, kept: tuple[Ended, int], job: Job) -> None:
         """Has a job, whose slot holds nothing yet, begin behind the tokens that a kept sequence has already."""
-        tables = self.page_tables
+        tables, (ended, tokens) = self.page_tables, kept
         tables.share(ended.shard, ended.held)  # it may have to make room for the pages that are copied
         rows = [[list[Copy]() for _ in range(self.sizes.shards)] for _ in self.sizes.windows]
         for copy in tables.adopt(job.slot, ended.held, tokens):

@@ -233,7 +233,7 @@ class PageTables:
     def find(self, tokens: np.ndarray, adapter: int) -> tuple[Ended, int] | None:
         """The kept sequence that has most tokens in common with the beginning of a prompt `[T]`, which is used now, and
         how many they are, without the last of the prompt; None where it is not worth a copy."""
-        found, most = None, max(self.sizes.page // WORTH, 1) - 1
+        best, most = None, max(self.sizes.page // WORTH, 1) - 1
         for ended in self._ended:
             common = _common(ended.tokens, tokens[:-1]) if ended.adapter == adapter else 0
             if common > most and all(
@@ -244,11 +244,11 @@ class PageTables:
                     -(-common // self.sizes.page),
                 )
             ):
-                found, most = ended, common
-        if found is None:
+                best, most = ended, common
+        if best is None:
             return None
-        self._ended = [*(ended for ended in self._ended if ended is not found), found]
-        return found, most
+        self._ended = [*(ended for ended in self._ended if ended is not best), best]
+        return best, most
 
     def _evict(self, shard: int, need: int, *, windows: bool) -> None:
         """Lets kept sequences go until so many pages of each of these kinds are free, or none is kept."""
