@@ -37,6 +37,9 @@ from tunix.types import Completion, Sampling
 from tunix.util.startup import prepare_jax
 from tunix.util.yaml_io import read_mapping
 
+SETTLES = 32
+"""Tokens after which a text that ends in a whole character is not decoded again, so that a long one takes no longer."""
+
 
 class TextStream:
     """Decodes tokens as they arrive: whole characters only, and nothing from a stop string on."""
@@ -48,16 +51,24 @@ class TextStream:
         self.tokens: list[int] = []
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._skips, self._includes = skip_special, includes
-        self._emitted = 0
+        self._emitted, self._settled, self._behind = 0, "", 0
 
     @property
     def text(self) -> str:
         """The text so far, up to a stop string."""
-        text = self._tokenizer.decode(self.tokens, skip_special=self._skips)
-        return until_stop(text, self._stops, includes=self._includes)
+        return until_stop(self._settled + self._tail, self._stops, includes=self._includes)
+
+    @property
+    def _tail(self) -> str:
+        """The text of the tokens behind those whose text is settled."""
+        return self._tokenizer.decode(
+            self.tokens[self._behind :], self._skips, previous=self.tokens[max(self._behind - 1, 0) : self._behind]
+        )
 
     def feed(self, tokens: Iterable[int | np.integer]) -> str:
         """Adds tokens; returns the new text that no later token can change."""
+        if len(self.tokens) - self._behind >= SETTLES and not (tail := self._tail).endswith("\ufffd"):
+            self._settled, self._behind = self._settled + tail, len(self.tokens)
         self.tokens += [int(token) for token in tokens]
         # An incomplete character decodes as U+FFFD until its bytes arrive.
         text = self.text.rstrip("\ufffd")
