@@ -67,7 +67,9 @@ class TextStream:
 
     def feed(self, tokens: Iterable[int | np.integer]) -> str:
         """Adds tokens; returns the new text that no later token can change."""
-        if len(self.tokens) - self._behind >= SETTLES and not (tail := self._tail).endswith("\ufffd"):
+        many = len(self.tokens) - self._behind >= SETTLES
+        # Behind a special token, which is skipped, a space could be lost.
+        if many and not self._tokenizer.is_added(self.tokens[-1]) and not (tail := self._tail).endswith("\ufffd"):
             self._settled, self._behind = self._settled + tail, len(self.tokens)
         self.tokens += [int(token) for token in tokens]
         # An incomplete character decodes as U+FFFD until its bytes arrive.
