@@ -112,7 +112,7 @@ def mutated(body: dict[str, Any], rng: random.Random) -> bytes:
                 holder = holder[step]
             match rng.randrange(5):
                 case 0:
-                    holder[key] = rng.choice(ODD)
+                    holder[key] = copy.deepcopy(rng.choice(ODD))
                 case 1:
                     holder[key] = [copy.deepcopy(holder[key])] * rng.choice([1, 2, 300])
                 case 2:
@@ -120,7 +120,7 @@ def mutated(body: dict[str, Any], rng: random.Random) -> bytes:
                 case 3:
                     del holder[key]
                 case 4:
-                    holder[rng.choice([f"{key}s", "n", "stream", "model"])] = rng.choice(ODD)
+                    holder[rng.choice([f"{key}s", "n", "stream", "model"])] = copy.deepcopy(rng.choice(ODD))
         except (TypeError, KeyError, IndexError):  # what was there before has gone
             continue
     raw = json.dumps(body).encode()

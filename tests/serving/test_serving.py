@@ -150,7 +150,10 @@ def test_a_pause_waits_for_what_has_begun_and_holds_what_comes(model: Path, serv
         ({"stop_token_ids": [1 << 40]}, 400, "stop_token_ids.0: Input should be less than"),
         ({"top_k": 1 << 40}, 400, "top_k: Input should be less than"),
         ({"temperature": float("nan")}, 400, "temperature"),
-        ({"temperature": -1.0}, 400, "temperature"),
+        ({"temperature": -1.0}, 400, "temperature: Input should be greater than or equal to 0"),
+        ({"temperature": 1e308}, 400, "temperature: Input should be less than or equal to 10000"),
+        ({"temperature": 1e-30}, 400, "temperature: it is 0 (greedy), or at least 0.0001"),
+        ({"top_p": 1e-50}, 400, "top_p: Input should be greater than"),
         ({"max_tokens": 0}, 400, "max_tokens: "),
     ],
 )

@@ -31,6 +31,8 @@ HALF = 32
 """Bits of a request's seed that seed the engine; the rest counts as the request's number."""
 MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 128, 16, 1024
 """Choices of a request, its stop strings, and the characters of one of them, at most."""
+HOTTEST, LEAST_MASS = 1e4, 1e-6
+"""The highest temperature, and the least `top_p`: what float32 tells from infinity, and from 0."""
 Id = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
 Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
 Body = TypeVar("Body", bound=BaseModel)
@@ -72,10 +74,10 @@ class _Sampled(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    temperature: float = 1.0
+    temperature: Annotated[float, Field(ge=0, le=HOTTEST)] = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    top_p: Annotated[float, Field(ge=LEAST_MASS, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] = []
     stop_token_ids: list[Id] = []
@@ -86,6 +88,14 @@ class _Sampled(BaseModel):
     repetition_penalty: Literal[1] = 1
     presence_penalty: Literal[0] = 0
     frequency_penalty: Literal[0] = 0
+
+    @field_validator("temperature")
+    @classmethod
+    def _greedy(cls, temperature: float) -> float:
+        """Refuses what the logits cannot be divided by."""
+        if 0 < temperature < 1 / HOTTEST:
+            raise ValueError(f"it is 0 (greedy), or at least {1 / HOTTEST:g}")
+        return temperature
 
     def requests(
         self, prompt: np.ndarray, stop_ids: Sequence[int], *, choices: int, most: int, top: int, adapter: str | None
