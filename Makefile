@@ -86,7 +86,7 @@ $(NEWEST)/installed: pyproject.toml
 	@touch $@
 
 # Each package of an extra in an environment of its own, which sees what $(VENV) has; offline once they are installed.
-WORLDS ?= reasoning-gym textarena gymnasium trl verifiers openenv mcp
+WORLDS ?= reasoning-gym textarena gymnasium trl verifiers openenv mcp openai
 WORLD_FOLDERS := .worlds
 
 test-worlds: $(WORLDS:%=$(WORLD_FOLDERS)/%/installed)

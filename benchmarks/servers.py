@@ -53,10 +53,12 @@ def real(
 
 
 @contextmanager
-def ours(folder: Path, log: Path, *words: str, length: int = 128, dtype: str = "float32") -> Iterator[str]:
-    """The address of a `tunix serve` of a folder, while it answers; arguments as in `real`."""
-    command = [sys.executable, "-m", "tunix.cli", "serve", str(folder), "--dtype", dtype]
-    command += ["--max-length", str(length), *words]
+def ours(folder: Path | None, log: Path, *words: str, length: int = 128, dtype: str = "float32") -> Iterator[str]:
+    """The address of a `tunix serve` of a folder, while it answers, or of the tiny model; arguments as in `real`.
+    Weights may be loaded from the log's folder."""
+    model = "--tiny" if folder is None else str(folder)
+    command = [sys.executable, "-m", "tunix.cli", "serve", model, "--dtype", dtype]
+    command += ["--max-length", str(length), "--allow-updates", str(log.parent), *words]
     with _process(command, {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}, log) as address:
         yield address
 

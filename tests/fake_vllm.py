@@ -21,7 +21,9 @@ import numpy as np
 from tunix.inference.load import token_scores
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.rollout.servers.protocol import FIELD
-from tunix.serving.service import CompletionBody, Refusal, Service
+from tunix.serving.batcher import Ticket
+from tunix.serving.bodies import CompletionBody, Refusal, read
+from tunix.serving.service import Service
 from tunix.types import Sequence
 
 LENGTH = 64
@@ -130,9 +132,10 @@ class FakeVLLM:
             return self._answer({**body, "request_id": identity})
 
     def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        asked = CompletionBody.model_validate(body)
-        prompt, future = self.service.complete(asked)
-        found = future.result(60)
+        asked = self.service.prepared(read(CompletionBody, body))
+        prompt, ticket = asked.answer.prompt, Ticket(asked.requests[0])
+        self.service.submit([ticket])
+        found = ticket.future.result(60)
         if self.manners.raw:
             whole = np.concatenate([prompt, found.tokens])
             engine, params = self.service.engine, self.service.params
@@ -140,7 +143,7 @@ class FakeVLLM:
             (again,) = token_scores(engine.model, params, engine.mesh, [Sequence(whole, np.arange(len(whole)) > 0)])
             found = replace(found, logprobs=again[len(prompt) :])
         moved = replace(found, logprobs=found.logprobs + np.float32(self.manners.offset))
-        answer = self.service.answer(asked, prompt, moved)
+        answer = asked.answer.whole([moved])
         (choice,) = answer["choices"]
         if FIELD in choice:
             choice[FIELD] = self.manners.routed(choice[FIELD])

@@ -578,35 +578,47 @@ def _chat(parsed: Parsed) -> None:
 
 
 @command(
-    "answer completions over HTTP, for runs that sample elsewhere than they train",
+    "answer chats and completions over HTTP in OpenAI's form, also for runs that sample elsewhere than they train",
     "tunix serve google/gemma-3-1b-it --port 8000",
-    MODEL,
+    value("model MODEL", "hub id, folder, or the folder of a run; not with --tiny", nargs="?"),
     ADAPTER,
-    value(
-        "--host HOST",
-        "address to listen on (127.0.0.1); whoever reaches it can have it load any folder that it can read",
-        default="127.0.0.1",
-    ),
+    value("--host HOST", "address to listen on (127.0.0.1); any other wants a key", default="127.0.0.1"),
     value("--port PORT", "port to listen on (8000)", count, 8000),
+    value(
+        "--api-key-file FILE",
+        "holds the key that clients have to send, as Authorization: Bearer KEY (the environment's TUNIX_API_KEY)",
+        Path,
+    ),
     value("--max-length N", "maximum tokens of prompt and answer (the model's own)", count),
     slots("requests answered"),
     switch("--enable-lora", text="let a run load adapters beside the weights, which then are kept twice"),
+    value(
+        "--allow-updates FOLDER",
+        "let clients load weights and adapters from within FOLDER, as a run does from its rollout.weights_folder",
+        Path,
+    ),
+    switch("--tiny", text="a small random model, for trying out clients; it starts in seconds"),
     DTYPE,
 )
 def _serve(parsed: Parsed) -> None:
+    from tunix.serving.gate import read_key
     from tunix.util.ports import listen
 
+    if (parsed.model is None) is not parsed.tiny:
+        raise UserError("tunix serve wants a model, or --tiny for a small random one, and not both")
+    key = read_key(parsed.api_key_file, parsed.host)
     # Before anything is imported: reading and compiling a model takes minutes, which a taken port makes worthless.
     # Clients wait until the model is there.
     with listen(parsed.host, parsed.port, f"--host {parsed.host} --port {parsed.port}") as listener:
         from tunix.inference.model import InferenceOptions
 
         try:
-            from tunix.serving.app import serve
+            from tunix.serving.app import TINY_SLOTS, serve
         except ModuleNotFoundError as error:
             raise UserError(f"tunix serve needs {error.name}: {install_command('serve')}") from None
-        options = filled(InferenceOptions, parsed, length=parsed.max_length)
-        serve(options, listener, enable_lora=parsed.enable_lora)
+        slots = parsed.slots or (TINY_SLOTS if parsed.tiny else None)
+        options = filled(InferenceOptions, parsed, model=parsed.model or "tiny", slots=slots, length=parsed.max_length)
+        filled(serve, parsed, options=options, listener=listener, api_key=key)
 
 
 @command(

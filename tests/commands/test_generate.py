@@ -326,6 +326,16 @@ def test_text_comes_in_whole_characters_and_without_its_stop():
     assert broken.finish() == "ST\ufffd"
 
 
+@pytest.mark.parametrize("size", [1, 5, 50])
+def test_long_texts_come_in_full(size: int):
+    """What is settled is not decoded again, wherever the parts of characters and of a stop string lie."""
+    said = "".join(f"é€{i} 𝄞ST" for i in range(80))
+    ids = TOKENIZER.encode(f"{said}OP and more")
+    stream = TextStream(TOKENIZER, ["STOP"])
+    pieces = [stream.feed(ids[start : start + size]) for start in range(0, len(ids), size)]
+    assert "".join(pieces) + stream.finish() == stream.text == said.removesuffix("ST")
+
+
 # --- Chat -------------------------------------------------------------------------------------------------------------
 
 

@@ -3,12 +3,13 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tunix.rollout.engine.engine import Engine
-from tunix.serving.service import Batcher
+from tunix.serving.batcher import Batcher, Full, Ticket
 from tunix.types import Completion, Request, Sampling
 
 SLOTS = 2
@@ -18,24 +19,33 @@ class Stepped(Engine):
     """A dispatch gives every request a token, once `go` is released."""
 
     def __init__(self) -> None:
-        self.go, self.calls = threading.Semaphore(0), list[list[tuple[int, int]]]()
+        self.go, self.calls, self.gone = threading.Semaphore(0), list[list[list[int]]](), list[int]()
 
     @property
     def slots(self) -> int:
         return SLOTS
 
-    def run(self, requests, reply=None, on_tokens=None, on_done=None, pause=None, held=None):
-        found = [0 if x.so_far is None else len(x.so_far.tokens) for x in requests]
-        self.calls.append([(x.seed, had) for x, had in zip(requests, found, strict=True)])
-        most, dispatches = [x.sampling.max_tokens for x in requests], 0
-        while (left := [i for i, had in enumerate(found) if had < most[i]]) and not pause(dispatches):
+    def serve(self, pull, on_done, on_progress):
+        """Notes the seeds that come before each dispatch, in a list for each call."""
+        self.calls.append([])
+        had, most, came = dict[int, int](), dict[int, int](), 0
+        while (arrivals := pull(not had)) is not None:
+            for number in arrivals.gone:
+                self.gone.append(number)
+                had.pop(number, None)
+            for number, request in enumerate(arrivals.requests, start=came):
+                had[number], most[number] = 0, request.sampling.max_tokens
+            came += len(arrivals.requests)
+            self.calls[-1].append([request.seed for request in arrivals.requests])
+            if not had:
+                continue
             assert self.go.acquire(timeout=30)
-            dispatches += 1
-            for i in left:
-                found[i] += 1
-                if found[i] == most[i]:
-                    on_done(i, made(found[i], "stop"))
-        return [made(had, "stop" if had == end else "paused") for had, end in zip(found, most, strict=True)]
+            for number in list(had)[:SLOTS]:
+                had[number] += 1
+                if had[number] == most[number]:
+                    on_done(number, made(had.pop(number), "stop"))
+                elif number in arrivals.watched:
+                    on_progress(number, made(had[number], "paused"))
 
 
 def made(length: int, finish: str) -> Completion:
@@ -43,14 +53,14 @@ def made(length: int, finish: str) -> Completion:
     return Completion(tokens, -tokens.astype(np.float32), finish, tokens, Sampling(), ((0, length),))
 
 
-def request(number: int, length: int) -> Request:
-    return Request(np.ones(1, np.int32), Sampling(max_tokens=length), seed=number)
+def asked(number: int, length: int, **settings: Any) -> Ticket:
+    return Ticket(Request(np.ones(1, np.int32), Sampling(max_tokens=length), seed=number), **settings)
 
 
 @pytest.fixture
 def batches() -> Iterator[tuple[Batcher, Stepped]]:
     engine = Stepped()
-    batcher = Batcher(engine, lambda: None)
+    batcher = Batcher(engine, lambda: None, most=3)
     yield batcher, engine
     engine.go.release(1000)
     batcher.close()
@@ -65,30 +75,40 @@ def until(holds) -> None:
     raise AssertionError("it did not come to that")
 
 
-def test_a_request_joins_those_that_run_where_a_slot_is_empty(batches: tuple[Batcher, Stepped]):
+def test_a_request_joins_those_that_run(batches: tuple[Batcher, Stepped]):
     batcher, engine = batches
-    first = batcher.submit(request(1, 9))
-    until(lambda: engine.calls)
-    second = batcher.submit(request(2, 2))
-    third = batcher.submit(request(3, 1))  # waits with the second, since both are there when the call is paused
+    first, second, third = asked(1, 9), asked(2, 2), asked(3, 1)
+    batcher.submit([first])
+    until(lambda: engine.calls == [[[1]]])
+    batcher.submit([second, third])
     engine.go.release(2)
-    until(lambda: len(engine.calls) == 2)
-    assert engine.calls == [[(1, 0)], [(1, 1), (2, 0), (3, 0)]]
-    assert third.result(30).finish == "stop"
-    assert not first.done()
+    until(lambda: engine.calls == [[[1], [2, 3], []]])
+    assert not first.future.done()
     engine.go.release(20)
-    assert len(first.result(30).tokens) == 9
-    assert len(second.result(30).tokens) == 2
+    assert [len(x.future.result(30).tokens) for x in (first, second, third)] == [9, 2, 1]
+    assert len(engine.calls) == 1
 
 
-def test_one_waits_where_no_slot_is_empty(batches: tuple[Batcher, Stepped]):
+def test_what_is_read_as_it_comes(batches: tuple[Batcher, Stepped]):
     batcher, engine = batches
-    futures = [batcher.submit(request(number, 3)) for number in (1, 2)]
-    until(lambda: engine.calls)
-    futures.append(batcher.submit(request(3, 1)))
+    seen = list[int]()
+    ticket = asked(1, 4, on_progress=lambda completion: seen.append(len(completion.tokens)))
+    batcher.submit([ticket])
     engine.go.release(20)
-    assert [len(one.result(30).tokens) for one in futures] == [3, 3, 1]
-    assert engine.calls == [[(1, 0), (2, 0)], [(3, 0)]]
+    assert len(ticket.future.result(30).tokens) == 4
+    assert seen == [1, 2, 3]
+
+
+def test_more_than_may_wait_are_refused_all_together(batches: tuple[Batcher, Stepped]):
+    batcher, engine = batches
+    batcher.submit([asked(1, 9), asked(2, 9)])
+    with pytest.raises(Full):
+        batcher.submit([asked(3, 1), asked(4, 1)])
+    last = asked(5, 1)
+    batcher.submit([last])
+    engine.go.release(40)
+    last.future.result(30)
+    assert {seed for seeds in engine.calls[0] for seed in seeds} == {1, 2, 5}
 
 
 def test_what_is_told_while_weights_are_replaced_holds_afterwards(batches: tuple[Batcher, Stepped]):
@@ -106,22 +126,46 @@ def test_what_is_told_while_weights_are_replaced_holds_afterwards(batches: tuple
         batcher.pause()
         replacing = [pool.submit(replace) for _ in range(2)]
         assert inside.acquire(timeout=30)
-        waiting = batcher.submit(request(1, 1))
+        batcher.submit([ticket := asked(1, 1)])
         batcher.resume()
         assert not inside.acquire(timeout=0.2), "two replace something at once"
         assert not engine.calls
         out.release(2)
         for one in replacing:
             one.result(30)
-        assert len(waiting.result(30).tokens) == 1
+        assert len(ticket.future.result(30).tokens) == 1
+
+
+def test_weights_are_replaced_between_two_calls(batches: tuple[Batcher, Stepped]):
+    """What has begun ends before, and the next request begins a call of its own."""
+    batcher, engine = batches
+    batcher.submit([first := asked(1, 2)])
+    until(lambda: engine.calls)
+    with ThreadPoolExecutor(1) as pool:
+
+        def replace() -> bool:
+            with batcher.idle():
+                return first.future.done()
+
+        replaced = pool.submit(replace)
+        engine.go.release(2)
+        assert replaced.result(30)
+    batcher.submit([second := asked(2, 1)])
+    engine.go.release(1)
+    second.future.result(30)
+    assert [call[0] for call in engine.calls] == [[1], [2]]
 
 
 def test_whoever_has_gone_is_not_answered(batches: tuple[Batcher, Stepped]):
+    """One that waits, and one that has begun: the engine is told before the next dispatch."""
     batcher, engine = batches
     batcher.pause()
-    gone, here = batcher.submit(request(1, 1)), batcher.submit(request(2, 1))
-    assert gone.cancel()
-    engine.go.release(5)
+    waits, other = asked(1, 1), asked(2, 9)
+    batcher.submit([waits, other])
+    batcher.give_up([waits])
     batcher.resume()
-    assert len(here.result(30).tokens) == 1
-    assert engine.calls == [[(2, 0)]]
+    until(lambda: engine.calls == [[[2]]])
+    batcher.give_up([other])
+    engine.go.release(1)
+    until(lambda: engine.gone == [0])
+    assert batcher.load == (0, 0)

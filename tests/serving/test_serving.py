@@ -22,7 +22,8 @@ from tunix.data.tokenizer import bytes_tokenizer
 from tunix.distributed.meeting import Place, join
 from tunix.errors import UserError
 from tunix.inference.model import InferenceModel, InferenceOptions
-from tunix.serving.service import HALF, Service
+from tunix.serving.bodies import HALF
+from tunix.serving.service import Service
 from tunix.types import Request, Sampling
 
 Serve = Callable[..., tuple[Service, str]]
@@ -129,33 +130,47 @@ def test_a_pause_waits_for_what_has_begun_and_holds_what_comes(model: Path, serv
     [
         ({"model": "another"}, 404, "The model `another` does not exist"),
         ({"prompt": [5, 100000]}, 400, "outside of the vocabulary"),
-        ({"prompt": list(range(64))}, 400, "leaves no room"),
+        ({"prompt": [5] * 600}, 400, "leaves no room"),
         ({"prompt": []}, 400, "has no token"),
-        ({"prompt": ["1", "2"]}, 400, "prompt: Value error, it is a text or a list of token ids, whole numbers"),
+        ({"prompt": ["1", "2"]}, 400, "prompt: it is a text or a list of token ids, whole numbers"),
         ({"prompt": [[1, 2]]}, 400, "several prompts are several requests"),
         ({"prompt": [True, 5]}, 400, "several prompts are several requests"),
         ({"prompt": "Hi \ud83d"}, 400, "character 4 of a text is '\\ud83d', half of a character"),
         ({"stop_token_ids": ["5"]}, 400, "stop_token_ids.0: Input should be a valid integer"),
-        ({"n": 2}, 400, "n: Input should be 1"),
-        ({"stream": True}, 400, "stream: "),
-        ({"repetition_penalty": 1.2}, 400, "repetition_penalty: "),
-        ({"best_of": 2}, 400, "best_of: Extra inputs are not permitted"),
-        ({"temperature": -1.0}, 400, "temperature"),
+        ({"n": 0}, 400, "n: Input should be greater than or equal to 1"),
+        ({"repetition_penalty": 1.2}, 400, "repetition_penalty: Input should be 1"),
+        ({"presence_penalty": 0.5}, 400, "presence_penalty: Input should be 0"),
+        ({"frequency_penalty": 0.5}, 400, "frequency_penalty: Input should be 0"),
+        ({"logit_bias": {"5": 1}}, 400, "logit_bias: there is no such field"),
+        ({"max_token": 5}, 400, "max_token: there is no such field. Did you mean 'max_tokens'?"),
+        ({"best_of": 2}, 400, "best_of: there is no such field"),
+        ({"echo": True}, 400, "echo: log-probs of a prompt are not computed"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options: they go with stream: true"),
+        ({"stop": "x" * 2000}, 400, "stop"),
+        ({"stop_token_ids": [1 << 40]}, 400, "stop_token_ids.0: Input should be less than"),
+        ({"top_k": 1 << 40}, 400, "top_k: Input should be less than"),
+        ({"temperature": float("nan")}, 400, "temperature"),
+        ({"temperature": -1.0}, 400, "temperature: Input should be greater than or equal to 0"),
+        ({"temperature": 1e308}, 400, "temperature: Input should be less than or equal to 10000"),
+        ({"temperature": 1e-30}, 400, "temperature: it is 0 (greedy), or at least 0.0001"),
+        ({"top_p": 1e-50}, 400, "top_p: Input should be greater than"),
         ({"max_tokens": 0}, 400, "max_tokens: "),
     ],
 )
-def test_what_cannot_be_answered_is_refused(model: Path, serve: Serve, changes: dict[str, Any], status: int, says: str):
-    _, url = serve()
-    content = json.dumps({"model": str(model), **body(0), **changes})
+def test_what_cannot_be_answered_is_refused(
+    shared: tuple[Service, str], changes: dict[str, Any], status: int, says: str
+):
+    service, url = shared
+    content = json.dumps({"model": service.name, **body(0), **changes})
     answer = httpx.post(f"{url}/v1/completions", content=content, timeout=60)
     assert answer.status_code == status
     assert says in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b'{"prompt": 3}', b'{"method": "other"}'])
-def test_a_body_that_cannot_be_read_is_refused(serve: Serve, content: bytes):
-    _, url = serve()
-    for path in ("/v1/completions", "/tokenize", "/collective_rpc", "/v1/load_lora_adapter"):
+def test_a_body_that_cannot_be_read_is_refused(shared: tuple[Service, str], content: bytes):
+    _, url = shared
+    for path in ("/v1/completions", "/tokenize", "/detokenize"):
         assert httpx.post(f"{url}{path}", content=content, timeout=60).status_code == 400
 
 
@@ -166,7 +181,7 @@ def test_an_engine_that_fails_is_no_mistake_of_the_request(model: Path, serve: S
         raise ValueError("out of memory")
 
     with monkeypatch.context() as broken:
-        broken.setattr(service.engine, "run", fail)
+        broken.setattr(service.engine, "serve", fail)
         answer = httpx.post(f"{url}/v1/completions", json={"model": str(model), **body(0)}, timeout=60)
         assert answer.status_code == 500
     assert asked(url, body(0), model)["finish_reason"] == "length"
@@ -257,6 +272,19 @@ def test_the_command_answers_until_it_is_told_to_end(model: Path, tmp_path: Path
     assert "Traceback" not in told
 
 
+@pytest.mark.slow
+def test_a_tiny_model_is_there_within_seconds(tmp_path: Path):
+    """Ten on a machine with nothing else to do."""
+    began = time.monotonic()
+    with servers.ours(None, tmp_path / "log", "--slots", "2") as url:
+        assert time.monotonic() - began < 60
+        (card,) = httpx.get(f"{url}/v1/models", timeout=60).json()["data"]
+        assert (card["id"], card["max_model_len"]) == ("tiny", 128)
+        asked = {"model": "tiny", "prompt": "a", "max_tokens": 3}
+        assert httpx.post(f"{url}/v1/completions", json=asked, timeout=120).status_code == 200
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "option"),
     [
@@ -289,7 +317,10 @@ def test_a_port_that_is_taken_is_said_before_anything_else(
         (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 8000: Cannot assign requested address: choose another"),
     ],
 )
-def test_what_cannot_be_listened_at(words: list[str], says: str, capsys: pytest.CaptureFixture[str]):
+def test_what_cannot_be_listened_at(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TUNIX_API_KEY", "key")
     assert main(["serve", "nowhere/at/all", *words]) == 2
     assert says in capsys.readouterr().err
 

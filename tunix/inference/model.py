@@ -37,22 +37,40 @@ from tunix.types import Completion, Sampling
 from tunix.util.startup import prepare_jax
 from tunix.util.yaml_io import read_mapping
 
+SETTLES = 32
+"""Tokens after which a text that ends in a whole character is not decoded again, so that a long one takes no longer."""
+
 
 class TextStream:
     """Decodes tokens as they arrive: whole characters only, and nothing from a stop string on."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Iterable[str] = ()):
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Iterable[str] = (), *, skip_special: bool = True, includes: bool = False
+    ):
+        """Without special tokens, unless they are not skipped; a stop string itself is left out, unless included."""
         self.tokens: list[int] = []
         self._tokenizer, self._stops = tokenizer, tuple(stops)
-        self._emitted = 0
+        self._skips, self._includes = skip_special, includes
+        self._emitted, self._settled, self._behind = 0, "", 0
 
     @property
     def text(self) -> str:
-        """The text so far, without special tokens and up to a stop string."""
-        return until_stop(self._tokenizer.decode(self.tokens, skip_special=True), self._stops)
+        """The text so far, up to a stop string."""
+        return until_stop(self._settled + self._tail, self._stops, includes=self._includes)
+
+    @property
+    def _tail(self) -> str:
+        """The text of the tokens behind those whose text is settled."""
+        return self._tokenizer.decode(
+            self.tokens[self._behind :], self._skips, previous=self.tokens[max(self._behind - 1, 0) : self._behind]
+        )
 
     def feed(self, tokens: Iterable[int | np.integer]) -> str:
         """Adds tokens; returns the new text that no later token can change."""
+        many = len(self.tokens) - self._behind >= SETTLES
+        # Behind a special token, which is skipped, a space could be lost.
+        if many and not self._tokenizer.is_added(self.tokens[-1]) and not (tail := self._tail).endswith("\ufffd"):
+            self._settled, self._behind = self._settled + tail, len(self.tokens)
         self.tokens += [int(token) for token in tokens]
         # An incomplete character decodes as U+FFFD until its bytes arrive.
         text = self.text.rstrip("\ufffd")
@@ -71,9 +89,10 @@ class TextStream:
         return new
 
 
-def until_stop(text: str, stops: Iterable[str]) -> str:
-    """The text before the first stop string in it."""
-    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+def until_stop(text: str, stops: Iterable[str], *, includes: bool = False) -> str:
+    """The text before the first stop string in it, or up to its end where that is included."""
+    ends = (at + includes * len(stop) for stop in stops if (at := text.find(stop)) >= 0)
+    return text[: min(ends, default=len(text))]
 
 
 COLUMNS: dict[str, Format] = {"prompt": "prompt_completion", "messages": "messages", "input_ids": "tokens"}

@@ -1,139 +1,387 @@
-"""The addresses of the server: completions, models, and what a run tells it about weights; those of vLLM 0.32.
+"""The addresses of the server: OpenAI's, vLLM's own, and what a run tells it about weights.
 
-Whoever reaches the port can have it load folders that this process can read, so that it listens on loopback by default.
+A request is let in by its key (`Gate`), read within limits, answered as a whole or as a stream of events, and given up
+when its client has gone. Every error has OpenAI's form: `{"error": {"message", "type", "param", "code"}}`.
 """
 
 import asyncio
-import contextlib
 import json
 import logging
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
 
-from tunix.hf.source import require_lm_head
+from tunix.data.tokenizer import bytes_tokenizer
+from tunix.errors import nearest
+from tunix.hf.source import Source, require_lm_head
 from tunix.inference.model import InferenceModel, InferenceOptions
-from tunix.serving.service import CompletionBody, Refusal, Service
+from tunix.models.families.table import small, with_sizes
+from tunix.serving.batcher import Ticket
+from tunix.serving.bodies import (
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    Refusal,
+    read,
+)
+from tunix.serving.gate import Gate
+from tunix.serving.service import Asked, Service
+from tunix.types import Completion
+from tunix.util.ports import KEY
 
+TINY = {
+    "vocab_size": 272,
+    "d_model": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "ffn": 64,
+}
+TINY_LENGTH, TINY_SLOTS = 2048, 4
+"""Tokens of a prompt and its answer of the random model, at most, and requests that it answers at a time."""
+DRAIN = 60
+"""Seconds in which requests that have begun are answered when the server is told to end."""
+RETRY = 1
+"""Seconds after which a client may ask again where too many wait."""
+GONE = 499
+"""The status of a request whose client has gone, which nobody reads."""
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
+"""The protocol's type of an error; of all others `invalid_request_error`."""
+Sampled = CompletionBody | ChatBody | GenerateBody
+Content = Callable[[Service, dict[str, Any], Request], Any]
+"""(service, body, request) -> what is answered: a text, or JSON values."""
 _log = logging.getLogger(__name__)
 
 
-def serve(options: InferenceOptions, listener: socket.socket, *, enable_lora: bool) -> None:
+def serve(
+    options: InferenceOptions,
+    listener: socket.socket,
+    *,
+    enable_lora: bool = False,
+    allow_updates: Path | None = None,
+    api_key: str | None = None,
+    tiny: bool = False,
+) -> None:
     """Answers at a socket that listens already, whose clients wait until the model is read and compiled; until Ctrl-C.
-    With `enable_lora` adapters may be loaded beside the weights, which then are kept twice.
+
+    Args:
+        options: the model.
+        listener: the socket.
+        enable_lora: whether adapters may be loaded beside the weights, which then are kept twice.
+        allow_updates: the folder from which weights and adapters may be loaded; None where none may.
+        api_key: what clients have to send; None where everybody is let in.
+        tiny: whether a small random model is served, and none is read.
 
     Raises:
         UserError: the model cannot be read, or scores and does not answer.
     """
-    inference = InferenceModel(options)
+    inference = InferenceModel(options, tiny_source() if tiny else None)
     require_lm_head(inference.source, options.model)
     print(f"{options.model}: reading, and compiling for {inference.slots} requests at a time", file=sys.stderr)
-    service = Service(inference, adapters=enable_lora)
-    service.warm()
+    service = Service(inference, adapters=enable_lora, updates=allow_updates)
+    if not tiny:
+        service.warm()
     host, port, *_ = listener.getsockname()
     where = f"[{host}]" if ":" in host else host
     print(f"http://{where}:{port} answers, up to {service.length} tokens; Ctrl-C ends", file=sys.stderr, flush=True)
-    server_of(service).run(sockets=[listener])
+    try:
+        server_of(service, Gate(api_key)).run(sockets=[listener])
+    finally:
+        service.batches.close()
 
 
-def server_of(service: Service) -> uvicorn.Server:
-    """What answers on the sockets that it is run with, until it is told to end."""
+def tiny_source() -> Source:
+    """A random model of two layers that reads and writes bytes, for trying out clients: its answers mean nothing."""
+    decoder = replace(with_sizes(small("llama"), TINY), max_positions=TINY_LENGTH)
+    return Source(decoder, bytes_tokenizer("chatml"))
 
-    async def endpoint(request: Request) -> Response:
+
+def server_of(service: Service, gate: Gate | None = None, others: Sequence[BaseRoute] = ()) -> uvicorn.Server:
+    """What answers on the sockets that it is run with, until it is told to end.
+
+    Args:
+        service: what is served.
+        gate: who is let in; None for everybody, within the usual limits.
+        others: further addresses, whose requests are let in by the same key.
+    """
+    gate, routes, streams = gate or Gate(), list[BaseRoute](others), set[object]()
+    for path, kind in ANSWERS.items():
+        answer = partial(_answered, service, gate, streams, kind)
+        routes.append(Route(path, partial(_safely, answer), methods=["POST"]))
+    for path, (method, content) in {**CALLS, **UPDATES}.items():
+        routes.append(Route(path, partial(_safely, partial(_called, service, gate, content)), methods=[method]))
+
+    async def failed(request: Request, error: Any) -> Response:
+        """The answer to what was raised outside of an endpoint: no such address, or no such method."""
+        hint = nearest(request.url.path, [*ANSWERS, *CALLS, *UPDATES]) if error.status_code == 404 else ""
+        return refused(Refusal(error.status_code, f"{request.method} {request.url.path:.200}: {error.detail}.{hint}"))
+
+    app = Starlette(routes=routes, exception_handlers={HTTPException: failed})
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets those in who have the key; whether the server is well is told to everybody."""
+        if scope["type"] == "http" and scope["path"] != "/health" and not gate.admits(dict(scope["headers"])):
+            said = f"the key lacks or is wrong: send it as Authorization: Bearer KEY (a run takes it from {KEY})"
+            await refused(Refusal(401, said, code="invalid_api_key"))(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    config = uvicorn.Config(guarded, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN)
+    return uvicorn.Server(config)
+
+
+def refused(refusal: Refusal) -> Response:
+    """The answer to a request that cannot be answered."""
+    return _json({"error": _error(refusal)}, refusal.status)
+
+
+def _error(refusal: Refusal) -> dict[str, Any]:
+    kind = TYPES.get(refusal.status, "invalid_request_error")
+    return {"message": str(refusal), "type": kind, "param": refusal.param, "code": refusal.code}
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    # In ASCII: a text may have halves of characters, which UTF-8 does not.
+    headers = {"Retry-After": str(RETRY)} if status == 429 else None
+    return Response(json.dumps(content), status, headers, "application/json")
+
+
+async def body_of(request: Request, gate: Gate) -> dict[str, Any]:
+    """The body of a request, read within the limit.
+
+    Raises:
+        Refusal: it is too long, or no JSON mapping.
+    """
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > gate.body:
+            raise Refusal(413, f"the body has more than {gate.body} bytes", code="request_too_large")
+    try:
+        body = json.loads(raw or b"{}")
+    except RecursionError:
+        raise Refusal(400, "the body is nested too deeply") from None
+    except ValueError as error:
+        raise Refusal(400, f"the body is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise Refusal(400, f"the body is a mapping, not {str(body)[:80]!r}")
+    return body
+
+
+async def _safely(answer: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
+    """What is answered to a request, errors included."""
+    try:
+        return await answer(request)
+    except Refusal as refusal:
+        return refused(refusal)
+    except ClientDisconnect:
+        return refused(Refusal(GONE, "the client has gone"))
+    except Exception as error:  # a defect, or a full device: whoever asked is told, and the next are answered
+        _log.exception("a request failed")
+        return refused(Refusal(500, f"{type(error).__name__} {error}"))
+
+
+async def _called(service: Service, gate: Gate, content: Content, request: Request) -> Response:
+    """Answers a call that takes no time of the engine, or changes what it has."""
+    if request.url.path in UPDATES:
+        service.refuse_updates()
+    said = await run_in_threadpool(content, service, await body_of(request, gate), request)
+    return PlainTextResponse(said) if isinstance(said, str) else _json(said)
+
+
+async def _answered(
+    service: Service, gate: Gate, streams: set[object], kind: type[Sampled], request: Request
+) -> Response:
+    """Answers a request whose tokens are sampled; `streams` has those that are on their way."""
+    body = await body_of(request, gate)
+    if identity := request.headers.get("x-request-id"):
+        body.setdefault("request_id", identity)
+    asked = await run_in_threadpool(lambda: service.prepared(read(kind, body)))
+    if not body.get("stream"):
+        completions = await _completed(service, asked, request)
+        return _json(await run_in_threadpool(asked.answer.whole, completions))
+    if len(streams) >= gate.streams:
+        raise Refusal(429, "too many answers are streamed: try again", code="rate_limit_exceeded")
+    return _stream(service, asked, streams)
+
+
+async def _completed(service: Service, asked: Asked, request: Request) -> list[Completion]:
+    """The completions of a request, which is given up when its client has gone."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tickets = [Ticket(x) for x in asked.requests]
+    service.submit(tickets)
+    completions = asyncio.gather(*(asyncio.wrap_future(ticket.future) for ticket in tickets))
+    completions.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to read it
+    gone = asyncio.ensure_future(left())
+    try:
+        await asyncio.wait({completions, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not completions.done():
+            raise ClientDisconnect
+        answers = completions.result()
+    finally:
+        gone.cancel()
+        completions.cancel()
+        _give_up(service, tickets)
+    service.answered(len(asked.answer.prompt), answers)
+    return answers
+
+
+def _give_up(service: Service, tickets: Sequence[Ticket]) -> None:
+    """Ends what is not answered yet."""
+    if left := [ticket for ticket in tickets if not ticket.future.done()]:
+        service.count("cancelled", len(left))
+        service.batches.give_up(left)
+
+
+def _stream(service: Service, asked: Asked, streams: set[object]) -> Response:
+    """An answer as events, each as soon as its tokens are there."""
+    answer, loop, changed = asked.answer, asyncio.get_running_loop(), asyncio.Event()
+    latest: dict[int, Completion] = {}  # of each choice, so that a slow client holds no more than that
+
+    def note(index: int, completion: Completion) -> None:
+        latest[index] = completion
+        loop.call_soon_threadsafe(changed.set)
+
+    tickets = [Ticket(request, partial(note, index)) for index, request in enumerate(asked.requests)]
+    service.submit(tickets)
+    for ticket in tickets:
+        ticket.future.add_done_callback(lambda _: loop.call_soon_threadsafe(changed.set))
+
+    def ended() -> None:
+        streams.discard(asked)
+        _give_up(service, tickets)
+
+    async def events() -> AsyncIterator[str]:
         try:
-            try:
-                body = json.loads(await request.body() or b"{}")
-            except ValueError as error:
-                raise Refusal(400, f"the body is no JSON: {error}") from None
-            if not isinstance(body, dict):
-                raise Refusal(400, f"the body is a mapping, not {str(body)[:80]!r}")
-            content = await _content(service, request, body)
-            return PlainTextResponse(content) if isinstance(content, str) else JSONResponse(content)
-        except Refusal as refusal:
-            status, message = refusal.status, str(refusal)
-        except ValidationError as error:
-            first = error.errors()[0]
-            status, where = 400, ".".join(map(str, first["loc"]))
-            message = f"{where}: {first['msg']}, not {str(first['input'])[:80]!r}"
-        except Exception as error:  # a defect, or a full device: whoever asked is told, and the next are answered
-            _log.exception("a request failed")
-            status, message = 500, f"{type(error).__name__} {error}"
-        return JSONResponse({"error": {"message": message, "code": status}}, status)
+            for index in range(len(tickets)):
+                if (first := answer.first(index)) is not None:
+                    yield _event(first)
+            left = set(range(len(tickets)))
+            while left:
+                await changed.wait()
+                changed.clear()
+                for index in sorted(left):
+                    ended = tickets[index].future.done()
+                    completion = tickets[index].future.result() if ended else latest.pop(index, None)
+                    if ended:
+                        left.remove(index)
+                    if completion is not None and (chunk := answer.next(index, completion, ended=ended)) is not None:
+                        yield _event(chunk)
+            completions = [ticket.future.result() for ticket in tickets]
+            service.answered(len(answer.prompt), completions)
+            if answer.body.stream_options.include_usage:
+                yield _event(answer.last(completions))
+        except Exception as error:  # the status is sent already
+            _log.exception("a stream failed")
+            yield _event({"error": _error(Refusal(500, f"{type(error).__name__} {error}"))})
+        yield "data: [DONE]\n\n"
 
-    @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        yield
-        await run_in_threadpool(service.batches.close)
-
-    routes = [Route(path, endpoint, methods=[method]) for method, paths in ADDRESSES.items() for path in paths.split()]
-    app = Starlette(routes=routes, lifespan=lifespan)
-    return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+    streams.add(asked)
+    return _Events(events(), ended)
 
 
-def _field(body: dict[str, Any], name: str) -> str:
+class _Events(StreamingResponse):
+    """Events that are sent until they end, or their client has gone."""
+
+    def __init__(self, events: AsyncIterator[str], ended: Callable[[], None]):
+        """`ended` is called then."""
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._ended()
+
+
+def _event(content: Any) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+def _text(body: dict[str, Any], name: str) -> str:
     """A text that has to be there."""
     if not isinstance(value := body.get(name), str):
-        raise Refusal(400, f"{name} is a text, not {value!r}")
+        raise Refusal(400, f"{name} is a text, not {str(value)[:80]!r}", param=name)
     return value
 
 
-async def _content(service: Service, request: Request, body: dict[str, Any]) -> Any:
-    """What is answered: a text, or JSON values."""
-    match request.url.path:
-        case "/v1/completions":
-            asked = CompletionBody.model_validate(body)
-            prompt, future = service.complete(asked)
-            return service.answer(asked, prompt, await asyncio.wrap_future(future))
-        case "/v1/models":
-            return {"object": "list", "data": service.cards()}
-        case "/health":
-            return ""
-        case "/tokenize":
-            ids = service.tokens(_field(body, "prompt"), special=bool(body.get("add_special_tokens", True)))
-            return {"tokens": ids, "count": len(ids), "max_model_len": service.length}
-        case "/pause":
-            if (mode := request.query_params.get("mode", "wait")) != "wait":
-                raise Refusal(400, f"mode: {mode} is not known here; wait is")
-            await run_in_threadpool(service.batches.pause)
-            return {"status": "paused"}
-        case "/resume":
-            service.batches.resume()
-            return {"status": "resumed"}
-        case "/collective_rpc":
-            if (method := _field(body, "method")) != "reload_weights":
-                raise Refusal(400, f"method: {method} is not known here; reload_weights is")
-            await run_in_threadpool(service.load, Path(_field(body.get("kwargs") or {}, "weights_path")))
-            return {"results": [None]}
-        case "/reset_prefix_cache":
-            return {"success": True}  # no prefix is kept from one call of the engine to the next
-        case "/update_weight_version":
-            service.version = _field(body, "new_version")
-            return {"success": True}
-        case "/weight_info":
-            return {"weight_version": service.version}
-        case "/v1/load_lora_adapter":
-            name, folder = _field(body, "lora_name"), Path(_field(body, "lora_path"))
-            await run_in_threadpool(service.load_adapter, name, folder)
-            return "loaded"
-        case "/v1/unload_lora_adapter":
-            await run_in_threadpool(service.unload_adapter, _field(body, "lora_name"))
-            return "unloaded"
-    raise AssertionError(request.url.path)
+def _pause(service: Service, _: dict[str, Any], request: Request) -> Any:
+    if (mode := request.query_params.get("mode", "wait")) != "wait":
+        raise Refusal(400, f"mode: {mode:.80} is not known here; wait is", param="mode")
+    service.batches.pause()
+    return {"status": "paused"}
 
 
-ADDRESSES = {
-    "GET": "/v1/models /health /weight_info",
-    "POST": "/v1/completions /tokenize /pause /resume /collective_rpc /reset_prefix_cache /update_weight_version "
-    "/v1/load_lora_adapter /v1/unload_lora_adapter",
+def _resume(service: Service, *_: Any) -> Any:
+    service.batches.resume()
+    return {"status": "resumed"}
+
+
+def _reload(service: Service, body: dict[str, Any], _: Request) -> Any:
+    if (method := _text(body, "method")) != "reload_weights":
+        raise Refusal(400, f"method: {method:.80} is not known here; reload_weights is", param="method")
+    kwargs = body.get("kwargs")
+    service.load(service.allowed(_text(kwargs if isinstance(kwargs, dict) else {}, "weights_path")))
+    return {"results": [None]}
+
+
+def _note_version(service: Service, body: dict[str, Any], _: Request) -> Any:
+    service.version = _text(body, "new_version")
+    return {"success": True}
+
+
+def _load_adapter(service: Service, body: dict[str, Any], _: Request) -> str:
+    name = _text(body, "lora_name")
+    service.load_adapter(name, service.allowed(_text(body, "lora_path")))
+    return "loaded"
+
+
+def _unload_adapter(service: Service, body: dict[str, Any], _: Request) -> str:
+    service.unload_adapter(_text(body, "lora_name"))
+    return "unloaded"
+
+
+ANSWERS: dict[str, type[Sampled]] = {
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/inference/v1/generate": GenerateBody,
 }
-"""What `_content` answers, by method."""
+"""What tokens are sampled for, by address."""
+CALLS: dict[str, tuple[str, Content]] = {
+    "/health": ("GET", lambda *_: ""),
+    "/v1/models": ("GET", lambda service, *_: {"object": "list", "data": service.cards()}),
+    "/metrics": ("GET", lambda service, *_: service.metrics()),
+    "/weight_info": ("GET", lambda service, *_: {"weight_version": service.version}),
+    "/tokenize": ("POST", lambda service, body, _: service.tokenized(body)),
+    "/detokenize": ("POST", lambda service, body, _: service.detokenized(body)),
+}
+"""Other addresses with their method."""
+UPDATES: dict[str, tuple[str, Content]] = {
+    "/pause": ("POST", _pause),
+    "/resume": ("POST", _resume),
+    "/collective_rpc": ("POST", _reload),
+    "/reset_prefix_cache": ("POST", lambda *_: {"success": True}),  # what is kept of prompts goes with the weights
+    "/update_weight_version": ("POST", _note_version),
+    "/v1/load_lora_adapter": ("POST", _load_adapter),
+    "/v1/unload_lora_adapter": ("POST", _unload_adapter),
+}
+"""Those that change what answers."""

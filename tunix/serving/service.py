@@ -1,30 +1,25 @@
 """What is served: a model whose weights and adapters change when it is told to, as a run does that it samples for.
 
-Requests arrive at any time, and are answered together by an engine that answers a list of them at a time: a thread
-hands all that wait to the engine. Where more arrive while slots are empty, it pauses the call after a dispatch and goes
-on with all of them. A token's random numbers follow from its request alone, so the company changes nothing.
-
-The words of requests and answers are those of vLLM and OpenAI, and a setting that the engine does not compute is
-refused, not ignored (https://docs.vllm.ai/en/latest/serving/openai_compatible_server).
+A body becomes requests for the engine (`prepared`), which the `Batcher` answers with those of all other callers, and an
+`Answer` that says in the protocol's form what was sampled.
 
 Axes: T time.
 """
 
-import secrets
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as List
-from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator
 
-from tunix.errors import UserError
+from tunix.data.chat import Message, render_prompt
+from tunix.data.tokenizer import Tokenizer
+from tunix.data.tool_calls import MarkupName, instructions, markup_of, shows_tools
+from tunix.errors import UserError, nearest
 from tunix.hf.source import beside, loaded, pretrained
 from tunix.inference.model import InferenceModel
 from tunix.lora.multi_lora import LoadedAdapter
@@ -32,205 +27,64 @@ from tunix.models.model import Params
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import check_prompt
 from tunix.rollout.engine.sampling import check
-from tunix.rollout.servers.protocol import FIELD, ID, written_experts
-from tunix.types import Completion, Request, Sampling, Workload
+from tunix.serving.answers import Answer, ChatAnswer, CompletionAnswer, GenerateAnswer
+from tunix.serving.batcher import Batcher, Full, Ticket
+from tunix.serving.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateBody,
+    Refusal,
+    TokenizeBody,
+    TokenizeChatBody,
+    read,
+)
+from tunix.types import Completion, Request, Workload
 
-GATHER = 0.005
-"""Seconds in which requests that arrive together are waited for."""
-HALF = 32
-"""Bits of a request's seed that seed the engine; the rest counts as the request's number."""
 FIRST = "default"
 """The version of the weights that a server is started with, as vLLM calls it."""
+MOST_WAITING = 4096
+"""Requests that are unanswered at a time, at most, unless a server is told otherwise: those of a few runs."""
 
 
-class CompletionBody(BaseModel):
-    """A request, with the defaults of the protocol."""
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A request that can be answered."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    model: str
-    prompt: str | list[int]
-    request_id: str = Field(default_factory=lambda: secrets.token_hex(8))
-    max_tokens: Annotated[int, Field(ge=1)] = 16
-    temperature: float = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[StrictInt] = []
-    ignore_eos: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
-    skip_special_tokens: bool = True
-    # What has no effect at these values, and cannot be had at others.
-    n: Literal[1] = 1
-    stream: Literal[False] = False
-    echo: Literal[False] = False
-    repetition_penalty: Literal[1] = 1
-    presence_penalty: Literal[0] = 0
-    frequency_penalty: Literal[0] = 0
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _single(cls, prompt: Any) -> Any:
-        """Refuses a list of prompts: digits in strings are texts, no token ids."""
-        if isinstance(prompt, list) and any(type(item) is not int for item in prompt):
-            raise ValueError("it is a text or a list of token ids, whole numbers; several prompts are several requests")
-        return prompt
-
-    def request(self, prompt: np.ndarray, stop_ids: List[int], room: int, adapter: str | None) -> Request:
-        """What the engine completes: the same tokens for the same body, whatever else it is asked for. There is `room`
-        for so many tokens after the prompt `[T]`, and the model's own `stop_ids` end it unless `ignore_eos` is set."""
-        seed = secrets.randbits(62) if self.seed is None else self.seed
-        sampling = Sampling(
-            max_tokens=min(self.max_tokens, room),
-            temperature=float(self.temperature),
-            top_k=max(self.top_k, 0),
-            top_p=float(self.top_p),
-            min_p=float(self.min_p),
-            stop_ids=tuple(self.stop_token_ids) + (() if self.ignore_eos else tuple(stop_ids)),
-            stop_strings=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            top_logprobs=self.logprobs or 0,
-        )
-        return Request(prompt, sampling, seed % (1 << HALF), seed >> HALF, adapter=adapter)
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    request: Request
-    future: Future[Completion]
-
-
-class Batcher:
-    """Answers the requests of all callers in one thread."""
-
-    def __init__(self, engine: Engine, ready: Callable[[], None]):
-        """Starts the thread, in which `ready` is called before each call of the engine, e.g. to publish weights."""
-        self._engine, self._ready = engine, ready
-        self._changed, self._alone = threading.Condition(), threading.Lock()
-        self._waiting: list[_Waiting] = []
-        self._running = 0
-        self._paused = self._idle = self._closed = False
-        self._thread = threading.Thread(target=self._serve, name="batches", daemon=True)
-        self._thread.start()
-
-    def submit(self, request: Request) -> Future[Completion]:
-        """The completion of a request, to come."""
-        waiting = _Waiting(request, Future())
-        with self._changed:
-            self._waiting.append(waiting)
-            self._changed.notify_all()
-        return waiting.future
-
-    def pause(self) -> None:
-        """Begins no request any more, and waits for those that have begun."""
-        with self._changed:
-            self._paused = True
-            self._changed.wait_for(lambda: not self._running)
-
-    def resume(self) -> None:
-        """Begins requests again."""
-        with self._changed:
-            self._paused = False
-            self._changed.notify_all()
-
-    @contextmanager
-    def idle(self) -> Iterator[None]:
-        """Between two calls of the engine, whether paused or not; for one caller at a time."""
-        with self._alone:
-            with self._changed:
-                self._idle = True
-                self._changed.wait_for(lambda: not self._running)
-            try:
-                yield
-            finally:
-                with self._changed:
-                    self._idle = False
-                    self._changed.notify_all()
-
-    @property
-    def _begins(self) -> bool:
-        return bool(self._waiting) and not self._paused and not self._idle
-
-    def close(self) -> None:
-        """Ends the thread; what has not been answered is not answered any more."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
-
-    def _serve(self) -> None:
-        """Calls the engine, time and again, with what was paused and what waits."""
-        carried: list[_Waiting] = []
-        while True:
-            if not carried:
-                with self._changed:
-                    self._running = 0
-                    self._changed.notify_all()
-                    self._changed.wait_for(lambda: self._closed or self._begins)
-                time.sleep(GATHER)
-            with self._changed:
-                if self._closed:
-                    for waiting in self._waiting:
-                        waiting.future.cancel()
-                    for begun in carried:
-                        begun.future.set_exception(RuntimeError("the server ends"))
-                    return
-                taken, self._waiting = (self._waiting, []) if self._begins else ([], self._waiting)
-                # Whoever has gone meanwhile is not answered.
-                carried += [waiting for waiting in taken if waiting.future.set_running_or_notify_cancel()]
-                self._running = len(carried)
-            carried = self._answered(carried)
-
-    def _answered(self, batch: list[_Waiting]) -> list[_Waiting]:
-        """Calls the engine; the requests that were paused, to be continued."""
-
-        def done(number: int, completion: Completion) -> bool:
-            batch[number].future.set_result(completion)
-            with self._changed:
-                self._running -= 1
-            return False
-
-        def pause(dispatches: int) -> bool:
-            with self._changed:
-                room = self._running < self._engine.slots
-                return self._closed or (dispatches > 0 and room and self._begins)
-
-        try:
-            self._ready()
-            completions = self._engine.run([waiting.request for waiting in batch], on_done=done, pause=pause)
-        except Exception as error:  # whoever asked is told, and the next requests are answered
-            for waiting in batch:
-                if not waiting.future.done():
-                    waiting.future.set_exception(error)
-            return []
-        left = zip(batch, completions, strict=True)
-        return [replace(x, request=replace(x.request, so_far=y)) for x, y in left if not x.future.done()]
-
-
-class Refusal(Exception):
-    """A request that is not answered."""
-
-    def __init__(self, status: int, message: str):
-        """An HTTP status, and why."""
-        super().__init__(message)
-        self.status = status
+    requests: List[Request]
+    """What the engine completes, one for each choice."""
+    answer: Answer
+    """Says what was sampled."""
 
 
 class Service:
-    """A model that answers requests."""
+    """A model that answers."""
 
-    def __init__(self, inference: InferenceModel, *, adapters: bool = False, devices: List[Any] | None = None):
-        """Reads the weights onto these devices, None for all; they are kept where adapters may be loaded beside them.
-        The engine of `inference` is not used, since weights are replaced here.
+    def __init__(
+        self,
+        inference: InferenceModel,
+        *,
+        adapters: bool = False,
+        devices: List[Any] | None = None,
+        updates: Path | None = None,
+        waiting: int = MOST_WAITING,
+    ):
+        """Reads the weights onto these devices, None for all. The engine of `inference` is not used, since weights are
+        replaced here.
+
+        Args:
+            inference: the model.
+            adapters: whether adapters may be loaded beside the weights, which then are kept.
+            devices: where it is computed.
+            updates: the folder from which weights and adapters may be loaded; None where none may.
+            waiting: requests that are unanswered at a time, at most.
 
         Raises:
             UserError: the model is not accessible, or cannot sample.
         """
         self._inference, self._keeps = inference, adapters
         self.name, self.length, self.version = inference.options.model, inference.limit, FIRST
+        self._updates = updates and updates.expanduser().resolve()
         model, params, self._mesh = inference.weights(devices)
         decode = inference.tokenizer.decode if inference.tokenizer else None
         self.engine = Engine(model, self._mesh, slots=inference.slots, max_length=self.length, decode=decode)
@@ -239,58 +93,112 @@ class Service:
         """The weights, where they are kept for adapters; None else."""
         self._publications, self._stale = 0, True
         self._publish()
-        self.batches = Batcher(self.engine, self._publish)
+        self.batches = Batcher(self.engine, self._publish, waiting)
         """Answers; it can be paused."""
+        self._counts, self._counting = Counter[str](), threading.Lock()
 
     def warm(self) -> None:
         """Compiles what the longest requests need, so that nothing compiles while they are answered."""
         self.engine.warm(Workload(self.engine.slots, self.length, self.length))
 
-    def complete(self, body: CompletionBody) -> tuple[np.ndarray, Future[Completion]]:
-        """The tokens `[T]` of a request's prompt, and its completion, to come.
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            Refusal: there is none.
+        """
+        if self._inference.tokenizer is None:
+            raise Refusal(400, f"{self.name} has no tokenizer: send token ids")
+        return self._inference.tokenizer
+
+    def prepared(self, body: CompletionBody | ChatBody | GenerateBody) -> Asked:
+        """What a body asks for.
 
         Raises:
             Refusal: there is no such model, or the request is invalid.
         """
-        adapter = None if body.model == self.name else body.model
-        if adapter is not None and adapter not in self._adapters:
-            raise Refusal(404, f"The model `{adapter}` does not exist: this is {self.name}")
-        prompt = np.array(self.tokens(body.prompt) if isinstance(body.prompt, str) else body.prompt, np.int32)
-        request = body.request(prompt, self._inference.source.stop_ids, max(self.length - len(prompt), 1), adapter)
-        if request.sampling.stop_strings and self._inference.tokenizer is None:
+        adapter, choices = self._adapter(body.model), 1
+        match body:
+            case CompletionBody():
+                ids = body.prompt
+                if isinstance(ids, str):
+                    ids = self.tokens(ids, special=body.add_special_tokens)
+                prompt, most, top, settings = np.array(ids, np.int32), body.max_tokens, body.logprobs or 0, body
+                choices = body.n
+                answer: Answer = CompletionAnswer(body, prompt, self._inference.tokenizer)
+            case ChatBody():
+                prompt, markup = self.rendered(body)
+                most = min(x for x in (body.max_completion_tokens, body.max_tokens, self.length) if x is not None)
+                top, settings, choices = body.top_logprobs, body, body.n
+                answer = ChatAnswer(body, prompt, self.tokenizer, None if body.tool_choice == "none" else markup)
+            case GenerateBody():
+                settings = body.sampling_params
+                prompt, most, top = np.array(body.token_ids, np.int32), settings.max_tokens, settings.logprobs or 0
+                answer = GenerateAnswer(body, prompt, self._inference.tokenizer)
+        if len(prompt) >= self.length:
+            raise Refusal(
+                400,
+                f"the prompt has {len(prompt)} tokens, which leaves no room for an answer in a context of "
+                f"{self.length}: shorten it",
+                param="messages" if isinstance(body, ChatBody) else "prompt",
+                code="context_length_exceeded",
+            )
+        most = min(most, self.length - len(prompt))
+        requests = settings.requests(
+            prompt, self._inference.source.stop_ids, choices=choices, most=most, top=top, adapter=adapter
+        )
+        if requests[0].sampling.stop_strings and self._inference.tokenizer is None:
             raise Refusal(400, f"{self.name} has no tokenizer to find stop strings with: send stop_token_ids")
         try:
-            check(request.sampling, self.engine.model.config.vocab_size)
+            check(requests[0].sampling, self.engine.model.config.vocab_size)
             check_prompt(0, prompt, self.length, self.engine.model.config.vocab_size)
         except UserError as error:
             raise Refusal(400, str(error)) from None
-        return prompt, self.batches.submit(request)
+        return Asked(requests, answer)
 
-    def answer(self, body: CompletionBody, prompt: np.ndarray, completion: Completion) -> dict[str, Any]:
-        """The answer to a request, from the tokens `[T]` of its prompt and its completion."""
-        text = self._inference.text(completion, skip_special=body.skip_special_tokens) or ""
-        choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": completion.finish, "logprobs": None}
-        if body.logprobs is not None:
-            tokenizer = None if body.return_tokens_as_token_ids else self._inference.tokenizer
+    def submit(self, tickets: List[Ticket]) -> None:
+        """Has requests answered.
 
-            def spelled(tokens: np.ndarray) -> list[str]:
-                # As ids they are written so that no text can be taken for one.
-                return [f"{ID}{i}" if tokenizer is None else tokenizer.decode([i]) for i in tokens.tolist()]
+        Raises:
+            Refusal: too many wait, or an adapter has gone meanwhile.
+        """
+        self._adapter(tickets[0].request.adapter or self.name)
+        try:
+            self.batches.submit(tickets)
+        except Full:
+            self.count("refused")
+            raise Refusal(429, "too many requests wait: try again", code="rate_limit_exceeded") from None
 
-            names, values = spelled(completion.tokens), completion.logprobs.tolist()
-            top = [{name: value} for name, value in zip(names, values, strict=True)]
-            if completion.top is not None:
-                for listed, ids, likely in zip(top, *completion.top, strict=True):
-                    listed |= zip(spelled(ids), likely.tolist(), strict=True)
-            choice["logprobs"] = {"token_logprobs": values, "tokens": names, "top_logprobs": top}
-        if body.return_token_ids:
-            choice |= {"token_ids": completion.tokens.tolist(), "prompt_token_ids": prompt.tolist()}
-            if completion.experts is not None:
-                choice[FIELD] = written_experts(completion.experts[:-1])
-        asked, sampled = len(prompt), len(completion.tokens)
-        usage = {"prompt_tokens": asked, "completion_tokens": sampled, "total_tokens": asked + sampled}
-        identity = f"cmpl-{body.request_id}"
-        return {"id": identity, "object": "text_completion", "model": body.model, "choices": [choice], "usage": usage}
+    def count(self, name: str, number: int = 1) -> None:
+        """Counts for `metrics`."""
+        with self._counting:
+            self._counts[name] += number
+
+    def answered(self, prompt: int, completions: List[Completion]) -> None:
+        """Counts a request whose prompt had so many tokens."""
+        self.count("prompt_tokens", prompt)
+        for completion in completions:
+            self.count("generation_tokens", len(completion.tokens))
+            self.count(f'completions{{finish="{completion.finish}"}}')
+
+    def metrics(self) -> str:
+        """The counts in the text format of Prometheus."""
+        running, waiting = self.batches.load
+        with self._counting:
+            counts = dict(self._counts)
+        gauges = {"requests_running": running, "requests_waiting": waiting, "slots": self.engine.slots}
+        counters = {"prompt_tokens": 0, "generation_tokens": 0, "refused": 0, "cancelled": 0} | counts
+        counters["prefilled_tokens"] = self.engine.prefilled
+        lines = list[str]()
+        for kind, values in (("gauge", gauges), ("counter", counters)):
+            for name, value in sorted(values.items()):
+                bare, brace, labels = name.partition("{")
+                full = f"tunix_{bare}" + ("_total" if kind == "counter" else "")
+                if (head := f"# TYPE {full} {kind}") not in lines:
+                    lines.append(head)
+                lines.append(f"{full}{brace}{labels} {value}")
+        return "\n".join(lines) + "\n"
 
     def tokens(self, text: str, *, special: bool = True) -> list[int]:
         """The token ids of a text, by default after the BOS token where the tokenizer's own encoding begins with it.
@@ -298,22 +206,90 @@ class Service:
         Raises:
             Refusal: there is no tokenizer, or the text has a lone surrogate.
         """
-        tokenizer = self._inference.tokenizer
-        if tokenizer is None:
-            raise Refusal(400, f"{self.name} has no tokenizer: send token ids")
         try:
-            return tokenizer.encode(text, bos=special and tokenizer.adds_bos)
+            return self.tokenizer.encode(text, bos=special and self.tokenizer.adds_bos)
         except UserError as error:
             raise Refusal(400, str(error)) from None
 
+    def rendered(self, body: ChatBody | TokenizeChatBody) -> tuple[np.ndarray, MarkupName | None]:
+        """The tokens `[T]` of messages by the folder's own template, and the markup of calls; None without tools.
+
+        Raises:
+            Refusal: there is no template, it does not know how to write a message, or its calls cannot be read.
+        """
+        messages: list[Message] = list(body.messages)
+        kwargs = {**self._inference.template_kwargs, **body.chat_template_kwargs}
+        markup, tools = None, [tool.model_dump(exclude_unset=True) for tool in body.tools]
+        try:
+            if tools:
+                tools = [{"type": "function", **tool} for tool in tools]
+                markup = markup_of(self.tokenizer)
+                if shows_tools(self.tokenizer):
+                    kwargs["tools"] = tools
+                else:
+                    messages.insert(0, {"role": "system", "content": instructions(tools, markup)})
+                    if len(messages) > 1 and messages[1].get("role") == "system":
+                        said = messages.pop(1).get("content")
+                        messages[0] = {"role": "system", "content": f"{said}\n\n{messages[0]['content']}"}
+            return render_prompt(messages, self.tokenizer, **kwargs).tokens, markup
+        except UserError as error:
+            raise Refusal(400, str(error), param="messages") from None
+        except RecursionError:
+            raise Refusal(400, "messages or tools are nested too deeply") from None
+
+    def tokenized(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The ids of a text or of messages, as vLLM answers them.
+
+        Raises:
+            Refusal: the body is invalid, there is no tokenizer, or the chat template refuses the messages.
+        """
+        if "messages" in body:
+            ids = self.rendered(read(TokenizeChatBody, body))[0].tolist()
+        else:
+            text = read(TokenizeBody, body)
+            ids = self.tokens(text.prompt, special=text.add_special_tokens)
+        return {"tokens": ids, "count": len(ids), "max_model_len": self.length}
+
+    def detokenized(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The text of token ids, as vLLM answers it.
+
+        Raises:
+            Refusal: the body is invalid, there is no tokenizer, or an id is outside of its vocabulary.
+        """
+        ids = read(DetokenizeBody, body).tokens
+        if max(ids, default=0) >= self.tokenizer.vocab_size:
+            raise Refusal(400, f"tokens: {max(ids)} is outside of the vocabulary", param="tokens")
+        return {"prompt": self.tokenizer.decode(ids)}
+
     def cards(self) -> list[dict[str, Any]]:
         """What is served: the model, and each adapter of it."""
-        base = {"id": self.name, "object": "model", "root": self.name, "parent": None, "max_model_len": self.length}
-        more = [
-            {"id": name, "object": "model", "root": str(folder), "parent": self.name}
+        common = {"object": "model", "created": 0, "owned_by": "tunix", "max_model_len": self.length}
+        base = {"id": self.name, "root": self.name, "parent": None, **common}
+        adapters = [
+            {"id": name, "root": str(folder), "parent": self.name, **common}
             for name, (folder, _) in self._adapters.items()
         ]
-        return [base, *more]
+        return [base, *adapters]
+
+    def refuse_updates(self) -> None:
+        """Raises a Refusal where weights may not be changed."""
+        if self._updates is None:
+            raise Refusal(
+                403,
+                "its weights cannot be changed: start it with --allow-updates FOLDER, the folder that holds them "
+                "(a run's rollout.weights_folder)",
+            )
+
+    def allowed(self, path: str) -> Path:
+        """A folder to load, its links followed.
+
+        Raises:
+            Refusal: it is not within the folder that may be loaded from.
+        """
+        folder = Path(path).resolve()
+        if self._updates is None or not folder.is_relative_to(self._updates):
+            raise Refusal(403, f"{path} is not within {self._updates}, from which alone it loads (--allow-updates)")
+        return folder
 
     def load(self, folder: Path) -> None:
         """Answers from the weights of a folder, of the same structure.
@@ -356,7 +332,7 @@ class Service:
             self._stale = True
 
     def unload_adapter(self, name: str) -> None:
-        """Serves an adapter no more.
+        """Serves an adapter no more; requests that wait for it are told.
 
         Raises:
             Refusal: there is none of that name.
@@ -366,6 +342,24 @@ class Service:
                 raise Refusal(404, f"there is no adapter {name}")
             self._adapters = {key: adapter for key, adapter in self._adapters.items() if key != name}
             self._stale = True
+            self.batches.refuse(lambda request: request.adapter == name, self._unknown(name))
+
+    def _adapter(self, model: str) -> str | None:
+        """The adapter of a name; None for the model itself.
+
+        Raises:
+            Refusal: nothing of that name is served.
+        """
+        if model == self.name:
+            return None
+        if model not in self._adapters:
+            raise self._unknown(model)
+        return model
+
+    def _unknown(self, model: str) -> Refusal:
+        known: Mapping[str, Any] = {self.name: None, **self._adapters}
+        message = f"The model `{model:.200}` does not exist: there is {', '.join(known)}.{nearest(model, known)}"
+        return Refusal(404, message, param="model", code="model_not_found")
 
     def _publish(self) -> None:
         """Gives the engine what was loaded since it was given something last: several adapters' comings and goings at

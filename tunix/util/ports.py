@@ -5,6 +5,8 @@ import socket
 
 from tunix.errors import UserError
 
+KEY = "TUNIX_API_KEY"
+"""The environment's variable with the key that a server wants, where it wants one."""
 ANY = ""
 """The host that stands for all addresses of this machine."""
 
@@ -49,4 +51,4 @@ def refuse_taken(address: str) -> None:
 
 def is_loopback(host: str) -> bool:
     """Whether a host is reached from this machine alone."""
-    return host in ("localhost", "127.0.0.1")
+    return host in ("localhost", "127.0.0.1", "::1")

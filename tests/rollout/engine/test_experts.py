@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.rollout.engine.test_arrivals import turns
 from tests.rollout.engine.test_engine_parity import prompts, small_engine
 from tests.tiny_models import CASES, Case, load, reference_folder
 from tests.trainers import PLAIN
@@ -51,6 +52,14 @@ def qwen(tmp_path_factory) -> tuple:
 @pytest.fixture(scope="module")
 def engine(qwen) -> Engine:
     return small_engine(*qwen[1:], page=32)
+
+
+def test_a_conversation_whose_pages_are_kept(qwen):
+    """The experts of what is not computed again come from the sequence that had it, each token's own."""
+    served = small_engine(*qwen[1:], page=8)
+    completions, computed, requests = turns(served, 4)
+    assert computed[1:] == [3, 3, 3]
+    assert_those_of(qwen[0], [request.prompt for request in requests], completions)
 
 
 def test_prompts_in_pieces_shared_prompts_and_sampled_tokens(qwen, engine):

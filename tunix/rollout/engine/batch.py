@@ -5,13 +5,14 @@ others (`pieces.py`), and dispatches sample several tokens in all slots (`progra
 the last is read, so that the device does not wait: what it samples for turns that turn out to have ended is dropped.
 Where pages run short, the request that came last leaves its slot and is computed again later.
 
-Requests with one prompt, under one adapter, share its pages. No page outlasts the weights that filled it.
+Requests with one prompt, under one adapter, share its pages. Where requests come one after the other, the pages of
+sequences that have ended are kept for prompts that begin with them. No page outlasts the weights that filled it.
 
 Axes: St decode steps, Sl slots, T time, s shards of the rows, Pt tokens of a page.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ import numpy as np
 from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
 from tunix.rollout.engine.experts import Known, Recorded
-from tunix.rollout.engine.page_tables import PageTables
-from tunix.rollout.engine.pieces import Job, Piece
+from tunix.rollout.engine.page_tables import Copy, Ended, PageTables
+from tunix.rollout.engine.pieces import Job, Piece, copies_of
 from tunix.rollout.engine.programs import State, Steps, copy_pages, decode, initial_state, prefill
 from tunix.rollout.engine.request import Decode, Episode, StopText, prompt_key
 from tunix.rollout.engine.shapes import Sizes, page_bytes, state_bytes
@@ -121,6 +122,23 @@ class Replies:
 
 OnTokens = Callable[[int, np.ndarray], None]
 """Callback that receives (index of the request, its new tokens) after each dispatch."""
+OnProgress = Callable[[int, Completion], None]
+"""Callback that receives (number of a request that is watched, its completion so far) after each dispatch."""
+
+
+class Arrivals(NamedTuple):
+    """What has happened since the last dispatch to a batch that goes on for as long as requests come."""
+
+    requests: Sequence[Request] = ()
+    """New ones, which are numbered from 0 in the order in which they come."""
+    gone: Collection[int] = ()
+    """Numbers of requests that nobody waits for any more."""
+    watched: Collection[int] = ()
+    """Numbers of all requests whose tokens are read as they come: dispatches are short while there are some."""
+
+
+Pull = Callable[[bool], Arrivals | None]
+"""(whether nothing is left to do) -> what has come, or None to end the call; it may wait where nothing is left."""
 SHORT = 8
 """Steps of a dispatch where the host looks at the text: a single answer that is streamed, and stop strings."""
 REFILL = 8
@@ -167,8 +185,10 @@ class Batch:
         on_done: OnDone | None = None,
         pause: Pause | None = None,
         lock: AbstractContextManager[Any] | None = None,
+        pull: Pull | None = None,
+        on_progress: OnProgress | None = None,
     ):
-        """Queues the requests; they, the callbacks and `decode` are those of `Engine` and its `run`.
+        """Queues the requests; they, the callbacks and `decode` are those of `Engine` and its `run` and `serve`.
 
         Args:
             published: what answers them.
@@ -179,13 +199,15 @@ class Batch:
         self.version, self.sizes = published.version, sizes
         self.model, self.weights = published.model, published.weights
         self.replies, self.on_tokens, self.on_done = Replies(reply), on_tokens, on_done
-        episodes = []
-        for number, request in enumerate(requests):
-            strings, adapter = request.sampling.stop_strings, request.adapter
-            stop_text = StopText(strings, decode) if strings and decode is not None else None
-            episodes.append(Episode(request, number, stop_text, 0 if adapter is None else published.adapters[adapter]))
-        self.waiting = deque(episodes)
-        self.expected = Counter(prompt_key(x.request) for x in episodes if x.so_far is None)
+        self._pull, self._on_progress = pull, on_progress
+        self._adapters, self._decode = published.adapters, decode
+        self._came, self._gone, self._watched = 0, set[int](), frozenset[int]()
+        self.waiting = deque[Episode]()
+        self.expected = Counter[tuple]()
+        """How many of those that wait have a prompt."""
+        self._queue(requests)
+        # Nobody reads many answers word by word.
+        self._short = on_tokens is not None and len(requests) == 1
         self.leaders: dict[tuple, Job] = {}
         """Jobs that compute a prompt, which others may follow."""
         self.jobs: list[deque[Job]] = [deque() for _ in range(self.sizes.shards)]
@@ -195,15 +217,17 @@ class Batch:
         self.in_flight: deque[InFlight] = deque()
         self.recorded: list[Recorded] = []
         """Experts of pieces that were sent after the last dispatch."""
-        self.done: list[Completion | None] = [None] * len(episodes)
+        self.done: dict[int, Completion] = {}
+        self.prefilled = 0
+        """Tokens of prompts that were computed."""
         self.enough = False
         """Whether nobody waits for the requests that are left."""
-        self.meter = Meter(self.model, self.weights, self.sizes, len(requests))
+        self.meter = Meter(self.model, self.weights, self.sizes, len(requests) or sizes.slots)
 
     def finish(self) -> list[Completion]:
         """The completions, in the order of the requests."""
         try:
-            while (self.waiting or self.slots.episodes) and not self.enough:
+            while self._goes_on():
                 if self._pause is not None and self._pause(self._sent):
                     break
                 for slot, observation in self.replies.arrived():
@@ -228,8 +252,49 @@ class Batch:
         for episode in [*self.waiting, *(self.slots.suspend(slot, self.version) for slot in list(self.slots.episodes))]:
             paused = episode.so_far or episode.completion(tokens, logprobs, self.version, None)
             self.done[episode.number] = paused
-        assert all(self.done)
-        return [completion for completion in self.done if completion is not None]
+        return [completion for _, completion in sorted(self.done.items())]
+
+    def _queue(self, requests: Sequence[Request]) -> None:
+        """Queues requests, numbered on."""
+        for number, request in enumerate(requests, start=self._came):
+            strings, adapter = request.sampling.stop_strings, request.adapter
+            stop_text = StopText(strings, self._decode) if strings and self._decode is not None else None
+            episode = Episode(request, number, stop_text, 0 if adapter is None else self._adapters[adapter])
+            self.waiting.append(episode)
+            if episode.so_far is None:
+                self.expected[prompt_key(request)] += 1
+        self._came += len(requests)
+
+    def _goes_on(self) -> bool:
+        """Whether there is something to do, or may still come; takes what has come, and gives up what has gone."""
+        at_work = bool(self.waiting or self.slots.episodes)
+        if self._pull is None:
+            return at_work and not self.enough
+        if (arrivals := self._pull(not (at_work or self.in_flight))) is None:
+            return False
+        self._watched = frozenset(arrivals.watched)
+        self._short = bool(self._watched)
+        self._queue(arrivals.requests)
+        self._gone.update(arrivals.gone)
+        if self._gone:
+            for episode in [episode for episode in self.waiting if episode.number in self._gone]:
+                if episode.so_far is None:
+                    self._enters(prompt_key(episode.request))
+            self.waiting = deque(episode for episode in self.waiting if episode.number not in self._gone)
+            # What others may follow is computed to its end.
+            computed = {slot for jobs in self.jobs for job in jobs for slot in (job.slot, *job.followers)}
+            for slot in [x for x, episode in self.slots.episodes.items() if episode.number in self._gone]:
+                if slot not in computed:
+                    self.slots.release(slot)
+                    self.page_tables.release(slot)
+            self._gone &= {episode.number for episode in self.slots.episodes.values()}
+        return True
+
+    def _enters(self, key: tuple) -> None:
+        """One request less waits with a prompt."""
+        self.expected[key] -= 1
+        if not self.expected[key]:
+            del self.expected[key]
 
     def _admit(self) -> None:
         """Fills free slots from the queue, in its order, as far as there are pages."""
@@ -239,9 +304,11 @@ class Batch:
         while self.waiting:
             episode, taken = self.waiting[0], (of_shard - idle.sum(axis=1)).tolist()
             owner = self._owner_shard(prompt_key(episode.request)) if episode.so_far is None else None
+            kept = self._kept(episode) if episode.so_far is None and owner is None else None
+            nearest = owner if kept is None else kept[0].shard
             tokens = len(episode.request.prompt) + (0 if episode.so_far is None else len(episode.so_far.tokens))
-            # Beside the pages of its prompt, or where most slots are free.
-            for shard in sorted(shards, key=lambda shard: (shard != owner, taken[shard])):
+            # Beside the pages of its prompt, or of what it begins with, or where most slots are free.
+            for shard in sorted(shards, key=lambda shard: (shard != nearest, taken[shard])):
                 spare = taken[shard]  # every slot at work may want one more page soon
                 if spare < of_shard and self.page_tables.fits(shard, tokens + 1, spare, shared=shard == owner):
                     slot = shard * of_shard + int(idle[shard].argmax())
@@ -264,11 +331,14 @@ class Batch:
         """Puts an episode into a slot, and queues what has to be computed for it."""
         key, again, tables = prompt_key(episode.request), episode.so_far is not None, self.page_tables
         owner, tokens = None if again else self._owner_shard(key), self.slots.admit(slot, episode)
+        kept = self._kept(episode) if not again and owner is None else None
         job, shard = Job(slot, tokens, 0, episode.adapter, pictures=episode.pictures(len(tokens))), tables.shard(slot)
         if not again:
-            self.expected[key] -= 1
+            self._enters(key)
         if owner != shard:
-            tables.cover(slot, 0, len(tokens), windows=False)
+            if kept is not None and kept[0].shard == shard:
+                self._begin_with(kept, job)
+            tables.cover(slot, job.start, len(tokens), windows=False)
             self.jobs[shard].append(job)
             if not again:
                 self.leaders[key] = job
@@ -286,10 +356,31 @@ class Batch:
             leader.copies += tables.adopt(slot, tables.held(leader.slot), len(tokens), windows=False)
             leader.followers.append(slot)
 
+    def _kept(self, episode: Episode) -> tuple[Ended, int] | None:
+        """A sequence that has ended, and how many tokens of it the prompt of a request begins with; None without any.
+        States of what was sampled would have to be kept too, and pictures be compared."""
+        if self._pull is None or self.sizes.chunk is not None or episode.request.pictures is not None:
+            return None
+        return self.page_tables.find(np.asarray(episode.request.prompt, np.int32), episode.adapter)
+
+    def _begin_with(self, kept: tuple[Ended, int], job: Job) -> None:
+        """Has a job, whose slot holds nothing yet, begin behind the tokens that a kept sequence has already."""
+        tables, (ended, tokens) = self.page_tables, kept
+        tables.share(ended.shard, ended.held)  # it may have to make room for the pages that are copied
+        rows = [[list[Copy]() for _ in range(self.sizes.shards)] for _ in self.sizes.windows]
+        for copy in tables.adopt(job.slot, ended.held, tokens):
+            rows[copy.kind][ended.shard].append(copy)
+        self.state, _ = copy_pages(self.model, self.state, tuple(copies_of(of_kind) for of_kind in rows))
+        tables.drop(ended.shard, ended.held)
+        tables.leave(job.slot, tokens)
+        job.tokens, job.start = job.tokens[tokens:], tokens
+        if ended.experts is not None:
+            job.experts.append(Known(Recorded(ended.experts[None, :tokens]), 0, 0, tokens, 0))
+
     def _compute(self) -> None:
         """Computes what is queued, piece by piece: a dispatch takes as long with few slots at work as with all.
 
-        No more than a long piece where many slots would wait for it and tokens are read as they come.
+        No more than a long piece where many slots would wait for it and tokens are read as they come, as a server's may.
         """
         computed = 0
         while any(self.jobs):
@@ -317,15 +408,15 @@ class Batch:
                     if self.expected[key] and self.sizes.chunk is None:
                         self.page_tables.keep(key, job.slot, job.start, tuple(job.experts))
             computed += piece.length
-            many = 2 * len(self.slots.running) > self.sizes.slots
-            if self.on_tokens is not None and many and computed >= self.sizes.piece:
+            self.prefilled += sum(number for *_, number, _ in piece.parts)
+            many, read_along = 2 * len(self.slots.running) > self.sizes.slots, self.on_tokens or self._pull
+            if read_along and many and computed >= self.sizes.piece:
                 break
 
     def _dispatch(self) -> bool:
         """Sends a dispatch that samples some tokens in every slot; whether there is anything to sample."""
-        watched = self.on_tokens is not None and len(self.done) == 1  # nobody reads many answers word by word
         cut_by_text = any(episode.stop_text is not None for episode in self.slots.episodes.values())
-        most = min(SHORT if watched or cut_by_text else self.sizes.steps, self.sizes.steps)
+        most = min(SHORT if self._short or cut_by_text else self.sizes.steps, self.sizes.steps)
         ahead = sum(flight.most for flight in self.in_flight)
         # The pages that the next tokens of all slots need, from those on that were read last.
         running, held = self.slots.running, self.slots.held.tolist()
@@ -371,6 +462,11 @@ class Batch:
             for slot in flight.slots.tolist():
                 if len(new := self.slots.new(slot)) and slot in self.slots.episodes:
                     self.on_tokens(self.slots.episodes[slot].number, new)
+        if self._on_progress is not None and self._watched:
+            for slot in set(flight.slots.tolist()).difference(ended):
+                episode = self.slots.episodes.get(slot)
+                if episode is not None and episode.number in self._watched and len(self.slots.new(slot)):
+                    self._on_progress(episode.number, self.slots.completion(slot, self.version))
         for slot in ended:
             completion = self.slots.completion(slot, self.version)
             if not self.replies.ask(slot, self.slots.episodes[slot].number, completion):
@@ -424,7 +520,12 @@ class Batch:
     def _complete(self, slot: int) -> None:
         """Ends a request."""
         episode = self.slots.episodes[slot]
-        self.done[episode.number] = completion = self.slots.completion(slot, self.version)
+        completion = self.slots.completion(slot, self.version)
+        if self._pull is None:
+            self.done[episode.number] = completion
+        elif self.sizes.chunk is None and episode.request.pictures is None:
+            sequence = np.concatenate([np.asarray(episode.request.prompt, np.int32), completion.tokens])
+            self.page_tables.retain(slot, sequence, episode.adapter, completion.experts)
         self.slots.release(slot)
         self.page_tables.release(slot)
         self.enough |= self.on_done is not None and self.on_done(episode.number, completion)

@@ -26,7 +26,7 @@ from tunix.models.kernel_gates import reader_here
 from tunix.models.kv_cache import Weights, decode_specs, gains, is_top, magnified, unstack
 from tunix.models.model import Model, Params
 from tunix.protocols import Sampler
-from tunix.rollout.engine.batch import SHORT, Batch, OnTokens, Published
+from tunix.rollout.engine.batch import SHORT, Batch, OnProgress, OnTokens, Published, Pull
 from tunix.rollout.engine.page_tables import PageTables
 from tunix.rollout.engine.pieces import Piece, copies_of
 from tunix.rollout.engine.programs import Compiled, State, copy_pages, decode, initial_state, prefill
@@ -179,6 +179,8 @@ class Engine(Sampler):
         """Held while requests are answered: there is room for one cache."""
         self.usage: Usage | None = None
         """What the last requests took; None where there were none."""
+        self._serving: Batch | None = None
+        self._prefilled = 0
         self._warm: Sizes | None = None
         """The shapes that were compiled in advance."""
         self._mixture: Mixture | None = None
@@ -308,6 +310,43 @@ class Engine(Sampler):
             completions = batch.finish()
         self.usage = batch.meter.usage
         return completions
+
+    def serve(self, pull: Pull, on_done: OnDone, on_progress: OnProgress) -> None:
+        """Completes requests as they come, until there are to be no more, with the weights that were published last.
+        One call of this or of `run` at a time does so.
+
+        Args:
+            pull: what has come since the last dispatch, checked by `check` and `check_prompt`; None to end the call.
+            on_done: receives (number of the request, its completion).
+            on_progress: receives new tokens of requests that are watched.
+
+        Raises:
+            ValueError: no weights were loaded.
+        """
+        published = self.hold()
+        sizes = self._warm or self.sizes.of_requests([self.sizes.max_length] * self.slots)
+        with self._one_at_a_time, jax.set_mesh(self.mesh):
+            batch = Batch(
+                published,
+                sizes,
+                self.decode,
+                (),
+                on_done=on_done,
+                lock=self._lock,
+                pull=pull,
+                on_progress=on_progress,
+            )
+            self._serving = batch
+            try:
+                batch.finish()
+            finally:
+                self._serving, self._prefilled = None, self.prefilled
+        self.usage = batch.meter.usage
+
+    @property
+    def prefilled(self) -> int:
+        """Tokens of prompts that `serve` has computed so far."""
+        return self._prefilled + (0 if self._serving is None else self._serving.prefilled)
 
     def hold(self) -> Published:
         """The weights that were published last, which stay as long as they are held.

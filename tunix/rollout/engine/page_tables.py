@@ -1,8 +1,9 @@
 """Which pages each slot holds, and which are free.
 
-A page belongs to all sequences that begin with its tokens, and is free again when the last of them has let it go. Each
-shard of the slots has its own pages, and each kind of layer: one with a window lets pages go that it has passed.
-Programs run in the order in which they are sent, so a page that is let go may be given away at once.
+A page belongs to all sequences that begin with its tokens, and is free again when the last of them has let it go. Where
+requests come one after the other, those of sequences that have ended are kept until they are needed. Each shard of the
+slots has its own pages, and each kind of layer: one with a window lets pages go that it has passed. Programs run in the
+order in which they are sent, so a page that is let go may be given away at once.
 
 Axes: Sl slots, Co columns of a page table, s shards of the rows.
 """
@@ -16,6 +17,8 @@ from tunix.rollout.engine.shapes import Sizes
 
 FAR = 1 << 30
 """The position of the first token of a page that is only padding."""
+WORTH = 8
+"""A page is shared with a sequence that has ended where one in so many of its tokens is the same."""
 Held = dict[int, int]
 """Index of a page within its sequence -> the page."""
 
@@ -65,6 +68,20 @@ class Prefix(NamedTuple):
     """What is known of the experts of its tokens."""
 
 
+class Ended(NamedTuple):
+    """A sequence that has ended, whose pages are kept for sequences that begin with its tokens."""
+
+    shard: int
+    adapter: int
+    """Number of the adapter that computed it, from 1; 0 for none."""
+    tokens: np.ndarray
+    """`[T]`."""
+    held: tuple[Held, ...]
+    """Its pages, for each kind of layer."""
+    experts: np.ndarray | None
+    """`[T L k]` of its tokens; None for a model without."""
+
+
 class Pool:
     """The pages of one kind of layer in one shard."""
 
@@ -106,6 +123,8 @@ class PageTables:
         self._changed: set[int] = set()
         self.prefixes: dict[tuple, Prefix] = {}
         """Prompts that are kept, the first one at the front."""
+        self._ended: list[Ended] = []
+        """Sequences that are kept, the one that was used last at the end; they make room for whatever is at work."""
 
     def shard(self, slot: int) -> int:
         """The shard of a slot."""
@@ -117,16 +136,20 @@ class PageTables:
         if not self._kinds[False]:
             return False
         shard = self.shard(slot)
-        free = min(min(len(pools[shard].free), self._left(kind, shard)) for kind, pools, _ in self._kinds[False])
         held = min(len(self._held[kind][slot]) for kind, _, _ in self._kinds[False])
-        return free < max(-(-tokens // self.sizes.page) - held, 0)
+        need = max(-(-tokens // self.sizes.page) - held, 0)
+        self._evict(shard, need, windows=False)
+        return need > min(min(len(pools[shard].free), self._left(kind, shard)) for kind, pools, _ in self._kinds[False])
 
     def fits(self, shard: int, tokens: int, spare: int, *, shared: bool) -> bool:
         """Whether a shard has pages for another sequence of so many tokens, of which all but the last page may be
         shared, and some to spare."""
         pages = -(-tokens // self.sizes.page)
-        kinds = [(pools[shard], self._left(kind, shard)) for kind, pools, _ in self._kinds[False]]
-        return all(left >= pages + spare and len(pool.free) >= (1 if shared else pages) + spare for pool, left in kinds)
+        if any(self._left(kind, shard) < pages + spare for kind, _, _ in self._kinds[False]):
+            return False
+        need = (1 if shared else pages) + spare
+        self._evict(shard, need, windows=False)
+        return all(len(pools[shard].free) >= need for _, pools, _ in self._kinds[False])
 
     def _left(self, kind: int, shard: int) -> int:
         """Pages that slots of a shard may hold beside those that they hold: where a dispatch gathers the pages of its
@@ -159,6 +182,7 @@ class PageTables:
         """Whether layers with a window have free pages for these positions of a slot, and so many to spare."""
         indices = set(range(start // self.sizes.page, -(-stop // self.sizes.page)))
         missing = [(len(indices - self._held[kind][slot].keys()), pools) for kind, pools, _ in self._kinds[True]]
+        self._evict(self.shard(slot), max((number for number, _ in missing), default=0) + spare, windows=True)
         return all(number + spare <= len(pools[self.shard(slot)].free) for number, pools in missing)
 
     def leave(self, slot: int, position: int) -> None:
@@ -183,12 +207,58 @@ class PageTables:
         """Keeps the pages of a slot's first tokens, in place of others under this key; until `forget`, or until they
         are needed."""
         self.forget(key)
+        shard = self.shard(slot)
+        self.prefixes[key] = Prefix(shard, self.share(shard, self._seen(slot, tokens)), experts)
+
+    def _seen(self, slot: int, tokens: int) -> tuple[Held, ...]:
+        """The pages of a slot's first tokens that the next token sees."""
         last, held = (tokens - 1) // self.sizes.page, []
         for window, pages in zip(self.sizes.windows, self.held(slot), strict=True):
             first = 0 if window is None else max(0, tokens - window) // self.sizes.page
             held.append({index: page for index, page in pages.items() if first <= index <= last})
-        shard = self.shard(slot)
-        self.prefixes[key] = Prefix(shard, self.share(shard, tuple(held)), experts)
+        return tuple(held)
+
+    def retain(self, slot: int, tokens: np.ndarray, adapter: int, experts: np.ndarray | None) -> None:
+        """Keeps the pages of a slot whose sequence `[T]` has ended, until they are needed. What it continues goes,
+        where all that was kept of that is kept of this."""
+        shard, whole = self.shard(slot), not self._kinds[True]
+        for ended in [x for x in self._ended if whole and (x.shard, x.adapter) == (shard, adapter)]:
+            if (common := _common(ended.tokens, tokens)) == len(tokens):
+                return
+            if common == len(ended.tokens):
+                self._let_go(ended)
+        held = self.share(shard, self._seen(slot, len(tokens)))
+        self._ended.append(Ended(shard, adapter, tokens, held, experts))
+
+    def find(self, tokens: np.ndarray, adapter: int) -> tuple[Ended, int] | None:
+        """The kept sequence that has most tokens in common with the beginning of a prompt `[T]`, which is used now, and
+        how many they are, without the last of the prompt; None where it is not worth a copy."""
+        best, most = None, max(self.sizes.page // WORTH, 1) - 1
+        for ended in self._ended:
+            common = _common(ended.tokens, tokens[:-1]) if ended.adapter == adapter else 0
+            if common > most and all(
+                index in pages
+                for window, pages in zip(self.sizes.windows, ended.held, strict=True)
+                for index in range(
+                    0 if window is None else max(0, common - window + 1) // self.sizes.page,
+                    -(-common // self.sizes.page),
+                )
+            ):
+                best, most = ended, common
+        if best is None:
+            return None
+        self._ended = [*(ended for ended in self._ended if ended is not best), best]
+        return best, most
+
+    def _evict(self, shard: int, need: int, *, windows: bool) -> None:
+        """Lets kept sequences go until so many pages of each of these kinds are free, or none is kept."""
+        for _, pools, _ in self._kinds[windows]:
+            while len(pools[shard].free) < need and (kept := [x for x in self._ended if x.shard == shard]):
+                self._let_go(kept[0])
+
+    def _let_go(self, ended: Ended) -> None:
+        self._ended = [x for x in self._ended if x is not ended]
+        self.drop(ended.shard, ended.held)
 
     def forget(self, key: tuple) -> None:
         """Lets the pages under this key go, if any are kept."""
@@ -255,6 +325,8 @@ class PageTables:
     def _take(self, kind: int, shard: int) -> int:
         """A free page; where there is none, pages that are only kept go."""
         pool = self._pools[kind][shard]
+        while not pool.free and (kept := [x for x in self._ended if x.shard == shard]):
+            self._let_go(kept[0])
         while not pool.free:
             self.forget(next(key for key, prefix in self.prefixes.items() if prefix.shard == shard))
         return pool.share(pool.free.pop())
@@ -264,3 +336,10 @@ class PageTables:
         self._changed.add(slot)
         for kind, held in enumerate(self._held):
             self._ends[kind, slot] = max(held[slot], default=-1) + 1
+
+
+def _common(sequence: np.ndarray, other: np.ndarray) -> int:
+    """How many tokens two sequences begin with alike."""
+    number = min(len(sequence), len(other))
+    differ = sequence[:number] != other[:number]
+    return int(differ.argmax()) if differ.any() else number

@@ -92,7 +92,10 @@ class Handover:
             try:
                 await server.call("/v1/load_lora_adapter", {"lora_name": folder.name, "lora_path": str(folder)})
             except Refused as error:
-                hint = "start it with --enable-lora --max-lora-rank RANK and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                hint = (
+                    f"start tunix serve with --enable-lora --allow-updates {self._folder}, vLLM with --enable-lora "
+                    "--max-lora-rank RANK and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+                )
                 raise Unfit(f"it loads no adapter ({error}): {hint}; it has to see {folder}") from None
             except Failed as error:
                 raise Failed(f"it loads no adapter from {folder} ({error}): does it see that folder?") from None
@@ -104,7 +107,8 @@ class Handover:
             await server.call("/pause?mode=wait", {})
         except Refused as error:
             raise Unfit(
-                f"it loads no weights ({error}): start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1"
+                f"it loads no weights ({error}): start tunix serve with --allow-updates {self._folder}, vLLM 0.32 or "
+                "newer with VLLM_SERVER_DEV_MODE=1"
             ) from None
         try:
             try:

@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import json
 import logging
+import os
 import queue
 import secrets
 import threading
@@ -52,6 +53,7 @@ from tunix.rollout.servers.server import Pool, Server
 from tunix.rollout.types import Pause
 from tunix.types import Completion, OnDone, Reply, Request, Usage, Workload
 from tunix.util.coded import array_of, coded
+from tunix.util.ports import KEY
 
 _log = logging.getLogger(__name__)
 ENDING = 5.0
@@ -186,7 +188,9 @@ class ServerSampler(Sampler):
         self._holds = 0
         """Calls that were promised the present weights, and have not ended."""
         self._handover, self._probe, self._expected, self._decode = handover, probe, probe.expected, decode
-        self.pool = Pool([Server(url, timeout) for url in urls])
+        key = os.environ.get(KEY)
+        headers = {"Authorization": f"Bearer {key}"} if key else None
+        self.pool = Pool([Server(url, timeout, headers) for url in urls])
         """All servers, drained ones included."""
         self._held: Path | None = None
         """The folder of the weights that servers answer from; None before the first."""
