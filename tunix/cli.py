@@ -591,6 +591,8 @@ def _chat(parsed: Parsed) -> None:
     value("--max-length N", "maximum tokens of prompt and answer (the model's own)", count),
     slots("requests answered"),
     switch("--enable-lora", text="let a run load adapters beside the weights, which then are kept twice"),
+    value("--train FOLDER", "train adapters through the Tinker protocol; their checkpoints are in this folder", Path),
+    value("--rank N", "highest rank of an adapter that is trained (32)", count, 32),
     DTYPE,
 )
 def _serve(parsed: Parsed) -> None:
@@ -606,7 +608,7 @@ def _serve(parsed: Parsed) -> None:
         except ModuleNotFoundError as error:
             raise UserError(f"tunix serve needs {error.name}: {install_command('serve')}") from None
         options = filled(InferenceOptions, parsed, length=parsed.max_length)
-        serve(options, listener, enable_lora=parsed.enable_lora)
+        serve(options, listener, enable_lora=parsed.enable_lora, train=parsed.train, rank=parsed.rank)
 
 
 @command(

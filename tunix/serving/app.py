@@ -19,18 +19,23 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 
 from tunix.hf.source import require_lm_head
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.serving.service import CompletionBody, Refusal, Service
+from tunix.serving.tinker.routes import Door
+from tunix.serving.tinker.tenants import Tenants
 
 _log = logging.getLogger(__name__)
 
 
-def serve(options: InferenceOptions, listener: socket.socket, *, enable_lora: bool) -> None:
+def serve(
+    options: InferenceOptions, listener: socket.socket, *, enable_lora: bool, train: Path | None = None, rank: int = 32
+) -> None:
     """Answers at a socket that listens already, whose clients wait until the model is read and compiled; until Ctrl-C.
-    With `enable_lora` adapters may be loaded beside the weights, which then are kept twice.
+    With `enable_lora` adapters may be loaded beside the weights, which then are kept twice. With `train` adapters up to
+    `rank` are trained through the Tinker protocol, whose checkpoints are in that folder.
 
     Raises:
         UserError: the model cannot be read, or scores and does not answer.
@@ -43,11 +48,12 @@ def serve(options: InferenceOptions, listener: socket.socket, *, enable_lora: bo
     host, port, *_ = listener.getsockname()
     where = f"[{host}]" if ":" in host else host
     print(f"http://{where}:{port} answers, up to {service.length} tokens; Ctrl-C ends", file=sys.stderr, flush=True)
-    server_of(service).run(sockets=[listener])
+    door = None if train is None else Door(Tenants(inference, train, rank))
+    server_of(service, door).run(sockets=[listener])
 
 
-def server_of(service: Service) -> uvicorn.Server:
-    """What answers on the sockets that it is run with, until it is told to end."""
+def server_of(service: Service, door: Door | None = None) -> uvicorn.Server:
+    """What answers on the sockets that it is run with, until it is told to end; `door` to clients of Tinker."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -74,9 +80,12 @@ def server_of(service: Service) -> uvicorn.Server:
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
         await run_in_threadpool(service.batches.close)
+        if door is not None:
+            await run_in_threadpool(door.tenants.close)
 
     routes = [Route(path, endpoint, methods=[method]) for method, paths in ADDRESSES.items() for path in paths.split()]
-    app = Starlette(routes=routes, lifespan=lifespan)
+    mounts = [] if door is None else [Mount("/api/v1", routes=door.routes())]
+    app = Starlette(routes=[*routes, *mounts], lifespan=lifespan)
     return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
 
 
