@@ -12,16 +12,15 @@ Losses are plain sums over tokens and data.
 Axes: B rows, R rows of a micro-batch, T time, N tokens of a datum, K targets of a position.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from tunix.algorithms.ops import cispo_surrogate, clipped_surrogate, log_ratio, plain_surrogate
@@ -32,14 +31,14 @@ from tunix.hf.source import weights
 from tunix.inference.model import InferenceModel
 from tunix.lora.adapt import adapt
 from tunix.lora.config import AdapterConfig
-from tunix.mesh import RULES, build_mesh, compiler_options
+from tunix.mesh import build_mesh, compiler_options
 from tunix.models.config import is_adapter
 from tunix.models.model import Model, Params
 from tunix.models.quantization.formats import simulated
 from tunix.models.quantization.modules import projections_of
 from tunix.serving.tinker.wire import Datum
 from tunix.trainer.logprobs import unpack
-from tunix.trainer.microbatches import rows_per_microbatch
+from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
 from tunix.trainer.step import forward_of
 from tunix.types import Batch, Sequence
 from tunix.util.exact import jit
@@ -49,7 +48,6 @@ ALPHA = 32.0
 """The protocol does not name alpha; this is that of the adapters of its exports."""
 SHORTEST = 128
 """Tokens of the shortest rows; others have the next power of two that the longest datum fits in."""
-ROWS = "tokens", "positions", "segment_ids", "loss_mask"
 VALUES = "weights", "logprobs", "advantages"
 """What a loss may read beside its targets."""
 CLIPS = "clip_low_threshold", "clip_high_threshold"
@@ -116,8 +114,8 @@ def losses_of(
     branches = (
         lambda: -w * logprobs,
         lambda: plain_surrogate(ratio, advantages).loss,
-        lambda: clipped_surrogate(ratio, advantages, low, high).loss,  # pyright: ignore[reportArgumentType]
-        lambda: cispo_surrogate(logprobs, ratio, advantages, low, high).loss,  # pyright: ignore[reportArgumentType]
+        lambda: clipped_surrogate(ratio, advantages, low, high).loss,
+        lambda: cispo_surrogate(logprobs, ratio, advantages, low, high).loss,
         lambda: -logprobs * advantages + 0.5 * settings["beta"] * (logprobs - q) ** 2,
     )
     return jax.lax.switch(loss, branches)
@@ -145,14 +143,13 @@ class Step(NamedTuple):
     """The largest norm of the summed gradients; 0 for any."""
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """What a loss says of each datum."""
+class Outputs(NamedTuple):
+    """What a loss says of each datum, in the shape of its targets: `[N]` or `[N K]`."""
 
     logprobs: list[np.ndarray]
-    """`[N]` or `[N K]` of each datum's targets in nats, in the shape of its targets."""
+    """Of the targets, in nats."""
     losses: list[np.ndarray]
-    """The loss of each, in the same shapes."""
+    """What is summed."""
 
 
 class Compute:
@@ -171,7 +168,7 @@ class Compute:
         """
         prepare_jax()
         source, dtype, mesh = inference.source, inference.options.dtype, build_mesh(MeshConfig(), devices)
-        self.decoder, self.rank, self.mesh, self._longest = source.decoder, rank, mesh, inference.limit
+        self.rank, self.mesh, self._longest = rank, mesh, inference.limit
         self.modules = tuple(projections_of(source.decoder))
         """The modules that can be adapted, by their short Hugging Face names."""
         adapter = self.settings(rank, self.modules)
@@ -186,6 +183,7 @@ class Compute:
         self._backward = jit(self._gradients, donate_argnums=2, options=options)
         self._update = jit(self._stepped)
         self._zeros = jit(lambda tree: jax.tree.map(jnp.zeros_like, tree))
+        self._moments = jit(optax.scale_by_adam().init)
         self.nothing = Adapter(self.zeros(trained), 1.0)
         """No adapter: the base."""
 
@@ -207,7 +205,7 @@ class Compute:
     def moments(self, params: Params) -> optax.OptState:
         """The optimizer's state before the first update."""
         with jax.set_mesh(self.mesh):
-            return jit(optax.scale_by_adam().init)(params)
+            return self._moments(params)
 
     def narrowed(self, arrays: Mapping[str, Any], rank: int, modules: tuple[str, ...]) -> dict[str, np.ndarray]:
         """The arrays of the modules that an adapter trains, without the channels that it lacks."""
@@ -235,7 +233,7 @@ class Compute:
         """All weights of an adapter on the base, as the model computes with them."""
         return {**self.frozen, **_louder(adapter.params, adapter.factor)}
 
-    def check(self, data: List[Datum], kind: Kind | None) -> None:
+    def check(self, data: List[Datum], kind: Kind) -> None:
         """Checks that a loss can be computed of data.
 
         Raises:
@@ -243,34 +241,34 @@ class Compute:
         """
         if not data:
             raise UserError("there is no datum: send at least one")
-        vocab, inputs = self.decoder.vocab_size, () if kind is None else kind.inputs
+        vocab, wanted = self.model.config.vocab_size, {"target_tokens", *kind.inputs}
         for number, datum in enumerate(data):
-            wanted, length = {"target_tokens", *inputs}, len(datum.tokens)
-            if missing := sorted(wanted - datum.inputs.keys()):
-                raise UserError(f"datum {number}: loss_fn_inputs lacks {', '.join(missing)}")
-            if extra := sorted(datum.inputs.keys() - wanted):
-                raise UserError(f"datum {number}: loss_fn_inputs has {', '.join(extra)}, which this loss does not read")
+            inputs, length = datum.inputs, len(datum.tokens)
+            if inputs.keys() != wanted:
+                raise UserError(
+                    f"datum {number}: loss_fn_inputs are {', '.join(inputs) or 'none'}; this loss reads "
+                    f"{', '.join(sorted(wanted))}"
+                )
             if not 1 <= length <= self._longest:
                 raise UserError(f"datum {number} has {length} tokens; 1 to {self._longest} can be read")
-            shape = datum.inputs["target_tokens"].shape
-            for name, values in datum.inputs.items():
-                if values.shape != shape or shape[:1] != (length,) or len(shape) > 2 or 0 in shape:
+            shape = inputs["target_tokens"].shape
+            if len(shape) == 2 and kind is not LOSSES["cross_entropy"]:
+                raise UserError(f"datum {number}: target_tokens has {shape[1]} columns, which only cross_entropy reads")
+            for name, values in {"model_input": datum.tokens, **inputs}.items():
+                if name != "model_input" and (values.shape != shape or shape[:1] != (length,) or len(shape) > 2):
                     raise UserError(
-                        f"datum {number}: {name} has the shape {list(values.shape)} for {length} tokens of model_input "
-                        f"and target_tokens of {list(shape)}; all have one value for each token"
+                        f"datum {number}: {name} has the shape {list(values.shape)} and target_tokens {list(shape)}; "
+                        f"each has a value for each of the {length} tokens of model_input"
                     )
                 if name in VALUES and not np.isfinite(values).all():
                     raise UserError(f"datum {number}: {name} holds a value that is not finite")
-            if len(shape) == 2 and kind is not LOSSES["cross_entropy"] and kind is not None:
-                raise UserError(f"datum {number}: target_tokens has {shape[1]} columns, which only cross_entropy reads")
-            for name, ids in (("model_input", datum.tokens), ("target_tokens", datum.inputs["target_tokens"])):
-                if not 0 <= ids.min() <= ids.max() < vocab:
+                if name not in VALUES and (not values.size or not 0 <= values.min() <= values.max() < vocab):
                     raise UserError(f"datum {number}: {name} holds ids outside of the vocabulary, 0 to {vocab - 1}")
 
     def forward(self, adapter: Adapter, data: List[Datum], name: str, config: Mapping[str, float]) -> Outputs:
-        """What a loss says of data, without gradients; `config` holds all of its settings."""
+        """What a loss says of data, without gradients."""
         loss = _loss(name, config)
-        return Outputs(*self._each(data, lambda *inputs: self._forward(self.frozen, adapter, *inputs, *loss)))
+        return self._each(data, lambda rows: self._forward(self.frozen, adapter, rows, *loss))
 
     def backward(
         self, adapter: Adapter, sums: Params, data: List[Datum], name: str, config: Mapping[str, float]
@@ -278,13 +276,12 @@ class Compute:
         """As `forward`, and `sums` with the gradients of the data's summed loss added; donates `sums`."""
         loss = _loss(name, config)
 
-        def run(rows: Batch, columns: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def run(rows: Batch) -> tuple[jax.Array, jax.Array]:
             nonlocal sums
-            sums, logprobs, losses = self._backward(self.frozen, adapter, sums, rows, columns, *loss)
+            sums, logprobs, losses = self._backward(self.frozen, adapter, sums, rows, *loss)
             return logprobs, losses
 
-        outputs = Outputs(*self._each(data, run))
-        return outputs, sums
+        return self._each(data, run), sums
 
     def update(
         self, params: Params, moments: optax.OptState, gradients: Params, step: Step
@@ -294,85 +291,62 @@ class Compute:
             params, moments, norm = self._update(params, moments, gradients, Step(*map(np.float32, step)))
         return params, moments, float(norm)
 
-    def _each(self, data: List[Datum], run: Any) -> list[list[np.ndarray]]:
-        """Calls `run(rows, columns)` for each micro-batch of the data; for each of its results, `[K R T]`, the part of
-        each datum, `[N]` or `[N K]`."""
-        results: list[dict[int, np.ndarray]] = []
+    def _each(self, data: List[Datum], run: Callable[[Batch], tuple[jax.Array, jax.Array]]) -> Outputs:
+        """Calls `run` for each micro-batch of the data, which returns log-probs and losses `[K R T]`."""
+        outputs = Outputs(list(map(np.zeros, range(len(data)))), list(map(np.zeros, range(len(data)))))
         widths = [datum.inputs["target_tokens"].shape[1:] for datum in data]
         for width in dict.fromkeys(widths):
             members = [number for number, other in enumerate(widths) if other == width]
             batch, microbatches = self._microbatches([data[i] for i in members])
             with jax.set_mesh(self.mesh):
-                parts = [run(rows, columns) for rows, columns in microbatches]
-            for at, of_rows in enumerate(zip(*parts, strict=True)):
+                parts = [run(rows) for rows in microbatches]
+            for listed, of_rows in zip(outputs, zip(*parts, strict=True), strict=True):
                 whole = np.concatenate([np.asarray(x) for x in of_rows], axis=1)[:, : len(batch.tokens)]
-                if at == len(results):
-                    results.append({})
                 for number, values in zip(members, unpack(np.moveaxis(whole, 0, -1), batch, len(members)), strict=True):
-                    results[at][number] = values[1:] if width else values[1:, 0]
-        return [[of_datum[number] for number in range(len(data))] for of_datum in results]
+                    listed[number] = values[1:] if width else values[1:, 0]
+        return outputs
 
-    def _microbatches(self, data: List[Datum]) -> tuple[Batch, Iterator[tuple[Batch, dict[str, jax.Array]]]]:
-        """Data of as many targets at a position in packed rows `[B T]`, and their micro-batches `[R T]` on the devices
-        with targets and values `[K R T]`."""
+    def _microbatches(self, data: List[Datum]) -> tuple[Batch, Iterator[Batch]]:
+        """Data of K targets at a position in packed rows `[B T]`, and their micro-batches `[R T]` on the devices.
+
+        What the loss reads is there as `NAME/k`, ids as float32, which has all integers up to 2**24."""
         longest = max(len(datum.tokens) for datum in data) + 1
         length = max(SHORTEST, 1 << (longest - 1).bit_length())
-        sequences = [
-            Sequence(np.append(datum.tokens, 0).astype(np.int32), np.arange(len(datum.tokens) + 1) > 0)
-            for datum in data
-        ]
+        sequences = []
+        for datum in data:
+            targets, columns = datum.inputs["target_tokens"], dict[str, np.ndarray]()
+            for name in ("target_tokens", *VALUES):
+                values = np.asarray(datum.inputs.get(name, np.zeros(targets.shape)), np.float32)
+                for k, column in enumerate(values.reshape(len(targets), -1).T):
+                    columns[f"{name}/{k}"] = np.append(np.float32(0), column)  # a place after the token that it is of
+            tokens = np.append(datum.tokens, 0).astype(np.int32)
+            sequences.append(Sequence(tokens, np.arange(len(tokens)) > 0, per_token=columns))
         batch = pack(sequences, len(sequences), length)
-        segments = np.asarray(batch.segment_ids)
-        starts = np.cumsum([0, *(len(sequence.tokens) for sequence in sequences[:-1])])
-        source = starts[np.asarray(batch.sequence_ids)] + np.asarray(batch.positions)
-
-        def column(name: str, dtype: type) -> np.ndarray:
-            """`[K B T]` of a named input, a place later than the token that it is aligned with."""
-            parts = []
-            for datum in data:
-                values = np.asarray(datum.inputs.get(name, np.zeros_like(datum.inputs["target_tokens"])), dtype)
-                values = values.reshape(len(datum.tokens), -1)
-                parts += [np.zeros_like(values[:1]), values]
-            return np.moveaxis(np.where(segments[..., None] > 0, np.concatenate(parts)[source], 0), -1, 0)
-
-        columns = {"targets": column("target_tokens", np.int32)} | {name: column(name, np.float32) for name in VALUES}
-        rows = {name: np.asarray(getattr(batch, name)) for name in ROWS}
         number = rows_per_microbatch(self.mesh, 1 << 30, None, length, packing=False)
-        of_rows, of_columns = (
-            NamedSharding(self.mesh, PartitionSpec(*axes)) for axes in ((RULES["rows"],), (None, RULES["rows"]))
+        placed, alone = Microbatcher(number, self.mesh).place(batch), np.ones(1, np.float32)
+        # Nothing is divided: the sequences do not count, and their number is in no shape.
+        parts = (
+            replace(placed.at(i), weights=alone, lengths=alone, counts={})
+            for i in range(-(-len(batch.tokens) // number))
         )
-
-        def placed() -> Iterator[tuple[Batch, dict[str, jax.Array]]]:
-            for begin in range(0, len(segments), number):
-                lacking = max(begin + number - len(segments), 0)
-                part = {name: np.pad(x[begin : begin + number], ((0, lacking), (0, 0))) for name, x in rows.items()}
-                named = {
-                    name: np.pad(x[:, begin : begin + number], ((0, 0), (0, lacking), (0, 0)))
-                    for name, x in columns.items()
-                }
-                yield batch_of(jax.device_put(part, of_rows)), jax.device_put(named, of_columns)
-
-        return batch, placed()
+        return batch, parts
 
     def _losses(
-        self,
-        frozen: Params,
-        adapter: Adapter,
-        rows: Batch,
-        columns: Mapping[str, jax.Array],
-        loss: jax.Array,
-        settings: Mapping[str, jax.Array],
+        self, frozen: Params, adapter: Adapter, rows: Batch, loss: jax.Array, settings: Mapping[str, jax.Array]
     ) -> tuple[Float[Array, "K R T"], Float[Array, "K R T"]]:
         """Log-probs of the targets and the losses of these, 0 in the padding."""
         params = {**frozen, **_louder(adapter.params, adapter.factor)}
         hidden, _ = forward_of(self.model, params, rows)
-        positions, mask = jnp.asarray(rows.positions), jnp.asarray(rows.loss_mask)
+        positions, mask, values = jnp.asarray(rows.positions), jnp.asarray(rows.loss_mask), rows.per_token
+        names = ("target_tokens", *VALUES)
+        columns = {name: jnp.stack([values[f"{name}/{k}"] for k in range(len(values) // len(names))]) for name in names}
 
         def of_column(column: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            logprobs, _ = self.model.logprobs_of(params, hidden, column["targets"], positions, mask)
+            targets = column["target_tokens"].astype(jnp.int32)
+            logprobs, _ = self.model.logprobs_of(params, hidden, targets, positions, mask)
             return logprobs, jnp.where(mask, losses_of(loss, logprobs, column, settings, rows), 0.0)
 
-        return jax.lax.map(of_column, dict(columns))
+        return jax.lax.map(of_column, columns)
 
     def _gradients(
         self, frozen: Params, adapter: Adapter, sums: Params, *inputs: Any
@@ -401,12 +375,6 @@ def _loss(name: str, config: Mapping[str, float]) -> tuple[np.int32, dict[str, n
     """A loss and its settings as the programs take them."""
     settings = {key: np.float32(config.get(key, 0.0)) for key in (*CLIPS, "beta")}
     return np.int32(list(LOSSES).index(name)), settings
-
-
-def batch_of(rows: Mapping[str, Any]) -> Batch:
-    """Rows as a batch whose sequences do not count: nothing is divided."""
-    alone = np.ones(1, np.float32)
-    return Batch(**rows, sequence_ids=rows["segment_ids"], weights=alone, lengths=alone, counts={})
 
 
 def _louder(params: Params, factor: Any) -> Params:

@@ -4,22 +4,21 @@ A training client has an adapter of its own over the base that all share, with i
 gradients. A sampler is an adapter as it was at some moment, or the base. One thread carries out the jobs of training
 (`futures.Turns`) and answers the requests of samplers, in turn: the engine samples with one adapter at a time, for all
 who ask for it, and is paused after a few dispatches where others wait.
-
-Axes: P tokens of a prompt, T tokens, K targets of a position.
 """
 
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -31,14 +30,7 @@ from tunix.rollout.engine.engine import Engine
 from tunix.serving.tinker.checkpoints import Checkpoints, Run
 from tunix.serving.tinker.compute import ALPHA, Adapter, Compute, Step, kind_of
 from tunix.serving.tinker.futures import Promise, Promises, Refusal, Result, Turns
-from tunix.serving.tinker.wire import (
-    Datum,
-    Sampled,
-    config_of,
-    data_of,
-    forward_backward_output,
-    sample_response,
-)
+from tunix.serving.tinker.wire import Datum, config_of, data_of, forward_backward_output, sample_response
 from tunix.types import Completion, Request
 
 _log = logging.getLogger(__name__)
@@ -89,8 +81,6 @@ class Sampling:
     """One for each completion."""
     scored: int | None = None
     """The position from which on log-probs of the prompt are asked for, e.g. 1; None where none are."""
-    targets: np.ndarray | None = None
-    """`[P-1 K]` ids to score at each position of the prompt but the first, -1 for none; None where none are asked."""
     completions: dict[int, Completion] = field(default_factory=dict)
     """Those that are there, by their numbers."""
 
@@ -103,7 +93,7 @@ class Sampling:
     @property
     def unscored(self) -> bool:
         """Whether the engine's completions are all that is answered."""
-        return self.exact and self.scored is None and self.targets is None
+        return self.exact and self.scored is None
 
 
 class Tenants:
@@ -214,7 +204,8 @@ class Tenants:
             raise UserError("lora_config: nothing would train: set train_mlp or train_attn")
         number = secrets.randbits(31) if seed is None else seed % (1 << 31)
         params = self.compute.fresh(number, run.rank, run.modules)
-        self._admit(Tenant(model, run, params, self.compute.moments(params)))
+        self.checkpoints.begin(model, run)
+        self.models[model] = Tenant(model, run, params, self.compute.moments(params))
         return {"type": "create_model", "model_id": model}
 
     def forward_backward(self, message: Any) -> Result:
@@ -250,23 +241,19 @@ class Tenants:
         tenant.gradients = None
         return {"metrics": {"grad_norm": norm, "learning_rate": float(step.learning_rate)}}
 
-    def save(self, model: str, name: str, overwrite: bool, about: Any) -> Result:
-        """Saves what training goes on from: weights and optimizer."""
-        path = self.checkpoints.path(model, "weights", name, overwrite=overwrite)
-        tenant = self._tenant(model)
-        moments: Any = tenant.moments
-        parts = {"mu": moments.mu, "nu": moments.nu}
-        state = {
-            f"{part}/{name}": x for part, tree in parts.items() for name, x in self._narrowed(tenant, tree).items()
-        }
-        self.checkpoints.save(path, self._writing(tenant), {**state, "count": np.asarray(moments.count)}, about)
-        return {"type": "save_weights", "path": path}
-
-    def save_sampler(self, model: str, name: str, about: Any) -> Result:
-        """Saves weights to sample from."""
-        path = self.checkpoints.path(model, "sampler_weights", name)
-        self.checkpoints.save(path, self._writing(self._tenant(model)), None, about)
-        return {"type": "save_weights_for_sampler", "path": path}
+    def save(self, model: str, kind: str, name: str, overwrite: bool) -> Result:
+        """Saves weights to sample from (`sampler_weights`), or what training goes on from (`weights`)."""
+        tenant, path, state = self._tenant(model), f"tinker://{model}/{kind}/{name}", None
+        rank, modules, moments = tenant.run.rank, tenant.run.modules, cast(Any, tenant.moments)
+        if kind == "weights":
+            state = {"count": np.asarray(moments.count)}
+            for part, tree in (("mu", moments.mu), ("nu", moments.nu)):
+                state |= {f"{part}/{name}": x for name, x in self.compute.narrowed(tree, rank, modules).items()}
+        arrays = {name: jnp.asarray(x) for name, x in self.compute.narrowed(tenant.params, rank, modules).items()}
+        settings, decoder = self.compute.settings(rank, modules), self.compute.model.config
+        write = partial(save_adapter, params=arrays, adapter=settings, config=decoder, **self._origin)
+        self.checkpoints.save(path, write, state, overwrite)
+        return {"type": "save_weights" if state else "save_weights_for_sampler", "path": path}
 
     def snapshot(self, model: str, sampler: str) -> Result:
         """A sampler of the weights as they are now, in memory."""
@@ -278,31 +265,31 @@ class Tenants:
             old.adapter = None
         return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
 
-    def load(self, model: str, path: str, optimizer: bool, about: Any, *, new: bool) -> Result:
+    def load(self, model: str, base: str, path: str, optimizer: bool, about: Any, *, new: bool) -> Result:
         """The weights of a checkpoint, with its optimizer or a fresh one, in a model or as a new one.
 
         Raises:
-            UserError: there is no such checkpoint, or it does not fit the model.
+            UserError: there is no such checkpoint, it is one to sample from, or it does not fit.
         """
+        self.check_base(base)
         state = self.checkpoints.optimizer(path)
         settings, adapter = self._read(path)
         modules = tuple(name for name in self.compute.modules if name in settings.targeted)
-        run = Run(self.name, settings.rank, modules, about)
+        run = Run(base, settings.rank, modules, about)
         before = run if new else self._tenant(model).run
         if (before.rank, before.modules) != (run.rank, run.modules):
             raise UserError(f"{path} has rank {run.rank} and adapts {', '.join(run.modules)}, unlike {model}")
         moments: Any = self.compute.moments(adapter.params)
         if optimizer:
             mu, nu = (
-                self.compute.widened({name[3:]: x for name, x in state.items() if name.startswith(f"{part}/")})
-                for part in ("mu", "nu")
+                self.compute.widened({name[3:]: x for name, x in state.items() if name.startswith(part)})
+                for part in ("mu/", "nu/")
             )
-            moments = moments._replace(count=jax.numpy.asarray(state["count"]), mu=mu, nu=nu)
+            moments = moments._replace(count=jnp.asarray(state["count"]), mu=mu, nu=nu)
+        tenant = Tenant(model, before, adapter.params, moments)
         if new:
-            self._admit(Tenant(model, run, adapter.params, moments))
-        else:
-            tenant = self._tenant(model)
-            tenant.params, tenant.moments, tenant.gradients = adapter.params, moments, None
+            self.checkpoints.begin(model, run)
+        self.models[model] = tenant
         return {"type": "load_weights", "path": path, "model_id": model}
 
     def check_base(self, name: str | None) -> None:
@@ -314,9 +301,15 @@ class Tenants:
         if name != self.name:
             raise UserError(f"base_model: {name} is not served here; {self.name} is")
 
-    def _admit(self, tenant: Tenant) -> None:
-        self.checkpoints.begin(tenant.name, tenant.run)
-        self.models[tenant.name] = tenant
+    def run(self, model: str) -> Run:
+        """What a model is.
+
+        Raises:
+            Refusal: there is no such model.
+        """
+        if (tenant := self.models.get(model)) is None:
+            raise Refusal(404, f"there is no model {model}: it was not created, or its session has ended")
+        return tenant.run
 
     def _tenant(self, model: str) -> Tenant:
         if (tenant := self.models.get(model)) is None:
@@ -326,22 +319,13 @@ class Tenants:
     def _adapter(self, tenant: Tenant) -> Adapter:
         return Adapter(tenant.params, self.compute.rank / tenant.run.rank)
 
-    def _narrowed(self, tenant: Tenant, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        return self.compute.narrowed(arrays, tenant.run.rank, tenant.run.modules)
-
     @cached_property
-    def _fingerprint(self) -> str | None:
+    def _origin(self) -> dict[str, str | None]:
+        """What a PEFT folder says of its base."""
         source = self.inference.source
-        if source.folder is None or not source.stands_alone:
-            return None
-        return fingerprint(source.name, source.folder, source.decoder, None)
-
-    def _writing(self, tenant: Tenant) -> Callable[[Path], None]:
-        """Writes a tenant's adapter as a PEFT folder."""
-        arrays = {name: jax.numpy.asarray(x) for name, x in self._narrowed(tenant, tenant.params).items()}
-        settings = self.compute.settings(tenant.run.rank, tenant.run.modules)
-        decoder, base = self.compute.decoder, self.inference.source.name
-        return lambda folder: save_adapter(folder, arrays, settings, decoder, base, fingerprint=self._fingerprint)
+        known = source.folder is not None and source.stands_alone
+        digest = fingerprint(source.name, cast(Path, source.folder), source.decoder, None) if known else None
+        return {"base": source.name, "fingerprint": digest}
 
     def _read(self, path: str) -> tuple[AdapterConfig, Adapter]:
         """The settings and the weights of a checkpoint.
@@ -349,7 +333,7 @@ class Tenants:
         Raises:
             UserError: there is none, or it was not trained here, or its rank is above the highest.
         """
-        settings, arrays = load_adapter(self.checkpoints.existing(path), self.compute.decoder, lm_head=True)
+        settings, arrays = load_adapter(self.checkpoints.folder(path), self.compute.model.config, lm_head=True)
         if settings.rank > self.compute.rank or settings.alpha != ALPHA:
             raise UserError(
                 f"{path} has rank {settings.rank} and alpha {settings.alpha:g}; this server trains ranks up to "
@@ -442,29 +426,21 @@ class Tenants:
 
     def _finish(self, adapter: Adapter, ready: List[Sampling]) -> None:
         """Answers requests whose completions are there, with log-probs of their prompts where these are asked for."""
-        data: list[Datum] = []
+        wholes: list[np.ndarray] = []
         for sampling in ready:
             prompt = sampling.requests[0].prompt
-            if sampling.scored is not None and len(prompt) > 1:
-                data.append(Datum(prompt[:-1], {"target_tokens": prompt[1:]}))
-            if sampling.targets is not None:
-                data.append(Datum(prompt[:-1], {"target_tokens": np.maximum(sampling.targets, 0)}))
-            if not sampling.exact:
-                for i in range(len(sampling.requests)):
-                    whole = np.concatenate([prompt, sampling.completions[i].tokens])
-                    data.append(Datum(whole[:-1], {"target_tokens": whole[1:]}))
-        scores = iter(self.compute.forward(adapter, data, "cross_entropy", {}).logprobs if data else [])
-        for sampling in ready:
-            prompt, sequences = sampling.requests[0].prompt, []
-            logprobs = targets = None
             if sampling.scored is not None:
-                logprobs = np.full(len(prompt), np.nan, np.float32)
-                if len(prompt) > 1:
-                    logprobs[sampling.scored :] = next(scores)[sampling.scored - 1 :]
-            if sampling.targets is not None:
-                targets = np.where(sampling.targets < 0, 0.0, next(scores))
-            for i in range(len(sampling.requests)):
-                completion = sampling.completions[i]
-                of_tokens = completion.logprobs if sampling.exact else next(scores)[len(prompt) - 1 :]
-                sequences.append(Sampled(completion.finish == "stop", completion.tokens, of_tokens, completion.top))
-            sampling.promise.settle(sample_response(sequences, logprobs, targets))
+                wholes.append(prompt)
+            if not sampling.exact:
+                wholes += [np.append(prompt, sampling.completions[i].tokens) for i in range(len(sampling.requests))]
+        data = [Datum(whole[:-1], {"target_tokens": whole[1:]}) for whole in wholes if len(whole) > 1]
+        scored = iter(self.compute.forward(adapter, data, "cross_entropy", {}).logprobs if data else [])
+        scores = iter([next(scored) if len(whole) > 1 else np.zeros(0) for whole in wholes])
+        for sampling in ready:
+            of_prompt = None
+            if sampling.scored is not None:
+                of_prompt = np.concatenate([[np.nan], next(scores)])
+                of_prompt[: sampling.scored] = np.nan
+            completions = [sampling.completions[i] for i in range(len(sampling.requests))]
+            logprobs = [x.logprobs if sampling.exact else next(scores)[-len(x.tokens) :] for x in completions]
+            sampling.promise.settle(sample_response(completions, logprobs, of_prompt))

@@ -4,8 +4,7 @@
 The schema is the table `SCHEMA`, of which protobuf makes classes when this module is imported: neither a compiler of
 schemas nor the SDK is needed. Byte arrays are little-endian and row-major.
 
-Axes: N tokens of a datum, K targets of a position (1 where a tensor has no such axis), P tokens of a prompt, T tokens
-of a completion, A alternatives.
+Axes: N tokens of a datum, K targets of a position, P tokens of a prompt, T tokens of a completion.
 """
 
 import re
@@ -19,6 +18,7 @@ from google.protobuf.message import DecodeError
 
 from tunix.errors import UserError
 from tunix.serving.tinker.futures import Refusal
+from tunix.types import Completion
 
 SCHEMA = """
 ForwardBackwardRequest: 1 model_id string, 2 seq_id int32, 3 data *Datum, 4 loss_fn string, 5 loss_fn_config %double, \
@@ -33,9 +33,8 @@ SparseCsr: 1 values bytes, 2 crow_indices bytes, 3 col_indices bytes
 ForwardBackwardOutput: 1 loss_fn_output_type string, 2 loss_fn_outputs *ArrayRecord, 3 metrics %double
 ArrayRecord: 1 type_tag string, 2 fields %BatchedTensor, 3 num_datums int64
 BatchedTensor: 1 data bytes, 2 offsets bytes, 3 dtype int32, 4 trailing_shape *int64
-SampleResponse: 1 sequences *SampledSequence, 2 prompt_logprobs ?bytes, 5 target_prompt_logprobs ?Tensor
-SampledSequence: 1 stop_reason int32, 2 tokens bytes, 3 logprobs ?bytes, 4 topk_sampled_logprobs ?TopkLogprobs
-TopkLogprobs: 1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32
+SampleResponse: 1 sequences *SampledSequence, 2 prompt_logprobs ?bytes
+SampledSequence: 1 stop_reason int32, 2 tokens bytes, 3 logprobs ?bytes
 """
 """Each message with its fields: number, name and type, after `*` where it is repeated, `%` for a map from strings, `|`
 for an alternative of the message's only choice, and `?` where absence is told apart from zero. Enums are numbers; of
@@ -43,8 +42,6 @@ images and sounds, which are refused, and of messages that are not read nothing 
 DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8")}
 """The types of tensors in requests, by their numbers."""
 FLOAT32 = 1
-ABSENT = -99999.0
-"""What the log-prob of an alternative is where there is none."""
 
 
 def _messages() -> dict[str, Any]:
@@ -187,47 +184,23 @@ def _trailing(output: Mapping[str, np.ndarray]) -> tuple[int, ...]:
     return next(iter(output.values())).shape[1:]
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """One completion of an answer."""
-
-    stopped: bool
-    """Whether it ended in what it was told to stop at, and not for its length."""
-    tokens: np.ndarray
-    """`[T]` ids, the stop token included."""
-    logprobs: np.ndarray
-    """`[T]` log-probs in nats."""
-    top: tuple[np.ndarray, np.ndarray] | None
-    """`[T A]` ids of the most likely tokens and their log-probs; None where nobody asked."""
-
-
 def sample_response(
-    sequences: Iterable[Sampled], prompt_logprobs: np.ndarray | None, target_logprobs: np.ndarray | None
+    completions: Iterable[Completion], logprobs: Iterable[np.ndarray], prompt_logprobs: np.ndarray | None
 ) -> bytes:
     """A serialised `SampleResponse`.
 
     Args:
-        sequences: the completions in their order.
+        completions: in their order.
+        logprobs: `[T]` of each one's tokens.
         prompt_logprobs: `[P]` of the prompt's tokens, NaN where there is none; None where nobody asked.
-        target_logprobs: `[P-1 K]` of the targets that were asked for; None where none were.
     """
     response = MESSAGES["SampleResponse"]()
-    for sampled in sequences:
-        sequence = response.sequences.add(stop_reason=0 if sampled.stopped else 1)
-        sequence.tokens, sequence.logprobs = sampled.tokens.astype("<i4").tobytes(), _floats(sampled.logprobs)
-        if sampled.top is not None:
-            ids, logprobs = sampled.top
-            top = sequence.topk_sampled_logprobs
-            top.token_ids, top.logprobs = ids.astype("<i4").tobytes(), _floats(np.maximum(logprobs, ABSENT))
-            top.length, top.k = ids.shape
+    for completion, of_tokens in zip(completions, logprobs, strict=True):
+        response.sequences.add(
+            stop_reason=0 if completion.finish == "stop" else 1,
+            tokens=completion.tokens.astype("<i4").tobytes(),
+            logprobs=of_tokens.astype("<f4").tobytes(),
+        )
     if prompt_logprobs is not None:
-        response.prompt_logprobs = _floats(prompt_logprobs)
-    if target_logprobs is not None:
-        tensor = response.target_prompt_logprobs
-        tensor.dense, tensor.dtype = _floats(target_logprobs), FLOAT32
-        tensor.shape.extend(target_logprobs.shape)
+        response.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
     return response.SerializeToString()
-
-
-def _floats(array: np.ndarray) -> bytes:
-    return array.astype("<f4").tobytes()
