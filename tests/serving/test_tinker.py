@@ -267,11 +267,8 @@ def test_gradients_are_the_trainers(base: InferenceModel):
     }
     data = [datum(n, n, weights=0.5 + n % 3) for n in (1, 5, 30, 63)]
     outputs, sums = compute.backward(Adapter(params, RANK / 4), compute.zeros(params), data, "cross_entropy", {})
-    client = tunix.client(
-        base.options.model,
-        adapter=AdapterConfig(rank=4, alpha=32, targets=modules),
-        length=LENGTH,
-    )
+    exactly = AdapterConfig(rank=4, alpha=32, targets=modules)
+    client = tunix.client({"path": base.options.model, "dtype": "float32"}, adapter=exactly, length=LENGTH)
     narrow = {name: jnp.asarray(x) for name, x in compute.narrowed(params, 4, modules).items()}
     places = {name: x.sharding for name, x in client.state.params.items()}
     assert places.keys() == narrow.keys()
