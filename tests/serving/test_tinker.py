@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from starlette.routing import Mount
 
 import tunix
 from tests.tiny_runs import model_folder
@@ -148,7 +149,7 @@ def test_a_model_has_its_order_and_waits_for_none():
     while turns:
         turns.take()()
     assert order == ["b0", "a0", "a1", "a2", "a3"]
-    with pytest.raises(Refusal, match="carried out before"):
+    with pytest.raises(UserError, match="carried out before"):
         turns.add("a", 2, lambda: None)
     turns.close("a")
     with pytest.raises(Refusal, match="there is no model a"):
@@ -334,7 +335,7 @@ def served(base: InferenceModel, folder: Path) -> Iterator[tuple[Tenants, str]]:
     service = Service(base, devices=jax.devices()[:1])
     tenants = Tenants(base, folder, RANK, jax.devices()[:1])
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = server_of(service, Door(tenants))
+        server = server_of(service, [Mount("/api/v1", routes=Door(tenants).routes())])
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         while not server.started:
@@ -344,6 +345,7 @@ def served(base: InferenceModel, folder: Path) -> Iterator[tuple[Tenants, str]]:
         finally:
             server.should_exit = True
             thread.join()
+            tenants.close()
 
 
 @pytest.mark.slow

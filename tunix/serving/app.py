@@ -9,7 +9,7 @@ import json
 import logging
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import BaseRoute, Mount, Route
 
 from tunix.hf.source import require_lm_head
 from tunix.inference.model import InferenceModel, InferenceOptions
@@ -35,7 +35,7 @@ def serve(
 ) -> None:
     """Answers at a socket that listens already, whose clients wait until the model is read and compiled; until Ctrl-C.
     With `enable_lora` adapters may be loaded beside the weights, which then are kept twice. With `train` adapters up to
-    `rank` are trained through the Tinker protocol, whose checkpoints are in that folder.
+    `rank` are trained through the Tinker protocol; their checkpoints are in that folder.
 
     Raises:
         UserError: the model cannot be read, or scores and does not answer.
@@ -45,15 +45,20 @@ def serve(
     print(f"{options.model}: reading, and compiling for {inference.slots} requests at a time", file=sys.stderr)
     service = Service(inference, adapters=enable_lora)
     service.warm()
+    tenants = None if train is None else Tenants(inference, train, rank)
+    others = [] if tenants is None else [Mount("/api/v1", routes=Door(tenants).routes())]
     host, port, *_ = listener.getsockname()
     where = f"[{host}]" if ":" in host else host
     print(f"http://{where}:{port} answers, up to {service.length} tokens; Ctrl-C ends", file=sys.stderr, flush=True)
-    door = None if train is None else Door(Tenants(inference, train, rank))
-    server_of(service, door).run(sockets=[listener])
+    try:
+        server_of(service, others).run(sockets=[listener])
+    finally:
+        if tenants is not None:
+            tenants.close()
 
 
-def server_of(service: Service, door: Door | None = None) -> uvicorn.Server:
-    """What answers on the sockets that it is run with, until it is told to end; `door` to clients of Tinker."""
+def server_of(service: Service, others: Sequence[BaseRoute] = ()) -> uvicorn.Server:
+    """What answers on the sockets that it is run with, until it is told to end; `others` are further addresses."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -80,12 +85,9 @@ def server_of(service: Service, door: Door | None = None) -> uvicorn.Server:
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
         await run_in_threadpool(service.batches.close)
-        if door is not None:
-            await run_in_threadpool(door.tenants.close)
 
     routes = [Route(path, endpoint, methods=[method]) for method, paths in ADDRESSES.items() for path in paths.split()]
-    mounts = [] if door is None else [Mount("/api/v1", routes=door.routes())]
-    app = Starlette(routes=[*routes, *mounts], lifespan=lifespan)
+    app = Starlette(routes=[*routes, *others], lifespan=lifespan)
     return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
 
 

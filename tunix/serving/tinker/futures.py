@@ -17,6 +17,8 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
+from tunix.errors import UserError
+
 Result = bytes | dict[str, Any]
 """What was computed: a serialised protobuf message, or JSON values."""
 Job = Callable[[], None]
@@ -143,10 +145,10 @@ class Turns:
         """Puts a job in its place; it is ready as soon as all before it have been added.
 
         Raises:
-            Refusal: the number was used before.
+            UserError: the number was used before.
         """
         if number < self._next[model]:
-            raise Refusal(400, f"{model}: request {number} was carried out before, and its result is dropped")
+            raise UserError(f"{model}: request {number} was carried out before, and its result is dropped")
         early = self._early.setdefault(model, {})
         early[number] = job
         while (following := early.pop(self._next[model], None)) is not None:

@@ -40,6 +40,8 @@ HOLD = 25.0
 """Seconds for which a poll is held until it is told to come again; the SDK gives up after 45."""
 SILENT = 3600.0
 """Seconds without a heartbeat after which a session has ended."""
+MOST = 64 << 20
+"""Bytes of a body at most; those of the SDK have 5 MB, or one datum."""
 NOTE = "Embedding and unembedding are not adapted here: train_unembed changes nothing"
 """What clients log when they begin a session."""
 
@@ -47,9 +49,9 @@ NOTE = "Embedding and unembedding are not adapted here: train_unembed changes no
 class Body(BaseModel):
     """A request's JSON values; unknown ones are refused by name."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
-    type: str = ""
+    type: Any = ""
 
 
 class LoraBody(Body):
@@ -206,7 +208,6 @@ class Door:
             "save_weights": self._save_weights,
             "save_weights_for_sampler": self._save_weights_for_sampler,
             "load_weights": self._load_weights,
-            "weights_info": self._weights_info,
             "create_sampling_session": self._create_sampling_session,
             "asample": self._sample,
             "retrieve_future": self._retrieve,
@@ -281,7 +282,7 @@ class Door:
         return {"type": "get_info", "model_id": model, "model_data": data, "model_name": name, **adapter}
 
     async def _forward_backward(self, request: HttpRequest) -> Any:
-        message = parsed(await request.body())
+        message = parsed(await _body(request))
         if message.seq_id < 1:
             raise Refusal(400, f"seq_id: {message.seq_id}; it is 1 or more")
         # Maps have no order in protobuf: a body that is sent again may have other bytes.
@@ -420,14 +421,6 @@ class Door:
             "user_metadata": run.user_metadata,
         }
 
-    async def _weights_info(self, request: HttpRequest) -> Any:
-        path = str((await _json(request)).get("tinker_path"))
-        self.tenants.checkpoints.folder(path)
-        run = self.tenants.checkpoints.run(path.split("/")[2])
-        attends = {_attends(name) for name in run.modules}
-        switches = {"train_unembed": False, "train_attn": True in attends, "train_mlp": False in attends}
-        return {"base_model": run.base_model, "is_lora": True, "lora_rank": run.rank, **switches}
-
 
 def _attends(module: str) -> bool:
     """Whether a module belongs to attention in the protocol, and not to the ffn."""
@@ -444,10 +437,20 @@ def _check_version(version: Any) -> None:
         raise Refusal(400, f"sdk_version: {version}; this server was tried with {TESTED}: pip install 'tinker{TESTED}'")
 
 
+async def _body(request: HttpRequest) -> bytes:
+    """A body, or a Refusal where it is too long."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MOST:
+            raise Refusal(413, f"the body has more than {MOST} bytes")
+    return bytes(body)
+
+
 async def _json(request: HttpRequest) -> dict[str, Any]:
     """The JSON values of a body, or a Refusal."""
     try:
-        values = json.loads(await request.body() or b"{}")
+        values = json.loads(await _body(request) or b"{}")
     except ValueError as error:
         raise Refusal(400, f"the body is no JSON: {error}") from None
     if not isinstance(values, dict):

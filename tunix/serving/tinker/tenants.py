@@ -143,13 +143,16 @@ class Tenants:
             work: computes the result, in the thread of this.
 
         Raises:
-            Refusal: there is no such model, or the number was used.
+            Refusal: there is no such model, or the number was used for another request.
         """
         name = f"{model}:{number}"
         with self._changed:
             self._turns.check(model)
             if (promise := self.promises.reserve(name, body)) is not None:
-                self._turns.add(model, number, lambda: self._carry_out(promise, work))
+                try:
+                    self._turns.add(model, number, lambda: self._carry_out(promise, work))
+                except UserError as error:
+                    promise.settle(error)
                 self._changed.notify_all()
         return name
 
