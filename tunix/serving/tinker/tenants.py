@@ -39,7 +39,7 @@ GATHER = 0.005
 TURN = 4
 """Dispatches of the engine after which others have their turn, if any wait."""
 SNAPSHOTS = 8
-"""How many unnamed snapshots of a model can be sampled from: the last ones."""
+"""How many unnamed snapshots of a model are kept, the last ones, and how many named ones in memory."""
 
 
 @dataclass
@@ -379,8 +379,9 @@ class Tenants:
         try:
             adapter = self._weights(sampler)
             if self._published[0] is not adapter:
-                self._published = adapter, self._published[1] + 1
-                self.engine.publish(self.compute.scaled(adapter), self._published[1])
+                version = self._published[1] + 1
+                self.engine.publish(self.compute.scaled(adapter), version)
+                self._published = adapter, version
 
             def done(number: int, completion: Completion) -> bool:
                 sampling, place, _ = queue[number]
@@ -423,8 +424,13 @@ class Tenants:
                 f"the weights of {sampler.name} are gone: the last {SNAPSHOTS} unnamed snapshots of a model are kept. "
                 "save_weights_for_sampler with a name keeps more"
             )
+        if sampler.path is None:
+            return sampler.adapter or self.compute.nothing
         if sampler.adapter is None:
-            sampler.adapter = self.compute.nothing if sampler.path is None else self._read(sampler.path)[1]
+            sampler.adapter = self._read(sampler.path)[1]
+            others = [x for x in self.samplers.values() if x.path and x.adapter is not None and x is not sampler]
+            for old in others[: 1 - SNAPSHOTS]:  # which are read again where they are asked for
+                old.adapter = None
         return sampler.adapter
 
     def _finish(self, adapter: Adapter, ready: List[Sampling]) -> None:
