@@ -50,8 +50,6 @@ SHORTEST = 128
 """Tokens of the shortest rows; others have the next power of two that the longest datum fits in."""
 VALUES = "weights", "logprobs", "advantages"
 """What a loss may read beside its targets."""
-CLIPS = "clip_low_threshold", "clip_high_threshold"
-"""Bounds of the ratio itself, not distances from 1."""
 
 
 class Kind(NamedTuple):
@@ -66,13 +64,26 @@ class Kind(NamedTuple):
 LOSSES: dict[str, Kind] = {
     "cross_entropy": Kind(("weights",), {}),
     "importance_sampling": Kind(("logprobs", "advantages"), {}),
-    "ppo": Kind(("logprobs", "advantages"), dict(zip(CLIPS, (0.8, 1.2), strict=True))),
-    "cispo": Kind(("logprobs", "advantages"), dict(zip(CLIPS, (0.0, 4.0), strict=True))),
+    "ppo": Kind(("logprobs", "advantages"), {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+    "cispo": Kind(("logprobs", "advantages"), {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
     "dro": Kind(("logprobs", "advantages"), {"beta": 0.05}),
 }
 
 
-def kind_of(name: str, config: Mapping[str, float | str]) -> tuple[Kind, dict[str, float]]:
+class Chosen(NamedTuple):
+    """A loss and its settings, as the programs take them; 0 where it has no such setting."""
+
+    number: Any = np.int32(0)
+    """The loss's place in `LOSSES`, e.g. 2."""
+    low: Any = np.float32(0)
+    """The ratio counts as no less, e.g. 0.8."""
+    high: Any = np.float32(0)
+    """The ratio counts as no more, e.g. 1.2."""
+    beta: Any = np.float32(0)
+    """Of `dro`, e.g. 0.05."""
+
+
+def chosen(name: str, config: Mapping[str, float | str]) -> tuple[Kind, Chosen]:
     """A loss and its settings, those that are left out at their defaults.
 
     Raises:
@@ -86,17 +97,15 @@ def kind_of(name: str, config: Mapping[str, float | str]) -> tuple[Kind, dict[st
             raise UserError(f"loss_fn_config: {name} has no {key!r}; it has {', '.join(kind.config) or 'none'}")
         if isinstance(value, str):
             raise UserError(f"loss_fn_config: {key} is a number, not {value!r}")
-    return kind, {**kind.config, **{key: float(value) for key, value in config.items()}}
+    settings = {**kind.config, **config}
+    values = (np.float32(settings.get(key, 0)) for key in ("clip_low_threshold", "clip_high_threshold", "beta"))
+    return kind, Chosen(np.int32(list(LOSSES).index(name)), *values)
 
 
 def losses_of(
-    loss: jax.Array,
-    logprobs: Float[Array, "R T"],
-    values: Mapping[str, Float[Array, "R T"]],
-    settings: Mapping[str, jax.Array],
-    rows: Batch,
+    loss: Chosen, logprobs: Float[Array, "R T"], values: Mapping[str, Float[Array, "R T"]], rows: Batch
 ) -> Float[Array, "R T"]:
-    """The loss of each token, by the loss's place in `LOSSES`; their sum is the loss. With r = p / q the ratio:
+    """The loss of each token; their sum is the loss. With r = p / q the ratio:
 
         cross_entropy        -w log p
         importance_sampling  -r A
@@ -110,15 +119,15 @@ def losses_of(
     w, q, advantages = (values[name] for name in VALUES)
     log_ratios = log_ratio(logprobs, q, rows)
     ratio = jnp.exp(log_ratios)
-    low, high = 1.0 - settings[CLIPS[0]], settings[CLIPS[1]] - 1.0
+    low, high = 1.0 - loss.low, loss.high - 1.0
     branches = (
         lambda: -w * logprobs,
         lambda: plain_surrogate(ratio, advantages).loss,
         lambda: clipped_surrogate(ratio, advantages, low, high).loss,
         lambda: cispo_surrogate(logprobs, ratio, advantages, low, high).loss,
-        lambda: -logprobs * advantages + 0.5 * settings["beta"] * (logprobs - q) ** 2,
+        lambda: -logprobs * advantages + 0.5 * loss.beta * (logprobs - q) ** 2,
     )
-    return jax.lax.switch(loss, branches)
+    return jax.lax.switch(loss.number, branches)
 
 
 class Adapter(NamedTuple):
@@ -265,20 +274,16 @@ class Compute:
                 if name not in VALUES and (not values.size or not 0 <= values.min() <= values.max() < vocab):
                     raise UserError(f"datum {number}: {name} holds ids outside of the vocabulary, 0 to {vocab - 1}")
 
-    def forward(self, adapter: Adapter, data: List[Datum], name: str, config: Mapping[str, float]) -> Outputs:
+    def forward(self, adapter: Adapter, data: List[Datum], loss: Chosen) -> Outputs:
         """What a loss says of data, without gradients."""
-        loss = _loss(name, config)
-        return self._each(data, lambda rows: self._forward(self.frozen, adapter, rows, *loss))
+        return self._each(data, lambda rows: self._forward(self.frozen, adapter, rows, loss))
 
-    def backward(
-        self, adapter: Adapter, sums: Params, data: List[Datum], name: str, config: Mapping[str, float]
-    ) -> tuple[Outputs, Params]:
+    def backward(self, adapter: Adapter, sums: Params, data: List[Datum], loss: Chosen) -> tuple[Outputs, Params]:
         """As `forward`, and `sums` with the gradients of the data's summed loss added; donates `sums`."""
-        loss = _loss(name, config)
 
         def run(rows: Batch) -> tuple[jax.Array, jax.Array]:
             nonlocal sums
-            sums, logprobs, losses = self._backward(self.frozen, adapter, sums, rows, *loss)
+            sums, logprobs, losses = self._backward(self.frozen, adapter, sums, rows, loss)
             return logprobs, losses
 
         return self._each(data, run), sums
@@ -332,7 +337,7 @@ class Compute:
         return batch, parts
 
     def _losses(
-        self, frozen: Params, adapter: Adapter, rows: Batch, loss: jax.Array, settings: Mapping[str, jax.Array]
+        self, frozen: Params, adapter: Adapter, rows: Batch, loss: Chosen
     ) -> tuple[Float[Array, "K R T"], Float[Array, "K R T"]]:
         """Log-probs of the targets and the losses of these, 0 in the padding."""
         params = {**frozen, **_louder(adapter.params, adapter.factor)}
@@ -344,15 +349,15 @@ class Compute:
         def of_column(column: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
             targets = column["target_tokens"].astype(jnp.int32)
             logprobs, _ = self.model.logprobs_of(params, hidden, targets, positions, mask)
-            return logprobs, jnp.where(mask, losses_of(loss, logprobs, column, settings, rows), 0.0)
+            return logprobs, jnp.where(mask, losses_of(loss, logprobs, column, rows), 0.0)
 
         return jax.lax.map(of_column, columns)
 
     def _gradients(
-        self, frozen: Params, adapter: Adapter, sums: Params, *inputs: Any
+        self, frozen: Params, adapter: Adapter, sums: Params, rows: Batch, loss: Chosen
     ) -> tuple[Params, jax.Array, jax.Array]:
         def summed(params: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            logprobs, losses = self._losses(frozen, adapter._replace(params=params), *inputs)
+            logprobs, losses = self._losses(frozen, adapter._replace(params=params), rows, loss)
             return jnp.sum(losses), (logprobs, losses)
 
         gradients, results = jax.grad(summed, has_aux=True)(adapter.params)
@@ -369,12 +374,6 @@ class Compute:
         rate, decay = step.learning_rate, step.weight_decay
         new = jax.tree.map(lambda x, direction: x - rate * (direction + decay * x), params, directions)
         return new, moments, norm
-
-
-def _loss(name: str, config: Mapping[str, float]) -> tuple[np.int32, dict[str, np.float32]]:
-    """A loss and its settings as the programs take them."""
-    settings = {key: np.float32(config.get(key, 0.0)) for key in (*CLIPS, "beta")}
-    return np.int32(list(LOSSES).index(name)), settings
 
 
 def _louder(params: Params, factor: Any) -> Params:

@@ -194,12 +194,14 @@ class Door:
 
     def routes(self) -> list[Route]:
         """All addresses."""
+        name, limit = self.tenants.name, self.tenants.inference.limit
+        model = {"model_name": name, "max_context_length": limit, "trainable": True, "sampleable": True}
         posts = {
             "client/config": self._config,
             "client/dynamic_config": self._config,
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
-            "telemetry": self._telemetry,
+            "telemetry": partial(_constant, {"status": "accepted"}),  # and nothing of it is kept
             "sessions/{session}/finish": self._finish,
             "create_model": self._create_model,
             "get_info": self._info,
@@ -213,8 +215,8 @@ class Door:
             "retrieve_future": self._retrieve,
         }
         gets = {
-            "healthz": self._health,
-            "get_server_capabilities": self._capabilities,
+            "healthz": partial(_constant, {"status": "ok"}),
+            "get_server_capabilities": partial(_constant, {"supported_models": [model]}),
             "samplers/{sampler}": self._sampler,
             "training_runs/{run}": self._run,
         }
@@ -245,9 +247,6 @@ class Door:
         self._heard[session] = time.monotonic()
         return {"type": "session_heartbeat"}
 
-    async def _telemetry(self, _: HttpRequest) -> Any:
-        return {"status": "accepted"}  # and nothing of it is kept
-
     async def _finish(self, request: HttpRequest) -> Any:
         self._end(request.path_params["session"])
         return {}
@@ -266,8 +265,12 @@ class Door:
         body, text = await _read(CreateBody, request)
         self._check_session(body.session_id)
         lora, model = body.lora_config, f"{body.session_id}:train:{body.model_seq_id}"
+        # Whatever does not belong to the ffn counts as attention, such as the parts of a DeltaNet.
+        ffn = ("gate_", "up_", "down_", "experts.", "per_layer_")
         modules = tuple(
-            name for name in self.tenants.compute.modules if (lora.train_attn if _attends(name) else lora.train_mlp)
+            name
+            for name in self.tenants.compute.modules
+            if (lora.train_mlp if name.startswith(ffn) else lora.train_attn)
         )
         self.tenants.open(model)
         run = Run(body.base_model, lora.rank, modules, body.user_metadata)
@@ -400,14 +403,6 @@ class Door:
 
     # What there is.
 
-    async def _health(self, _: HttpRequest) -> Any:
-        return {"status": "ok"}
-
-    async def _capabilities(self, _: HttpRequest) -> Any:
-        name, limit = self.tenants.name, self.tenants.inference.limit
-        model = {"model_name": name, "max_context_length": limit, "trainable": True, "sampleable": True}
-        return {"supported_models": [model]}
-
     async def _run(self, request: HttpRequest) -> Any:
         name = request.path_params["run"]
         run = self.tenants.checkpoints.run(name)
@@ -422,9 +417,8 @@ class Door:
         }
 
 
-def _attends(module: str) -> bool:
-    """Whether a module belongs to attention in the protocol, and not to the ffn."""
-    return not module.startswith(("gate_", "up_", "down_", "experts.", "per_layer_"))
+async def _constant(content: Any, _: HttpRequest) -> Any:
+    return content
 
 
 def _check_version(version: Any) -> None:

@@ -28,7 +28,7 @@ from tunix.inference.model import InferenceModel
 from tunix.lora.config import AdapterConfig
 from tunix.rollout.engine.engine import Engine
 from tunix.serving.tinker.checkpoints import Checkpoints, Run
-from tunix.serving.tinker.compute import ALPHA, Adapter, Compute, Step, kind_of
+from tunix.serving.tinker.compute import ALPHA, Adapter, Chosen, Compute, Step, chosen
 from tunix.serving.tinker.futures import Promise, Promises, Refusal, Result, Turns
 from tunix.serving.tinker.wire import Datum, config_of, data_of, forward_backward_output, sample_response
 from tunix.types import Completion, Request
@@ -218,18 +218,16 @@ class Tenants:
             UserError: the loss or its data are not understood, or do not fit.
         """
         tenant = self._tenant(message.model_id)
-        kind, config = kind_of(message.loss_fn, config_of(message))
+        kind, loss = chosen(message.loss_fn, config_of(message))
         data = data_of(message)
         self.compute.check(data, kind)
         if message.forward_only:
-            outputs = self.compute.forward(self._adapter(tenant), data, message.loss_fn, config)
+            outputs = self.compute.forward(self._adapter(tenant), data, loss)
         else:
             sums, tenant.gradients = tenant.gradients, None  # they are donated
             if sums is None:
                 sums = self.compute.zeros(tenant.params)
-            outputs, tenant.gradients = self.compute.backward(
-                self._adapter(tenant), sums, data, message.loss_fn, config
-            )
+            outputs, tenant.gradients = self.compute.backward(self._adapter(tenant), sums, data, loss)
         total = float(sum(np.sum(x, dtype=np.float64) for x in outputs.losses))
         pairs = zip(outputs.logprobs, outputs.losses, strict=True)
         return forward_backward_output(
@@ -443,7 +441,7 @@ class Tenants:
             if not sampling.exact:
                 wholes += [np.append(prompt, sampling.completions[i].tokens) for i in range(len(sampling.requests))]
         data = [Datum(whole[:-1], {"target_tokens": whole[1:]}) for whole in wholes if len(whole) > 1]
-        scored = iter(self.compute.forward(adapter, data, "cross_entropy", {}).logprobs if data else [])
+        scored = iter(self.compute.forward(adapter, data, Chosen()).logprobs if data else [])
         scores = iter([next(scored) if len(whole) > 1 else np.zeros(0) for whole in wholes])
         for sampling in ready:
             of_prompt = None
