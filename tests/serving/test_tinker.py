@@ -398,7 +398,7 @@ def test_bad_requests_are_answered_in_the_protocols_form(base: InferenceModel, t
         assert post("forward_backward", b"\xff\xff").json()["detail"].startswith("the body is no protobuf")
         short = Datum(data[0].tokens, {**data[0].inputs, "target_tokens": data[0].inputs["target_tokens"][:3]})
         assert "'gspo' is not computed here" in failure(1, data, "gspo")
-        assert "weights has the shape [5] and target_tokens [3]" in failure(2, [short])
+        assert "target_tokens has the shape [3] for 5 tokens of model_input" in failure(2, [short])
         assert "has 65 tokens; 1 to 64 can be read" in failure(3, [datum(65, weights=1.0)])
         assert "this loss reads advantages, logprobs, target_tokens" in failure(4, data, "ppo")
         assert "outside of the vocabulary" in failure(5, [Datum(data[0].tokens + 900, data[0].inputs)])

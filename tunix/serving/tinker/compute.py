@@ -261,13 +261,18 @@ class Compute:
             if not 1 <= length <= self._longest:
                 raise UserError(f"datum {number} has {length} tokens; 1 to {self._longest} can be read")
             shape = inputs["target_tokens"].shape
+            if shape[:1] != (length,) or len(shape) > 2:
+                raise UserError(
+                    f"datum {number}: target_tokens has the shape {list(shape)} for {length} tokens of model_input; each "
+                    "has a target, or as many as the others"
+                )
             if len(shape) == 2 and kind is not LOSSES["cross_entropy"]:
                 raise UserError(f"datum {number}: target_tokens has {shape[1]} columns, which only cross_entropy reads")
             for name, values in {"model_input": datum.tokens, **inputs}.items():
-                if name != "model_input" and (values.shape != shape or shape[:1] != (length,) or len(shape) > 2):
+                if name in VALUES and values.shape != shape:
                     raise UserError(
-                        f"datum {number}: {name} has the shape {list(values.shape)} and target_tokens {list(shape)}; "
-                        f"each has a value for each of the {length} tokens of model_input"
+                        f"datum {number}: {name} has the shape {list(values.shape)}, and target_tokens {list(shape)}: "
+                        "each target has a value"
                     )
                 if name in VALUES and not np.isfinite(values).all():
                     raise UserError(f"datum {number}: {name} holds a value that is not finite")
