@@ -263,8 +263,8 @@ class Compute:
             shape = inputs["target_tokens"].shape
             if shape[:1] != (length,) or len(shape) > 2:
                 raise UserError(
-                    f"datum {number}: target_tokens has the shape {list(shape)} for {length} tokens of model_input; each "
-                    "has a target, or as many as the others"
+                    f"datum {number}: target_tokens has the shape {list(shape)} for {length} tokens of model_input: a "
+                    "target for each, or a row of targets"
                 )
             if len(shape) == 2 and kind is not LOSSES["cross_entropy"]:
                 raise UserError(f"datum {number}: target_tokens has {shape[1]} columns, which only cross_entropy reads")
