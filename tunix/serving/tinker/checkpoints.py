@@ -36,7 +36,7 @@ class Run:
     base_model: str
     """The base, as clients name it."""
     rank: int
-    """Of its adapter, e.g. 32."""
+    """The rank of its adapter, e.g. 32."""
     modules: tuple[str, ...]
     """What it adapts, by short Hugging Face names, e.g. `("q_proj", "k_proj")`."""
     user_metadata: Mapping[str, Any] | None = None

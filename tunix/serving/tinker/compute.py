@@ -6,10 +6,10 @@ matrices has the other one as a factor, so that nothing is compiled for a new cl
 scaled by `ALPHA / rank` of each adapter.
 
 A datum's tokens and what its loss reads are aligned: position i reads `tokens[i]` and predicts `target_tokens[i]`. In
-rows they are a place apart, as in training: a datum of N tokens takes N + 1 places, whose last token nobody reads.
+rows they are a place apart, as in training: a datum takes a place more than it has tokens, whose token nobody reads.
 Losses are plain sums over tokens and data.
 
-Axes: B rows, R rows of a micro-batch, T time, N tokens of a datum, K targets of a position.
+Axes: B rows, R rows of a micro-batch, T time, A alternatives (the targets of a position).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -80,7 +80,7 @@ class Chosen(NamedTuple):
     high: Any = np.float32(0)
     """The ratio counts as no more, e.g. 1.2."""
     beta: Any = np.float32(0)
-    """Of `dro`, e.g. 0.05."""
+    """That of `dro`, e.g. 0.05."""
 
 
 def chosen(name: str, config: Mapping[str, float | str]) -> tuple[Kind, Chosen]:
@@ -134,7 +134,7 @@ class Adapter(NamedTuple):
     """The weights of an adapter, and what its B is multiplied by where they are used."""
 
     params: Params
-    """Of the highest rank, with zeros in the channels that are not trained."""
+    """Matrices of the highest rank, with zeros in the channels that are not trained."""
     factor: float
     """The highest rank divided by its own: the model is scaled for the highest."""
 
@@ -153,10 +153,10 @@ class Step(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a loss says of each datum, in the shape of its targets: `[N]` or `[N K]`."""
+    """What a loss says of each datum, in the shape of its targets: `[T]` or `[T A]`."""
 
     logprobs: list[np.ndarray]
-    """Of the targets, in nats."""
+    """Log-probs of the targets in nats."""
     losses: list[np.ndarray]
     """What is summed."""
 
@@ -302,7 +302,7 @@ class Compute:
         return params, moments, float(norm)
 
     def _each(self, data: List[Datum], run: Callable[[Batch], tuple[jax.Array, jax.Array]]) -> Outputs:
-        """Calls `run` for each micro-batch of the data, which returns log-probs and losses `[K R T]`."""
+        """Calls `run` for each micro-batch of the data, which returns log-probs and losses `[A R T]`."""
         outputs = Outputs(list(map(np.zeros, range(len(data)))), list(map(np.zeros, range(len(data)))))
         widths = [datum.inputs["target_tokens"].shape[1:] for datum in data]
         for width in dict.fromkeys(widths):
@@ -317,9 +317,9 @@ class Compute:
         return outputs
 
     def _microbatches(self, data: List[Datum]) -> tuple[Batch, Iterator[Batch]]:
-        """Data of K targets at a position in packed rows `[B T]`, and their micro-batches `[R T]` on the devices.
+        """Data of A targets at a position in packed rows `[B T]`, and their micro-batches `[R T]` on the devices.
 
-        What the loss reads is there as `NAME/k`, ids as float32, which has all integers up to 2**24."""
+        What the loss reads is there as `NAME/0`, `NAME/1`, ..., ids as float32, which has all integers up to 2**24."""
         longest = max(len(datum.tokens) for datum in data) + 1
         length = max(SHORTEST, 1 << (longest - 1).bit_length())
         sequences = []
@@ -343,7 +343,7 @@ class Compute:
 
     def _losses(
         self, frozen: Params, adapter: Adapter, rows: Batch, loss: Chosen
-    ) -> tuple[Float[Array, "K R T"], Float[Array, "K R T"]]:
+    ) -> tuple[Float[Array, "A R T"], Float[Array, "A R T"]]:
         """Log-probs of the targets and the losses of these, 0 in the padding."""
         params = {**frozen, **_louder(adapter.params, adapter.factor)}
         hidden, _ = forward_of(self.model, params, rows)

@@ -45,7 +45,7 @@ class Promise:
     request_id: str
     """Its name, e.g. `6d1f:train:0:3`."""
     digest: bytes
-    """Of the request's body: another one under the same name is refused."""
+    """The hash of the request's body: another one under the same name is refused."""
     future: Future[Result] = field(default_factory=Future)
     """The result, or the exception that the client is shown."""
     fulfilled: float | None = None

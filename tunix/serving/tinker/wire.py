@@ -4,7 +4,7 @@
 The schema is the table `SCHEMA`, of which protobuf makes classes when this module is imported: neither a compiler of
 schemas nor the SDK is needed. Byte arrays are little-endian and row-major.
 
-Axes: N tokens of a datum, K targets of a position, P tokens of a prompt, T tokens of a completion.
+Axes: T time, A alternatives (the targets of a position).
 """
 
 import re
@@ -87,9 +87,9 @@ class Datum:
     """One sequence of a training request."""
 
     tokens: np.ndarray
-    """`[N]` int32: what the model reads."""
+    """`[T]` int32: what the model reads."""
     inputs: Mapping[str, np.ndarray]
-    """`[N]` or `[N K]` of what the loss reads, by name: at i of the target that follows `tokens[i]`."""
+    """`[T]` or `[T A]` of what the loss reads, by name: at i of the target that follows `tokens[i]`."""
 
 
 def parsed(body: bytes) -> Any:
@@ -159,7 +159,7 @@ def forward_backward_output(outputs: Sequence[Mapping[str, np.ndarray]], metrics
     """A serialised `ForwardBackwardOutput`.
 
     Args:
-        outputs: of each datum float32 arrays `[N]` or `[N K]` by name, all of the same names.
+        outputs: of each datum float32 arrays `[T]` or `[T A]` by name, all of the same names.
         metrics: by names such as `loss:sum`; what follows the colon says how those of several requests are joined.
     """
     output = MESSAGES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord", metrics=metrics)
@@ -192,7 +192,7 @@ def sample_response(
     Args:
         completions: in their order.
         logprobs: `[T]` of each one's tokens.
-        prompt_logprobs: `[P]` of the prompt's tokens, NaN where there is none; None where nobody asked.
+        prompt_logprobs: `[T]` of the prompt's tokens, NaN where there is none; None where nobody asked.
     """
     response = MESSAGES["SampleResponse"]()
     for completion, of_tokens in zip(completions, logprobs, strict=True):
