@@ -139,6 +139,21 @@ def test_a_request_that_is_sent_again_is_the_same_promise():
         asyncio.run(promises.result("m:2", 1))
 
 
+def test_all_who_wait_are_answered():
+    """2,000 polls, half of which are told to come again before the result is there."""
+    promises = Promises()
+    promise = promises.reserve("m:1", b"body")
+    assert promise is not None
+
+    async def polled() -> list[Any]:
+        early = [promises.result("m:1", 0.05) for _ in range(1000)]
+        late = [promises.result("m:1", 30) for _ in range(1000)]
+        threading.Timer(0.3, promise.settle, [{"a": 1}]).start()
+        return await asyncio.gather(*early, *late)
+
+    assert asyncio.run(polled()) == [None] * 1000 + [{"a": 1}] * 1000
+
+
 def test_a_model_has_its_order_and_waits_for_none():
     """Chunks 2, 3 and 1 arrive in this order; another model's number 1 never comes."""
     turns, order = Turns(), list[str]()
