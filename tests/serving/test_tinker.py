@@ -145,13 +145,13 @@ def test_all_who_wait_are_answered():
     promise = promises.reserve("m:1", b"body")
     assert promise is not None
 
-    async def polled() -> list[Any]:
-        early = [promises.result("m:1", 0.05) for _ in range(1000)]
-        late = [promises.result("m:1", 30) for _ in range(1000)]
-        threading.Timer(0.3, promise.settle, [{"a": 1}]).start()
-        return await asyncio.gather(*early, *late)
+    async def polled() -> tuple[list[Any], list[Any]]:
+        late = [asyncio.create_task(promises.result("m:1", 60)) for _ in range(1000)]
+        early = await asyncio.gather(*(promises.result("m:1", 0.01) for _ in range(1000)))
+        threading.Thread(target=promise.settle, args=[{"a": 1}]).start()
+        return early, await asyncio.gather(*late)
 
-    assert asyncio.run(polled()) == [None] * 1000 + [{"a": 1}] * 1000
+    assert asyncio.run(polled()) == ([None] * 1000, [{"a": 1}] * 1000)
 
 
 def test_a_model_has_its_order_and_waits_for_none():
