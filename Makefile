@@ -86,8 +86,12 @@ $(NEWEST)/installed: pyproject.toml
 	@touch $@
 
 # Each package of an extra in an environment of its own, which sees what $(VENV) has; offline once they are installed.
-WORLDS ?= reasoning-gym textarena gymnasium trl verifiers openenv mcp openai
+WORLDS ?= reasoning-gym textarena gymnasium trl verifiers openenv mcp openai tinker
 WORLD_FOLDERS := .worlds
+# Its recipes run against the Tinker door. It asks for a tml-renderers that only some indexes have, and which only
+# models need that are not trained here.
+COOKBOOK := tinker-cookbook==0.6.1 tml-renderers
+COOKBOOK_NEEDS := aiohttp blobfile chz pylatexenc pyrage termcolor tiktoken
 
 test-worlds: $(WORLDS:%=$(WORLD_FOLDERS)/%/installed)
 	@for name in $(WORLDS); do \
@@ -99,7 +103,9 @@ $(WORLD_FOLDERS)/%/installed: pyproject.toml | $(VENV)/installed-test
 	@$(BIN)/python -m venv --clear $(WORLD_FOLDERS)/$*
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		$$($(WORLD_FOLDERS)/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth
-	@$(WORLD_FOLDERS)/$*/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$*]"
+	@$(WORLD_FOLDERS)/$*/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[$*]" \
+		$(if $(filter tinker,$*),$(COOKBOOK_NEEDS))
+	@$(if $(filter tinker,$*),$(WORLD_FOLDERS)/$*/bin/python -m pip install --quiet --no-deps $(COOKBOOK))
 	@touch $@
 
 # pyright would ask the network for a newer version of itself.

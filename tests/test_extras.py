@@ -14,7 +14,7 @@ from tunix.rollout.environments.adapters import ADAPTERS
 
 ROOT = Path(__file__).parents[1]
 TOKAMAX = {"3.11": "0.0.12", "3.12": "0.0.17", "3.13": "0.0.17"}
-WORLDS = ("reasoning-gym", "textarena", "gymnasium", "trl", "verifiers", "openenv", "mcp")
+WORLDS = ("reasoning-gym", "textarena", "gymnasium", "trl", "verifiers", "openenv", "mcp", "tinker")
 """Each extra has the name of its package."""
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17)] + ["manylinux2014_x86_64"]
 pytestmark = pytest.mark.slow

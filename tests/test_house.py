@@ -54,6 +54,7 @@ FLOORS = (
     "losses",
     "trainer",
     "inference",
+    "serving.tinker",
     "serving",
     "recipe",
     "run",

@@ -598,6 +598,8 @@ def _chat(parsed: Parsed) -> None:
         Path,
     ),
     switch("--tiny", text="a small random model, for trying out clients; it starts in seconds"),
+    value("--train FOLDER", "train adapters through the Tinker protocol; their checkpoints are in this folder", Path),
+    value("--rank N", "highest rank of an adapter that is trained (32)", count, 32),
     DTYPE,
 )
 def _serve(parsed: Parsed) -> None:

@@ -266,8 +266,8 @@ def kl_loss(
 def clipped_surrogate(
     ratio: Float[Array, "B T"],
     advantages: Float[Array | np.ndarray, "B T"],
-    low: float,
-    high: float,
+    low: float | Float[Array, ""],
+    high: float | Float[Array, ""],
     dual: float | None = None,
 ) -> Surrogate:
     """`-min(r A, clip(r, 1 - low, 1 + high) A)`, and with `dual`: `-max(that minimum, dual A)` where A < 0.
@@ -299,8 +299,8 @@ def cispo_surrogate(
     logprobs: Float[Array, "B T"],
     ratio: Float[Array, "B T"],
     advantages: Float[Array | np.ndarray, "B T"],
-    low: float,
-    high: float,
+    low: float | Float[Array, ""],
+    high: float | Float[Array, ""],
 ) -> Surrogate:
     """`-sg(clip(r, 1 - low, 1 + high)) A log p`: the weight is clipped, and no token loses its gradient.
 

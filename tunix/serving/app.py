@@ -21,7 +21,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from tunix.data.tokenizer import bytes_tokenizer
@@ -39,6 +39,8 @@ from tunix.serving.bodies import (
 )
 from tunix.serving.gate import Gate
 from tunix.serving.service import Asked, Service
+from tunix.serving.tinker.routes import Door
+from tunix.serving.tinker.tenants import Tenants
 from tunix.types import Completion
 from tunix.util.ports import KEY
 
@@ -75,6 +77,8 @@ def serve(
     allow_updates: Path | None = None,
     api_key: str | None = None,
     tiny: bool = False,
+    train: Path | None = None,
+    rank: int = 32,
 ) -> None:
     """Answers at a socket that listens already, whose clients wait until the model is read and compiled; until Ctrl-C.
 
@@ -85,6 +89,8 @@ def serve(
         allow_updates: the folder from which weights and adapters may be loaded; None where none may.
         api_key: what clients have to send; None where everybody is let in.
         tiny: whether a small random model is served, and none is read.
+        train: the folder of checkpoints of adapters that are trained through the Tinker protocol; None where none are.
+        rank: the highest of these adapters' ranks.
 
     Raises:
         UserError: the model cannot be read, or scores and does not answer.
@@ -95,13 +101,17 @@ def serve(
     service = Service(inference, adapters=enable_lora, updates=allow_updates)
     if not tiny:
         service.warm()
+    tenants = None if train is None else Tenants(inference, train, rank)
+    others = [] if tenants is None else [Mount("/api/v1", routes=Door(tenants).routes())]
     host, port, *_ = listener.getsockname()
     where = f"[{host}]" if ":" in host else host
     print(f"http://{where}:{port} answers, up to {service.length} tokens; Ctrl-C ends", file=sys.stderr, flush=True)
     try:
-        server_of(service, Gate(api_key)).run(sockets=[listener])
+        server_of(service, Gate(api_key), others).run(sockets=[listener])
     finally:
         service.batches.close()
+        if tenants is not None:
+            tenants.close()
 
 
 def tiny_source() -> Source:

@@ -380,7 +380,7 @@ class Batch:
     def _compute(self) -> None:
         """Computes what is queued, piece by piece: a dispatch takes as long with few slots at work as with all.
 
-        No more than a long piece where many slots would wait for it and tokens are read as they come, as a server's may.
+        No more than a long piece where many slots would wait for it and tokens are read as they come, as of a server.
         """
         computed = 0
         while any(self.jobs):

@@ -1,0 +1,460 @@
+"""The Tinker door without its SDK: messages, promises and their order, losses, gradients, and bad requests.
+
+`tests/worlds/test_tinker.py` has the unmodified SDK and cookbook.
+"""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from starlette.routing import Mount
+
+import tunix
+from tests.tiny_runs import model_folder
+from tunix.data.packing import pack
+from tunix.errors import UserError
+from tunix.inference.model import InferenceModel, InferenceOptions
+from tunix.lora.config import AdapterConfig
+from tunix.serving.app import server_of
+from tunix.serving.service import Service
+from tunix.serving.tinker.checkpoints import Checkpoints, Run
+from tunix.serving.tinker.compute import LOSSES, Adapter, Chosen, Compute, Step, chosen, losses_of
+from tunix.serving.tinker.futures import Promises, Refusal, Turns
+from tunix.serving.tinker.routes import Door
+from tunix.serving.tinker.tenants import Tenants
+from tunix.serving.tinker.wire import MESSAGES, Datum, config_of, data_of, forward_backward_output, parsed
+from tunix.types import Batch, Loss, LossInputs, LossOutputs, Sequence, Term
+
+RANK, LENGTH = 8, 64
+
+
+def tensor(array: np.ndarray) -> Any:
+    dtype = {np.dtype("float32"): 1, np.dtype("int64"): 2}[array.dtype]
+    return MESSAGES["Tensor"](dense=array.tobytes(), dtype=dtype, shape=array.shape)
+
+
+def message(data: list[Datum], loss: str = "cross_entropy", **fields: Any) -> Any:
+    """A request as the SDK writes it."""
+    request = MESSAGES["ForwardBackwardRequest"](loss_fn=loss, **fields)
+    for datum in data:
+        written = request.data.add()
+        written.model_input.add().encoded_text.tokens = datum.tokens.astype("<i4").tobytes()
+        for name, values in datum.inputs.items():
+            written.loss_fn_inputs[name].CopyFrom(tensor(values))
+    return request
+
+
+def datum(length: int, seed: int = 0, **inputs: Any) -> Datum:
+    """Random tokens, whose targets are those that follow; inputs of a number have it at each token."""
+    tokens = np.random.default_rng(seed).integers(3, 200, length + 1)
+    named = {name: np.full(length, value, np.float32) for name, value in inputs.items()}
+    return Datum(tokens[:-1].astype(np.int32), {"target_tokens": tokens[1:].astype(np.int64), **named})
+
+
+# Messages.
+
+
+def test_a_request_is_read_as_it_was_written():
+    data = [datum(3, weights=1.5), datum(7, 1, weights=-2.0)]
+    request = message(data, model_id="x:train:0", seq_id=7, forward_only=True)
+    request.loss_fn_config["beta"] = 1.0
+    request.loss_fn_config_v2["beta"].number = 0.5
+    request.loss_fn_config_v2["mode"].text = "a"
+    back = parsed(request.SerializeToString())
+    assert (back.model_id, back.seq_id, back.loss_fn, back.forward_only) == ("x:train:0", 7, "cross_entropy", True)
+    assert config_of(back) == {"beta": 0.5, "mode": "a"}
+    for before, after in zip(data, data_of(back), strict=True):
+        np.testing.assert_array_equal(before.tokens, after.tokens)
+        assert before.inputs.keys() == after.inputs.keys()
+        assert all((before.inputs[name] == after.inputs[name]).all() for name in before.inputs)
+
+
+def test_a_sparse_tensor_is_dense_here():
+    """Rows of CSR: the first has columns 1 and 2, the second none, the third column 0."""
+    request = message([datum(3)])
+    csr = request.data[0].loss_fn_inputs["weights"]
+    csr.dtype, csr.shape[:] = 1, [3, 4]
+    csr.sparse_csr.values = np.array([1, 2, 3], "<f4").tobytes()
+    csr.sparse_csr.crow_indices = np.array([0, 2, 2, 3], "<i8").tobytes()
+    csr.sparse_csr.col_indices = np.array([1, 2, 0], "<i8").tobytes()
+    (back,) = data_of(request)
+    np.testing.assert_array_equal(back.inputs["weights"], [[0, 1, 2, 0], [0, 0, 0, 0], [3, 0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda x: x.data[0].model_input.add().image.SetInParent(), "datum 0: model_input has image"),
+        (lambda x: x.data[0].loss_fn_inputs["a"].shape.append(2), "datum 0: a has the type 0"),
+        (lambda x: x.data[0].loss_fn_inputs["weights"].shape.append(5), r"weights does not fit its shape \[3, 5\]"),
+    ],
+)
+def test_data_that_are_not_understood_are_refused(change: Any, says: str):
+    request = message([datum(3, weights=1.0)])
+    change(request)
+    with pytest.raises(UserError, match=says):
+        data_of(request)
+
+
+def test_a_body_that_is_no_message_is_refused():
+    with pytest.raises(Refusal, match="no protobuf"):
+        parsed(b"\xff\xff\xff")
+
+
+def test_results_of_several_shapes_are_in_records_of_their_own():
+    outputs = [{"logprobs": np.zeros(shape, np.float32)} for shape in ((2,), (3,), (2, 4), (1,))]
+    back = MESSAGES["ForwardBackwardOutput"].FromString(forward_backward_output(outputs, {"loss:sum": 2.0}))
+    assert [x.num_datums for x in back.loss_fn_outputs] == [2, 1, 1]
+    assert [list(x.fields["logprobs"].trailing_shape) for x in back.loss_fn_outputs] == [[], [4], []]
+    assert np.frombuffer(back.loss_fn_outputs[0].fields["logprobs"].offsets, "<i8").tolist() == [0, 8, 20]
+    assert dict(back.metrics) == {"loss:sum": 2.0}
+
+
+# Promises and order.
+
+
+def test_a_request_that_is_sent_again_is_the_same_promise():
+    promises = Promises()
+    promise = promises.reserve("m:1", b"body")
+    assert promise is not None
+    assert promises.reserve("m:1", b"body") is None
+    with pytest.raises(Refusal, match="another body"):
+        promises.reserve("m:1", b"other")
+    assert asyncio.run(promises.result("m:1", 0.01)) is None
+    promise.settle({"a": 1})
+    promise.settle(UserError("too late"))
+    assert asyncio.run(promises.result("m:1", 1)) == {"a": 1}
+    with pytest.raises(Refusal, match="there is no request m:2"):
+        asyncio.run(promises.result("m:2", 1))
+
+
+def test_all_who_wait_are_answered():
+    """2,000 polls, half of which are told to come again before the result is there."""
+    promises = Promises()
+    promise = promises.reserve("m:1", b"body")
+    assert promise is not None
+
+    async def polled() -> tuple[list[Any], list[Any]]:
+        late = [asyncio.create_task(promises.result("m:1", 60)) for _ in range(1000)]
+        early = await asyncio.gather(*(promises.result("m:1", 0.01) for _ in range(1000)))
+        threading.Thread(target=promise.settle, args=[{"a": 1}]).start()
+        return early, await asyncio.gather(*late)
+
+    assert asyncio.run(polled()) == ([None] * 1000, [{"a": 1}] * 1000)
+
+
+def test_a_model_has_its_order_and_waits_for_none():
+    """Chunks 2, 3 and 1 arrive in this order; another model's number 1 never comes."""
+    turns, order = Turns(), list[str]()
+    for model in ("a", "b"):
+        turns.open(model)
+    for model, number in (("a", 2), ("b", 0), ("b", 2), ("a", 3), ("a", 1), ("a", 0)):
+        turns.add(model, number, lambda name=f"{model}{number}": order.append(name))
+    while turns:
+        turns.take()()
+    assert order == ["b0", "a0", "a1", "a2", "a3"]
+    with pytest.raises(UserError, match="carried out before"):
+        turns.add("a", 2, lambda: None)
+    turns.close("a")
+    with pytest.raises(Refusal, match="there is no model a"):
+        turns.check("a")
+
+
+def test_models_take_turns():
+    turns, order = Turns(), list[str]()
+    for model in ("a", "b"):
+        turns.open(model)
+    for model in ("a", "b"):
+        for number in range(3):
+            turns.add(model, number, lambda name=f"{model}{number}": order.append(name))
+    while turns:
+        turns.take()()
+    assert order == ["a0", "b0", "a1", "b1", "a2", "b2"]
+
+
+# Losses.
+
+
+def test_losses_are_the_protocols():
+    """By hand, with log p = log 0.5 and log q = log 0.25: r = 2. First A = -1, then A = 1.
+
+    importance_sampling: -r A. ppo, clipped at 1.2: -min(-2, -1.2) = 2, and -min(2, 1.2). cispo, at most 4:
+    -2 A log 0.5. dro, beta 0.1: -A log 0.5 + 0.05 (log 2)^2. cross_entropy, weight 3: -3 log 0.5.
+    """
+    shape, low = (1, 2), np.log(0.5)
+    mask = np.ones(shape, np.int32)
+    rows = Batch(mask, mask, mask, mask == 1, mask, np.ones(1), np.ones(1), {})
+    logprobs, q = jnp.full(shape, low), jnp.full(shape, np.log(0.25))
+    values = {"weights": jnp.full(shape, 3.0), "logprobs": q, "advantages": jnp.array([[-1.0, 1.0]])}
+    expected = {
+        "cross_entropy": [-3 * low, -3 * low],
+        "importance_sampling": [2, -2],
+        "ppo": [2, -1.2],
+        "cispo": [2 * low, -2 * low],
+        "dro": [low + 0.05 * np.log(2) ** 2, -low + 0.05 * np.log(2) ** 2],
+    }
+    for name in LOSSES:
+        _, loss = chosen(name, {"beta": 0.1} if name == "dro" else {})
+        losses = losses_of(loss, logprobs, values, rows)
+        np.testing.assert_allclose(losses[0], expected[name], rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "says"),
+    [
+        ("ppp", {}, "'ppp' is not computed here; .*Did you mean 'ppo'"),
+        ("stable_reinforce", {}, "Say loss_fn=importance_sampling"),
+        ("ppo", {"beta": 1.0}, "ppo has no 'beta'; it has clip_low_threshold, clip_high_threshold"),
+        ("cross_entropy", {"a": 1.0}, "it has none"),
+        ("dro", {"beta": "much"}, "beta is a number"),
+    ],
+)
+def test_a_loss_that_is_not_there_is_refused(name: str, config: dict[str, Any], says: str):
+    with pytest.raises(UserError, match=says):
+        chosen(name, config)
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize(
+    "path", ["tinker://a/weights/..", "tinker://../weights/a", "tinker://a/b/c", "tinker://a/weights/b/c", "/a"]
+)
+def test_no_path_leads_out_of_the_folder(tmp_path: Path, path: str):
+    with pytest.raises(UserError, match="is no path of a checkpoint"):
+        Checkpoints(tmp_path).folder(path)
+
+
+def test_a_checkpoint_is_replaced_where_it_may_be(tmp_path: Path):
+    checkpoints, path = Checkpoints(tmp_path), "tinker://a:train:0/weights/x"
+    checkpoints.begin("a:train:0", Run("base", 4, ("q_proj",), {"b": "c"}))
+    assert checkpoints.run("a:train:0") == Run("base", 4, ("q_proj",), {"b": "c"})
+    with pytest.raises(UserError, match="there is no checkpoint"):
+        checkpoints.folder(path)
+    for number in (1, 2):
+        write = lambda folder, number=number: (folder / "file").write_text(str(number))  # noqa: E731
+        checkpoints.save(path, write, {"count": np.array(number)}, overwrite=number == 2)
+        assert (checkpoints.folder(path) / "file").read_text() == str(number)
+        assert checkpoints.optimizer(path)["count"] == number
+    with pytest.raises(UserError, match="is there already"):
+        checkpoints.save(path, write, None, overwrite=False)
+    checkpoints.save(path, write, None, overwrite=True)
+    with pytest.raises(UserError, match="holds weights to sample from"):
+        checkpoints.optimizer(path)
+    with pytest.raises(UserError, match="no training run b"):
+        checkpoints.run("b")
+
+
+# What is computed.
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> InferenceModel:
+    folder = model_folder(tmp_path_factory.mktemp("base") / "llama")
+    return InferenceModel(InferenceOptions(str(folder), slots=4, length=LENGTH))
+
+
+@pytest.mark.slow
+def test_gradients_are_the_trainers(base: InferenceModel):
+    """A sum over tokens is the trainer's mean over sequences of sums, times their number. Its client has an adapter of
+    exactly the rank and the modules that are trained."""
+    compute = Compute(base, RANK, jax.devices()[:1])
+    modules = ("q_proj", "k_proj", "v_proj", "o_proj")
+    params = {name: jnp.asarray(x) for name, x in compute.fresh(3, 4, modules).items()}
+    # B is 0 at first, and A has no gradient then.
+    params |= {
+        name: compute.widened({name: 0.1 * np.random.default_rng(5).normal(size=x.shape)})[name]
+        for name, x in compute.narrowed(params, 4, modules).items()
+    }
+    data = [datum(n, n, weights=0.5 + n % 3) for n in (1, 5, 30, 63)]
+    outputs, sums = compute.backward(Adapter(params, RANK / 4), compute.zeros(params), data, Chosen())
+    exactly = AdapterConfig(rank=4, alpha=32, targets=modules)
+    client = tunix.client({"path": base.options.model, "dtype": "float32"}, adapter=exactly, length=LENGTH)
+    narrow = {name: jnp.asarray(x) for name, x in compute.narrowed(params, 4, modules).items()}
+    places = {name: x.sharding for name, x in client.state.params.items()}
+    assert places.keys() == narrow.keys()
+    client.state = replace(client.state, params={name: jax.device_put(x, places[name]) for name, x in narrow.items()})
+
+    def weighted(inputs: LossInputs) -> LossOutputs:
+        return LossOutputs({"nll": Term(-inputs.batch.per_token["w"] * inputs.logprobs, 1.0)})
+
+    sequences = [
+        Sequence(
+            np.append(x.tokens, x.inputs["target_tokens"][-1]).astype(np.int32),
+            np.arange(len(x.tokens) + 1) > 0,
+            per_token={"w": np.append(0, x.inputs["weights"])},
+        )
+        for x in data
+    ]
+    metrics = client.forward_backward(pack(sequences, len(data), LENGTH), Loss(weighted))
+    total = sum(float(x.sum()) for x in outputs.losses)
+    assert float(metrics["train/loss"]) * len(data) == pytest.approx(total, rel=1e-5)
+    theirs = client.learner.gradients
+    assert theirs is not None
+    for name, ours in compute.narrowed(sums, 4, modules).items():
+        np.testing.assert_allclose(ours, len(data) * np.asarray(theirs[name]), rtol=1e-4, atol=1e-5, err_msg=name)
+    for name, x in sums.items():  # what is not trained has no gradient, so that it stays 0
+        trained = compute.widened({name: np.ones_like(narrow[name])})[name] if name in narrow else 0
+        assert not np.any(np.asarray(x) * (1 - np.asarray(trained))), name
+    for lp, (x, score) in zip(outputs.logprobs, zip(data, client.logprobs(sequences), strict=True), strict=True):
+        np.testing.assert_allclose(lp, score[1:], atol=1e-5)
+        assert lp.shape == x.tokens.shape
+
+
+@pytest.mark.slow
+def test_updates_are_torchs(base: InferenceModel):
+    import torch
+
+    compute = Compute(base, RANK, jax.devices()[:1])
+    params = compute.fresh(3, RANK, compute.modules)
+    name = next(iter(params))
+    weight = torch.nn.Parameter(torch.tensor(np.asarray(params[name])))
+    theirs = torch.optim.AdamW([weight], lr=0.01, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1)
+    moments = compute.moments(params)
+    for step in range(4):
+        gradients = compute.zeros(params)
+        gradients[name] = gradients[name] + jax.random.normal(jax.random.key(step), params[name].shape) * (step % 3)
+        clip = 0.5 if step == 2 else 0.0
+        params, moments, norm = compute.update(
+            params, moments, gradients, Step(0.01, weight_decay=0.1, grad_clip_norm=clip)
+        )
+        weight.grad = torch.tensor(np.asarray(gradients[name]))
+        assert norm == pytest.approx(float(weight.grad.norm()), rel=1e-5)
+        if clip:
+            torch.nn.utils.clip_grad_norm_([weight], clip)
+        theirs.step()
+        np.testing.assert_allclose(np.asarray(params[name]), weight.detach().numpy(), atol=1e-6)
+
+
+# The addresses.
+
+
+@contextmanager
+def served(base: InferenceModel, folder: Path) -> Iterator[tuple[Tenants, str]]:
+    """A door that listens."""
+    service = Service(base, devices=jax.devices()[:1])
+    tenants = Tenants(base, folder, RANK, jax.devices()[:1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = server_of(service, [Mount("/api/v1", routes=Door(tenants).routes())])
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        try:
+            yield tenants, f"http://127.0.0.1:{listener.getsockname()[1]}/api/v1"
+        finally:
+            server.should_exit = True
+            thread.join()
+            tenants.close()
+
+
+@pytest.mark.slow
+def test_bad_requests_are_answered_in_the_protocols_form(base: InferenceModel, tmp_path: Path):
+    """Each has one clear answer; after all of them the model trains as one that never saw them."""
+    with served(base, tmp_path) as (tenants, url), httpx.Client(base_url=url, timeout=300) as http:
+
+        def post(path: str, body: Any) -> httpx.Response:
+            return http.post(f"/{path}", **({"content": body} if isinstance(body, bytes) else {"json": body}))
+
+        def result(request_id: str) -> Any:
+            while (response := post("retrieve_future", {"request_id": request_id})).status_code == 408:
+                pass
+            return response
+
+        for version in ("0.37.1", "0.39.0", "x", None):
+            refused = post("client/config", {"sdk_version": version})
+            assert refused.status_code == 400
+            assert "<0.39,>=0.38" in refused.json()["detail"]
+        assert http.get("/healthz", headers={"x-sdk-version": "0.20.0"}).status_code == 400
+        assert post("client/config", {"sdk_version": "0.38.0"}).json() == {}
+        session = post("create_session", {"sdk_version": "0.38.0", "tags": []}).json()["session_id"]
+        made = {"session_id": session, "base_model": tenants.name, "lora_config": {"rank": 4, "seed": 1}}
+
+        def create(number: int, **changes: Any) -> str:
+            body = {**made, "model_seq_id": number, "optimizer_config": {"type": "adamw"}, **changes}
+            return post("create_model", body).json()["request_id"]
+
+        assert result(create(0)).json() == {"type": "create_model", "model_id": f"{session}:train:0"}
+        for number, (changes, says) in enumerate(
+            [
+                ({"base_model": "other"}, "base_model: other is not served here"),
+                ({"lora_config": {"rank": 9}}, "lora_config.rank: 9; this server trains 1 to 8"),
+                ({"lora_config": {"rank": 2, "train_mlp": False, "train_attn": False}}, "nothing would train"),
+            ],
+            start=1,
+        ):
+            answer = result(create(number, **changes)).json()
+            assert says in answer["error"]
+            assert answer["category"] == "user"
+        dimuon = post("create_model", {**made, "model_seq_id": 9, "optimizer_config": {"type": "dimuon"}})
+        assert (dimuon.status_code, dimuon.json()["detail"].split(":")[0]) == (400, "optimizer_config.type")
+        model, data = f"{session}:train:0", [datum(5, weights=1.0)]
+
+        def train(number: int, data: list[Datum], loss: str = "cross_entropy", **fields: Any) -> httpx.Response:
+            named = {"model_id": model, "seq_id": number, **fields}
+            return post("forward_backward", message(data, loss, **named).SerializeToString())
+
+        def failure(number: int, *arguments: Any, **fields: Any) -> str:
+            return result(train(number, *arguments, **fields).json()["request_id"]).json()["error"]
+
+        assert train(1, data, model_id="no:train:0").status_code == 404
+        assert train(0, data).status_code == 400
+        assert post("forward_backward", b"\xff\xff").json()["detail"].startswith("the body is no protobuf")
+        short = Datum(data[0].tokens, {**data[0].inputs, "target_tokens": data[0].inputs["target_tokens"][:3]})
+        assert "'gspo' is not computed here" in failure(1, data, "gspo")
+        assert "target_tokens has the shape [3] for 5 tokens of model_input" in failure(2, [short])
+        assert "has 65 tokens; 1 to 64 can be read" in failure(3, [datum(65, weights=1.0)])
+        assert "this loss reads advantages, logprobs, target_tokens" in failure(4, data, "ppo")
+        assert "outside of the vocabulary" in failure(5, [Datum(data[0].tokens + 900, data[0].inputs)])
+        assert "holds a value that is not finite" in failure(6, [datum(5, weights=np.nan)])
+        assert "there is no datum" in failure(7, [])
+        named = train(8, data, forward_only=True).json()["request_id"]
+        assert train(8, data, forward_only=True).json()["request_id"] == named
+        again = train(8, [datum(6, weights=1.0)], forward_only=True)
+        assert again.status_code == 400
+        assert "another body" in again.json()["detail"]
+        assert result(named).headers["content-type"] == "application/x-protobuf"
+        for path, body, says in (
+            ("optim_step", {"model_id": model}, "seq_id: Field required"),
+            ("optim_step", {"model_id": model, "seq_id": 9, "adam_params": {"learning_rate": -1}}, "learning_rate"),
+            ("optim_step", {"model_id": model, "seq_id": 9, "adam_params": {"beta3": 1}}, "adam_params.beta3"),
+            ("optim_step", b"[1]", "the body is an object"),
+            ("optim_step", b"{", "the body is no JSON"),
+            ("asample", {"sampling_session_id": "x", "seq_id": 0}, "prompt: Field required"),
+            (
+                "create_sampling_session",
+                {"session_id": session, "sampling_session_seq_id": 0, "base_model": "x"},
+                "base_model: x",
+            ),
+        ):
+            refused = post(path, body)
+            assert refused.status_code == 400
+            assert says in refused.json()["detail"]
+        dimuon = {"model_id": model, "seq_id": 9, "optimizer_params": {"type": "dimuon"}}
+        assert (
+            "'dimuon' is not computed here" in result(post("optim_step", dimuon).json()["request_id"]).json()["error"]
+        )
+        assert post("retrieve_future", {"request_id": "x"}).status_code == 404
+        assert post("session_heartbeat", {"session_id": "x"}).status_code == 410
+        # Nothing of it has trained: an update with the sum of no gradients changes nothing.
+        before = {name: np.asarray(x) for name, x in tenants.models[model].params.items()}
+        step = {"model_id": model, "seq_id": 10, "adam_params": {"learning_rate": 0.1}}
+        assert result(post("optim_step", step).json()["request_id"]).json()["metrics"]["grad_norm"] == 0
+        assert all((np.asarray(x) == before[name]).all() for name, x in tenants.models[model].params.items())
+        # The end of a session fails what waits for a number that never comes.
+        waiting = train(12, data).json()["request_id"]
+        post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
+        assert "has ended" in result(waiting).json()["error"]
+        assert not tenants.models
+        assert train(13, data).status_code == 404

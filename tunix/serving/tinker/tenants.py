@@ -1,0 +1,453 @@
+"""The models and samplers of all clients, and the thread that computes for them.
+
+A training client has an adapter of its own over the base that all share, with its optimizer and the sum of its
+gradients. A sampler is an adapter as it was at some moment, or the base. One thread carries out the jobs of training
+(`futures.Turns`) and answers the requests of samplers, in turn: the engine samples with one adapter at a time, for all
+who ask for it, and is paused after a few dispatches where others wait.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tunix.errors import UserError
+from tunix.hf.peft_folder import fingerprint, load_adapter, save_adapter
+from tunix.inference.model import InferenceModel
+from tunix.lora.config import AdapterConfig
+from tunix.rollout.engine.engine import Engine
+from tunix.serving.tinker.checkpoints import Checkpoints, Run
+from tunix.serving.tinker.compute import ALPHA, Adapter, Chosen, Compute, Step, chosen
+from tunix.serving.tinker.futures import Promise, Promises, Refusal, Result, Turns
+from tunix.serving.tinker.wire import Datum, config_of, data_of, forward_backward_output, sample_response
+from tunix.types import Completion, Request
+
+_log = logging.getLogger(__name__)
+GATHER = 0.005
+"""Seconds in which requests that arrive together are waited for."""
+TURN = 4
+"""Dispatches of the engine after which others have their turn, if any wait."""
+SNAPSHOTS = 8
+"""How many unnamed snapshots of a model are kept, the last ones, and how many named ones in memory."""
+
+
+@dataclass
+class Tenant:
+    """A model that a client trains."""
+
+    name: str
+    """Its id, e.g. `6d1f:train:0`."""
+    run: Run
+    params: dict[str, jax.Array]
+    """Its adapter's weights, of the highest rank; see `Compute`."""
+    moments: optax.OptState
+    """The optimizer's state."""
+    gradients: dict[str, jax.Array] | None = None
+    """Their sum since the last update; None where there are none."""
+
+
+@dataclass
+class Sampler:
+    """What a client samples from."""
+
+    name: str
+    """Its id, e.g. `6d1f:sample:0`."""
+    path: str | None = None
+    """The checkpoint; None for the base, and for an unnamed snapshot."""
+    model: str | None = None
+    """The model that it is an unnamed snapshot of; None for others."""
+    adapter: Adapter | None = None
+    """The weights; None where they were not read yet, or are gone."""
+
+
+@dataclass
+class Sampling:
+    """A request for completions of one prompt."""
+
+    promise: Promise
+    sampler: Sampler
+    requests: list[Request]
+    """One for each completion."""
+    scored: int | None = None
+    """The position from which on log-probs of the prompt are asked for, e.g. 1; None where none are."""
+    completions: dict[int, Completion] = field(default_factory=dict)
+    """Those that are there, by their numbers."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the engine's log-probs are those of the model itself."""
+        sampling = self.requests[0].sampling
+        return (sampling.temperature, sampling.top_k, sampling.top_p) == (1.0, 0, 1.0)
+
+    @property
+    def unscored(self) -> bool:
+        """Whether the engine's completions are all that is answered."""
+        return self.exact and self.scored is None
+
+
+class Tenants:
+    """All that clients train and sample from."""
+
+    def __init__(self, inference: InferenceModel, folder: Path, rank: int, devices: List[Any] | None = None):
+        """Reads the base, and starts the thread.
+
+        Args:
+            inference: the base; its own engine is not used.
+            folder: where checkpoints are.
+            rank: the highest rank of an adapter.
+            devices: None for all.
+
+        Raises:
+            UserError: the base cannot be read, or a matrix cannot have this rank.
+        """
+        self.inference, self.name = inference, inference.options.model
+        self.promises, self.checkpoints = Promises(), Checkpoints(folder)
+        self.compute = Compute(inference, rank, devices)
+        decode = inference.tokenizer.decode if inference.tokenizer else None
+        self.engine = Engine(
+            self.compute.model, self.compute.mesh, slots=inference.slots, max_length=inference.limit, decode=decode
+        )
+        self.models: dict[str, Tenant] = {}
+        self.samplers: dict[str, Sampler] = {}
+        self._turns, self._sampling = Turns(), dict[str, list[tuple[Sampling, int, Request]]]()
+        self._published: tuple[Adapter | None, int] = (None, 0)
+        self._changed, self._closed = threading.Condition(), False
+        self._thread = threading.Thread(target=self._serve, name="tinker", daemon=True)
+        self._thread.start()
+
+    # What clients ask for, from any thread.
+
+    def open(self, model: str) -> None:
+        """Begins the order of a new model's requests."""
+        with self._changed:
+            self._turns.open(model)
+
+    def submit(self, model: str, number: int, body: bytes, work: Callable[[], Result]) -> str:
+        """Promises the result of a model's request of a number; the name of the promise.
+
+        Args:
+            model: its id.
+            number: the place in the order of the model's requests.
+            body: what was asked, in one form for all that mean the same.
+            work: computes the result, in the thread of this.
+
+        Raises:
+            Refusal: there is no such model, or the number was used for another request.
+        """
+        name = f"{model}:{number}"
+        with self._changed:
+            self._turns.check(model)
+            if (promise := self.promises.reserve(name, body)) is not None:
+                try:
+                    self._turns.add(model, number, lambda: self._carry_out(promise, work))
+                except UserError as error:
+                    promise.settle(error)
+                self._changed.notify_all()
+        return name
+
+    def sample(self, sampling: Sampling) -> None:
+        """Queues a request for completions."""
+        with self._changed:
+            queue = self._sampling.setdefault(sampling.sampler.name, [])
+            queue += [(sampling, number, request) for number, request in enumerate(sampling.requests)]
+            self._changed.notify_all()
+
+    def end(self, session: str) -> None:
+        """Frees the models and samplers of a session; what they have not answered fails."""
+        with self._changed:
+            for name in [name for name in self.models if name.startswith(f"{session}:")]:
+                self._turns.close(name)
+                del self.models[name]
+            for name in [name for name in self.samplers if name.startswith(f"{session}:")]:
+                self._sampling.pop(name, None)
+                del self.samplers[name]
+        self.promises.fail(UserError(f"the session {session} has ended"), f"{session}:")
+
+    def close(self) -> None:
+        """Ends the thread; what is not answered fails."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        self.promises.fail(RuntimeError("the server ends"))
+
+    def sampler(self, name: str) -> Sampler:
+        """A sampler by its id.
+
+        Raises:
+            Refusal: there is none.
+        """
+        if (sampler := self.samplers.get(name)) is None:
+            raise Refusal(404, f"there is no sampler {name}: its session may have ended")
+        return sampler
+
+    # Jobs of training, in the thread.
+
+    def create(self, model: str, run: Run, seed: int | None) -> Result:
+        """A new adapter.
+
+        Raises:
+            UserError: this is another base, the rank is above the highest, or nothing would train.
+        """
+        self.check_base(run.base_model)
+        if not 1 <= run.rank <= self.compute.rank:
+            raise UserError(f"lora_config.rank: {run.rank}; this server trains 1 to {self.compute.rank} (--rank)")
+        if not run.modules:
+            raise UserError("lora_config: nothing would train: set train_mlp or train_attn")
+        number = secrets.randbits(31) if seed is None else seed % (1 << 31)
+        params = self.compute.fresh(number, run.rank, run.modules)
+        self.checkpoints.begin(model, run)
+        self.models[model] = Tenant(model, run, params, self.compute.moments(params))
+        return {"type": "create_model", "model_id": model}
+
+    def forward_backward(self, message: Any) -> Result:
+        """The losses of a `ForwardBackwardRequest`; adds gradients to the model's unless it is forward only.
+
+        Raises:
+            UserError: the loss or its data are not understood, or do not fit.
+        """
+        tenant = self._tenant(message.model_id)
+        kind, loss = chosen(message.loss_fn, config_of(message))
+        data = data_of(message)
+        self.compute.check(data, kind)
+        if message.forward_only:
+            outputs = self.compute.forward(self._adapter(tenant), data, loss)
+        else:
+            sums, tenant.gradients = tenant.gradients, None  # they are donated
+            if sums is None:
+                sums = self.compute.zeros(tenant.params)
+            outputs, tenant.gradients = self.compute.backward(self._adapter(tenant), sums, data, loss)
+        total = float(sum(np.sum(x, dtype=np.float64) for x in outputs.losses))
+        pairs = zip(outputs.logprobs, outputs.losses, strict=True)
+        return forward_backward_output(
+            [{"logprobs": logprobs, "elementwise_loss": losses} for logprobs, losses in pairs], {"loss:sum": total}
+        )
+
+    def optim_step(self, model: str, step: Step) -> Result:
+        """An update with the sum of the gradients, which is 0 where there are none."""
+        tenant = self._tenant(model)
+        gradients = self.compute.zeros(tenant.params) if tenant.gradients is None else tenant.gradients
+        tenant.params, tenant.moments, norm = self.compute.update(tenant.params, tenant.moments, gradients, step)
+        tenant.gradients = None
+        return {"metrics": {"grad_norm": norm, "learning_rate": float(step.learning_rate)}}
+
+    def save(self, model: str, kind: str, name: str, overwrite: bool) -> Result:
+        """Saves weights to sample from (`sampler_weights`), or what training goes on from (`weights`)."""
+        tenant, path, state = self._tenant(model), f"tinker://{model}/{kind}/{name}", None
+        rank, modules, moments = tenant.run.rank, tenant.run.modules, cast(Any, tenant.moments)
+        if kind == "weights":
+            state = {"count": np.asarray(moments.count)}
+            for part, tree in (("mu", moments.mu), ("nu", moments.nu)):
+                state |= {f"{part}/{name}": x for name, x in self.compute.narrowed(tree, rank, modules).items()}
+        arrays = {name: jnp.asarray(x) for name, x in self.compute.narrowed(tenant.params, rank, modules).items()}
+        settings, decoder = self.compute.settings(rank, modules), self.compute.model.config
+        write = partial(save_adapter, params=arrays, adapter=settings, config=decoder, **self._origin)
+        self.checkpoints.save(path, write, state, overwrite)
+        return {"type": "save_weights" if state else "save_weights_for_sampler", "path": path}
+
+    def snapshot(self, model: str, sampler: str) -> Result:
+        """A sampler of the weights as they are now, in memory."""
+        tenant = self._tenant(model)
+        with self._changed:
+            self.samplers[sampler] = Sampler(sampler, model=model, adapter=self._adapter(tenant))
+            of_model = [x for x in self.samplers.values() if x.model == model and x.adapter is not None]
+        for old in of_model[:-SNAPSHOTS]:
+            old.adapter = None
+        return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
+
+    def load(self, model: str, base: str, path: str, optimizer: bool, about: Any, *, new: bool) -> Result:
+        """The weights of a checkpoint, with its optimizer or a fresh one, in a model or as a new one.
+
+        Raises:
+            UserError: there is no such checkpoint, it is one to sample from, or it does not fit.
+        """
+        self.check_base(base)
+        state = self.checkpoints.optimizer(path)
+        settings, adapter = self._read(path)
+        modules = tuple(name for name in self.compute.modules if name in settings.targeted)
+        run = Run(base, settings.rank, modules, about)
+        before = run if new else self._tenant(model).run
+        if (before.rank, before.modules) != (run.rank, run.modules):
+            raise UserError(f"{path} has rank {run.rank} and adapts {', '.join(run.modules)}, unlike {model}")
+        moments: Any = self.compute.moments(adapter.params)
+        if optimizer:
+            mu, nu = (
+                self.compute.widened({name[3:]: x for name, x in state.items() if name.startswith(part)})
+                for part in ("mu/", "nu/")
+            )
+            moments = moments._replace(count=jnp.asarray(state["count"]), mu=mu, nu=nu)
+        tenant = Tenant(model, before, adapter.params, moments)
+        if new:
+            self.checkpoints.begin(model, run)
+        self.models[model] = tenant
+        return {"type": "load_weights", "path": path, "model_id": model}
+
+    def check_base(self, name: str | None) -> None:
+        """Checks that a base is the one that is served.
+
+        Raises:
+            UserError: it is another one.
+        """
+        if name != self.name:
+            raise UserError(f"base_model: {name} is not served here; {self.name} is")
+
+    def run(self, model: str) -> Run:
+        """What a model is.
+
+        Raises:
+            Refusal: there is no such model.
+        """
+        if (tenant := self.models.get(model)) is None:
+            raise Refusal(404, f"there is no model {model}: it was not created, or its session has ended")
+        return tenant.run
+
+    def _tenant(self, model: str) -> Tenant:
+        if (tenant := self.models.get(model)) is None:
+            raise UserError(f"{model} was not created: its first request failed, or its session has ended")
+        return tenant
+
+    def _adapter(self, tenant: Tenant) -> Adapter:
+        return Adapter(tenant.params, self.compute.rank / tenant.run.rank)
+
+    @cached_property
+    def _origin(self) -> dict[str, str | None]:
+        """What a PEFT folder says of its base."""
+        source = self.inference.source
+        known = source.folder is not None and source.stands_alone
+        digest = fingerprint(source.name, cast(Path, source.folder), source.decoder, None) if known else None
+        return {"base": source.name, "fingerprint": digest}
+
+    def _read(self, path: str) -> tuple[AdapterConfig, Adapter]:
+        """The settings and the weights of a checkpoint.
+
+        Raises:
+            UserError: there is none, or it was not trained here, or its rank is above the highest.
+        """
+        settings, arrays = load_adapter(self.checkpoints.folder(path), self.compute.model.config, lm_head=True)
+        if settings.rank > self.compute.rank or settings.alpha != ALPHA:
+            raise UserError(
+                f"{path} has rank {settings.rank} and alpha {settings.alpha:g}; this server trains ranks up to "
+                f"{self.compute.rank} (--rank), with alpha {ALPHA:g}"
+            )
+        return settings, Adapter(self.compute.widened(arrays), self.compute.rank / settings.rank)
+
+    # The thread.
+
+    def _carry_out(self, promise: Promise, work: Callable[[], Result]) -> None:
+        """Computes a result; whatever goes wrong is shown to the client that asked."""
+        try:
+            promise.settle(work())
+        except Exception as error:
+            if not isinstance(error, UserError):
+                _log.exception("%s failed", promise.request_id)
+            promise.settle(error)
+
+    def _serve(self) -> None:
+        """Trains and samples, in turn."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._turns or self._sampling)
+                if self._closed:
+                    return
+                job = self._turns.take() if self._turns else None
+            if job is not None:
+                job()
+            if self._sampling:
+                time.sleep(GATHER)
+                with self._changed:
+                    name = next(iter(self._sampling), None)
+                    queue = self._sampling.pop(name) if name is not None else []
+                if queue:
+                    self._answer(queue)
+
+    def _answer(self, queue: list[tuple[Sampling, int, Request]]) -> None:
+        """Samples for all that wait for one sampler, until they are answered or others have their turn."""
+        sampler, ready = queue[0][0].sampler, list[Sampling]()
+        try:
+            adapter = self._weights(sampler)
+            if self._published[0] is not adapter:
+                version = self._published[1] + 1
+                self.engine.publish(self.compute.scaled(adapter), version)
+                self._published = adapter, version
+
+            def done(number: int, completion: Completion) -> bool:
+                sampling, place, _ = queue[number]
+                sampling.completions[place] = completion
+                if len(sampling.completions) == len(sampling.requests):
+                    if sampling.unscored:
+                        self._finish(adapter, [sampling])
+                    else:
+                        ready.append(sampling)
+                return False
+
+            def pause(dispatches: int) -> bool:
+                running = sum(place not in sampling.completions for sampling, place, _ in queue)
+                more = sampler.name in self._sampling
+                others = bool(self._turns) or len(self._sampling) > more or bool(ready)
+                joined = dispatches > 0 and more and running < self.engine.slots
+                return self._closed or joined or (dispatches >= TURN and others)
+
+            completions = self.engine.run([request for *_, request in queue], on_done=done, pause=pause)
+            self._finish(adapter, ready)
+        except Exception as error:
+            if not isinstance(error, UserError):
+                _log.exception("%s failed", sampler.name)
+            for sampling, *_ in queue:
+                sampling.promise.settle(error)
+            return
+        begun = [
+            (sampling, place, replace(request, so_far=completion))
+            for (sampling, place, request), completion in zip(queue, completions, strict=True)
+            if place not in sampling.completions
+        ]
+        if begun:
+            with self._changed:  # behind all other samplers, before what came for this one
+                if sampler.name in self.samplers:
+                    self._sampling[sampler.name] = begun + self._sampling.pop(sampler.name, [])
+
+    def _weights(self, sampler: Sampler) -> Adapter:
+        if sampler.adapter is None and sampler.model is not None:
+            raise UserError(
+                f"the weights of {sampler.name} are gone: the last {SNAPSHOTS} unnamed snapshots of a model are kept. "
+                "save_weights_for_sampler with a name keeps more"
+            )
+        if sampler.path is None:
+            return sampler.adapter or self.compute.nothing
+        if sampler.adapter is None:
+            sampler.adapter = self._read(sampler.path)[1]
+            others = [x for x in self.samplers.values() if x.path and x.adapter is not None and x is not sampler]
+            for old in others[: 1 - SNAPSHOTS]:  # which are read again where they are asked for
+                old.adapter = None
+        return sampler.adapter
+
+    def _finish(self, adapter: Adapter, ready: List[Sampling]) -> None:
+        """Answers requests whose completions are there, with log-probs of their prompts where these are asked for."""
+        wholes: list[np.ndarray] = []
+        for sampling in ready:
+            prompt = sampling.requests[0].prompt
+            if sampling.scored is not None:
+                wholes.append(prompt)
+            if not sampling.exact:
+                wholes += [np.append(prompt, sampling.completions[i].tokens) for i in range(len(sampling.requests))]
+        data = [Datum(whole[:-1], {"target_tokens": whole[1:]}) for whole in wholes if len(whole) > 1]
+        scored = iter(self.compute.forward(adapter, data, Chosen()).logprobs if data else [])
+        scores = iter([next(scored) if len(whole) > 1 else np.zeros(0) for whole in wholes])
+        for sampling in ready:
+            of_prompt = None
+            if sampling.scored is not None:
+                of_prompt = np.concatenate([[np.nan], next(scores)])
+                of_prompt[: sampling.scored] = np.nan
+            completions = [sampling.completions[i] for i in range(len(sampling.requests))]
+            logprobs = [x.logprobs if sampling.exact else next(scores)[-len(x.tokens) :] for x in completions]
+            sampling.promise.settle(sample_response(completions, logprobs, of_prompt))
