@@ -23,8 +23,8 @@ GREEDY = Sampling(max_tokens=6, temperature=0.0)
 
 def made(config: object = PLAIN, **settings: Any) -> Engine:
     model = Model(config)
-    sizes: dict[str, Any] = {"slots": 3, "max_length": LENGTH, "piece": 16, "page": PAGE, "steps": 5, "ahead": 1, **settings}
-    engine = Engine(model, one_device(), **sizes)
+    sizes: dict[str, Any] = {"slots": 3, "max_length": LENGTH, "piece": 16, "page": PAGE, "steps": 5, "ahead": 1}
+    engine = Engine(model, one_device(), **sizes | settings)
     engine.publish(random_params(model), 1)
     return engine
 
