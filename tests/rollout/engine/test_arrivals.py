@@ -3,6 +3,7 @@ ended, and no work for whom nobody waits."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +21,10 @@ PAGE, LENGTH = 8, 64
 GREEDY = Sampling(max_tokens=6, temperature=0.0)
 
 
-def made(config: object = PLAIN, **settings: int) -> Engine:
+def made(config: object = PLAIN, **settings: Any) -> Engine:
     model = Model(config)
-    sizes = {"slots": 3, "max_length": LENGTH, "piece": 16, "page": PAGE, "steps": 5, "ahead": 1, **settings}
-    engine = Engine(model, one_device(), **sizes)
+    sizes: dict[str, Any] = {"slots": 3, "max_length": LENGTH, "piece": 16, "page": PAGE, "steps": 5, "ahead": 1}
+    engine = Engine(model, one_device(), **sizes | settings)
     engine.publish(random_params(model), 1)
     return engine
 
@@ -159,7 +160,7 @@ def test_another_ending_begins_with_what_is_the_same(engine: Engine):
 
 def test_what_is_kept_makes_room(engine: Engine):
     """Many sequences through few pages: each is answered as alone."""
-    tight = made(slots=2, room=45_000)
+    tight = made(slots=2, room=45_000.0)
     for served in (engine, tight):
         requests = [
             Request(prompt, replace(GREEDY, max_tokens=20), 1)
