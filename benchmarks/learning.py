@@ -30,8 +30,10 @@ ROWS, HELD_OUT = 4096, 256
 """Problems that are trained on, and those that judge a run; they are drawn with different seeds."""
 ANSWER = 8
 """Tokens of an answer at most, its end among them."""
-STEPS, EVERY, PROMPTS, GROUP, UPDATES, RATE, B2 = 30, 5, 32, 8, 4, 1e-3, 0.95
-"""Steps of a cell, how often it is measured; prompts of a step, answers to each and updates; AdamW's rate and decay."""
+STEPS, EVERY, PROMPTS, GROUP, UPDATES = 40, 5, 32, 8, 4
+"""Steps of a cell, how often it is measured; prompts of a step, answers to each, and updates."""
+RATE, WARMUP, B2 = 3e-4, 5, 0.95
+"""AdamW's rate, the updates in which it is reached, and its second decay."""
 SIZES = {
     "vocab_size": 320,
     "d_model": 128,
@@ -91,13 +93,7 @@ def start_recipe(name: str, seed: int, folder: Path) -> dict[str, Any]:
         folder: of all cells.
     """
     return {
-        "model": {
-            "init": "random",
-            "family": "llama",
-            "sizes": dict(SIZES),
-            "tokenizer": "bytes",
-            "dtype": "float32",
-        },
+        "model": {"init": "random", "family": "llama", "sizes": SIZES, "tokenizer": "bytes", "dtype": "float32"},
         "data": {
             "train": str(folder / f"{name}-{seed}-train.jsonl"),
             "eval": str(folder / f"{name}-{seed}-held_out.jsonl"),
@@ -139,7 +135,7 @@ def recipe(name: str, algorithm: str, seed: int, folder: Path) -> dict[str, Any]
         "data": {"eval": "environment", "max_length": TASKS[name].length, "completion_length": ANSWER},
         "rollout": {"environment": {"name": "reasoning_gym", "options": options}},
         "algorithm": {**ALGORITHMS[algorithm], "group_size": GROUP, "updates": UPDATES},
-        "optimizer": {"learning_rate": RATE, "b2": B2, "schedule": "constant"},
+        "optimizer": {"learning_rate": RATE, "b2": B2, "schedule": "constant", "warmup": WARMUP},
         "batch_size": PROMPTS,
         "steps": STEPS,
         "eval": {"every": EVERY, "rows": HELD_OUT},
@@ -180,6 +176,7 @@ def train_peer(name: str, library: str, seed: int, folder: Path) -> None:
         "group": GROUP,
         "updates": UPDATES,
         "learning_rate": RATE,
+        "warmup": WARMUP,
         "b2": B2,
         "clip_norm": 1.0,
         # Behind the library's own packages, so that theirs are the ones that are imported.
@@ -274,8 +271,10 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for seed in arguments.seeds:
         for name in arguments.tasks:
-            write_rows(name, seed, folder)
-            train(start_recipe(name, seed, folder))
+            start = start_recipe(name, seed, folder)
+            if not Path(start["data"]["train"]).exists():
+                write_rows(name, seed, folder)
+            train(start)
             for algorithm in arguments.algorithms:
                 train(recipe(name, algorithm, seed, folder))
             for library in arguments.peers:

@@ -45,9 +45,10 @@ def batches() -> Iterator[dict[str, np.ndarray]]:
 
 with mesh:
     roles = (clusters.Role.ACTOR, clusters.Role.REFERENCE, clusters.Role.ROLLOUT)
+    rates = optax.linear_schedule(case["learning_rate"] / case["warmup"], case["learning_rate"], case["warmup"] - 1)
     optimizer = optax.chain(
         optax.clip_by_global_norm(case["clip_norm"]),
-        optax.adamw(case["learning_rate"], b2=case["b2"], weight_decay=0.0),
+        optax.adamw(rates, b2=case["b2"], weight_decay=0.0),
     )
     cluster = clusters.RLCluster(
         actor=weights(case["weights"]),
