@@ -180,7 +180,7 @@ def train_peer(name: str, library: str, seed: int, folder: Path) -> None:
         "b2": B2,
         "clip_norm": 1.0,
         # Behind the library's own packages, so that theirs are the ones that are imported.
-        "packages": str(Path(str(importlib.import_module("reasoning_gym").__file__)).parents[1]),
+        "packages": [path for path in sys.path if path.endswith("site-packages")],
         "metrics": str(output / "metrics.jsonl"),
     }
     (output / "case.json").write_text(json.dumps(case, indent=1))

@@ -18,7 +18,7 @@ class Problems:
     def __init__(self) -> None:
         with open(sys.argv[1], encoding="utf-8") as file:
             self.case: dict[str, Any] = json.load(file)
-        sys.path.append(self.case["packages"])
+        sys.path.extend(self.case["packages"])
         from reasoning_gym import create_dataset
 
         case = self.case
