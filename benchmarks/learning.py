@@ -240,9 +240,12 @@ def draw(curves: Curves) -> None:
     import matplotlib.pyplot as plt
 
     names = list(dict.fromkeys(name for name, _ in curves))
-    figure, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 3.2), sharey=True, squeeze=False)
+    size = (4 * len(names) + 1.5, 3.2)
+    figure, axes = plt.subplots(1, len(names), figsize=size, sharey=True, squeeze=False, layout="constrained")
     for axis, name in zip(axes[0], names, strict=True):
         for number, column in enumerate((*ALGORITHMS, *LIBRARIES)):
+            if not any(measured == column for _, measured in curves):
+                continue
             points = [*zip(*curves.get((name, column), ()), strict=True)]
             means = [statistics.mean(score for _, score in point) for point in points]
             style = "--" if column in LIBRARIES else "-"
@@ -250,8 +253,7 @@ def draw(curves: Curves) -> None:
         axis.set(title=name, xlabel="step", ylim=(0, 1.02))
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("score of held-out problems")
-    axes[0][-1].legend(fontsize="x-small", loc="lower right")
-    figure.tight_layout()
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right center")
     figure.savefig(PICTURE, metadata={"Date": None})
 
 
