@@ -574,6 +574,13 @@ def test_a_truncated_episode_goes_on_in_the_state_behind_its_last_token():
     np.testing.assert_allclose(trained(client.steps[0][1], "advantages"), [[0.1, 1.1], [0.1, -0.4]], atol=1e-6)
 
 
+def test_a_truncated_turn_that_ends_the_game_has_nothing_to_come():
+    """As above, but the second answer's `0` ends the game, although the limit cut it off: 0 - .4 without the .5."""
+    client = Fake("1.~", "0.~")
+    updated(ppo(lam=0.0), client, environment=f"{BARGAINS}:Bargain", scored=False)
+    np.testing.assert_allclose(trained(client.steps[0][1], "advantages"), [[0.1, 1.1], [0.1, -0.4]], atol=1e-6)
+
+
 def test_a_truncated_answer_that_was_judged_is_worth_what_was_said():
     client = Fake("1.~", "1.")
     updated(ppo(lam=0.0), client)

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import learning
+from benchmarks.peers.run import PEERS
 from tests.run.test_kill import Run, assert_same_end
 from tests.tiny_runs import metrics
 from tests.worlds.tiny_games import RL, mean, run_page, write
@@ -153,3 +155,31 @@ def test_a_tiny_model_learns_from_nothing_and_a_killed_run_ends_alike(tmp_path: 
     resumed = Run(tmp_path / "killed")
     assert resumed.wait() == 0, resumed.log
     assert_same_end(tmp_path / "killed" / "run", whole.run)
+
+
+@pytest.mark.parametrize("library", learning.LIBRARIES)
+def test_another_library_trains_on_a_task_by_its_verifier(library: str, tmp_path: Path, monkeypatch):
+    """`python -m benchmarks.learning --peers`, for a step of two problems from weights that know nothing."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if not Path(PEERS[library].python).exists():
+        pytest.skip("make peers")
+    for name, value in {
+        "ROWS": 8,
+        "HELD_OUT": 4,
+        "STEPS": 1,
+        "EVERY": 1,
+        "PROMPTS": 2,
+        "GROUP": 2,
+        "UPDATES": 1,
+    }.items():
+        monkeypatch.setattr(learning, name, value)
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
+    weights = tmp_path / "spell_backward-start-0/export"
+    config = LlamaConfig(vocab_size=320, hidden_size=32, intermediate_size=64, tie_word_embeddings=True, **sizes)
+    LlamaForCausalLM(config).save_pretrained(weights)
+    bytes_tokenizer("llama3").save(weights)
+    learning.train_peer("spell_backward", library, 0, tmp_path)
+    rows = metrics(tmp_path / f"spell_backward-{library}-0")
+    assert [row["step"] for row in rows] == [0, 1]
+    assert all(0 <= row["eval/reward"] < 0.5 for row in rows)

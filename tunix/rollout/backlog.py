@@ -43,7 +43,7 @@ def decoded(saved: Mapping[str, Any], sampling: Sampling) -> Completion:
 
 def saved_episode(episode: Scored) -> dict[str, Any]:
     """An episode as JSON values; with what its environment made of the prompt."""
-    names = ("text", "rewards", "failures", "turn_rewards", "seats", "logged")
+    names = ("text", "rewards", "failures", "turn_rewards", "seats", "ended", "logged")
     saved = {name: getattr(episode, name) for name in names}
     start = {"tokens": coded(episode.prompt.tokens), "text": episode.prompt.text, "source": episode.prompt.source}
     return {**saved, "completion": encoded(episode.completion), "prompt": start}
@@ -61,6 +61,7 @@ def episode_of(saved: Mapping[str, Any], prompt: Prompt, sampling: Sampling) -> 
         failures=saved["failures"],
         turn_rewards=tuple(saved["turn_rewards"]),
         seats=tuple(saved["seats"]),
+        ended=saved.get("ended", False),
         logged=saved["logged"],
     )
 

@@ -220,12 +220,14 @@ class Arrivals:
                 measured = self._measured.results()
         turns: dict[int, tuple[float, ...]] = {}
         seats: dict[int, tuple[int, ...]] = {}
+        over: dict[int, bool] = {}
         if played is not None:
             played.finish([self._ended[number][0] for number in numbers])
             if ENVIRONMENT in self._collector.weights:
                 scores[ENVIRONMENT] = dict(enumerate(played.scores))
             turns = {i: tuple(reward or 0.0 for reward in x.rewards) for i, x in enumerate(played.episodes) if x}
             seats = {i: tuple(x.seats) for i, x in enumerate(played.episodes) if x}
+            over = {i: x.done for i, x in enumerate(played.episodes) if x}
         return [
             Scored(
                 self._owners[number],
@@ -233,6 +235,7 @@ class Arrivals:
                 *parted({name: by_number.get(number) for name, by_number in scores.items()}),
                 turns.get(number, ()),
                 seats.get(number, ()),
+                over.get(number, False),
                 measured=measured.get(number, {}),
                 logged=logged.get(number, {}),
             )

@@ -64,6 +64,8 @@ class Scored:
     """The environment's reward for each turn; their sum is its reward for the episode."""
     seats: tuple[int, ...] = ()
     """Who took each turn where an environment has several players, e.g. `(0, 1, 0)`; 0 where one takes all."""
+    ended: bool = False
+    """Whether its environment has ended it, be its last turn cut off by the token limit or not."""
     version: int | None = None
     """The version of the weights that its step was sampled from, e.g. 3, where some of its tokens may be of earlier
     ones; None where none can be."""

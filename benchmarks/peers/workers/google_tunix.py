@@ -5,15 +5,13 @@ from turns import reward, start, words
 case, turn = start()
 
 import jax  # noqa: E402  (after the cores are chosen; this tunix is theirs)
-import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 import qwix  # noqa: E402
 from flax import nnx  # noqa: E402
-from transformers import AutoConfig, AutoTokenizer  # noqa: E402
+from google_llama import config, mesh, weights  # noqa: E402
+from transformers import AutoTokenizer  # noqa: E402
 from tunix.generate import sampler as sampling  # noqa: E402
-from tunix.models.llama3 import model as llama  # noqa: E402
-from tunix.models.llama3 import params as loading  # noqa: E402
 from tunix.rl import rl_cluster as clusters  # noqa: E402
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner  # noqa: E402
 from tunix.rl.rollout.base_rollout import RolloutConfig  # noqa: E402
@@ -26,28 +24,6 @@ FOREVER = 1_000_000
 BOS = 1
 """Their sampler puts it before every prompt, and pads to the next power of two where it has no room."""
 PROJECTIONS = r".*(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
-mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-
-def config() -> llama.ModelConfig:
-    """The folder's config, as their class."""
-    c = AutoConfig.from_pretrained(case["weights"])
-    return llama.ModelConfig(
-        num_layers=c.num_hidden_layers,
-        vocab_size=c.vocab_size,
-        embed_dim=c.hidden_size,
-        hidden_dim=c.intermediate_size,
-        num_heads=c.num_attention_heads,
-        head_dim=c.head_dim,
-        num_kv_heads=c.num_key_value_heads,
-        rope_theta=500_000,
-        norm_eps=c.rms_norm_eps,
-    )
-
-
-def weights() -> nnx.Module:
-    """The folder's model."""
-    return loading.create_model_from_safe_tensors(case["weights"], config(), mesh, jnp.float32)
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -65,7 +41,7 @@ def given(model: nnx.Module, item: object):
 
 def sft() -> None:
     """SFT by their trainer with its default loss."""
-    model = weights()
+    model = weights(case["weights"])
     if case["lora"]:
         how = qwix.LoraProvider(module_path=PROJECTIONS, rank=case["lora"]["rank"], alpha=case["lora"]["alpha"])
         model = qwix.apply_lora_to_model(model, how, **model.get_model_input())
@@ -88,9 +64,9 @@ def dpo() -> None:
     names = {"prompts": "prompt", "chosen": "chosen", "rejected": "rejected"}
     arrays = {f"{names[name]}_ids": ids for name, ids in sides.items()}
     masks = {f"{names[name]}_mask": np.ones_like(ids) for name, ids in sides.items()}
-    model = weights()
+    model = weights(case["weights"])
     asked = DPOTrainingConfig(eval_every_n_steps=FOREVER, max_steps=FOREVER, beta=case["beta"])
-    DPOTrainer(model, weights(), optimizer(), asked).train(given(model, Pairs(**arrays, **masks)))
+    DPOTrainer(model, weights(case["weights"]), optimizer(), asked).train(given(model, Pairs(**arrays, **masks)))
 
 
 def grpo() -> None:
@@ -110,10 +86,10 @@ def grpo() -> None:
         mini_batch_size=case["groups"],
         train_micro_batch_size=case["groups"],
     )
-    model = weights()
+    model = weights(case["weights"])
     cluster = clusters.RLCluster(
         actor=model,
-        reference=weights(),
+        reference=weights(case["weights"]),
         tokenizer=AutoTokenizer.from_pretrained(case["weights"]),
         cluster_config=clusters.ClusterConfig(
             role_to_mesh=dict.fromkeys(roles, mesh), training_config=training, rollout_config=rollout
@@ -138,11 +114,11 @@ def grpo() -> None:
 
 def generate() -> None:
     """Completions in a static batch as long as its longest request, in a cache of that length."""
-    c, prompts, new = config(), [words(ids) for ids in case["prompts"]], case["new"]
+    c, prompts, new = config(case["weights"]), [words(ids) for ids in case["prompts"]], case["new"]
     length = len(case["prompts"][0]) + BOS
     cache = sampling.CacheConfig(length + max(new), c.num_layers, c.num_kv_heads, c.head_dim)
     tokenizer = AutoTokenizer.from_pretrained(case["weights"])
-    engine = sampling.Sampler(weights(), tokenizer, cache)
+    engine = sampling.Sampler(weights(case["weights"]), tokenizer, cache)
     tokens = 0
     while True:
         turn(tokens=tokens)

@@ -137,9 +137,10 @@ class PPO(PolicyGradient):
         for episode, x, values_T, penalty in zip(flat(groups), sequences, values, penalties, strict=True):
             rewards = token_rewards(episode, data.weights, penalty) + self.kl_rewards(x)
             # Cut short is where rewards were still to come, as in a game that the token limit cut off. A completion
-            # that reward functions score has its whole reward, cut off or not. If the critic's value were added, not to
-            # stop would pay more than to answer: a policy that learned to sort then had a third of its answers cut off.
-            cut_short = episode.truncated and list(episode.rewards) == [ENVIRONMENT]
+            # that reward functions score, or whose environment has judged it and is at its end, has its whole reward,
+            # cut off or not. If the critic's value were added, not to stop would pay more than to answer: a policy that
+            # learned to sort then had a third of its answers cut off, and in problems of a single turn all of them.
+            cut_short = episode.truncated and not episode.ended and list(episode.rewards) == [ENVIRONMENT]
             after = float(episode.measured[VALUES][-1]) if cut_short else 0.0
             advantage, target = gae(rewards, values_T, x.loss_mask, config.gamma, config.lam, bootstrap=after)
             advantages.append(advantage)
