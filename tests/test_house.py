@@ -244,22 +244,23 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 53_912,
-    "files": 276,
-    "functions": 2_806,
-    "short functions used once": 117,
+    "lines": 56_460,
+    "files": 286,
+    "functions": 2_971,
+    "short functions used once": 120,
     "short files with one importer": 12,
-    "calls with bundles": 39,
-    "imports of the busiest file": 26,
-    "recipe keys": 263,
+    "calls with bundles": 40,
+    "imports of the busiest file": 23,
+    "recipe keys": 249,
     "recipe keys of GRPO": 32,
     "files in the closure of algorithms/grpo": 15,
-    "lines in the closure of algorithms/grpo": 3_520,
+    "lines in the closure of algorithms/grpo": 3_434,
     "banned local names": 0,
     "files with private names of others": 6,
 }
-"""What a reader has to hold at most. A change that makes one less lowers it here. Raised once, from 49,000 lines and
-218 keys, by what connects other people's worlds: environments, tools, mixtures, curricula, judges, evaluations."""
+"""What a reader has to hold at most. A change that makes one less lowers it here. Raised twice: from 49,000 lines and
+218 keys by what connects other people's worlds (environments, tools, mixtures, curricula, judges, evaluations), and
+from 53,300 lines by the doors of `tunix serve`: chats and streams in OpenAI's form, training by Tinker's protocol."""
 
 
 def test_the_house_keeps_its_budgets():
