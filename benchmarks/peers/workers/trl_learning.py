@@ -1,6 +1,7 @@
 """TRL's worker of `benchmarks.learning`: `GRPOTrainer` on a task of reasoning-gym, measured by greedy answers."""
 
 import tempfile
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -11,18 +12,18 @@ from trl import GRPOConfig, GRPOTrainer
 problems = Problems()
 case = problems.case
 torch.set_num_threads(2)
-model = AutoModelForCausalLM.from_pretrained(case["weights"], dtype=torch.float32)
+model: Any = AutoModelForCausalLM.from_pretrained(case["weights"], dtype=torch.float32)
 tokenizer = AutoTokenizer.from_pretrained(case["weights"])
 
 
 class Measure(TrainerCallback):
     """Measures at the start and after every so many steps; one of ours is several updates, theirs is one."""
 
-    def on_train_begin(self, args: object, state: object, control: object, **_: object) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Measures the weights that all begin with."""
         self.on_step_end(args, state, control)
 
-    def on_step_end(self, args: object, state: object, control: object, **_: object) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Answers the held-out questions greedily."""
         step, rest = divmod(state.global_step, case["updates"])
         if rest or step % case["every"]:
