@@ -182,7 +182,10 @@ class Compute:
         """The modules that can be adapted, by their short Hugging Face names."""
         adapter = self.settings(rank, self.modules)
         rounding = simulated(source.rules, weights=False)
-        structure = adapt(adapter, source.decoder)
+        try:
+            structure = adapt(adapter, source.decoder)
+        except UserError as error:
+            raise UserError(f"--rank {rank}: {error}") from None
         self.model = Model(source.decoder, dtype=dtype, remat="block", adapt=structure, simulated=rounding)
         trained, self.frozen = weights(source, self.model, mesh, seed=0, trained="float32", frozen=dtype, full=False)
         self._axes = {name: self.model.axes[name].index("rank") for name in trained}
