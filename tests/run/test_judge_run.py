@@ -96,6 +96,7 @@ def test_a_run_that_is_killed_while_it_is_judged_ends_as_if_nobody_had(tmp_path)
     assert_same_end(again.run, tmp_path / "whole/run")
 
 
+@pytest.mark.slow
 def test_dpo_learns_from_pairs_that_a_judge_compares(tmp_path):
     """Of each pair the better one scores 1 and the other 0; where the orders disagree, it is left out and counted."""
     fake = FakeJudge()
@@ -118,7 +119,7 @@ def test_dpo_learns_from_pairs_that_a_judge_compares(tmp_path):
 LORA = {"rank": 4}
 
 
-@pytest.mark.parametrize("place", ["base", *slow(["judge"])])
+@pytest.mark.parametrize("place", slow(["base", "judge"]))
 def test_a_model_that_writes_no_verdict_ends_the_run_with_what_it_wrote(tmp_path, capsys, place):
     """Random weights as a judge: the base under the adapter, or a folder of its own."""
     model_folder(tmp_path / "judge", max_position_embeddings=2048)
