@@ -325,7 +325,7 @@ def test_a_text_model_that_is_given_pictures_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize(("platform", "capability", "kernel"), [("tpu", None, "splash"), ("gpu", 9.0, "mosaic")])
 def test_kernels_say_that_they_compute_no_pictures(platform, capability, kernel, monkeypatch):
     """Then chunks are taken, or the einsums for short rows."""
-    monkeypatch.setattr("tunix.models.attention.mosaic.missing", lambda: None)
+    monkeypatch.setattr("tunix.models.attention.mosaic.missing", lambda name: None)
     q = jnp.zeros((1, 2048, 4, 64), jnp.bfloat16)
     ids = jnp.ones(q.shape[:2], jnp.int32)
     plain = replace(spec_of(q, q, Segments(ids, ids), None), platform=platform, capability=capability)

@@ -90,7 +90,7 @@ MORE = [
 @pytest.mark.parametrize(("parents", "window", "softcap", "dtype"), [*CASES, *slow(MORE)])
 def test_values_and_gradients_are_those_of_the_einsums(parents, window, softcap, dtype, monkeypatch):
     view, operation = rows(parents)._replace(window=window), reference(parents)
-    monkeypatch.setattr(mosaic, "operation", lambda: operation)
+    monkeypatch.setattr(mosaic, "operation", lambda name: operation)
     found = jax.jit(partial(results, mosaic, view, dtype, softcap))()
     expected = jax.jit(partial(results, einsum, view, dtype, softcap))()
     real = np.asarray(view.ids > 0)
@@ -101,7 +101,7 @@ def test_values_and_gradients_are_those_of_the_einsums(parents, window, softcap,
 
 def test_sinks_are_keys_without_values(monkeypatch):
     view, operation = rows(parents=True)._replace(window=11), reference(True)
-    monkeypatch.setattr(mosaic, "operation", lambda: operation)
+    monkeypatch.setattr(mosaic, "operation", lambda name: operation)
     sinks = jnp.linspace(-1, 3, N)
     found = jax.jit(partial(results, mosaic, view, "float32", 2.0, sinks))()
     expected = jax.jit(partial(results, einsum, view, "float32", 2.0, sinks))()
