@@ -6,6 +6,7 @@ dispatch gives every request two tokens.
 
 import json
 from contextlib import closing
+from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
 
@@ -19,8 +20,9 @@ from tunix.data.examples import Examples
 from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import open_rows
+from tunix.data.types import Prompt
 from tunix.protocols import SamplingClient
-from tunix.rollout.backlog import Backlog, Race
+from tunix.rollout.backlog import Backlog, Race, episode_of, saved_episode
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.rewards.base import Reward
 from tunix.rollout.rewards.scorer import Scorer
@@ -194,3 +196,22 @@ def test_what_comes_back_is_taken_first_in_the_order_of_the_data():
         backlog.put_back([four, one])
         assert [x.place for x in backlog.take(4)] == [one.place, three.place, four.place, four.place + 1]
         assert two.place == one.place + 1
+
+
+def test_all_that_an_episode_has_is_saved():
+    """But its version and what was measured of it, which the step that takes it knows; no part is at its default."""
+    numbers = np.arange(4, dtype=np.int32)
+    prompt = Prompt(numbers, text="2 + 2", row={"answer": "4"}, source="sums")
+    experts = np.arange(16, dtype=np.int16).reshape(8, 2, 1)
+    completion = Completion(numbers, -numbers / 3, "length", numbers + 5, SAMPLING, ((0, 2), (3, 4)), experts=experts)
+    episode = Scored(prompt, completion, "4", {"a": 0.1}, {"b": "died"}, (0.1, 0.0), (0, 1), True, logged={"a/n": 3})
+    unsaved = {"version", "measured"}
+    at_default = {x.name for x in fields(Scored) if getattr(episode, x.name) in (x.default, (), None)}
+    assert at_default <= unsaved
+    back = episode_of(json.loads(json.dumps(saved_episode(episode))), replace(prompt, tokens=numbers[:1]), SAMPLING)
+    assert replace(back, prompt=prompt, completion=completion) == episode
+    assert (back.prompt.text, back.prompt.source, back.completion.finish) == ("2 + 2", "sums", "length")
+    np.testing.assert_array_equal(back.prompt.tokens, numbers)
+    for name in ("tokens", "logprobs", "versions", "experts"):
+        np.testing.assert_array_equal(getattr(back.completion, name), getattr(completion, name).astype(np.float32))
+    assert back.completion.turns == completion.turns
