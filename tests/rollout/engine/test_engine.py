@@ -607,3 +607,16 @@ def test_what_a_call_takes_is_counted(params):
     token = PLAIN.num_layers * 2 * PLAIN.num_kv_heads * PLAIN.head_dim * 4
     held = (7 + 8 + 9) + sum(range(7, 15))
     assert usage.bytes == pytest.approx(8 * sum(x.nbytes for x in read) + token * held)
+
+
+def test_slots_that_need_no_further_page_wait_for_none(params, monkeypatch: pytest.MonkeyPatch):
+    """57 + 7 tokens take the eight pages of their prompt to the end: all three slots, and so all pages there are, are
+    at work from the start. Seven tokens at five a dispatch are two dispatches."""
+    widths, real = list[int](), batch_file.decode
+    monkeypatch.setattr(batch_file, "decode", lambda *given: widths.append(len(given[4].request)) or real(*given))
+    engine = make()
+    engine.publish(params, 1)
+    engine.run(
+        [Request(prompt, Sampling(max_tokens=7), 0, index) for index, prompt in enumerate(prompts(VOCAB, (57,) * 3))]
+    )
+    assert widths == [3, 3]

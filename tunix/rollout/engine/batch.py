@@ -307,10 +307,14 @@ class Batch:
             kept = self._kept(episode) if episode.so_far is None and owner is None else None
             nearest = owner if kept is None else kept[0].shard
             tokens = len(episode.request.prompt) + (0 if episode.so_far is None else len(episode.so_far.tokens))
+            # Every slot at work may want one more page soon, but those that have all they will ever need.
+            held, page = self.slots.held, self.sizes.page
+            grows = ~idle.ravel() if self._reply else -(-(held + self.slots.left) // page) > -(-held // page)
+            spare = grows.reshape(idle.shape).sum(axis=1).tolist()
             # Beside the pages of its prompt, or of what it begins with, or where most slots are free.
             for shard in sorted(shards, key=lambda shard: (shard != nearest, taken[shard])):
-                spare = taken[shard]  # every slot at work may want one more page soon
-                if spare < of_shard and self.page_tables.fits(shard, tokens + 1, spare, shared=shard == owner):
+                more, shared = spare[shard], shard == owner
+                if taken[shard] < of_shard and self.page_tables.fits(shard, tokens + 1, more, shared=shared):
                     slot = shard * of_shard + int(idle[shard].argmax())
                     self._enter(slot, self.waiting.popleft())
                     idle.flat[slot] = False
