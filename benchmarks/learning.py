@@ -4,12 +4,13 @@ A Llama-shaped model that is trained from nothing learns each task by example un
 once for a task and a seed. Every algorithm goes on from those weights, by the task's own verifier. A cell is
 `tunix run` on a recipe of its own below `runs/learning`: what has ended is not run again, what was interrupted goes on.
 The whole takes a night on two cores; `--tasks`, `--algorithms`, `--peers` and `--seeds` choose a part, and `--write`
-puts all that has ended into `docs/learning.md`. Needs `pip install '.[reasoning-gym]'`, the peers `make peers`, the
-picture matplotlib.
+puts all that has ended into `docs/learning.md` and `docs/learning.json`, from which a cell is taken out to have it
+run again. Needs `pip install '.[reasoning-gym]'`, the peers `make peers`, the picture matplotlib.
 """
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import statistics
@@ -24,7 +25,7 @@ from benchmarks.peers.run import PEERS, WORKERS, versions
 from tunix.util.yaml_io import write_yaml
 
 ROOT = Path(__file__).parents[1]
-PAGE, PICTURE = ROOT / "docs/learning.md", ROOT / "docs/learning.svg"
+PAGE, PICTURE, RESULTS = (ROOT / f"docs/learning.{end}" for end in ("md", "svg", "json"))
 BEGIN, END = "<!-- table: python -m benchmarks.learning -->", "<!-- end of the table -->"
 ROWS, HELD_OUT = 4096, 256
 """Problems that are trained on, and those that judge a run; they are drawn with different seeds."""
@@ -190,17 +191,27 @@ def train_peer(name: str, library: str, seed: int, folder: Path) -> None:
         subprocess.run(command, env=environment, check=True, stdout=log, stderr=log)
 
 
-def ended(folder: Path) -> dict[tuple[str, str], list[Curve]]:
-    """The curves of all cells that have ended."""
-    curves: dict[tuple[str, str], list[Curve]] = {}
-    for name in TASKS:
-        for column in (*ALGORITHMS, *LIBRARIES):
-            for file in sorted(folder.glob(f"{name}-{column}-*/metrics.jsonl")):
-                rows = [json.loads(line) for line in file.read_text().splitlines()]
-                curve = [(row["step"], row["eval/reward"]) for row in rows if "eval/reward" in row]
-                if curve and curve[-1][0] == STEPS:
-                    curves.setdefault((name, column), []).append(curve)
-    return curves
+def stored() -> dict[str, Curve]:
+    """The curves of docs/learning.json, by cell, e.g. `lcm-grpo-0`: they outlive the folder of the runs."""
+    return json.loads(RESULTS.read_text())["cells"] if RESULTS.exists() else {}
+
+
+def ended(folder: Path) -> dict[str, Curve]:
+    """The curves of all cells that have ended, stored ones included."""
+    curves = stored()
+    for file in folder.glob("*/metrics.jsonl"):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        curve = [(row["step"], row["eval/reward"]) for row in rows if "eval/reward" in row]
+        if curve and curve[-1][0] == STEPS and "-start-" not in file.parent.name:
+            curves[file.parent.name] = curve
+    return dict(sorted(curves.items()))
+
+
+def by_column(cells: Mapping[str, Curve]) -> Curves:
+    """The curves of cells by task and algorithm or library, in the order of the tables."""
+    columns = [(name, column) for name in TASKS for column in (*ALGORITHMS, *LIBRARIES)]
+    seeds = {key: [curve for cell, curve in cells.items() if cell.startswith("-".join(key) + "-")] for key in columns}
+    return {key: curves for key, curves in seeds.items() if curves}
 
 
 def title(column: str) -> str:
@@ -271,23 +282,33 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    for seed in arguments.seeds:
-        for name in arguments.tasks:
-            start = start_recipe(name, seed, folder)
-            if not Path(start["data"]["train"]).exists():
-                write_rows(name, seed, folder)
-            train(start)
-            for algorithm in arguments.algorithms:
-                train(recipe(name, algorithm, seed, folder))
-            for library in arguments.peers:
-                train_peer(name, library, seed, folder)
-    curves = ended(folder)
+    known = stored()
+    for seed, name in itertools.product(arguments.seeds, arguments.tasks):
+        columns = [x for x in (*arguments.algorithms, *arguments.peers) if f"{name}-{x}-{seed}" not in known]
+        if not columns:
+            continue
+        start = start_recipe(name, seed, folder)
+        if not Path(start["data"]["train"]).exists():
+            write_rows(name, seed, folder)
+        train(start)
+        for column in columns:
+            if column in LIBRARIES:
+                train_peer(name, column, seed, folder)
+            else:
+                train(recipe(name, column, seed, folder))
+    cells = ended(folder)
+    curves = by_column(cells)
     text = tables(curves)
     print(text)
     if arguments.write:
         before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
-        listed = "; ".join(f"{PEERS[key].title}: {versions(PEERS[key])}" for key in LIBRARIES)
+        known = json.loads(RESULTS.read_text())["versions"] if RESULTS.exists() else {}
+        # Those that measured stay where a library is not installed here.
+        known |= {key: said for key in LIBRARIES if (said := versions(PEERS[key])) != "not installed"}
+        listed = "; ".join(f"{PEERS[key].title}: {known[key]}" for key in LIBRARIES if key in known)
         PAGE.write_text(f"{before}{BEGIN}\n{text}\n\n{listed}.\n{END}{rest.partition(END)[2]}", "utf-8")
+        lines = ",\n".join(f"  {json.dumps(cell)}: {json.dumps(curve)}" for cell, curve in cells.items())
+        RESULTS.write_text(f'{{\n "versions": {json.dumps(known)},\n "cells": {{\n{lines}\n }}\n}}\n', "utf-8")
         draw(curves)
 
 

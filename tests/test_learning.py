@@ -28,14 +28,16 @@ def write(folder: Path, cell: str, scores: list[float]) -> None:
     (folder / cell / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
 
 
-def test_tables_have_means_and_leave_what_was_not_run_empty(tmp_path: Path):
+def test_tables_have_means_and_leave_what_was_not_run_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     points = learning.STEPS // learning.EVERY
     write(tmp_path, "lcm-grpo-0", [0.25] + [0.5] * (points - 1) + [0.75])
     write(tmp_path, "lcm-grpo-1", [0.35] + [0.5] * (points - 1) + [0.85])
-    write(tmp_path, "lcm-trl-0", [0.3] * points + [0.7])
+    stored = {"lcm-trl-0": [(i * learning.EVERY, x) for i, x in enumerate([0.3] * points + [0.7])]}
+    (tmp_path / "learning.json").write_text(json.dumps({"versions": {}, "cells": stored}))
+    monkeypatch.setattr(learning, "RESULTS", tmp_path / "learning.json")
     write(tmp_path, "gcd-ppo-0", [0.1] * points + [0.2])
     write(tmp_path, "gcd-grpo-0", [0.1] * points)  # stands before its last step
-    text = learning.tables(learning.ended(tmp_path))
+    text = learning.tables(learning.by_column(learning.ended(tmp_path)))
     rows = {line.split(" | ")[0].strip("| "): line for line in text.splitlines()}
     # Mean of both seeds and their range; the start is that of all three runs: (0.25 + 0.35 + 0.3) / 3.
     assert rows["lcm"] == "| lcm | 0.30 | 0.80 (2 seeds, 0.75 to 0.85) |  |  |  |  |  | 0.70 |  |"
