@@ -21,7 +21,7 @@ class Chip(NamedTuple):
     """Published figures of one device."""
 
     kind: str
-    """What the name begins with that JAX gives it."""
+    """What the name begins with that JAX gives it; of NVIDIA's, whole words of it."""
     flops: float
     """Dense bfloat16 products a second."""
     bandwidth: float
@@ -55,6 +55,8 @@ products, 4.3 TB/s of a copy."""
 OTHERS = (
     Chip("NVIDIA A100", 312e12, 2039e9, "gpu"),
     Chip("NVIDIA L4", 121e12, 300e9, "gpu"),
+    Chip("NVIDIA L40", 181e12, 864e9, "gpu"),
+    Chip("NVIDIA L40S", 362e12, 864e9, "gpu"),
     Chip("TPU v4", 275e12, 1228e9, "tpu"),
 )
 SHAPES = {
@@ -67,7 +69,8 @@ SHAPES = {
 
 def chip_named(kind: str) -> Chip | None:
     """The chip of a device by the kind that JAX gives it, e.g. `NVIDIA H100 80GB HBM3`; None for CPUs and others."""
-    return next((chip for chip in (*CHIPS.values(), *OTHERS) if kind.startswith(chip.kind)), None)
+    chips = (*CHIPS.values(), *OTHERS)
+    return next((x for x in chips if re.match(x.kind + (r"\b" if x.platform == "gpu" else ""), kind)), None)
 
 
 def chip_of(topology: str) -> Chip:
