@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tunix.recipe.recipe import Recipe
     from tunix.run.client import client
     from tunix.run.train import train
-    from tunix.types import Batch, Loss, LossInputs, LossOutputs, Sampling, Sequence, Term
+    from tunix.types import Batch, Completion, Loss, LossInputs, LossOutputs, Sampling, Sequence, Term
 
 _WHERE = {
     "Recipe": "tunix.recipe.recipe",
@@ -42,6 +42,7 @@ _WHERE = {
     "PPO": "tunix.algorithms.ppo.algorithm",
     "Distill": "tunix.algorithms.distill.algorithm",
     "Batch": "tunix.types",
+    "Completion": "tunix.types",
     "Loss": "tunix.types",
     "LossInputs": "tunix.types",
     "LossOutputs": "tunix.types",
@@ -60,6 +61,7 @@ __all__ = [
     "SFT",
     "Algorithm",
     "Batch",
+    "Completion",
     "Distill",
     "Loss",
     "LossInputs",

@@ -175,6 +175,13 @@ def test_files_of_this_machine_have_to_be_where_the_pods_see_them(tmp_path: Path
     assert job("gke-gpu", of, mounts=(Mount("runs", "/runs"), volume)).files == {}
 
 
+def test_a_choice_is_no_file_though_one_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("tunix", "sft", "train", "cosine"):
+        (tmp_path / name).mkdir()
+    assert job("gke-gpu", recipe(rollout={"engine": "tunix"}, optimizer={"schedule": "cosine"})).files == {}
+
+
 def test_code_goes_along_from_the_current_folder_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.py").write_text("def train(): return []\n")

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pydantic import BaseModel
+
 from tunix.errors import UserError, install_command
 from tunix.launch.job import PLATFORMS, Job, Mount, Options, placement
 from tunix.launch.kubernetes import manifest
@@ -27,6 +29,8 @@ MOST_BYTES = 900_000
 """Most bytes of the recipe and the files that go along: Kubernetes takes 1 MiB, with everything around them."""
 WRITTEN = ("output", "folder")
 """Last part of the keys that name what a run writes."""
+NAMES = ("name", "family", "split")
+"""Last part of the keys that name what comes along with tunix or a data set, unless it is code."""
 LONGEST_NAME = 40
 """Letters of a name: Kubernetes takes 63 for a pod's, which is longer by `-host-0-1023`."""
 
@@ -186,10 +190,12 @@ def sent_along(recipe: Recipe, volumes: list[str]) -> dict[str, str]:
         UserError: a file of this machine cannot go along, so that the pods would not find it.
     """
     texts: dict[str, str] = {}
-    for key, value in _named(recipe.sections()):
+    for key, value in _named({"stages": recipe.stages} if recipe.stages else recipe):
         code = is_reference(value) and value.rpartition(":")[0].endswith(".py")
         place = value.rpartition(":")[0] if code else value
-        if key.rpartition(".")[2] in WRITTEN or _within(place, volumes) or not Path(place).expanduser().exists():
+        if key.rpartition(".")[2] in (WRITTEN if code else (*WRITTEN, *NAMES)) or _within(place, volumes):
+            continue
+        if not Path(place).expanduser().exists():
             continue
         if not (code or place.endswith(".jinja")):
             raise UserError(
@@ -205,10 +211,13 @@ def sent_along(recipe: Recipe, volumes: list[str]) -> dict[str, str]:
 
 
 def _named(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Every text in nested values, with its dotted key."""
+    """Every text in nested values with its dotted key, but for a key's choices, which mean no file."""
     if isinstance(value, str):
         yield path, value
     inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    if isinstance(value, BaseModel):
+        fields = ((name, getattr(value, name), field) for name, field in type(value).model_fields.items())
+        inner = ((name, item) for name, item, field in fields if repr(item) not in str(field.annotation))
     for key, item in inner:
         yield from _named(item, f"{path}.{key}".lstrip("."))
 
