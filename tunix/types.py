@@ -51,7 +51,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, no_type_check
+from typing import Any, Literal, NamedTuple, no_type_check
 
 import jax
 import numpy as np
@@ -309,11 +309,11 @@ class Sampling:
 class TokenScores(NamedTuple):
     """Log-probs in nats of given tokens, each after those before it; 0 for the first, which nothing predicts."""
 
-    logprobs: np.ndarray
+    logprobs: Any
     """`[T]` float32, e.g. `[0, -1.2]`."""
-    top_ids: np.ndarray
+    top_ids: Any
     """`[T A]` int32: the most likely ids in its place, e.g. `[[0, 0], [651, 603]]`; A as in `Sampling.top_logprobs`."""
-    top_logprobs: np.ndarray
+    top_logprobs: Any
     """`[T A]` float32 of these."""
 
 

@@ -144,10 +144,10 @@ class Piece:
             inputs.ids[at], inputs.begins[at] = len(self.parts) + 1, job.start
             inputs.adapters[row] = job.adapter
             if job.scores is not None:
-                if inputs.targets is None:
-                    self.inputs = inputs = inputs._replace(targets=np.zeros_like(inputs.tokens))
+                targets = np.zeros_like(inputs.tokens) if inputs.targets is None else inputs.targets
                 following = job.tokens[1 : number + 1]
-                inputs.targets[row, begin : begin + len(following)] = following
+                targets[row, begin : begin + len(following)] = following
+                self.inputs = inputs = inputs._replace(targets=targets)
             for kind, window in enumerate(sizes.windows if job.reads is None else ()):
                 # Tokens before the first one are not seen again.
                 first = job.start if window is None else max(job.start, last - window)
