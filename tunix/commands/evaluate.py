@@ -207,17 +207,16 @@ def harness(model: InferenceOptions, options: EvalOptions) -> tuple[str, EvalRes
     """What a harness says of its tasks, after a line about model and prompts.
 
     Raises:
-        UserError: there is no such harness here, it is not installed in a version that was tried, a task cannot be read,
-            or an option has no effect.
+        UserError: the harness is not installed in a version that was tried, a task cannot be read, or an option has no
+            effect.
     """
     if options.harness != "lm-eval" or not options.tasks:
         raise UserError("--harness lm-eval and --tasks FILE ... go together: the harness, and what it measures")
     default = EvalOptions()
     for name in vars(options).keys() - {"harness", "tasks", "rows", "seed"}:
         if getattr(options, name) != getattr(default, name):
-            raise UserError(
-                f"--{name.replace('_', '-')} changes nothing with --harness, whose tasks say what is measured"
-            )
+            option = "DATA" if name == "data" else f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} changes nothing with --harness, whose tasks say what is measured: leave it out")
     require_package("--harness lm-eval", "lm-eval", LM_EVAL, "lm-eval")
     from tunix.run.lm_eval import SampledLM, measure
 
@@ -228,18 +227,16 @@ def harness(model: InferenceOptions, options: EvalOptions) -> tuple[str, EvalRes
     chat = inference.plain_reason is None
     weights, params, mesh = inference.weights()
     # A text as long as the model reads, and what follows it, have room.
-    engine = Engine(
-        weights, mesh, slots=inference.slots, max_length=inference.limit + 1, decode=inference.tokenizer.decode
-    )
+    engine = Engine(weights, mesh, slots=inference.slots, max_length=inference.limit + 1, decode=tokenizer.decode)
     engine.publish(params, version=0)
     system = inference.system if chat else None
     stop_ids, kwargs = inference.source.stop_ids, inference.template_kwargs
     asked = SampledLM(engine, tokenizer, inference.limit, stop_ids, kwargs, system)
     metrics, rows = measure(asked, options.tasks, options.rows, chat=chat)
-    prompts = (
-        "messages of the chat template (--raw: as they stand)" if chat else f"as they stand: {inference.plain_reason}"
-    )
-    return f"{model.model} by lm-eval; prompts are {prompts}", EvalResult(metrics, rows, [])
+    prompts = "are messages of the chat template (--raw: as they stand)"
+    if not chat:
+        prompts = f"stand as they are: {inference.plain_reason}"
+    return f"{model.model} by lm-eval; prompts {prompts}", EvalResult(metrics, rows, [])
 
 
 def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:

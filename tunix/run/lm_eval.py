@@ -1,8 +1,8 @@
 """Tasks of EleutherAI's lm-evaluation-harness (https://github.com/EleutherAI/lm-evaluation-harness) over our samplers.
 
-The harness renders prompts, filters answers and computes metrics; log-probs and completions come from a sampler. A text
-to score is one request, whose prompt is the context with its continuation (`Sampling.prompt_logprobs`). Contexts are cut
-on the left, and long texts scored in windows, as the harness's own `hf` model does, so that the numbers are the same.
+The harness renders prompts, filters answers and computes metrics; log-probs and completions come from a sampler. A
+text to score is one request, whose prompt is the context with its continuation (`Sampling.prompt_logprobs`). Contexts
+are cut on the left, and long texts scored in windows, as the harness's `hf` model does: the numbers are the same.
 """
 
 import json
@@ -84,7 +84,8 @@ class SampledLM(TemplateLM):
         """Token ids; special tokens as the tokenizer adds them, unless the text begins with BOS or that is said."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokens.decode([self.prefix_token_id]))
-        return self.tokens.hf.encode(string, add_special_tokens=add_special_tokens)
+        ids: Any = self.tokens.hf.encode(string, add_special_tokens=add_special_tokens)
+        return ids
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
@@ -123,13 +124,11 @@ class SampledLM(TemplateLM):
             context, *settings = request.args
             if len(settings) != 1:
                 raise UserError(f"{request.task_name}: its prompts have pictures or sounds, which are not read here")
-            said = normalize_gen_kwargs(settings[0], LONGEST)
+            said: dict[str, Any] = {**normalize_gen_kwargs(settings[0], LONGEST)}
             most = said.pop("max_gen_toks")
             stops.append(handle_stop_sequences(said.pop("until"), self.tokens.decode([self.tokens.eos_id])))
             if unknown := said.keys() - {*SETTINGS}:
-                raise UserError(
-                    f"{request.task_name}: generation_kwargs has {min(unknown)}, which is not computed here"
-                )
+                raise UserError(f"{request.task_name}: generation_kwargs: {min(unknown)} is not computed here")
             if most >= self.max_length:
                 raise UserError(
                     f"{request.task_name}: max_gen_toks {most} leaves no room for a prompt in {self.max_length} tokens"

@@ -1,0 +1,123 @@
+"""EleutherAI's lm-evaluation-harness, unmodified: in process its numbers are those of its own `hf` model, and through the
+server those in process."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+
+from tests.serving.conftest import listening
+from tests.tiny_runs import model_folder, write_rows
+from tunix.cli import main
+from tunix.inference.model import InferenceModel, InferenceOptions
+from tunix.serving.service import Service
+
+pytestmark = [pytest.mark.worlds, pytest.mark.filterwarnings("default")]
+LENGTH = 128
+DOCUMENTS = [
+    {
+        "question": f"What is {i} + {3 * i % 7}?",
+        "choices": [f" {i + 3 * i % 7}", f" {i}", f" none of these, {i}"],
+        "answer": i % 3,
+        "text": f"A sum of {i}, " * (3 * i + 1),
+    }
+    for i in range(6)
+]
+"""Texts of up to 192 tokens, for windows of 128."""
+COMMON = "dataset_path: json\ndataset_kwargs: {data_files: {test: documents.jsonl}}\ntest_split: test\n"
+ASKS = 'doc_to_text: "{{question}}"\ndoc_to_target: "{{choices[answer]}}"\n'
+TASKS = {
+    "choose": 'output_type: multiple_choice\ndoc_to_text: "{{question}}"\ndoc_to_choice: "{{choices}}"\n'
+    "doc_to_target: answer\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n",
+    "last": ASKS + "output_type: loglikelihood\nmetric_list: [{metric: acc}, {metric: perplexity}]\n",
+    "whole": 'output_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: "{{text}}"\n'
+    "metric_list: [{metric: bits_per_byte}, {metric: byte_perplexity}]\n",
+    "answer": ASKS + 'output_type: generate_until\ngeneration_kwargs: {until: ["\\n", "3"], max_gen_toks: 12}\n'
+    "metric_list: [{metric: exact_match}]\n",
+    "shown": ASKS + "num_fewshot: 2\nfewshot_split: test\noutput_type: generate_until\n"
+    'generation_kwargs: {until: ["\\n"], max_gen_toks: 6}\nmetric_list: [{metric: exact_match}]\n',
+}
+FILES = [f"{name}.yaml" for name in TASKS]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model") / "llama", max_position_embeddings=LENGTH)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the tasks are, and nothing is asked of the hub."""
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "documents.jsonl", DOCUMENTS)
+    for name, text in TASKS.items():
+        (tmp_path / f"{name}.yaml").write_text(f"task: {name}\n{COMMON}{text}")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def url(model: Path) -> Iterator[str]:
+    service = Service(InferenceModel(InferenceOptions(str(model), slots=4)), devices=jax.devices()[:1])
+    with listening(service) as url:
+        yield url
+    service.batches.close()
+
+
+def said(results: Mapping[str, Any]) -> tuple[dict[str, float], dict[tuple[str, int], list[Any]]]:
+    """The metrics of a result of the harness by our names, and the answers to each document."""
+    metrics = {
+        f"{task}/{key.removesuffix(',none')}": value
+        for task, values in results["results"].items()
+        for key, value in values.items()
+        if key.endswith(",none") and "_stderr" not in key
+    }
+    samples = ((task, sample) for task, listed in results["samples"].items() for sample in listed)
+    return metrics, {(task, sample["doc_id"]): sample["filtered_resps"] for task, sample in samples}
+
+
+def ours(model: Path, *words: str) -> tuple[dict[str, float], dict[tuple[str, int], list[Any]]]:
+    """The same of `tunix eval`."""
+    assert main(["eval", str(model), "--harness", "lm-eval", "--out", "out.json", *words]) == 0
+    out = json.loads(Path("out.json").read_text())
+    metrics = {name: number["value"] for name, number in out["metrics"].items()}
+    return metrics, {(row["harness_task"], row["row"]): row["answers"] for row in out["rows"]}
+
+
+def same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
+    """Equal texts and choices, log-probs within 1e-4, and so metrics."""
+    (metrics, answers), (other_metrics, other_answers) = one, other
+    assert metrics.keys() == other_metrics.keys()
+    for name, value in metrics.items():
+        np.testing.assert_allclose(value, other_metrics[name], rtol=1e-4, err_msg=name)
+    assert answers.keys() == other_answers.keys()
+    for key, listed in answers.items():
+        for answer, expected in zip(listed, other_answers[key], strict=True):
+            if isinstance(answer, str):
+                assert answer == expected, key
+            else:
+                numbers, others = np.ravel(answer).astype(float), np.ravel(expected).astype(float)
+                np.testing.assert_allclose(numbers, others, rtol=1e-6, atol=1e-4, err_msg=str(key))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_numbers_are_those_of_its_own_model(model: Path, chat: bool, capsys: pytest.CaptureFixture[str]):
+    """Log-probs, greedy flags, windows of long texts, answers, and examples in prompts as turns or as text."""
+    hf = HFLM(pretrained=str(model), device="cpu", dtype="float32", batch_size=3)
+    assert hf.max_length == LENGTH
+    system = {"system_instruction": "Be brief."} if chat else {}
+    results = simple_evaluate(hf, tasks=FILES, apply_chat_template=chat, fewshot_as_multiturn=chat, **system)
+    assert results is not None
+    words = ["--system", "Be brief."] if chat else ["--raw"]
+    measured = ours(model, "--tasks", *FILES, *words)
+    same(measured, said(results))
+    assert len(measured[1]) == len(TASKS) * len(DOCUMENTS)
+    shown = capsys.readouterr().out
+    assert ("prompts are messages of the chat template" if chat else "--raw was given") in shown
+    assert "choose/acc_norm" in shown
