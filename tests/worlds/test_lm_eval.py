@@ -1,5 +1,5 @@
-"""EleutherAI's lm-evaluation-harness, unmodified: in process its numbers are those of its own `hf` model, and through the
-server those in process."""
+"""EleutherAI's lm-evaluation-harness, unmodified: its numbers in process are those of its own `hf` model, and through
+the server those in process."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -121,3 +121,102 @@ def test_the_numbers_are_those_of_its_own_model(model: Path, chat: bool, capsys:
     shown = capsys.readouterr().out
     assert ("prompts are messages of the chat template" if chat else "--raw was given") in shown
     assert "choose/acc_norm" in shown
+
+
+SCORED = ["choose.yaml", "last.yaml", "whole.yaml"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"batch_size": 4}, {"num_concurrent": 3, "tokenized_requests": False}, {"tokenizer_backend": "remote"}],
+    ids=["several token ids in a request", "texts", "the server's tokenizer"],
+)
+def test_completions_from_the_server(model: Path, url: str, settings: dict[str, Any]):
+    """Its `local-completions` has log-probs of prompts and answers from `tunix serve`, as in process.
+
+    Longer texts have other windows: it leaves room for a token that is sampled."""
+    arguments = {"base_url": f"{url}/v1/completions", "model": str(model), "max_length": LENGTH, "add_bos_token": True}
+    if "tokenizer_backend" not in settings:
+        arguments["tokenizer_backend"] = "huggingface"
+    tasks = ["choose.yaml", "last.yaml", "answer.yaml"]
+    results = simple_evaluate("local-completions", {**arguments, **settings}, tasks=tasks)
+    assert results is not None
+    same(said(results), ours(model, "--raw", "--tasks", *tasks))
+
+
+def test_chats_from_the_server(model: Path, url: str):
+    """Its `local-chat-completions`: the server renders what `tunix eval` renders in process."""
+    arguments = {"base_url": f"{url}/v1/chat/completions", "model": str(model), "num_concurrent": 3}
+    arguments |= {"eos_string": "<eos>"}
+    tasks = ["answer.yaml", "shown.yaml"]
+    results = simple_evaluate("local-chat-completions", arguments, tasks=tasks, apply_chat_template=True)
+    assert results is not None
+    same(said(results), ours(model, "--tasks", *tasks))
+
+
+def run(folder: Path, **sections: Any) -> int:
+    """A run of two updates in this folder, with a task of the harness at each evaluation."""
+    write_rows(folder / "train.jsonl", rows(16))
+    recipe = {**RECIPE, "steps": 2, "data": {**RECIPE["data"], "max_length": 96, "completion_length": 16}, **sections}
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    return main(["run", "recipe.yaml"])
+
+
+def test_a_task_while_training(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """Before the first update and after the last; the last numbers are those of `tunix eval` of what was exported."""
+    tasks = [{"name": "sums", "data": "lm-eval:choose.yaml", "n": 4}, {"name": "said", "data": "lm-eval:answer.yaml"}]
+    assert run(folder, eval={"every": 2, "tasks": tasks, "until": {"eval/sums/acc": 2.0}}) == 0
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    first, last = (line for line in lines if "eval/sums/acc" in line)
+    assert (first["step"], last["step"]) == (0, 2)
+    assert {"eval/sums/acc_norm", "eval/sums/acc_se", "eval/said/exact_match"} <= last.keys()
+    samples = [json.loads(line) for line in (folder / "run/samples.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in samples if x.get("task") == "sums"] == [0] * 4 + [2] * 4
+    metrics, answers = ours(folder / "run", "--raw", "--tasks", "choose.yaml", "--rows", "4")
+    assert metrics["choose/acc"] == last["eval/sums/acc"]
+    for sample in samples[-4 - len(DOCUMENTS) : -len(DOCUMENTS)]:
+        np.testing.assert_allclose(
+            np.ravel(sample["answers"]), np.ravel(answers["choose", sample["row"]]), atol=1e-3, err_msg=str(sample)
+        )
+    assert "sums/acc" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        (ASKS + "output_type: loglikelihoo\n", "lm-eval cannot read bad.yaml: "),
+        ("output_type: generate_until\ndoc_to_text: a\ndoc_to_target: b\nmetric_list: [{metric: exact_match}]\n"
+         "generation_kwargs: {num_beams: 3}\n", "bad: generation_kwargs: num_beams is not computed here"),
+        ("output_type: generate_until\ndoc_to_text: a\ndoc_to_target: b\nmetric_list: [{metric: exact_match}]\n",
+         "bad: max_gen_toks 256 leaves no room for a prompt in 128 tokens"),
+    ],
+)  # fmt: skip
+def test_tasks_that_cannot_be_measured(
+    model: Path, folder: Path, text: str, fragment: str, capsys: pytest.CaptureFixture[str]
+):
+    (folder / "bad.yaml").write_text(f"task: bad\n{COMMON}{text}")
+    assert main(["eval", str(model), "--raw", "--harness", "lm-eval", "--tasks", "bad.yaml"]) == 2
+    assert fragment in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "fragment"),
+    [
+        (["--tasks", "choose.yaml"], "--harness lm-eval and --tasks FILE ... go together"),
+        (["--harness", "lm-eval"], "--harness lm-eval and --tasks FILE ... go together"),
+        (["rows.jsonl", "--harness", "lm-eval", "--tasks", "a.yaml"], "DATA changes nothing with --harness"),
+        (["--harness", "lm-eval", "--n", "3", "--tasks", "a.yaml"], "--n changes nothing with --harness"),
+        (["--harness", "lm-eval", "--tasks", "nowhere.yaml"], "lm-eval cannot read nowhere.yaml: KeyError"),
+    ],
+)
+def test_options_that_do_not_fit(model: Path, words: list[str], fragment: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["eval", str(model), "--raw", *words]) == 2
+    assert fragment in capsys.readouterr().err
+
+
+def test_the_page(model: Path, folder: Path):
+    (block,) = blocks("docs/guide/harnesses.md", "python")
+    exec(compile(block.text.replace(HUB_ID, str(model)), "harnesses.md", "exec"), {})
+    numbers = json.loads((folder / "sums.json").read_text())["metrics"]["sums/acc"]
+    assert numbers["count"] == 8
+    assert 0 <= numbers["value"] <= 1

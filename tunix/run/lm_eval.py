@@ -80,7 +80,7 @@ class SampledLM(TemplateLM):
         )
         return text
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
         """Token ids; special tokens as the tokenizer adds them, unless the text begins with BOS or that is said."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokens.decode([self.prefix_token_id]))
@@ -88,7 +88,7 @@ class SampledLM(TemplateLM):
         return ids
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **unused: Any
     ) -> list[tuple[float, bool]]:
         """Log-prob of each continuation after its context, and whether each of its tokens is the most likely one."""
         prompts = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in requests]
