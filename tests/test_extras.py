@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from tunix.rollout.environments.adapters import ADAPTERS
+from tunix.rollout.environments.adapters import ADAPTERS, LM_EVAL
 
 ROOT = Path(__file__).parents[1]
 TOKAMAX = {"3.11": "0.0.12", "3.12": "0.0.17", "3.13": "0.0.17"}
-WORLDS = ("reasoning-gym", "textarena", "gymnasium", "trl", "verifiers", "openenv", "mcp", "tinker")
+WORLDS = ("reasoning-gym", "textarena", "gymnasium", "trl", "verifiers", "openenv", "mcp", "tinker", "lm-eval")
 """Each extra has the name of its package."""
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17)] + ["manylinux2014_x86_64"]
 pytestmark = pytest.mark.slow
@@ -63,5 +63,6 @@ def test_an_extra_brings_one_cuda_and_a_tokamax_that_was_tried(extra: str, cuda:
 @pytest.mark.parametrize("extra", WORLDS)
 def test_the_extra_of_a_world_brings_a_version_that_was_tried(extra: str, python: str, tmp_path: Path):
     version = resolved(extra, python, tmp_path, wheels=False)[extra]
-    adapters = [adapter for adapter in ADAPTERS.values() if adapter.extra == extra]
-    assert all(SpecifierSet(adapter.tried).contains(version) for adapter in adapters)
+    tried = [adapter.tried for adapter in ADAPTERS.values() if adapter.extra == extra]
+    tried += [LM_EVAL] if extra == "lm-eval" else []
+    assert all(SpecifierSet(versions).contains(version) for versions in tried)

@@ -63,7 +63,9 @@ def _named(text: str) -> str | None:
     return name[1] if name else None
 
 
-WORLDS = tuple(f"docs/guide/{name}.md" for name in ("reasoning-gym", "textarena", "gymnasium", "serving", "tinker"))
+WORLDS = tuple(
+    f"docs/guide/{name}.md" for name in ("reasoning-gym", "textarena", "gymnasium", "serving", "tinker", "harnesses")
+)
 """Pages whose Python needs the package of an extra: tests/worlds runs it."""
 PYTHON = [page for page in PAGES if any(block.title is None for block in blocks(page, "python"))]
 RUN = [page for page in PYTHON if page not in WORLDS]

@@ -510,6 +510,8 @@ def _generate(parsed: Parsed) -> None:
     value("--rows N", "rows from the start (all; a run's eval.rows; 64 of an environment's episodes)", count),
     value("--split NAME", "split of DATA, where it has splits"),
     values("--column OURS=THEIRS", "a column with another name, as in prompt=question"),
+    value("--harness", "measures --tasks by another package, in its own numbers", choices=("lm-eval",)),
+    value("--tasks FILE", "tasks of the harness: files, or names of its own", nargs="+", default=[]),
     value("--out FILE", ".json for numbers and rows, .jsonl for the rows", Path),
     value("--max-tokens N", "maximum tokens of an answer (256, or the run's)", count),
     value("--temperature T", "0 is greedy (0; for pass 1, or the run's)", float),

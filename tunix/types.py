@@ -51,7 +51,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
-from typing import Literal, no_type_check
+from typing import Any, Literal, NamedTuple, no_type_check
 
 import jax
 import numpy as np
@@ -302,6 +302,19 @@ class Sampling:
     """Texts that end a completion, e.g. `("</answer>",)`; the token that completes one is kept as the last token."""
     top_logprobs: int = 0
     """A: for how many of the most likely ids log-probs are reported with each sampled token, e.g. 5."""
+    prompt_logprobs: bool = False
+    """Whether log-probs of the prompt's tokens are computed too, before any transform; `max_tokens` may then be 0."""
+
+
+class TokenScores(NamedTuple):
+    """Log-probs in nats of given tokens, each after those before it; 0 for the first, which nothing predicts."""
+
+    logprobs: Any
+    """`[T]` float32, e.g. `[0, -1.2]`."""
+    top_ids: Any
+    """`[T A]` int32: the most likely ids in its place, e.g. `[[0, 0], [651, 603]]`; A as in `Sampling.top_logprobs`."""
+    top_logprobs: Any
+    """`[T A]` float32 of these."""
 
 
 @dataclass(frozen=True)
@@ -326,6 +339,8 @@ class Completion:
     top: tuple[np.ndarray, np.ndarray] | None = None
     """`[T A]` int32 ids of the most likely tokens and `[T A]` float32 log-probs in nats, e.g. `[[603, 651]]` and
     `[[-0.3, -1.6]]`; None unless `Sampling.top_logprobs` asks for them."""
+    prompt_scores: TokenScores | None = None
+    """Log-probs of the prompt's tokens; None unless `Sampling.prompt_logprobs` asks for them."""
     experts: np.ndarray | None = None
     """`[T L k]` int16: experts that prompt and completion used, e.g. `[[[5, 0]]]`; -1, or None, where not known."""
 

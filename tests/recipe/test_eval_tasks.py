@@ -42,6 +42,17 @@ def test_rows_and_rewards_of_the_run_stand_in():
     assert (other.data_in_run(run).eval, other.data_in_run(run).columns) == ("c.jsonl", {"prompt": "z"})
 
 
+def test_a_task_of_a_harness():
+    """It needs no rewards; its metrics are its file's, and may end the run."""
+    task = {"name": "arc", "data": "lm-eval:tasks/arc.yaml", "n": 8}
+    recipe = build(eval={"tasks": [task], "until": {"eval/arc/acc_norm": 0.5}})
+    assert (recipe.eval.tasks[0].harness_task, recipe.eval.tasks[0].metrics) == ("tasks/arc.yaml", [])
+    assert type(recipe).build(recipe.sections()) == recipe
+    assert EvalTask(name="x", data="arc.yaml").harness_task is None
+    tiny = build(eval=[task], data={"train": "a/b"}).tiny()
+    assert tiny.eval.tasks[0].harness_task == "tasks/arc.yaml"
+
+
 GOOD = {"name": "sums", **ROWS}
 BAD: list[tuple[Any, list[str]]] = [
     ([{**GOOD, "nam": 1}], ["eval.tasks.0.nam: unknown key", "Did you mean 'name'?"]),
@@ -54,6 +65,15 @@ BAD: list[tuple[Any, list[str]]] = [
     ([{**GOOD, "pass_at": [4], "temperature": 0}], ["pass_at 4: greedy answers to a prompt are all alike"]),
     ([{**GOOD, "success": 0.5}], ["success changes nothing without pass_at"]),
     ([{"name": "x", "columns": {"prompt": "q"}}], ["columns changes nothing without data"]),
+    (
+        [{"name": "x", "data": "lm-eval:a.yaml", "temperature": 1}],
+        ["temperature changes nothing for a task of lm-eval"],
+    ),
+    ([{**GOOD, "data": "lm-eval:a.yaml"}], ["reward changes nothing for a task of lm-eval, whose file says"]),
+    (
+        {"tasks": [{"name": "x", "data": "lm-eval:a.yaml"}], "until": {"eval/y/acc": 1}},
+        ["'eval/y/acc' is no metric of an evaluation"],
+    ),
     ([{"name": "x", "data": "sums.jsonl"}], ["eval.tasks.0: nothing scores the answers of x"]),
     ([{"name": "x", "environment": "guessing"}], ["eval.tasks.0: x has no rows: name some"]),
     ({"tasks": [GOOD], "rows": 8}, ["eval.rows: changes nothing without held-out rows"]),

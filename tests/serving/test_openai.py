@@ -7,6 +7,7 @@ import httpx
 import numpy as np
 import pytest
 
+import tunix
 from tunix.data.chat import render_prompt
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.serving.answers import ChatAnswer
@@ -124,6 +125,50 @@ def test_the_prompt_is_repeated(shared: Shared):
     (plain,), (echoed,) = complete(shared, body), complete(shared, {**body, "echo": True})
     assert echoed["text"] == "12+3" + plain["text"]
     assert joined(events(shared, "/v1/completions", {**body, "echo": True}), 0, "text") == echoed["text"]
+
+
+def test_log_probs_of_a_prompt(shared: Shared):
+    """As evaluation harnesses ask: token by token those of the training code, None for the first, and alternatives."""
+    service, _ = shared
+    ids, body = [5, 9, 6, 7, 5], {"echo": True, "logprobs": 2, "temperature": 0, "return_tokens_as_token_ids": True}
+    (scored,) = complete(shared, {**body, "prompt": ids, "max_tokens": 0})
+    logprobs = scored["logprobs"]
+    assert (scored["finish_reason"], logprobs["tokens"]) == ("length", [f"token_id:{i}" for i in ids])
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    (expected,) = tunix.load(service.name).score([{"input_ids": ids}])
+    np.testing.assert_allclose(logprobs["token_logprobs"][1:], expected.logprobs, atol=1e-5)
+    by_token = (logprobs[key][1:] for key in ("token_logprobs", "tokens", "top_logprobs"))
+    for value, name, top in zip(*by_token, strict=True):
+        assert top[name] == value <= max(top.values()) < 0
+        assert len(top) in (2, 3)
+    (longer,) = complete(shared, {**body, "prompt": ids, "max_tokens": 3, "ignore_eos": True})
+    assert longer["logprobs"]["token_logprobs"][:5] == logprobs["token_logprobs"]
+    text = service.tokenizer.decode(ids)
+    assert scored["text"] == text == longer["text"][: len(text)]
+    assert [len(values) for values in longer["logprobs"].values()] == [8] * 4
+    plain = {"prompt": "12+3", "add_special_tokens": False, "echo": True, "logprobs": 0, "max_tokens": 0}
+    (named,) = complete(shared, plain)
+    assert named["logprobs"]["tokens"] == [named["text"][i] for i in named["logprobs"]["text_offset"]] == list("12+3")
+    (full,) = complete(shared, {"prompt": [5] * 512, "echo": True, "logprobs": 0, "max_tokens": 0})
+    assert len(full["logprobs"]["tokens"]) == 512
+
+
+def test_several_prompts_are_answered_as_alone(shared: Shared):
+    texts = {"n": 2, "max_tokens": 6, "seed": 3, "echo": True, "logprobs": 1}
+    for prompts in (["12+3", "a", "12+3"], [[5, 6, 7], [8]]):
+        choices = complete(shared, {**texts, "prompt": prompts})
+        alone = [choice for prompt in prompts for choice in complete(shared, {**texts, "prompt": prompt})]
+        assert [choice["index"] for choice in choices] == list(range(2 * len(prompts)))
+        assert [choice["text"] for choice in choices] == [choice["text"] for choice in alone]
+        for choice, other in zip(choices, alone, strict=True):
+            pairs = zip(choice["logprobs"]["token_logprobs"][1:], other["logprobs"]["token_logprobs"][1:], strict=True)
+            assert all(abs(a - b) < 1e-5 for a, b in pairs)
+    body = {"prompt": ["12+3", "a"], "max_tokens": 6, "seed": 3, "stream_options": {"include_usage": True}}
+    chunks = events(shared, "/v1/completions", body)
+    whole = post(shared, "/v1/completions", {**body, "stream_options": None})
+    assert [joined(chunks[:-1], i, "text") for i in (0, 1)] == [choice["text"] for choice in whole["choices"]]
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert whole["usage"]["prompt_tokens"] == 7  # each begins with BOS
 
 
 def test_what_cannot_be_sampled_has_a_finite_log_prob(shared: Shared):
@@ -290,6 +335,8 @@ def test_texts_and_messages_are_tokenized_and_back(shared: Shared):
     assert post(shared, "/detokenize", {"tokens": ids}) == {"prompt": "a b"}
     answer = post(shared, "/tokenize", {"messages": HI, "tools": [ADD]})
     assert "Adds." in service.tokenizer.decode(answer["tokens"])
+    info = httpx.get(f"{shared[1]}/tokenizer_info").json()
+    assert (info["eos_token"], info["chat_template"]) == ("<eos>", service.tokenizer.chat_template)
     assert "outside" in post(shared, "/detokenize", {"tokens": [99999]}, 400)["error"]["message"]
     assert "prompt" in post(shared, "/tokenize", {}, 400)["error"]["message"]
 

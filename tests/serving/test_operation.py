@@ -214,6 +214,22 @@ def test_no_more_answers_are_streamed_than_may(shared: Shared):
         assert again.status_code == 200
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_answer_that_takes_too_long_is_given_up(shared: Shared, streams: bool):
+    from tests.serving.conftest import listening
+
+    service, _ = shared
+    with listening(service, Gate(seconds=0.2)) as url:
+        service.batches.pause()
+        answer = httpx.post(f"{url}/v1/completions", json=long(service, stream=streams), timeout=60)
+        error = json.loads(answer.text.removeprefix("data: ").partition("\n")[0])["error"]
+        assert answer.status_code == (200 if streams else 504)
+        assert (error["code"], error["type"]) == ("timeout", "timeout_error")
+        assert "more than 0.2 seconds" in error["message"]
+        until(lambda: service.batches.load == (0, 0))
+        service.batches.resume()
+
+
 # --- Clients that go, and servers that end ----------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from tunix.models.families.table import preset, read_config, small, with_sizes
 from tunix.recipe.notes import hardware_note, read_header, total_steps, update_notes
 from tunix.recipe.recipe import Recipe, included_recipes, recipe_file, resolved_stages, written_sections
 from tunix.recipe.tiny import is_download, local_folder
-from tunix.rollout.environments.adapters import evaluation_rows, training_rows
+from tunix.rollout.environments.adapters import LM_EVAL, evaluation_rows, require_package, training_rows
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.remote import Player, read_environment
 from tunix.rollout.rewards.base import ADDED, read_reward
@@ -163,6 +163,10 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
         _check_rewards(f"data.train.{number}.reward", source.reward, scored, data, report)
     for number, written in enumerate(recipe.eval.tasks):
         key, task = f"eval.tasks.{number}.", written.in_run(environment, rewards)
+        if task.harness_task:
+            with report.noting(f"{key}data"):
+                require_package(str(task.data), "lm-eval", LM_EVAL, "lm-eval")
+            continue
         rollout = recipe.rollout.model_copy(update={"environment": task.environment})
         run = recipe.model_copy(update={"data": task.data_in_run(data), "rollout": rollout})
         kind = RowKind.PROMPT if task.environment is None else RowKind.ROW

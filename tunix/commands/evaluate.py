@@ -43,7 +43,8 @@ from tunix.inference.load import token_scores
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import recipe_of_run
-from tunix.rollout.environments.adapters import evaluation_rows
+from tunix.rollout.engine.engine import Engine
+from tunix.rollout.environments.adapters import LM_EVAL, evaluation_rows, require_package
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.run.estimates import Estimate, mean_of, means_of, passes, ratio_of
@@ -92,6 +93,10 @@ class EvalOptions:
     stop: List[str] = ()
     """Stop strings in addition to the run's."""
     seed: int = 0
+    harness: str | None = None
+    """What measures `tasks` in place of all this: `lm-eval`."""
+    tasks: List[str] = ()
+    """Tasks of the harness: files, or its own names."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +129,21 @@ class Setting:
     samplings: Mapping[Task, tuple[float, int]]
     """Temperature of the answers and their number for each row, by task, e.g. `{"pass": (1.0, 8)}`."""
 
+    @property
+    def head(self) -> str:
+        """The first line of the table: model, rows, and how prompts and completions that are strings were read, where
+        the model has a chat template to read them by."""
+        rows, config, inference = self.rows, self.config, self.inference
+        split = "" if rows.split is None else f", split {rows.split}"
+        columns = [config.columns.get(name, name) for name in ("prompt", "completion", "chosen")]
+        strings = ""
+        texts = any(isinstance(rows[0].get(column), str) for column in columns)
+        if self.play is None and inference.has_template and texts:
+            strings = "; strings stand as they are, not in the chat template"
+            if config.chat:
+                strings = "; strings are messages of the chat template (--raw: as they stand)"
+        return f"{inference.options.model} on {rows.name}{split}{strings}"
+
     def examples(self, kind: RowKind) -> tuple[list[int], list[Kept], str]:
         """The numbers of the rows that are kept, from 0; these rows, rendered; and what became of the others, e.g.
         `; 2 x longer than max_length`. Raises UserError where every row is dropped."""
@@ -149,16 +169,21 @@ def evaluate(model: InferenceOptions, options: EvalOptions, out: Path | None = N
         refuse_out(out)
         if out.suffix not in (".json", ".jsonl"):
             raise UserError(f"--out {out}: end its name in .json for numbers and rows, or in .jsonl for the rows alone")
-    setting = prepare(model, options)
-    results: dict[Task, EvalResult] = {}
-    with nullcontext() if setting.play is None else closing(setting.play):
-        for task in setting.tasks:
-            if task == "loss":
-                results[task] = loss(setting)
-            elif task == "pairs":
-                results[task] = pairs(setting)
-            else:
-                results[task] = answers(setting, task)
+    results: dict[str, EvalResult] = {}
+    if options.harness is not None or options.tasks:
+        head, results["harness"] = harness(model, options)
+        about = {"model": model.model, "tasks": list(options.tasks)}
+    else:
+        setting = prepare(model, options)
+        head, about = setting.head, {"model": model.model, "data": setting.rows.name, "split": setting.rows.split}
+        with nullcontext() if setting.play is None else closing(setting.play):
+            for task in setting.tasks:
+                if task == "loss":
+                    results[task] = loss(setting)
+                elif task == "pairs":
+                    results[task] = pairs(setting)
+                else:
+                    results[task] = answers(setting, task)
     if out is not None:
         rows = [{"task": task, **row} for task, result in results.items() for row in result.rows]
         numbers = {
@@ -166,11 +191,52 @@ def evaluate(model: InferenceOptions, options: EvalOptions, out: Path | None = N
             for result in results.values()
             for name, number in result.metrics.items()  # JSON has neither infinity nor nan
         }
-        about = {"model": model.model, "data": setting.rows.name, "split": setting.rows.split}
         by_row = "".join(json.dumps(row) + "\n" for row in rows)
         report = json.dumps({**about, "metrics": numbers, "rows": rows}, indent=1) + "\n"
         write_text_atomic(out, by_row if out.suffix == ".jsonl" else report)
-    print(_table(setting, results))
+    lines, width = [head], max(len(name) for result in results.values() for name in result.metrics)
+    for result in results.values():
+        for name, number in result.metrics.items():
+            error = "" if number.error is None else f" ± {number.error:.4f}"
+            lines.append(f"  {name:<{width}}  {number.value:10.4f}{error:<10}  {number.count} rows")
+        lines += [f"  ({note})" for note in result.notes]
+    print("\n".join(lines))
+
+
+def harness(model: InferenceOptions, options: EvalOptions) -> tuple[str, EvalResult]:
+    """What a harness says of its tasks, after a line about model and prompts.
+
+    Raises:
+        UserError: the harness is not installed in a version that was tried, a task cannot be read, or an option has no
+            effect.
+    """
+    if options.harness != "lm-eval" or not options.tasks:
+        raise UserError("--harness lm-eval and --tasks FILE ... go together: the harness, and what it measures")
+    default = EvalOptions()
+    for name in vars(options).keys() - {"harness", "tasks", "rows", "seed"}:
+        if getattr(options, name) != getattr(default, name):
+            option = "DATA" if name == "data" else f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} changes nothing with --harness, whose tasks say what is measured: leave it out")
+    require_package("--harness lm-eval", "lm-eval", LM_EVAL, "lm-eval")
+    from tunix.run.lm_eval import SampledLM, measure
+
+    inference = InferenceModel(model)
+    require_lm_head(inference.source, model.model)
+    if (tokenizer := inference.tokenizer) is None:
+        raise UserError(f"{model.model} has no tokenizer, and the harness asks in texts")
+    chat = inference.plain_reason is None
+    weights, params, mesh = inference.weights()
+    # A text as long as the model reads, and what follows it, have room.
+    engine = Engine(weights, mesh, slots=inference.slots, max_length=inference.limit + 1, decode=tokenizer.decode)
+    engine.publish(params, version=0)
+    system = inference.system if chat else None
+    stop_ids, kwargs = inference.source.stop_ids, inference.template_kwargs
+    asked = SampledLM(engine, tokenizer, inference.limit, stop_ids, kwargs, system)
+    metrics, rows = measure(asked, options.tasks, options.rows, chat=chat)
+    prompts = "are messages of the chat template (--raw: as they stand)"
+    if not chat:
+        prompts = f"stand as they are: {inference.plain_reason}"
+    return f"{model.model} by lm-eval; prompts {prompts}", EvalResult(metrics, rows, [])
 
 
 def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
@@ -351,7 +417,8 @@ def answers(setting: Setting, task: Task) -> EvalResult:
     failed = [reason for answer in scored if (reason := answer.unscored)]
     if len(failed) == len(scored):
         raise UserError(f"none of {len(failed)} answers could be scored, the first because {failed[0]}")
-    notes = [f"{len(scored)} answers, {sum(answer.truncated for answer in scored)} cut off{note}"]
+    sampled = f"temperature {temperature:g}" if temperature else "greedy"
+    notes = [f"{sampled}, {len(scored)} answers, {sum(answer.truncated for answer in scored)} cut off{note}"]
     notes += [f"{len(failed)} have no score and count nowhere; the first: {failed[0]}"] if failed else []
     threshold = 1.0 if options.threshold is None else options.threshold
     metrics: dict[str, Estimate] = {}
@@ -379,32 +446,3 @@ def answers(setting: Setting, task: Task) -> EvalResult:
             text = {"text": answer.text} if answer.text else {}
             row["answers"].append({"tokens": answer.completion.tokens.tolist(), **text, **score_fields(answer, total)})
     return EvalResult(metrics, rows, notes)
-
-
-def _table(setting: Setting, results: Mapping[Task, EvalResult]) -> str:
-    """The printed table: one line for each number, with its standard error over the rows."""
-    rows, config, inference = setting.rows, setting.config, setting.inference
-    split = "" if rows.split is None else f", split {rows.split}"
-    # How prompts and completions that are strings were read, where the model has a chat template to read them by.
-    columns = [config.columns.get(name, name) for name in ("prompt", "completion", "chosen")]
-    strings = ""
-    if (
-        setting.play is None
-        and inference.has_template
-        and any(isinstance(rows[0].get(column), str) for column in columns)
-    ):
-        strings = "; strings stand as they are, not in the chat template"
-        if config.chat:
-            strings = "; strings are messages of the chat template (--raw: as they stand)"
-    lines = [f"{inference.options.model} on {rows.name}{split}{strings}"]
-    width = max(len(name) for result in results.values() for name in result.metrics)
-    for task, result in results.items():
-        for name, number in result.metrics.items():
-            error = "" if number.error is None else f" ± {number.error:.4f}"
-            lines.append(f"  {name:<{width}}  {number.value:10.4f}{error:<10}  {number.count} rows")
-        notes = list(result.notes)
-        if task in setting.samplings:
-            temperature, _ = setting.samplings[task]
-            notes[0] = f"{f'temperature {temperature:g}' if temperature else 'greedy'}, {notes[0]}"
-        lines += [f"  ({note})" for note in notes]
-    return "\n".join(lines)

@@ -185,7 +185,7 @@ class InferenceModel:
             reason = "--raw was given"
         elif not self.has_template:
             reason = f"{self.options.model} has no chat template"
-        elif self.rendered_as is not None and not _of_chats(self.rendered_as, self.options.model):
+        elif self.rendered_as is not None and not of_chats(self.rendered_as, self.options.model):
             reason = f"{self.options.model} was trained on plain strings"
         if reason is not None and self.options.system is not None:
             raise UserError(f"--system: {reason}, so a prompt is sent as it stands and has no system message")
@@ -323,7 +323,7 @@ def prompt_column(row: Mapping[str, Any], where: str) -> str:
     return column
 
 
-def _of_chats(data: DataConfig, run: str) -> bool:
+def of_chats(data: DataConfig, run: str) -> bool:
     """Whether the rows of a run were conversations.
 
     Raises:

@@ -211,7 +211,7 @@ def _ineffective_evaluation(recipe: Sections) -> Iterator[str]:
         yield f"{names}: changes nothing without held-out rows; set data.eval or data.eval_split"
     for number, task in enumerate(config.tasks):
         task = task.in_run(recipe.rollout.environment, recipe.reward)
-        if task.environment is None and task.reward is None:
+        if task.environment is None and task.reward is None and not task.harness_task:
             yield (
                 f"eval.tasks.{number}: nothing scores the answers of {task.name}: give it an environment, or rewards, "
                 "as in reward: {functions: [number]}"
@@ -319,7 +319,7 @@ def _ineffective_rewards(recipe: Sections, staged: bool) -> Iterator[str]:
         yield "eval.until: eval/reward is not measured without a reward section and held-out rows"
     if staged:
         return
-    used = held_out or any(task.environment is None and task.reward is None for task in tasks)
+    used = held_out or any(not (task.environment or task.reward or task.harness_task) for task in tasks)
     if rewarded and not used and not (writes and recipe.reward is None):
         yield f"reward: {recipe.algorithm.name} does not train on rewards; to evaluate by them, set data.eval"
     for key in lengths:

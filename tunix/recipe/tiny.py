@@ -20,7 +20,7 @@ from tunix.errors import UserError
 from tunix.hf.run_export import exported
 from tunix.models.families.table import FAMILIES, family_of_name, family_of_type, preset, read_json, small
 from tunix.recipe.sections import Sections
-from tunix.rollout.config import RolloutConfig
+from tunix.rollout.config import HARNESS, RolloutConfig
 from tunix.rollout.environments.config import MixtureConfig
 from tunix.util.object_store import url_of
 from tunix.util.plugins import is_reference
@@ -113,7 +113,8 @@ def shrunk(
     if data["eval"] or data["eval_split"]:
         tiny["eval"] = {**sections["eval"], "rows": min(sections["eval"]["rows"], EVAL_ROWS)}
     tasks = [{**task, "n": min(task["n"], TINY_BATCH)} for task in sections["eval"]["tasks"]]
-    for task in (task for task in tasks if task["data"] and is_download(task["data"])):
+    rows = (task for task in tasks if task["data"] and not task["data"].startswith(HARNESS))
+    for task in (task for task in rows if is_download(task["data"])):
         task |= {"data": f"{GENERATED}{_DEFAULT_FORMAT[RowKind.PROMPT]}", "columns": {}}
         if reward := task["reward"]:
             task["reward"] = {**reward, "functions": [{**function, "columns": {}} for function in reward["functions"]]}

@@ -176,6 +176,10 @@ class RolloutConfig(Config):
         return value
 
 
+HARNESS = "lm-eval:"
+"""How the `data` of a task begins that lm-eval measures."""
+
+
 class EvalTask(Config):
     """A task of `eval.tasks`: prompts that are answered and scored at every evaluation, in addition to `data.eval`."""
 
@@ -187,7 +191,8 @@ class EvalTask(Config):
     """What scores the answers, as in the section `reward`; null: the environment does."""
     data: Place | None = None
     """Its rows, in the notation of `data.train`. Null: episodes of an environment that makes its own, with a seed that
-    is not trained on; without such an environment the rows of `data.eval`."""
+    is not trained on; without such an environment the rows of `data.eval`. `lm-eval:FILE` is a task of that harness,
+    which says everything else but `n`: metrics `eval/NAME/acc` and so on."""
     columns: dict[str, str] = {}
     """Our column name -> that of its rows, as in `data.columns`."""
     n: Positive = 64
@@ -214,11 +219,22 @@ class EvalTask(Config):
             raise ValueError("success changes nothing without pass_at, whose right answers it is about")
         if self.columns and self.data is None:
             raise ValueError("columns changes nothing without data, whose columns it is about")
+        fields = EvalTask.model_fields.items()
+        idle = [x for x, field in fields if x not in ("name", "data", "n") and getattr(self, x) != field.default]
+        if self.harness_task and idle:
+            raise ValueError(f"{idle[0]} changes nothing for a task of lm-eval, whose file says how it is measured")
         return self
 
     @property
+    def harness_task(self) -> str | None:
+        """The file, or the name, of a task of lm-eval; None for a task of prompts and rewards."""
+        return self.data.removeprefix(HARNESS) if self.data and self.data.startswith(HARNESS) else None
+
+    @property
     def metrics(self) -> list[str]:
-        """Names of its metrics, e.g. `["eval/arith/reward", "eval/arith/pass@8"]`."""
+        """Names of its metrics, e.g. `["eval/arith/reward", "eval/arith/pass@8"]`; none that only its file says."""
+        if self.harness_task:
+            return []
         return [f"eval/{self.name}/{key}" for key in ("reward", *(f"pass@{k}" for k in self.pass_at))]
 
     def in_run(self, environment: EnvironmentConfig | None, reward: RewardConfig | None) -> "EvalTask":
@@ -270,8 +286,10 @@ class EvalConfig(Config):
     def _known(cls, value: dict[str, float], info: Any) -> dict[str, float]:
         # Tasks that are wrong themselves are reported, and are not there.
         known = [name for task in info.data.get("tasks", ()) for name in task.metrics]
+        others = [f"eval/{task.name}/" for task in info.data.get("tasks", ()) if task.harness_task]
         for name in value if "tasks" in info.data else ():
-            if name not in known and not re.match("eval/(loss|rewards?)(/|$)", name):
+            starts = ("eval/loss/", "eval/reward/", "eval/rewards/", *others)
+            if name not in known and not f"{name}/".startswith(starts):
                 hint, tasks = nearest(name, known), "".join(f", {metric}" for metric in known)
                 raise ValueError(
                     f"{name!r} is no metric of an evaluation: eval/loss, or eval/reward and eval/reward/NAME{tasks}"

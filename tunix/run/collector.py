@@ -12,15 +12,16 @@ from tunix.data.examples import Examples
 from tunix.data.pipeline import eval_batches, prompt_of, reasons
 from tunix.data.types import Accounting, Kept, Packed, Prompt
 from tunix.errors import UserError
+from tunix.inference.model import of_chats
 from tunix.protocols import Sampler
 from tunix.recipe.sections import Sections
 from tunix.rollout.collect import Collector, Judge
 from tunix.rollout.config import EvalTask
-from tunix.rollout.environments.adapters import evaluation_rows
+from tunix.rollout.environments.adapters import LM_EVAL, evaluation_rows, require_package
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED, read_reward
 from tunix.rollout.rewards.scorer import Scorer
-from tunix.run.evaluation import Evaluation, TaskEvaluation
+from tunix.run.evaluation import Evaluation, HarnessEvaluation, TaskEvaluation
 from tunix.run.inputs import Inputs
 from tunix.run.judges import judges_of
 from tunix.run.setup import Setup, layout
@@ -114,17 +115,26 @@ def task_prompts(task: EvalTask, recipe: Sections, inputs: Inputs) -> tuple[list
 
 def task_of(
     number: int, setup: Setup, inputs: Inputs, collector: Collector, folder: Path, sampler: Future[Sampler]
-) -> TaskEvaluation:
+) -> TaskEvaluation | HarnessEvaluation:
     """A task of `eval`; the run's `collector` plays it where it sets neither environment nor reward. `sampler` is the
     policy's, once it is there.
 
     Raises:
-        UserError: its rows, environment or rewards are not there or do not fit; the message begins with its key.
+        UserError: its rows, environment, rewards or harness are not there or do not fit; the message begins with its
+            key.
     """
     recipe, tokenizer, written = setup.recipe, inputs.tokenizer, setup.recipe.eval.tasks[number]
     task = written.in_run(recipe.rollout.environment, recipe.reward)
     environment, reward = task.environment, task.reward
     try:
+        if task.harness_task:
+            require_package(str(task.data), "lm-eval", LM_EVAL, "lm-eval")
+            if tokenizer is None:
+                raise UserError("the model has no tokenizer, and the harness asks in texts")
+            run = recipe.data
+            chat = tokenizer.chat_template is not None and of_chats(run, "the run")
+            # The sampler has room for max_length tokens, of which the last one may be one that is scored.
+            return HarnessEvaluation(task, inputs.source, run.max_length - 1, chat, run)
         prompts, data, columns = task_prompts(task, recipe, inputs)
         if written.environment is not None or written.reward is not None:
             play = Player(environment, tokenizer, data.template_kwargs) if environment else None

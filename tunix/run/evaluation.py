@@ -16,10 +16,12 @@ import numpy as np
 
 from tunix.algorithms.base import Algorithm
 from tunix.algorithms.episodes import require_scores, reward_means, row, source_means, total_rewards
+from tunix.data.config import DataConfig
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Packed, Prompt
 from tunix.distributed import processes
 from tunix.errors import UserError
+from tunix.hf.source import Source
 from tunix.protocols import Client
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector
@@ -66,9 +68,11 @@ class Evaluation:
         return metrics
 
     def reached(self, values: Mapping[str, float]) -> str | None:
-        """The first metric that has reached its target in `until`: a loss at or below it, others at or above."""
+        """The first metric that has reached its target in `until`: a loss, or a perplexity or bits of a harness, at or
+        below it, others at or above."""
         for name, target in self.until.items():
-            if name in values and (values[name] <= target if name.split("/")[1] == "loss" else values[name] >= target):
+            falls = name.split("/")[1] == "loss" or name.endswith(("perplexity", "bits_per_byte"))
+            if name in values and (values[name] <= target if falls else values[name] >= target):
                 return name
         return None
 
@@ -115,6 +119,50 @@ class TaskEvaluation:
         metrics |= {f"{begin}{key}_se": x.error for key, x in estimates.items() if x.error is not None}
         failed = np.isnan(np.concatenate([x.ravel() for x in totals.values()]))
         return metrics | {f"{begin}failed": float(failed.mean())}, rows
+
+
+@dataclass(frozen=True)
+class HarnessEvaluation:
+    """A task of `eval.tasks` that lm-eval measures."""
+
+    config: EvalTask
+    source: Source
+    """The tokenizer, and what ends a completion."""
+    length: int
+    """Tokens of a text that is scored, or of a prompt with its answer, at most."""
+    chat: bool
+    """Whether prompts are messages of the chat template."""
+    data: DataConfig
+    """The system message and the variables of the chat template."""
+
+    def measure(self, client: Client) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Its metrics, and the rows of all answers for `samples.jsonl`; one process asks for all of them.
+
+        Raises:
+            UserError: its file cannot be read, or asks for what is not computed.
+        """
+        from tunix.run.lm_eval import SampledLM, measure
+
+        name, spec, tokenizer = self.config.name, self.config.harness_task, self.source.tokenizer
+        assert spec is not None
+        assert tokenizer is not None
+
+        def measured() -> Any:
+            kwargs, system = self.data.template_kwargs, self.data.system if self.chat else None
+            model = SampledLM(client, tokenizer, self.length, self.source.stop_ids, kwargs, system)
+            try:
+                metrics, rows = measure(model, [spec], self.config.n, chat=self.chat)
+            except UserError as error:
+                raise UserError(f"eval.tasks, {name}: {error}") from error
+            return {key: (x.value, x.error) for key, x in metrics.items()}, rows
+
+        metrics, rows = processes.broadcast("harness", measured)
+        # A file of one task needs no second name.
+        tasks = {key.partition("/")[0] for key in metrics}
+        named = {key.partition("/")[2] if len(tasks) == 1 else key: x for key, x in metrics.items()}
+        values = {f"eval/{name}/{key}": value for key, (value, _) in named.items()}
+        values |= {f"eval/{name}/{key}_se": error for key, (_, error) in named.items() if error is not None}
+        return values, [{"task": name, **row} for row in rows]
 
 
 SHOWN = 240

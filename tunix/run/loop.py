@@ -20,7 +20,7 @@ from tunix.errors import Doubtful, Interrupted, UserError
 from tunix.protocols import Client
 from tunix.rollout.collect import Collector
 from tunix.rollout.types import SPANS
-from tunix.run.evaluation import Evaluation, Samples, TaskEvaluation
+from tunix.run.evaluation import Evaluation, HarnessEvaluation, Samples, TaskEvaluation
 from tunix.run.recorder import Recorder
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.config import CheckpointConfig
@@ -75,7 +75,7 @@ class Job:
     samples: Samples
     exports_adapter: bool
     """Whether the adapter is exported alone, since its base can be found again; else it is merged."""
-    tasks: Sequence[TaskEvaluation] = ()
+    tasks: Sequence[TaskEvaluation | HarnessEvaluation] = ()
     """Those of `eval.tasks`."""
     collector: Collector | None = None
     """Holds the worker processes of reward functions and environments; None without any."""
@@ -89,7 +89,8 @@ class Job:
     def close(self) -> None:
         """Ends the threads and processes of the run."""
         self.stream.close()
-        for collector in (self.collector, *(task.collector for task in self.tasks)):
+        played = (task.collector for task in self.tasks if isinstance(task, TaskEvaluation))
+        for collector in (self.collector, *played):
             if collector is not None:
                 collector.close()
 

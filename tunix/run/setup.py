@@ -320,7 +320,7 @@ class Setup:
         evaluated = max([held_out, *(task.n * max(task.pass_at, default=1) for task in tasks)])
         if not evaluated + trained:
             return None
-        replies = recipe.plays or any(task.environment is not None for task in tasks)
+        replies = recipe.plays or any(task.environment or task.harness_task for task in tasks)
         return Workload(
             requests=max(evaluated, trained * recipe.algorithm.samples_per_prompt),
             prompt_length=recipe.data.max_length if replies else recipe.data.longest_prompt,

@@ -98,10 +98,18 @@ class CompletionAnswer(Answer[CompletionBody]):
 
     object, chunk, prefix = "text_completion", "text_completion", "cmpl-"
 
-    def __init__(self, body: CompletionBody, prompt: np.ndarray, tokenizer: Tokenizer | None):
-        super().__init__(body, prompt, tokenizer)
-        self._readers = [Reader(tokenizer, body) for _ in range(body.n)]
-        self._offsets = [len(self._echo)] * body.n
+    def __init__(self, body: CompletionBody, prompts: Sequence[np.ndarray], tokenizer: Tokenizer | None):
+        """Choices `i n` to `i n + n - 1` are those of prompt i."""
+        super().__init__(body, np.concatenate(prompts), tokenizer)
+        self._prompts = [prompt for prompt in prompts for _ in range(body.n)]
+        self._readers = [Reader(tokenizer, body) for _ in self._prompts]
+        echoes = [""] * len(prompts)
+        if body.echo and tokenizer is not None:
+            pairs = zip(body.prompt, prompts, strict=True)
+            echoes = [text if isinstance(text, str) else tokenizer.decode(ids) for text, ids in pairs]
+        self._echoes = [echo for echo in echoes for _ in range(body.n)]
+        """The text of each choice's prompt, where it is to be repeated."""
+        self._offsets = list(map(len, self._echoes))
         """Characters before the next token of each choice."""
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -110,53 +118,49 @@ class CompletionAnswer(Answer[CompletionBody]):
             choice = self._choice(index, completion, ended=True)
             if self.body.return_token_ids and completion.experts is not None:
                 choice[FIELD] = written_experts(completion.experts[:-1])
-            choices.append({**choice, "text": self._echo + choice["text"], **self._prompt_ids})
+            if self.body.logprobs is not None and (scores := completion.prompt_scores) is not None and self.body.echo:
+                asked = self._logprobs(self._prompts[index], scores.logprobs, (scores.top_ids, scores.top_logprobs), 0)
+                asked["token_logprobs"][0] = asked["top_logprobs"][0] = None  # nothing predicts the first token
+                choice["logprobs"] = {name: values + choice["logprobs"][name] for name, values in asked.items()}
+            choices.append({**choice, "text": self._echoes[index] + choice["text"], **self._prompt_ids(index)})
         return {**self._head, "object": self.object, "choices": choices, "usage": self.usage(completions)}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        if not self._echo and not self._prompt_ids:
+        echo, ids = self._echoes[index], self._prompt_ids(index)
+        if not echo and not ids:
             return None
-        return self._chunk(
-            {"index": index, "text": self._echo, "logprobs": None, "finish_reason": None} | self._prompt_ids
-        )
+        return self._chunk({"index": index, "text": echo, "logprobs": None, "finish_reason": None} | ids)
 
     def next(self, index: int, completion: Completion, *, ended: bool) -> dict[str, Any] | None:
         return self._chunk(self._choice(index, completion, ended=ended))
 
-    @property
-    def _echo(self) -> str:
-        """The prompt's text, where it is to be repeated."""
-        if not self.body.echo or self.tokenizer is None:
-            return ""
-        return self.body.prompt if isinstance(self.body.prompt, str) else self.tokenizer.decode(self.prompt)
-
-    @property
-    def _prompt_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.prompt.tolist()} if self.body.return_token_ids else {}
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        return {"prompt_token_ids": self._prompts[index].tolist()} if self.body.return_token_ids else {}
 
     def _choice(self, index: int, completion: Completion, *, ended: bool) -> dict[str, Any]:
         """What is new of a choice."""
         text, new = self._readers[index].read(completion, ended=ended)
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
         if self.body.logprobs is not None:
-            as_ids = self.body.return_tokens_as_token_ids
-            names, values = self._names(completion.tokens[new], as_ids=as_ids), completion.logprobs[new].tolist()
-            top = [{name: value} for name, value in zip(names, values, strict=True)]
-            if completion.top is not None:
-                for listed, ids, likely in zip(top, *(x[new] for x in completion.top), strict=True):
-                    floored = np.maximum(likely, LEAST).tolist()
-                    listed |= zip(self._names(ids, as_ids=as_ids), floored, strict=True)
-            *offsets, self._offsets[index] = accumulate(map(len, names), initial=self._offsets[index])
-            choice["logprobs"] = {
-                "tokens": names,
-                "token_logprobs": values,
-                "top_logprobs": top,
-                "text_offset": offsets,
-            }
+            top = completion.top and tuple(x[new] for x in completion.top)
+            listed = self._logprobs(completion.tokens[new], completion.logprobs[new], top, self._offsets[index])
+            choice["logprobs"], self._offsets[index] = listed, self._offsets[index] + sum(map(len, listed["tokens"]))
         choice["finish_reason"] = completion.finish if ended else None
         if self.body.return_token_ids:
             choice["token_ids"] = completion.tokens[new].tolist()
         return choice
+
+    def _logprobs(
+        self, tokens: np.ndarray, logprobs: np.ndarray, top: Sequence[np.ndarray] | None, offset: int
+    ) -> dict[str, list[Any]]:
+        """What is said of tokens `[T]` that begin after so many characters; `top` are ids and log-probs `[T A]`."""
+        as_ids = self.body.return_tokens_as_token_ids
+        names, values = self._names(tokens, as_ids=as_ids), logprobs.tolist()
+        by_name = [{name: value} for name, value in zip(names, values, strict=True)]
+        for listed, ids, likely in zip(by_name, *top, strict=True) if top is not None else ():
+            listed |= zip(self._names(ids, as_ids=as_ids), np.maximum(likely, LEAST).tolist(), strict=True)
+        offsets = list(accumulate(map(len, names), initial=offset))[:-1]
+        return {"tokens": names, "token_logprobs": values, "top_logprobs": by_name, "text_offset": offsets}
 
 
 class ChatAnswer(Answer[ChatBody]):

@@ -61,7 +61,13 @@ RETRY = 1
 """Seconds after which a client may ask again where too many wait."""
 GONE = 499
 """The status of a request whose client has gone, which nobody reads."""
-TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
+TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    504: "timeout_error",
+}
 """The protocol's type of an error; of all others `invalid_request_error`."""
 Sampled = CompletionBody | ChatBody | GenerateBody
 Content = Callable[[Service, dict[str, Any], Request], Any]
@@ -222,15 +228,15 @@ async def _answered(
         body.setdefault("request_id", identity)
     asked = await run_in_threadpool(lambda: service.prepared(read(kind, body)))
     if not body.get("stream"):
-        completions = await _completed(service, asked, request)
+        completions = await _completed(service, asked, request, gate.seconds)
         return _json(await run_in_threadpool(asked.answer.whole, completions))
     if len(streams) >= gate.streams:
         raise Refusal(429, "too many answers are streamed: try again", code="rate_limit_exceeded")
-    return _stream(service, asked, streams)
+    return _stream(service, asked, streams, gate.seconds)
 
 
-async def _completed(service: Service, asked: Asked, request: Request) -> list[Completion]:
-    """The completions of a request, which is given up when its client has gone."""
+async def _completed(service: Service, asked: Asked, request: Request, seconds: float) -> list[Completion]:
+    """The completions of a request, which is given up when its client has gone, or after so many seconds."""
 
     async def left() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -242,9 +248,9 @@ async def _completed(service: Service, asked: Asked, request: Request) -> list[C
     completions.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to read it
     gone = asyncio.ensure_future(left())
     try:
-        await asyncio.wait({completions, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({completions, gone}, return_when=asyncio.FIRST_COMPLETED, timeout=seconds)
         if not completions.done():
-            raise ClientDisconnect
+            raise ClientDisconnect if gone.done() else _late(seconds)
         answers = completions.result()
     finally:
         gone.cancel()
@@ -254,6 +260,10 @@ async def _completed(service: Service, asked: Asked, request: Request) -> list[C
     return answers
 
 
+def _late(seconds: float) -> Refusal:
+    return Refusal(504, f"the answer takes more than {seconds:g} seconds: ask for fewer tokens", code="timeout")
+
+
 def _give_up(service: Service, tickets: Sequence[Ticket]) -> None:
     """Ends what is not answered yet."""
     if left := [ticket for ticket in tickets if not ticket.future.done()]:
@@ -261,10 +271,11 @@ def _give_up(service: Service, tickets: Sequence[Ticket]) -> None:
         service.batches.give_up(left)
 
 
-def _stream(service: Service, asked: Asked, streams: set[object]) -> Response:
-    """An answer as events, each as soon as its tokens are there."""
+def _stream(service: Service, asked: Asked, streams: set[object], seconds: float) -> Response:
+    """An answer as events, each as soon as its tokens are there, for so many seconds at most."""
     answer, loop, changed = asked.answer, asyncio.get_running_loop(), asyncio.Event()
     latest: dict[int, Completion] = {}  # of each choice, so that a slow client holds no more than that
+    end = loop.time() + seconds
 
     def note(index: int, completion: Completion) -> None:
         latest[index] = completion
@@ -286,7 +297,7 @@ def _stream(service: Service, asked: Asked, streams: set[object]) -> Response:
                     yield _event(first)
             left = set(range(len(tickets)))
             while left:
-                await changed.wait()
+                await asyncio.wait_for(changed.wait(), end - loop.time())
                 changed.clear()
                 for index in sorted(left):
                     ended = tickets[index].future.done()
@@ -299,6 +310,8 @@ def _stream(service: Service, asked: Asked, streams: set[object]) -> Response:
             service.answered(len(answer.prompt), completions)
             if answer.body.stream_options.include_usage:
                 yield _event(answer.last(completions))
+        except TimeoutError:
+            yield _event({"error": _error(_late(seconds))})
         except Exception as error:  # the status is sent already
             _log.exception("a stream failed")
             yield _event({"error": _error(Refusal(500, f"{type(error).__name__} {error}"))})
@@ -381,6 +394,7 @@ CALLS: dict[str, tuple[str, Content]] = {
     "/v1/models": ("GET", lambda service, *_: {"object": "list", "data": service.cards()}),
     "/metrics": ("GET", lambda service, *_: service.metrics()),
     "/weight_info": ("GET", lambda service, *_: {"weight_version": service.version}),
+    "/tokenizer_info": ("GET", lambda service, *_: service.tokenizer_info()),
     "/tokenize": ("POST", lambda service, body, _: service.tokenized(body)),
     "/detokenize": ("POST", lambda service, body, _: service.detokenized(body)),
 }

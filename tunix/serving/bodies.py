@@ -30,7 +30,9 @@ from tunix.types import Request, Sampling
 HALF = 32
 """Bits of a request's seed that seed the engine; the rest counts as the request's number."""
 MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 128, 16, 1024
-"""Choices of a request, its stop strings, and the characters of one of them, at most."""
+"""Choices of a prompt, stop strings of a request, and the characters of one of them, at most."""
+MOST_ANSWERS = 1024
+"""Choices of all prompts of a request at most."""
 HOTTEST, LEAST_MASS = 1e4, 1e-6
 """The highest temperature, and the least `top_p`: what float32 tells from infinity, and from 0."""
 Id = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
@@ -98,7 +100,15 @@ class _Sampled(BaseModel):
         return temperature
 
     def requests(
-        self, prompt: np.ndarray, stop_ids: Sequence[int], *, choices: int, most: int, top: int, adapter: str | None
+        self,
+        prompt: np.ndarray,
+        stop_ids: Sequence[int],
+        *,
+        choices: int,
+        most: int,
+        top: int,
+        scored: bool,
+        adapter: str | None,
     ) -> list[Request]:
         """What the engine completes: the same tokens for the same body, whatever else it is asked for.
 
@@ -108,6 +118,7 @@ class _Sampled(BaseModel):
             choices: how many completions.
             most: tokens of a completion at most.
             top: alternatives that are reported with each token.
+            scored: whether log-probs of the prompt are reported.
             adapter: what answers; None for the model alone.
         """
         seed = secrets.randbits(62) if self.seed is None else self.seed
@@ -120,6 +131,7 @@ class _Sampled(BaseModel):
             stop_ids=tuple(dict.fromkeys((*self.stop_token_ids, *(() if self.ignore_eos else stop_ids)))),
             stop_strings=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
             top_logprobs=top,
+            prompt_logprobs=scored,
         )
         low, high = seed % (1 << HALF), seed >> HALF
         numbers = ((high + i) % (1 << 31) for i in range(choices))
@@ -156,24 +168,34 @@ class _Answered(_Sampled):
 class CompletionBody(_Answered):
     """POST /v1/completions."""
 
-    prompt: str | list[Id]
-    max_tokens: Annotated[int, Field(ge=1)] = 16
+    prompt: list[str] | list[list[int]]
+    """As a list, also where it is one."""
+    max_tokens: Annotated[int, Field(ge=0)] = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
     add_special_tokens: bool = True
 
     @field_validator("prompt", mode="before")
     @classmethod
-    def _single(cls, prompt: Any) -> Any:
-        """Refuses a list of prompts: digits in strings are texts, no token ids."""
-        if isinstance(prompt, list) and any(type(item) is not int for item in prompt):
-            raise ValueError("it is a text or a list of token ids, whole numbers; several prompts are several requests")
-        return prompt
+    def _listed(cls, prompt: Any) -> Any:
+        """One prompt as a list of it; digits in strings are texts, no token ids."""
+
+        def is_ids(value: Any) -> bool:
+            return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 31 for item in value)
+
+        listed = [prompt] if isinstance(prompt, str) or is_ids(prompt) else prompt
+        if isinstance(listed, list) and (all(isinstance(x, str) for x in listed) or all(map(is_ids, listed))):
+            return listed
+        raise ValueError("it is a text or a list of token ids, whole numbers, or a list of several texts or lists")
 
     @model_validator(mode="after")
-    def _echoes(self) -> Any:
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo: log-probs of a prompt are not computed; leave out echo or logprobs")
+    def _together(self) -> Any:
+        if len(self.prompt) * self.n > MOST_ANSWERS:
+            raise ValueError(f"prompt: {len(self.prompt)} with n={self.n} each are more than {MOST_ANSWERS} answers")
+        if not self.max_tokens and not self.echo:
+            raise ValueError("max_tokens: 0 goes with echo: true, since nothing is sampled")
+        if self.echo and self.logprobs is not None and self.stream:
+            raise ValueError("stream: log-probs of a prompt (echo with logprobs) come whole; leave out stream")
         return self
 
 

@@ -20,6 +20,8 @@ class Gate:
     """Bytes of a request's body at most."""
     streams: int = 1024
     """Answers that are streamed at a time, at most."""
+    seconds: float = 3600.0
+    """From a request to its whole answer at most; then it is given up."""
 
     def admits(self, headers: Mapping[bytes, bytes]) -> bool:
         """Whether a request with these headers has the key; how long that takes says nothing of it."""

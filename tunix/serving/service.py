@@ -118,43 +118,48 @@ class Service:
         Raises:
             Refusal: there is no such model, or the request is invalid.
         """
-        adapter, choices = self._adapter(body.model), 1
+        adapter, choices, scored = self._adapter(body.model), 1, False
         match body:
             case CompletionBody():
-                ids = body.prompt
-                if isinstance(ids, str):
-                    ids = self.tokens(ids, special=body.add_special_tokens)
-                prompt, most, top, settings = np.array(ids, np.int32), body.max_tokens, body.logprobs or 0, body
-                choices = body.n
-                answer: Answer = CompletionAnswer(body, prompt, self._inference.tokenizer)
+                ids = (
+                    self.tokens(x, special=body.add_special_tokens) if isinstance(x, str) else x for x in body.prompt
+                )
+                prompts = [np.array(x, np.int32) for x in ids]
+                most, top, settings, choices = body.max_tokens, body.logprobs or 0, body, body.n
+                scored = body.echo and (body.logprobs is not None or not most)
+                answer: Answer = CompletionAnswer(body, prompts, self._inference.tokenizer)
             case ChatBody():
                 prompt, markup = self.rendered(body)
+                prompts = [prompt]
                 most = min(x for x in (body.max_completion_tokens, body.max_tokens, self.length) if x is not None)
                 top, settings, choices = body.top_logprobs, body, body.n
                 answer = ChatAnswer(body, prompt, self.tokenizer, None if body.tool_choice == "none" else markup)
             case GenerateBody():
                 settings = body.sampling_params
-                prompt, most, top = np.array(body.token_ids, np.int32), settings.max_tokens, settings.logprobs or 0
-                answer = GenerateAnswer(body, prompt, self._inference.tokenizer)
-        if len(prompt) >= self.length:
-            raise Refusal(
-                400,
-                f"the prompt has {len(prompt)} tokens, which leaves no room for an answer in a context of "
-                f"{self.length}: shorten it",
-                param="messages" if isinstance(body, ChatBody) else "prompt",
-                code="context_length_exceeded",
-            )
-        most = min(most, self.length - len(prompt))
-        requests = settings.requests(
-            prompt, self._inference.source.stop_ids, choices=choices, most=most, top=top, adapter=adapter
-        )
-        if requests[0].sampling.stop_strings and self._inference.tokenizer is None:
+                prompts = [np.array(body.token_ids, np.int32)]
+                most, top = settings.max_tokens, settings.logprobs or 0
+                answer = GenerateAnswer(body, prompts[0], self._inference.tokenizer)
+        if settings.stop and self._inference.tokenizer is None:
             raise Refusal(400, f"{self.name} has no tokenizer to find stop strings with: send stop_token_ids")
-        try:
-            check(requests[0].sampling, self.engine.model.config.vocab_size)
-            check_prompt(0, prompt, self.length, self.engine.model.config.vocab_size)
-        except UserError as error:
-            raise Refusal(400, str(error)) from None
+        requests, vocab = list[Request](), self.engine.model.config.vocab_size
+        for number, prompt in enumerate(prompts):
+            if (room := self.length - len(prompt)) < min(most, 1):
+                raise Refusal(
+                    400,
+                    f"the prompt has {len(prompt)} tokens, which leaves no room for an answer in a context of "
+                    f"{self.length}: shorten it",
+                    param="messages" if isinstance(body, ChatBody) else "prompt",
+                    code="context_length_exceeded",
+                )
+            stop_ids, tokens = self._inference.source.stop_ids, min(most, room)
+            requests += settings.requests(
+                prompt, stop_ids, choices=choices, most=tokens, top=top, scored=scored, adapter=adapter
+            )
+            try:
+                check(requests[-1].sampling, vocab)
+                check_prompt(number, prompt, self.length + (not most), vocab)
+            except UserError as error:
+                raise Refusal(400, str(error)) from None
         return Asked(requests, answer)
 
     def submit(self, tickets: List[Ticket]) -> None:
@@ -260,6 +265,16 @@ class Service:
         if max(ids, default=0) >= self.tokenizer.vocab_size:
             raise Refusal(400, f"tokens: {max(ids)} is outside of the vocabulary", param="tokens")
         return {"prompt": self.tokenizer.decode(ids)}
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """The special tokens and the chat template, with vLLM's names; null for what there is not.
+
+        Raises:
+            Refusal: there is no tokenizer.
+        """
+        hf = self.tokenizer.hf
+        tokens = {"bos_token": hf.bos_token, "eos_token": hf.eos_token, "pad_token": hf.pad_token}
+        return {**tokens, "chat_template": self.tokenizer.chat_template}
 
     def cards(self) -> list[dict[str, Any]]:
         """What is served: the model, and each adapter of it."""

@@ -27,7 +27,7 @@ from tunix.rollout.engine.experts import Known, Recorded
 from tunix.rollout.engine.page_tables import Copy, Ended, PageTables
 from tunix.rollout.engine.pieces import Job, Piece, copies_of
 from tunix.rollout.engine.programs import State, Steps, copy_pages, decode, initial_state, prefill
-from tunix.rollout.engine.request import Decode, Episode, StopText, prompt_key
+from tunix.rollout.engine.request import Decode, Episode, StopText
 from tunix.rollout.engine.shapes import Sizes, page_bytes, state_bytes
 from tunix.rollout.engine.slots import Slots
 from tunix.rollout.types import Pause
@@ -262,7 +262,7 @@ class Batch:
             episode = Episode(request, number, stop_text, 0 if adapter is None else self._adapters[adapter])
             self.waiting.append(episode)
             if episode.so_far is None:
-                self.expected[prompt_key(request)] += 1
+                self.expected[episode.key] += 1
         self._came += len(requests)
 
     def _goes_on(self) -> bool:
@@ -279,7 +279,7 @@ class Batch:
         if self._gone:
             for episode in [episode for episode in self.waiting if episode.number in self._gone]:
                 if episode.so_far is None:
-                    self._enters(prompt_key(episode.request))
+                    self._enters(episode.key)
             self.waiting = deque(episode for episode in self.waiting if episode.number not in self._gone)
             # What others may follow is computed to its end.
             computed = {slot for jobs in self.jobs for job in jobs for slot in (job.slot, *job.followers)}
@@ -303,7 +303,7 @@ class Batch:
         idle.flat[list(self.slots.episodes)] = False
         while self.waiting:
             episode, taken = self.waiting[0], (of_shard - idle.sum(axis=1)).tolist()
-            owner = self._owner_shard(prompt_key(episode.request)) if episode.so_far is None else None
+            owner = self._owner_shard(episode.key) if episode.so_far is None else None
             kept = self._kept(episode) if episode.so_far is None and owner is None else None
             nearest = owner if kept is None else kept[0].shard
             tokens = len(episode.request.prompt) + (0 if episode.so_far is None else len(episode.so_far.tokens))
@@ -333,10 +333,11 @@ class Batch:
 
     def _enter(self, slot: int, episode: Episode) -> None:
         """Puts an episode into a slot, and queues what has to be computed for it."""
-        key, again, tables = prompt_key(episode.request), episode.so_far is not None, self.page_tables
+        key, again, tables = episode.key, episode.so_far is not None, self.page_tables
         owner, tokens = None if again else self._owner_shard(key), self.slots.admit(slot, episode)
         kept = self._kept(episode) if not again and owner is None else None
-        job, shard = Job(slot, tokens, 0, episode.adapter, pictures=episode.pictures(len(tokens))), tables.shard(slot)
+        pictures, shard = episode.pictures(len(tokens)), tables.shard(slot)
+        job = Job(slot, tokens, 0, episode.adapter, pictures=pictures, scores=episode.scores)
         if not again:
             self._enters(key)
         if owner != shard:
@@ -362,8 +363,9 @@ class Batch:
 
     def _kept(self, episode: Episode) -> tuple[Ended, int] | None:
         """A sequence that has ended, and how many tokens of it the prompt of a request begins with; None without any.
-        States of what was sampled would have to be kept too, and pictures be compared."""
-        if self._pull is None or self.sizes.chunk is not None or episode.request.pictures is not None:
+        States of what was sampled would have to be kept too, pictures be compared, and log-probs be kept."""
+        whole = episode.request.pictures is not None or episode.scores is not None
+        if self._pull is None or self.sizes.chunk is not None or whole:
             return None
         return self.page_tables.find(np.asarray(episode.request.prompt, np.int32), episode.adapter)
 
@@ -393,13 +395,20 @@ class Batch:
             for row, jobs in enumerate(self.jobs):
                 piece.fill(row, jobs)
             done, copied = piece.finish()
-            self.state, experts = prefill(self.model, self.weights, self.state, piece.inputs)
+            self.state, (experts, scores) = prefill(self.model, self.weights, self.state, piece.inputs)
             for copies in copied:
                 self.state, _ = copy_pages(self.model, self.state, copies)
             if experts is not None:
                 self.recorded.append(recorded := Recorded(experts))
                 for job, row, begin, number, position in piece.parts:
                     job.experts.append(Known(recorded, row, begin, number, position))
+            scores = jax.device_get(scores)
+            for job, row, begin, number, position in piece.parts:
+                if job.scores is not None:
+                    for whole, new in zip(job.scores, scores, strict=True):
+                        # Of a request that is computed again, tokens after the prompt are left out.
+                        after = whole[position + 1 : position + 1 + number]
+                        after[:] = new[row, begin : begin + len(after), *map(slice, whole.shape[1:])]
             for job in done:
                 for slot in (job.slot, *job.followers):
                     self.slots.start(slot)
@@ -411,6 +420,9 @@ class Batch:
                     # For requests that come later; states of a prompt's end would have to be kept too.
                     if self.expected[key] and self.sizes.chunk is None:
                         self.page_tables.keep(key, job.slot, job.start, tuple(job.experts))
+            for slot in [job.slot for job in done if not self.slots.left[job.slot]]:  # scored, and nothing is sampled
+                self.slots.episodes[slot].ended = "length"
+                self._complete(slot)
             computed += piece.length
             self.prefilled += sum(number for *_, number, _ in piece.parts)
             many, read_along = 2 * len(self.slots.running) > self.sizes.slots, self.on_tokens or self._pull

@@ -296,7 +296,8 @@ class Engine(Sampler):
                     f"sampling: stop_strings is {request.sampling.stop_strings!r}, but the engine was built without a "
                     "tokenizer's decode; use stop_ids, or give it one"
                 )
-            check_prompt(number, request.prompt, self.sizes.max_length, vocab)
+            room = self.sizes.max_length + (request.sampling.max_tokens == 0)
+            check_prompt(number, request.prompt, room, vocab)
             check_pictures(number, request.prompt, request.pictures, self.model.config.vision)
         if not requests:
             return []

@@ -17,7 +17,7 @@ import numpy as np
 from tunix.models.attention.pages import NOWHERE, Copies, Visits, block_of
 from tunix.rollout.engine.experts import Known
 from tunix.rollout.engine.page_tables import Copy, Held, PageTables
-from tunix.types import Pictures
+from tunix.types import Pictures, TokenScores
 
 FIRST, CONTINUES = -1, -2
 """In `Inputs.sources`: a chunk with the first tokens of a sequence, and one that continues the chunk before it."""
@@ -46,6 +46,8 @@ class Job:
     """The pages of the tokens before; None for those that the slot holds."""
     pictures: Pictures | None = None
     """Those of the whole sequence, from its first token on; None without any."""
+    scores: TokenScores | None = None
+    """Receives log-probs of the prompt's tokens; None where nobody asks for them."""
 
     def whole(self, number: int, room: int) -> int:
         """So many of its next tokens, or fewer: no picture is cut, and there are no more of them than there is room."""
@@ -83,6 +85,8 @@ class Inputs(NamedTuple):
     has states."""
     ends: np.ndarray | None
     """`[Sl]`."""
+    targets: np.ndarray | None
+    """`[s C]` the token after each, whose log-prob is computed; 0 where nobody asks, None where nobody asks of any."""
     pictures: Pictures | None
     """Those of each row, all of them whole; places for rope are also of text. None where the model sees none."""
 
@@ -113,7 +117,7 @@ class Piece:
             rope = np.zeros((*shape, 3), np.int32) if sizes.vision.any_shape else None
             pictures = Pictures(pixels, np.zeros((sizes.shards, number, 2), np.int32), np.zeros(shape, np.int32), rope)
         self.inputs = Inputs(
-            tokens, positions, ids, begins, tuple(visits), writes, last, adapters, sources, ends, pictures
+            tokens, positions, ids, begins, tuple(visits), writes, last, adapters, sources, ends, None, pictures
         )
 
     def fill(self, row: int, jobs: deque[Job]) -> None:
@@ -139,6 +143,11 @@ class Piece:
             inputs.tokens[at], inputs.positions[at] = job.tokens[:number], positions
             inputs.ids[at], inputs.begins[at] = len(self.parts) + 1, job.start
             inputs.adapters[row] = job.adapter
+            if job.scores is not None:
+                targets = np.zeros_like(inputs.tokens) if inputs.targets is None else inputs.targets
+                following = job.tokens[1 : number + 1]
+                targets[row, begin : begin + len(following)] = following
+                self.inputs = inputs = inputs._replace(targets=targets)
             for kind, window in enumerate(sizes.windows if job.reads is None else ()):
                 # Tokens before the first one are not seen again.
                 first = job.start if window is None else max(job.start, last - window)

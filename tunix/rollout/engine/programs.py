@@ -44,13 +44,16 @@ from tunix.models.vision import seen_ahead
 from tunix.rollout.engine.lookup import GRAM, NO_TOKEN, DraftTables, draft_tokens
 from tunix.rollout.engine.page_tables import Reads
 from tunix.rollout.engine.pieces import Inputs
-from tunix.rollout.engine.sampling import Draw, Transform, draw
+from tunix.rollout.engine.sampling import MOST_TOP, Draw, Transform, draw
 from tunix.rollout.engine.shapes import Sizes
+from tunix.types import TokenScores
 from tunix.util.exact import jit
 
 Host = jax.Array | np.ndarray
 Result = TypeVar("Result")
 
+SCORED = 64
+"""Tokens of a prompt whose logits are there at a time."""
 IN_TURN = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 """XLA's usual order on a CPU begins with everything that depends on nothing, which would keep the matrices of all
 layers dequantized at once; in this order each is dequantized when it is needed."""
@@ -149,9 +152,11 @@ def initial_state(model: Model, sizes: Sizes) -> State:
 
 
 @partial(Compiled, static_argnames="model", donate_argnames="state")
-def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tuple[State, Int[Array, "s C L k"] | None]:
+def prefill(
+    model: Model, weights: Weights, state: State, piece: Inputs
+) -> tuple[State, tuple[Int[Array, "s C L k"] | None, TokenScores | None]]:
     """Computes a piece: its tokens are in pages then, and slots have their last states. Returns int16 experts that each
-    token used, too; None for a model without."""
+    token used, too; None for a model without. And log-probs of the piece's targets; None without any."""
     new: Any = jax.tree.map(jnp.asarray, piece)
     size = _page_size(state)
     ahead = seen_ahead(new.pictures, model.config.vision)
@@ -167,7 +172,23 @@ def prefill(model: Model, weights: Weights, state: State, piece: Inputs) -> tupl
     last = new.last.reshape(len(new.adapters), -1)  # by shard
     ends = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[..., None], axis=1).reshape(state.hidden.shape)
     of_slots = jnp.where(new.last[:, None] >= 0, ends, state.hidden)
-    return state._replace(caches=caches, hidden=constrain(of_slots, "rows", None)), experts
+    state = state._replace(caches=caches, hidden=constrain(of_slots, "rows", None))
+    if new.targets is None:
+        return state, (experts, None)
+
+    def scored(block: tuple[jax.Array, jax.Array]) -> TokenScores:
+        logits = constrain(model.logits(weights.top, block[0]), "rows", None, None)
+        below = logits - jnp.max(logits, axis=-1, keepdims=True)
+        log_total = jnp.log(jnp.sum(jnp.exp(below), axis=-1, keepdims=True))
+        top, ids = jax.lax.top_k(below, min(MOST_TOP, logits.shape[-1]))
+        target = jnp.take_along_axis(below, block[1][..., None], axis=-1)
+        return TokenScores((target - log_total)[..., 0], ids, top - log_total)
+
+    # Block by block: logits of a whole piece would take gigabytes.
+    length = min(SCORED, new.targets.shape[1])
+    blocks = [jnp.swapaxes(x.reshape(len(x), -1, length, *x.shape[2:]), 0, 1) for x in (hidden, new.targets)]
+    scores = jax.lax.map(scored, tuple(blocks))
+    return state, (experts, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(*new.ids.shape, *x.shape[3:]), scores))
 
 
 @partial(Compiled, static_argnames="model", donate_argnames="state")

@@ -14,18 +14,13 @@ import numpy as np
 from tunix.errors import UserError
 from tunix.models.config import VisionConfig
 from tunix.rollout.engine.experts import Known, Recorded, of_sequence
-from tunix.types import Completion, Pictures, Request
+from tunix.types import Completion, Pictures, Request, TokenScores
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text."""
 SPARE = 8
 """Tokens by which the tail of a text is longer than a stop string has bytes: characters of several tokens, and the
 spaces that a tokenizer takes off the first one."""
-
-
-def prompt_key(request: Request) -> tuple:
-    """The key of a request's prefix: equal for equal prompts under one adapter."""
-    return (np.asarray(request.prompt, np.int32).tobytes(), request.adapter, id(request.pictures))
 
 
 def check_prompt(number: int, prompt: np.ndarray, length: int, vocab_size: int) -> None:
@@ -130,15 +125,27 @@ class Episode:
     """`[T]` the versions of the tokens that another call has sampled."""
     experts: list[Known] = field(default_factory=list)
     """What pieces tell about the experts of the prompt and of observations."""
+    scores: TokenScores | None = None
+    """Those of the prompt, which pieces fill in; None where they are not asked for."""
 
     def __post_init__(self) -> None:
-        before, prompt = self.request.so_far, len(self.request.prompt)
+        before, prompt, sampling = self.request.so_far, len(self.request.prompt), self.request.sampling
+        if sampling.prompt_logprobs:
+            ids, logprobs = np.zeros((2, prompt, sampling.top_logprobs), np.float32)
+            self.scores = TokenScores(np.zeros(prompt, np.float32), ids.astype(np.int32), logprobs)
         if before is not None and len(before.tokens):  # another call has paused it
             self.so_far, self.versions = before, before.versions
             self.turns = [*before.turns[:-1], (before.turns[-1][0], 0)]
             self.top = [] if before.top is None else [before.top]
             if before.experts is not None:
                 self.experts = [Known(Recorded(before.experts[None, :prompt]), 0, 0, prompt, 0)]
+
+    @property
+    def key(self) -> tuple:
+        """Equal for episodes whose prompt is computed once: equal prompts under one adapter, unless it is scored."""
+        request = self.request
+        alone = self.number if request.sampling.prompt_logprobs else None
+        return np.asarray(request.prompt, np.int32).tobytes(), request.adapter, id(request.pictures), alone
 
     def pictures(self, tokens: int) -> Pictures | None:
         """The pictures of so many of its tokens, the prompt's included; None without any."""
@@ -169,4 +176,5 @@ class Episode:
             turns=(*self.turns[:-1], (self.turns[-1][0], len(tokens))),
             top=top,
             experts=of_sequence(len(self.request.prompt), experts, self.experts),
+            prompt_scores=self.scores,
         )

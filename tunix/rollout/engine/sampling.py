@@ -151,7 +151,7 @@ def check(sampling: Sampling, vocab: int) -> None:
     be."""
     s = sampling
     rules = (
-        ("max_tokens", s.max_tokens >= 1, "at least 1"),
+        ("max_tokens", s.max_tokens >= (0 if s.prompt_logprobs else 1), "at least 1"),
         ("temperature", 0 <= s.temperature < math.inf, "0 (greedy) or positive"),
         ("top_k", s.top_k >= 0, "0 (all ids) or positive"),
         ("top_p", 0 < s.top_p <= 1, "above 0 and at most 1 (all ids)"),

@@ -53,6 +53,8 @@ def require_package(what: str, package: str, tried: str, extra: str) -> None:
         )
 
 
+LM_EVAL = ">=0.4.13,<0.5"
+"""The versions of lm-eval that `tunix.run.lm_eval` was tried with."""
 _FOLDER = "tunix.rollout.environments"
 ADAPTERS: Mapping[str, Adapter] = {
     "reasoning_gym": Adapter(

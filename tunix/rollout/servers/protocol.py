@@ -196,6 +196,7 @@ def refuse(sampling: Sampling, vocab_size: int, decodes: bool) -> None:
             s.temperature == 0 or s.temperature >= COLDEST,
             f"servers raise it to {COLDEST:g}: set 0 for greedy",
         ),
+        ("prompt_logprobs", not s.prompt_logprobs, "servers are asked for no log-probs of prompts"),
         ("stop_strings", decodes or not s.stop_strings, "there is no tokenizer to find them with: set stop_ids"),
     )
     for name, holds, why in rules:
