@@ -51,6 +51,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Literal, no_type_check
 
 import jax
@@ -127,6 +128,15 @@ class Sequence:
     """Its pictures, e.g. one of 256 soft tokens; None without any."""
     experts: np.ndarray | None = None
     """`[T L k]` int16 as in `Completion.experts`, e.g. `[[[5, 0]]]`; None where no router is replayed."""
+    restarts: tuple[int, ...] = ()
+    """Where further transcripts of one episode begin, each at position 0 and seeing nothing before it, e.g. `(812,)` of
+    two."""
+
+    @property
+    def transcripts(self) -> list[tuple[int, int]]:
+        """(start, end) in `tokens` of each transcript, e.g. `[(0, 812), (812, 1300)]`; one where nothing restarts."""
+        bounds = (0, *self.restarts, len(self.tokens))
+        return list(pairwise(bounds))
 
 
 @jax.tree_util.register_dataclass
@@ -328,6 +338,8 @@ class Completion:
     `[[-0.3, -1.6]]`; None unless `Sampling.top_logprobs` asks for them."""
     experts: np.ndarray | None = None
     """`[T L k]` int16: experts that prompt and completion used, e.g. `[[[5, 0]]]`; -1, or None, where not known."""
+    restarts: tuple[int, ...] = ()
+    """Where in `tokens` further transcripts of the episode begin, with prompts of their own, e.g. `(780,)`."""
 
     @property
     def drawn(self) -> np.ndarray:

@@ -11,12 +11,14 @@ from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
 from tunix.data.pipeline import eval_batches, prompt_of, reasons
 from tunix.data.types import Accounting, Kept, Packed, Prompt
-from tunix.errors import UserError
+from tunix.errors import UserError, install_command
+from tunix.hf.source import Source
 from tunix.protocols import Sampler
 from tunix.recipe.sections import Sections
-from tunix.rollout.collect import Collector, Judge
-from tunix.rollout.config import EvalTask
+from tunix.rollout.collect import Agents, Collector, Judge
+from tunix.rollout.config import EvalTask, RolloutConfig
 from tunix.rollout.environments.adapters import evaluation_rows
+from tunix.rollout.environments.agents import WORKDIR
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED, read_reward
 from tunix.rollout.rewards.scorer import Scorer
@@ -26,8 +28,25 @@ from tunix.run.judges import judges_of
 from tunix.run.setup import Setup, layout
 
 
+def player_of(rollout: RolloutConfig, source: Source, data: DataConfig) -> Player | Agents | None:
+    """What plays the episodes of `rollout.environment` with a model's tokenizer; None without one.
+
+    Raises:
+        UserError: it does not load.
+    """
+    if (environment := rollout.environment) is None:
+        return None
+    if environment.agent is None:
+        return Player(environment, source.tokenizer, data.template_kwargs, rollout.stop_after_failures)
+    try:
+        from tunix.serving.agents import AgentPlayer
+    except ModuleNotFoundError as error:
+        raise UserError(f"rollout.environment.agent needs {error.name}: {install_command('serve')}") from None
+    return AgentPlayer(rollout, source, data)
+
+
 def collector_of(
-    recipe: Sections, inputs: Inputs, algorithm: Algorithm, play: Player | None, judges: tuple[Judge, ...]
+    recipe: Sections, inputs: Inputs, algorithm: Algorithm, play: Player | Agents | None, judges: tuple[Judge, ...]
 ) -> Collector:
     """Opens the reward functions of a recipe, and the rewards and environments of its data sets.
 
@@ -55,7 +74,8 @@ def collector_of(
         scorer = Scorer(functions, data_sets=sections.keys() - {""})
         for part in inputs.train.parts or (inputs.train,):
             columns = data.of(part.section).columns if part.section else data.columns
-            scorer.check([*part.columns, *columns, *ADDED], part.section.name if part.section else "")
+            added = (*ADDED, WORKDIR) if isinstance(play, Agents) else ADDED
+            scorer.check([*part.columns, *columns, *added], part.section.name if part.section else "")
     sources: dict[str, Collector] = {}
     plain = Collector(inputs.tokenizer, sampling, scorer, play, data.max_length, judges)
     for source in data.sources:

@@ -1,0 +1,134 @@
+"""Programs as the environment of a run: each plays an episode by asking the run's engine, served on loopback.
+
+A program has a key of its own, by which what it asks is recorded (`sessions.py`). When it has ended, what was recorded is
+its episode: a first prompt, and all that follows it. The server lives as long as the run; it answers while a step is
+sampled, with the weights that were published last, and refuses what comes from programs that have ended.
+"""
+
+import secrets
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as List
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvicorn
+
+from tunix.data.config import DataConfig
+from tunix.hf.source import Source
+from tunix.inference.model import InferenceModel, InferenceOptions
+from tunix.protocols import SamplingClient
+from tunix.rollout.collect import Agents
+from tunix.rollout.config import RolloutConfig
+from tunix.rollout.engine.engine import Engine
+from tunix.rollout.environments.agents import PlayedEpisode, Program
+from tunix.rollout.environments.base import Episodes, Failures
+from tunix.rollout.sessions import Session
+from tunix.serving.app import server_of
+from tunix.serving.bodies import Refusal
+from tunix.serving.service import Service
+from tunix.serving.sessions import Sessions
+from tunix.trainer.trainer import Trainer
+from tunix.types import Sampling
+
+MODEL = "policy"
+"""The name of the model that programs ask."""
+
+
+class AgentPlayer(Agents):
+    """Runs the programs of an environment, and serves them."""
+
+    def __init__(self, rollout: RolloutConfig, source: Source, data: DataConfig):
+        """Starts nothing yet.
+
+        Args:
+            rollout: its environment has an agent.
+            source: the model's tokenizer and structure.
+            data: how long transcripts may be, and the variables of the chat template.
+
+        Raises:
+            UserError: there is no such program.
+        """
+        assert rollout.environment is not None
+        assert rollout.environment.agent is not None
+        self._config, self._data = rollout.environment.agent, data
+        self._program = Program(self._config)
+        self._inference = InferenceModel(InferenceOptions(MODEL, length=data.max_length), source)
+        self._failures = Failures(rollout.stop_after_failures)
+        self._sessions = Sessions(Sampling(), rollout.temperature)
+        self._service: Service | None = None
+        self._server: uvicorn.Server | None = None
+        self.scores = self._config.reward is not None
+
+    def play(
+        self,
+        sampler: SamplingClient,
+        rows: List[Mapping[str, Any]],
+        sampling: Sampling,
+        seed: int,
+        numbers: List[int],
+    ) -> Episodes:
+        service, url = self._served(sampler)
+        self._sessions.sampling = sampling
+        home = tempfile.TemporaryDirectory(prefix="tunix-agents-")
+
+        def played(number: int, row: Mapping[str, Any]) -> PlayedEpisode:
+            (folder := Path(home.name) / str(number)).mkdir()
+            key = f"episode-{secrets.token_hex(16)}"
+            drawn = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+            session = Session(self._data.max_length, sampling.max_tokens, drawn)
+            self._sessions.open(key, session)
+            variables = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL}
+            try:
+                ended = self._program.run(row, folder, variables)
+            finally:
+                with suppress(Refusal):  # the program may have ended it
+                    self._sessions.end(key)
+            episode = PlayedEpisode(*session.episode(sampling), ended, folder)
+            self._failures.count(episode.failure)
+            return episode
+
+        pool = ThreadPoolExecutor(self._config.concurrency, thread_name_prefix="agent")
+        try:
+            episodes = list(pool.map(played, numbers, rows))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            self._program.kill()
+            raise
+        finally:
+            pool.shutdown()
+            with service.batches.idle():  # so that the engine can be given other work, and weights
+                pass
+        batch = Episodes(episodes, close=home.cleanup)
+        batch.logged = {i: {"agent": {"exit": x.ended.code, "printed": x.ended.said}} for i, x in enumerate(episodes)}
+        return batch
+
+    def close(self) -> None:
+        """Ends the programs that still run, and the server."""
+        self._program.kill()
+        if self._server is not None and self._service is not None:
+            self._server.should_exit = True
+            self._service.batches.close()
+            self._server = self._service = None
+
+    def _served(self, sampler: SamplingClient) -> tuple[Service, str]:
+        """What answers, with the engine of the sampler, and where; started with the first step."""
+        if self._service is None:
+            engine = sampler.sampler if isinstance(sampler, Trainer) else sampler
+            assert isinstance(engine, Engine), "the recipe's rules want an engine of this process"
+            kwargs = self._data.template_kwargs
+            self._service = Service(self._inference, engine=engine, sessions=self._sessions, template_kwargs=kwargs)
+            listener = socket.create_server(("127.0.0.1", 0))
+            self._url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            self._server = server_of(self._service)
+            sockets = {"sockets": [listener]}
+            threading.Thread(target=self._server.run, kwargs=sockets, name="agents", daemon=True).start()
+            while not self._server.started:
+                time.sleep(0.01)
+        return self._service, self._url
