@@ -2,8 +2,9 @@
 
 First fit decreasing: the longest first, each into the first row with room, in numpy. Where rows are split over devices,
 they are then as many as those need, and the longest goes into the emptiest: no device has much more to attend to and to
-predict than another. A sequence is packed as one piece, and each transcript of an episode as one in the same row; but sequences that
-are compared with each other share a row, and their common beginning is a piece of its own, the parent of theirs.
+predict than another. A sequence is packed as one piece, and each transcript of an episode as one in the same row; but
+sequences that are compared with each other share a row, and their common beginning is a piece of its own, the parent of
+theirs.
 
     row      p0 p1 p2 | p3 c0 c1 c2 | p3 r0 r1 | next pair ...
     segment   1  1  1 |  2  2  2  2 |  3  3  3 |

@@ -1,7 +1,7 @@
 """Programs as the environment of a run: each plays an episode by asking the run's engine, served on loopback.
 
-A program has a key of its own, by which what it asks is recorded (`sessions.py`). When it has ended, what was recorded is
-its episode: a first prompt, and all that follows it. The server lives as long as the run; it answers while a step is
+A program has a key of its own, by which what it asks is recorded (`sessions.py`). When it has ended, what was recorded
+is its episode: a first prompt, and all that follows it. The server lives as long as the run; it answers while a step is
 sampled, with the weights that were published last, and refuses what comes from programs that have ended.
 """
 
