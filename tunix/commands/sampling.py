@@ -30,8 +30,9 @@ from tunix.hf.source import Source, pretrained
 from tunix.inference.model import InferenceModel
 from tunix.mesh import build_mesh
 from tunix.protocols import SamplingClient
-from tunix.rollout.collect import Collector
+from tunix.rollout.collect import Agents, Collector
 from tunix.rollout.engine.engine import Engine
+from tunix.rollout.environments.agents import WORKDIR
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED
@@ -101,7 +102,7 @@ def open_collector(
     config: RewardConfig | None,
     columns: List[str],
     data: DataConfig,
-    play: Player | None = None,
+    play: Player | Agents | None = None,
 ) -> Iterator[Collector]:
     """Opens a collector, which samples and scores completions; its reward processes end with the context.
 
@@ -120,7 +121,7 @@ def open_collector(
         scorer, judges = None, ()
         if config is not None:
             scorer = stack.enter_context(Scorer(config.functions, config.deadline))
-            scorer.check([*columns, *ADDED])
+            scorer.check([*columns, *ADDED, *((WORKDIR,) if isinstance(play, Agents) else ())])
             judges = judges_of(config, inference.source, data, inference.options.dtype, build_mesh(MeshConfig()))
             for judge in judges:
                 stack.callback(judge.close)
