@@ -26,7 +26,7 @@ from tunix.recipe.notes import hardware_note, read_header, total_steps, update_n
 from tunix.recipe.recipe import Recipe, included_recipes, recipe_file, resolved_stages, written_sections
 from tunix.recipe.tiny import is_download, local_folder
 from tunix.rollout.environments.adapters import evaluation_rows, training_rows
-from tunix.rollout.environments.agents import WORKDIR, Program
+from tunix.rollout.environments.agents import Program
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.remote import Player, read_environment
 from tunix.rollout.rewards.base import ADDED, read_reward
@@ -155,8 +155,7 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
             _check_environment(environment)
     parts = {} if train is None else {x.section.name: x for x in train.parts if x.section} or {"": train}
     apart = {source.name for source in data.sources if source.reward is not None}
-    added = (*ADDED, WORKDIR) if environment is not None and environment.agent is not None else ADDED
-    _check_rewards("reward", rewards, [part for name, part in parts.items() if name not in apart], data, report, added)
+    _check_rewards("reward", rewards, [part for name, part in parts.items() if name not in apart], data, report)
     for number, source in enumerate(data.sources):
         if source.environment is not None:
             with report.noting(f"data.train.{number}.environment"):
@@ -204,12 +203,7 @@ def _check_environment(config: EnvironmentConfig) -> None:
 
 
 def _check_rewards(
-    key: str,
-    rewards: RewardConfig | None,
-    parts: Sequence[Rows],
-    data: DataConfig,
-    report: _Report,
-    added: Sequence[str] = ADDED,
+    key: str, rewards: RewardConfig | None, parts: Sequence[Rows], data: DataConfig, report: _Report
 ) -> None:
     """Loads the functions of a section, whose arguments are columns of the rows that they score."""
     for number, function in enumerate(rewards.functions if rewards else ()):
@@ -217,7 +211,7 @@ def _check_rewards(
             reward = read_reward(function, rewards.deadline if rewards else 0.0)
             for part in parts:
                 columns = data.of(part.section).columns if part.section else data.columns
-                reward.arguments([*part.columns, *columns, *added])
+                reward.arguments([*part.columns, *columns, *ADDED])
 
 
 def _check_rows(

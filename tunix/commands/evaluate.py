@@ -270,7 +270,9 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
         )
     if options.k and max(options.k) > n:
         raise UserError(f"--k {max(options.k)} is more than the {n} answers of --n")
-    sampling = Sampling(tokens, stop_strings=(*stop, *options.stop, *(play.stop_strings if play else ())))
+    sampling = Sampling(
+        tokens, stop_strings=(*stop, *options.stop, *(play.stop_strings if isinstance(play, Player) else ()))
+    )
     limit = EPISODES_MEASURED if makes_rows else recipe.eval.rows if recipe and options.data is None else None
     return Setting(
         inference,

@@ -32,7 +32,6 @@ from tunix.mesh import build_mesh
 from tunix.protocols import SamplingClient
 from tunix.rollout.collect import Agents, Collector
 from tunix.rollout.engine.engine import Engine
-from tunix.rollout.environments.agents import WORKDIR
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED
@@ -121,7 +120,7 @@ def open_collector(
         scorer, judges = None, ()
         if config is not None:
             scorer = stack.enter_context(Scorer(config.functions, config.deadline))
-            scorer.check([*columns, *ADDED, *((WORKDIR,) if isinstance(play, Agents) else ())])
+            scorer.check([*columns, *ADDED])
             judges = judges_of(config, inference.source, data, inference.options.dtype, build_mesh(MeshConfig()))
             for judge in judges:
                 stack.callback(judge.close)

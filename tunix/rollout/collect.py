@@ -15,11 +15,10 @@ import itertools
 import json
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -31,10 +30,10 @@ from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.protocols import SamplingClient
 from tunix.rollout.backlog import Backlog, Pending, Race, decoded, encoded, episode_of, saved_episode
-from tunix.rollout.environments.agents import WORKDIR, PlayedEpisode
-from tunix.rollout.environments.base import Episode, Episodes
+from tunix.rollout.environments.agents import PlayedEpisode
+from tunix.rollout.environments.base import Episode, Episodes, Row
 from tunix.rollout.environments.remote import Player
-from tunix.rollout.rewards.base import ADDED, Score, parted
+from tunix.rollout.rewards.base import ADDED, WORKDIR, Score, parted
 from tunix.rollout.rewards.scorer import Scorer, Scoring
 from tunix.rollout.types import ENVIRONMENT, Clock, Measure, Scored, sequence_of
 from tunix.types import Batch, Completion, Request, Sampling, Sequence
@@ -74,36 +73,22 @@ class Judge:
     """Ends its threads."""
 
 
-class Agents(ABC):
+@runtime_checkable
+class Agents(Protocol):
     """Programs that play whole episodes, and ask the policy by themselves."""
 
     scores: bool
     """Whether they give rewards."""
-    stop_strings: tuple[str, ...] = ()
-    """Texts that end a turn, in addition to the recipe's."""
 
-    @abstractmethod
     def play(
-        self,
-        sampler: SamplingClient,
-        rows: List[Mapping[str, Any]],
-        sampling: Sampling,
-        seed: int,
-        numbers: List[int],
+        self, sampler: SamplingClient, rows: List[Row], sampling: Sampling, seed: int, numbers: List[int]
     ) -> Episodes:
-        """Plays an episode for each row to its end: `PlayedEpisode`s.
+        """Plays a `PlayedEpisode` for each row to its end; random numbers follow from the seed and these numbers."""
+        ...
 
-        Args:
-            sampler: answers the programs.
-            rows: of the data.
-            sampling: how all of it is sampled.
-            seed: random numbers follow from it and from `numbers`.
-            numbers: of the episodes.
-        """
-
-    @abstractmethod
     def close(self) -> None:
         """Ends what plays."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -156,6 +141,7 @@ def open_scoring(scorer: Scorer, owners: List[Prompt]) -> Scoring:
 def score(scoring: Scoring, number: int, owner: Prompt, completion: Completion, text: str) -> None:
     """Adds a completion, to be scored under a number."""
     added = {"completion_ids": completion.tokens.tolist(), "completion_tokens": int(completion.drawn.sum())}
+    added[WORKDIR] = owner.row.get(WORKDIR, "")
     scoring.add(number, owner.text, text, {**owner.row, **added}, prompt_messages(owner.row), owner.source)
 
 

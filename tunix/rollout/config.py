@@ -132,22 +132,13 @@ class RolloutConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _of_agents(self) -> "RolloutConfig":
-        """Refuses what cannot be had of programs, which ask an engine of this process for the step's weights alone."""
-        if self.environment is None or self.environment.agent is None:
-            return self
-        if self.engine == "vllm":
-            raise ValueError("engine: vllm cannot answer an agent, whose tokens are recorded here; leave it out")
-        if self.max_staleness:
-            raise ValueError(
-                f"max_staleness: {self.max_staleness} samples while weights are learned, and an agent's episode, which "
-                "no journal can repeat, has those of its step: set it to 0"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _of_several_steps(self) -> "RolloutConfig":
         """Refuses settings of asynchronous sampling and of oversampling that do not go together."""
+        if self.environment is not None and self.environment.agent and (self.max_staleness or self.engine == "vllm"):
+            ignored = "max_staleness" if self.max_staleness else "engine: vllm"
+            raise ValueError(
+                f"{ignored}: an agent asks the engine of this process, for the weights of its step; leave it out"
+            )
         if self.in_flight is not None and not self.max_staleness:
             raise ValueError(f"in_flight: {self.in_flight} changes nothing without max_staleness; leave it out")
         if self.in_flight == "continue" and self.environment is not None:
@@ -222,8 +213,6 @@ class EvalTask(Config):
                 f"name: {self.name!r} names no task: letters, digits, ., - and _ do, but not loss, reward and rewards, "
                 "which the evaluation of data.eval has"
             )
-        if self.environment is not None and self.environment.agent is not None:
-            raise ValueError("environment: an agent plays the rows of rollout.environment alone: leave it out here")
         if (most := max(self.pass_at, default=1)) > 1 and self.temperature == 0:
             raise ValueError(f"pass_at {most}: greedy answers to a prompt are all alike; leave temperature: 0 out")
         if self.success != 1 and not self.pass_at:

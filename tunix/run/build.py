@@ -16,6 +16,7 @@ from tunix.hf.source import settled
 from tunix.protocols import Sampler
 from tunix.recipe.notes import total_steps, update_notes
 from tunix.recipe.recipe import Recipe
+from tunix.rollout.environments.remote import Player
 from tunix.run.client import client_of
 from tunix.run.collector import collector_of, evaluation_of, player_of, task_of
 from tunix.run.describe import details, device_notes, stage_lines
@@ -54,7 +55,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     teacher = teacher_source(recipe, source)
     data = recipe.data
     play = player_of(recipe.rollout, source, data)
-    algorithm = algorithm_of(recipe, source.stop_ids, play.stop_strings if play else ())
+    algorithm = algorithm_of(recipe, source.stop_ids, play.stop_strings if isinstance(play, Player) else ())
     if algorithm.needs.values == "alone":
         require_classifier(source.decoder)
 

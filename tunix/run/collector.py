@@ -18,7 +18,6 @@ from tunix.recipe.sections import Sections
 from tunix.rollout.collect import Agents, Collector, Judge
 from tunix.rollout.config import EvalTask, RolloutConfig
 from tunix.rollout.environments.adapters import evaluation_rows
-from tunix.rollout.environments.agents import WORKDIR
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED, read_reward
 from tunix.rollout.rewards.scorer import Scorer
@@ -29,11 +28,8 @@ from tunix.run.setup import Setup, layout
 
 
 def player_of(rollout: RolloutConfig, source: Source, data: DataConfig) -> Player | Agents | None:
-    """What plays the episodes of `rollout.environment` with a model's tokenizer; None without one.
-
-    Raises:
-        UserError: it does not load.
-    """
+    """What plays the episodes of `rollout.environment` with a model's tokenizer; None without one. Raises a UserError
+    where it does not load."""
     if (environment := rollout.environment) is None:
         return None
     if environment.agent is None:
@@ -74,8 +70,7 @@ def collector_of(
         scorer = Scorer(functions, data_sets=sections.keys() - {""})
         for part in inputs.train.parts or (inputs.train,):
             columns = data.of(part.section).columns if part.section else data.columns
-            added = (*ADDED, WORKDIR) if isinstance(play, Agents) else ADDED
-            scorer.check([*part.columns, *columns, *added], part.section.name if part.section else "")
+            scorer.check([*part.columns, *columns, *ADDED], part.section.name if part.section else "")
     sources: dict[str, Collector] = {}
     plain = Collector(inputs.tokenizer, sampling, scorer, play, data.max_length, judges)
     for source in data.sources:

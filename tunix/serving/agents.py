@@ -10,7 +10,6 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
 from collections.abc import Sequence as List
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,14 +20,14 @@ import numpy as np
 import uvicorn
 
 from tunix.data.config import DataConfig
+from tunix.errors import Failure
 from tunix.hf.source import Source
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.protocols import SamplingClient
-from tunix.rollout.collect import Agents
 from tunix.rollout.config import RolloutConfig
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.environments.agents import PlayedEpisode, Program
-from tunix.rollout.environments.base import Episodes, Failures
+from tunix.rollout.environments.base import Episodes, Failures, Row
 from tunix.rollout.sessions import Session
 from tunix.serving.app import server_of
 from tunix.serving.bodies import Refusal
@@ -41,7 +40,7 @@ MODEL = "policy"
 """The name of the model that programs ask."""
 
 
-class AgentPlayer(Agents):
+class AgentPlayer:
     """Runs the programs of an environment, and serves them."""
 
     def __init__(self, rollout: RolloutConfig, source: Source, data: DataConfig):
@@ -67,18 +66,14 @@ class AgentPlayer(Agents):
         self.scores = self._config.reward is not None
 
     def play(
-        self,
-        sampler: SamplingClient,
-        rows: List[Mapping[str, Any]],
-        sampling: Sampling,
-        seed: int,
-        numbers: List[int],
+        self, sampler: SamplingClient, rows: List[Row], sampling: Sampling, seed: int, numbers: List[int]
     ) -> Episodes:
+        """See `rollout.collect.Agents`."""
         service, url = self._served(sampler)
         self._sessions.sampling = sampling
-        home = tempfile.TemporaryDirectory(prefix="tunix-agents-")
+        home, logged = tempfile.TemporaryDirectory(prefix="tunix-agents-"), dict[int, Any]()
 
-        def played(number: int, row: Mapping[str, Any]) -> PlayedEpisode:
+        def played(number: int, row: Row) -> PlayedEpisode:
             (folder := Path(home.name) / str(number)).mkdir()
             key = f"episode-{secrets.token_hex(16)}"
             drawn = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
@@ -86,13 +81,15 @@ class AgentPlayer(Agents):
             self._sessions.open(key, session)
             variables = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL}
             try:
-                ended = self._program.run(row, folder, variables)
+                code, printed = self._program.run(row, folder, variables)
             finally:
                 with suppress(Refusal):  # the program may have ended it
                     self._sessions.end(key)
-            episode = PlayedEpisode(*session.episode(sampling), ended, folder)
-            self._failures.count(episode.failure)
-            return episode
+            prompt, completion = session.episode(sampling)
+            score = self._program.score(folder, code, printed, asked=bool(completion.turns))
+            self._failures.count(score if isinstance(score, Failure) else None)
+            logged[numbers.index(number)] = {"agent": {"exit": code, "printed": printed}}
+            return PlayedEpisode(prompt, completion, score, folder, ended=code is not None)
 
         pool = ThreadPoolExecutor(self._config.concurrency, thread_name_prefix="agent")
         try:
@@ -105,9 +102,7 @@ class AgentPlayer(Agents):
             pool.shutdown()
             with service.batches.idle():  # so that the engine can be given other work, and weights
                 pass
-        batch = Episodes(episodes, close=home.cleanup)
-        batch.logged = {i: {"agent": {"exit": x.ended.code, "printed": x.ended.said}} for i, x in enumerate(episodes)}
-        return batch
+        return Episodes(episodes, close=home.cleanup, logged=logged)
 
     def close(self) -> None:
         """Ends the programs that still run, and the server."""

@@ -12,14 +12,13 @@ import subprocess
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tunix.errors import Failure, UserError
-from tunix.rollout.environments.base import Episode
+from tunix.rollout.environments.base import Episode, Row
 from tunix.rollout.environments.config import AGENT, AgentConfig
 from tunix.rollout.rewards.base import Score
 from tunix.rollout.rewards.calls import as_outcome
@@ -28,60 +27,36 @@ from tunix.rollout.workers.process import MARK, end_marked, refuse_unsendable, t
 if TYPE_CHECKING:
     from tunix.types import Completion
 
-WORKDIR = "workdir"
-"""The column with the folder of an episode, for reward functions."""
 TAIL = 400
 """Characters of what a program has printed that are told of it, the last ones."""
 REWARD = "reward.json"
 """The file in which a program leaves its reward."""
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a program has ended."""
-
-    score: Score
-    """Its reward, or why it has none; None where the reward functions decide."""
-    code: int | None
-    """Its exit code, negative for a signal; None where it was killed at the deadline."""
-    said: str
-    """The end of what it printed, e.g. `ValueError: no such file`."""
-
-    @property
-    def printed(self) -> str:
-        """What it printed, as the end of a sentence."""
-        return f", after it printed: {self.said}" if self.said else ", and printed nothing"
-
-
 class PlayedEpisode(Episode):
     """An episode that a program has played to its end."""
 
-    def __init__(self, prompt: np.ndarray, completion: "Completion", ended: Ended, folder: Path):
-        """Its first prompt `[T]` and all that follows it; how the program ended, and the folder it ran in."""
-        turns, score = len(completion.turns), ended.score
-        if not turns and not isinstance(score, Failure):
-            score = Failure(f"the agent asked for nothing and exited with {ended.code}{ended.printed}")
-        self.name, self.prompt, self.completion, self.folder = AGENT, prompt, completion, folder
-        self.ended = ended
+    def __init__(self, prompt: np.ndarray, completion: "Completion", score: Score, folder: Path, *, ended: bool):
+        """Its first prompt `[T]` and all that follows it, its score, the folder it ran in, and whether it ended by
+        itself."""
+        turns = len(completion.turns)
+        self.name, self.prompt, self.completion, self.folder, self.done = AGENT, prompt, completion, folder, ended
         self.failure = score if isinstance(score, Failure) else None
-        self.done = ended.code is not None
-        self.rewards = [None] * (turns - 1) + [score if isinstance(score, float) else None] * bool(turns)
+        # All of it belongs to the last turn.
+        last = None if score is None or isinstance(score, Failure) else float(score)
+        self.rewards = [None] * (turns - 1) + [last] * bool(turns)
         self.seats = [0] * turns
 
     @property
-    def score(self) -> Score | None:
-        return self.failure or (self.rewards[-1] if self.rewards else None)
+    def score(self) -> Score:
+        return self.failure or self.rewards[-1]
 
 
 class Program:
     """A program that may run many times at once."""
 
     def __init__(self, config: AgentConfig):
-        """Starts nothing yet.
-
-        Raises:
-            UserError: there is no such program.
-        """
+        """Starts nothing yet; raises a UserError where there is no such program."""
         command = config.command
         if shutil.which(command[0]) is None:
             raise UserError(
@@ -92,13 +67,17 @@ class Program:
         self._command = [str(Path(word).resolve()) if Path(word).is_file() else word for word in command]
         self._running = set[subprocess.Popen[bytes]]()
 
-    def run(self, row: Mapping[str, Any], folder: Path, variables: Mapping[str, str]) -> Ended:
+    def run(self, row: Row, folder: Path, variables: Mapping[str, str]) -> tuple[int | None, str]:
         """Runs it to its end, or to its deadline.
 
         Args:
             row: of the data; its columns may stand in the command.
             folder: a new one, in which it runs; what is beside it has its name, and ends in .row.json and .log.
             variables: of its environment, in addition to this process's.
+
+        Returns:
+            Its exit code, negative for a signal, None where it was killed at the deadline; and the end of what it
+            printed.
 
         Raises:
             UserError: the row is no JSON.
@@ -131,33 +110,36 @@ class Program:
                 _kill(process)
                 end_marked(mark)
         process.wait()
-        said = log.read_bytes()[-4 * TAIL :].decode(errors="replace").strip()[-TAIL:]
-        ended = Ended(None, code, said)
-        return replace(ended, score=self._score(folder, ended))
+        return code, log.read_bytes()[-4 * TAIL :].decode(errors="replace").strip()[-TAIL:]
+
+    def score(self, folder: Path, code: int | None, printed: str, *, asked: bool) -> Score:
+        """The reward of an episode in a folder, or why it has none; None where the reward functions decide.
+
+        Args:
+            code: from `run`, and so is `printed`.
+            asked: whether it has sampled anything.
+        """
+        printed, wanted = f", after it printed: {printed}" if printed else ", and printed nothing", self._config.reward
+        outcome, wrong = None if wanted is None else float(code == 0), ""
+        if code is None or code < 0:
+            wrong = too_slow(self._config.deadline) if code is None else f"was killed by signal {-code}"
+        elif not asked or (wanted is None and code):
+            wrong = f"exited with {code}" if asked else f"asked for nothing and exited with {code}"
+        elif wanted == "file":
+            try:
+                outcome = as_outcome(json.loads((folder / REWARD).read_text(encoding="utf-8")))
+            except OSError:
+                wrong = f"exited with {code} and left no {REWARD}"
+            except ValueError as error:
+                wrong = f"left a {REWARD} that is no JSON ({error})"
+            if isinstance(outcome, str):
+                wrong = f"left a {REWARD} that {outcome}"
+        return Failure(f"the agent {wrong}{printed}") if wrong or isinstance(outcome, str) else outcome
 
     def kill(self) -> None:
         """Kills all that run."""
         for process in [*self._running]:
             _kill(process)
-
-    def _score(self, folder: Path, ended: Ended) -> Score:
-        """The reward of a program, or why it has none."""
-        code, printed = ended.code, ended.printed
-        if code is None:
-            return Failure(f"the agent {too_slow(self._config.deadline)}{printed}")
-        if code < 0:
-            return Failure(f"the agent was killed by signal {-code}{printed}")
-        if self._config.reward == "exit":
-            return float(code == 0)
-        if self._config.reward is None:
-            return None if code == 0 else Failure(f"the agent exited with {code}{printed}")
-        try:
-            outcome = as_outcome(json.loads((folder / REWARD).read_text(encoding="utf-8")))
-        except OSError:
-            return Failure(f"the agent exited with {code} and left no {REWARD}{printed}")
-        except ValueError as error:
-            return Failure(f"the agent's {REWARD} is no JSON: {error}")
-        return outcome if isinstance(outcome, float) else Failure(f"the agent's {REWARD} {outcome}")
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -367,6 +367,7 @@ class Episodes:
         episodes: Sequence[Episode | None],
         together: int = 1,
         close: Callable[[], None] = lambda: None,
+        logged: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
         """Holds the episodes of a batch.
 
@@ -374,10 +375,9 @@ class Episodes:
             episodes: in the order of the requests; None where no environment answers.
             together: how many may be called at a time.
             close: lets go of what episodes hold, after the last has ended.
+            logged: what `samples.jsonl` is to have of episodes, by their places.
         """
-        self.episodes, self.together, self.close = episodes, together, close
-        self.logged: dict[int, Mapping[str, Any]] = {}
-        """What `samples.jsonl` is to have of episodes, by their numbers."""
+        self.episodes, self.together, self.close, self.logged = episodes, together, close, logged
 
     def reply(self, request: int, completion: "Completion") -> np.ndarray | None:
         """The observation after a turn that stopped, or None; called by the sampler (`types.Reply`)."""

@@ -4,7 +4,7 @@ mixture. Loads without jax."""
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from tunix.config import Config, Place, Positive
 from tunix.data.config import DataConfig, SourceConfig, form_of
@@ -125,13 +125,6 @@ class RolloutSource(SourceConfig):
     """How completions of its prompts are scored, in place of the recipe's `reward`: by functions alone."""
     environment: EnvironmentConfig | None = None
     """The environment of its episodes, in place of `rollout.environment`."""
-
-    @field_validator("environment")
-    @classmethod
-    def _no_agent(cls, value: EnvironmentConfig | None) -> EnvironmentConfig | None:
-        if value is not None and value.agent is not None:
-            raise ValueError("an agent plays the rows of all data sets: name it as rollout.environment")
-        return value
 
     @property
     def in_environment(self) -> bool:

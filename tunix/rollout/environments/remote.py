@@ -87,6 +87,8 @@ def read_environment(
         UserError: no such environment, or an option that it does not have or that has the wrong type.
     """
     name, what, options = config.name, f"the environment {config.name}", config.options
+    if config.agent is not None:
+        raise UserError(f"{what} plays the rows of rollout.environment alone, with a model to ask: leave it out here")
     if name in SHIPPED:
         kind = SHIPPED[name]
         check_options(what, kind, options)
