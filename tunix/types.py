@@ -51,7 +51,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Literal, no_type_check
 
 import jax
@@ -129,14 +128,7 @@ class Sequence:
     experts: np.ndarray | None = None
     """`[T L k]` int16 as in `Completion.experts`, e.g. `[[[5, 0]]]`; None where no router is replayed."""
     restarts: tuple[int, ...] = ()
-    """Where further transcripts of one episode begin, each at position 0 and seeing nothing before it, e.g. `(812,)` of
-    two."""
-
-    @property
-    def transcripts(self) -> list[tuple[int, int]]:
-        """(start, end) in `tokens` of each transcript, e.g. `[(0, 812), (812, 1300)]`; one where nothing restarts."""
-        bounds = (0, *self.restarts, len(self.tokens))
-        return list(pairwise(bounds))
+    """Where further transcripts of one episode begin, each at position 0 and seeing nothing before, e.g. `(812,)`."""
 
 
 @jax.tree_util.register_dataclass

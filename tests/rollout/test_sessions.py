@@ -44,9 +44,9 @@ def test_turns_that_extend_each_other_are_one_transcript_and_a_fork_begins_anoth
     )
     assert completion.versions.tolist() == [3] * 12
     sequence = sequence_of(Prompt(prompt, "", {}), completion)
-    assert sequence.transcripts == [(0, 9), (9, 14)]
+    assert sequence.restarts == (9,)
     assert sequence.loss_mask.astype(int).tolist() == [0, 0, 1, 1, 0, 1, 0, 0, 1, 0, 0, 0, 1, 1]
-    (first, second) = session.written()
+    first, second = session.written()["transcripts"]
     assert first["tokens"] == [1, 2, 3, 4, 5, 6, 5, 5, 2]
     assert second == {
         "tokens": [1, 2, 9, 7, 8],

@@ -16,6 +16,7 @@ from tunix.errors import Failure, UserError
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.rollout.config import RolloutConfig
 from tunix.rollout.environments.base import Episodes
+from tunix.rollout.environments.config import AgentConfig
 from tunix.serving.agents import MODEL, AgentPlayer
 from tunix.types import Sampling
 
@@ -38,9 +39,8 @@ def play(inference: InferenceModel) -> Iterator[Play]:
             what: str, number: int = 1, stop_after: int | None = None, most: int = 40, seed: int = 0, **agent: Any
         ) -> tuple[AgentPlayer, Episodes]:
             section = {"command": [sys.executable, "-I", str(AGENT), what], "reward": "file", **agent}
-            rollout = {"environment": {"agent": section}, "stop_after_failures": stop_after}
             data = DataConfig(train="rows.jsonl", max_length=64)
-            player = AgentPlayer(RolloutConfig.model_validate(rollout), inference.source, data)
+            player = AgentPlayer(AgentConfig.model_validate(section), inference.source, data, 1.0, stop_after)
             stack.callback(player.close)
             rows = [{"prompt": "abcd", "number": i} for i in range(number)]
             sampling = Sampling(max_tokens=most, stop_ids=inference.source.stop_ids)

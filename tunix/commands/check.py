@@ -26,7 +26,6 @@ from tunix.recipe.notes import hardware_note, read_header, total_steps, update_n
 from tunix.recipe.recipe import Recipe, included_recipes, recipe_file, resolved_stages, written_sections
 from tunix.recipe.tiny import is_download, local_folder
 from tunix.rollout.environments.adapters import evaluation_rows, training_rows
-from tunix.rollout.environments.agents import Program
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.remote import Player, read_environment
 from tunix.rollout.rewards.base import ADDED, read_reward
@@ -195,7 +194,7 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
 def _check_environment(config: EnvironmentConfig) -> None:
     """Loads an environment; one whose package knows its name is made too, in a worker, which looks up what it asks."""
     if config.agent is not None:
-        Program(config.agent)
+        config.agent.words()
     elif config.package in ("reasoning_gym", "textarena", "gymnasium", "verifiers"):
         Player(config, None).close()
     else:

@@ -43,12 +43,9 @@ from tunix.inference.load import token_scores
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import recipe_of_run
-from tunix.rollout.collect import Agents
-from tunix.rollout.config import RolloutConfig
 from tunix.rollout.environments.adapters import evaluation_rows
-from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.config import RewardConfig
-from tunix.run.collector import player_of
+from tunix.run.collector import Play, player_of
 from tunix.run.estimates import Estimate, mean_of, means_of, passes, ratio_of
 from tunix.trainer.metrics import perplexity
 from tunix.types import Sampling, Sequence
@@ -122,7 +119,7 @@ class Setting:
     tasks: tuple[Task, ...]
     train_on: RowKind
     """The tokens that the loss is averaged over."""
-    play: Player | Agents | None
+    play: Play | None
     sampling: Sampling
     samplings: Mapping[Task, tuple[float, int]]
     """Temperature of the answers and their number for each row, by task, e.g. `{"pass": (1.0, 8)}`."""
@@ -246,10 +243,7 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
         samplings = {task: (options.temperature, number) for task, (_, number) in samplings.items()}
     if tasks != ("pairs",):
         require_lm_head(inference.source, name)
-    rollout = (recipe.rollout if recipe else RolloutConfig()).model_copy(
-        update={"environment": environment, "stop_after_failures": None}
-    )
-    play = player_of(rollout, inference.source, config)
+    play = player_of(environment, inference.source, config, temperature)
     # Options without effect, and answers that cannot be scored, are refused.
     samples, said = bool({*tasks} & {*SAMPLING_TASKS}), " and ".join(tasks)
     fitting: dict[str, tuple[Any, tuple[Task, ...]]] = {
@@ -270,9 +264,7 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
         )
     if options.k and max(options.k) > n:
         raise UserError(f"--k {max(options.k)} is more than the {n} answers of --n")
-    sampling = Sampling(
-        tokens, stop_strings=(*stop, *options.stop, *(play.stop_strings if isinstance(play, Player) else ()))
-    )
+    sampling = Sampling(tokens, stop_strings=(*stop, *options.stop, *(play.stop_strings if play else ())))
     limit = EPISODES_MEASURED if makes_rows else recipe.eval.rows if recipe and options.data is None else None
     return Setting(
         inference,
@@ -353,8 +345,7 @@ def answers(setting: Setting, task: Task) -> EvalResult:
     with open_collector(inference, sampling, setting.rewards, columns, setting.config, setting.play) as collector:
         engine = inference.engine
         with closing(Bar("eval", n * len(prompts))) as bar:
-            sampler = engine if isinstance(setting.play, Agents) else ProgressSampler(engine, bar)
-            groups = collector.collect(sampler, prompts, n, options.seed)
+            groups = collector.collect(ProgressSampler(engine, bar), prompts, n, options.seed)
         totals_PG = total_rewards(groups, collector.weights)
     scored = [answer for group in groups for answer in group]
     failed = [reason for answer in scored if (reason := answer.unscored)]

@@ -20,6 +20,7 @@ Axes: B rows, T time, S sequences.
 from collections.abc import Iterable
 from collections.abc import Sequence as List
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -115,9 +116,9 @@ def pack(
         if shared > 0:
             pieces.append((start, 0, shared, 0, number, parent))
         for i, sequence in enumerate(group, start=start):
-            for first_place, end in sequence.transcripts:
+            for zero, end in pairwise((0, *sequence.restarts, len(sequence.tokens))):
                 sees = parent if shared > 0 else len(pieces)
-                pieces.append((i, max(first_place, shared), end, first_place, number, sees))
+                pieces.append((i, max(zero, shared), end, zero, number, sees))
     owner_of, begin_of, end_of, zero_of, unit_of, parent_of = np.array(pieces, np.int64).T
     # The pictures of each piece, which has whole ones: text that all share follows them.
     pictures_of: list[Pictures] = []

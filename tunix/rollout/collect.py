@@ -79,6 +79,8 @@ class Agents(Protocol):
 
     scores: bool
     """Whether they give rewards."""
+    stop_strings: tuple[str, ...]
+    """Texts that end a turn."""
 
     def play(
         self, sampler: SamplingClient, rows: List[Row], sampling: Sampling, seed: int, numbers: List[int]

@@ -126,14 +126,17 @@ class Session:
                 turn.transcript.tokens = np.concatenate([before, completion.tokens])
                 self._full |= completion.finish == "length" and turn.most < turn.wanted
 
-    def written(self) -> list[dict[str, Any]]:
+    def written(self) -> dict[str, Any]:
         """The transcripts as JSON values."""
         with self._lock:
             parts = [x.trained for x in self.transcripts if x.drawn]
-        return [
-            {"tokens": tokens.tolist(), "logprobs": logprobs.tolist(), "versions": versions.tolist(), "turns": turns}
-            for tokens, logprobs, versions, turns in parts
-        ]
+        names = ("tokens", "logprobs", "versions")
+        return {
+            "transcripts": [
+                {name: x.tolist() for name, x in zip(names, part[:3], strict=True)} | {"turns": part[3]}
+                for part in parts
+            ]
+        }
 
     def episode(self, sampling: Sampling) -> tuple[np.ndarray, Completion]:
         """The first prompt `[T]`, and all that follows it, further transcripts included, with the settings of the run;
@@ -145,9 +148,11 @@ class Session:
             nothing = np.zeros(0, np.int32)
             return np.zeros(1, np.int32), Completion(nothing, np.zeros(0, np.float32), finish, nothing, sampling, ())
         start = parts[0][3][0][0]
-        tokens, logprobs, versions = (np.concatenate(x) for x in list(zip(*parts, strict=True))[:3])
+        tokens, logprobs, versions = (np.concatenate([x[i] for x in parts]) for i in range(3))
         places = np.cumsum([0, *(len(x[0]) for x in parts)]) - start
         turns = [(int(at + a), int(at + b)) for at, x in zip(places, parts, strict=False) for a, b in x[3]]
         restarts = tuple(int(place) for place in places[1:-1])
-        rest = tokens[start:], logprobs[start:], finish, versions[start:]
-        return tokens[:start], Completion(*rest, sampling, tuple(turns), restarts=restarts)
+        completion = Completion(
+            tokens[start:], logprobs[start:], finish, versions[start:], sampling, tuple(turns), restarts=restarts
+        )
+        return tokens[:start], completion

@@ -16,8 +16,9 @@ from tunix.hf.source import Source
 from tunix.protocols import Sampler
 from tunix.recipe.sections import Sections
 from tunix.rollout.collect import Agents, Collector, Judge
-from tunix.rollout.config import EvalTask, RolloutConfig
+from tunix.rollout.config import EvalTask
 from tunix.rollout.environments.adapters import evaluation_rows
+from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED, read_reward
 from tunix.rollout.rewards.scorer import Scorer
@@ -26,23 +27,33 @@ from tunix.run.inputs import Inputs
 from tunix.run.judges import judges_of
 from tunix.run.setup import Setup, layout
 
+Play = Player | Agents
+"""What plays the episodes of an environment."""
 
-def player_of(rollout: RolloutConfig, source: Source, data: DataConfig) -> Player | Agents | None:
-    """What plays the episodes of `rollout.environment` with a model's tokenizer; None without one. Raises a UserError
-    where it does not load."""
-    if (environment := rollout.environment) is None:
-        return None
-    if environment.agent is None:
-        return Player(environment, source.tokenizer, data.template_kwargs, rollout.stop_after_failures)
+
+def player_of(
+    environment: EnvironmentConfig | None,
+    source: Source,
+    data: DataConfig,
+    temperature: float,
+    stop_after: int | None = None,
+) -> Play | None:
+    """What plays the episodes of an environment for a model; None without one. An agent may ask for this temperature.
+
+    Raises:
+        UserError: it does not load.
+    """
+    if environment is None or environment.agent is None:
+        return environment and Player(environment, source.tokenizer, data.template_kwargs, stop_after)
     try:
         from tunix.serving.agents import AgentPlayer
     except ModuleNotFoundError as error:
         raise UserError(f"rollout.environment.agent needs {error.name}: {install_command('serve')}") from None
-    return AgentPlayer(rollout, source, data)
+    return AgentPlayer(environment.agent, source, data, temperature, stop_after)
 
 
 def collector_of(
-    recipe: Sections, inputs: Inputs, algorithm: Algorithm, play: Player | Agents | None, judges: tuple[Judge, ...]
+    recipe: Sections, inputs: Inputs, algorithm: Algorithm, play: Play | None, judges: tuple[Judge, ...]
 ) -> Collector:
     """Opens the reward functions of a recipe, and the rewards and environments of its data sets.
 

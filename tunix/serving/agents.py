@@ -14,7 +14,7 @@ from collections.abc import Sequence as List
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import uvicorn
@@ -24,46 +24,55 @@ from tunix.errors import Failure
 from tunix.hf.source import Source
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.protocols import SamplingClient
-from tunix.rollout.config import RolloutConfig
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.environments.agents import PlayedEpisode, Program
 from tunix.rollout.environments.base import Episodes, Failures, Row
+from tunix.rollout.environments.config import AgentConfig
 from tunix.rollout.sessions import Session
 from tunix.serving.app import server_of
 from tunix.serving.bodies import Refusal
+from tunix.serving.gate import Sessions
 from tunix.serving.service import Service
-from tunix.serving.sessions import Sessions
-from tunix.trainer.trainer import Trainer
 from tunix.types import Sampling
 
 MODEL = "policy"
 """The name of the model that programs ask."""
 
 
+@runtime_checkable
+class Wrapped(Protocol):
+    """A client or a progress bar around an engine."""
+
+    @property
+    def sampler(self) -> Any:
+        """The engine."""
+        ...
+
+
 class AgentPlayer:
     """Runs the programs of an environment, and serves them."""
 
-    def __init__(self, rollout: RolloutConfig, source: Source, data: DataConfig):
+    stop_strings: tuple[str, ...] = ()
+
+    def __init__(self, config: AgentConfig, source: Source, data: DataConfig, temperature: float, most: int | None):
         """Starts nothing yet.
 
         Args:
-            rollout: its environment has an agent.
+            config: the program.
             source: the model's tokenizer and structure.
-            data: how long transcripts may be, and the variables of the chat template.
+            data: how long an episode may be, and the variables of the chat template.
+            temperature: that requests may ask for; they have it anyway, but in a greedy evaluation.
+            most: how many episodes in a row may fail; None for all of them.
 
         Raises:
             UserError: there is no such program.
         """
-        assert rollout.environment is not None
-        assert rollout.environment.agent is not None
-        self._config, self._data = rollout.environment.agent, data
-        self._program = Program(self._config)
+        self._config, self._data, self._program = config, data, Program(config)
         self._inference = InferenceModel(InferenceOptions(MODEL, length=data.max_length), source)
-        self._failures = Failures(rollout.stop_after_failures)
-        self._sessions = Sessions(Sampling(), rollout.temperature)
+        self._failures, self._sessions = Failures(most), Sessions(Sampling(), temperature)
         self._service: Service | None = None
         self._server: uvicorn.Server | None = None
-        self.scores = self._config.reward is not None
+        self.scores = config.reward is not None
 
     def play(
         self, sampler: SamplingClient, rows: List[Row], sampling: Sampling, seed: int, numbers: List[int]
@@ -115,7 +124,7 @@ class AgentPlayer:
     def _served(self, sampler: SamplingClient) -> tuple[Service, str]:
         """What answers, with the engine of the sampler, and where; started with the first step."""
         if self._service is None:
-            engine = sampler.sampler if isinstance(sampler, Trainer) else sampler
+            engine = sampler.sampler if isinstance(sampler, Wrapped) else sampler
             assert isinstance(engine, Engine), "the recipe's rules want an engine of this process"
             kwargs = self._data.template_kwargs
             self._service = Service(self._inference, engine=engine, sessions=self._sessions, template_kwargs=kwargs)

@@ -352,14 +352,6 @@ def _text(body: dict[str, Any], name: str) -> str:
     return value
 
 
-def _session(service: Service, _: dict[str, Any], request: Request) -> Any:
-    return {"sequences": service.sessions.get(request.path_params["session"]).written()}
-
-
-def _end_session(service: Service, _: dict[str, Any], request: Request) -> Any:
-    return {"sequences": service.sessions.end(request.path_params["session"]).written()}
-
-
 def _pause(service: Service, _: dict[str, Any], request: Request) -> Any:
     if (mode := request.query_params.get("mode", "wait")) != "wait":
         raise Refusal(400, f"mode: {mode:.80} is not known here; wait is", param="mode")
@@ -409,8 +401,8 @@ CALLS: dict[str, tuple[str, Content]] = {
     "/weight_info": ("GET", lambda service, *_: {"weight_version": service.version}),
     "/tokenize": ("POST", lambda service, body, _: service.tokenized(body)),
     "/detokenize": ("POST", lambda service, body, _: service.detokenized(body)),
-    "/sessions/{session}": ("GET", _session),
-    "/sessions/{session}/end": ("POST", _end_session),
+    "/sessions/{name}": ("GET", lambda service, _, request: service.sessions.get(**request.path_params).written()),
+    "/sessions/{name}/end": ("POST", lambda service, _, request: service.sessions.end(**request.path_params).written()),
 }
 """Other addresses with their method."""
 UPDATES: dict[str, tuple[str, Content]] = {

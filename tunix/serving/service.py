@@ -40,7 +40,7 @@ from tunix.serving.bodies import (
     TokenizeChatBody,
     read,
 )
-from tunix.serving.sessions import Sessions
+from tunix.serving.gate import Sessions
 from tunix.types import Completion, Request, Workload
 
 FIRST = "default"

@@ -6,7 +6,6 @@ started end with its episode. Loads without jax.
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import uuid
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tunix.errors import Failure, UserError
+from tunix.errors import Failure
 from tunix.rollout.environments.base import Episode, Row
 from tunix.rollout.environments.config import AGENT, AgentConfig
 from tunix.rollout.rewards.base import Score
@@ -57,14 +56,7 @@ class Program:
 
     def __init__(self, config: AgentConfig):
         """Starts nothing yet; raises a UserError where there is no such program."""
-        command = config.command
-        if shutil.which(command[0]) is None:
-            raise UserError(
-                f"rollout.environment.agent.command: {command[0]!r} is no program on the PATH and no file that can be "
-                "executed: name one, as in [python, agent.py]"
-            )
-        self._config = config
-        self._command = [str(Path(word).resolve()) if Path(word).is_file() else word for word in command]
+        self._config, self._command = config, config.words()
         self._running = set[subprocess.Popen[bytes]]()
 
     def run(self, row: Row, folder: Path, variables: Mapping[str, str]) -> tuple[int | None, str]:

@@ -1,13 +1,16 @@
 """The recipe's section `rollout.environment`, and `data` with rewards and an environment for each data set of a
 mixture. Loads without jax."""
 
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from tunix.config import Config, Place, Positive
 from tunix.data.config import DataConfig, SourceConfig, form_of
+from tunix.errors import UserError
 from tunix.rollout.rewards.config import RewardConfig
 
 PACKAGES = ("reasoning_gym", "textarena", "gymnasium", "trl", "verifiers", "openenv")
@@ -47,6 +50,19 @@ class AgentConfig(Config):
     another code; `file`, the number in the file reward.json of its folder; null, from the section `reward` alone, whose
     functions may read the column `workdir`, the path of its folder. A program that is killed by a signal, or that asks
     for nothing, has failed."""
+
+    def words(self) -> list[str]:
+        """The command as it is run in another folder.
+
+        Raises:
+            UserError: there is no such program.
+        """
+        if shutil.which(self.command[0]) is None:
+            raise UserError(
+                f"rollout.environment.agent.command: {self.command[0]!r} is no program on the PATH and no file that "
+                "can be executed: name one, as in [python, agent.py]"
+            )
+        return [str(Path(word).resolve()) if Path(word).is_file() else word for word in self.command]
 
 
 class EnvironmentConfig(Config):
