@@ -127,6 +127,8 @@ class Sequence:
     """Its pictures, e.g. one of 256 soft tokens; None without any."""
     experts: np.ndarray | None = None
     """`[T L k]` int16 as in `Completion.experts`, e.g. `[[[5, 0]]]`; None where no router is replayed."""
+    restarts: tuple[int, ...] = ()
+    """Where further transcripts of one episode begin, each at position 0 and seeing nothing before, e.g. `(812,)`."""
 
 
 @jax.tree_util.register_dataclass
@@ -343,6 +345,8 @@ class Completion:
     """Log-probs of the prompt's tokens; None unless `Sampling.prompt_logprobs` asks for them."""
     experts: np.ndarray | None = None
     """`[T L k]` int16: experts that prompt and completion used, e.g. `[[[5, 0]]]`; -1, or None, where not known."""
+    restarts: tuple[int, ...] = ()
+    """Where in `tokens` further transcripts of the episode begin, with prompts of their own, e.g. `(780,)`."""
 
     @property
     def drawn(self) -> np.ndarray:

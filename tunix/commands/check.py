@@ -197,7 +197,9 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
 
 def _check_environment(config: EnvironmentConfig) -> None:
     """Loads an environment; one whose package knows its name is made too, in a worker, which looks up what it asks."""
-    if config.package in ("reasoning_gym", "textarena", "gymnasium", "verifiers"):
+    if config.agent is not None:
+        config.agent.words()
+    elif config.package in ("reasoning_gym", "textarena", "gymnasium", "verifiers"):
         Player(config, None).close()
     else:
         read_environment(config)

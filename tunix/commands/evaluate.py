@@ -45,8 +45,8 @@ from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import recipe_of_run
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.environments.adapters import LM_EVAL, evaluation_rows, require_package
-from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.config import RewardConfig
+from tunix.run.collector import Play, player_of
 from tunix.run.estimates import Estimate, mean_of, means_of, passes, ratio_of
 from tunix.trainer.metrics import perplexity
 from tunix.types import Sampling, Sequence
@@ -124,7 +124,7 @@ class Setting:
     tasks: tuple[Task, ...]
     train_on: RowKind
     """The tokens that the loss is averaged over."""
-    play: Player | None
+    play: Play | None
     sampling: Sampling
     samplings: Mapping[Task, tuple[float, int]]
     """Temperature of the answers and their number for each row, by task, e.g. `{"pass": (1.0, 8)}`."""
@@ -309,7 +309,7 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
         samplings = {task: (options.temperature, number) for task, (_, number) in samplings.items()}
     if tasks != ("pairs",):
         require_lm_head(inference.source, name)
-    play = Player(environment, inference.tokenizer, config.template_kwargs) if environment else None
+    play = player_of(environment, inference.source, config, temperature)
     # Options without effect, and answers that cannot be scored, are refused.
     samples, said = bool({*tasks} & {*SAMPLING_TASKS}), " and ".join(tasks)
     fitting: dict[str, tuple[Any, tuple[Task, ...]]] = {

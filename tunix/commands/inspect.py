@@ -79,7 +79,10 @@ def show(recipe: Recipe, rows: int | None = None, console: Console | None = None
                     part = run.model_copy(update={"rollout": rollout, "reward": source.reward or run.reward})
                 shown = rows or (3 if examples.train_on == RowKind.ROW else 4)
                 seen, episodes = list(examples.first(max(shown, ACCOUNTED))), dict[int, Scored]()
-                if examples.train_on == RowKind.ROW and inputs.tokenizer is not None:
+                environment = part.rollout.environment
+                if environment is not None and environment.agent is not None:
+                    console.print("An agent's episodes need a model; its rows are shown\n", markup=False)
+                elif examples.train_on == RowKind.ROW and inputs.tokenizer is not None:
                     episodes = _episodes(part, inputs.tokenizer, seen[:shown], actions)
                 _show_rows(examples, seen, shown, episodes, run.batch_size, packed, console)
 

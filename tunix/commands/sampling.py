@@ -33,11 +33,11 @@ from tunix.protocols import SamplingClient
 from tunix.rollout.collect import Collector
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.environments.config import EnvironmentConfig
-from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED
 from tunix.rollout.rewards.config import RewardConfig, RewardFunction
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import Scored
+from tunix.run.collector import Play
 from tunix.run.judges import judges_of
 from tunix.trainer.progress import Display
 from tunix.types import Completion, OnDone, Reply, Request, Sampling
@@ -101,7 +101,7 @@ def open_collector(
     config: RewardConfig | None,
     columns: List[str],
     data: DataConfig,
-    play: Player | None = None,
+    play: Play | None = None,
 ) -> Iterator[Collector]:
     """Opens a collector, which samples and scores completions; its reward processes end with the context.
 
@@ -179,7 +179,7 @@ class Bar:
 class ProgressSampler(SamplingClient):
     """A sampler over an engine that updates a progress bar."""
 
-    engine: Engine
+    sampler: Engine
     bar: Bar
     done: int = 0
     """Completions so far, including those of an earlier process."""
@@ -194,10 +194,10 @@ class ProgressSampler(SamplingClient):
         def show(request: int, tokens: np.ndarray) -> None:
             self.tokens += len(tokens)
             # Requests start in order, so all but the latest `slots` of those seen have ended.
-            self.bar.show(self.done + max(0, request + 1 - self.engine.slots), self.tokens)
+            self.bar.show(self.done + max(0, request + 1 - self.sampler.slots), self.tokens)
 
         numbered = [replace(request, index=self.done + request.index) for request in requests]
-        sampled = self.engine.run(numbered, reply, on_done, on_tokens=show)
+        sampled = self.sampler.run(numbered, reply, on_done, on_tokens=show)
         self.done += len(sampled)
         self.bar.show(self.done, self.tokens)
         return sampled

@@ -2,8 +2,9 @@
 
 First fit decreasing: the longest first, each into the first row with room, in numpy. Where rows are split over devices,
 they are then as many as those need, and the longest goes into the emptiest: no device has much more to attend to and to
-predict than another. A sequence is packed as one piece; but sequences that are compared with each other share a row,
-and their common beginning is a piece of its own, the parent of theirs.
+predict than another. A sequence is packed as one piece, and each transcript of an episode as one in the same row; but
+sequences that are compared with each other share a row, and their common beginning is a piece of its own, the parent of
+theirs.
 
     row      p0 p1 p2 | p3 c0 c1 c2 | p3 r0 r1 | next pair ...
     segment   1  1  1 |  2  2  2  2 |  3  3  3 |
@@ -19,6 +20,7 @@ Axes: B rows, T time, S sequences.
 from collections.abc import Iterable
 from collections.abc import Sequence as List
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -101,19 +103,23 @@ def pack(
         for name, values in {"loss_mask": sequence.loss_mask, **sequence.per_token}.items():
             if len(values) != len(sequence.tokens):
                 raise ValueError(f"{name} of sequence {i} has {len(values)} values for {len(sequence.tokens)} tokens")
-    # Of each piece, unit by unit: its sequence, first and end position there, unit, and the piece that it also sees,
-    # itself where there is none.
-    pieces: list[tuple[int, int, int, int, int]] = []
+    # Of each piece, unit by unit: its sequence, first and end place there, the place of position 0, unit, and the piece
+    # that it also sees, itself where there is none.
+    pieces: list[tuple[int, int, int, int, int, int]] = []
     for number, start in enumerate(range(0, len(sequences), unit)):
         # The last common token is repeated in each branch.
-        shared = shared_tokens(sequences[start : start + unit]) - 1 if packing and unit > 1 else 0
+        group = sequences[start : start + unit]
+        # Transcripts of an episode stay together and share nothing: scores of sequences are read back whole.
+        shares = packing and unit > 1 and not any(sequence.restarts for sequence in group)
+        shared = shared_tokens(group) - 1 if shares else 0
         parent = len(pieces)
         if shared > 0:
-            pieces.append((start, 0, shared, number, parent))
-        for i in range(start, start + unit):
-            sees = parent if shared > 0 else len(pieces)
-            pieces.append((i, max(shared, 0), int(lengths[i]), number, sees))
-    owner_of, begin_of, end_of, unit_of, parent_of = np.array(pieces, np.int64).T
+            pieces.append((start, 0, shared, 0, number, parent))
+        for i, sequence in enumerate(group, start=start):
+            for zero, end in pairwise((0, *sequence.restarts, len(sequence.tokens))):
+                sees = parent if shared > 0 else len(pieces)
+                pieces.append((i, max(zero, shared), end, zero, number, sees))
+    owner_of, begin_of, end_of, zero_of, unit_of, parent_of = np.array(pieces, np.int64).T
     # The pictures of each piece, which has whole ones: text that all share follows them.
     pictures_of: list[Pictures] = []
     if pictures:
@@ -127,8 +133,9 @@ def pack(
     rows = -(-(int(row_of.max()) + 1) // multiple) * multiple
     piece = np.repeat(np.arange(len(sizes)), sizes)
     within = np.arange(len(piece)) - (np.cumsum(sizes) - sizes)[piece]
-    owner, position = owner_of[piece], within + begin_of[piece]
-    source = position + (np.cumsum(lengths) - lengths)[owner]
+    owner, place = owner_of[piece], within + begin_of[piece]
+    position = place - zero_of[piece]
+    source = place + (np.cumsum(lengths) - lengths)[owner]
     target = (row_of * max_length + start_of)[piece] + within
 
     def joined(arrays: Iterable[np.ndarray]) -> np.ndarray:

@@ -209,6 +209,9 @@ def _ineffective_evaluation(recipe: Sections) -> Iterator[str]:
     if idle and not held_out:
         names = ", ".join(f"eval.{key}" for key in sorted(idle))
         yield f"{names}: changes nothing without held-out rows; set data.eval or data.eval_split"
+    environment = recipe.rollout.environment
+    if config.samples and environment is not None and environment.agent is not None:
+        yield f"eval.samples: {config.samples} prompts to answer, and an agent asks by itself; leave it out"
     for number, task in enumerate(config.tasks):
         task = task.in_run(recipe.rollout.environment, recipe.reward)
         if task.environment is None and task.reward is None and not task.harness_task:

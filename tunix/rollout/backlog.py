@@ -27,7 +27,7 @@ ARRAYS = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32}
 def encoded(completion: Completion) -> dict[str, Any]:
     """A completion as JSON values."""
     arrays = {name: coded(np.asarray(getattr(completion, name), dtype)) for name, dtype in ARRAYS.items()}
-    saved = {**arrays, "finish": completion.finish, "turns": completion.turns}
+    saved = {**arrays, "finish": completion.finish, "turns": completion.turns, "restarts": completion.restarts}
     if (experts := completion.experts) is not None:
         saved |= {"experts": coded(experts.astype(np.int16)), "routed": experts.shape[1:]}
     return saved
@@ -38,7 +38,8 @@ def decoded(saved: Mapping[str, Any], sampling: Sampling) -> Completion:
     tokens, logprobs, versions = (array_of(saved[name]) for name in ARRAYS)
     turns = tuple((start, end) for start, end in saved["turns"])
     experts = array_of(saved["experts"]).reshape(-1, *saved["routed"]) if "experts" in saved else None
-    return Completion(tokens, logprobs, saved["finish"], versions, sampling, turns, experts=experts)
+    restarts = tuple(saved.get("restarts", ()))
+    return Completion(tokens, logprobs, saved["finish"], versions, sampling, turns, experts=experts, restarts=restarts)
 
 
 def saved_episode(episode: Scored) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -30,9 +30,10 @@ from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.protocols import SamplingClient
 from tunix.rollout.backlog import Backlog, Pending, Race, decoded, encoded, episode_of, saved_episode
-from tunix.rollout.environments.base import Episode, Episodes
+from tunix.rollout.environments.agents import PlayedEpisode
+from tunix.rollout.environments.base import Episode, Episodes, Row
 from tunix.rollout.environments.remote import Player
-from tunix.rollout.rewards.base import ADDED, Score, parted
+from tunix.rollout.rewards.base import ADDED, WORKDIR, Score, parted
 from tunix.rollout.rewards.scorer import Scorer, Scoring
 from tunix.rollout.types import ENVIRONMENT, Clock, Measure, Scored, sequence_of
 from tunix.types import Batch, Completion, Request, Sampling, Sequence
@@ -70,6 +71,26 @@ class Judge:
     """Whether its parts are a prompt's completions, which it compares."""
     close: Callable[[], None] = lambda: None
     """Ends its threads."""
+
+
+@runtime_checkable
+class Agents(Protocol):
+    """Programs that play whole episodes, and ask the policy by themselves."""
+
+    scores: bool
+    """Whether they give rewards."""
+    stop_strings: tuple[str, ...]
+    """Texts that end a turn."""
+
+    def play(
+        self, sampler: SamplingClient, rows: List[Row], sampling: Sampling, seed: int, numbers: List[int]
+    ) -> Episodes:
+        """Plays a `PlayedEpisode` for each row to its end; random numbers follow from the seed and these numbers."""
+        ...
+
+    def close(self) -> None:
+        """Ends what plays."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -122,6 +143,7 @@ def open_scoring(scorer: Scorer, owners: List[Prompt]) -> Scoring:
 def score(scoring: Scoring, number: int, owner: Prompt, completion: Completion, text: str) -> None:
     """Adds a completion, to be scored under a number."""
     added = {"completion_ids": completion.tokens.tolist(), "completion_tokens": int(completion.drawn.sum())}
+    added[WORKDIR] = owner.row.get(WORKDIR, "")
     scoring.add(number, owner.text, text, {**owner.row, **added}, prompt_messages(owner.row), owner.source)
 
 
@@ -218,6 +240,8 @@ class Arrivals:
         if self._measuring is not None:
             with clock.part("logprobs"):
                 measured = self._measured.results()
+        for number, said in played.logged.items() if played is not None else ():
+            logged[number] = {**logged.get(number, {}), **said}
         turns: dict[int, tuple[float, ...]] = {}
         seats: dict[int, tuple[int, ...]] = {}
         over: dict[int, bool] = {}
@@ -309,8 +333,8 @@ class Collector:
     sampling: Sampling
     scorer: Scorer | None
     """The reward functions; None where there are none."""
-    play: Player | None = None
-    """Starts an environment's episodes; None where no environment answers the model."""
+    play: Player | Agents | None = None
+    """Starts an environment's episodes, or plays them; None where no environment answers the model."""
     length: int | None = None
     """Tokens of an environment's prompt and all that follows it at most: the prompt has to leave room for an answer.
     Other prompts are cut when they are read."""
@@ -383,10 +407,13 @@ class Collector:
             numbers, owners = [place * n + i for place in places for i in range(n)], [prompts[i] for i in places]
             owners = [owner for owner in owners for _ in range(n)]
             with clock.part("rollout"):
-                played, reply = self._played(owners, seed, numbers), None
-                if played is not None:
-                    reply = played.reply
-                    for i, start in ((i, episode.prompt) for i, episode in enumerate(played.episodes) if episode):
+                if isinstance(self.play, Agents):
+                    played = self.play.play(sampler, [x.row for x in owners], self.sampling, seed, numbers)
+                else:
+                    played = self._played(owners, seed, numbers)
+                for i, episode in enumerate(played.episodes if played is not None else ()):
+                    if episode is not None:
+                        start = episode.prompt
                         if self.length is not None and len(start) >= self.length:
                             raise UserError(
                                 f"data.max_length: {self.length} leaves no room for an answer to a prompt of "
@@ -395,6 +422,8 @@ class Collector:
                             )
                         text = self.tokenizer.decode(start, skip_special=True) if self.tokenizer else ""
                         owners[i] = replace(owners[i], tokens=start, text=owners[i].text or text)
+                        if isinstance(episode, PlayedEpisode):
+                            owners[i] = replace(owners[i], row={**owners[i].row, WORKDIR: str(episode.folder)})
                 arrivals = Arrivals(self, owners, clock, measuring)
 
                 def arrive(number: int, completion: Completion) -> bool:
@@ -405,7 +434,11 @@ class Collector:
                     Request(owner.tokens, self.of(owner.source).sampling, seed, number, pictures=owner.pictures)
                     for number, owner in zip(numbers, owners, strict=True)
                 ]
-                completions = sampler.run(requests, reply, arrive)
+                if played is not None and isinstance(self.play, Agents):
+                    # Nothing is scored before all have ended: their requests are sent to the devices by other threads.
+                    completions = [x.completion for x in played.episodes if isinstance(x, PlayedEpisode)]
+                else:
+                    completions = sampler.run(requests, played and played.reply, arrive)
                 arrivals.close()
                 for number, completion in enumerate(completions):
                     arrivals.add(number, completion)
@@ -421,7 +454,7 @@ class Collector:
         episodes: list[Episode | None] = [None] * len(owners)
         parts: list[Episodes] = []
         for source in dict.fromkeys(owner.source for owner in owners):
-            if (play := self.of(source).play) is not None:
+            if isinstance(play := self.of(source).play, Player):
                 places = [i for i, owner in enumerate(owners) if owner.source == source]
                 begun = play([owners[i].row for i in places], seed, [numbers[i] for i in places])
                 parts.append(begun)

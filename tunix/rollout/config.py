@@ -134,6 +134,11 @@ class RolloutConfig(Config):
     @model_validator(mode="after")
     def _of_several_steps(self) -> "RolloutConfig":
         """Refuses settings of asynchronous sampling and of oversampling that do not go together."""
+        if self.environment is not None and self.environment.agent and (self.max_staleness or self.engine == "vllm"):
+            ignored = "max_staleness" if self.max_staleness else "engine: vllm"
+            raise ValueError(
+                f"{ignored}: an agent asks the engine of this process, for the weights of its step; leave it out"
+            )
         if self.in_flight is not None and not self.max_staleness:
             raise ValueError(f"in_flight: {self.in_flight} changes nothing without max_staleness; leave it out")
         if self.in_flight == "continue" and self.environment is not None:

@@ -99,6 +99,7 @@ def sequence_of(prompt: Prompt, completion: Completion) -> Sequence:
         loss_mask=np.concatenate([np.zeros(len(prompt.tokens), bool), completion.drawn]),
         pictures=prompt.pictures and prompt.pictures.followed(len(completion.tokens)),
         experts=completion.experts,
+        restarts=tuple(len(prompt.tokens) + place for place in completion.restarts),
     )
 
 

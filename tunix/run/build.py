@@ -16,9 +16,8 @@ from tunix.hf.source import settled
 from tunix.protocols import Sampler
 from tunix.recipe.notes import total_steps, update_notes
 from tunix.recipe.recipe import Recipe
-from tunix.rollout.environments.remote import Player
 from tunix.run.client import client_of
-from tunix.run.collector import collector_of, evaluation_of, task_of
+from tunix.run.collector import collector_of, evaluation_of, player_of, task_of
 from tunix.run.describe import details, device_notes, stage_lines
 from tunix.run.evaluation import samples_of
 from tunix.run.frozen_models import divided, teacher_source
@@ -53,9 +52,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     recipe, inputs = recipe.model_copy(update={"adapter": adapter}), replace(inputs, source=source)
     compare_views(inputs)
     teacher = teacher_source(recipe, source)
-    environment, data = recipe.rollout.environment, recipe.data
-    stop_after = recipe.rollout.stop_after_failures
-    play = Player(environment, inputs.tokenizer, data.template_kwargs, stop_after) if environment else None
+    data, rollout = recipe.data, recipe.rollout
+    play = player_of(rollout.environment, source, data, rollout.temperature, rollout.stop_after_failures)
     algorithm = algorithm_of(recipe, source.stop_ids, play.stop_strings if play else ())
     if algorithm.needs.values == "alone":
         require_classifier(source.decoder)

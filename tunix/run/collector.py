@@ -11,13 +11,15 @@ from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
 from tunix.data.pipeline import eval_batches, prompt_of, reasons
 from tunix.data.types import Accounting, Kept, Packed, Prompt
-from tunix.errors import UserError
+from tunix.errors import UserError, install_command
+from tunix.hf.source import Source
 from tunix.inference.model import of_chats
 from tunix.protocols import Sampler
 from tunix.recipe.sections import Sections
-from tunix.rollout.collect import Collector, Judge
+from tunix.rollout.collect import Agents, Collector, Judge
 from tunix.rollout.config import EvalTask
 from tunix.rollout.environments.adapters import LM_EVAL, evaluation_rows, require_package
+from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED, read_reward
 from tunix.rollout.rewards.scorer import Scorer
@@ -26,9 +28,33 @@ from tunix.run.inputs import Inputs
 from tunix.run.judges import judges_of
 from tunix.run.setup import Setup, layout
 
+Play = Player | Agents
+"""What plays the episodes of an environment."""
+
+
+def player_of(
+    environment: EnvironmentConfig | None,
+    source: Source,
+    data: DataConfig,
+    temperature: float,
+    stop_after: int | None = None,
+) -> Play | None:
+    """What plays the episodes of an environment for a model; None without one. An agent may ask for this temperature.
+
+    Raises:
+        UserError: it does not load.
+    """
+    if environment is None or environment.agent is None:
+        return environment and Player(environment, source.tokenizer, data.template_kwargs, stop_after)
+    try:
+        from tunix.serving.agents import AgentPlayer
+    except ModuleNotFoundError as error:
+        raise UserError(f"rollout.environment.agent needs {error.name}: {install_command('serve')}") from None
+    return AgentPlayer(environment.agent, source, data, temperature, stop_after)
+
 
 def collector_of(
-    recipe: Sections, inputs: Inputs, algorithm: Algorithm, play: Player | None, judges: tuple[Judge, ...]
+    recipe: Sections, inputs: Inputs, algorithm: Algorithm, play: Play | None, judges: tuple[Judge, ...]
 ) -> Collector:
     """Opens the reward functions of a recipe, and the rewards and environments of its data sets.
 

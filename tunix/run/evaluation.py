@@ -26,6 +26,7 @@ from tunix.protocols import Client
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.collect import Collector
 from tunix.rollout.config import EvalTask
+from tunix.rollout.environments.remote import Player
 from tunix.run.estimates import mean_of, means_of, passes
 from tunix.trainer.progress import Display
 from tunix.types import Batch, Pictures, Request, Sequence
@@ -252,7 +253,7 @@ def samples_of(
         collector = evaluation.collector
         for index, prompt in enumerate(shown):
             play = collector.of(prompt.source).play if collector else None
-            if play is not None and (episode := play([prompt.row], 0, [index]).episodes[0]) is not None:
+            if isinstance(play, Player) and (episode := play([prompt.row], 0, [index]).episodes[0]) is not None:
                 prompts[index] = episode.prompt
         expected: list = [prompt.row.get("completion", prompt.row.get("answer", "")) for prompt in shown]
     else:

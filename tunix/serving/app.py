@@ -226,12 +226,16 @@ async def _answered(
     body = await body_of(request, gate)
     if identity := request.headers.get("x-request-id"):
         body.setdefault("request_id", identity)
+    session = service.sessions.of(request.headers)
     asked = await run_in_threadpool(lambda: service.prepared(read(kind, body)))
+    if body.get("stream") and len(streams) >= gate.streams:
+        raise Refusal(429, "too many answers are streamed: try again", code="rate_limit_exceeded")
+    if session is not None:
+        requests, turns = service.sessions.begin(session, asked.answer.body, asked.requests)
+        asked = replace(asked, requests=requests, turns=turns)
     if not body.get("stream"):
         completions = await _completed(service, asked, request, gate.seconds)
         return _json(await run_in_threadpool(asked.answer.whole, completions))
-    if len(streams) >= gate.streams:
-        raise Refusal(429, "too many answers are streamed: try again", code="rate_limit_exceeded")
     return _stream(service, asked, streams, gate.seconds)
 
 
@@ -242,8 +246,7 @@ async def _completed(service: Service, asked: Asked, request: Request, seconds: 
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tickets = [Ticket(x) for x in asked.requests]
-    service.submit(tickets)
+    tickets = _submitted(service, asked)
     completions = asyncio.gather(*(asyncio.wrap_future(ticket.future) for ticket in tickets))
     completions.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to read it
     gone = asyncio.ensure_future(left())
@@ -255,7 +258,7 @@ async def _completed(service: Service, asked: Asked, request: Request, seconds: 
     finally:
         gone.cancel()
         completions.cancel()
-        _give_up(service, tickets)
+        _give_up(service, asked, tickets)
     service.answered(len(asked.answer.prompt), answers)
     return answers
 
@@ -264,8 +267,24 @@ def _late(seconds: float) -> Refusal:
     return Refusal(504, f"the answer takes more than {seconds:g} seconds: ask for fewer tokens", code="timeout")
 
 
-def _give_up(service: Service, tickets: Sequence[Ticket]) -> None:
+def _submitted(service: Service, asked: Asked, note: Callable[[int, Completion], None] | None = None) -> list[Ticket]:
+    """Has a request answered, of which `note` receives the choices as they grow, and its session what was sampled."""
+    tickets = [Ticket(request, note and partial(note, index)) for index, request in enumerate(asked.requests)]
+    for turn, ticket in zip(asked.turns, tickets, strict=False):  # before whoever waits for it can ask again
+        ticket.future.add_done_callback(lambda x, turn=turn: turn.end(None if x.exception() else x.result()))
+    try:
+        service.submit(tickets)
+    except Refusal:
+        for turn in asked.turns:
+            turn.end()
+        raise
+    return tickets
+
+
+def _give_up(service: Service, asked: Asked, tickets: Sequence[Ticket]) -> None:
     """Ends what is not answered yet."""
+    for turn in asked.turns:
+        turn.end()
     if left := [ticket for ticket in tickets if not ticket.future.done()]:
         service.count("cancelled", len(left))
         service.batches.give_up(left)
@@ -281,14 +300,13 @@ def _stream(service: Service, asked: Asked, streams: set[object], seconds: float
         latest[index] = completion
         loop.call_soon_threadsafe(changed.set)
 
-    tickets = [Ticket(request, partial(note, index)) for index, request in enumerate(asked.requests)]
-    service.submit(tickets)
+    tickets = _submitted(service, asked, note)
     for ticket in tickets:
         ticket.future.add_done_callback(lambda _: loop.call_soon_threadsafe(changed.set))
 
     def ended() -> None:
         streams.discard(asked)
-        _give_up(service, tickets)
+        _give_up(service, asked, tickets)
 
     async def events() -> AsyncIterator[str]:
         try:
@@ -397,6 +415,8 @@ CALLS: dict[str, tuple[str, Content]] = {
     "/tokenizer_info": ("GET", lambda service, *_: service.tokenizer_info()),
     "/tokenize": ("POST", lambda service, body, _: service.tokenized(body)),
     "/detokenize": ("POST", lambda service, body, _: service.detokenized(body)),
+    "/sessions/{name}": ("GET", lambda service, _, request: service.sessions.get(**request.path_params).written()),
+    "/sessions/{name}/end": ("POST", lambda service, _, request: service.sessions.end(**request.path_params).written()),
 }
 """Other addresses with their method."""
 UPDATES: dict[str, tuple[str, Content]] = {

@@ -27,6 +27,7 @@ from tunix.models.model import Params
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.request import check_prompt
 from tunix.rollout.engine.sampling import check
+from tunix.rollout.sessions import Turn
 from tunix.serving.answers import Answer, ChatAnswer, CompletionAnswer, GenerateAnswer
 from tunix.serving.batcher import Batcher, Full, Ticket
 from tunix.serving.bodies import (
@@ -39,6 +40,7 @@ from tunix.serving.bodies import (
     TokenizeChatBody,
     read,
 )
+from tunix.serving.gate import Sessions
 from tunix.types import Completion, Request, Workload
 
 FIRST = "default"
@@ -55,6 +57,8 @@ class Asked:
     """What the engine completes, one for each choice."""
     answer: Answer
     """Says what was sampled."""
+    turns: List[Turn] = ()
+    """Where they are recorded, one for each request; empty where they are of no session."""
 
 
 class Service:
@@ -68,6 +72,9 @@ class Service:
         devices: List[Any] | None = None,
         updates: Path | None = None,
         waiting: int = MOST_WAITING,
+        engine: Engine | None = None,
+        sessions: Sessions | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ):
         """Reads the weights onto these devices, None for all. The engine of `inference` is not used, since weights are
         replaced here.
@@ -78,6 +85,9 @@ class Service:
             devices: where it is computed.
             updates: the folder from which weights and adapters may be loaded; None where none may.
             waiting: requests that are unanswered at a time, at most.
+            engine: answers with the weights that others publish to it; None for one with the weights of `inference`.
+            sessions: records what is asked; None for what the header X-Session-ID names.
+            template_kwargs: variables of the chat template; None for those of `inference`.
 
         Raises:
             UserError: the model is not accessible, or cannot sample.
@@ -85,13 +95,17 @@ class Service:
         self._inference, self._keeps = inference, adapters
         self.name, self.length, self.version = inference.options.model, inference.limit, FIRST
         self._updates = updates and updates.expanduser().resolve()
-        model, params, self._mesh = inference.weights(devices)
-        decode = inference.tokenizer.decode if inference.tokenizer else None
-        self.engine = Engine(model, self._mesh, slots=inference.slots, max_length=self.length, decode=decode)
+        self.sessions = sessions or Sessions()
+        self._template_kwargs = inference.template_kwargs if template_kwargs is None else template_kwargs
         self._adapters: dict[str, tuple[Path, LoadedAdapter]] = {}
-        self.params: Params | None = params
+        self._publications, self._stale = 0, engine is None
+        self.params: Params | None = None
         """The weights, where they are kept for adapters; None else."""
-        self._publications, self._stale = 0, True
+        if engine is None:
+            model, self.params, mesh = inference.weights(devices)
+            decode = inference.tokenizer.decode if inference.tokenizer else None
+            engine = Engine(model, mesh, slots=inference.slots, max_length=self.length, decode=decode)
+        self.engine = engine
         self._publish()
         self.batches = Batcher(self.engine, self._publish, waiting)
         """Answers; it can be paused."""
@@ -223,7 +237,7 @@ class Service:
             Refusal: there is no template, it does not know how to write a message, or its calls cannot be read.
         """
         messages: list[Message] = list(body.messages)
-        kwargs = {**self._inference.template_kwargs, **body.chat_template_kwargs}
+        kwargs = {**self._template_kwargs, **body.chat_template_kwargs}
         markup, tools = None, [tool.model_dump(exclude_unset=True) for tool in body.tools]
         try:
             if tools:
@@ -317,7 +331,7 @@ class Service:
             # An export names more ids to stop at than its base, where the turns of its chat template end in others.
             if replace(source.decoder, stops=()) != replace(self._inference.source.decoder, stops=()):
                 raise UserError(f"{folder} holds a model of another structure than {self.name}")
-            self.publish(loaded(source, self._inference.options.dtype, self._mesh)[1])
+            self.publish(loaded(source, self._inference.options.dtype, self.engine.mesh)[1])
         except UserError as error:
             raise Refusal(400, str(error)) from None
 
@@ -339,7 +353,7 @@ class Service:
             raise Refusal(400, f"{name} is served already")
         try:
             assert self.params is not None
-            adapter = LoadedAdapter(*beside(self.engine.model, self.params, self._mesh, folder))
+            adapter = LoadedAdapter(*beside(self.engine.model, self.params, self.engine.mesh, folder))
         except UserError as error:
             raise Refusal(400, str(error)) from None
         with self.batches.idle():

@@ -117,7 +117,7 @@ class PPO(PolicyGradient):
             tokens, mask, experts = np.append(x.tokens, np.int32(0)), np.append(x.loss_mask, True), x.experts
             if experts is not None:  # the router chooses those of the token that is no token
                 experts = np.concatenate([experts, np.full_like(experts[:1], -1)])
-            states.append(Sequence(tokens, mask, experts=experts))
+            states.append(Sequence(tokens, mask, experts=experts, restarts=x.restarts))
         return {VALUES: client.values(states, size), **super().measure(client, sequences, size)}
 
     def advantages(self, estimates: list[np.ndarray], counted: list[np.ndarray]) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ rendered from any of three forms: texts, messages, token ids. In a run the envir
 Axes: T time.
 """
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -335,6 +336,29 @@ class Episode:
         self.failure = Failure(f"the environment {self.name} {reason}")
 
 
+class Failures:
+    """Counts how many episodes have failed since one has not, in the order in which they ended."""
+
+    def __init__(self, most: int | None):
+        """So many may fail in a row, the last of which ends the run; None for all."""
+        self._most, self._number, self._lock = most, 0, threading.Lock()
+
+    def count(self, failure: Failure | None) -> None:
+        """Counts an episode, from any thread.
+
+        Raises:
+            UserError: too many have failed.
+        """
+        with self._lock:
+            self._number = 0 if failure is None else self._number + 1
+            if failure is not None and self._number == self._most:
+                raise UserError(
+                    f"rollout.stop_after_failures: {self._number} episodes in a row have failed, the last because "
+                    f"{failure.reason}. What was trained before is saved: mend the environment, and run the same "
+                    "command"
+                )
+
+
 class Episodes:
     """The episodes of a batch: request i of the sampler is episode i."""
 
@@ -343,6 +367,7 @@ class Episodes:
         episodes: Sequence[Episode | None],
         together: int = 1,
         close: Callable[[], None] = lambda: None,
+        logged: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
         """Holds the episodes of a batch.
 
@@ -350,8 +375,9 @@ class Episodes:
             episodes: in the order of the requests; None where no environment answers.
             together: how many may be called at a time.
             close: lets go of what episodes hold, after the last has ended.
+            logged: what `samples.jsonl` is to have of episodes, by their places.
         """
-        self.episodes, self.together, self.close = episodes, together, close
+        self.episodes, self.together, self.close, self.logged = episodes, together, close, logged
 
     def reply(self, request: int, completion: "Completion") -> np.ndarray | None:
         """The observation after a turn that stopped, or None; called by the sampler (`types.Reply`)."""

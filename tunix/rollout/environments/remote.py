@@ -42,6 +42,7 @@ from tunix.rollout.environments.base import (
     Episode,
     EpisodeError,
     Episodes,
+    Failures,
     Observation,
     Row,
     Step,
@@ -86,6 +87,8 @@ def read_environment(
         UserError: no such environment, or an option that it does not have or that has the wrong type.
     """
     name, what, options = config.name, f"the environment {config.name}", config.options
+    if config.agent is not None:
+        raise UserError(f"{what} plays the rows of rollout.environment alone, with a model to ask: leave it out here")
     if name in SHIPPED:
         kind = SHIPPED[name]
         check_options(what, kind, options)
@@ -413,7 +416,7 @@ class Player:
         self._turns, self._tokenizer, self._template_kwargs = config.turns, tokenizer, template_kwargs or {}
         self._workers = [EnvironmentWorker(kind, source, options, config.deadline) for _ in range(count)]
         self._numbers = itertools.count()
-        self._stop_after, self._failed, self._counting = stop_after, 0, threading.Lock()
+        self._failures = Failures(stop_after)
         workers = self._workers
         self.close = weakref.finalize(self, lambda: [worker.close() for worker in workers])
         """Ends the workers, as the end of this object does; episodes that have not ended are lost."""
@@ -445,7 +448,7 @@ class Player:
         def start(environment: RemoteEnvironment, number: int, row: Row) -> Episode:
             rng = np.random.default_rng([seed, number])
             episode = Episode(environment, row, rng, self._tokenizer, self._turns, self._template_kwargs)
-            episode.on_end = self._count
+            episode.on_end = lambda ended: self._failures.count(ended.failure)
             return episode
 
         with ThreadPoolExecutor(together, thread_name_prefix="environment") as threads:
@@ -458,18 +461,3 @@ class Player:
                 list(threads.map(EnvironmentWorker.let_go, self._workers))
 
         return Episodes(episodes, together, close)
-
-    def _count(self, episode: Episode) -> None:
-        """Counts how many episodes have failed since one has not, in the order in which they ended.
-
-        Raises:
-            UserError: too many.
-        """
-        with self._counting:
-            self._failed = 0 if episode.failure is None else self._failed + 1
-            if episode.failure is not None and self._failed == self._stop_after:
-                raise UserError(
-                    f"rollout.stop_after_failures: {self._failed} episodes in a row have failed, the last because "
-                    f"{episode.failure.reason}. What was trained before is saved: mend the environment, and run the "
-                    "same command"
-                )

@@ -25,8 +25,10 @@ from tunix.util.plugins import absolute, is_reference, load_object
 
 ONE = ("prompt", "completion")
 MANY = ("prompts", "completions")
-ADDED = ("completion_ids", "completion_tokens")
-"""Columns that a rollout adds to the row's own for the rewards: the token ids, and the number of sampled tokens."""
+WORKDIR = "workdir"
+ADDED = ("completion_ids", "completion_tokens", WORKDIR)
+"""Columns that a rollout adds to the row's own for the rewards: the token ids, the number of sampled tokens, and the
+folder of an agent's episode, empty in other runs."""
 VERL = {"ground_truth": "reward_model.ground_truth"}
 """Arguments of verl's reward functions whose columns have other names in its rows."""
 SOLUTION = "solution_str"
