@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tunix.inference.batcher import Batcher, Full, Ticket
 from tunix.rollout.engine.engine import Engine
-from tunix.serving.batcher import Batcher, Full, Ticket
 from tunix.types import Completion, Request, Sampling
 
 SLOTS = 2
