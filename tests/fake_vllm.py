@@ -18,10 +18,10 @@ from urllib.parse import parse_qs, urlsplit
 import jax
 import numpy as np
 
+from tunix.inference.batcher import Ticket
 from tunix.inference.load import token_scores
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.rollout.servers.protocol import FIELD
-from tunix.serving.batcher import Ticket
 from tunix.serving.bodies import CompletionBody, Refusal, read
 from tunix.serving.service import Service
 from tunix.types import Sequence

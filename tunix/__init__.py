@@ -1,8 +1,8 @@
 """Post-training of language models in JAX.
 
 `tunix.train("recipes/quickstart.yaml")` runs a recipe from Python, `tunix --help` lists the commands. `tunix.client`
-serves a custom training loop, `tunix.load` loads a model to generate, chat and score. Nothing is imported before it is
-used, so that `import tunix` is instant.
+serves a custom training loop, `tunix.connect` is its like on a server, `tunix.load` loads a model to generate, chat and
+score. Nothing is imported before it is used, so that `import tunix` is instant.
 """
 
 from importlib import import_module
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tunix.recipe.recipe import Recipe
     from tunix.run.client import client
     from tunix.run.train import train
+    from tunix.serving.tinker.client import connect
     from tunix.types import Batch, Completion, Loss, LossInputs, LossOutputs, Sampling, Sequence, Term
 
 _WHERE = {
@@ -31,6 +32,7 @@ _WHERE = {
     "train": "tunix.run.train",
     "load": "tunix.inference.load",
     "client": "tunix.run.client",
+    "connect": "tunix.serving.tinker.client",
     "rollouts": "tunix.algorithms.stream",
     "pack": "tunix.data.packing",
     "Algorithm": "tunix.algorithms.base",
@@ -73,6 +75,7 @@ __all__ = [
     "Term",
     "__version__",
     "client",
+    "connect",
     "load",
     "losses",
     "pack",

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tunix.inference.batcher import Batcher, Ticket
 from tunix.rollout.engine.engine import Engine
-from tunix.serving.batcher import Batcher, Full, Ticket
 from tunix.types import Completion, Request, Sampling
 
 SLOTS = 2
@@ -20,10 +20,14 @@ class Stepped(Engine):
 
     def __init__(self) -> None:
         self.go, self.calls, self.gone = threading.Semaphore(0), list[list[list[int]]](), list[int]()
+        self.published = list[Any]()
 
     @property
     def slots(self) -> int:
         return SLOTS
+
+    def hold(self) -> Any:
+        return "weights"
 
     def serve(self, pull, on_done, on_progress):
         """Notes the seeds that come before each dispatch, in a list for each call."""
@@ -36,6 +40,7 @@ class Stepped(Engine):
             for number, request in enumerate(arrivals.requests, start=came):
                 had[number], most[number] = 0, request.sampling.max_tokens
             came += len(arrivals.requests)
+            self.published += [arrivals.published] if arrivals.published is not None else []
             self.calls[-1].append([request.seed for request in arrivals.requests])
             if not had:
                 continue
@@ -60,7 +65,7 @@ def asked(number: int, length: int, **settings: Any) -> Ticket:
 @pytest.fixture
 def batches() -> Iterator[tuple[Batcher, Stepped]]:
     engine = Stepped()
-    batcher = Batcher(engine, lambda: None, most=3)
+    batcher = Batcher(engine, lambda: False)
     yield batcher, engine
     engine.go.release(1000)
     batcher.close()
@@ -99,16 +104,27 @@ def test_what_is_read_as_it_comes(batches: tuple[Batcher, Stepped]):
     assert seen == [1, 2, 3]
 
 
-def test_more_than_may_wait_are_refused_all_together(batches: tuple[Batcher, Stepped]):
+def test_who_comes_too_late_is_told(batches: tuple[Batcher, Stepped]):
     batcher, engine = batches
-    batcher.submit([asked(1, 9), asked(2, 9)])
-    with pytest.raises(Full):
-        batcher.submit([asked(3, 1), asked(4, 1)])
-    last = asked(5, 1)
-    batcher.submit([last])
-    engine.go.release(40)
-    last.future.result(30)
-    assert {seed for seeds in engine.calls[0] for seed in seeds} == {1, 2, 5}
+    engine.go.release(1000)
+    batcher.close()
+    batcher.submit([late := asked(1, 1)])
+    with pytest.raises(RuntimeError, match="the server ends"):
+        late.future.result(30)
+
+
+def test_adapters_are_replaced_while_others_run(batches: tuple[Batcher, Stepped]):
+    """The engine receives them with the requests that came after they were there, and goes on."""
+    batcher, engine = batches
+    batcher._ready = lambda: True
+    batcher.submit([first := asked(1, 3)])
+    until(lambda: engine.published == ["weights"])
+    batcher.submit([second := asked(2, 1)])
+    engine.go.release(20)
+    for ticket in (first, second):
+        ticket.future.result(30)
+    assert engine.published == ["weights"] * 2
+    assert len(engine.calls) == 1
 
 
 def test_what_is_told_while_weights_are_replaced_holds_afterwards(batches: tuple[Batcher, Stepped]):

@@ -7,7 +7,9 @@ import asyncio
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +29,7 @@ from tunix.errors import UserError
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.lora.config import AdapterConfig
 from tunix.serving.app import server_of
+from tunix.serving.gate import Gate
 from tunix.serving.service import Service
 from tunix.serving.tinker.checkpoints import Checkpoints, Run
 from tunix.serving.tinker.compute import LOSSES, Adapter, Chosen, Compute, Step, chosen, losses_of
@@ -34,7 +37,7 @@ from tunix.serving.tinker.futures import Promises, Refusal, Turns
 from tunix.serving.tinker.routes import Door
 from tunix.serving.tinker.tenants import Tenants
 from tunix.serving.tinker.wire import MESSAGES, Datum, config_of, data_of, forward_backward_output, parsed
-from tunix.types import Batch, Loss, LossInputs, LossOutputs, Sequence, Term
+from tunix.types import Batch, Loss, LossInputs, LossOutputs, Sampling, Sequence, Term
 
 RANK, LENGTH = 8, 64
 
@@ -265,11 +268,22 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> InferenceModel:
     return InferenceModel(InferenceOptions(str(folder), slots=4, length=LENGTH))
 
 
+def computes(service: Service) -> Compute:
+    assert service.params is not None
+    return Compute(service.engine, service.params, RANK, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def compute(base: InferenceModel) -> Iterator[Compute]:
+    service = Service(base, adapters=True, devices=jax.devices()[:1])
+    yield computes(service)
+    service.batches.close()
+
+
 @pytest.mark.slow
-def test_gradients_are_the_trainers(base: InferenceModel):
+def test_gradients_are_the_trainers(base: InferenceModel, compute: Compute):
     """A sum over tokens is the trainer's mean over sequences of sums, times their number. Its client has an adapter of
     exactly the rank and the modules that are trained."""
-    compute = Compute(base, RANK, jax.devices()[:1])
     modules = ("q_proj", "k_proj", "v_proj", "o_proj")
     params = {name: jnp.asarray(x) for name, x in compute.fresh(3, 4, modules).items()}
     # B is 0 at first, and A has no gradient then.
@@ -313,10 +327,9 @@ def test_gradients_are_the_trainers(base: InferenceModel):
 
 
 @pytest.mark.slow
-def test_updates_are_torchs(base: InferenceModel):
+def test_updates_are_torchs(compute: Compute):
     import torch
 
-    compute = Compute(base, RANK, jax.devices()[:1])
     params = compute.fresh(3, RANK, compute.modules)
     name = next(iter(params))
     weight = torch.nn.Parameter(torch.tensor(np.asarray(params[name])))
@@ -340,13 +353,183 @@ def test_updates_are_torchs(base: InferenceModel):
 # The addresses.
 
 
+def test_the_base_is_held_once(base: InferenceModel, tmp_path: Path):
+    """The stacks of all layers are those that train and that the engine has published, its views of a layer are there
+    once each, and tables are the same arrays for all."""
+
+    def held() -> Counter[tuple[int, ...]]:
+        return Counter(x.shape for x in jax.live_arrays())
+
+    before = held()
+    with served(base, tmp_path) as (tenants, _):
+        tenants.compute.forward(tenants.compute.nothing, [datum(5)], Chosen())
+        more, shapes = held() - before, tenants.compute.model.shapes
+        layers = base.source.decoder.num_layers
+        gate, down = shapes["layers/gate/w"], shapes["layers/down/w"]
+        assert more[shapes["embed/w"]] == 2, "the tables of tokens and of the head"
+        assert (more[gate], more[down]) == (2, 1)  # the ups have the shape of the gates
+        assert sum(more[x] for x in {gate[1:], down[1:]}) == 3 * layers
+
+
+def sequences(seed: int, number: int = 3) -> list[Sequence]:
+    rng = np.random.default_rng(seed)
+    rows = [rng.integers(3, 200, 6 + 5 * i).astype(np.int32) for i in range(number)]
+    return [Sequence(tokens, np.arange(len(tokens)) > 2) for tokens in rows]
+
+
+def test_a_light_client_trains_and_samples(base: InferenceModel, tmp_path: Path):
+    with served(base, tmp_path) as (_, url):
+        client, data = tunix.connect(url.removesuffix("/api/v1"), rank=4, seed=1), sequences(0)
+        assert (client.model, client.length) == (base.options.model, LENGTH)
+
+        def step() -> float:
+            loss = client.forward_backward(data)["loss:sum"]
+            assert client.optim_step(learning_rate=1e-2)["grad_norm"] > 0
+            return loss
+
+        nll = -sum(float(lp[x.loss_mask].sum()) for lp, x in zip(client.logprobs(data), data, strict=True))
+        losses = [step() for _ in range(4)]
+        assert losses[0] == pytest.approx(nll, rel=1e-5)
+        assert losses[-1] < 0.9 * losses[0]
+        # With the optimizer's state it goes on as before.
+        path, after = client.save("four"), [step(), step()]
+        client.load(path)
+        assert [step(), step()] == after
+        # What is published is sampled, and its log-probs are the model's.
+        client.publish()
+        prompts = [x.tokens[:5] for x in data[:2]]
+        groups = client.sample(prompts, 3, Sampling(max_tokens=6, stop_ids=(1,)), seed=5)
+        for prompt, group in zip(prompts, groups, strict=True):
+            assert len({tuple(x.tokens) for x in group}) == 3
+            wholes = [np.append(prompt, x.tokens).astype(np.int32) for x in group]
+            scored = client.logprobs([Sequence(whole, np.ones(len(whole), bool)) for whole in wholes])
+            for completion, score in zip(group, scored, strict=True):
+                np.testing.assert_allclose(completion.logprobs, score[5:], atol=1e-5)
+        again = client.sample(prompts, 3, Sampling(max_tokens=6, stop_ids=(1,)), seed=5)
+        assert [x.tokens.tolist() for x in again[1]] == [x.tokens.tolist() for x in groups[1]]
+        # A reward for what was sampled, and a penalty for the first.
+        rewarded = [
+            Sequence(
+                np.append(prompts[0], x.tokens).astype(np.int32),
+                np.arange(5 + len(x.tokens)) >= 5,
+                per_token={
+                    "logprobs": np.append(np.zeros(5), x.logprobs),
+                    "advantages": np.full(5 + len(x.tokens), -1.0 if x is groups[0][0] else 1.0),
+                },
+            )
+            for x in groups[0]
+        ]
+        # On policy the ratio is 1: the loss is the sum of -A over tokens.
+        expected = sum(len(x.tokens) for x in groups[0][:1]) - sum(len(x.tokens) for x in groups[0][1:])
+        for loss in ("importance_sampling", "ppo"):
+            assert client.forward_backward(rewarded, loss)["loss:sum"] == pytest.approx(expected, abs=1e-3)
+        for wrong, says in (
+            (lambda: client.forward_backward(data, "ppo"), "sequence 0 lacks logprobs, advantages in per_token"),
+            (lambda: client.forward_backward(data, "cross_entropy", {"a": 1.0}), "cross_entropy has no 'a'"),
+            (lambda: client.forward_backward([]), "there is no datum"),
+            (lambda: client.save("a b"), "is no path of a checkpoint"),
+            (lambda: client.optim_step(-1.0), "optim_step: adam_params.learning_rate: Input should be greater"),
+            (lambda: client.load(path[:-1]), "there is no checkpoint"),
+            (lambda: client.sample(prompts, 1, Sampling(min_p=0.1), 0), "a server has no min_p"),
+            (lambda: client.sample([np.arange(90)], 1, Sampling(), 0), "90 tokens, which leaves no room"),
+            (lambda: tunix.connect(url.removesuffix("/api/v1"), rank=9), "this server trains 1 to 8"),
+            (lambda: tunix.connect("http://127.0.0.1:9"), "start one with `tunix serve MODEL --train FOLDER`"),
+        ):
+            with pytest.raises(UserError, match=says):
+                wrong()
+        # Checkpoints can be listed, described and deleted.
+        with httpx.Client(base_url=url) as http:
+            run = http.get(f"/training_runs/{client.run}").json()
+            assert (run["lora_rank"], run["last_checkpoint"]["tinker_path"]) == (4, path)
+            (listed,) = http.get(f"/training_runs/{client.run}/checkpoints").json()["checkpoints"]
+            assert (listed["checkpoint_id"], listed["checkpoint_type"]) == ("weights/four", "training")
+            assert listed["size_bytes"] > 1000
+            assert http.get("/checkpoints?limit=1").json()["checkpoints"] == [listed]
+            every = http.get("/training_runs?limit=1&offset=1").json()
+            assert (every["training_runs"], every["cursor"]) == ([], {"offset": 1, "limit": 1, "total_count": 1})
+            assert http.get("/checkpoints?limit=x").status_code == 400
+            about = http.post("/weights_info", json={"tinker_path": path}).json()
+            assert about == {
+                "base_model": client.model,
+                "is_lora": True,
+                "lora_rank": 4,
+                "train_unembed": False,
+                "train_mlp": True,
+                "train_attn": True,
+            }
+            where = f"/training_runs/{client.run}/checkpoints/weights/four"
+            assert [http.delete(where).status_code for _ in range(2)] == [200, 404]
+            for missing in ("/training_runs/x", "/training_runs/../checkpoints", "/training_runs/%2e%2e/checkpoints"):
+                assert http.get(missing).status_code in (200, 404), missing
+            assert http.get("/training_runs/%2e%2e/checkpoints").status_code == 404
+            assert http.get("/checkpoints").json()["checkpoints"] == []
+        with pytest.raises(UserError, match="there is no checkpoint"):
+            client.load(path)
+        client.close()
+
+
+@pytest.mark.slow
+def test_samplers_are_answered_together(base: InferenceModel, tmp_path: Path):
+    """Six clients sample at once with adapters of their own, two more than have a place, while the other door answers
+    a long request: what each gets is what it gets alone. A session that ends frees what it has asked for."""
+    with served(base, tmp_path) as (tenants, url):
+        address = url.removesuffix("/api/v1")
+        clients = [tunix.connect(address, rank=1 + i, seed=i) for i in range(6)]
+        sampling, prompts = Sampling(max_tokens=20, stop_ids=(0,)), [x.tokens[:6] for x in sequences(7)]
+        for number, client in enumerate(clients):
+            for _ in range(3):
+                client.forward_backward(sequences(number))
+                client.optim_step(learning_rate=0.03)
+            client.publish()
+        alone = [client.sample(prompts, 2, sampling, seed=3) for client in clients]
+        body = {"model": tenants.name, "prompt": [5, 6, 7], "max_tokens": 60, "ignore_eos": True, "temperature": 0}
+
+        def completed() -> str:
+            return httpx.post(f"{address}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"]
+
+        plain = completed()
+        with ThreadPoolExecutor(7) as pool:
+            other = pool.submit(completed)
+            together = list(pool.map(lambda client: client.sample(prompts, 2, sampling, seed=3), clients))
+            assert other.result() == plain
+        for groups, others in zip(alone, together, strict=True):
+            for group, other in zip(groups, others, strict=True):
+                for x, y in zip(group, other, strict=True):
+                    assert x.tokens.tolist() == y.tokens.tolist()
+                    np.testing.assert_allclose(x.logprobs, y.logprobs, atol=1e-5)
+        assert len({tuple(x[0][0].tokens) for x in alone}) > 3, "adapters differ"
+        with ThreadPoolExecutor(1) as pool:
+            tenants._batches.pause()
+            waiting = pool.submit(clients[0].sample, prompts, 40, sampling, 4)
+            while sum(tenants._batches.load) < 120:
+                time.sleep(0.01)
+            clients[1]._call(f"sessions/{clients[0]._session}/finish", {})
+            with pytest.raises(UserError, match="has ended"):
+                waiting.result()
+            assert tenants._batches.load == (0, 0)
+            tenants._batches.resume()
+        assert clients[1].sample(prompts, 2, sampling, 3)[0][0].tokens.tolist() == alone[1][0][0].tokens.tolist()
+
+
+def test_a_key_is_wanted_of_this_door_too(base: InferenceModel, tmp_path: Path, shared: tuple[Service, str]):
+    with pytest.raises(UserError, match=r"create_session: POST .* Start it with --train FOLDER"):
+        tunix.connect(shared[1])
+    with served(base, tmp_path, Gate("tml-key")) as (_, url):
+        answer = httpx.get(f"{url}/healthz")
+        assert (answer.status_code, list(answer.json())) == (401, ["detail"])
+        assert httpx.get(f"{url}/healthz", headers={"x-api-key": "tml-key"}).status_code == 200
+        assert list(httpx.get(f"{url}/no", headers={"x-api-key": "tml-key"}).json()) == ["detail"]
+        with pytest.raises(UserError, match="create_session: the key lacks or is wrong"):
+            tunix.connect(url.removesuffix("/api/v1"), key="tml-other")
+
+
 @contextmanager
-def served(base: InferenceModel, folder: Path) -> Iterator[tuple[Tenants, str]]:
+def served(base: InferenceModel, folder: Path, gate: Gate | None = None) -> Iterator[tuple[Tenants, str]]:
     """A door that listens."""
-    service = Service(base, devices=jax.devices()[:1])
-    tenants = Tenants(base, folder, RANK, jax.devices()[:1])
+    service = Service(base, adapters=True, devices=jax.devices()[:1])
+    tenants = Tenants(base, computes(service), service.batches, service.publish_unlisted, folder)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = server_of(service, [Mount("/api/v1", routes=Door(tenants).routes())])
+        server = server_of(service, gate, [Mount("/api/v1", routes=Door(tenants).routes())])
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         while not server.started:
@@ -356,6 +539,7 @@ def served(base: InferenceModel, folder: Path) -> Iterator[tuple[Tenants, str]]:
         finally:
             server.should_exit = True
             thread.join()
+            service.batches.close()
             tenants.close()
 
 

@@ -238,6 +238,16 @@ def test_training_goes_on_exactly(service: Any, server: tuple[str, Path]):
     _, _, name, kind, checkpoint = path.split("/")
     folder = server[1].parents[1] / "adapters" / name / kind / checkpoint
     assert {x.name for x in folder.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    # They are listed, described and deleted.
+    rest = service.create_rest_client()
+    listed = rest.list_checkpoints(name).result().checkpoints
+    assert {x.tinker_path: x.checkpoint_type for x in listed} == {path: "training", named: "sampler"}
+    assert {x.tinker_path for x in rest.list_user_checkpoints(limit=100).result().checkpoints} >= {path, named}
+    assert name in [x.training_run_id for x in rest.list_training_runs().result().training_runs]
+    about = rest.get_weights_info_by_tinker_path(path).result()
+    assert (about.base_model, about.lora_rank, about.train_mlp, about.train_unembed) == (str(server[1]), 8, True, False)
+    rest.delete_checkpoint_from_tinker_path(named).result()
+    assert [x.tinker_path for x in rest.list_checkpoints(name).result().checkpoints] == [path]
 
 
 def test_what_is_wrong_is_said(service: Any, server: tuple[str, Path]):
@@ -303,7 +313,7 @@ def test_supervised_learning(server: tuple[str, Path], tmp_path: Path):
 
 def test_reinforcement_learning(server: tuple[str, Path], tmp_path: Path):
     """The shorter of two answers wins: a random model learns to stop. Its samples are from what trains, exactly."""
-    settings = ("renderer_name=qwen3_instruct", "batch_size=4", "group_size=8", "max_tokens=48", "learning_rate=1e-3")
+    settings = ("renderer_name=qwen3_instruct", "batch_size=4", "group_size=8", "max_tokens=48", "learning_rate=3e-3")
     rows = recipe("preference.shorter", server, tmp_path, "max_steps=32", "eval_every=0", *settings)
     lengths = [x["env/all/ac_tokens_per_turn"] for x in rows if "env/all/ac_tokens_per_turn" in x]
     assert len(lengths) == 32

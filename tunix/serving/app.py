@@ -27,9 +27,9 @@ from starlette.types import Receive, Scope, Send
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.errors import nearest
 from tunix.hf.source import Source, require_lm_head
+from tunix.inference.batcher import Ticket
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.models.families.table import small, with_sizes
-from tunix.serving.batcher import Ticket
 from tunix.serving.bodies import (
     ChatBody,
     CompletionBody,
@@ -39,6 +39,7 @@ from tunix.serving.bodies import (
 )
 from tunix.serving.gate import Gate
 from tunix.serving.service import Asked, Service
+from tunix.serving.tinker.compute import Compute
 from tunix.serving.tinker.routes import Door
 from tunix.serving.tinker.tenants import Tenants
 from tunix.types import Completion
@@ -104,11 +105,15 @@ def serve(
     inference = InferenceModel(options, tiny_source() if tiny else None)
     require_lm_head(inference.source, options.model)
     print(f"{options.model}: reading, and compiling for {inference.slots} requests at a time", file=sys.stderr)
-    service = Service(inference, adapters=enable_lora, updates=allow_updates)
+    service = Service(inference, adapters=enable_lora or train is not None, updates=allow_updates)
+    tenants, others = None, list[BaseRoute]()
+    if train is not None:
+        assert service.params is not None
+        compute = Compute(service.engine, service.params, rank, service.length)
+        tenants = Tenants(inference, compute, service.batches, service.publish_unlisted, train)
+        others.append(Mount("/api/v1", routes=Door(tenants).routes()))
     if not tiny:
         service.warm()
-    tenants = None if train is None else Tenants(inference, train, rank)
-    others = [] if tenants is None else [Mount("/api/v1", routes=Door(tenants).routes())]
     host, port, *_ = listener.getsockname()
     where = f"[{host}]" if ":" in host else host
     print(f"http://{where}:{port} answers, up to {service.length} tokens; Ctrl-C ends", file=sys.stderr, flush=True)
@@ -141,10 +146,18 @@ def server_of(service: Service, gate: Gate | None = None, others: Sequence[BaseR
     for path, (method, content) in {**CALLS, **UPDATES}.items():
         routes.append(Route(path, partial(_safely, partial(_called, service, gate, content)), methods=[method]))
 
+    def outside(path: str, refusal: Refusal) -> Response:
+        """An error that no endpoint has raised, in the form of the door that was knocked at."""
+        if path.startswith("/api/v1/"):
+            return _json({"detail": str(refusal)}, refusal.status)
+        return refused(refusal)
+
     async def failed(request: Request, error: Any) -> Response:
-        """The answer to what was raised outside of an endpoint: no such address, or no such method."""
-        hint = nearest(request.url.path, [*ANSWERS, *CALLS, *UPDATES]) if error.status_code == 404 else ""
-        return refused(Refusal(error.status_code, f"{request.method} {request.url.path:.200}: {error.detail}.{hint}"))
+        """The answer where there is no such address, or no such method."""
+        path = request.url.path
+        hint = nearest(path, [*ANSWERS, *CALLS, *UPDATES]) if error.status_code == 404 else ""
+        hint = " Start it with --train FOLDER." if path.startswith("/api/v1/") and not others else hint
+        return outside(path, Refusal(error.status_code, f"{request.method} {path:.200}: {error.detail}.{hint}"))
 
     app = Starlette(routes=routes, exception_handlers={HTTPException: failed})
 
@@ -152,7 +165,7 @@ def server_of(service: Service, gate: Gate | None = None, others: Sequence[BaseR
         """Lets those in who have the key; whether the server is well is told to everybody."""
         if scope["type"] == "http" and scope["path"] != "/health" and not gate.admits(dict(scope["headers"])):
             said = f"the key lacks or is wrong: send it as Authorization: Bearer KEY (a run takes it from {KEY})"
-            await refused(Refusal(401, said, code="invalid_api_key"))(scope, receive, send)
+            await outside(scope["path"], Refusal(401, said, code="invalid_api_key"))(scope, receive, send)
         else:
             await app(scope, receive, send)
 

@@ -21,6 +21,7 @@ from tunix.data.tokenizer import Tokenizer
 from tunix.data.tool_calls import MarkupName, instructions, markup_of, shows_tools
 from tunix.errors import UserError, nearest
 from tunix.hf.source import beside, loaded, pretrained
+from tunix.inference.batcher import Batcher, Ticket
 from tunix.inference.model import InferenceModel
 from tunix.lora.multi_lora import LoadedAdapter
 from tunix.models.model import Params
@@ -29,7 +30,6 @@ from tunix.rollout.engine.request import check_prompt
 from tunix.rollout.engine.sampling import check
 from tunix.rollout.sessions import Turn
 from tunix.serving.answers import Answer, ChatAnswer, CompletionAnswer, GenerateAnswer
-from tunix.serving.batcher import Batcher, Full, Ticket
 from tunix.serving.bodies import (
     ChatBody,
     CompletionBody,
@@ -98,6 +98,7 @@ class Service:
         self.sessions = sessions or Sessions()
         self._template_kwargs = inference.template_kwargs if template_kwargs is None else template_kwargs
         self._adapters: dict[str, tuple[Path, LoadedAdapter]] = {}
+        self._unlisted: Mapping[str, LoadedAdapter] = {}
         self._publications, self._stale = 0, engine is None
         self.params: Params | None = None
         """The weights, where they are kept for adapters; None else."""
@@ -107,12 +108,14 @@ class Service:
             engine = Engine(model, mesh, slots=inference.slots, max_length=self.length, decode=decode)
         self.engine = engine
         self._publish()
-        self.batches = Batcher(self.engine, self._publish, waiting)
+        self.batches = Batcher(self.engine, self._publish)
         """Answers; it can be paused."""
+        self._most = waiting
         self._counts, self._counting = Counter[str](), threading.Lock()
 
     def warm(self) -> None:
         """Compiles what the longest requests need, so that nothing compiles while they are answered."""
+        self._publish()
         self.engine.warm(Workload(self.engine.slots, self.length, self.length))
 
     @property
@@ -183,11 +186,10 @@ class Service:
             Refusal: too many wait, or an adapter has gone meanwhile.
         """
         self._adapter(tickets[0].request.adapter or self.name)
-        try:
-            self.batches.submit(tickets)
-        except Full:
+        if sum(self.batches.load) + len(tickets) > self._most:
             self.count("refused")
-            raise Refusal(429, "too many requests wait: try again", code="rate_limit_exceeded") from None
+            raise Refusal(429, "too many requests wait: try again", code="rate_limit_exceeded")
+        self.batches.submit(tickets)
 
     def count(self, name: str, number: int = 1) -> None:
         """Counts for `metrics`."""
@@ -326,6 +328,8 @@ class Service:
         Raises:
             Refusal: they are not there, or of another model; the weights stay as they are.
         """
+        if self._unlisted:
+            raise Refusal(400, "its weights stay as they are: clients train adapters on them (--train)")
         try:
             source = pretrained(str(folder))
             # An export names more ids to stop at than its base, where the turns of its chat template end in others.
@@ -390,14 +394,20 @@ class Service:
         message = f"The model `{model:.200}` does not exist: there is {', '.join(known)}.{nearest(model, known)}"
         return Refusal(404, message, param="model", code="model_not_found")
 
-    def _publish(self) -> None:
-        """Gives the engine what was loaded since it was given something last: several adapters' comings and goings at
-        once, so that what it has compiled for their number fits again."""
+    def publish_unlisted(self, adapters: Mapping[str, LoadedAdapter]) -> None:
+        """Has the engine answer requests for adapters that `submit` does not know, for whoever submits to `batches`.
+        While there are requests they are replaced as `Arrivals.published` says."""
+        self._unlisted, self._stale = adapters, True
+
+    def _publish(self) -> bool:
+        """Gives the engine what was loaded since it was given something last, if anything: several adapters' comings
+        and goings at once, so that what it has compiled for their number fits again."""
         if not self._stale:
-            return
+            return False
         assert self.params is not None
         self._publications, self._stale = self._publications + 1, False
-        adapters = {name: adapter for name, (_, adapter) in self._adapters.items()}
-        self.engine.publish(self.params, self._publications, adapters)
+        adapters = {**{name: adapter for name, (_, adapter) in self._adapters.items()}, **self._unlisted}
+        self.engine.publish(self.params, self._publications, adapters if self._keeps else None)
         if not self._keeps:
             self.params = None
+        return True

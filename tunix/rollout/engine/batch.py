@@ -135,6 +135,9 @@ class Arrivals(NamedTuple):
     """Numbers of requests that nobody waits for any more."""
     watched: Collection[int] = ()
     """Numbers of all requests whose tokens are read as they come: dispatches are short while there are some."""
+    published: "Published | None" = None
+    """Other adapters on the same base, as many and of the same settings, in the places of some that no request has any
+    more and under new names; None where they are as before."""
 
 
 Pull = Callable[[bool], Arrivals | None]
@@ -272,6 +275,8 @@ class Batch:
             return at_work and not self.enough
         if (arrivals := self._pull(not (at_work or self.in_flight))) is None:
             return False
+        if arrivals.published is not None:
+            self.weights, self._adapters = arrivals.published.weights, arrivals.published.adapters
         self._watched = frozenset(arrivals.watched)
         self._short = bool(self._watched)
         self._queue(arrivals.requests)
@@ -367,7 +372,7 @@ class Batch:
         whole = episode.request.pictures is not None or episode.scores is not None
         if self._pull is None or self.sizes.chunk is not None or whole:
             return None
-        return self.page_tables.find(np.asarray(episode.request.prompt, np.int32), episode.adapter)
+        return self.page_tables.find(np.asarray(episode.request.prompt, np.int32), episode.request.adapter)
 
     def _begin_with(self, kept: tuple[Ended, int], job: Job) -> None:
         """Has a job, whose slot holds nothing yet, begin behind the tokens that a kept sequence has already."""
@@ -541,7 +546,7 @@ class Batch:
             self.done[episode.number] = completion
         elif self.sizes.chunk is None and episode.request.pictures is None:
             sequence = np.concatenate([np.asarray(episode.request.prompt, np.int32), completion.tokens])
-            self.page_tables.retain(slot, sequence, episode.adapter, completion.experts)
+            self.page_tables.retain(slot, sequence, episode.request.adapter, completion.experts)
         self.slots.release(slot)
         self.page_tables.release(slot)
         self.enough |= self.on_done is not None and self.on_done(episode.number, completion)

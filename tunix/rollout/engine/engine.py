@@ -173,7 +173,7 @@ class Engine(Sampler):
         self.slots = self.sizes.slots
         """Requests that are answered at a time."""
         self._published: Published | None = None
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         """Held while programs are sent: those of several threads have to reach all devices in one order."""
         self._one_at_a_time = threading.Lock()
         """Held while requests are answered: there is room for one cache."""
@@ -197,16 +197,16 @@ class Engine(Sampler):
         Args:
             params: all weights by name.
             version: recorded with each token of the completions, e.g. 3.
-            adapters: by name, for requests to choose from; adapters of the same settings compile nothing again.
+            adapters: by name, for requests to choose from, on a base that stays as it is; adapters of the same settings
+                compile nothing again.
 
         Raises:
             ValueError: an adapter does not fit a model that is adapted already, or holds more than an adapter.
         """
-        adapters = adapters or {}
         adapter = {name: x for name, x in params.items() if is_adapter(name) or name in self.moving}
         base = {name: x for name, x in params.items() if name not in adapter}
-        frozen = bool(adapter or adapters)
-        with self._lock, jax.set_mesh(self.mesh):
+        frozen, adapters = bool(adapter) or adapters is not None, adapters or {}
+        with self.lock, jax.set_mesh(self.mesh):
             copied = self._base
             same = all(name in self._base_of and self._base_of[name]() is x for name, x in base.items())
             if copied is None or not frozen or not same:
@@ -236,7 +236,7 @@ class Engine(Sampler):
         Raises:
             ValueError: that engine has no weights, or all of them train.
         """
-        with policy._lock:
+        with policy.lock:
             base = policy._base
             if base is None or not (policy.model.adapt or policy.moving):
                 raise ValueError("there is no frozen base: the policy has no adapter, or was not published")
@@ -307,7 +307,7 @@ class Engine(Sampler):
         if self._warm is not None and self._warm.covers(sizes):  # compiled in advance, however few the requests
             sizes = self._warm
         with self._one_at_a_time, jax.set_mesh(self.mesh):
-            batch = Batch(published, sizes, self.decode, requests, reply, on_tokens, on_done, pause, self._lock)
+            batch = Batch(published, sizes, self.decode, requests, reply, on_tokens, on_done, pause, self.lock)
             completions = batch.finish()
         self.usage = batch.meter.usage
         return completions
@@ -333,7 +333,7 @@ class Engine(Sampler):
                 self.decode,
                 (),
                 on_done=on_done,
-                lock=self._lock,
+                lock=self.lock,
                 pull=pull,
                 on_progress=on_progress,
             )
@@ -355,7 +355,7 @@ class Engine(Sampler):
         Raises:
             ValueError: no weights were loaded.
         """
-        with self._lock:
+        with self.lock:
             if self._published is None:
                 raise ValueError("the engine has no weights: publish() them before sampling")
             return self._published

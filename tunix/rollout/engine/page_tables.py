@@ -72,8 +72,8 @@ class Ended(NamedTuple):
     """A sequence that has ended, whose pages are kept for sequences that begin with its tokens."""
 
     shard: int
-    adapter: int
-    """Number of the adapter that computed it, from 1; 0 for none."""
+    adapter: str | None
+    """Name of the adapter that computed it; None for none."""
     tokens: np.ndarray
     """`[T]`."""
     held: tuple[Held, ...]
@@ -218,7 +218,7 @@ class PageTables:
             held.append({index: page for index, page in pages.items() if first <= index <= last})
         return tuple(held)
 
-    def retain(self, slot: int, tokens: np.ndarray, adapter: int, experts: np.ndarray | None) -> None:
+    def retain(self, slot: int, tokens: np.ndarray, adapter: str | None, experts: np.ndarray | None) -> None:
         """Keeps the pages of a slot whose sequence `[T]` has ended, until they are needed. What it continues goes,
         where all that was kept of that is kept of this."""
         shard, whole = self.shard(slot), not self._kinds[True]
@@ -230,7 +230,7 @@ class PageTables:
         held = self.share(shard, self._seen(slot, len(tokens)))
         self._ended.append(Ended(shard, adapter, tokens, held, experts))
 
-    def find(self, tokens: np.ndarray, adapter: int) -> tuple[Ended, int] | None:
+    def find(self, tokens: np.ndarray, adapter: str | None) -> tuple[Ended, int] | None:
         """The kept sequence that has most tokens in common with the beginning of a prompt `[T]`, which is used now, and
         how many they are, without the last of the prompt; None where it is not worth a copy."""
         best, most = None, max(self.sizes.page // WORTH, 1) - 1

@@ -5,8 +5,8 @@
     FOLDER/RUN/sampler_weights/NAME/     a PEFT folder
 
 The protocol's path of the second is `tinker://RUN/weights/NAME`. Both are adapters that transformers, vLLM and
-`tunix generate --adapter` read. A checkpoint appears complete or not at all, and stays until its folder is deleted,
-whatever time to live it was saved with.
+`tunix generate --adapter` read. A checkpoint appears complete or not at all, and stays until it is deleted, whatever
+time to live it was saved with.
 """
 
 import json
@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ from safetensors.numpy import load_file, save_file
 from tunix.errors import UserError
 from tunix.util.atomic_io import atomic_folder, write_text_atomic
 
-PATH = re.compile(r"tinker://((?!\.)[\w.:-]{1,200})/(weights|sampler_weights)/((?!\.)[\w.:-]{1,200})")
-"""A path; a run and a checkpoint are called what a folder can be called."""
+NAME = re.compile(r"(?!\.)[\w.:-]{1,200}")
+"""The name of a run or a checkpoint: what a folder can be called."""
+PATH = re.compile(rf"tinker://({NAME.pattern})/(weights|sampler_weights)/({NAME.pattern})")
+KINDS = {"weights": "training", "sampler_weights": "sampler"}
+"""Folders of checkpoints within that of a run -> the protocol's types."""
 OPTIMIZER = "optimizer.safetensors"
 
 
@@ -62,11 +66,56 @@ class Checkpoints:
         Raises:
             UserError: there is none of that name.
         """
-        known = {file.parent.name: file for file in self._folder.glob("*/run.json")}
-        if name not in known:
+        if not NAME.fullmatch(name) or not (file := self._folder / name / "run.json").is_file():
             raise UserError(f"there is no training run {name}")
-        values = json.loads(known[name].read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"))
         return Run(**{**values, "modules": tuple(values["modules"])})
+
+    @property
+    def runs(self) -> list[str]:
+        """The names of all runs, the last one first."""
+        return [file.parent.name for file in sorted(self._folder.glob("*/run.json"), key=_time, reverse=True)]
+
+    def described(self, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """A run and its checkpoints, the last one first, as the protocol describes them.
+
+        Raises:
+            UserError: there is no such run.
+        """
+        run, folder, checkpoints = self.run(name), self._folder / name, list[dict[str, Any]]()
+        for place in sorted((x for kind in KINDS for x in (folder / kind).glob("[!.]*")), key=_time, reverse=True):
+            kind = place.parent.name
+            checkpoints.append(
+                {
+                    "checkpoint_id": f"{kind}/{place.name}",
+                    "checkpoint_type": KINDS[kind],
+                    "time": _time(place).isoformat(),
+                    "tinker_path": f"tinker://{name}/{kind}/{place.name}",
+                    "size_bytes": sum(file.stat().st_size for file in place.iterdir()),
+                }
+            )
+        last = {x["checkpoint_type"]: x for x in reversed(checkpoints)}
+        about = {
+            "training_run_id": name,
+            "base_model": run.base_model,
+            "model_owner": "local",
+            "is_lora": True,
+            "lora_rank": run.rank,
+            "last_request_time": checkpoints[0]["time"] if checkpoints else _time(folder / "run.json").isoformat(),
+            "last_checkpoint": last.get("training"),
+            "last_sampler_checkpoint": last.get("sampler"),
+            "user_metadata": run.user_metadata,
+        }
+        return about, checkpoints
+
+    def delete(self, path: str) -> None:
+        """Deletes a checkpoint; samplers that have read it go on.
+
+        Raises:
+            UserError: there is none.
+        """
+        folder = self.folder(path)
+        shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.deleted")))
 
     def folder(self, path: str) -> Path:
         """The folder of a checkpoint.
@@ -123,3 +172,7 @@ class Checkpoints:
         if (parts := PATH.fullmatch(path)) is None:
             raise UserError(f"{path!r} is no path of a checkpoint: tinker://RUN/weights/NAME, or sampler_weights")
         return self._folder.joinpath(*parts.groups())
+
+
+def _time(place: Path) -> datetime:
+    return datetime.fromtimestamp(place.stat().st_mtime, UTC)

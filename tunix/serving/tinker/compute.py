@@ -1,9 +1,9 @@
 """The compiled programs of all clients' adapters: forward, forward and backward, and the optimizer.
 
-All adapters share the base, and the programs: an adapter of a lower rank than the highest has zeros in the channels
-that it lacks, and in modules that its client does not train. These stay zeros, since the gradient of each of the two
-matrices has the other one as a factor, so that nothing is compiled for a new client, whatever its rank. The update is
-scaled by `ALPHA / rank` of each adapter.
+All adapters share the base, which is also what the engine publishes, and the programs: an adapter of a lower rank than
+the highest has zeros in the channels that it lacks, and in modules that its client does not train. These stay zeros,
+since the gradient of each of the two matrices has the other one as a factor, so that nothing is compiled for a new
+client, whatever its rank. The update is scaled by `ALPHA / rank` of each adapter.
 
 A datum's tokens and what its loss reads are aligned: position i reads `tokens[i]` and predicts `target_tokens[i]`. In
 rows they are a place apart, as in training: a datum takes a place more than it has tokens, whose token nobody reads.
@@ -24,25 +24,22 @@ import optax
 from jaxtyping import Array, Float
 
 from tunix.algorithms.ops import cispo_surrogate, clipped_surrogate, log_ratio, plain_surrogate
-from tunix.config import MeshConfig
 from tunix.data.packing import pack
 from tunix.errors import UserError, nearest
-from tunix.hf.source import weights
-from tunix.inference.model import InferenceModel
 from tunix.lora.adapt import adapt
 from tunix.lora.config import AdapterConfig
-from tunix.mesh import build_mesh, compiler_options
+from tunix.lora.multi_lora import LoadedAdapter
+from tunix.mesh import compiler_options
 from tunix.models.config import is_adapter
-from tunix.models.model import Model, Params
-from tunix.models.quantization.formats import simulated
-from tunix.models.quantization.modules import projections_of
+from tunix.models.model import Params
+from tunix.models.quantization.modules import EXPERTS, projections_of
+from tunix.rollout.engine.engine import Engine
 from tunix.serving.tinker.wire import Datum
 from tunix.trainer.logprobs import unpack
 from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
 from tunix.trainer.step import forward_of
 from tunix.types import Batch, Sequence
 from tunix.util.exact import jit
-from tunix.util.startup import prepare_jax
 
 ALPHA = 32.0
 """The protocol does not name alpha; this is that of the adapters of its exports."""
@@ -164,39 +161,37 @@ class Outputs(NamedTuple):
 class Compute:
     """The base, and the programs over it; to be used by one thread."""
 
-    def __init__(self, inference: InferenceModel, rank: int, devices: List[Any] | None = None):
-        """Reads the base.
+    def __init__(self, engine: Engine, params: Params, rank: int, longest: int):
+        """Shares the base with an engine.
 
         Args:
-            inference: the base, and its longest sequence.
+            engine: what samples from it, on the same devices.
+            params: its weights.
             rank: the highest that an adapter may have.
-            devices: None for all.
+            longest: tokens of a datum at most.
 
         Raises:
-            UserError: the base cannot be read, or a matrix cannot have this rank.
+            UserError: a matrix cannot have this rank.
         """
-        prepare_jax()
-        source, dtype, mesh = inference.source, inference.options.dtype, build_mesh(MeshConfig(), devices)
-        self.rank, self.mesh, self._longest = rank, mesh, inference.limit
-        self.modules = tuple(projections_of(source.decoder))
+        model, mesh = engine.model, engine.mesh
+        self.rank, self.mesh, self.frozen, self._longest, self._lock = rank, mesh, params, longest, engine.lock
+        # The requests of a batch cannot have experts of their own.
+        self.modules = tuple(name for name in projections_of(model.config) if not name.startswith(EXPERTS))
         """The modules that can be adapted, by their short Hugging Face names."""
-        adapter = self.settings(rank, self.modules)
-        rounding = simulated(source.rules, weights=False)
         try:
-            structure = adapt(adapter, source.decoder)
+            structure = adapt(self.settings(rank, self.modules), model.config)
         except UserError as error:
             raise UserError(f"--rank {rank}: {error}") from None
-        self.model = Model(source.decoder, dtype=dtype, remat="block", adapt=structure, simulated=rounding)
-        trained, self.frozen = weights(source, self.model, mesh, seed=0, trained="float32", frozen=dtype, full=False)
-        self._axes = {name: self.model.axes[name].index("rank") for name in trained}
-        self._places = {name: x.sharding for name, x in trained.items()}
-        options = compiler_options(mesh, dtype)
+        self.model = replace(model, remat="block", adapt=structure)
+        self._places = {name: place for name, place in self.model.shardings(mesh).items() if is_adapter(name)}
+        self._axes = {name: self.model.axes[name].index("rank") for name in self._places}
+        options = compiler_options(mesh, model.dtype)
         self._forward = jit(self._losses, options=options)
         self._backward = jit(self._gradients, donate_argnums=2, options=options)
         self._update = jit(self._stepped)
         self._zeros = jit(lambda tree: jax.tree.map(jnp.zeros_like, tree))
         self._moments = jit(optax.scale_by_adam().init)
-        self.nothing = Adapter(self.zeros(trained), 1.0)
+        self.nothing = Adapter(self.widened({}), 1.0)
         """No adapter: the base."""
 
     @staticmethod
@@ -241,9 +236,9 @@ class Compute:
             wide[name] = jax.device_put(whole, place)
         return wide
 
-    def scaled(self, adapter: Adapter) -> Params:
-        """All weights of an adapter on the base, as the model computes with them."""
-        return {**self.frozen, **_louder(adapter.params, adapter.factor)}
+    def loaded(self, adapter: Adapter) -> LoadedAdapter:
+        """An adapter as the engine loads it, of the same settings for all."""
+        return LoadedAdapter(self.settings(self.rank, self.modules), _louder(adapter.params, adapter.factor))
 
     def check(self, data: List[Datum], kind: Kind) -> None:
         """Checks that a loss can be computed of data.
@@ -300,7 +295,7 @@ class Compute:
         self, params: Params, moments: optax.OptState, gradients: Params, step: Step
     ) -> tuple[Params, optax.OptState, float]:
         """The weights and moments after an update, and the norm of the gradients."""
-        with jax.set_mesh(self.mesh):
+        with self._lock, jax.set_mesh(self.mesh):
             params, moments, norm = self._update(params, moments, gradients, Step(*map(np.float32, step)))
         return params, moments, float(norm)
 
@@ -311,7 +306,7 @@ class Compute:
         for width in dict.fromkeys(widths):
             members = [number for number, other in enumerate(widths) if other == width]
             batch, microbatches = self._microbatches([data[i] for i in members])
-            with jax.set_mesh(self.mesh):
+            with self._lock, jax.set_mesh(self.mesh):
                 parts = [run(rows) for rows in microbatches]
             for listed, of_rows in zip(outputs, zip(*parts, strict=True), strict=True):
                 whole = np.concatenate([np.asarray(x) for x in of_rows], axis=1)[:, : len(batch.tokens)]

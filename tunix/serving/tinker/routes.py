@@ -10,7 +10,6 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -18,6 +17,7 @@ import numpy as np
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -42,8 +42,10 @@ SILENT = 3600.0
 """Seconds without a heartbeat after which a session has ended."""
 MOST = 64 << 20
 """Bytes of a body at most; those of the SDK have 5 MB, or one datum."""
-NOTE = "Embedding and unembedding are not adapted here: train_unembed changes nothing"
+NOTE = "Embedding, unembedding and experts are not adapted here: train_unembed changes nothing"
 """What clients log when they begin a session."""
+FFN = ("gate_", "up_", "down_", "per_layer_")
+"""Begin the names of modules that `train_mlp` means. Others count as attention, such as the parts of a DeltaNet."""
 
 
 class Body(BaseModel):
@@ -207,22 +209,27 @@ class Door:
             "get_info": self._info,
             "forward_backward": self._forward_backward,
             "optim_step": self._optim_step,
-            "save_weights": self._save_weights,
-            "save_weights_for_sampler": self._save_weights_for_sampler,
+            "save_weights": self._save,
+            "save_weights_for_sampler": self._save,
             "load_weights": self._load_weights,
             "create_sampling_session": self._create_sampling_session,
             "asample": self._sample,
             "retrieve_future": self._retrieve,
+            "weights_info": self._weights_info,
         }
         gets = {
             "healthz": partial(_constant, {"status": "ok"}),
             "get_server_capabilities": partial(_constant, {"supported_models": [model]}),
             "samplers/{sampler}": self._sampler,
-            "training_runs/{run}": self._run,
+            "training_runs": self._stored,
+            "training_runs/{run}": self._stored,
+            "training_runs/{run}/checkpoints": self._stored,
+            "checkpoints": self._stored,
         }
+        deletes = {"training_runs/{run}/checkpoints/{kind}/{name}": self._stored}
         return [
             Route(f"/{path}", partial(_answer, handler), methods=[method])
-            for method, paths in (("POST", posts), ("GET", gets))
+            for method, paths in (("POST", posts), ("GET", gets), ("DELETE", deletes))
             for path, handler in paths.items()
         ]
 
@@ -265,12 +272,10 @@ class Door:
         body, text = await _read(CreateBody, request)
         self._check_session(body.session_id)
         lora, model = body.lora_config, f"{body.session_id}:train:{body.model_seq_id}"
-        # Whatever does not belong to the ffn counts as attention, such as the parts of a DeltaNet.
-        ffn = ("gate_", "up_", "down_", "experts.", "per_layer_")
         modules = tuple(
             name
             for name in self.tenants.compute.modules
-            if (lora.train_mlp if name.startswith(ffn) else lora.train_attn)
+            if (lora.train_mlp if name.startswith(FFN) else lora.train_attn)
         )
         self.tenants.open(model)
         run = Run(body.base_model, lora.rank, modules, body.user_metadata)
@@ -303,18 +308,12 @@ class Door:
 
         return self._promise(body.model_id, body.seq_id, text, work)
 
-    async def _save_weights(self, request: HttpRequest) -> Any:
+    async def _save(self, request: HttpRequest) -> Any:
         body, text = await _read(SaveBody, request)
+        kind = "weights" if request.url.path.endswith("/save_weights") else "sampler_weights"
         name = body.path or f"{body.seq_id:06d}"
-        work = partial(self.tenants.save, body.model_id, "weights", name, body.overwrite)
-        return self._promise(body.model_id, body.seq_id, text, work)
-
-    async def _save_weights_for_sampler(self, request: HttpRequest) -> Any:
-        body, text = await _read(SaveBody, request)
-        if body.sampling_session_seq_id is None:
-            name = body.path or f"{body.seq_id:06d}"
-            work = partial(self.tenants.save, body.model_id, "sampler_weights", name, body.overwrite)
-        else:
+        work = partial(self.tenants.save, body.model_id, kind, name, body.overwrite)
+        if kind == "sampler_weights" and body.sampling_session_seq_id is not None:
             sampler = f"{body.model_id.partition(':')[0]}:sample:{body.sampling_session_seq_id}"
             work = partial(self.tenants.snapshot, body.model_id, sampler)
         return self._promise(body.model_id, body.seq_id, text, work)
@@ -358,7 +357,7 @@ class Door:
         length = len(requests[0].prompt)
         scored = max(1, length - last if last else 1) if body.prompt_logprobs else None
         if (promise := self.tenants.promises.reserve(name, text)) is not None:
-            self.tenants.sample(Sampling(promise, sampler, requests, scored))
+            await run_in_threadpool(self.tenants.sample, Sampling(promise, sampler, requests, scored))
         return {"request_id": name, "sample_sequence_ids": [f"{name}:{i}" for i in range(body.num_samples)]}
 
     def _requests(self, body: SampleBody) -> list[Request]:
@@ -403,17 +402,37 @@ class Door:
 
     # What there is.
 
-    async def _run(self, request: HttpRequest) -> Any:
-        name = request.path_params["run"]
-        run = self.tenants.checkpoints.run(name)
+    async def _stored(self, request: HttpRequest) -> Any:
+        """Runs, a run, all checkpoints, or those of a run; or deletes one."""
+        checkpoints, run = self.tenants.checkpoints, request.path_params.get("run")
+        if request.method == "DELETE":
+            checkpoints.delete("tinker://{run}/{kind}/{name}".format(**request.path_params))
+            return {}
+        described = [checkpoints.described(name) for name in ([run] if run else checkpoints.runs)]
+        name, listed = "training_runs", [about for about, _ in described]
+        if request.url.path.endswith("/checkpoints"):
+            name, listed = "checkpoints", [x for _, of_run in described for x in of_run]
+        elif run:
+            return listed[0]
+        try:
+            offset, limit = (int(request.query_params.get(key, most)) for key, most in (("offset", 0), ("limit", 1000)))
+        except ValueError:
+            raise Refusal(400, "offset and limit are whole numbers") from None
+        cursor = {"offset": offset, "limit": limit, "total_count": len(listed)}
+        return {name: listed[max(offset, 0) :][: max(limit, 0)], "cursor": cursor}
+
+    async def _weights_info(self, request: HttpRequest) -> Any:
+        path = str((await _json(request)).get("tinker_path"))
+        self.tenants.checkpoints.folder(path)
+        run = self.tenants.checkpoints.run(path.split("/")[2])
+        ffn = [name.startswith(FFN) for name in run.modules]
         return {
-            "training_run_id": name,
             "base_model": run.base_model,
-            "model_owner": "local",
             "is_lora": True,
             "lora_rank": run.rank,
-            "last_request_time": datetime.now(UTC).isoformat(),
-            "user_metadata": run.user_metadata,
+            "train_unembed": False,
+            "train_mlp": any(ffn),
+            "train_attn": not all(ffn),
         }
 
 
@@ -471,7 +490,7 @@ async def _answer(handler: Callable[[HttpRequest], Awaitable[Any]], request: Htt
         first = error.errors()[0]
         status, detail = 400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}, not {str(first['input'])[:80]!r}"
     except UserError as error:
-        status, detail = 400, str(error)
+        status, detail = 400 if request.method == "POST" else 404, str(error)
     except Exception as error:  # a defect: whoever asked is told, and the next are answered
         _log.exception("a request failed")
         status, detail = 500, f"{type(error).__name__}: {error}"

@@ -2,15 +2,15 @@
 
 A training client has an adapter of its own over the base that all share, with its optimizer and the sum of its
 gradients. A sampler is an adapter as it was at some moment, or the base. One thread carries out the jobs of training
-(`futures.Turns`) and answers the requests of samplers, in turn: the engine samples with one adapter at a time, for all
-who ask for it, and is paused after a few dispatches where others wait.
+(`futures.Turns`), and computes log-probs. Samplers are answered by the server's one engine, together with all else that
+it is asked: `PLACES` adapters at a time, in which others take the place of one that nobody waits for.
 """
 
 import logging
 import secrets
 import threading
-import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -24,20 +24,19 @@ import optax
 
 from tunix.errors import UserError
 from tunix.hf.peft_folder import fingerprint, load_adapter, save_adapter
+from tunix.inference.batcher import Batcher, Ticket
 from tunix.inference.model import InferenceModel
 from tunix.lora.config import AdapterConfig
-from tunix.rollout.engine.engine import Engine
+from tunix.lora.multi_lora import LoadedAdapter
 from tunix.serving.tinker.checkpoints import Checkpoints, Run
 from tunix.serving.tinker.compute import ALPHA, Adapter, Chosen, Compute, Step, chosen
 from tunix.serving.tinker.futures import Promise, Promises, Refusal, Result, Turns
 from tunix.serving.tinker.wire import Datum, config_of, data_of, forward_backward_output, sample_response
-from tunix.types import Completion, Request
+from tunix.types import Request
 
 _log = logging.getLogger(__name__)
-GATHER = 0.005
-"""Seconds in which requests that arrive together are waited for."""
-TURN = 4
-"""Dispatches of the engine after which others have their turn, if any wait."""
+PLACES = 4
+"""Adapters that the engine samples from at a time: each one more makes every token a little dearer."""
 SNAPSHOTS = 8
 """How many unnamed snapshots of a model are kept, the last ones, and how many named ones in memory."""
 
@@ -72,6 +71,21 @@ class Sampler:
 
 
 @dataclass
+class Place:
+    """A place among the engine's adapters."""
+
+    name: str
+    """What requests call its adapter: another name for each that was there, e.g. `tinker 12`."""
+    loaded: LoadedAdapter
+    adapter: Adapter
+    """What is loaded."""
+    waiting: int = 0
+    """How many requests have it."""
+    used: int = 0
+    """When it was needed last, counted in requests."""
+
+
+@dataclass(eq=False)
 class Sampling:
     """A request for completions of one prompt."""
 
@@ -81,8 +95,12 @@ class Sampling:
     """One for each completion."""
     scored: int | None = None
     """The position from which on log-probs of the prompt are asked for, e.g. 1; None where none are."""
-    completions: dict[int, Completion] = field(default_factory=dict)
-    """Those that are there, by their numbers."""
+    adapter: Adapter | None = None
+    """The sampler's; None for the base."""
+    place: Place | None = None
+    """Where the engine has it; None for the base."""
+    tickets: list[Ticket] = field(default_factory=list)
+    """The requests, once the engine has them."""
 
     @property
     def exact(self) -> bool:
@@ -90,39 +108,38 @@ class Sampling:
         sampling = self.requests[0].sampling
         return (sampling.temperature, sampling.top_k, sampling.top_p) == (1.0, 0, 1.0)
 
-    @property
-    def unscored(self) -> bool:
-        """Whether the engine's completions are all that is answered."""
-        return self.exact and self.scored is None
-
 
 class Tenants:
     """All that clients train and sample from."""
 
-    def __init__(self, inference: InferenceModel, folder: Path, rank: int, devices: List[Any] | None = None):
-        """Reads the base, and starts the thread.
+    def __init__(
+        self,
+        inference: InferenceModel,
+        compute: Compute,
+        batches: Batcher,
+        publish: Callable[[Mapping[str, LoadedAdapter]], None],
+        folder: Path,
+    ):
+        """Starts the thread.
 
         Args:
             inference: the base; its own engine is not used.
+            compute: trains adapters.
+            batches: answers requests for the base, and for adapters.
+            publish: sets these adapters.
             folder: where checkpoints are.
-            rank: the highest rank of an adapter.
-            devices: None for all.
-
-        Raises:
-            UserError: the base cannot be read, or a matrix cannot have this rank.
         """
         self.inference, self.name = inference, inference.options.model
         self.promises, self.checkpoints = Promises(), Checkpoints(folder)
-        self.compute = Compute(inference, rank, devices)
-        decode = inference.tokenizer.decode if inference.tokenizer else None
-        self.engine = Engine(
-            self.compute.model, self.compute.mesh, slots=inference.slots, max_length=inference.limit, decode=decode
-        )
+        self.compute, self._batches, self._publish = compute, batches, publish
         self.models: dict[str, Tenant] = {}
         self.samplers: dict[str, Sampler] = {}
-        self._turns, self._sampling = Turns(), dict[str, list[tuple[Sampling, int, Request]]]()
-        self._published: tuple[Adapter | None, int] = (None, 0)
-        self._changed, self._closed = threading.Condition(), False
+        self._changed, self._closed, self._turns = threading.Condition(), False, Turns()
+        nothing, self._number = compute.loaded(compute.nothing), 0
+        self._places = [Place(f"nothing {number}", nothing, compute.nothing) for number in range(PLACES)]
+        self._publish({place.name: place.loaded for place in self._places})
+        self._waiting, self._running, self._ready = deque[Sampling](), set[Sampling](), list[Sampling]()
+        """What has no place yet, what the engine has, and what is sampled and lacks log-probs."""
         self._thread = threading.Thread(target=self._serve, name="tinker", daemon=True)
         self._thread.start()
 
@@ -150,18 +167,32 @@ class Tenants:
             self._turns.check(model)
             if (promise := self.promises.reserve(name, body)) is not None:
                 try:
-                    self._turns.add(model, number, lambda: self._carry_out(promise, work))
+
+                    def carry_out() -> None:
+                        """Computes a result; whatever goes wrong is shown to the client that asked."""
+                        try:
+                            promise.settle(work())
+                        except Exception as error:
+                            if not isinstance(error, UserError):
+                                _log.exception("%s failed", name)
+                            promise.settle(error)
+
+                    self._turns.add(model, number, carry_out)
                 except UserError as error:
                     promise.settle(error)
                 self._changed.notify_all()
         return name
 
     def sample(self, sampling: Sampling) -> None:
-        """Queues a request for completions."""
-        with self._changed:
-            queue = self._sampling.setdefault(sampling.sampler.name, [])
-            queue += [(sampling, number, request) for number, request in enumerate(sampling.requests)]
-            self._changed.notify_all()
+        """Queues a request for completions; reads its adapter first, where it is not in memory."""
+        try:
+            sampling.adapter = self._weights(sampling.sampler)
+        except UserError as error:
+            sampling.promise.settle(error)
+        else:
+            with self._changed:
+                self._waiting.append(sampling)
+                self._begin()
 
     def end(self, session: str) -> None:
         """Frees the models and samplers of a session; what they have not answered fails."""
@@ -170,8 +201,13 @@ class Tenants:
                 self._turns.close(name)
                 del self.models[name]
             for name in [name for name in self.samplers if name.startswith(f"{session}:")]:
-                self._sampling.pop(name, None)
                 del self.samplers[name]
+            left = {x for x in (*self._waiting, *self._running) if x.sampler.name.startswith(f"{session}:")}
+            self._waiting = deque(x for x in self._waiting if x not in left)
+            for sampling in left & self._running:
+                self._batches.give_up(sampling.tickets)
+                self._leave(sampling)
+            self._begin()
         self.promises.fail(UserError(f"the session {session} has ended"), f"{session}:")
 
     def close(self) -> None:
@@ -344,86 +380,79 @@ class Tenants:
 
     # The thread.
 
-    def _carry_out(self, promise: Promise, work: Callable[[], Result]) -> None:
-        """Computes a result; whatever goes wrong is shown to the client that asked."""
-        try:
-            promise.settle(work())
-        except Exception as error:
-            if not isinstance(error, UserError):
-                _log.exception("%s failed", promise.request_id)
-            promise.settle(error)
-
     def _serve(self) -> None:
-        """Trains and samples, in turn."""
+        """Trains, and computes log-probs for samplers, in turn."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._turns or self._sampling)
+                self._changed.wait_for(lambda: self._closed or self._turns or self._ready)
                 if self._closed:
                     return
                 job = self._turns.take() if self._turns else None
+                ready, self._ready = self._ready, []
             if job is not None:
                 job()
-            if self._sampling:
-                time.sleep(GATHER)
-                with self._changed:
-                    name = next(iter(self._sampling), None)
-                    queue = self._sampling.pop(name) if name is not None else []
-                if queue:
-                    self._answer(queue)
+            for adapter in {id(x.adapter): x.adapter for x in ready}.values():
+                alike = [x for x in ready if x.adapter is adapter]
+                try:
+                    self._finish(adapter or self.compute.nothing, alike)
+                except Exception as error:
+                    _log.exception("log-probs of samples failed")
+                    for sampling in alike:
+                        sampling.promise.settle(error)
 
-    def _answer(self, queue: list[tuple[Sampling, int, Request]]) -> None:
-        """Samples for all that wait for one sampler, until they are answered or others have their turn."""
-        sampler, ready = queue[0][0].sampler, list[Sampling]()
-        try:
-            adapter = self._weights(sampler)
-            if self._published[0] is not adapter:
-                version = self._published[1] + 1
-                self.engine.publish(self.compute.scaled(adapter), version)
-                self._published = adapter, version
+    def _begin(self) -> None:
+        """Hands the engine what waits, in its order, as long as its adapters have places; the lock is held."""
+        while self._waiting:
+            sampling = self._waiting[0]
+            if (adapter := sampling.adapter) is not None:
+                places = sorted(self._places, key=lambda x: (x.adapter is not adapter, x.waiting > 0, x.used))
+                place, self._number = places[0], self._number + 1
+                if place.adapter is not adapter:
+                    if place.waiting:
+                        return
+                    place.name, place.adapter = f"tinker {self._number}", adapter
+                    place.loaded = self.compute.loaded(adapter)
+                    self._publish({x.name: x.loaded for x in self._places})
+                place.waiting, place.used, sampling.place = place.waiting + 1, self._number, place
+            self._waiting.popleft()
+            self._running.add(sampling)
+            name = None if sampling.place is None else sampling.place.name
+            sampling.tickets = [Ticket(replace(request, adapter=name)) for request in sampling.requests]
+            for ticket in sampling.tickets:
+                ticket.future.add_done_callback(lambda _, sampling=sampling: self._sampled(sampling))
+            self._batches.submit(sampling.tickets)
 
-            def done(number: int, completion: Completion) -> bool:
-                sampling, place, _ = queue[number]
-                sampling.completions[place] = completion
-                if len(sampling.completions) == len(sampling.requests):
-                    if sampling.unscored:
-                        self._finish(adapter, [sampling])
-                    else:
-                        ready.append(sampling)
-                return False
+    def _leave(self, sampling: Sampling) -> None:
+        """The engine has a request no more; the lock is held."""
+        self._running.discard(sampling)
+        if sampling.place is not None:
+            sampling.place.waiting -= 1
 
-            def pause(dispatches: int) -> bool:
-                running = sum(place not in sampling.completions for sampling, place, _ in queue)
-                more = sampler.name in self._sampling
-                others = bool(self._turns) or len(self._sampling) > more or bool(ready)
-                joined = dispatches > 0 and more and running < self.engine.slots
-                return self._closed or joined or (dispatches >= TURN and others)
+    def _sampled(self, sampling: Sampling) -> None:
+        """Answers a request whose completions are all there, or has log-probs computed first."""
+        with self._changed:
+            if sampling not in self._running or not all(ticket.future.done() for ticket in sampling.tickets):
+                return
+            self._leave(sampling)
+            self._begin()
+        errors = [error for ticket in sampling.tickets if (error := ticket.future.exception()) is not None]
+        if errors:
+            sampling.promise.settle(cast(Exception, errors[0]))
+        elif sampling.exact and sampling.scored is None:
+            self._finish(self.compute.nothing, [sampling])
+        else:
+            with self._changed:
+                self._ready.append(sampling)
+                self._changed.notify_all()
 
-            completions = self.engine.run([request for *_, request in queue], on_done=done, pause=pause)
-            self._finish(adapter, ready)
-        except Exception as error:
-            if not isinstance(error, UserError):
-                _log.exception("%s failed", sampler.name)
-            for sampling, *_ in queue:
-                sampling.promise.settle(error)
-            return
-        begun = [
-            (sampling, place, replace(request, so_far=completion))
-            for (sampling, place, request), completion in zip(queue, completions, strict=True)
-            if place not in sampling.completions
-        ]
-        if begun:
-            with self._changed:  # behind all other samplers, before what came for this one
-                if sampler.name in self.samplers:
-                    self._sampling[sampler.name] = begun + self._sampling.pop(sampler.name, [])
-
-    def _weights(self, sampler: Sampler) -> Adapter:
+    def _weights(self, sampler: Sampler) -> Adapter | None:
         if sampler.adapter is None and sampler.model is not None:
             raise UserError(
                 f"the weights of {sampler.name} are gone: the last {SNAPSHOTS} unnamed snapshots of a model are kept. "
                 "save_weights_for_sampler with a name keeps more"
             )
         if sampler.path is None:
-            return sampler.adapter or self.compute.nothing
+            return sampler.adapter
         if sampler.adapter is None:
             sampler.adapter = self._read(sampler.path)[1]
             others = [x for x in self.samplers.values() if x.path and x.adapter is not None and x is not sampler]
@@ -439,7 +468,7 @@ class Tenants:
             if sampling.scored is not None:
                 wholes.append(prompt)
             if not sampling.exact:
-                wholes += [np.append(prompt, sampling.completions[i].tokens) for i in range(len(sampling.requests))]
+                wholes += [np.append(prompt, ticket.future.result().tokens) for ticket in sampling.tickets]
         data = [Datum(whole[:-1], {"target_tokens": whole[1:]}) for whole in wholes if len(whole) > 1]
         scored = iter(self.compute.forward(adapter, data, Chosen()).logprobs if data else [])
         scores = iter([next(scored) if len(whole) > 1 else np.zeros(0) for whole in wholes])
@@ -448,6 +477,6 @@ class Tenants:
             if sampling.scored is not None:
                 of_prompt = np.concatenate([[np.nan], next(scores)])
                 of_prompt[: sampling.scored] = np.nan
-            completions = [sampling.completions[i] for i in range(len(sampling.requests))]
+            completions = [ticket.future.result() for ticket in sampling.tickets]
             logprobs = [x.logprobs if sampling.exact else next(scores)[-len(x.tokens) :] for x in completions]
             sampling.promise.settle(sample_response(completions, logprobs, of_prompt))

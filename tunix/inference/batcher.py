@@ -2,7 +2,7 @@
 
 A thread calls the engine (`Engine.serve`), which asks between two dispatches for what has come, and is told who has
 gone. A token's random numbers follow from its request alone, so the company changes nothing. The call ends where
-weights are replaced (`idle`), and begins again with the next request.
+weights are replaced (`idle`), and begins again with the next request; adapters that nobody uses are replaced meanwhile.
 """
 
 import logging
@@ -24,10 +24,6 @@ ENDS = RuntimeError("the server ends")
 _log = logging.getLogger(__name__)
 
 
-class Full(Exception):
-    """So many requests are waiting that no more are taken."""
-
-
 @dataclass(eq=False)
 class Ticket:
     """A request, and its completion to come."""
@@ -46,10 +42,10 @@ class Ticket:
 class Batcher:
     """Answers the requests of all callers in one thread."""
 
-    def __init__(self, engine: Engine, ready: Callable[[], None], most: int):
-        """Starts the thread, in which `ready` is called before each call of the engine, e.g. to publish weights. No
-        more than `most` requests may be unanswered."""
-        self._engine, self._ready, self._most = engine, ready, most
+    def __init__(self, engine: Engine, ready: Callable[[], bool]):
+        """Starts the thread, in which `ready` is called before each call of the engine and each dispatch with new
+        requests: it publishes what they need, and returns whether that was anything."""
+        self._engine, self._ready = engine, ready
         self._changed, self._alone = threading.Condition(), threading.Lock()
         self._waiting: list[Ticket] = []
         self._running: dict[int, Ticket] = {}
@@ -65,16 +61,13 @@ class Batcher:
         return len(self._running), len(self._waiting)
 
     def submit(self, tickets: Sequence[Ticket]) -> None:
-        """Answers these, all or none.
-
-        Raises:
-            Full: too many are unanswered.
-        """
+        """Answers these, unless it was closed."""
         with self._changed:
-            if len(self._waiting) + len(self._running) + len(tickets) > self._most or self._closed:
-                raise Full
             self._waiting += tickets
+            closed = self._closed
             self._changed.notify_all()
+        if closed:
+            self.refuse(lambda _: True, ENDS)
 
     def give_up(self, tickets: Sequence[Ticket]) -> None:
         """Nobody waits for these any more: what is not answered ends after the next dispatch."""
@@ -155,8 +148,7 @@ class Batcher:
                 self._running, self._gone = {}, []
             for ticket in ended:
                 ticket.future.set_exception(error)
-        for ticket in self._waiting:
-            ticket.future.set_exception(ENDS)
+        self.refuse(lambda _: True, ENDS)
 
     def _pull(self, is_idle: bool) -> Arrivals | None:
         """What has come and gone since the engine asked last; None where its call is to end."""
@@ -174,7 +166,9 @@ class Batcher:
             self._came += len(new)
             gone, self._gone = self._gone, []
             watched = [number for number, ticket in self._running.items() if ticket.on_progress is not None]
-            return Arrivals([ticket.request for ticket in new], gone, watched)
+        # After they were taken: what they need was noted before they came.
+        published = self._engine.hold() if new and self._ready() else None
+        return Arrivals([ticket.request for ticket in new], gone, watched, published)
 
     def _done(self, number: int, completion: Completion) -> bool:
         with self._changed:
