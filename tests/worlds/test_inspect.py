@@ -10,7 +10,7 @@ from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
 from inspect_ai.log import EvalLog
 from inspect_ai.model import get_model
-from inspect_ai.scorer import exact
+from inspect_ai.scorer import includes
 from inspect_ai.solver import generate, use_tools
 from inspect_ai.tool import Tool, tool
 
@@ -63,7 +63,7 @@ def test_a_task_is_measured(url: str, tmp_path: Path):
     prompts = ["What is 2 + 3?", "Hi"]
     samples = [Sample(input=prompt, target="x") for prompt in prompts]
     settings = {"temperature": 0.0, "seed": 1, "logprobs": True, "top_logprobs": 2}
-    first = measured(Task(samples, solver=generate(), scorer=exact()), url, tmp_path, **settings)
+    first = measured(Task(samples, solver=generate(), scorer=includes()), url, tmp_path, **settings)
     assert first.samples is not None
     outputs = [sample.output for sample in first.samples]
     for output in outputs:
@@ -73,9 +73,9 @@ def test_a_task_is_measured(url: str, tmp_path: Path):
         assert len(logprobs.content) == output.usage.output_tokens <= 12
         assert all(entry.logprob <= 0 and len(entry.top_logprobs or ()) == 2 for entry in logprobs.content)
     again = [Sample(input=x, target=output.completion) for x, output in zip(prompts, outputs, strict=True)]
-    second = measured(Task(again, solver=generate(), scorer=exact()), url, tmp_path, **settings)
+    second = measured(Task(again, solver=generate(), scorer=includes()), url, tmp_path, **settings)
     assert second.results is not None
-    assert second.results.scores[0].metrics["mean"].value == 1.0
+    assert second.results.scores[0].metrics["accuracy"].value == 1.0
 
 
 def test_tools_in_a_loop(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -84,10 +84,12 @@ def test_tools_in_a_loop(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     said = [f"Wait. {call}", "It is 4.", "It is 4."]
     monkeypatch.setattr(Reader, "read", lambda _, x, *, ended: (said.pop(0) if ended else "", slice(len(x.tokens))))
     log = measured(
-        Task([Sample("Twice 2?", target="It is 4.")], [use_tools(double()), generate()], exact()), url, tmp_path
+        Task([Sample("Twice 2?", target="It is 4.")], solver=[use_tools(double()), generate()], scorer=includes()),
+        url,
+        tmp_path,
     )
     assert log.samples is not None
     assert [message.role for message in log.samples[0].messages] == ["user", "assistant", "tool", "assistant"]
     assert log.samples[0].messages[2].text == "4"
     assert log.results is not None
-    assert log.results.scores[0].metrics["mean"].value == 1.0
+    assert log.results.scores[0].metrics["accuracy"].value == 1.0

@@ -123,32 +123,36 @@ def test_the_numbers_are_those_of_its_own_model(model: Path, chat: bool, capsys:
     assert "choose/acc_norm" in shown
 
 
-SCORED = ["choose.yaml", "last.yaml", "whole.yaml"]
+def completions(model: Path, url: str, tasks: list[str], **settings: Any) -> tuple[Any, Any]:
+    """What its client for completions says of tasks."""
+    arguments = {"base_url": f"{url}/v1/completions", "model": str(model), "max_length": LENGTH, **settings}
+    results = simple_evaluate("local-completions", arguments, tasks=tasks)
+    assert results is not None
+    return said(results)
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"batch_size": 4}, {"num_concurrent": 3, "tokenized_requests": False}, {"tokenizer_backend": "remote"}],
-    ids=["several token ids in a request", "texts", "the server's tokenizer"],
+    "settings", [{"batch_size": 4}, {"num_concurrent": 3, "tokenized_requests": False}], ids=["ids", "texts"]
 )
 def test_completions_from_the_server(model: Path, url: str, settings: dict[str, Any]):
-    """Its `local-completions` has log-probs of prompts and answers from `tunix serve`, as in process.
-
-    Longer texts have other windows: it leaves room for a token that is sampled."""
-    arguments = {"base_url": f"{url}/v1/completions", "model": str(model), "max_length": LENGTH, "add_bos_token": True}
-    if "tokenizer_backend" not in settings:
-        arguments["tokenizer_backend"] = "huggingface"
+    """Its `local-completions` has log-probs of prompts and answers from `tunix serve`, as in process: several prompts
+    of token ids in a request, or texts."""
     tasks = ["choose.yaml", "last.yaml", "answer.yaml"]
-    results = simple_evaluate("local-completions", {**arguments, **settings}, tasks=tasks)
-    assert results is not None
-    same(said(results), ours(model, "--raw", "--tasks", *tasks))
+    settings |= {"tokenizer_backend": "huggingface", "add_bos_token": True}
+    same(completions(model, url, tasks, **settings), ours(model, "--raw", "--tasks", *tasks))
+
+
+def test_the_tokenizer_of_the_server(model: Path, url: str):
+    """Which it asks by itself, and which adds no BOS."""
+    local = completions(model, url, ["choose.yaml"], tokenizer_backend="huggingface", num_concurrent=3)
+    same(completions(model, url, ["choose.yaml"], num_concurrent=3), local)
 
 
 def test_chats_from_the_server(model: Path, url: str):
     """Its `local-chat-completions`: the server renders what `tunix eval` renders in process."""
     arguments = {"base_url": f"{url}/v1/chat/completions", "model": str(model), "num_concurrent": 3}
     arguments |= {"eos_string": "<eos>"}
-    tasks = ["answer.yaml", "shown.yaml"]
+    tasks = ["answer.yaml"]
     results = simple_evaluate("local-chat-completions", arguments, tasks=tasks, apply_chat_template=True)
     assert results is not None
     same(said(results), ours(model, "--tasks", *tasks))
