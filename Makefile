@@ -86,7 +86,7 @@ $(NEWEST)/installed: pyproject.toml
 	@touch $@
 
 # Each package of an extra in an environment of its own, which sees what $(VENV) has; offline once they are installed.
-WORLDS ?= reasoning-gym textarena gymnasium trl verifiers openenv mcp openai tinker lm-eval inspect
+WORLDS ?= reasoning-gym textarena gymnasium trl verifiers openenv mcp openai mini-swe-agent tinker lm-eval inspect
 WORLD_FOLDERS := .worlds
 # Its recipes run against the Tinker door. It asks for a tml-renderers that only some indexes have, and which only
 # models need that are not trained here.

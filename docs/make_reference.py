@@ -32,7 +32,7 @@ from tunix.models.families.table import presets as published
 from tunix.models.quantization.rules import QuantizationConfig, Rule
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.config import EvalConfig, EvalTask, RolloutConfig, RolloutMeshConfig
-from tunix.rollout.environments.config import EnvironmentConfig, MCPConfig, MixtureConfig, RolloutSource
+from tunix.rollout.environments.config import AgentConfig, EnvironmentConfig, MCPConfig, MixtureConfig, RolloutSource
 from tunix.rollout.rewards.config import JudgeConfig, RewardConfig, RewardFunction
 from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig
 
@@ -62,6 +62,7 @@ SECTIONS: dict[str, type[Config]] = {
     "rollout mesh": RolloutMeshConfig,
     "rollout environment": EnvironmentConfig,
     "rollout environment mcp": MCPConfig,
+    "rollout environment agent": AgentConfig,
     "optimizer": OptimizerConfig,
     "mesh": MeshConfig,
     "checkpoint": CheckpointConfig,

@@ -52,7 +52,7 @@ def test_turns_that_extend_each_other_are_one_transcript_and_a_fork_begins_anoth
         "tokens": [1, 2, 9, 7, 8],
         "logprobs": pytest.approx([0, 0, 0, -0.07, -0.08]),
         "versions": [3] * 5,
-        "turns": [(3, 5)],
+        "turns": [[3, 5]],
     }
 
 

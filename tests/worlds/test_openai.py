@@ -1,22 +1,32 @@
-"""OpenAI's own client against `tunix serve`: chats, streams, tools in a loop, errors as its exceptions."""
+"""OpenAI's own client against `tunix serve`: chats, streams, tools in a loop, errors as exceptions; and as an agent."""
 
 import json
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import openai
 import pytest
 
+from tests.scripted_engine import Scripted
 from tests.serving.conftest import listening
 from tests.test_pages import blocks
+from tunix.data.config import DataConfig
 from tunix.inference.model import InferenceModel, InferenceOptions
+from tunix.rollout.environments.agents import PlayedEpisode
+from tunix.rollout.environments.config import AgentConfig
+from tunix.serving.agents import AgentPlayer
 from tunix.serving.answers import Reader
 from tunix.serving.app import tiny_source
 from tunix.serving.gate import Gate
 from tunix.serving.service import Service
+from tunix.types import Sampling
 
 pytestmark = pytest.mark.worlds
 TEMPLATE = """
@@ -155,3 +165,31 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch):
     exec(compile(block.text, "serving.md", "exec"), namespace)
     assert namespace["server"].returncode is not None
     assert isinstance(namespace["text"], str)
+
+
+def test_a_loop_with_tools_is_an_episode():
+    """The unmodified client plays; what was sampled is recorded once, in two transcripts."""
+    call = '<tool_call>\n{"name": "double", "arguments": {"a": 21}}\n</tool_call>'
+    source = tiny_source()
+    assert source.tokenizer is not None
+    source = replace(source, tokenizer=source.tokenizer.replace_template(TEMPLATE))
+    inference = InferenceModel(InferenceOptions("tiny"), source)
+    engine = Scripted(inference, lambda prompt: "It is 42." if "<|im_start|>tool" in prompt else call)
+    program = str(Path(__file__).with_name("openai_agent.py"))
+    config = AgentConfig(command=(sys.executable, program, "{question}"))
+    data = DataConfig(train="rows.jsonl", max_length=2048)
+    player = AgentPlayer(config, source, data, 1.0, None)
+    with closing(player):
+        sampling = Sampling(max_tokens=512, stop_ids=source.stop_ids)
+        rows = [{"question": "What is twice 21?"}] * 2
+        batch = player.play(engine, rows, sampling, 0, [0, 1])
+        assert batch.scores == [1.0, 1.0], batch.logged
+        for episode in batch.episodes:
+            assert isinstance(episode, PlayedEpisode)
+            completion, tokenizer = episode.completion, source.tokenizer
+            said = [tokenizer.decode(completion.tokens[a:b], skip_special=True) for a, b in completion.turns]
+            assert sorted(said) == sorted([call, "It is 42.", call])
+            assert completion.drawn.sum() == np.sum(completion.logprobs == -0.5)
+            assert len(completion.restarts) == 1
+            assert {*completion.versions} == {7}
+        batch.finish([x.completion for x in batch.episodes if isinstance(x, PlayedEpisode)])

@@ -130,12 +130,9 @@ class Session:
         """The transcripts as JSON values."""
         with self._lock:
             parts = [x.trained for x in self.transcripts if x.drawn]
-        names = ("tokens", "logprobs", "versions")
+        names = ("tokens", "logprobs", "versions", "turns")
         return {
-            "transcripts": [
-                {name: x.tolist() for name, x in zip(names, part[:3], strict=True)} | {"turns": part[3]}
-                for part in parts
-            ]
+            "transcripts": [dict(zip(names, [np.asarray(x).tolist() for x in part], strict=True)) for part in parts]
         }
 
     def episode(self, sampling: Sampling) -> tuple[np.ndarray, Completion]:

@@ -57,7 +57,7 @@ class Program:
     def __init__(self, config: AgentConfig):
         """Starts nothing yet; raises a UserError where there is no such program."""
         self._config, self._command = config, config.words()
-        self._running = set[subprocess.Popen[bytes]]()
+        self._running, self._killed = set[subprocess.Popen[bytes]](), False
 
     def run(self, row: Row, folder: Path, variables: Mapping[str, str]) -> tuple[int | None, str]:
         """Runs it to its end, or to its deadline.
@@ -93,6 +93,8 @@ class Program:
                 start_new_session=True,
             )
             self._running.add(process)
+            if self._killed:  # it has begun meanwhile
+                _kill(process)
             try:
                 code = process.wait(self._config.deadline)
             except subprocess.TimeoutExpired:
@@ -129,7 +131,8 @@ class Program:
         return Failure(f"the agent {wrong}{printed}") if wrong or isinstance(outcome, str) else outcome
 
     def kill(self) -> None:
-        """Kills all that run."""
+        """Kills all that run, and those that are about to."""
+        self._killed = True
         for process in [*self._running]:
             _kill(process)
 

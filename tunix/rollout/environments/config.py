@@ -62,7 +62,8 @@ class AgentConfig(Config):
                 f"rollout.environment.agent.command: {self.command[0]!r} is no program on the PATH and no file that "
                 "can be executed: name one, as in [python, agent.py]"
             )
-        return [str(Path(word).resolve()) if Path(word).is_file() else word for word in self.command]
+        # Not resolved: the interpreter of a virtual environment is a link.
+        return [str(Path(word).absolute()) if Path(word).is_file() else word for word in self.command]
 
 
 class EnvironmentConfig(Config):
