@@ -155,7 +155,7 @@ def main() -> int:
         params = model.init(jax.random.key(0), dict.fromkeys(model.shapes, "float32"), mesh)
         save_folder(folder, config, params, source=None, dtype="float32")
         bytes_tokenizer("llama3").save(folder)
-        words = ("--slots", str(SLOTS), "--train", str(Path(place, "adapters")))
+        words = ("--slots", str(SLOTS))
         urls = {"tunix serve": stack.enter_context(ours(folder, Path(place, "log"), *words, length=LENGTH))}
         if PYTHON is not None:
             urls["vLLM"] = stack.enter_context(real(folder, Path(place, "log.vllm"), length=LENGTH))
@@ -178,12 +178,16 @@ def main() -> int:
                 waits.add_row(f"{name}, {what}", *(f"{1000 * np.percentile(values, p):.0f}" for p in (50, 99)))
         console = Console(width=100)
         console.print(rates, waits)
-        for _ in range(turns):
-            seconds_of_polls, memory = asyncio.run(polled(urls["tunix serve"], str(folder))), resident()
-            console.print(f"{POLLS} long polls: {seconds_of_polls:.1f} s; the server holds {memory:.0f} MB")
         console.print(
             "conversation, tokens of the prompt and computed:", conversation(urls["tunix serve"], str(folder))
         )
+        stack.pop_all().close()
+        # Places for adapters make every token of so small a model a good deal dearer.
+        words = (*words, "--train", str(Path(place, "adapters")))
+        with ours(folder, Path(place, "log.train"), *words, length=64) as url:
+            for _ in range(turns):
+                time_of_polls, memory = asyncio.run(polled(url, str(folder))), resident()
+                console.print(f"{POLLS} long polls: {time_of_polls:.1f} s; the server holds {memory:.0f} MB")
     return 0
 
 
