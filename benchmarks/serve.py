@@ -1,13 +1,15 @@
 """`python -m benchmarks.serve`: `tunix serve` under many requests, beside `engine.run` and, where there is one, vLLM.
 
 The small Llama shape with random weights. The same 256 requests by a call of the engine in this process and over HTTP,
-in turns; 200 streams at once, of which none may be lost or come twice; and a conversation of eight turns, of which
-each computes what is new. TUNIX_VLLM names the Python of an environment with vLLM (docs/guide/servers.md).
+in turns; 200 streams and then 2,000 long polls of the Tinker door at once, of which none may be lost or come twice, and
+after which the server has the memory that it had; and a conversation of eight turns, of which each computes what is
+new. TUNIX_VLLM names the Python of an environment with vLLM (docs/guide/servers.md).
 """
 
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -31,10 +33,13 @@ from tunix.hf.model_folder import save_folder
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.mesh import build_mesh
 from tunix.models.model import Model
+from tunix.serving.tinker.wire import MESSAGES
 from tunix.types import Request, Sampling
 
 REQUESTS, STREAMS, PROMPT, NEW, SLOTS, LENGTH = 256, 200, 64, 64, 64, 1024
 TURNS, SAID = 8, 24
+POLLS, SHORT = 2000, 4
+"""Long polls at once, and tokens that each waits for."""
 
 
 def bodies(model: str, number: int) -> list[dict[str, Any]]:
@@ -78,6 +83,44 @@ async def streamed(url: str, asked: Sequence[dict[str, Any]]) -> tuple[list[floa
         await asyncio.gather(*(one(client, body) for body in asked))
     assert len(firsts) == len(asked)
     return firsts, gaps
+
+
+async def polled(url: str, model: str) -> float:
+    """Seconds in which as many samples are there as are polled for at once, each answered once."""
+    rng, limits = np.random.default_rng(2), httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=f"{url}/api/v1", timeout=None, limits=limits, trust_env=False) as client:
+
+        async def post(path: str, body: dict[str, Any]) -> httpx.Response:
+            return await client.post(f"/{path}", json=body)
+
+        session = (await post("create_session", {"sdk_version": "0.38.0"})).json()["session_id"]
+        sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": model}
+        name = (await post("create_sampling_session", sampler)).json()["sampling_session_id"]
+
+        async def sample(number: int, prompt: list[int]) -> bytes:
+            body = {"sampling_session_id": name, "seq_id": number, "prompt": {"chunks": [{"tokens": prompt}]}}
+            body |= {"sampling_params": {"max_tokens": SHORT, "seed": number, "stop": []}}
+            asked = {"request_id": (await post("asample", body)).json()["request_id"]}
+            while (answer := await post("retrieve_future", asked)).status_code == 408:
+                pass
+            return answer.content
+
+        began = time.monotonic()
+        prompts = rng.integers(10, 200, (POLLS, 8)).tolist()
+        answers = await asyncio.gather(*(sample(number, prompt) for number, prompt in enumerate(prompts)))
+        seconds = time.monotonic() - began
+        for answer in answers:
+            (sequence,) = MESSAGES["SampleResponse"].FromString(answer).sequences
+            assert len(sequence.tokens) == 4 * SHORT, "int32"
+        await post(f"sessions/{session}/finish", {})
+    return seconds
+
+
+def resident() -> float:
+    """MB of memory that the server holds: the first process that this one has started (Linux)."""
+    here = os.getpid()
+    child = Path(f"/proc/{here}/task/{here}/children").read_text().split()[0]
+    return int(Path(f"/proc/{child}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def conversation(url: str, model: str) -> list[tuple[int, int]]:
@@ -138,6 +181,13 @@ def main() -> int:
         console.print(
             "conversation, tokens of the prompt and computed:", conversation(urls["tunix serve"], str(folder))
         )
+        stack.pop_all().close()
+        # Places for adapters make every token of so small a model a good deal dearer.
+        words = (*words, "--train", str(Path(place, "adapters")))
+        with ours(folder, Path(place, "log.train"), *words, length=64) as url:
+            for _ in range(turns):
+                time_of_polls, memory = asyncio.run(polled(url, str(folder))), resident()
+                console.print(f"{POLLS} long polls: {time_of_polls:.1f} s; the server holds {memory:.0f} MB")
     return 0
 
 

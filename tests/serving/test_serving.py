@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jax
 import numpy as np
 import pytest
 
@@ -22,7 +23,12 @@ from tunix.data.tokenizer import bytes_tokenizer
 from tunix.distributed.meeting import Place, join
 from tunix.errors import UserError
 from tunix.inference.model import InferenceModel, InferenceOptions
-from tunix.serving.bodies import HALF
+from tunix.lora.adapt import adapt
+from tunix.lora.config import AdapterConfig
+from tunix.lora.multi_lora import LoadedAdapter
+from tunix.models.config import is_adapter
+from tunix.models.model import Model
+from tunix.serving.bodies import HALF, Refusal
 from tunix.serving.service import Service
 from tunix.types import Request, Sampling
 
@@ -188,6 +194,18 @@ def test_an_engine_that_fails_is_no_mistake_of_the_request(model: Path, serve: S
         answer = httpx.post(f"{url}/v1/completions", json={"model": str(model), **body(0)}, timeout=60)
         assert answer.status_code == 500
     assert asked(url, body(0), model)["finish_reason"] == "length"
+
+
+def test_weights_stay_while_clients_train_on_them(model: Path, serve: Serve):
+    service, _ = serve(adapters=True)
+    assert service.params is not None
+    settings = AdapterConfig(rank=2)
+    loaded = Model(service.engine.model.config, adapt=adapt(settings, service.engine.model.config))
+    names = [name for name in loaded.shapes if is_adapter(name)]
+    params = loaded.init(jax.random.key(0), dict.fromkeys(names, "float32"), service.engine.mesh)
+    service.publish_unlisted({"a": LoadedAdapter(settings, params)})
+    with pytest.raises(Refusal, match="its weights stay as they are: clients train adapters on them"):
+        service.load(model)
 
 
 def test_adapters_need_weights_that_are_kept(model: Path, serve: Serve, tmp_path: Path):

@@ -4,6 +4,8 @@
 """
 
 import asyncio
+import json
+import shutil
 import socket
 import threading
 import time
@@ -20,10 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from starlette.routing import Mount
 
 import tunix
-from tests.tiny_runs import model_folder
+from tests.tiny_runs import VOCAB, model_folder
 from tunix.data.packing import pack
 from tunix.errors import UserError
 from tunix.inference.model import InferenceModel, InferenceOptions
@@ -377,6 +380,16 @@ def sequences(seed: int, number: int = 3) -> list[Sequence]:
     return [Sequence(tokens, np.arange(len(tokens)) > 2) for tokens in rows]
 
 
+def with_head(folder: Path, name: str, other: str) -> None:
+    """Copies a checkpoint, to which a head is added as PEFT writes it."""
+    shutil.copytree(folder / name, folder / other)
+    settings, weights = folder / other / "adapter_config.json", folder / other / "adapter_model.safetensors"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "modules_to_save": ["lm_head"]}))
+    arrays = load_file(weights)
+    width = next(x.shape[1] for key, x in arrays.items() if "q_proj.lora_A" in key)
+    save_file({**arrays, "base_model.model.lm_head.weight": np.zeros((VOCAB, width), np.float32)}, weights)
+
+
 def test_a_light_client_trains_and_samples(base: InferenceModel, tmp_path: Path):
     with served(base, tmp_path) as (_, url):
         client, data = tunix.connect(url.removesuffix("/api/v1"), rank=4, seed=1), sequences(0)
@@ -395,6 +408,9 @@ def test_a_light_client_trains_and_samples(base: InferenceModel, tmp_path: Path)
         path, after = client.save("four"), [step(), step()]
         client.load(path)
         assert [step(), step()] == after
+        with_head(tmp_path / client.run / "weights", "four", "head")
+        with pytest.raises(UserError, match=r"weights/head has head/w, which this server does not train"):
+            client.load(path.replace("four", "head"))
         # What is published is sampled, and its log-probs are the model's.
         client.publish()
         prompts = [x.tokens[:5] for x in data[:2]]
@@ -438,6 +454,7 @@ def test_a_light_client_trains_and_samples(base: InferenceModel, tmp_path: Path)
             with pytest.raises(UserError, match=says):
                 wrong()
         # Checkpoints can be listed, described and deleted.
+        shutil.rmtree(tmp_path / client.run / "weights" / "head")
         with httpx.Client(base_url=url) as http:
             run = http.get(f"/training_runs/{client.run}").json()
             assert (run["lora_rank"], run["last_checkpoint"]["tinker_path"]) == (4, path)

@@ -20,39 +20,31 @@ from tunix.util.ports import KEY
 
 
 class RemoteClient:
-    """An adapter over a server's model, which is trained and sampled there. Each verb waits for its result.
-
-    >>> client = tunix.connect("http://127.0.0.1:8000", rank=16)
-    >>> client.forward_backward(sequences)
-    >>> client.optim_step(learning_rate=1e-3)
-    >>> client.publish()
-    >>> groups = client.sample(prompts, n=8, sampling=tunix.Sampling(max_tokens=64), seed=0)
-    """
+    """An adapter over a server's model, which is trained and sampled there. Each verb waits for its result."""
 
     def __init__(self, url: str, *, rank: int = 32, seed: int = 0, key: str | None = None):
         """Begins a session on a server that `tunix serve MODEL --train FOLDER` has started, with a new adapter.
 
         Args:
             url: its address.
-            rank: that of the adapter, which the server limits.
-            seed: of the adapter's initial weights.
+            rank: that of the adapter.
+            seed: of its initial weights.
             key: what the server wants of clients; None for the environment's `TUNIX_API_KEY`, if there is one.
 
         Raises:
             UserError: no such server answers, the key is wrong, or the rank is too high.
         """
         sent = key or os.environ.get(KEY)
-        self._http = httpx.Client(
-            base_url=f"{url.rstrip('/')}/api/v1/", headers={"x-api-key": sent} if sent else {}, timeout=60
-        )
+        headers = {"x-api-key": sent} if sent else {}
+        self._http = httpx.Client(base_url=f"{url.rstrip('/')}/api/v1/", headers=headers, timeout=60)
         self._session = self._call("create_session", {"sdk_version": "0.38.0"})["session_id"]
         self._number, self._samples, self._version = 1, itertools.count(), -1
         (served,) = self._call("get_server_capabilities", method="GET")["supported_models"]
         self.model, self.length = str(served["model_name"]), int(served["max_context_length"])
         """The name of the server's model, and how many tokens a sequence may have."""
-        body = {"session_id": self._session, "model_seq_id": 0, "base_model": self.model}
-        body["lora_config"] = {"rank": rank, "seed": seed}
-        self.run = str(self._result(self._call("create_model", body))["model_id"])
+        body = {"model_seq_id": 0, "base_model": self.model, "lora_config": {"rank": rank, "seed": seed}}
+        promise = self._call("create_model", {"session_id": self._session, **body})
+        self.run = str(self._result(promise)["model_id"])
         """The name of the adapter, which paths of its checkpoints have."""
         self.publish()
 
@@ -60,22 +52,19 @@ class RemoteClient:
         self, sequences: List[Sequence], loss: str = "cross_entropy", config: Mapping[str, float] | None = None
     ) -> dict[str, float]:
         """Adds the gradients of a loss, a plain sum over tokens, to those that `optim_step` applies; its metrics, e.g.
-        `{"loss:sum": 3.2}`.
+        `{"loss:sum": 3.2}`. A UserError where the server refuses the loss or its data.
 
         Args:
-            sequences: at least one. `cross_entropy` weighs the tokens of `loss_mask` by `weight`; other losses read
-                the sampler's `logprobs` and `advantages` of `per_token`.
+            sequences: `cross_entropy` weighs the tokens of `loss_mask` by `weight`; other losses read the sampler's
+                `logprobs` and `advantages` of `per_token`.
             loss: the protocol's name, e.g. `ppo`.
             config: its settings, e.g. `{"clip_high_threshold": 1.3}`.
-
-        Raises:
-            UserError: a sequence lacks a value, or the server refuses the loss or its data.
         """
-        return dict(self._computed(sequences, loss, loss_fn_config=config or {}).metrics)
+        return dict(self._computed(sequences, loss, config or {}).metrics)
 
     def logprobs(self, sequences: List[Sequence]) -> list[np.ndarray]:
         """Log-probs in nats of each sequence's tokens, `[T]` each with 0 for the first; trains nothing."""
-        output = self._computed(sequences, "cross_entropy", forward_only=True)
+        output = self._computed(sequences, "cross_entropy", {}, forward_only=True)
         values = b"".join(record.fields["logprobs"].data for record in output.loss_fn_outputs)
         ends = np.cumsum([len(sequence.tokens) - 1 for sequence in sequences])[:-1]
         return [np.append(np.float32(0), x) for x in np.split(np.frombuffer(values, "<f4"), ends)]
@@ -83,8 +72,7 @@ class RemoteClient:
     def optim_step(
         self, learning_rate: float = 1e-4, *, weight_decay: float = 0.0, grad_clip_norm: float = 0.0
     ) -> dict[str, float]:
-        """An update of AdamW with the sum of the gradients, which it clears; a norm of 0 clips nothing. Its metrics:
-        `grad_norm` and `learning_rate`."""
+        """An update of AdamW with the sum of the gradients; a norm of 0 clips nothing. Metrics such as `grad_norm`."""
         settings = {"learning_rate": learning_rate, "weight_decay": weight_decay, "grad_clip_norm": grad_clip_norm}
         return self._ordered("optim_step", {"adam_params": settings})["metrics"]
 
@@ -94,16 +82,12 @@ class RemoteClient:
         self._version += 1
 
     def sample(self, prompts: List[np.ndarray], n: int, sampling: Sampling, seed: int) -> list[list[Completion]]:
-        """`n` completions of each prompt, by the weights that were published last.
+        """`n` completions of each prompt `[T]` with the weights that were published last. A UserError where a prompt or
+        a setting is refused.
 
         Args:
-            prompts: `[T]` token ids each.
-            n: completions of a prompt.
             sampling: without `stop_ids` and `stop_strings` the model's own ids end a completion.
             seed: prompt i is sampled with `seed + i`.
-
-        Raises:
-            UserError: the server refuses a prompt or a setting, or a setting has no place in the protocol.
         """
         if sampling.min_p or sampling.top_logprobs or (sampling.stop_ids and sampling.stop_strings):
             raise UserError(f"sampling: a server has no min_p, no top_logprobs and stops of one kind, not {sampling}")
@@ -135,11 +119,14 @@ class RemoteClient:
         self._call(f"sessions/{self._session}/finish", {"reason": {"type": "success"}})
         self._http.close()
 
-    def _computed(self, sequences: List[Sequence], loss: str, **fields: Any) -> Any:
+    def _computed(
+        self, sequences: List[Sequence], loss: str, config: Mapping[str, float], forward_only: bool = False
+    ) -> Any:
         """The `ForwardBackwardOutput` of sequences, each of whose tokens is the target of the one before."""
         names = ("weights",) if loss == "cross_entropy" else ("logprobs", "advantages")
-        place = {"model_id": self.run, "seq_id": self._number}
-        message = MESSAGES["ForwardBackwardRequest"](loss_fn=loss, **fields, **place)
+        message = MESSAGES["ForwardBackwardRequest"](model_id=self.run, seq_id=self._number, loss_fn=loss)
+        message.loss_fn_config.update(config)
+        message.forward_only = forward_only
         for number, sequence in enumerate(sequences):
             known = {"weights": np.full(len(sequence.tokens), sequence.weight), **sequence.per_token}
             if lacking := [name for name in names if name not in known]:
@@ -167,8 +154,7 @@ class RemoteClient:
         return result
 
     def _call(self, path: str, body: Any = None, method: str = "POST") -> Any:
-        """JSON values, or the bytes of a message; None where the result is not there yet. Raises a UserError where
-        nothing or an error is answered."""
+        """JSON values, or a message's bytes; None where the result is not there yet. A UserError says what failed."""
         content = body if isinstance(body, bytes) else json.dumps(body)
         try:
             response = self._http.request(method, path, content=content)
@@ -176,8 +162,8 @@ class RemoteClient:
                 return response.content if response.is_success else None
             answer = response.json()
         except (httpx.TransportError, ValueError) as error:
-            remedy = "start one with `tunix serve MODEL --train FOLDER`"
-            raise UserError(f"{self._http.base_url} is no server of ours ({error}): {remedy}") from None
+            remedy = f"({error}): start one with `tunix serve MODEL --train FOLDER`"
+            raise UserError(f"{self._http.base_url} is no server of ours {remedy}") from None
         if response.is_error or "error" in answer:
             raise UserError(f"{path}: {answer.get('detail') or answer.get('error')}")
         return answer

@@ -14,6 +14,7 @@ Axes: B rows, R rows of a micro-batch, T time, A alternatives (the targets of a 
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -174,7 +175,9 @@ class Compute:
             UserError: a matrix cannot have this rank.
         """
         model, mesh = engine.model, engine.mesh
-        self.rank, self.mesh, self.frozen, self._longest, self._lock = rank, mesh, params, longest, engine.lock
+        self.rank, self.mesh, self.frozen, self._longest = rank, mesh, params, longest
+        # Programs of two threads reach several devices in one order. A single one need not wait while others compile.
+        self._lock = engine.lock if mesh.size > 1 else nullcontext()
         # The requests of a batch cannot have experts of their own.
         self.modules = tuple(name for name in projections_of(model.config) if not name.startswith(EXPERTS))
         """The modules that can be adapted, by their short Hugging Face names."""

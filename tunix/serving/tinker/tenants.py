@@ -376,6 +376,8 @@ class Tenants:
                 f"{path} has rank {settings.rank} and alpha {settings.alpha:g}; this server trains ranks up to "
                 f"{self.compute.rank} (--rank), with alpha {ALPHA:g}"
             )
+        if foreign := sorted(arrays.keys() - self.compute.nothing.params.keys()):
+            raise UserError(f"{path} has {foreign[0]}, which this server does not train")
         return settings, Adapter(self.compute.widened(arrays), self.compute.rank / settings.rank)
 
     # The thread.
