@@ -43,7 +43,6 @@ from tunix.inference.load import token_scores
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import recipe_of_run
-from tunix.rollout.engine.engine import Engine
 from tunix.rollout.environments.adapters import LM_EVAL, evaluation_rows, require_package
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.run.collector import Play, player_of
@@ -225,10 +224,8 @@ def harness(model: InferenceOptions, options: EvalOptions) -> tuple[str, EvalRes
     if (tokenizer := inference.tokenizer) is None:
         raise UserError(f"{model.model} has no tokenizer, and the harness asks in texts")
     chat = inference.plain_reason is None
-    weights, params, mesh = inference.weights()
     # A text as long as the model reads, and what follows it, have room.
-    engine = Engine(weights, mesh, slots=inference.slots, max_length=inference.limit + 1, decode=tokenizer.decode)
-    engine.publish(params, version=0)
+    engine = inference.engine_of(inference.limit + 1)
     system = inference.system if chat else None
     stop_ids, kwargs = inference.source.stop_ids, inference.template_kwargs
     asked = SampledLM(engine, tokenizer, inference.limit, stop_ids, kwargs, system)
