@@ -2,6 +2,7 @@
 
 import json
 import math
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -367,3 +368,34 @@ def test_when_nothing_can_be_scored(base: Path, capsys: pytest.CaptureFixture[st
     write_rows(Path("rows.jsonl"), [{"prompt": "a", "answer": "none"}])
     assert main(["eval", str(base), *JUDGED, "--max-tokens", "3"]) == 2
     assert "none of 1 answers could be scored, the first because number raised" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [(None, "--harness lm-eval needs lm-eval: "), ("0.3.0", "was tried with lm-eval >=0.4.13,<0.5, and 0.3.0 is")],
+)
+def test_a_harness_is_wanted_in_a_version_that_was_tried(
+    version: str | None, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def installed(name: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", installed)
+    assert main(["eval", "nowhere", "--harness", "lm-eval", "--tasks", "a.yaml"]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--tasks", "a.yaml"], "--harness lm-eval and --tasks FILE ... go together"),
+        (["--harness", "lm-eval"], "--harness lm-eval and --tasks FILE ... go together"),
+        (["rows.jsonl", "--harness", "lm-eval", "--tasks", "a.yaml"], "DATA changes nothing with --harness"),
+        (["--harness", "lm-eval", "--n", "3", "--tasks", "a.yaml"], "--n changes nothing with --harness"),
+    ],
+)
+def test_what_a_harness_does_not_read_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["eval", "nowhere", *words]) == 2
+    assert says in capsys.readouterr().err

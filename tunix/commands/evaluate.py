@@ -217,19 +217,12 @@ def harness(model: InferenceOptions, options: EvalOptions) -> tuple[str, EvalRes
             option = "DATA" if name == "data" else f"--{name.replace('_', '-')}"
             raise UserError(f"{option} changes nothing with --harness, whose tasks say what is measured: leave it out")
     require_package("--harness lm-eval", "lm-eval", LM_EVAL, "lm-eval")
-    from tunix.run.lm_eval import SampledLM, measure
+    from tunix.run.lm_eval import loaded, measure
 
     inference = InferenceModel(model)
     require_lm_head(inference.source, model.model)
-    if (tokenizer := inference.tokenizer) is None:
-        raise UserError(f"{model.model} has no tokenizer, and the harness asks in texts")
     chat = inference.plain_reason is None
-    # A text as long as the model reads, and what follows it, have room.
-    engine = inference.engine_of(inference.limit + 1)
-    system = inference.system if chat else None
-    stop_ids, kwargs = inference.source.stop_ids, inference.template_kwargs
-    asked = SampledLM(engine, tokenizer, inference.limit, stop_ids, kwargs, system)
-    metrics, rows = measure(asked, options.tasks, options.rows, chat=chat)
+    metrics, rows = measure(loaded(inference, chat=chat), options.tasks, options.rows, chat=chat)
     prompts = "are messages of the chat template (--raw: as they stand)"
     if not chat:
         prompts = f"stand as they are: {inference.plain_reason}"

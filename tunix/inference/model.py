@@ -212,13 +212,9 @@ class InferenceModel:
     @cached_property
     def engine(self) -> Engine:
         """The engine, with the weights published to it."""
-        return self.engine_of(self.limit)
-
-    def engine_of(self, length: int) -> Engine:
-        """A new engine for sequences of so many tokens at most, with the weights published to it."""
         model, params, mesh = self.weights()
         decode = self.tokenizer.decode if self.tokenizer else None
-        engine = Engine(model, mesh, slots=self.slots, max_length=length, decode=decode)
+        engine = Engine(model, mesh, slots=self.slots, max_length=self.limit, decode=decode)
         engine.publish(params, version=0)
         return engine
 

@@ -22,7 +22,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from tunix.data.tokenizer import Tokenizer
 from tunix.errors import UserError
+from tunix.inference.model import InferenceModel
 from tunix.protocols import SamplingClient
+from tunix.rollout.engine.engine import Engine
 from tunix.run.estimates import Estimate
 from tunix.types import Completion, Request, Sampling
 
@@ -151,6 +153,22 @@ class SampledLM(TemplateLM):
     def _run(self, prompts: Sequence[list[int]], samplings: Sequence[Sampling]) -> list[Completion]:
         asked = enumerate(zip(prompts, samplings, strict=True))
         return self.sampler.run([Request(np.array(prompt, np.int32), x, 0, i) for i, (prompt, x) in asked])
+
+
+def loaded(inference: InferenceModel, *, chat: bool) -> SampledLM:
+    """A model as the harness asks it, in an engine of its own; of chats with the system message.
+
+    Raises:
+        UserError: the weights are not accessible, or there is no tokenizer.
+    """
+    if (tokenizer := inference.tokenizer) is None:
+        raise UserError(f"{inference.options.model} has no tokenizer, and the harness asks in texts")
+    model, params, mesh = inference.weights()
+    # A text as long as the model reads, and what follows it, have room.
+    engine = Engine(model, mesh, slots=inference.slots, max_length=inference.limit + 1, decode=tokenizer.decode)
+    engine.publish(params, version=0)
+    kwargs, system = inference.template_kwargs, inference.system if chat else None
+    return SampledLM(engine, tokenizer, inference.limit, inference.source.stop_ids, kwargs, system)
 
 
 class Measured(NamedTuple):

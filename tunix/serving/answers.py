@@ -157,7 +157,7 @@ class CompletionAnswer(Answer[CompletionBody]):
         as_ids = self.body.return_tokens_as_token_ids
         names, values = self._names(tokens, as_ids=as_ids), logprobs.tolist()
         by_name = [{name: value} for name, value in zip(names, values, strict=True)]
-        for listed, ids, likely in zip(by_name, *top, strict=True) if top is not None else ():
+        for listed, ids, likely in zip(by_name, top[0], top[1], strict=True) if top is not None else ():
             listed |= zip(self._names(ids, as_ids=as_ids), np.maximum(likely, LEAST).tolist(), strict=True)
         offsets = list(accumulate(map(len, names), initial=offset))[:-1]
         return {"tokens": names, "token_logprobs": values, "top_logprobs": by_name, "text_offset": offsets}
