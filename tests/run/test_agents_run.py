@@ -83,6 +83,7 @@ def test_killed_it_goes_on_with_the_next_episodes(tmp_path: Path):
         run = Run(folder)
         if folder.name == "killed":
             while run.steps < 3:
+                assert run.process.poll() is None, run.log
                 time.sleep(0.05)
             run.process.kill()
             run.process.wait()
