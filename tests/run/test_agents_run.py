@@ -53,7 +53,15 @@ def test_forks_are_learned_from_as_well(algorithm: dict[str, Any], tmp_path: Pat
     """Two transcripts of an episode, over two updates, also with values of states; and greedy answers of held-out
     rows, where a program may ask for the run's temperature."""
     train(
-        write(tmp_path, "forks", algorithm=algorithm, data__eval="held.jsonl", eval__rows=2, rollout__temperature=0.7)
+        write(
+            tmp_path,
+            "forks",
+            algorithm=algorithm,
+            data__max_length=64,
+            data__eval="held.jsonl",
+            eval__rows=2,
+            rollout__temperature=0.7,
+        )
     )
     rows = steps("run")
     assert len(rows) == 3
