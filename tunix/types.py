@@ -119,8 +119,7 @@ class Sequence:
     weight: float = 1.0
     """Multiplies the sequence's share of the loss and of its denominators, e.g. 1.0; 0 leaves the sequence out."""
     per_token: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Named `[T]` float values, e.g. `{"old_logprobs": [0.0, 0.0, -0.7, -0.1]}` in nats. The framework itself reads
-    `LOSS_WEIGHTS`."""
+    """Named `[T]` float values, e.g. `{"old_logprobs": [0.0, 0.0, -0.7, -0.1]}` in nats. `LOSS_WEIGHTS` are weights."""
     per_sequence: Mapping[str, float] = field(default_factory=dict)
     """Named numbers, e.g. `{"advantage": 0.5}`."""
     pictures: Pictures | None = None

@@ -53,7 +53,15 @@ def test_forks_are_learned_from_as_well(algorithm: dict[str, Any], tmp_path: Pat
     """Two transcripts of an episode, over two updates, also with values of states; and greedy answers of held-out
     rows, where a program may ask for the run's temperature."""
     train(
-        write(tmp_path, "forks", algorithm=algorithm, data__eval="held.jsonl", eval__rows=2, rollout__temperature=0.7)
+        write(
+            tmp_path,
+            "forks",
+            algorithm=algorithm,
+            data__max_length=64,
+            data__eval="held.jsonl",
+            eval__rows=2,
+            rollout__temperature=0.7,
+        )
     )
     rows = steps("run")
     assert len(rows) == 3
@@ -83,6 +91,7 @@ def test_killed_it_goes_on_with_the_next_episodes(tmp_path: Path):
         run = Run(folder)
         if folder.name == "killed":
             while run.steps < 3:
+                assert run.process.poll() is None, run.log
                 time.sleep(0.05)
             run.process.kill()
             run.process.wait()

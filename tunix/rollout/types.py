@@ -30,8 +30,7 @@ SPANS = "spans.jsonl"
 
 
 Measure = Callable[[List[Sequence], int], Mapping[str, List[np.ndarray]]]
-"""What a loss reads of single sequences, such as log-probs: (sequences, number that the work is shaped for) -> by name
-an array for each sequence, on their way from the devices."""
+"""(sequences, number that the work is shaped for) -> what a loss reads, by name an array of each, on their way here."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +66,11 @@ class Scored:
     ended: bool = False
     """Whether its environment has ended it, be its last turn cut off by the token limit or not."""
     version: int | None = None
-    """The version of the weights that its step was sampled from, e.g. 3, where some of its tokens may be of earlier
-    ones; None where none can be."""
+    """The version of its step's weights, e.g. 3, where tokens of it may be of earlier ones; None where none can be."""
     logged: Mapping[str, Any] = field(default_factory=dict)
     """What reward functions in TRL's style logged of it, as `reward/name`."""
     measured: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """`[T]` arrays for the loss that were computed while others were sampled, by name, prompt included, e.g.
-    `{"reference_logprobs": ...}`."""
+    """`[T]` arrays for the loss, prompt included, computed while others were sampled: `{"reference_logprobs": ...}`."""
 
     @property
     def unscored(self) -> str | None:
