@@ -485,6 +485,9 @@ def test_a_light_client_trains_and_samples(base: InferenceModel, tmp_path: Path)
             assert http.get("/checkpoints").json()["checkpoints"] == []
         with pytest.raises(UserError, match="there is no checkpoint"):
             client.load(path)
+        # Gradients that are no numbers are said, and end nothing.
+        client.forward_backward([replace(x, weight=1e38) for x in data])
+        assert not np.isfinite(client.optim_step(1e-3)["grad_norm"])
         client.close()
 
 
