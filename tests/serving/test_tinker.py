@@ -5,6 +5,7 @@
 
 import asyncio
 import json
+import random
 import shutil
 import socket
 import threading
@@ -26,6 +27,8 @@ from safetensors.numpy import load_file, save_file
 from starlette.routing import Mount
 
 import tunix
+from tests.marks import slow
+from tests.serving.test_fuzz import mutated
 from tests.tiny_runs import VOCAB, model_folder
 from tunix.data.packing import pack
 from tunix.errors import UserError
@@ -482,6 +485,9 @@ def test_a_light_client_trains_and_samples(base: InferenceModel, tmp_path: Path)
             assert http.get("/checkpoints").json()["checkpoints"] == []
         with pytest.raises(UserError, match="there is no checkpoint"):
             client.load(path)
+        # Gradients that are no numbers are said, and end nothing.
+        client.forward_backward([replace(x, weight=1e38) for x in data])
+        assert not np.isfinite(client.optim_step(1e-3)["grad_norm"])
         client.close()
 
 
@@ -659,3 +665,55 @@ def test_bad_requests_are_answered_in_the_protocols_form(base: InferenceModel, t
         assert "has ended" in result(waiting).json()["error"]
         assert not tenants.models
         assert train(13, data).status_code == 404
+
+
+@pytest.mark.parametrize("number", [10, *slow([1000])])
+def test_no_body_ends_the_tinker_door(base: InferenceModel, tmp_path: Path, number: int):
+    """Each refusal has that protocol's form; a client that trains and samples meanwhile is not disturbed."""
+    with served(base, tmp_path) as (tenants, url), httpx.Client(base_url=url, timeout=60) as http:
+        client, fuzzed = (tunix.connect(url.removesuffix("/api/v1"), rank=rank) for rank in (4, 2))
+        session, rng, statuses = fuzzed.run.partition(":")[0], random.Random(number), Counter[int]()
+        sampling = {"max_tokens": 2, "seed": 3, "stop": [1], "temperature": 0.5, "top_k": 3, "top_p": 0.9}
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}
+        sampler = {"session_id": session, "sampling_session_seq_id": 50, "base_model": client.model}
+        adam = {"learning_rate": 1e-3, "beta1": 0.9, "eps": 1e-8, "grad_clip_norm": 1.0}
+        lora, about = {"rank": 2, "seed": 1, "train_mlp": True}, {"a": "b"}
+        good: dict[str, dict[str, Any]] = {
+            "client/config": {"sdk_version": "0.38.0"},
+            "create_session": {"sdk_version": "0.38.0", "tags": ["a"]},
+            "session_heartbeat": {"session_id": session},
+            "create_model": {"session_id": session, "model_seq_id": 9, "base_model": client.model, "lora_config": lora},
+            "get_info": {"model_id": fuzzed.run},
+            "optim_step": {"model_id": fuzzed.run, "seq_id": 90, "adam_params": adam},
+            "save_weights": {"model_id": fuzzed.run, "seq_id": 91, "path": "a", "user_metadata": about},
+            "load_weights": {
+                "session_id": session,
+                "model_seq_id": 8,
+                "path": "tinker://a/weights/b",
+                "optimizer": True,
+            },
+            "create_sampling_session": sampler,
+            "asample": {"sampling_session_id": f"{session}:sample:0", "seq_id": 7, "prompt": prompt}
+            | {"num_samples": 2, "sampling_params": sampling, "prompt_logprobs": True},
+            "retrieve_future": {"request_id": f"{fuzzed.run}:0"},
+            "weights_info": {"tinker_path": "tinker://a/weights/b"},
+        }
+        losses = []
+        for i in range(number):
+            for path, body in good.items():
+                content = mutated(body, rng)
+                answer = http.post(f"/{path}", content=content)
+                assert answer.status_code in (200, 400, 404, 408, 410), (path, content, answer.text)
+                statuses[answer.status_code] += 1
+                if answer.status_code >= 400 and answer.status_code != 408:
+                    assert list(answer.json()) == ["detail"], (path, content)
+            raw = bytearray(message([datum(5, weights=1.0)], model_id=fuzzed.run, seq_id=92).SerializeToString())
+            raw[rng.randrange(len(raw))] = rng.randrange(256)
+            assert http.post("/forward_backward", content=bytes(raw)).status_code in (200, 400, 404)
+            if i % 100 == 0:
+                losses.append(client.forward_backward(sequences(0))["loss:sum"])
+                client.optim_step(1e-3)
+        assert statuses[200] > number
+        assert statuses[400] > number
+        assert losses == sorted(losses, reverse=True)
+        assert tenants.models

@@ -19,7 +19,7 @@ from packaging.version import InvalidVersion, Version
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from tunix.errors import UserError
@@ -397,7 +397,7 @@ class Door:
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}", "category": "server"}
         if result is None:
-            return JSONResponse({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
+            return _said({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
         return Response(result, media_type="application/x-protobuf") if isinstance(result, bytes) else result
 
     # What there is.
@@ -483,7 +483,7 @@ async def _answer(handler: Callable[[HttpRequest], Awaitable[Any]], request: Htt
         if (version := request.headers.get("x-sdk-version")) is not None:
             _check_version(version)
         content = await handler(request)
-        return content if isinstance(content, Response) else JSONResponse(content)
+        return content if isinstance(content, Response) else _said(content)
     except Refusal as refusal:
         status, detail = refusal.status, str(refusal)
     except ValidationError as error:
@@ -494,4 +494,9 @@ async def _answer(handler: Callable[[HttpRequest], Awaitable[Any]], request: Htt
     except Exception as error:  # a defect: whoever asked is told, and the next are answered
         _log.exception("a request failed")
         status, detail = 500, f"{type(error).__name__}: {error}"
-    return JSONResponse({"detail": detail}, status)
+    return _said({"detail": detail}, status)
+
+
+def _said(content: Any, status: int = 200) -> Response:
+    # In ASCII, and not by JSONResponse: a text may have halves of characters, and the norm of gradients be no number.
+    return Response(json.dumps(content), status, media_type="application/json")
