@@ -425,7 +425,7 @@ CALLS: dict[str, tuple[str, Content]] = {
     "/v1/models": ("GET", lambda service, *_: {"object": "list", "data": service.cards()}),
     "/metrics": ("GET", lambda service, *_: service.metrics()),
     "/weight_info": ("GET", lambda service, *_: {"weight_version": service.version}),
-    "/tokenizer_info": ("GET", lambda service, *_: service.tokenizer_info()),
+    "/tokenizer_info": ("GET", lambda service, *_: service.tokenizer_info),
     "/tokenize": ("POST", lambda service, body, _: service.tokenized(body)),
     "/detokenize": ("POST", lambda service, body, _: service.detokenized(body)),
     "/sessions/{name}": ("GET", lambda service, _, request: service.sessions.get(**request.path_params).written()),

@@ -282,6 +282,7 @@ class Service:
             raise Refusal(400, f"tokens: {max(ids)} is outside of the vocabulary", param="tokens")
         return {"prompt": self.tokenizer.decode(ids)}
 
+    @property
     def tokenizer_info(self) -> dict[str, Any]:
         """The special tokens and the chat template, with vLLM's names; null for what there is not.
 
