@@ -288,8 +288,8 @@ def compute(base: InferenceModel) -> Iterator[Compute]:
 
 
 def test_a_rank_that_no_matrix_has_is_refused(compute: Compute):
-    with pytest.raises(UserError, match=r"--rank 64: .* 64 is above 16, the most that k_proj's matrix can have"):
-        Compute(Engine(compute.model, compute.mesh, max_length=8), compute.frozen, 64, LENGTH)
+    with pytest.raises(UserError, match=r"--rank 32: .* 32 is above 16, the most that k_proj's matrix can have"):
+        Compute(Engine(compute.model, compute.mesh, max_length=8), compute.frozen, 32, LENGTH)
 
 
 @pytest.mark.slow
