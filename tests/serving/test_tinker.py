@@ -34,6 +34,7 @@ from tunix.data.packing import pack
 from tunix.errors import UserError
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.lora.config import AdapterConfig
+from tunix.rollout.engine.engine import Engine
 from tunix.serving.app import server_of
 from tunix.serving.gate import Gate
 from tunix.serving.service import Service
@@ -284,6 +285,11 @@ def compute(base: InferenceModel) -> Iterator[Compute]:
     service = Service(base, adapters=True, devices=jax.devices()[:1])
     yield computes(service)
     service.batches.close()
+
+
+def test_a_rank_that_no_matrix_has_is_refused(compute: Compute):
+    with pytest.raises(UserError, match=r"--rank 32: .* 32 is above 16, the most that k_proj's matrix can have"):
+        Compute(Engine(compute.model, compute.mesh, max_length=8), compute.frozen, 32, LENGTH)
 
 
 @pytest.mark.slow

@@ -169,7 +169,10 @@ def server_of(service: Service, gate: Gate | None = None, others: Sequence[BaseR
         else:
             await app(scope, receive, send)
 
-    config = uvicorn.Config(guarded, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN)
+    # Clients drop connections that are idle for some seconds (httpx: 5): where the server did first, a request that was
+    # just sent would be lost.
+    config = uvicorn.Config(guarded, log_level="warning", access_log=False, timeout_keep_alive=60)
+    config.timeout_graceful_shutdown = DRAIN
     return uvicorn.Server(config)
 
 

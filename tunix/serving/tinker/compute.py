@@ -181,12 +181,13 @@ class Compute:
         # The requests of a batch cannot have experts of their own.
         self.modules = tuple(name for name in projections_of(model.config) if not name.startswith(EXPERTS))
         """The modules that can be adapted, by their short Hugging Face names."""
+        structure = adapt(self.settings(rank, self.modules), model.config)
+        self.model = replace(model, remat="block", adapt=structure)
         try:
-            structure = adapt(self.settings(rank, self.modules), model.config)
+            shardings = self.model.shardings(mesh)
         except UserError as error:
             raise UserError(f"--rank {rank}: {error}") from None
-        self.model = replace(model, remat="block", adapt=structure)
-        self._places = {name: place for name, place in self.model.shardings(mesh).items() if is_adapter(name)}
+        self._places = {name: place for name, place in shardings.items() if is_adapter(name)}
         self._axes = {name: self.model.axes[name].index("rank") for name in self._places}
         options = compiler_options(mesh, model.dtype)
         self._forward = jit(self._losses, options=options)
