@@ -244,23 +244,24 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 56_460,
-    "files": 286,
-    "functions": 2_971,
+    "lines": 58_000,
+    "files": 291,
+    "functions": 3_041,
     "short functions used once": 120,
     "short files with one importer": 12,
     "calls with bundles": 40,
     "imports of the busiest file": 23,
-    "recipe keys": 249,
+    "recipe keys": 254,
     "recipe keys of GRPO": 32,
     "files in the closure of algorithms/grpo": 15,
-    "lines in the closure of algorithms/grpo": 3_434,
+    "lines in the closure of algorithms/grpo": 3_449,
     "banned local names": 0,
     "files with private names of others": 6,
 }
 """What a reader has to hold at most. A change that makes one less lowers it here. Raised twice: from 49,000 lines and
 218 keys by what connects other people's worlds (environments, tools, mixtures, curricula, judges, evaluations), and
-from 53,300 lines by the doors of `tunix serve`: chats and streams in OpenAI's form, training by Tinker's protocol."""
+from 53,300 lines by the doors of `tunix serve`: chats and streams in OpenAI's form, training by Tinker's protocol,
+agents and what they asked, evaluation harnesses."""
 
 
 def test_the_house_keeps_its_budgets():

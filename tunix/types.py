@@ -315,7 +315,7 @@ class TokenScores(NamedTuple):
     top_ids: Any
     """`[T A]` int32: the most likely ids in its place, e.g. `[[0, 0], [651, 603]]`; A as in `Sampling.top_logprobs`."""
     top_logprobs: Any
-    """`[T A]` float32 of these."""
+    """`[T A]` float32 of these, e.g. `[[0, 0], [-0.4, -1.2]]`."""
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ class Completion:
     """`[T A]` int32 ids of the most likely tokens and `[T A]` float32 log-probs in nats, e.g. `[[603, 651]]` and
     `[[-0.3, -1.6]]`; None unless `Sampling.top_logprobs` asks for them."""
     prompt_scores: TokenScores | None = None
-    """Log-probs of the prompt's tokens; None unless `Sampling.prompt_logprobs` asks for them."""
+    """Log-probs of the prompt's tokens, e.g. of `[0, -1.2]`; None unless `Sampling.prompt_logprobs` asks for them."""
     experts: np.ndarray | None = None
     """`[T L k]` int16: experts that prompt and completion used, e.g. `[[[5, 0]]]`; -1, or None, where not known."""
     restarts: tuple[int, ...] = ()
