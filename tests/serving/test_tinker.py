@@ -646,6 +646,11 @@ def test_bad_requests_are_answered_in_the_protocols_form(base: InferenceModel, t
             ("optim_step", b"{", "the body is no JSON"),
             ("asample", {"sampling_session_id": "x", "seq_id": 0}, "prompt: Field required"),
             (
+                "asample",
+                {"sampling_session_id": "x", "seq_id": 0, "prompt": {"chunks": [{"tokens": [1 << 70]}]}},
+                "prompt.chunks.0.tokens.0",
+            ),
+            (
                 "create_sampling_session",
                 {"session_id": session, "sampling_session_seq_id": 0, "base_model": "x"},
                 "base_model: x",

@@ -25,6 +25,7 @@ from starlette.routing import Route
 from tunix.errors import UserError
 from tunix.rollout.engine.request import check_prompt
 from tunix.rollout.engine.sampling import check
+from tunix.serving.bodies import Id
 from tunix.serving.tinker.checkpoints import Run
 from tunix.serving.tinker.compute import Step
 from tunix.serving.tinker.futures import Refusal, Result
@@ -47,6 +48,9 @@ NOTE = "Embedding, unembedding and experts are not adapted here: train_unembed c
 FFN = ("gate_", "up_", "down_", "per_layer_")
 """Begin the names of modules that `train_mlp` means. Others count as attention, such as the parts of a DeltaNet."""
 
+Long = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+"""A number that arrays hold."""
+
 
 class Body(BaseModel):
     """A request's JSON values; unknown ones are refused by name."""
@@ -59,8 +63,8 @@ class Body(BaseModel):
 class LoraBody(Body):
     """Which adapter a model has."""
 
-    rank: int
-    seed: int | None = None
+    rank: Annotated[int, Field(ge=1, lt=1 << 31)]
+    seed: Long | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -115,7 +119,7 @@ class SaveBody(OrderedBody):
     path: str | None = None
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: int | None = None
+    ttl_seconds: Long | None = None
     overwrite: bool = False
     user_metadata: dict[str, Any] | None = None
 
@@ -147,7 +151,7 @@ class ChunkBody(Body):
     """A part of a prompt; only text is read."""
 
     type: Literal["encoded_text"] = "encoded_text"
-    tokens: list[int]
+    tokens: list[Id]
 
 
 class PromptBody(Body):
@@ -160,10 +164,10 @@ class SamplingBody(Body):
     """How tokens are sampled."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    seed: Long | None = None
+    stop: str | list[str] | list[Id] | None = None
     temperature: float = 1.0
-    top_k: int = -1
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] = -1
     top_p: float = 1.0
 
 
