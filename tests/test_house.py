@@ -244,7 +244,7 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 58_000,
+    "lines": 58_010,
     "files": 291,
     "functions": 3_041,
     "short functions used once": 120,
