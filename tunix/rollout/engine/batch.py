@@ -430,7 +430,7 @@ class Batch:
                 self._complete(slot)
             computed += piece.length
             self.prefilled += sum(number for *_, number, _ in piece.parts)
-            many, read_along = 2 * len(self.slots.running) > self.sizes.slots, self.on_tokens or self._pull
+            many, read_along = 2 * len(self.slots.running) > self.sizes.slots, self.on_tokens or self._watched
             if read_along and many and computed >= self.sizes.piece:
                 break
 
