@@ -13,6 +13,7 @@ from tests.rollout.engine.test_engine_parity import prompts, random_params
 from tests.tiny_models import one_device
 from tests.trainers import PLAIN, RICH
 from tunix.models.model import Model
+from tunix.rollout.engine import batch as batch_file
 from tunix.rollout.engine.batch import Arrivals
 from tunix.rollout.engine.engine import Engine
 from tunix.types import Completion, Request, Sampling
@@ -180,3 +181,21 @@ def test_other_weights_begin_anew():
     assert engine.prefilled - before == 20
     assert first.tokens.tolist() != second.tokens.tolist()
     same([second], alone(engine, [Request(prompt, GREEDY, 1)]))
+
+
+@pytest.mark.parametrize(
+    ("watched", "first"),
+    [((), ["prefill"] * 3 + ["decode"]), ((0,), ["prefill"] * 2 + ["decode", "prefill"])],
+)
+def test_prompts_wait_for_tokens_only_where_somebody_reads_them(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, watched: tuple[int, ...], first: list[str]
+):
+    """Three prompts of 16 tokens are a long piece each. After the second one most slots are at work: whoever watches
+    gets tokens before the third."""
+    events = list[str]()
+    for name in ("prefill", "decode"):
+        real = getattr(batch_file, name)
+        monkeypatch.setattr(batch_file, name, lambda *x, real=real, name=name: events.append(name) or real(*x))
+    asked = [Request(prompt, GREEDY, 0, i) for i, prompt in enumerate(prompts(PLAIN.vocab_size, (16,) * 3))]
+    serve(engine, [asked], watched=watched)
+    assert events[:4] == first
