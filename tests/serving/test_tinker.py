@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import gc
 import json
 import random
 import shutil
@@ -370,6 +371,7 @@ def test_the_base_is_held_once(base: InferenceModel, tmp_path: Path):
     once each, and tables are the same arrays for all."""
 
     def held() -> Counter[tuple[int, ...]]:
+        gc.collect()  # what earlier tests have left in circles
         return Counter(x.shape for x in jax.live_arrays())
 
     before = held()

@@ -18,13 +18,13 @@ from pydantic import (
     ConfigDict,
     Field,
     StrictBool,
-    StrictInt,
     ValidationError,
     field_validator,
     model_validator,
 )
 
 from tunix.errors import nearest
+from tunix.serving.tinker.wire import Id
 from tunix.types import Request, Sampling
 
 HALF = 32
@@ -35,7 +35,6 @@ MOST_ANSWERS = 1024
 """Choices of all prompts of a request at most."""
 HOTTEST, LEAST_MASS = 1e4, 1e-6
 """The highest temperature, and the least `top_p`: what float32 tells from infinity, and from 0."""
-Id = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
 Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
 Body = TypeVar("Body", bound=BaseModel)
 

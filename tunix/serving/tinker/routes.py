@@ -25,12 +25,11 @@ from starlette.routing import Route
 from tunix.errors import UserError
 from tunix.rollout.engine.request import check_prompt
 from tunix.rollout.engine.sampling import check
-from tunix.serving.bodies import Id
 from tunix.serving.tinker.checkpoints import Run
 from tunix.serving.tinker.compute import Step
 from tunix.serving.tinker.futures import Refusal, Result
 from tunix.serving.tinker.tenants import Sampler, Sampling, Tenants
-from tunix.serving.tinker.wire import parsed
+from tunix.serving.tinker.wire import Id, parsed
 from tunix.types import Request
 from tunix.types import Sampling as Settings
 

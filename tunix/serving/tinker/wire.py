@@ -10,11 +10,12 @@ Axes: T time, A alternatives (the targets of a position).
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
+from pydantic import Field, StrictInt
 
 from tunix.errors import UserError
 from tunix.serving.tinker.futures import Refusal
@@ -42,6 +43,8 @@ images and sounds, which are refused, and of messages that are not read nothing 
 DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8")}
 """The types of tensors in requests, by their numbers."""
 FLOAT32 = 1
+Id = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
+"""A token id in JSON, of either door: what int32 holds."""
 
 
 def _messages() -> dict[str, Any]:
