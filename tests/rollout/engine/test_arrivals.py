@@ -159,6 +159,26 @@ def test_another_ending_begins_with_what_is_the_same(engine: Engine):
     same(done, alone(engine, requests))
 
 
+def test_what_several_begin_with_is_copied_at_once(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    """Three conversations go on together: one call copies their begun pages."""
+    copied, real = list[int](), batch_file.copy_pages
+
+    def copy_pages(*arguments: Any) -> Any:
+        copied.append(int(np.sum(arguments[-1][0].targets < 100)))
+        return real(*arguments)
+
+    monkeypatch.setattr(batch_file, "copy_pages", copy_pages)
+    firsts = [Request(prompt, GREEDY, 1) for prompt in prompts(PLAIN.vocab_size, (11, 12, 13))]
+    told = alone(engine, firsts)
+    seconds = [
+        replace(request, prompt=np.concatenate([request.prompt, completion.tokens, [7, 8]]).astype(np.int32))
+        for request, completion in zip(firsts, told, strict=True)
+    ]
+    done, _, _ = serve(engine, [firsts, *[[]] * 2, seconds])
+    assert copied == [3]
+    same([done[i] for i in range(6)], [*told, *alone(engine, seconds)])
+
+
 def test_what_is_kept_makes_room(engine: Engine):
     """Many sequences through few pages: each is answered as alone."""
     tight = made(slots=2, room=45_000.0)
@@ -199,3 +219,14 @@ def test_prompts_wait_for_tokens_only_where_somebody_reads_them(
     asked = [Request(prompt, GREEDY, 0, i) for i, prompt in enumerate(prompts(PLAIN.vocab_size, (16,) * 3))]
     serve(engine, [asked], watched=watched)
     assert events[:4] == first
+
+
+@pytest.mark.parametrize(("number", "most"), [(2, batch_file.SHORT), (3, 12)])
+def test_who_comes_to_a_free_slot_waits_for_a_short_dispatch(monkeypatch: pytest.MonkeyPatch, number: int, most: int):
+    """Of three slots: with two at work a dispatch is short, with all of them it is whole."""
+    sent, real = list[int](), batch_file.decode
+    monkeypatch.setattr(batch_file, "decode", lambda *x: sent.append(int(x[-2])) or real(*x))
+    served = made(steps=12, ahead=0)
+    asked = [Request(x, replace(GREEDY, max_tokens=12), 0) for x in prompts(PLAIN.vocab_size, (16,) * number)]
+    serve(served, [asked])
+    assert sent[0] == most

@@ -28,6 +28,15 @@ def test_a_sampler_has_nine_programs_at_most(slots, length, windows):
             assert sizes.gathered(width)[0] == tuple(most)
 
 
+def test_dispatches_gather_down_to_a_page_for_each_slot_by_equal_factors():
+    """What a server holds room for, and short requests do not need, must not be read in every step."""
+    sizes = sizes_of(64, 2048)
+    assert [sizes.gathered(width) for width in sizes.widths] == [[(1024,), (256,), (64,)], [(128,), (8,)], [(16,)]]
+    # A pool of fewer pages than slots, and a window, which is never short.
+    assert replace(sizes, pages=(40,)).gathered(64) == [(40,)]
+    assert sizes_of(64, 2048, windows=(512, None)).gathered(64) == [(384, 1024), (384, 256), (384, 64)]
+
+
 def test_slots_and_pages_are_no_more_than_requests_need():
     sizes = sizes_of(64, 1024)
     assert (sizes.columns(0), sizes.pages) == (8, (512,))

@@ -25,7 +25,7 @@ from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
 from tunix.rollout.engine.experts import Known, Recorded
 from tunix.rollout.engine.page_tables import Copy, Ended, PageTables
-from tunix.rollout.engine.pieces import Job, Piece, copies_of
+from tunix.rollout.engine.pieces import COPIES, Job, Piece, copy_calls
 from tunix.rollout.engine.programs import State, Steps, copy_pages, decode, initial_state, prefill
 from tunix.rollout.engine.request import Decode, Episode, StopText
 from tunix.rollout.engine.shapes import Sizes, page_bytes, state_bytes
@@ -214,6 +214,8 @@ class Batch:
         self.leaders: dict[tuple, Job] = {}
         """Jobs that compute a prompt, which others may follow."""
         self.jobs: list[deque[Job]] = [deque() for _ in range(self.sizes.shards)]
+        self.begun: list[tuple[Ended, list[Copy]]] = []
+        """Kept sequences that slots begin with, whose pages are held until some of them are copied."""
         self.slots = Slots(sizes, self.model.config.routed)
         self.page_tables = PageTables(self.sizes)
         self.state: State = initial_state(self.model, self.sizes)
@@ -378,21 +380,32 @@ class Batch:
         """Has a job, whose slot holds nothing yet, begin behind the tokens that a kept sequence has already."""
         tables, (ended, tokens) = self.page_tables, kept
         tables.share(ended.shard, ended.held)  # it may have to make room for the pages that are copied
-        rows = [[list[Copy]() for _ in range(self.sizes.shards)] for _ in self.sizes.windows]
-        for copy in tables.adopt(job.slot, ended.held, tokens):
-            rows[copy.kind][ended.shard].append(copy)
-        self.state, _ = copy_pages(self.model, self.state, tuple(copies_of(of_kind) for of_kind in rows))
-        tables.drop(ended.shard, ended.held)
+        self.begun.append((ended, tables.adopt(job.slot, ended.held, tokens)))
+        if len(self.begun) == COPIES or any(window is not None for window in self.sizes.windows):
+            self._copy_begun()  # layers with a window have no pages to spare for what is to be copied
         tables.leave(job.slot, tokens)
         job.tokens, job.start = job.tokens[tokens:], tokens
         if ended.experts is not None:
             job.experts.append(Known(Recorded(ended.experts[None, :tokens]), 0, 0, tokens, 0))
+
+    def _copy_begun(self) -> None:
+        """Copies what slots begin with of sequences that are kept."""
+        rows = [[list[Copy]() for _ in range(self.sizes.shards)] for _ in self.sizes.windows]
+        for ended, copies in self.begun:
+            for copy in copies:
+                rows[copy.kind][ended.shard].append(copy)
+        for copied in copy_calls(rows):
+            self.state, _ = copy_pages(self.model, self.state, copied)
+        for ended, _ in self.begun:
+            self.page_tables.drop(ended.shard, ended.held)
+        self.begun.clear()
 
     def _compute(self) -> None:
         """Computes what is queued, piece by piece: a dispatch takes as long with few slots at work as with all.
 
         No more than a long piece where many slots would wait for it and tokens are read as they come, as of a server.
         """
+        self._copy_begun()
         computed = 0
         while any(self.jobs):
             longest = max(sum(len(job.tokens) for job in jobs) for jobs in self.jobs)
@@ -437,7 +450,9 @@ class Batch:
     def _dispatch(self) -> bool:
         """Sends a dispatch that samples some tokens in every slot; whether there is anything to sample."""
         cut_by_text = any(episode.stop_text is not None for episode in self.slots.episodes.values())
-        most = min(SHORT if self._short or cut_by_text else self.sizes.steps, self.sizes.steps)
+        # Whoever comes next to a free slot waits for the end of the dispatch.
+        open_to_all = self._pull is not None and len(self.slots.episodes) < self.sizes.slots
+        most = min(SHORT if self._short or cut_by_text or open_to_all else self.sizes.steps, self.sizes.steps)
         ahead = sum(flight.most for flight in self.in_flight)
         # The pages that the next tokens of all slots need, from those on that were read last.
         running, held = self.slots.running, self.slots.held.tolist()

@@ -8,6 +8,7 @@ order in which they are sent, so a page that is let go may be given away at once
 Axes: Sl slots, Co columns of a page table, s shards of the rows.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -68,7 +69,8 @@ class Prefix(NamedTuple):
     """What is known of the experts of its tokens."""
 
 
-class Ended(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Ended:
     """A sequence that has ended, whose pages are kept for sequences that begin with its tokens."""
 
     shard: int
@@ -80,6 +82,8 @@ class Ended(NamedTuple):
     """Its pages, for each kind of layer."""
     experts: np.ndarray | None
     """`[T L k]` of its tokens; None for a model without."""
+    blocks: tuple[int, ...]
+    """A hash of all tokens up to the end of each block."""
 
 
 class Pool:
@@ -123,8 +127,12 @@ class PageTables:
         self._changed: set[int] = set()
         self.prefixes: dict[tuple, Prefix] = {}
         """Prompts that are kept, the first one at the front."""
-        self._ended: list[Ended] = []
+        self._block = max(sizes.page // WORTH, 1)
+        """Tokens of a block: as few as are worth sharing."""
+        self._ended: dict[Ended, None] = {}
         """Sequences that are kept, the one that was used last at the end; they make room for whatever is at work."""
+        self._sharing: dict[int, dict[Ended, None]] = {}
+        """Those of them that have a block with this hash of all tokens up to its end."""
 
     def shard(self, slot: int) -> int:
         """The shard of a slot."""
@@ -218,37 +226,52 @@ class PageTables:
             held.append({index: page for index, page in pages.items() if first <= index <= last})
         return tuple(held)
 
+    def _blocks(self, tokens: np.ndarray, adapter: str | None) -> tuple[int, ...]:
+        """A hash of all tokens up to the end of each whole block of a sequence `[T]`."""
+        last, hashes = hash(adapter), list[int]()
+        for end in range(self._block, len(tokens) + 1, self._block):
+            last = hash((last, tokens[end - self._block : end].tobytes()))
+            hashes.append(last)
+        return tuple(hashes)
+
     def retain(self, slot: int, tokens: np.ndarray, adapter: str | None, experts: np.ndarray | None) -> None:
         """Keeps the pages of a slot whose sequence `[T]` has ended, until they are needed. What it continues goes,
         where all that was kept of that is kept of this."""
-        shard, whole = self.shard(slot), not self._kinds[True]
-        for ended in [x for x in self._ended if whole and (x.shard, x.adapter) == (shard, adapter)]:
-            if (common := _common(ended.tokens, tokens)) == len(tokens):
+        shard, blocks = self.shard(slot), self._blocks(tokens, adapter)
+        if not blocks:
+            return
+        if not self._kinds[True]:
+            alike = [x for x in self._sharing.get(blocks[-1], ()) if x.shard == shard]
+            if any(_common(ended.tokens, tokens) == len(tokens) for ended in alike):
                 return
-            if common == len(ended.tokens):
-                self._let_go(ended)
-        held = self.share(shard, self._seen(slot, len(tokens)))
-        self._ended.append(Ended(shard, adapter, tokens, held, experts))
+            for block in blocks:
+                for ended in [x for x in self._sharing.get(block, ()) if x.shard == shard and x.blocks[-1] == block]:
+                    if _common(ended.tokens, tokens) == len(ended.tokens):
+                        self._let_go(ended)
+        ended = Ended(shard, adapter, tokens, self.share(shard, self._seen(slot, len(tokens))), experts, blocks)
+        self._ended[ended] = None
+        for block in blocks:
+            self._sharing.setdefault(block, {})[ended] = None
 
     def find(self, tokens: np.ndarray, adapter: str | None) -> tuple[Ended, int] | None:
         """The kept sequence that has most tokens in common with the beginning of a prompt `[T]`, which is used now, and
         how many they are, without the last of the prompt; None where it is not worth a copy."""
-        best, most = None, max(self.sizes.page // WORTH, 1) - 1
-        for ended in self._ended:
-            common = _common(ended.tokens, tokens[:-1]) if ended.adapter == adapter else 0
-            if common > most and all(
-                index in pages
-                for window, pages in zip(self.sizes.windows, ended.held, strict=True)
-                for index in range(
-                    0 if window is None else max(0, common - window + 1) // self.sizes.page,
-                    -(-common // self.sizes.page),
-                )
-            ):
-                best, most = ended, common
-        if best is None:
-            return None
-        self._ended = [*(ended for ended in self._ended if ended is not best), best]
-        return best, most
+        for block in reversed(self._blocks(tokens[:-1], adapter)):
+            common = {ended: _common(ended.tokens, tokens[:-1]) for ended in self._sharing.get(block, ())}
+            usable = [x for x, number in common.items() if number >= self._block and self._holds(x, number)]
+            if usable:
+                best = max(usable, key=common.__getitem__)
+                self._ended[best] = self._ended.pop(best)
+                return best, common[best]
+        return None
+
+    def _holds(self, ended: Ended, tokens: int) -> bool:
+        """Whether a kept sequence has all pages that what follows its first tokens sees."""
+        stop = -(-tokens // self.sizes.page)
+        starts = (
+            0 if window is None else max(0, tokens - window + 1) // self.sizes.page for window in self.sizes.windows
+        )
+        return all(pages.keys() >= {*range(start, stop)} for start, pages in zip(starts, ended.held, strict=True))
 
     def _evict(self, shard: int, need: int, *, windows: bool) -> None:
         """Lets kept sequences go until so many pages of each of these kinds are free, or none is kept."""
@@ -257,7 +280,11 @@ class PageTables:
                 self._let_go(kept[0])
 
     def _let_go(self, ended: Ended) -> None:
-        self._ended = [x for x in self._ended if x is not ended]
+        del self._ended[ended]
+        for block in ended.blocks:
+            del self._sharing[block][ended]
+            if not self._sharing[block]:
+                del self._sharing[block]
         self.drop(ended.shard, ended.held)
 
     def forget(self, key: tuple) -> None:

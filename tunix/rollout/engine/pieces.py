@@ -195,11 +195,7 @@ class Piece:
         # last token sees stays: requests that come later compute it again.
         for job, *_ in self.parts:
             self.page_tables.leave(job.slot, job.start - 1)
-        most = max((len(of_shard) for of_kind in copies for of_shard in of_kind), default=0)
-        return [job for job, *_ in done], [
-            tuple(copies_of([of_shard[start : start + COPIES] for of_shard in of_kind]) for of_kind in copies)
-            for start in range(0, most, COPIES)
-        ]
+        return [job for job, *_ in done], copy_calls(copies)
 
     def _visit(self, row: int, begin: int, number: int, job: Job) -> bool:
         """Notes what the next tokens of a job see of earlier ones; whether there was room for it."""
@@ -222,6 +218,15 @@ class Piece:
             visits.owners[at] = len(self.parts) + 1
             visits.number[row] += len(pages)
         return True
+
+
+def copy_calls(copies: Sequence[Sequence[Sequence[Copy]]]) -> list[tuple[Copies, ...]]:
+    """What calls of `copy_pages` copy, for each kind of layer and shard: up to COPIES pages at a time."""
+    most = max((len(of_shard) for of_kind in copies for of_shard in of_kind), default=0)
+    return [
+        tuple(copies_of([of_shard[start : start + COPIES] for of_shard in of_kind]) for of_kind in copies)
+        for start in range(0, most, COPIES)
+    ]
 
 
 def copies_of(rows: Sequence[Sequence[Copy]]) -> Copies:

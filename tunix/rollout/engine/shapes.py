@@ -124,17 +124,23 @@ class Sizes:
         return next(width for width in reversed(self.widths) if width >= most * self.shards)
 
     def gathered(self, width: int) -> list[tuple[int, ...]]:
-        """Numbers of pages, of each kind of layer, that a dispatch of so many slots reads in a shard: halves and halves
-        again of what they can hold at most, down to one page each. One entry stands for all where they are read in
-        their places."""
+        """Numbers of pages, of each kind of layer, that a dispatch of so many slots reads in a shard, from what they
+        can hold at most down to one page each by equal factors. One entry stands for all where they are read in their
+        places."""
         if self.in_place:
             return [self.pages]
         width //= self.shards
         most = [min(width * self.columns(kind), pages) for kind, pages in enumerate(self.pages)]
         levels = LEVELS - self.widths.index(width * self.shards)
-        parts = [2**power for power in range(levels) if not power or width * 2**power <= max(most)]
-        kinds = list(zip(most, self.windows, strict=True))
-        numbers = [tuple(-(-pages // part) if window is None else pages for pages, window in kinds) for part in parts]
+        kinds, numbers = list(zip(most, self.windows, strict=True)), list[tuple[int, ...]]()
+        for level in range(levels):
+            part = level / max(levels - 1, 1)
+            numbers.append(
+                tuple(
+                    pages if window is not None else round(pages * (min(width, pages) / pages) ** part)
+                    for pages, window in kinds
+                )
+            )
         return list(dict.fromkeys(numbers))
 
     @property
