@@ -79,8 +79,9 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
 """`algorithm` sections; to each is added what all have in common."""
 LIBRARIES = {"trl": "trl_learning.py", "tunix": "google_learning.py"}
 """Keys of `benchmarks.peers.run.PEERS`, and the workers that train by their GRPO."""
-Curve = list[tuple[int, float]]
-"""(step, mean score of greedy answers to the held-out problems) as a cell was measured."""
+Curve = list[tuple[int, float, float]]
+"""(step, mean score of greedy answers to the held-out problems, seconds since the start) as a cell was measured; the
+seconds, which cells of earlier versions lack, have the time of compiling and measuring in them."""
 Curves = Mapping[tuple[str, str], Sequence[Curve]]
 """(task, algorithm or library) -> a curve for each seed that has ended."""
 
@@ -201,7 +202,7 @@ def ended(folder: Path) -> dict[str, Curve]:
     curves = stored()
     for file in folder.glob("*/metrics.jsonl"):
         rows = [json.loads(line) for line in file.read_text().splitlines()]
-        curve = [(row["step"], row["eval/reward"]) for row in rows if "eval/reward" in row]
+        curve = [(row["step"], row["eval/reward"], row["time/seconds"]) for row in rows if "eval/reward" in row]
         if curve and curve[-1][0] == STEPS and "-start-" not in file.parent.name:
             curves[file.parent.name] = curve
     return dict(sorted(curves.items()))
@@ -236,10 +237,28 @@ def tables(curves: Curves) -> str:
     lines += ["", "| grpo by step | " + " | ".join(map(str, steps)) + " |", "|---" * (len(steps) + 1) + "|"]
     for (name, column), runs in curves.items():
         if column in ("grpo", *LIBRARIES) and any((name, library) in curves for library in LIBRARIES):
-            values = [f"{statistics.mean(dict(curve)[step] for curve in runs):.2f}" for step in steps]
-            who = PEERS[column if column in LIBRARIES else "ours"].title
-            lines.append(f"| {name}, {who} | {' | '.join(values)} |")
+            values = [f"{score:.2f}" for score in means(runs)]
+            lines.append(f"| {name}, {who(column)} | {' | '.join(values)} |")
+    lines += ["", "| grpo by time | seconds of 40 steps | after so many seconds | score then |", "|---|---|---|---|"]
+    for name in TASKS:
+        runs = {x: curves[name, x][0] for x in ("grpo", *LIBRARIES) if (name, x) in curves}
+        runs = {column: curve for column, curve in runs.items() if len(curve[-1]) == 3}
+        if len(runs) > 1:
+            shortest = min(curve[-1][2] for curve in runs.values())
+            for column, curve in runs.items():
+                score = [score for _, score, seconds in curve if seconds <= shortest][-1]
+                lines.append(f"| {name}, {who(column)} | {curve[-1][2]:.0f} | {shortest:.0f} | {score:.2f} |")
     return "\n".join(lines)
+
+
+def who(column: str) -> str:
+    """The library of a column whose cells are compared with others'."""
+    return PEERS[column if column in LIBRARIES else "ours"].title
+
+
+def means(curves: Sequence[Curve]) -> list[float]:
+    """The mean score of several seeds at each step that is measured."""
+    return [statistics.mean(score for _, score, *_ in points) for points in zip(*curves, strict=True)]
 
 
 def draw(curves: Curves) -> None:
@@ -257,10 +276,10 @@ def draw(curves: Curves) -> None:
         for number, column in enumerate((*ALGORITHMS, *LIBRARIES)):
             if not any(measured == column for _, measured in curves):
                 continue
-            points = [*zip(*curves.get((name, column), ()), strict=True)]
-            means = [statistics.mean(score for _, score in point) for point in points]
+            if not (runs := curves.get((name, column), ())):
+                continue
             style = "--" if column in LIBRARIES else "-"
-            axis.plot([point[0][0] for point in points], means, style, color=f"C{number}", label=title(column))
+            axis.plot([step for step, *_ in runs[0]], means(runs), style, color=f"C{number}", label=title(column))
         axis.set(title=name, xlabel="step", ylim=(0, 1.02))
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("score of held-out problems")
