@@ -1,5 +1,7 @@
 """A Hugging Face folder of a Llama as google/tunix reads it. Runs where `import tunix` means theirs."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -8,6 +10,7 @@ from tunix.models.llama3 import model as llama
 from tunix.models.llama3 import params as loading
 
 mesh = jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+_apply_rope = llama.apply_rope
 
 
 def config(folder: str) -> llama.ModelConfig:
@@ -28,5 +31,7 @@ def config(folder: str) -> llama.ModelConfig:
 
 
 def weights(folder: str) -> nnx.Module:
-    """The folder's model in float32."""
+    """The folder's model in float32. Its rotary embedding is given the config's base, where theirs (0.1.7) always takes
+    1,000,000: other answers than transformers' otherwise."""
+    llama.apply_rope = partial(_apply_rope, rope_theta=config(folder).rope_theta)
     return loading.create_model_from_safe_tensors(folder, config(folder), mesh, jnp.float32)
