@@ -325,6 +325,18 @@ def test_models_are_listed_with_their_context(shared: Shared):
     error = post(shared, "/v1/completions", {"model": service.name + "s", "prompt": "a"}, 404)["error"]
     assert f"Did you mean '{service.name}'?" in error["message"]
     assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert httpx.get(f"{url}/v1/models/{service.name}").json() == card
+    gone = httpx.get(f"{url}/v1/models/{service.name}s")
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_what_clients_send_along_has_no_effect(shared: Shared):
+    """Of what platforms keep and route by: at values that change no answer."""
+    along = {"metadata": {"run": "a"}, "store": False, "service_tier": "auto", "logit_bias": {}, "user": "me"}
+    assert [x["text"] for x in complete(shared, along)] == [x["text"] for x in complete(shared, {})]
+    for name, value in {"store": True, "service_tier": "flex", "logit_bias": {"5": 1}, "metadata": [1]}.items():
+        error = post(shared, "/v1/completions", {"prompt": [5], name: value}, 400)["error"]
+        assert error["param"] == name
 
 
 def test_texts_and_messages_are_tokenized_and_back(shared: Shared):

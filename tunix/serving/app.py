@@ -426,6 +426,7 @@ ANSWERS: dict[str, type[Sampled]] = {
 CALLS: dict[str, tuple[str, Content]] = {
     "/health": ("GET", lambda *_: ""),
     "/v1/models": ("GET", lambda service, *_: {"object": "list", "data": service.cards()}),
+    "/v1/models/{model:path}": ("GET", lambda service, _, request: service.card(**request.path_params)),
     "/metrics": ("GET", lambda service, *_: service.metrics()),
     "/weight_info": ("GET", lambda service, *_: {"weight_version": service.version}),
     "/tokenizer_info": ("GET", lambda service, *_: service.tokenizer_info),

@@ -156,6 +156,11 @@ class _Answered(_Sampled):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     user: str = ""
+    metadata: dict[str, str] = {}
+    # What has no effect at these values, and cannot be had at others.
+    store: Literal[False] = False
+    service_tier: Literal["auto", "default"] = "auto"
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
 
     @model_validator(mode="after")
     def _streams(self) -> Any:

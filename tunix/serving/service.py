@@ -303,6 +303,15 @@ class Service:
         ]
         return [base, *adapters]
 
+    def card(self, model: str) -> dict[str, Any]:
+        """That of one name.
+
+        Raises:
+            Refusal: nothing of that name is served.
+        """
+        self._adapter(model)
+        return next(card for card in self.cards() if card["id"] == model)
+
     def refuse_updates(self) -> None:
         """Raises a Refusal where weights may not be changed."""
         if self._updates is None:
