@@ -247,6 +247,26 @@ def test_no_path_leads_out_of_the_folder(tmp_path: Path, path: str):
         Checkpoints(tmp_path).folder(path)
 
 
+def test_a_listing_sees_whole_checkpoints_while_they_come_and_go(tmp_path: Path):
+    checkpoints, path, ends = Checkpoints(tmp_path), "tinker://a:train:0/weights/x", threading.Event()
+    checkpoints.begin("a:train:0", Run("base", 4, ("q_proj",)))
+
+    def come_and_go() -> None:
+        while not ends.is_set():
+            for _ in range(2):  # the second replaces the first
+                checkpoints.save(path, lambda folder: (folder / "a").write_text("x") and None, {}, overwrite=True)
+            checkpoints.delete(path)
+
+    with ThreadPoolExecutor(1) as pool:
+        changes = pool.submit(come_and_go)
+        try:
+            listed = [len(checkpoints.described("a:train:0")[1]) for _ in range(600)]
+        finally:
+            ends.set()
+        changes.result()
+    assert {*listed} == {0, 1}
+
+
 def test_a_checkpoint_is_replaced_where_it_may_be(tmp_path: Path):
     checkpoints, path = Checkpoints(tmp_path), "tinker://a:train:0/weights/x"
     checkpoints.begin("a:train:0", Run("base", 4, ("q_proj",), {"b": "c"}))

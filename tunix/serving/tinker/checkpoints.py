@@ -12,6 +12,7 @@ time to live it was saved with.
 import json
 import re
 import shutil
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -54,6 +55,8 @@ class Checkpoints:
         """Makes the folder if it is not there."""
         self._folder = folder.expanduser().resolve()
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._changing = threading.Lock()
+        """Held while a checkpoint comes or goes, so that a listing sees whole ones."""
 
     def begin(self, name: str, run: Run) -> None:
         """Notes a new run."""
@@ -83,17 +86,18 @@ class Checkpoints:
             UserError: there is no such run.
         """
         run, folder, checkpoints = self.run(name), self._folder / name, list[dict[str, Any]]()
-        for place in sorted((x for kind in KINDS for x in (folder / kind).glob("[!.]*")), key=_time, reverse=True):
-            kind = place.parent.name
-            checkpoints.append(
-                {
-                    "checkpoint_id": f"{kind}/{place.name}",
-                    "checkpoint_type": KINDS[kind],
-                    "time": _time(place).isoformat(),
-                    "tinker_path": f"tinker://{name}/{kind}/{place.name}",
-                    "size_bytes": sum(file.stat().st_size for file in place.iterdir()),
-                }
-            )
+        with self._changing:
+            for place in sorted((x for kind in KINDS for x in (folder / kind).glob("[!.]*")), key=_time, reverse=True):
+                kind = place.parent.name
+                checkpoints.append(
+                    {
+                        "checkpoint_id": f"{kind}/{place.name}",
+                        "checkpoint_type": KINDS[kind],
+                        "time": _time(place).isoformat(),
+                        "tinker_path": f"tinker://{name}/{kind}/{place.name}",
+                        "size_bytes": sum(file.stat().st_size for file in place.iterdir()),
+                    }
+                )
         last = {x["checkpoint_type"]: x for x in reversed(checkpoints)}
         about = {
             "training_run_id": name,
@@ -114,8 +118,10 @@ class Checkpoints:
         Raises:
             UserError: there is none.
         """
-        folder = self.folder(path)
-        shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.deleted")))
+        with self._changing:
+            folder = self.folder(path)
+            gone = folder.rename(folder.with_name(f".{folder.name}.deleted"))
+        shutil.rmtree(gone)
 
     def folder(self, path: str) -> Path:
         """The folder of a checkpoint.
@@ -151,8 +157,9 @@ class Checkpoints:
             write(temporary)
             if optimizer is not None:
                 save_file(dict(optimizer), temporary / OPTIMIZER)
-        shutil.rmtree(folder, ignore_errors=True)
-        fresh.rename(folder)
+        with self._changing:
+            shutil.rmtree(folder, ignore_errors=True)
+            fresh.rename(folder)
 
     def optimizer(self, path: str) -> dict[str, np.ndarray]:
         """The state of the optimizer in a checkpoint.
