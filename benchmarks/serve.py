@@ -57,7 +57,9 @@ async def whole(url: str, asked: Sequence[dict[str, Any]]) -> float:
         began = time.monotonic()
         answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in asked))
         seconds = time.monotonic() - began
-    assert all(len(answer.json()["choices"][0]["token_ids"]) == NEW for answer in answers)
+    for answer in answers:
+        assert answer.status_code == 200, answer.text
+        assert len(answer.json()["choices"][0]["token_ids"]) == NEW
     return seconds
 
 
@@ -158,7 +160,8 @@ def main() -> int:
         words = ("--slots", str(SLOTS))
         urls = {"tunix serve": stack.enter_context(ours(folder, Path(place, "log"), *words, length=LENGTH))}
         if PYTHON is not None:
-            urls["vLLM"] = stack.enter_context(real(folder, Path(place, "log.vllm"), length=LENGTH))
+            whole_prompts = ("--max-num-batched-tokens", str(REQUESTS * PROMPT))  # divided ones with seeds end it
+            urls["vLLM"] = stack.enter_context(real(folder, Path(place, "log.vllm"), *whole_prompts, length=LENGTH))
         engine = InferenceModel(InferenceOptions(str(folder), slots=SLOTS, length=LENGTH)).engine
         asked, seconds = bodies(str(folder), REQUESTS), dict[str, list[float]]()
         sampling = Sampling(NEW, temperature=0.8)
