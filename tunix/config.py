@@ -6,7 +6,7 @@ here, before any device is initialised. Loads without jax.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
@@ -71,16 +71,22 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     gone: ClassVar[Mapping[str, str]] = {}
-    """Keys that there were before -> what holds now, or what to write instead."""
+    """Keys, and values such as `loss: bco`, that there were before -> what holds now, or what to write instead."""
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_gone(cls, written: Any) -> Any:
         if isinstance(written, Mapping):
-            gone = [key for key in written if key in cls.gone and key not in cls.model_fields]
-            if gone:
-                raise ValueError("\n".join(f"{key} is gone: {cls.gone[key]}" for key in gone))
+            settings = [key for key in written if key not in cls.model_fields]
+            settings += [f"{key}: {value}" for key, value in written.items() if isinstance(value, str)]
+            if gone := [setting for setting in settings if setting in cls.gone]:
+                raise ValueError("\n".join(f"{setting} is gone: {cls.gone[setting]}" for setting in gone))
         return written
+
+    def changed(self, keys: Iterable[str]) -> list[str]:
+        """Those of the keys that are not at their defaults, for messages about settings without effect."""
+        fields = type(self).model_fields
+        return [key for key in keys if getattr(self, key) != fields[key].get_default()]
 
     @field_validator("*", mode="before")
     @classmethod

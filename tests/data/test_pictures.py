@@ -329,7 +329,7 @@ def test_rows_that_another_process_rendered_have_their_pictures():
 
 def test_another_chat_template_leaves_pictures_as_they_are():
     other = TOKENIZER.replace_template("{% for m in messages %}<start_of_image>{% endfor %}")
-    assert other.apply_template(chat(TEXT)) == 2 * TOKENIZER.expanded("<start_of_image>")
+    assert other.marked_text(chat(TEXT), {})[0] == 2 * TOKENIZER.expanded("<start_of_image>")
 
 
 def test_a_tokenizer_without_the_tokens_is_refused():

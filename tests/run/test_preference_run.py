@@ -294,21 +294,3 @@ def test_sorted_forms_see_the_whole_batch_whatever_the_micro_batches(form, tmp_p
     assert rows[0]["train/loss"] == pytest.approx(np.log(2), abs=1e-5)  # the policy is the reference
     assert rows[-1]["train/loss"] < rows[0]["train/loss"]
     assert rows[-1]["compile/count"] == rows[1]["compile/count"]
-
-
-@pytest.mark.slow
-def test_bcos_running_mean_goes_on_where_it_was(tmp_path):
-    recipe = write_preferences(tmp_path, algorithm={"name": "dpo", "loss": "bco"}, steps=6)
-    # The rate of a step does not depend on how many there will be.
-    constant = ("optimizer.schedule=constant", "optimizer.warmup=0")
-    train(recipe, "output=parts", "steps=3", *constant)
-    train(recipe, "output=parts", *constant)
-    train(recipe, "output=whole", *constant)
-    whole, parts = (
-        [(x["rewards/shift"], x["train/loss"]) for x in metrics(run) if "train/loss" in x] for run in ("whole", "parts")
-    )
-    assert parts == whole
-    assert whole[0] == (0.0, pytest.approx(2 * np.log(2), abs=1e-5))
-    assert whole[-1][0] != 0
-    rows = [row for row in metrics("whole") if "train/loss" in row]
-    assert rows[-1]["compile/count"] == rows[1]["compile/count"]

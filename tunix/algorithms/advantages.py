@@ -9,24 +9,21 @@ Axes: P prompts, G group, T time.
 
 from collections.abc import Mapping
 from collections.abc import Sequence as List
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 from jaxtyping import Bool, Float, Num
 
+from tunix.algorithms.config import Advantage, Std
 from tunix.algorithms.ops import Estimator, kl_estimate
 from tunix.errors import UserError
 
-Kind = Literal[
-    "mean", "mean_std", "mean_relative", "leave_one_out", "leave_one_out_std", "median", "batch", "mean_batch"
-]
-Std = Literal["population", "sample"]
 FREEDOM = {"population": 0, "sample": 1}
 """Subtracted from n before it divides the squares, by the kind of standard deviation."""
 
 
 def group_advantages(
-    rewards_PG: Num[np.ndarray, "P G"], kind: Kind, eps: float = 1e-4, std: Std = "population"
+    rewards_PG: Num[np.ndarray, "P G"], kind: Advantage, eps: float = 1e-4, std: Std = "population"
 ) -> Float[np.ndarray, "P G"]:
     """Advantage of each sample: how much better its reward is than a baseline.
 
@@ -90,10 +87,6 @@ def group_advantages(
         # Compared directly, since squares need not be 0 where rewards are equal: their mean is rounded.
         differ = np.where(counted, others, -np.inf).max(axis=2) > np.where(counted, others, np.inf).min(axis=2)
         return np.where(valid & (number > 0), rewards_PG - mean, 0.0) / np.where(differ, scale, 1.0)
-    if kind == "median":
-        # A group without a single valid sample has no median, and numpy would warn.
-        median = np.nanmedian(np.where(number > 0, rewards_PG, 0.0), axis=1, keepdims=True)
-        return np.where(valid, rewards - median, 0.0)
     return batch_normalised(np.where(valid, centred, np.nan), eps, std)
 
 
@@ -107,7 +100,7 @@ def batch_normalised(
 def gdpo(
     rewards: Mapping[str, Num[np.ndarray, "P G"]],
     weights: Mapping[str, float],
-    kind: Kind = "mean_std",
+    kind: Advantage = "mean_std",
     eps: float = 1e-4,
     std: Std = "population",
     scored_PG: Bool[np.ndarray, "P G"] | None = None,

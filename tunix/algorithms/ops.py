@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Num
 
+from tunix.algorithms.config import Estimator
 from tunix.types import Batch, LossInputs, LossOutputs, Over, Term
-
-Estimator = Literal["k1", "k2", "k3", "k3+"]
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20: exp(89) overflows float32, and an infinity that a clip hides has NaN gradients."""

@@ -21,7 +21,7 @@ from tunix.data.sources import Rows
 from tunix.data.templates import template_text
 from tunix.errors import UserError
 from tunix.models.config import DecoderConfig
-from tunix.models.families.table import preset, read_config, small, with_sizes
+from tunix.models.families.table import from_recipe, read_config
 from tunix.recipe.notes import hardware_note, read_header, total_steps, update_notes
 from tunix.recipe.recipe import Recipe, included_recipes, recipe_file, resolved_stages, written_sections
 from tunix.recipe.tiny import is_download, local_folder
@@ -149,16 +149,12 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
             needed_pillow()
     # The environments and the rewards of the run, of its data sets and of each task; rewards' arguments are columns of
     # the rows.
-    if environment is not None:
-        with report.noting("rollout.environment"):
-            _check_environment(environment)
+    _check_environment("rollout.environment", environment, report)
     parts = {} if train is None else {x.section.name: x for x in train.parts if x.section} or {"": train}
     apart = {source.name for source in data.sources if source.reward is not None}
     _check_rewards("reward", rewards, [part for name, part in parts.items() if name not in apart], data, report)
     for number, source in enumerate(data.sources):
-        if source.environment is not None:
-            with report.noting(f"data.train.{number}.environment"):
-                _check_environment(source.environment)
+        _check_environment(f"data.train.{number}.environment", source.environment, report)
         scored = [parts[source.name]] if source.name in parts else []
         _check_rewards(f"data.train.{number}.reward", source.reward, scored, data, report)
     for number, written in enumerate(recipe.eval.tasks):
@@ -171,16 +167,10 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
         run = recipe.model_copy(update={"data": task.data_in_run(data), "rollout": rollout})
         kind = RowKind.PROMPT if task.environment is None else RowKind.ROW
         rows = _check_rows(run, f"{key}data", run.data.eval or run.data.train, kind, report)
-        if task.environment is not None:
-            with report.noting(f"{key}environment"):
-                _check_environment(task.environment)
+        _check_environment(f"{key}environment", task.environment, report)
         _check_rewards(f"{key}reward", task.reward, [] if rows is None else [rows], run.data, report)
     # The config.json of local folders, and the adapter's targets in the model; no weights are read.
-    if model.init == "random":
-        shape = preset(model.preset) if model.preset else small(str(model.family))
-        decoder = with_sizes(shape, dict(model.sizes))
-    else:
-        decoder = _decoder("model.path", str(model.path), recipe, report)
+    decoder = from_recipe(model) if model.init == "random" else _decoder("model.path", str(model.path), recipe, report)
     if decoder is not None and adapter is not None and adapter.source is None:
         with report.noting("adapter.targets"):
             adapter.targeted_in(decoder)
@@ -195,14 +185,17 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
             _decoder("reward.judge.model", judge.model, recipe, report)
 
 
-def _check_environment(config: EnvironmentConfig) -> None:
+def _check_environment(key: str, config: EnvironmentConfig | None, report: _Report) -> None:
     """Loads an environment; one whose package knows its name is made too, in a worker, which looks up what it asks."""
-    if config.agent is not None:
-        config.agent.words()
-    elif config.package in ("reasoning_gym", "textarena", "gymnasium", "verifiers"):
-        Player(config, None).close()
-    else:
-        read_environment(config)
+    if config is None:
+        return
+    with report.noting(key):
+        if config.agent is not None:
+            config.agent.words()
+        elif config.package in ("reasoning_gym", "textarena", "gymnasium", "verifiers"):
+            Player(config, None).close()
+        else:
+            read_environment(config)
 
 
 def _check_rewards(

@@ -863,7 +863,7 @@ def _render(
             ".jinja file, or give rows of prompt and completion strings, or text"
         )
     try:
-        return tokenizer.apply_template(messages, add_generation_prompt, **template_kwargs)
+        return tokenizer.marked_text(messages, template_kwargs, add_generation_prompt)[0]
     except (TemplateError, TypeError, ValueError) as error:  # a template may add a string to a list of parts
         raise UserError(f"the chat template of {tokenizer.name} refuses the conversation: {error}") from error
 

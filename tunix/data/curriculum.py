@@ -5,13 +5,13 @@ follows from the seed, the position and its state alone; the state changes when 
 saved with the position. So a run that is killed and resumed takes the same prompts.
 """
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tunix.data.config import CurriculumConfig, DataConfig
+from tunix.data.shapes import is_finite
 from tunix.data.sources import Rows
 from tunix.data.types import Kept, Prompt
 from tunix.errors import UserError, nearest
@@ -30,7 +30,7 @@ class Curriculum:
     """Decides which prompts are taken, and learns from what came of them."""
 
     def __init__(self, config: CurriculumConfig, seed: int) -> None:
-        """Has taken nothing yet; the draws follow from the run's seed and a prompt's place in the order."""
+        """Has taken nothing yet; samples follow from the run's seed and a prompt's place in the order."""
         self.config, self._seed = config, seed
         self.state: dict[str, Any] = {"by": config.by, "offered": 0, "taken": 0}
         """All that it remembers, as JSON values."""
@@ -168,8 +168,7 @@ def curriculum_of(data: DataConfig, rows: Rows, seed: int, prompts: int) -> Curr
     values = np.zeros(len(rows))
     for number in range(len(rows)):
         row = rows[number]
-        value = row.get(name)
-        if not isinstance(value, int | float | np.number) or isinstance(value, bool) or not math.isfinite(value):
+        if not is_finite(value := row.get(name)):
             where = f"row {number + 1} of {rows.name}"
             hint = "" if name in row else nearest(name, [*dotted(row), "success"])
             what = f"has {value!r:.80} in" if name in row else f"has the columns {', '.join(row)}, not"

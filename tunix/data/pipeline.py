@@ -309,29 +309,6 @@ class Selection(Interleaved, grain.transforms.DatasetSelectionMap):
     """An interleave as Grain's map of places to data sets."""
 
 
-def order_of(examples: Examples, seed: int, epochs: int | None) -> grain.MapDataset:
-    """The numbers of rows in the order in which a run reads them: shuffled in every epoch anew, or in file order.
-
-    Several data sets are interleaved in the ratios of their weights, until the first of them has been read `epochs`
-    times; each has an order of its own.
-
-    Args:
-        examples: the rows.
-        seed: of the order.
-        epochs: None continues without end.
-    """
-    orders: list[grain.MapDataset] = []
-    begin = 0
-    for number, part in enumerate(examples.parts or [examples]):
-        order: grain.MapDataset = grain.MapDataset.range(begin, begin + len(part)).seed((seed + number) % 2**32)
-        orders.append((order.shuffle() if examples.config.shuffle else order).repeat(epochs))
-        begin += len(part)
-    if not examples.parts:
-        return orders[0]
-    weights = whole_weights([source.weight for source in examples.config.sources])
-    return grain.MapDataset.select_from_datasets(orders, Selection([len(order) for order in orders], weights))
-
-
 def shuffled(
     examples: Examples,
     size: int,
@@ -352,7 +329,16 @@ def shuffled(
         divided: whether all processes of the run render rows together, and go through them in the same order.
         curriculum: sorts the order; None for none.
     """
-    order = order_of(examples, seed, epochs)
+    orders: list[grain.MapDataset] = []
+    begin = 0
+    for number, part in enumerate(examples.parts or [examples]):
+        order: grain.MapDataset = grain.MapDataset.range(begin, begin + len(part)).seed((seed + number) % 2**32)
+        orders.append((order.shuffle() if examples.config.shuffle else order).repeat(epochs))
+        begin += len(part)
+    order = orders[0]
+    if examples.parts:
+        weights = whole_weights([source.weight for source in examples.config.sources])
+        order = grain.MapDataset.select_from_datasets(orders, Selection(list(map(len, orders)), weights))
     rows = (order if curriculum is None else curriculum.order(order)).map(examples.__getitem__)
     source = Divided(rows, f"rows/{next(_streams)}") if divided and processes.number() > 1 else rows
     cut = Cutter(examples.config, examples.train_on)

@@ -198,13 +198,6 @@ class Tokenizer:
         # A character whose bytes are in tokens on both sides of the border is whole only in the text of both.
         return text[len(begin) :] if text.startswith(begin) else self.decode(ids, skip_special)
 
-    def apply_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False, **template_kwargs: Any
-    ) -> str:
-        """The text of a conversation by the chat template, soft tokens of pictures included; errors of Jinja are not
-        caught. It is that of `apply_chat_template`, for messages without null."""
-        return self.marked_text(messages, template_kwargs, add_generation_prompt)[0]
-
     def marked_text(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -212,8 +205,9 @@ class Tokenizer:
         add_generation_prompt: bool = False,
         return_assistant_tokens_mask: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text as `apply_template` gives it, and the first and end character of each part that the template marks
-        as generated, where these are asked for."""
+        """The text of a conversation by the chat template, soft tokens of pictures included, and the first and end
+        character of each part that the template marks as generated, where these are asked for. It is that of
+        `apply_chat_template`, for messages without null; errors of Jinja are not caught."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         texts, marks = render_jinja_template(
@@ -247,7 +241,7 @@ class Tokenizer:
             call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
             said = {"role": "assistant", "content": "", "tool_calls": [call]}
             try:
-                self.apply_template([{"role": "user", "content": "a"}, said])
+                self.marked_text([{"role": "user", "content": "a"}, said], {})
             except (TemplateError, TypeError, ValueError):
                 return False
             return True

@@ -206,5 +206,6 @@ def store() -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or its kind."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    """The first line of what an error says, shortened in the middle; its kind where it says nothing."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return text if len(text) < 300 else f"{text[:120]} ... {text[-160:]}"  # the cause is at the end

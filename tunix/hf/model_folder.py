@@ -80,19 +80,6 @@ TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 LABEL = "reward"
 
 
-def require_classifier(config: DecoderConfig) -> None:
-    """Refuses a reward model of a family that transformers could not load.
-
-    Raises:
-        UserError: transformers has no sequence classifier for the family.
-    """
-    if FAMILIES[config.family].classifier is None:
-        raise UserError(
-            f"model.path: transformers has no sequence classifier for {config.family}, so that nothing could load a "
-            "reward model of it: train one of another family"
-        )
-
-
 def padding(config: DecoderConfig, files: Path | None) -> tuple[int | None, str | None]:
     """The padding of a reward model: the first that no sequence ends with of the folder's padding id, the tokenizer's
     padding token, any added token with `pad` in its name, and BOS.

@@ -46,11 +46,9 @@ from tunix.models.families.table import (
     FAMILIES,
     family_of,
     from_hf,
-    preset,
+    from_recipe,
     read_json,
-    small,
     tensors_of,
-    with_sizes,
     with_vision,
 )
 from tunix.models.model import Model, Params
@@ -267,8 +265,7 @@ def from_scratch(config: ModelConfig, pictures: bool = False) -> Source:
         pictures: whether it has a tower that sees them.
     """
     assert config.preset or config.family, "the recipe is checked"
-    decoder = preset(config.preset) if config.preset else small(str(config.family))
-    decoder = with_sizes(decoder, dict(config.sizes))
+    decoder = from_recipe(config)
     return Source(with_vision(decoder, config.preset is not None) if pictures else decoder, None)
 
 

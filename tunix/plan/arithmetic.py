@@ -87,9 +87,8 @@ def training(
     tokens, layers = _tokens(batch), matmul_weights(config, head=False)
     table = config.vocab_size * config.d_model * head
     again = sum(
-        len(config.layers_with(mixer)) * sides[0] * sides[1]
-        for mixer, of_layer in matrices(config).items()
-        for name, sides in of_layer.items()
+        math.prod(sizes)
+        for name, sizes in matrices(config).items()
         if name in RESULTS and RESULTS[name] not in KEEPS[remat]
     )
     products = (

@@ -17,7 +17,7 @@ from tunix.config import AlgorithmConfig, Config, MeshConfig, ModelConfig, Place
 from tunix.data.config import EPISODES
 from tunix.errors import UserError, nearest
 from tunix.lora.config import AdapterConfig
-from tunix.models.families.table import preset, small, with_sizes
+from tunix.models.families.table import from_recipe
 from tunix.models.quantization.rules import QuantizationConfig
 from tunix.recipe.algorithms import ALGORITHMS, algorithm_config
 from tunix.rollout.config import EvalConfig, RolloutConfig
@@ -125,8 +125,7 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
         yield f"checkpoint.folder: {url}: Orbax writes to gs:// and to disks alone; take one of them"
     if model.init == "random":
         try:
-            decoder = preset(model.preset) if model.preset else small(str(model.family))
-            with_sizes(decoder, model.sizes)
+            decoder = from_recipe(model)
         except UserError as error:
             yield f"model.{error}"
         else:
@@ -292,9 +291,8 @@ def _ineffective_rewards(recipe: Sections, staged: bool) -> Iterator[str]:
     lengths = ("prompt_length",) if pairs else ("prompt_length", "completion_length")
     if not recipe.algorithm.has_lm_head and not staged:
         why = f"{recipe.algorithm.name} trains a model that gives scores and writes nothing"
-        for key in ("reward", "rollout"):
-            if getattr(recipe, key) != Sections.model_fields[key].get_default():
-                yield f"{key}: changes nothing, since {why}; leave the section out"
+        for key in recipe.changed(("reward", "rollout")):
+            yield f"{key}: changes nothing, since {why}; leave the section out"
         for key in lengths:
             if getattr(recipe.data, key):
                 yield f"data.{key}: changes nothing, since {why}; max_length is the limit"

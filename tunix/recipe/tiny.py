@@ -18,7 +18,7 @@ from tunix.data.tiny import PICTURE_TOKENS, PICTURES, ROWS
 from tunix.data.tokenizer import VOCABULARY_FILES
 from tunix.errors import UserError
 from tunix.hf.run_export import exported
-from tunix.models.families.table import FAMILIES, family_of_name, family_of_type, preset, read_json, small
+from tunix.models.families.table import FAMILIES, family_of_name, family_of_type, from_recipe, preset, read_json
 from tunix.recipe.sections import Sections
 from tunix.rollout.config import HARNESS, RolloutConfig
 from tunix.rollout.environments.config import MixtureConfig
@@ -146,16 +146,14 @@ def shrunk(
         # Generated rows have none of the columns that the recipe names.
         functions = [{**function, "columns": {}} if generated else function for function in reward["functions"]]
         tiny["reward"] = {**reward, "functions": functions}
-        judge = reward["model"]
-        if not (judge is None or local_folder(judge) is not None or _is_said("reward.model", said)):
-            # The built-in `length` in place of a reward model that would be a download.
-            options = {"target": TINY_COMPLETION // 2, "width": TINY_COMPLETION}
-            functions.append({**_STAND_IN, "options": options, "columns": {}})
+        # The built-in `length` in place of a reward model that would be a download, and of a judge: a toy base writes
+        # no verdicts, and a server need not be there.
+        replaced_by = {"options": {"target": TINY_COMPLETION // 2, "width": TINY_COMPLETION}, "columns": {}}
+        if reward["model"] and local_folder(reward["model"]) is None and not _is_said("reward.model", said):
+            functions.append({**_STAND_IN, **replaced_by})
             tiny["reward"] |= {"model": None}
         if reward["judge"] and not _is_said("reward.judge", said):
-            # A toy base writes no verdicts, and a server need not be there.
-            options = {"target": TINY_COMPLETION // 2, "width": TINY_COMPLETION}
-            functions.append({**_JUDGE, "weight": reward["judge"]["weight"], "options": options, "columns": {}})
+            functions.append({**_JUDGE, **replaced_by, "weight": reward["judge"]["weight"]})
             tiny["reward"] |= {"judge": None}
     about_rows = tuple(f"data.{key}" for key in _DESCRIBES_ROWS) if generated else ()
     for key in said:
@@ -204,8 +202,7 @@ def toy_model(model: ModelConfig, data: DataConfig, said: Collection[str] = ()) 
         places = [path, folder] if path.is_dir() else [folder]
         place = next((x for x in places if x and any((x / file).is_file() for file in VOCABULARY_FILES)), None)
     elif model.tokenizer not in (None, "bytes", "bpe") and Path(str(model.tokenizer)).expanduser().is_dir():
-        shape = preset(model.preset) if model.preset else small(str(model.family))
-        place, vocab_size = Path(str(model.tokenizer)), model.sizes.get("vocab_size", shape.vocab_size)
+        place, vocab_size = Path(str(model.tokenizer)), from_recipe(model).vocab_size
     tokenizer, sizes = "bytes", dict(SIZES)
     if place is not None and vocab_size is not None and vocab_size <= LARGEST_VOCABULARY:
         tokenizer, sizes["vocab_size"] = str(place), vocab_size

@@ -112,14 +112,9 @@ class RolloutConfig(Config):
     @model_validator(mode="after")
     def _of_engine(self) -> "RolloutConfig":
         """Refuses settings that the chosen engine does not read."""
-        fields = type(self).model_fields
         of_tunix = ("slots", "memory", "cache_dtype", "speculate", "mesh", "oversample")
         of_vllm = ("servers", "weights_folder", "timeout")
-        ignored = [
-            key
-            for key in (of_tunix if self.engine == "vllm" else of_vllm)
-            if getattr(self, key) != fields[key].get_default()
-        ]
+        ignored = self.changed(of_tunix if self.engine == "vllm" else of_vllm)
         if ignored and self.engine == "vllm":
             raise ValueError(
                 f"{', '.join(ignored)}: read by tunix's own engine, and of no effect with engine: vllm, whose servers "
@@ -224,8 +219,7 @@ class EvalTask(Config):
             raise ValueError("success changes nothing without pass_at, whose right answers it is about")
         if self.columns and self.data is None:
             raise ValueError("columns changes nothing without data, whose columns it is about")
-        fields = EvalTask.model_fields.items()
-        idle = [x for x, field in fields if x not in ("name", "data", "n") and getattr(self, x) != field.default]
+        idle = self.changed(key for key in EvalTask.model_fields if key not in ("name", "data", "n"))
         if self.harness_task and idle:
             raise ValueError(f"{idle[0]} changes nothing for a task of lm-eval, whose file says how it is measured")
         return self

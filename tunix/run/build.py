@@ -11,8 +11,9 @@ from pathlib import Path
 
 from tunix.data.mixing import rows_read
 from tunix.data.pipeline import shuffled
-from tunix.hf.model_folder import require_classifier
+from tunix.errors import UserError
 from tunix.hf.source import settled
+from tunix.models.families.table import FAMILIES
 from tunix.protocols import Sampler
 from tunix.recipe.notes import total_steps, update_notes
 from tunix.recipe.recipe import Recipe
@@ -55,8 +56,12 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     data, rollout = recipe.data, recipe.rollout
     play = player_of(rollout.environment, source, data, rollout.temperature, rollout.stop_after_failures)
     algorithm = algorithm_of(recipe, source.stop_ids, play.stop_strings if play else ())
-    if algorithm.needs.values == "alone":
-        require_classifier(source.decoder)
+    family = source.decoder.family
+    if algorithm.needs.values == "alone" and FAMILIES[family].classifier is None:
+        raise UserError(
+            f"model.path: transformers has no sequence classifier for {family}, so that nothing could load a reward "
+            "model of it: train one of another family"
+        )
 
     # Devices, rows and kernels
     setup = Setup.on(devices, recipe, source, algorithm, memory_of(devices), sampling_mesh)

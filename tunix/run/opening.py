@@ -12,7 +12,7 @@ from tunix.data.config import EPISODES
 from tunix.data.sources import open_rows
 from tunix.errors import UserError
 from tunix.models.config import DecoderConfig, trains
-from tunix.models.families.table import FAMILIES, count_weights, preset, read_config, with_sizes
+from tunix.models.families.table import count_weights, from_recipe, read_config
 from tunix.recipe.notes import hardware_note
 from tunix.recipe.recipe import Recipe, recipe_file
 from tunix.util.accelerators import accelerated, cpu_devices
@@ -69,8 +69,8 @@ def opening(recipe: Recipe, tiny: bool = False, *, alone: bool = True) -> str:
     model, adapter = recipe.model, recipe.adapter
     config: DecoderConfig | None = None  # where it would have to be fetched
     if model.path is None:
-        decoder = preset(model.preset) if model.preset else FAMILIES[str(model.family)].small
-        config, label = with_sizes(decoder, dict(model.sizes)), NAMES.get(decoder.family, decoder.family)
+        config = from_recipe(model)
+        label = NAMES.get(config.family, config.family)
     else:
         file, label = Path(model.path).expanduser() / "config.json", Path(model.path).name
         if file.is_file() or (file := cached_config(model.path)):

@@ -18,7 +18,7 @@ from tunix.errors import UserError
 from tunix.protocols import Client, Saving
 from tunix.trainer.checkpoint_folder import folder_of
 from tunix.trainer.config import CheckpointConfig
-from tunix.trainer.state_files import Unreadable, first_line
+from tunix.trainer.state_files import Unreadable
 from tunix.util.atomic_io import ROOM, is_full
 
 BEST = "eval/loss"
@@ -102,7 +102,7 @@ class Checkpoints:
         except (Unreadable, OSError, ValueError) as error:
             again = "start again with --fresh." if self._config.folder is None else "set another checkpoint.folder."
             raise UserError(
-                f"{self._folder.name}/{step}: the checkpoint cannot be read: {first_line(error)}. "
+                f"{self._folder.name}/{step}: the checkpoint cannot be read: {processes.first_line(error)}. "
                 f"{self._folder.remedies[1]}Delete that folder to go on from the one before, or {again}"
             ) from error
         return record
@@ -158,6 +158,6 @@ class Checkpoints:
                 said = f"{self._folder.name}: a checkpoint could not be written: the disk is full. {ROOM}."
                 raise UserError(said) from error
             raise UserError(
-                f"{self._folder.name}: a checkpoint could not be written ({first_line(error)}). Earlier checkpoints "
-                f"are intact: {self._folder.remedies[0]} the same command to go on from the last one."
+                f"{self._folder.name}: a checkpoint could not be written ({processes.first_line(error)}). Earlier "
+                f"checkpoints are intact: {self._folder.remedies[0]} the same command to go on from the last one."
             ) from error

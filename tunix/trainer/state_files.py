@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from tunix.distributed.processes import first_line
 from tunix.errors import UserError
 from tunix.models.model import Params
 from tunix.trainer.step import TrainState
@@ -83,12 +84,6 @@ def load_params(path: Path, target: Mapping[str, jax.ShapeDtypeStruct]) -> Param
             return reader.restore(path_of(path), wanted)["params"]
         except Exception as error:  # tensorstore raises a bare Exception for a damaged file
             raise Unreadable(f"{path} cannot be read: {first_line(error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's text, shortened in the middle; the name of its class where it has no text."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return text if len(text) < 300 else f"{text[:120]} ... {text[-160:]}"  # the cause is at the end
 
 
 def flatten(state: TrainState) -> dict[str, dict[str, jax.Array]]:

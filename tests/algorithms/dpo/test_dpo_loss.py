@@ -124,10 +124,6 @@ NLL = (1.5 + 2) / 2  # means over tokens of A and C
             )
             / 2,
         ),
-        (
-            {"loss": "bco", "reward_shift": False},
-            (softplus(-0.1) + softplus(-0.2) + softplus(0.1) + softplus(0.1)) / 2,
-        ),
         # Log-ratios 1, -2 and -1, 1; eta 2: (1 - 1)^2 + (-2 + 1)^2, and (-1 - 1)^2 + (1 + 1)^2. The paper's eta: 1000.
         ({"loss": "sppo_hard", "beta": 0.5}, (1 + 8) / 2),
         ({"loss": "sppo_hard"}, (499**2 + 498**2 + 501**2 + 501**2) / 2),
@@ -321,7 +317,7 @@ def moved(found: dict) -> dict:
     return {place: value for place, value in found.items() if value}
 
 
-USUAL = ("sigmoid", "ipo", "bco", "aot", "aot_unpaired", "discopop", "simpo", "orpo", "js", "normalized")
+USUAL = ("sigmoid", "ipo", "nca", "aot", "aot_unpaired", "discopop", "simpo", "orpo", "js", "normalized")
 """Forms whose sums and weights differ; the others are slopes of their own of the same log-ratios, each of
 which the tests by hand know."""
 
@@ -417,7 +413,8 @@ def test_a_resolved_section_reads_back_equal(settings):
         ({"loss": "nca", "label_smoothing": 0.1}, "label_smoothing is 0.1.*read by .*exo, aot, aot_unpaired"),
         ({"offset": 0.1}, "offset is gone: a column `margin` is for reward models"),
         ({"loss": "exo", "label_smoothing": 0}, "exo takes the logarithm"),
-        ({"loss": "nca", "reward_shift": False}, "reward_shift is False.*loss: bco"),
+        ({"loss": "bco"}, "loss: bco is gone: take nca or apo_zero"),
+        ({"loss": "bco", "reward_shift": False}, "reward_shift is gone: .*\n.*loss: bco is gone: take nca"),
         ({"gamma": 1.0}, "gamma is 1.0.*loss: simpo"),
         ({"sft_reduction": "tokens"}, "sft_reduction is 'tokens'.*set sft_weight"),
         ({"loss": "aot", "divergence": "js"}, "divergence is 'js'.*read by sigmoid, robust, hinge"),

@@ -98,12 +98,6 @@ TRL = [
         [0.012679, 0.019411, 0.016547, 0.021048, 0.019225],
     ),
     (
-        {"loss": "bco", "reward_shift": False},
-        1.624334,
-        [-0.033272, -0.032425, -0.03072, -0.023791, -0.02982],
-        [0.025358, 0.038822, 0.033094, 0.042097, 0.03845],
-    ),
-    (
         {"loss": "sppo_hard"},
         13.908329,
         [-0.958667, -0.882667, -0.730667, -0.106667, -0.650667],
@@ -275,31 +269,3 @@ def test_a_sorted_form_asks_the_reference_once():
     found = before.prepare_batch(client, packed.batch, ready)
     assert client.asked == ["policy"]
     np.testing.assert_allclose(found.per_sequence[BASELINE], batch.per_sequence[BASELINE])
-
-
-def test_bcos_shift_is_the_mean_of_the_updates_before():
-    """delta = (mean chosen + mean rejected) / 2 over all pairs so far; the first update's is 0."""
-    algorithm, client = DPO(DPOConfig(loss="bco")), Known()
-    first, second = packed_of(FOUR), packed_of([Side([-1.0], [-4.0], weight=2.0), Side([-1.0], [-2.0], weight=2.0)])
-    # Rewards .1, -.2 and -.1, .1.
-    found = dict(algorithm.update(client, first).metrics)
-    assert found["rewards/shift"] == 0
-    wanted = (softplus(-0.1) + softplus(-0.2) + softplus(0.1) + softplus(0.1)) / 2
-    assert found["train/loss"] == pytest.approx(wanted, rel=1e-6)
-    delta = (0 + -0.05) / 2
-    state = algorithm.get_state()
-    assert state == {"mean": pytest.approx(delta, rel=1e-5), "pairs": 2.0}
-    again = DPO(DPOConfig(loss="bco"))
-    again.set_state(state)
-    # Rewards .3 and .1 of two pairs' weight: -log sigmoid(.325) - log sigmoid(-.125).
-    found = [dict(one.update(client, second).metrics) for one in (algorithm, again)]
-    assert found[0] == found[1]
-    assert found[0]["rewards/shift"] == pytest.approx(delta, rel=1e-5)
-    assert found[0]["train/loss"] == pytest.approx(softplus(-0.325) + softplus(0.125), rel=1e-6)
-    assert algorithm.get_state() == again.get_state()
-    assert again.get_state() == {"mean": pytest.approx((delta * 2 + 0.2 * 2) / 4, rel=1e-5), "pairs": 4.0}
-    # What is held out is measured from it, and does not move it.
-    assert float(again.prepare_batch(client, first.batch, first.sequences).per_sequence[BASELINE][3]) == pytest.approx(
-        0.0875
-    )
-    assert DPO(DPOConfig()).get_state() == DPO(DPOConfig(loss="bco", reward_shift=False)).get_state() == {}

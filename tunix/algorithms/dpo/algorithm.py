@@ -3,18 +3,15 @@
 Pairs are given, or sampled (`online`): the policy completes each prompt several times, and the completions with the
 highest and the lowest reward are the prompt's pair.
 
-Baselines of rewards are known before an update: BCO's running mean, and for AOT the values of equal rank. Both are
-per-sequence values of the whole batch, so that no micro-batch and no row depends on another one.
+Baselines of AOT's rewards, the values of equal rank, are computed before an update: per-sequence values of the whole
+batch, so that no micro-batch and no row depends on another one.
 
 Axes: P prompts, G group, B rows, T time, S sequences, Pa pairs (2 i is chosen, 2 i + 1 rejected).
 """
 
 from collections.abc import Sequence as List
 from dataclasses import replace
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -26,7 +23,7 @@ from tunix.algorithms.on_policy import Experience, OnPolicy
 from tunix.algorithms.ops import REFERENCE, reference_logprobs
 from tunix.errors import UserError
 from tunix.protocols import Client
-from tunix.types import Batch, LossInputs, LossOutputs, Metrics, Sampling, Sequence
+from tunix.types import Batch, LossInputs, LossOutputs, Sequence
 
 Pairs = Float[np.ndarray, "Pa"]
 
@@ -38,14 +35,6 @@ class DPO(OnPolicy):
     config: DPOConfig
 
     sequences_per_example = 2
-
-    def __init__(self, config: DPOConfig, sampling: Sampling | None = None):
-        super().__init__(config, sampling)
-        # Of all pairs trained on: half the sum of the two sides' means, weighted by pairs. It starts at 0, which all
-        # rewards are where the policy is the reference, and stays on the device, so that no step waits for the numbers
-        # of the one before.
-        self._mean: jax.Array | float = 0.0
-        self._pairs = 0.0
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """`dpo_loss` by the config."""
@@ -62,7 +51,7 @@ class DPO(OnPolicy):
             length_normalized=config.length_normalized,
             divergence=config.divergence,
             alpha=config.alpha or 0.5,
-            baselines=inputs.batch.per_sequence[BASELINE] if config.sorts or config.shifts else None,
+            baselines=inputs.batch.per_sequence[BASELINE] if config.sorts else None,
             sft_weight=config.sft_weight or 0.0,
             sft_reduction=config.sft_reduction,
         )
@@ -88,12 +77,9 @@ class DPO(OnPolicy):
         reference's log-probs (Melnyk et al. 2024, https://arxiv.org/abs/2406.05882). Pairs of weight 0 are not sorted,
         and have 0.
         """
-        size = len(batch.weights)
-        if self.config.shifts:
-            baseline = jnp.broadcast_to(jnp.asarray(self._mean, jnp.float32), (size,))
-            return replace(batch, per_sequence={**batch.per_sequence, BASELINE: baseline})
         if not self.config.sorts:
             return batch
+        size = len(batch.weights)
         # Where the last batch has fewer sequences, some are scored twice, so that nothing is compiled again.
         scored = [sequences[i % len(sequences)] for i in range(size)]
         policy = client.logprobs(scored, "policy", self.temperature)
@@ -129,25 +115,6 @@ class DPO(OnPolicy):
             per_token={**batch.per_token, REFERENCE: in_rows},
             per_sequence={**batch.per_sequence, BASELINE: baseline},
         )
-
-    def step(self, client: Client, batch: Batch) -> Metrics:
-        """Makes one update, and adds its rewards to the running mean where the form has one."""
-        metrics = dict(super().step(client, batch))
-        if self.config.shifts:
-            metrics["rewards/shift"] = self._mean
-            pairs = float(batch.counts["pairs"])
-            self._pairs += pairs
-            reward = 0.5 * (metrics["rewards/chosen"] + metrics["rewards/rejected"])
-            self._mean = self._mean + (reward - self._mean) * (pairs / self._pairs)
-        return metrics
-
-    def get_state(self) -> dict[str, Any]:
-        """The running mean of the rewards, where the form has one."""
-        return {"mean": float(self._mean), "pairs": self._pairs} if self.config.shifts else {}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        if self.config.shifts:
-            self._mean, self._pairs = state["mean"], state["pairs"]
 
     def prepare(self, client: Client, experience: Experience) -> Update:
         """One batch of the best and the worst completion of each prompt; none where no prompt has a pair.

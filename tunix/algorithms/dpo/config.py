@@ -8,9 +8,7 @@ from pydantic import Field
 from tunix.algorithms.config import REFERENCE_PATH_GONE, NonNegative, Rule, RuledConfig, Settings
 from tunix.config import TINY_GROUP, Positive, RowKind
 
-PairedForm = Literal[
-    "sigmoid", "robust", "exo", "ipo", "hinge", "discopop", "nca", "bco", "sppo_hard", "apo_zero", "apo_down"
-]
+PairedForm = Literal["sigmoid", "robust", "exo", "ipo", "hinge", "discopop", "nca", "sppo_hard", "apo_zero", "apo_down"]
 SortedForm = Literal["aot", "aot_unpaired"]
 Form = Literal[PairedForm, SortedForm, "simpo", "orpo", "cpo"]
 
@@ -40,9 +38,6 @@ class DPOConfig(RuledConfig):
     0; with robust 0.1, with exo 0.001."""
     gamma: NonNegative | None = None
     """SimPO's margin, by which the chosen reward should be larger than the rejected one. Null: 1."""
-    reward_shift: bool = True
-    """With bco: whether the mean reward of all earlier updates, which is part of a checkpoint, is subtracted from
-    rewards. False subtracts nothing, as TRL 1.16 does."""
     length_normalized: bool = False
     """Whether log-ratios are divided by the completion's length in tokens; raise beta with it."""
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
@@ -67,6 +62,8 @@ class DPOConfig(RuledConfig):
         "tau": "discopop's temperature is the paper's, 0.05",
         "offset": "a column `margin` is for reward models; subtract it in the `loss` of a subclass",
         "reference_path": REFERENCE_PATH_GONE,
+        "loss: bco": "take nca or apo_zero, which judge each completion by itself too; of rows with labels kto learns",
+        "reward_shift": "it was of loss: bco, in whose place are nca and apo_zero",
     }
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
@@ -75,7 +72,6 @@ class DPOConfig(RuledConfig):
             f"with this loss: it is read by {', '.join(SMOOTHED)}",
         ),
         Rule(("gamma",), lambda s: s["loss"] == "simpo", "without loss: simpo"),
-        Rule(("reward_shift",), lambda s: s["loss"] == "bco", "without loss: bco"),
         Rule(
             ("divergence",), lambda s: s["loss"] in DIVERGING, f"with this loss: it is read by {', '.join(DIVERGING)}"
         ),
@@ -129,11 +125,6 @@ class DPOConfig(RuledConfig):
     def sorts(self) -> bool:
         """Whether the pairs of a batch are sorted against each other."""
         return self.loss in SORTED
-
-    @property
-    def shifts(self) -> bool:
-        """Whether the mean reward of earlier updates is subtracted from rewards."""
-        return self.loss == "bco" and self.reward_shift
 
     @property
     def reads(self) -> RowKind:

@@ -63,7 +63,7 @@ def dpo_loss(
         exo          https://arxiv.org/abs/2402.00856    sppo_hard           https://arxiv.org/abs/2405.00675
         ipo          https://arxiv.org/abs/2310.12036    apo_zero, apo_down  https://arxiv.org/abs/2408.06266
         discopop     https://arxiv.org/abs/2406.08414    aot, aot_unpaired   https://arxiv.org/abs/2406.05882
-        nca          https://arxiv.org/abs/2402.05369    bco                 https://arxiv.org/abs/2404.04656
+        nca          https://arxiv.org/abs/2402.05369
         hinge        https://arxiv.org/abs/2305.10425 (SLiC-HF), https://arxiv.org/abs/2309.06657 (RSO)
 
     The second term is that of RPO (Pang et al. 2024, https://arxiv.org/abs/2404.19733); with `sft_reduction: tokens` it
@@ -80,7 +80,7 @@ def dpo_loss(
         length_normalized: whether log-ratios are divided by |y|.
         divergence: f.
         alpha: of the divergence `alpha`.
-        baselines: subtracted from each reward, for bco, aot and aot_unpaired; None for 0.
+        baselines: subtracted from each reward, for aot and aot_unpaired; None for 0.
         sft_weight: weight of the second term.
         sft_reduction: what it is averaged over.
     """
@@ -136,11 +136,6 @@ def dpo_loss(
             # rewards of 1 and 0 and K = 2.
             noise = jax.nn.log_sigmoid(-chosen) + jax.nn.log_sigmoid(-rejected)
             compared_Pa = -jax.nn.log_sigmoid(chosen) - 0.5 * noise
-        case "bco":
-            # -log sigmoid(r_c - delta) - log sigmoid(-(r_r - delta)): classifies each completion by itself, with the
-            # reward as the logit. Jung et al. 2024. Its delta, the mean of both sides' expected rewards, is the
-            # baseline (`DPO.prepare_batch`).
-            compared_Pa = -jax.nn.log_sigmoid(chosen) - jax.nn.log_sigmoid(-rejected)
         case "sppo_hard":
             # (h_c - eta / 2)^2 + (h_r + eta / 2)^2, h the unscaled log-ratio of a completion: Wu et al. 2024, eq. 4.7,
             # where the probability to win is 1 for the chosen completion and 0 for the other; eta is 1 / beta, 1000.

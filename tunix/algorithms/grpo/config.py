@@ -7,7 +7,7 @@ size, learning rate, updates per batch of rollouts) is left to the recipe.
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from tunix.algorithms.config import Above0, NonNegative, PolicyConfig, Rule, Settings
+from tunix.algorithms.config import Above0, Advantage, NonNegative, PolicyConfig, Rule, Settings
 from tunix.config import Positive
 
 Preset = Literal[
@@ -124,11 +124,9 @@ class GRPOConfig(PolicyConfig):
     """A published variant: its settings are used for all keys that are not written."""
     group_size: Positive = 8
     """Completions of each prompt."""
-    advantage: Literal[
-        "mean", "mean_std", "mean_relative", "leave_one_out", "leave_one_out_std", "median", "batch", "mean_batch"
-    ] = "mean_std"
+    advantage: Advantage = "mean_std"
     """What a reward is compared with: its group's mean (and std, or divided by it: MaxRL,
-    https://arxiv.org/abs/2602.02710), the others' mean (and std), the median, the whole batch."""
+    https://arxiv.org/abs/2602.02710), the others' mean (and std), the whole batch."""
     normalize_rewards: Literal["summed", "each"] = "summed"
     """With several rewards: advantages of the weighted sum, or of each reward, then summed and normalised over the
     batch (GDPO, https://arxiv.org/abs/2601.05242)."""
@@ -157,6 +155,10 @@ class GRPOConfig(PolicyConfig):
     """Whether groups whose rewards are all equal are replaced by groups of further prompts (DAPO), in at most eight
     rounds; after them the step has fewer groups."""
 
+    gone: ClassVar[Mapping[str, str]] = {
+        **PolicyConfig.gone,
+        "advantage: median": "override GRPO.advantages in a subclass, as docs/guide/extending.md shows",
+    }
     presets: ClassVar[Mapping[str, Settings]] = PRESETS
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("ratio",), lambda s: s["surrogate"] != "log", "with surrogate: log, which has no ratio"),

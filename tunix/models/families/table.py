@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tunix.config import ModelConfig
 from tunix.errors import UserError, nearest
 from tunix.models.config import DENSE_AND_EXPERTS, DecoderConfig
 from tunix.models.families.base import FamilyText, Shape, Tensor
@@ -186,6 +187,16 @@ def small(family: str) -> DecoderConfig:
     if family not in FAMILIES:
         raise UserError(f"family {family!r} is not known.{nearest(family, FAMILIES)} There are {', '.join(FAMILIES)}.")
     return FAMILIES[family].small
+
+
+def from_recipe(model: ModelConfig) -> DecoderConfig:
+    """The structure of a model with random weights: a preset, or a family's tiny shape, with a recipe's sizes.
+
+    Raises:
+        UserError: there is no such preset or family, or the sizes do not fit.
+    """
+    shape = preset(model.preset) if model.preset else small(str(model.family))
+    return with_sizes(shape, dict(model.sizes))
 
 
 def with_sizes(config: DecoderConfig, sizes: Mapping[str, int]) -> DecoderConfig:

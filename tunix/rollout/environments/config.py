@@ -121,8 +121,8 @@ class EnvironmentConfig(Config):
             raise ValueError(
                 "the environment agent has a program: agent: {command: [python, agent.py]}, without a name"
             )
-        fields = {k: x.get_default() for k, x in type(self).model_fields.items() if k not in ("name", "agent")}
-        if self.agent and (idle := [key for key, default in fields.items() if getattr(self, key) != default]):
+        others = (key for key in type(self).model_fields if key not in ("name", "agent"))
+        if self.agent and (idle := self.changed(others)):
             raise ValueError(f"{', '.join(idle)}: changes nothing for an agent, which has settings of its own")
         if self.name == TOOLS and not called:
             raise ValueError("the environment tools has none: name some in `tools: [file.py:function]` or in `mcp`")
