@@ -102,9 +102,8 @@ class JudgeConfig(Config):
 
     @model_validator(mode="after")
     def _of_model(self) -> "JudgeConfig":
-        fields = type(self).model_fields
         keys = ("length",) if self.is_server else ("deadline", "served", "key_variable", "options")
-        if ignored := [key for key in keys if getattr(self, key) != fields[key].get_default()]:
+        if ignored := self.changed(keys):
             what = (
                 "with a server, which has its own" if self.is_server else f"without a server, and {self.model} is none"
             )
