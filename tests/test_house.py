@@ -244,17 +244,17 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 57_970,
+    "lines": 57_976,
     "files": 291,
     "functions": 3_039,
     "short functions used once": 119,
     "short files with one importer": 12,
     "calls with bundles": 40,
     "imports of the busiest file": 23,
-    "recipe keys": 252,
-    "recipe keys of GRPO": 31,
+    "recipe keys": 253,
+    "recipe keys of GRPO": 32,
     "files in the closure of algorithms/grpo": 15,
-    "lines in the closure of algorithms/grpo": 3_438,
+    "lines in the closure of algorithms/grpo": 3_454,
     "banned local names": 0,
     "files with private names of others": 6,
 }

@@ -19,7 +19,7 @@ from tunix.algorithms.ppo.loss import adapted_kl, explained_variance, gae
 from tunix.errors import UserError
 
 NAN = float("nan")
-KINDS = ("mean", "mean_std", "mean_relative", "leave_one_out", "leave_one_out_std", "batch", "mean_batch")
+KINDS = ("mean", "mean_std", "mean_relative", "leave_one_out", "leave_one_out_std", "median", "batch", "mean_batch")
 REWARDS = np.array([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
 
 
@@ -39,6 +39,8 @@ REWARDS = np.array([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
             "leave_one_out_std",
             [[0, -4 / 3 / (14 / 9) ** 0.5, -4 / 3 / (14 / 9) ** 0.5, 8 / 3 / (2 / 9) ** 0.5], [0, 0, 0, 0]],
         ),
+        # Median of 0 0 1 3 is 0.5.
+        ("median", [[0.5, -0.5, -0.5, 2.5], [0, 0, 0, 0]]),
         # All eight: mean 12/8 = 1.5; squares .25 2.25 2.25 2.25 and 4 x .25, sum 8; variance 1.
         ("batch", [[-0.5, -1.5, -1.5, 1.5], [0.5, 0.5, 0.5, 0.5]]),
         # Deviations from the groups' means have mean 0 and squares' sum 6 over eight: variance .75.

@@ -87,6 +87,10 @@ def group_advantages(
         # Compared directly, since squares need not be 0 where rewards are equal: their mean is rounded.
         differ = np.where(counted, others, -np.inf).max(axis=2) > np.where(counted, others, np.inf).min(axis=2)
         return np.where(valid & (number > 0), rewards_PG - mean, 0.0) / np.where(differ, scale, 1.0)
+    if kind == "median":
+        # A group without a single valid sample has no median, and numpy would warn.
+        median = np.nanmedian(np.where(number > 0, rewards_PG, 0.0), axis=1, keepdims=True)
+        return np.where(valid, rewards - median, 0.0)
     return batch_normalised(np.where(valid, centred, np.nan), eps, std)
 
 

@@ -18,7 +18,9 @@ from tunix.errors import UserError
 Settings = Mapping[str, Any]
 NonNegative = Annotated[float, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]
-Advantage = Literal["mean", "mean_std", "mean_relative", "leave_one_out", "leave_one_out_std", "batch", "mean_batch"]
+Advantage = Literal[
+    "mean", "mean_std", "mean_relative", "leave_one_out", "leave_one_out_std", "median", "batch", "mean_batch"
+]
 Estimator = Literal["k1", "k2", "k3", "k3+"]
 Std = Literal["population", "sample"]
 REFERENCE_PATH_GONE = (
@@ -133,6 +135,9 @@ class PolicyConfig(RuledConfig):
     correction: Literal["none", "truncate", "mask"] = "none"
     """Importance weights of tokens for a sampler that differs from the trainer: `truncate` lowers those above 2 (TIS),
     `mask` leaves those below 0.5 and above 5 out (IcePop)."""
+    geometric_mask: tuple[Above0, Above0] | None = None
+    """Completions are left out of the loss where the geometric mean of their weights lies outside, such as
+    [0.99, 1.01]: verl's seq_mean_k1; with `correction: truncate` NeMo-RL's seq-mask-tis. Null: none are left out."""
     mismatch_limit: Annotated[float, Field(gt=1)] | None = None
     """Completions are left out of the update, and of its denominators, where the mean of exp|trainer - sampler| over
     their tokens' log-probs is above this, such as 2 (NeMo-RL's seq_logprob_error_threshold). Null: none are left
@@ -154,7 +159,7 @@ class PolicyConfig(RuledConfig):
         "reduction_length": "the constant of reduction: constant is the most tokens that a completion may have",
         "kl_input_clamp": "log-ratios count as no larger than 20",
         "entropy_over": "the entropy is averaged as reduction says",
-        "correction_level": "a correction weighs tokens; mismatch_limit leaves completions out",
+        "correction_level": "a correction weighs tokens; geometric_mask leaves completions out",
         "correction_low": "correction: truncate has no lower bound, mask 0.5",
         "correction_high": "correction: truncate is at most 2, mask 5",
         "high_entropy": "all trained tokens have a policy loss",
@@ -163,7 +168,6 @@ class PolicyConfig(RuledConfig):
         "soft_negative": "surrogate: soft fades with 1.05 where the advantage is negative",
         "trust_low": "write trust_region: [tv, 0.2], one number for both directions",
         "trust_high": "write trust_region: [tv, 0.2], one number for both directions",
-        "geometric_mask": "write mismatch_limit, which leaves completions out by the mean difference of their tokens",
         "max_refills": "dynamic_sampling takes at most eight rounds",
         "lam_length": "write lam",
         "lam_critic": "the critic learns the returns of lam",
@@ -178,7 +182,7 @@ class PolicyConfig(RuledConfig):
             "without a KL term in the loss: set kl and kl_in: loss",
         ),
         Rule(
-            ("correction", "mismatch_limit"),
+            ("correction", "geometric_mask", "mismatch_limit"),
             lambda s: s["old_logprobs"] != "sampler",
             "with old_logprobs: sampler, whose ratio already starts at the sampler: set old_logprobs: recompute",
         ),
@@ -238,6 +242,8 @@ class PolicyConfig(RuledConfig):
             )
         if self.kl_estimator == "k3+" and self.kl_in == "reward":
             wrong.append("kl_estimator: k3+ differs from k3 in its gradient, and a reward has none: take k3")
+        if self.geometric_mask and not self.geometric_mask[0] < 1 < self.geometric_mask[1]:
+            wrong.append(f"geometric_mask: 1, where trainer and sampler agree, is outside of {self.geometric_mask}")
         if self.kl_weighted and self.kl_estimator in ("k2", "k3+"):
             unweighted = f"{self.kl_estimator} has the gradient of KL(policy || reference) unweighted"
             wrong.append(f"kl_weighted: {unweighted}; weight k1 or k3")

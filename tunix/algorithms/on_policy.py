@@ -47,6 +47,7 @@ from tunix.algorithms.ops import (
     old_logprobs,
     reference_logprobs,
     sampler_logprobs,
+    sequence_mean,
 )
 from tunix.config import RowKind
 from tunix.errors import Doubtful
@@ -200,12 +201,21 @@ class PolicyGradient(OnPolicy):
         """
         config, batch = self.config, inputs.batch
         policy, over, metrics = outputs.terms["policy"].values, outputs.terms["policy"].over, dict(outputs.metrics)
-        if config.correction != "none":
+        if config.old_logprobs == "recompute":
             # Log of trainer over sampler before the updates.
             log_weights = log_ratio(jnp.asarray(old_logprobs(inputs)), batch.per_token["sampler_logprobs"], batch)
-            weight, changed = importance_weight(log_weights, config.correction, *IMPORTANCE_BOUNDS[config.correction])
-            policy = policy * weight
-            metrics["mismatch/corrected"] = changed.astype(jnp.float32)
+            if config.correction != "none":
+                weight, changed = importance_weight(
+                    log_weights, config.correction, *IMPORTANCE_BOUNDS[config.correction]
+                )
+                policy = policy * weight
+                metrics["mismatch/corrected"] = changed.astype(jnp.float32)
+            if config.geometric_mask is not None:
+                low, high = config.geometric_mask
+                means = sequence_mean(log_weights, batch)
+                masked = (means < math.log(low)) | (means > math.log(high))
+                policy = jnp.where(masked, 0.0, policy)
+                metrics["mismatch/masked"] = masked.astype(jnp.float32)
         terms = {"policy": Term(policy, over)}
         if config.kl:
             reference = reference_logprobs(inputs)

@@ -491,6 +491,22 @@ def test_corrections_by_hand(settings, weights, changed):
 
 
 @pytest.mark.parametrize(
+    ("settings", "weights", "masked"),
+    [
+        ({"geometric_mask": (0.9, 1.1)}, (1, 1, 0), 1),  # 1.0954 is inside, 6 is not
+        ({"geometric_mask": (0.9, 1.09)}, (0, 0, 0), 3),
+        # seq-mask-tis: tokens' truncated weights where the completion's geometric mean is inside.
+        ({"geometric_mask": (0.9, 1.1), "correction": "truncate"}, (0.4, 2, 0), 1),
+    ],
+)
+def test_the_geometric_mask_by_hand(settings, weights, masked):
+    found = reduced(loss_of(old_logprobs="recompute", **settings), inputs_of(batch_of(SAMPLED)))
+    terms = np.array([1.2, 0.5, -2.2]) * weights
+    assert found["train/loss"] == pytest.approx(-terms.sum() / 3, rel=1e-5)
+    assert found["mismatch/masked"] == pytest.approx(masked / 3)
+
+
+@pytest.mark.parametrize(
     ("kind", "low", "high", "weights", "changed"),
     [
         ("truncate", 0.0, 4.0, (0.4, 3, 4), (0, 0, 1)),
@@ -530,6 +546,11 @@ FAMILY = {
     "tis": {"old_logprobs": "recompute", "correction": "truncate"},
     "dppo_kl": {"preset": "dppo", "trust_region": "kl", "old_logprobs": "recompute", "off_policy_limit": 0.1},
     "soft_off_policy": {"preset": "sapo", "off_policy_limit": 0.1, "drift": 0.1},
+    "geometric": {
+        "old_logprobs": "recompute",
+        "correction": "truncate",
+        "geometric_mask": (0.2, 5.0),
+    },
     "k3_plus": {"kl": 0.1, "kl_estimator": "k3+"},
     "icepop": {"old_logprobs": "recompute", "correction": "mask", "kl": 0.1, "kl_estimator": "k2"},
 }
@@ -681,9 +702,9 @@ def test_nulls_become_the_usual_values():
         ({"advantage": "mean_relative", "overlong_buffer": 0.1}, "which a penalty would take below 0"),
         ({"preset": "maxrl", "kl": 0.1, "kl_in": "reward"}, "which a penalty would take below 0"),
         ({"correction": "mask"}, "set old_logprobs: recompute; or leave it at none"),
-        ({"advantage": "median"}, "advantage: median is gone: override GRPO.advantages"),
-        ({"geometric_mask": (0.9, 1.1)}, "geometric_mask is gone: write mismatch_limit"),
+        ({"geometric_mask": (0.9, 1.1)}, "geometric_mask is .*set old_logprobs: recompute"),
         ({"mismatch_limit": 2.0}, "mismatch_limit is 2.0.*set old_logprobs: recompute"),
+        ({"old_logprobs": "recompute", "geometric_mask": (1.1, 2.0)}, "1, where trainer and sampler agree, is outside"),
         ({"old_logprobs": "recompute", "mismatch_limit": 1.0}, "greater than 1"),
         ({"kl": 0.1, "kl_estimator": "k3+", "kl_weighted": True}, "k3. has the gradient"),
         ({"kl": 0.1, "kl_estimator": "k3+", "kl_in": "reward"}, "a reward has none: take k3"),

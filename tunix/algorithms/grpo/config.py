@@ -126,7 +126,7 @@ class GRPOConfig(PolicyConfig):
     """Completions of each prompt."""
     advantage: Advantage = "mean_std"
     """What a reward is compared with: its group's mean (and std, or divided by it: MaxRL,
-    https://arxiv.org/abs/2602.02710), the others' mean (and std), the whole batch."""
+    https://arxiv.org/abs/2602.02710), the others' mean (and std), the median, the whole batch."""
     normalize_rewards: Literal["summed", "each"] = "summed"
     """With several rewards: advantages of the weighted sum, or of each reward, then summed and normalised over the
     batch (GDPO, https://arxiv.org/abs/2601.05242)."""
@@ -155,10 +155,6 @@ class GRPOConfig(PolicyConfig):
     """Whether groups whose rewards are all equal are replaced by groups of further prompts (DAPO), in at most eight
     rounds; after them the step has fewer groups."""
 
-    gone: ClassVar[Mapping[str, str]] = {
-        **PolicyConfig.gone,
-        "advantage: median": "override GRPO.advantages in a subclass, as docs/guide/extending.md shows",
-    }
     presets: ClassVar[Mapping[str, Settings]] = PRESETS
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("ratio",), lambda s: s["surrogate"] != "log", "with surrogate: log, which has no ratio"),
