@@ -107,11 +107,6 @@ class Stored:
     byte once, and taken apart where its parts belong (`tensor_transfer.py`)."""
 
     @property
-    def laid(self) -> tuple[int, ...]:
-        """Its shape in the layout of its family's table."""
-        return self.shape[::-1] if self.turned else self.shape
-
-    @property
     def size(self) -> int:
         """Bytes of memory that reading all of it takes."""
         return math.prod(self.shape) * np.dtype(WRITTEN[self.dtype]).itemsize
@@ -278,9 +273,11 @@ def check_tensors(
             f"{where}: {len(missing)} tensor(s) that the config asks for are missing: {some(missing)}. "
             f"{len(stored)} are there, {len(wanted)} are needed. {hint}".rstrip()
         )
-    wrong = [name for name, shape in wanted.items() if stored[name].laid != shape]
+    # In the layout of the family's table.
+    laid = {name: stored[name].shape[::-1] if stored[name].turned else stored[name].shape for name in wanted}
+    wrong = [name for name, shape in wanted.items() if laid[name] != shape]
     if wrong:
-        shapes = "; ".join(f"{name} expected {wanted[name]}, found {stored[name].laid}" for name in wrong[:3])
+        shapes = "; ".join(f"{name} expected {wanted[name]}, found {laid[name]}" for name in wrong[:3])
         raise UserError(
             f"{stored[wrong[0]].file}: {len(wrong)} tensor(s) do not have the config's shape: {shapes}. {hint}".rstrip()
         )

@@ -14,7 +14,6 @@ Axes: B rows, C tokens at a time, V vocabulary; C are those of the longest promp
 
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -219,8 +218,8 @@ def export_stablehlo(source: Path, out: Path, *, shapes: Shapes) -> str:
             "prefill": "(weights, tokens int32 [batch, prompt_length], lengths int32 [batch]) -> (logits, cache)",
             "decode": "(weights, cache, tokens int32 [batch], positions int32 [batch]) -> (logits, cache)",
             "logits": "float32 [batch, vocab_size], of the next token of each row",
-            "cache": [_shape(x) for x in cache],
-            "weights": {name: _shape(x) for name, x in weights.items()},
+            "cache": [{"shape": x.shape, "dtype": str(x.dtype)} for x in cache],
+            "weights": {name: {"shape": x.shape, "dtype": str(x.dtype)} for name, x in weights.items()},
         }
         (folder / "description.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
         shutil.copyfile(Path(__file__).with_name("standalone.py"), folder / "generate.py")
@@ -234,7 +233,3 @@ def export_stablehlo(source: Path, out: Path, *, shapes: Shapes) -> str:
         with ocp.Checkpointer(writing_handler()) as writer:
             writer.save(folder / "weights", ocp.args.PyTreeSave(arrays))
     return f"python {out}/generate.py '[[1, 2, 3]]' --max-tokens 16"
-
-
-def _shape(x: Any) -> Mapping[str, Any]:
-    return {"shape": list(x.shape), "dtype": str(x.dtype)}
