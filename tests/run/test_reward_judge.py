@@ -99,7 +99,7 @@ def test_another_template_renders_the_chat(tmp_path):
     folder = reward_folder(tmp_path / "reward", "gemma")
     found = judged(folder, data={"max_length": 32, "chat": True})
     said = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "xyz"}]
-    text = GEMMA.apply_template(said)
+    text, _ = GEMMA.marked_text(said, {})
     whole = GEMMA.encode(text)
     end = len(GEMMA.encode(text.rstrip("\n")))
     assert end < len(whole)

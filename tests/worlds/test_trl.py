@@ -5,6 +5,7 @@ TRL brings the published chat templates of many families, with which calls and r
 
 import asyncio
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from tests import tool_games, tool_runs
 from tests.data.test_chat import made
 from tunix.data.chat import render_continuation, render_prompt
 from tunix.data.tokenizer import Tokenizer
-from tunix.data.tool_calls import markup_of, parse, typed
+from tunix.data.tool_calls import MARKUPS, Call, markup_of, parse, typed
 from tunix.errors import UserError
 from tunix.rollout.environments.base import Episode
 from tunix.rollout.environments.config import EnvironmentConfig
@@ -119,8 +120,7 @@ def test_results_follow_calls_as_published_templates_write_them(name: str, calls
     action = whole[len(prompt) : -len(answer)]
     assert action[-1] in tokenizer.stop_ids
     found = parse(tokenizer.decode(action[:-1]), markup_of(tokenizer)).calls
-    read = [{"name": x.name, "arguments": typed(x.arguments, TOOLS[i])} for i, x in enumerate(found)]
-    assert read == functions
+    assert read_calls(found, tokenizer) == functions
 
 
 @pytest.mark.parametrize("name", ["deepseek_r1_distill", "glm4moe", "lfm2", "cohere2"])
@@ -128,6 +128,13 @@ def test_families_with_other_markups_are_refused(name: str):
     template = (templates() / f"{name}.jinja").read_text()
     with pytest.raises(UserError, match="writes calls of tools in none of the markups that are known"):
         markup_of(made(template, ["<eos>", "<bos>"], eos="<eos>", bos="<bos>"))
+
+
+def read_calls(calls: Sequence[Call], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Calls as the environment of tools reads them: by the tools' types where the markup writes all values as text."""
+    tools = {tool["function"]["name"]: tool for tool in TOOLS}
+    as_text = MARKUPS[markup_of(tokenizer)].as_text
+    return [{"name": x.name, "arguments": typed(x.arguments, tools[x.name]) if as_text else x.arguments} for x in calls]
 
 
 def parses_as_trl(tokenizer: Tokenizer, text: str) -> None:
@@ -142,8 +149,7 @@ def parses_as_trl(tokenizer: Tokenizer, text: str) -> None:
     assert theirs["content"].strip() == ours.content
     assert (theirs.get("reasoning_content") or theirs.get("thinking") or "") == ours.thought
     calls = [call["function"] for call in theirs.get("tool_calls") or []]
-    names = {tool["function"]["name"]: tool for tool in TOOLS}
-    assert calls == [{"name": x.name, "arguments": typed(x.arguments, names[x.name])} for x in ours.calls]
+    assert calls == read_calls(ours.calls, tokenizer)
 
 
 @pytest.mark.parametrize(
