@@ -332,9 +332,9 @@ def test_models_are_listed_with_their_context(shared: Shared):
 
 def test_what_clients_send_along_has_no_effect(shared: Shared):
     """Of what platforms keep and route by: at values that change no answer."""
-    along = {"metadata": {"run": "a"}, "store": False, "service_tier": "auto", "logit_bias": {}, "user": "me"}
+    along = {"metadata": {"run": "a"}, "store": False, "service_tier": "auto", "user": "me"}
     assert [x["text"] for x in complete(shared, along)] == [x["text"] for x in complete(shared, {})]
-    for name, value in {"store": True, "service_tier": "flex", "logit_bias": {"5": 1}, "metadata": [1]}.items():
+    for name, value in {"store": True, "service_tier": "flex", "metadata": [1]}.items():
         error = post(shared, "/v1/completions", {"prompt": [5], name: value}, 400)["error"]
         assert error["param"] == name
 

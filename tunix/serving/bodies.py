@@ -160,7 +160,6 @@ class _Answered(_Sampled):
     # What has no effect at these values, and cannot be had at others.
     store: Literal[False] = False
     service_tier: Literal["auto", "default"] = "auto"
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
 
     @model_validator(mode="after")
     def _streams(self) -> Any:
