@@ -244,7 +244,7 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 57_965,
+    "lines": 57_980,
     "files": 291,
     "functions": 3_036,
     "short functions used once": 119,

@@ -87,8 +87,9 @@ def training(
     tokens, layers = _tokens(batch), matmul_weights(config, head=False)
     table = config.vocab_size * config.d_model * head
     again = sum(
-        math.prod(sizes)
-        for name, sizes in matrices(config).items()
+        len(config.layers_with(mixer)) * sides[0] * sides[1]
+        for mixer, of_layer in matrices(config).items()
+        for name, sides in of_layer.items()
         if name in RESULTS and RESULTS[name] not in KEEPS[remat]
     )
     products = (

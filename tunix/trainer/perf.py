@@ -8,43 +8,58 @@ needs no gradients of its weights: 4 instead of 6. An adapter's A and B are addi
 import math
 import resource
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 
 import jax
 import numpy as np
 
 from tunix.lora.config import AdapterConfig
-from tunix.models.config import DELTANET, DecoderConfig
-from tunix.models.families.table import FAMILIES, count_weights, tensors_of
+from tunix.models.config import DELTANET, EXPERTS, GLOBAL, WIDE, DecoderConfig
 from tunix.types import Batch
 
 
 def matmul_weights(config: DecoderConfig, head: bool = True) -> int:
     """Number of weights that every token is multiplied by: all matrices and the head, not the embedding look-up."""
+    layers = (
+        len(config.layers_with(mixer)) * sum(map(math.prod, of_layer.values()))
+        for mixer, of_layer in matrices(config).items()
+    )
     inputs = config.d_model * config.num_layers * config.layer_inputs
-    return sum(map(math.prod, matrices(config).values())) + inputs + head * config.vocab_size * config.d_model
+    return sum(layers) + inputs + head * config.vocab_size * config.d_model
 
 
-@cache
-def matrices(config: DecoderConfig) -> Mapping[str, tuple[int, int, int]]:
+def matrices(config: DecoderConfig) -> dict[str, dict[str, tuple[int, int]]]:
     """Inputs and outputs of matrices by name, for the layers with each mixer.
 
     Of a mixture's experts they are those that a token uses, side by side.
     """
-    sizes, counts = FAMILIES[config.family].axes(config), count_weights(config)
-    shapes = dict[str, tuple[int, int, int]]()
-    for name, tensor in tensors_of(config).items():
-        _, _, module = name.removesuffix("/w").partition("layers/")
-        # The taps of a convolution mix no channels.
-        if name in counts and name.endswith("/w") and module and not module.endswith(("norm", "conv")):
-            used = config.experts.active if config.experts and tensor.ours.startswith("E ") else 1
-            letters = tensor.ours.removeprefix("E ").split()
-            axes = [sizes[axis] * (1 if axis == "D" else used) for axis in letters]
-            inputs, outputs = math.prod(axes[: tensor.contracted]), math.prod(axes[tensor.contracted :])
-            shapes[module] = len(config.layers_with(tensor.mixer)), inputs, outputs
-    return shapes
+    c, d = config, config.d_model
+    sides: dict[str, dict[str, tuple[int, int]]] = {}
+    if c.delta is not None:
+        values, channels = c.delta.value_heads * c.delta.value_dim, c.delta.key_heads * c.delta.channels
+        sides[DELTANET] = {"qkv": (d, channels), "z": (d, values), "out": (values, d)}
+        sides[DELTANET] |= dict.fromkeys(("beta", "decay"), (d, c.delta.value_heads))
+    for kind in (kind for kind in c.distinct_kinds if kind.head_dim):
+        wide, narrow = c.num_heads * kind.head_dim, kind.kv_heads * kind.head_dim
+        start, gemma4 = ("", None) if kind.source.mixer != GLOBAL else ("global_", c.gemma4)
+        sides[kind.mixer] = {f"{start}q": (d, wide * (1 + c.output_gate)), f"{start}o": (wide, d)}
+        if kind.paged:
+            sides[kind.mixer] |= {f"{start}k": (d, narrow)}
+            sides[kind.mixer] |= {} if gemma4 and gemma4.keys_are_values else {f"{start}v": (d, narrow)}
+    for mixer, of_layer in sides.items():
+        # A wide ffn has twice the width, and names of its own.
+        start, f = ("wide_", 2 * c.ffn) if mixer in WIDE else ("", c.ffn)
+        if c.experts is None:
+            of_layer |= {f"{start}gate": (d, f), f"{start}up": (d, f), f"{start}down": (f, d)}
+        else:
+            used, shared = c.experts.active * f, c.experts.shared
+            of_layer |= {"router": (d, c.experts.number), "gates": (d, used), "ups": (d, used), "downs": (used, d)}
+            if shared:
+                of_layer |= {"gate": (d, shared), "up": (d, shared), "down": (shared, d)}
+                of_layer |= {"shared_gate": (d, 1)} if c.feed_forward == EXPERTS else {}
+        if width := c.layer_inputs:
+            of_layer |= {"input_gate": (d, width), "input_out": (width, d)}
+    return sides
 
 
 def idle_weights(config: DecoderConfig) -> int:
@@ -57,14 +72,14 @@ def idle_weights(config: DecoderConfig) -> int:
 
 def adapter_weights(config: DecoderConfig, adapter: AdapterConfig) -> int:
     """Number of weights in all A and B that a token uses: `r (inputs + outputs)` of each adapted matrix."""
-    lows, sides = adapter.modules_of(config), matrices(config)
+    lows, of_experts = adapter.modules_of(config), {}
     if config.experts is not None:  # gate and up share their A
         k, d, f = config.experts.active, config.d_model, config.ffn
-        layers = config.num_layers
-        sides = {**sides, "gates": (layers, k * d, 2 * k * f), "ups": (0, 0, 0), "downs": (layers, k * f, k * d)}
+        of_experts = {"gates": (k * d, 2 * k * f), "ups": (0, 0), "downs": (k * f, k * d)}
     return sum(
-        layers * lows[name].rank * (inputs + outputs)
-        for name, (layers, inputs, outputs) in sides.items()
+        len(config.layers_with(mixer)) * lows[name].rank * sum(sides)
+        for mixer, of_layer in matrices(config).items()
+        for name, sides in (of_layer | of_experts).items()
         if name in lows
     )
 
