@@ -318,7 +318,8 @@ def shuffled(
     divided: bool = False,
     curriculum: Curriculum | None = None,
 ) -> Groups[T]:
-    """Groups of kept rows in Grain's order, or in file order with `shuffle: false`.
+    """Groups of kept rows in Grain's order, or in file order with `shuffle: false`. Several data sets are interleaved
+    in the ratios of their weights until the first has been read `epochs` times; each has an order of its own.
 
     Args:
         examples: the rows.

@@ -273,11 +273,10 @@ def check_tensors(
             f"{where}: {len(missing)} tensor(s) that the config asks for are missing: {some(missing)}. "
             f"{len(stored)} are there, {len(wanted)} are needed. {hint}".rstrip()
         )
-    # In the layout of the family's table.
-    laid = {name: stored[name].shape[::-1] if stored[name].turned else stored[name].shape for name in wanted}
-    wrong = [name for name, shape in wanted.items() if laid[name] != shape]
+    in_table = {name: stored[name].shape[::-1] if stored[name].turned else stored[name].shape for name in wanted}
+    wrong = [name for name, shape in wanted.items() if in_table[name] != shape]
     if wrong:
-        shapes = "; ".join(f"{name} expected {wanted[name]}, found {laid[name]}" for name in wrong[:3])
+        shapes = "; ".join(f"{name} expected {wanted[name]}, found {in_table[name]}" for name in wrong[:3])
         raise UserError(
             f"{stored[wrong[0]].file}: {len(wrong)} tensor(s) do not have the config's shape: {shapes}. {hint}".rstrip()
         )

@@ -285,7 +285,7 @@ def decoder_of(path: str, pictures: bool = False) -> DecoderConfig:
 
 def named_preset(name: str) -> str | None:
     """The preset that a hub id names: `qwen3-0.6b` for `Qwen/Qwen3-0.6B-Base`; None without one."""
-    asked, *known = (re.sub(r"[-_ ]", "", text.lower()) for text in (name.rpartition("/")[2], *presets()))
-    pairs = zip(presets(), known, strict=True)
-    named = [published for published, bare in pairs if re.search(rf"{re.escape(bare)}(?![0-9.])", asked)]
+    asked = name.rpartition("/")[2]
+    bare = {text: re.sub(r"[-_ ]", "", text.lower()) for text in (asked, *presets())}
+    named = [preset for preset in presets() if re.search(rf"{re.escape(bare[preset])}(?![0-9.])", bare[asked])]
     return max(named, key=len, default=None)

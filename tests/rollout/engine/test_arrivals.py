@@ -16,6 +16,7 @@ from tunix.models.model import Model
 from tunix.rollout.engine import batch as batch_file
 from tunix.rollout.engine.batch import Arrivals
 from tunix.rollout.engine.engine import Engine
+from tunix.rollout.engine.page_tables import PageTables
 from tunix.types import Completion, Request, Sampling
 
 PAGE, LENGTH = 8, 64
@@ -167,7 +168,9 @@ def test_what_several_begin_with_is_copied_at_once(engine: Engine, monkeypatch: 
         copied.append(int(np.sum(arguments[-1][0].targets < 100)))
         return real(*arguments)
 
+    tables, make = list[PageTables](), batch_file.PageTables
     monkeypatch.setattr(batch_file, "copy_pages", copy_pages)
+    monkeypatch.setattr(batch_file, "PageTables", lambda sizes: tables.append(make(sizes)) or tables[-1])
     firsts = [Request(prompt, GREEDY, 1) for prompt in prompts(PLAIN.vocab_size, (11, 12, 13))]
     told = alone(engine, firsts)
     seconds = [
@@ -176,6 +179,9 @@ def test_what_several_begin_with_is_copied_at_once(engine: Engine, monkeypatch: 
     ]
     done, _, _ = serve(engine, [firsts, *[[]] * 2, seconds])
     assert copied == [3]
+    for ended in list(tables[-1]._ended):
+        tables[-1]._let_go(ended)
+    assert len(tables[-1]._pools[0][0].free) == tables[-1].sizes.pages[0], "no page is held for good"
     same([done[i] for i in range(6)], [*told, *alone(engine, seconds)])
 
 

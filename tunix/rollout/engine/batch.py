@@ -214,7 +214,7 @@ class Batch:
         self.leaders: dict[tuple, Job] = {}
         """Jobs that compute a prompt, which others may follow."""
         self.jobs: list[deque[Job]] = [deque() for _ in range(self.sizes.shards)]
-        self.begun: list[tuple[Ended, list[Copy]]] = []
+        self.prefix_hits: list[tuple[Ended, list[Copy]]] = []
         """Kept sequences that slots begin with, whose pages are held until some of them are copied."""
         self.slots = Slots(sizes, self.model.config.routed)
         self.page_tables = PageTables(self.sizes)
@@ -380,32 +380,32 @@ class Batch:
         """Has a job, whose slot holds nothing yet, begin behind the tokens that a kept sequence has already."""
         tables, (ended, tokens) = self.page_tables, kept
         tables.share(ended.shard, ended.held)  # it may have to make room for the pages that are copied
-        self.begun.append((ended, tables.adopt(job.slot, ended.held, tokens)))
-        if len(self.begun) == COPIES or any(window is not None for window in self.sizes.windows):
-            self._copy_begun()  # layers with a window have no pages to spare for what is to be copied
+        self.prefix_hits.append((ended, tables.adopt(job.slot, ended.held, tokens)))
+        if len(self.prefix_hits) == COPIES or any(window is not None for window in self.sizes.windows):
+            self._copy_prefix_hits()  # layers with a window have no pages to spare for what is to be copied
         tables.leave(job.slot, tokens)
         job.tokens, job.start = job.tokens[tokens:], tokens
         if ended.experts is not None:
             job.experts.append(Known(Recorded(ended.experts[None, :tokens]), 0, 0, tokens, 0))
 
-    def _copy_begun(self) -> None:
-        """Copies what slots begin with of sequences that are kept."""
+    def _copy_prefix_hits(self) -> None:
+        """Copies the pages that slots begin with, of sequences that are kept, and will write to."""
         rows = [[list[Copy]() for _ in range(self.sizes.shards)] for _ in self.sizes.windows]
-        for ended, copies in self.begun:
+        for ended, copies in self.prefix_hits:
             for copy in copies:
                 rows[copy.kind][ended.shard].append(copy)
         for copied in copy_calls(rows):
             self.state, _ = copy_pages(self.model, self.state, copied)
-        for ended, _ in self.begun:
+        for ended, _ in self.prefix_hits:
             self.page_tables.drop(ended.shard, ended.held)
-        self.begun.clear()
+        self.prefix_hits.clear()
 
     def _compute(self) -> None:
         """Computes what is queued, piece by piece: a dispatch takes as long with few slots at work as with all.
 
         No more than a long piece where many slots would wait for it and tokens are read as they come, as of a server.
         """
-        self._copy_begun()
+        self._copy_prefix_hits()
         computed = 0
         while any(self.jobs):
             longest = max(sum(len(job.tokens) for job in jobs) for jobs in self.jobs)
@@ -451,8 +451,8 @@ class Batch:
         """Sends a dispatch that samples some tokens in every slot; whether there is anything to sample."""
         cut_by_text = any(episode.stop_text is not None for episode in self.slots.episodes.values())
         # Whoever comes next to a free slot waits for the end of the dispatch.
-        open_to_all = self._pull is not None and len(self.slots.episodes) < self.sizes.slots
-        most = min(SHORT if self._short or cut_by_text or open_to_all else self.sizes.steps, self.sizes.steps)
+        has_free_slots = self._pull is not None and len(self.slots.episodes) < self.sizes.slots
+        most = min(SHORT if self._short or cut_by_text or has_free_slots else self.sizes.steps, self.sizes.steps)
         ahead = sum(flight.most for flight in self.in_flight)
         # The pages that the next tokens of all slots need, from those on that were read last.
         running, held = self.slots.running, self.slots.held.tolist()

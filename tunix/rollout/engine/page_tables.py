@@ -82,7 +82,7 @@ class Ended:
     """Its pages, for each kind of layer."""
     experts: np.ndarray | None
     """`[T L k]` of its tokens; None for a model without."""
-    blocks: tuple[int, ...]
+    block_hashes: tuple[int, ...]
     """A hash of all tokens up to the end of each block."""
 
 
@@ -131,7 +131,7 @@ class PageTables:
         """Tokens of a block: as few as are worth sharing."""
         self._ended: dict[Ended, None] = {}
         """Sequences that are kept, the one that was used last at the end; they make room for whatever is at work."""
-        self._sharing: dict[int, dict[Ended, None]] = {}
+        self._by_block: dict[int, dict[Ended, None]] = {}
         """Those of them that have a block with this hash of all tokens up to its end."""
 
     def shard(self, slot: int) -> int:
@@ -226,7 +226,7 @@ class PageTables:
             held.append({index: page for index, page in pages.items() if first <= index <= last})
         return tuple(held)
 
-    def _blocks(self, tokens: np.ndarray, adapter: str | None) -> tuple[int, ...]:
+    def _block_hashes(self, tokens: np.ndarray, adapter: str | None) -> tuple[int, ...]:
         """A hash of all tokens up to the end of each whole block of a sequence `[T]`."""
         last, hashes = hash(adapter), list[int]()
         for end in range(self._block, len(tokens) + 1, self._block):
@@ -237,27 +237,27 @@ class PageTables:
     def retain(self, slot: int, tokens: np.ndarray, adapter: str | None, experts: np.ndarray | None) -> None:
         """Keeps the pages of a slot whose sequence `[T]` has ended, until they are needed. What it continues goes,
         where all that was kept of that is kept of this."""
-        shard, blocks = self.shard(slot), self._blocks(tokens, adapter)
+        shard, blocks = self.shard(slot), self._block_hashes(tokens, adapter)
         if not blocks:
             return
         if not self._kinds[True]:
-            alike = [x for x in self._sharing.get(blocks[-1], ()) if x.shard == shard]
+            alike = [x for x in self._by_block.get(blocks[-1], ()) if x.shard == shard]
             if any(_common(ended.tokens, tokens) == len(tokens) for ended in alike):
                 return
-            for block in blocks:
-                for ended in [x for x in self._sharing.get(block, ()) if x.shard == shard and x.blocks[-1] == block]:
-                    if _common(ended.tokens, tokens) == len(ended.tokens):
-                        self._let_go(ended)
+            candidates = [x for block in blocks for x in self._by_block.get(block, ()) if x.block_hashes[-1] == block]
+            for ended in candidates:
+                if ended.shard == shard and _common(ended.tokens, tokens) == len(ended.tokens):
+                    self._let_go(ended)
         ended = Ended(shard, adapter, tokens, self.share(shard, self._seen(slot, len(tokens))), experts, blocks)
         self._ended[ended] = None
         for block in blocks:
-            self._sharing.setdefault(block, {})[ended] = None
+            self._by_block.setdefault(block, {})[ended] = None
 
     def find(self, tokens: np.ndarray, adapter: str | None) -> tuple[Ended, int] | None:
         """The kept sequence that has most tokens in common with the beginning of a prompt `[T]`, which is used now, and
         how many they are, without the last of the prompt; None where it is not worth a copy."""
-        for block in reversed(self._blocks(tokens[:-1], adapter)):
-            common = {ended: _common(ended.tokens, tokens[:-1]) for ended in self._sharing.get(block, ())}
+        for block in reversed(self._block_hashes(tokens[:-1], adapter)):
+            common = {ended: _common(ended.tokens, tokens[:-1]) for ended in self._by_block.get(block, ())}
             usable = [x for x, number in common.items() if number >= self._block and self._holds(x, number)]
             if usable:
                 best = max(usable, key=common.__getitem__)
@@ -281,10 +281,10 @@ class PageTables:
 
     def _let_go(self, ended: Ended) -> None:
         del self._ended[ended]
-        for block in ended.blocks:
-            del self._sharing[block][ended]
-            if not self._sharing[block]:
-                del self._sharing[block]
+        for block in ended.block_hashes:
+            del self._by_block[block][ended]
+            if not self._by_block[block]:
+                del self._by_block[block]
         self.drop(ended.shard, ended.held)
 
     def forget(self, key: tuple) -> None:
