@@ -700,7 +700,7 @@ def test_bad_requests_are_answered_in_the_protocols_form(base: InferenceModel, t
         assert train(13, data).status_code == 404
 
 
-@pytest.mark.parametrize("number", [10, *slow([1000])])
+@pytest.mark.parametrize("number", [10, *slow([10_000])])
 def test_no_body_ends_the_tinker_door(base: InferenceModel, tmp_path: Path, number: int):
     """Each refusal has that protocol's form; a client that trains and samples meanwhile is not disturbed."""
     with served(base, tmp_path) as (tenants, url), httpx.Client(base_url=url, timeout=60) as http:

@@ -155,7 +155,7 @@ def load(
     """Loads a model that completes prompts, chats and scores text.
 
     >>> model = tunix.load("runs/quickstart")
-    >>> print(model.generate("sort: c a b", sampling=tunix.Sampling(max_tokens=16, temperature=0))[0])
+    >>> print(model.generate("sort: c a b", sampling=tunix.Sampling(max_tokens=16, temperature=0.0))[0])
 
     Args:
         model: a hub id, a Hugging Face folder, a PEFT folder, or the folder of a run.

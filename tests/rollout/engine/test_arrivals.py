@@ -12,8 +12,10 @@ from tests.marks import slow
 from tests.rollout.engine.test_engine_parity import prompts, random_params
 from tests.tiny_models import one_device
 from tests.trainers import PLAIN, RICH
+from tunix.models.attention.decoding import BY_NAME
 from tunix.models.model import Model
 from tunix.rollout.engine import batch as batch_file
+from tunix.rollout.engine import engine as engine_file
 from tunix.rollout.engine.batch import Arrivals
 from tunix.rollout.engine.engine import Engine
 from tunix.rollout.engine.page_tables import PageTables
@@ -236,3 +238,14 @@ def test_who_comes_to_a_free_slot_waits_for_a_short_dispatch(monkeypatch: pytest
     asked = [Request(x, replace(GREEDY, max_tokens=12), 0) for x in prompts(PLAIN.vocab_size, (16,) * number)]
     serve(served, [asked])
     assert sent[0] == most
+
+
+@pytest.mark.parametrize("reader", ["triton", "gathered"])
+def test_kept_sequences_make_room_wherever_pages_are_read(monkeypatch, reader):
+    """Ten sequences of three pages come one by one, and eight pages are there: kept ones go, the first ones first."""
+    monkeypatch.setattr(engine_file, "reader_here", lambda spec, mesh: BY_NAME[reader])
+    engine, rng = made(slots=2, page=16), np.random.default_rng(0)
+    assert engine.sizes.in_place == (reader == "triton")
+    asked = [Request(rng.integers(0, 96, 40).astype(np.int32), GREEDY, seed) for seed in range(10)]
+    done, _, _ = serve(engine, [[request] for request in asked])
+    same([done[number] for number in range(10)], alone(engine, asked))
