@@ -249,3 +249,13 @@ def test_kept_sequences_make_room_wherever_pages_are_read(monkeypatch, reader):
     asked = [Request(rng.integers(0, 96, 40).astype(np.int32), GREEDY, seed) for seed in range(10)]
     done, _, _ = serve(engine, [[request] for request in asked])
     same([done[number] for number in range(10)], alone(engine, asked))
+
+
+@pytest.mark.parametrize("first", [12, 15, 16])
+def test_a_group_keeps_of_its_prompt_what_a_window_sees(first):
+    """A prompt whose last piece begins within a page: slots that share it hold no pages before the window of 5."""
+    engine, rng = made(RICH), np.random.default_rng(first)
+    lengths = (first, 33, 33)
+    of_length = {length: rng.integers(0, 96, length).astype(np.int32) for length in lengths}
+    asked = [Request(of_length[length], GREEDY, 0, index) for index, length in enumerate(lengths)]
+    same(engine.run(asked), alone(engine, asked))

@@ -194,7 +194,8 @@ class Piece:
         # Only now: before, pages could be given away within the piece, and be written to before it reads them. What the
         # last token sees stays: requests that come later compute it again.
         for job, *_ in self.parts:
-            self.page_tables.leave(job.slot, job.start - 1)
+            for slot in (job.slot, *job.followers):
+                self.page_tables.leave(slot, job.start - 1)
         return [job for job, *_ in done], copy_calls(copies)
 
     def _visit(self, row: int, begin: int, number: int, job: Job) -> bool:
