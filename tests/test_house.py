@@ -244,10 +244,10 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 57_980,
+    "lines": 58_002,
     "files": 291,
-    "functions": 3_036,
-    "short functions used once": 119,
+    "functions": 3_032,
+    "short functions used once": 112,
     "short files with one importer": 12,
     "calls with bundles": 40,
     "imports of the busiest file": 23,
@@ -261,7 +261,7 @@ BUDGETS = {
 """What a reader has to hold at most. A change that makes one less lowers it here. Raised twice: from 49,000 lines and
 218 keys by what connects other people's worlds (environments, tools, mixtures, curricula, judges, evaluations), and
 from 53,300 lines by the doors of `tunix serve`: chats and streams in OpenAI's form, training by Tinker's protocol,
-agents and what they asked, evaluation harnesses."""
+agents and what they asked, evaluation harnesses; and by 22 lines for calls of tools that have to come."""
 
 
 def test_the_house_keeps_its_budgets():

@@ -126,11 +126,6 @@ def compiler_options(mesh: Mesh, dtype: DType) -> dict[str, Any]:
     return {**PRODUCTS.get((kind, dtype), {}), **SCANS.get(kind, {})}
 
 
-def as_trainers_round(dtype: DType) -> dict[str, str]:
-    """`compiler_options` with which a program of the sampler, in this dtype, rounds as those of training do."""
-    return APART if platform() == "cpu" and dtype == "bfloat16" else {}
-
-
 def row_shards(mesh: Mesh) -> int:
     """Into how many shards the rows of a batch are split."""
     return _width(RULES["rows"], mesh)
@@ -203,11 +198,9 @@ def compile_on(mesh: Mesh, program: jax.stages.Lowered) -> None:
 
 def bytes_of(tree: object) -> int:
     """Bytes that a tree of shapes takes on each device; 4-bit numbers are two to a byte."""
-    return sum(_bytes(x) for x in jax.tree.leaves(tree))
-
-
-def _bytes(x: jax.ShapeDtypeStruct) -> int:
-    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
-    name = str(x.dtype)
-    bits = 4 if name.endswith("int4") else 2 if name.endswith("int2") else 8 * x.dtype.itemsize
-    return -(-math.prod(shape) * bits // 8)
+    total = 0
+    for x in jax.tree.leaves(tree):
+        shape, name = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape), str(x.dtype)
+        bits = 4 if name.endswith("int4") else 2 if name.endswith("int2") else 8 * x.dtype.itemsize
+        total += -(-math.prod(shape) * bits // 8)
+    return total

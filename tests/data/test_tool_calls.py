@@ -15,6 +15,7 @@ from tunix.data.tool_calls import (
     ParsedTurn,
     instructions,
     markup_of,
+    opening,
     parse,
     shows_tools,
     typed,
@@ -118,6 +119,8 @@ def test_examples_are_calls(markup: MarkupName):
     (call,) = parse(MARKUPS[markup].example, markup).calls
     assert call.fault is None
     assert call.name == "NAME"
+    assert MARKUPS[markup].example.startswith(opening(markup, "NAME"))
+    assert len(opening(markup, "")) + len("NAME") + 1 == len(opening(markup, "NAME"))
 
 
 def test_texts_get_the_types_of_the_schema():

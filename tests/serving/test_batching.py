@@ -1,5 +1,6 @@
 """Requests that meet in an engine, which is a fake that goes on when it is told to."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ class Stepped(Engine):
 
     def __init__(self) -> None:
         self.go, self.calls, self.gone = threading.Semaphore(0), list[list[list[int]]](), list[int]()
-        self.published = list[Any]()
+        self.published, self.failures = list[Any](), list[Exception]()
 
     @property
     def slots(self) -> int:
@@ -45,6 +46,8 @@ class Stepped(Engine):
             if not had:
                 continue
             assert self.go.acquire(timeout=30)
+            if self.failures:
+                raise self.failures.pop()
             for number in list(had)[:SLOTS]:
                 had[number] += 1
                 if had[number] == most[number]:
@@ -102,6 +105,23 @@ def test_what_is_read_as_it_comes(batches: tuple[Batcher, Stepped]):
     engine.go.release(20)
     assert len(ticket.future.result(30).tokens) == 4
     assert seen == [1, 2, 3]
+
+
+@pytest.mark.parametrize("failure", [StopIteration(), MemoryError("full")])
+def test_who_asked_an_engine_that_fails_is_told_and_the_next_is_answered(batches, failure):
+    """Of a StopIteration asyncio makes no future's error: whoever awaited one would wait for ever."""
+    batcher, engine = batches
+    engine.failures.append(failure)
+    batcher.submit([first := asked(1, 2)])
+    engine.go.release(20)
+
+    async def awaited() -> None:
+        await asyncio.wait_for(asyncio.wrap_future(first.future), 30)
+
+    with pytest.raises((RuntimeError, MemoryError), match=r"StopIteration|full"):
+        asyncio.run(awaited())
+    batcher.submit([second := asked(2, 2)])
+    assert len(second.future.result(30).tokens) == 2
 
 
 def test_who_comes_too_late_is_told(batches: tuple[Batcher, Stepped]):

@@ -225,6 +225,7 @@ def test_a_chat_is_streamed(shared: Shared):
 
 
 CALL = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
+NAMED = {"type": "function", "function": {"name": "add"}}
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -236,27 +237,32 @@ CALL = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
         (CALL, "none", CALL, [], "stop"),
         ("3", "auto", "3", [], "stop"),
         ('{"name": "add", "parameters": 3}', "auto", '{"name": "add", "parameters": 3}', [], "stop"),
+        (CALL.removeprefix('{"name": "add"'), "required", None, [("add", {"a": 1, "b": 2})], "tool_calls"),
+        (CALL.removeprefix('{"name": "add"'), NAMED, None, [("add", {"a": 1, "b": 2})], "tool_calls"),
+        ("?", NAMED, '{"name": "add"?', [], "stop"),
     ],
 )
 def test_calls_of_tools_are_read_back(
     shared: Shared,
     streams: bool,
     said: str,
-    choice: str,
+    choice: str | dict[str, Any],
     content: str | None,
     calls: list[tuple[str, dict[str, int]]],
     finish: str,
 ):
-    """From what the model wrote in its family's markup; a call that cannot be read is text."""
+    """From what the model wrote in its family's markup; a call that cannot be read is text. One that has to come is
+    begun in the prompt."""
     service, _ = shared
-    body = read(ChatBody, {"model": "m", "messages": HI, "tools": [ADD], "tool_choice": choice})
-    prompt, markup = service.rendered(body)
-    assert '"name": "add"' in service.tokenizer.decode(prompt)
+    body = read(ChatBody, {"model": service.name, "messages": HI, "tools": [ADD], "tool_choice": choice})
+    asked = service.prepared(body)
+    prompt, answer = service.tokenizer.decode(asked.requests[0].prompt), asked.answer
+    assert '"name": "add"' in prompt
+    assert prompt.endswith('{"name": "add"') == (choice in ("required", NAMED))
     tokens = np.array([*service.tokenizer.encode(said), service.tokenizer.stop_ids[-1]], np.int32)
     sampling = Sampling(stop_ids=service.tokenizer.stop_ids)
     zeros = np.zeros(len(tokens), np.float32)
     completion = Completion(tokens, zeros, "stop", zeros.astype(np.int32), sampling, ((0, len(tokens)),))
-    answer = ChatAnswer(body, prompt, service.tokenizer, None if choice == "none" else markup)
     if streams:
         chunk = answer.next(0, completion, ended=True)
         assert chunk is not None
@@ -297,8 +303,11 @@ def test_a_conversation_with_tools_goes_on(shared: Shared):
             "tools.0.function.parameters",
             "it is no JSON schema: 'whole' is not valid",
         ),
-        ({"tool_choice": "required"}, "tool_choice", "Input should be 'auto' or 'none'"),
-        ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice", "Input should be"),
+        ({"tool_choice": "any"}, "tool_choice", 'it is "auto", "none", "required" or {"type"'),
+        ({"tool_choice": "required"}, None, "tool_choice: it is none of the tools []"),
+        ({"tool_choice": NAMED}, None, "tool_choice: it is none of the tools []"),
+        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice", 'it is "auto", "none"'),
+        ({"tools": [ADD], "tool_choice": {**NAMED, "function": {"name": "a"}}}, None, "none of the tools ['add']"),
         ({"response_format": {"type": "json_object"}}, "response_format.type", "Input should be 'text'"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.type", "should be 'text'"),
         ({"parallel_tool_calls": False}, "parallel_tool_calls", "Input should be True"),

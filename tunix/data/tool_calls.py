@@ -103,6 +103,12 @@ def instructions(tools: Sequence[Mapping[str, Any]], markup: MarkupName) -> str:
     return f"You can call these functions:\n{schemas}\n\nWrite a call as\n{MARKUPS[markup].example}"
 
 
+def opening(markup: MarkupName, name: str) -> str:
+    """How a call of a function begins; of any function where the name is empty."""
+    before, _, after = MARKUPS[markup].example.partition("NAME")
+    return f"{before}{name}{after[0]}" if name else before
+
+
 def typed(arguments: Mapping[str, Any], tool: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a markup that writes all values as text, as the types of the tool's JSON schema; a text that is
     no value of its type stays a text."""

@@ -140,7 +140,7 @@ class Batcher:
                 self._engine.serve(self._pull, self._done, self._progressed)
             except Exception as failure:  # whoever asked is told, and the next requests are answered
                 _log.exception("the engine failed")
-                error, fails = failure, True
+                error, fails = RuntimeError(repr(failure)) if isinstance(failure, StopIteration) else failure, True
             with self._changed:
                 # Where it failed before it took any, those that wait are told.
                 ended = [*self._running.values(), *(self._waiting if fails and not self._came else ())]

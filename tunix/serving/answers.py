@@ -168,10 +168,14 @@ class ChatAnswer(Answer[ChatBody]):
 
     object, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, body: ChatBody, prompt: np.ndarray, tokenizer: Tokenizer, markup: MarkupName | None):
-        """Calls of tools are looked for in a markup; None where there is no tool to call."""
+    def __init__(
+        self, body: ChatBody, prompt: np.ndarray, tokenizer: Tokenizer, markup: MarkupName | None, begun: str = ""
+    ):
+        """Calls of tools are looked for in a markup; None where there is no tool to call. A prompt may end with the
+        beginning of a call, which belongs to the answer."""
         super().__init__(body, prompt, tokenizer)
         self._markup: MarkupName | None = markup
+        self._begun = begun
         reads = body if markup is None else body.model_copy(update={"skip_special_tokens": False})
         self._readers = [Reader(tokenizer, reads) for _ in range(body.n)]
 
@@ -207,11 +211,11 @@ class ChatAnswer(Answer[ChatBody]):
         """A turn as the assistant's message, and why it ended. Calls that cannot be read are text, as are others."""
         if self._markup is None:
             return {"content": text}, completion.finish
-        turn = parse(text, self._markup)
+        turn = parse(self._begun + text, self._markup)
         if not turn.calls or any(call.fault for call in turn.calls):
             assert self.tokenizer is not None
             skipped, _ = Reader(self.tokenizer, self.body).read(completion, ended=True)
-            return {"content": skipped}, completion.finish
+            return {"content": self._begun + skipped}, completion.finish
         tools = {tool.function.name: tool.function.model_dump() for tool in self.body.tools}
         calls = []
         for number, call in enumerate(turn.calls):

@@ -143,7 +143,7 @@ def server_of(service: Service, gate: Gate | None = None, others: Sequence[BaseR
     for path, kind in ANSWERS.items():
         answer = partial(_answered, service, gate, streams, kind)
         routes.append(Route(path, partial(_safely, answer), methods=["POST"]))
-    for path, (method, content) in {**CALLS, **UPDATES}.items():
+    for path, (method, content) in {**CALLS, **dict.fromkeys(UPDATES, ("POST", _updated))}.items():
         routes.append(Route(path, partial(_safely, partial(_called, service, gate, content)), methods=[method]))
 
     def outside(path: str, refusal: Refusal) -> Response:
@@ -381,40 +381,33 @@ def _text(body: dict[str, Any], name: str) -> str:
     return value
 
 
-def _pause(service: Service, _: dict[str, Any], request: Request) -> Any:
-    if (mode := request.query_params.get("mode", "wait")) != "wait":
-        raise Refusal(400, f"mode: {mode:.80} is not known here; wait is", param="mode")
-    service.batches.pause()
-    return {"status": "paused"}
-
-
-def _resume(service: Service, *_: Any) -> Any:
-    service.batches.resume()
-    return {"status": "resumed"}
-
-
-def _reload(service: Service, body: dict[str, Any], _: Request) -> Any:
-    if (method := _text(body, "method")) != "reload_weights":
-        raise Refusal(400, f"method: {method:.80} is not known here; reload_weights is", param="method")
-    kwargs = body.get("kwargs")
-    service.load(service.allowed(_text(kwargs if isinstance(kwargs, dict) else {}, "weights_path")))
-    return {"results": [None]}
-
-
-def _note_version(service: Service, body: dict[str, Any], _: Request) -> Any:
-    service.version = _text(body, "new_version")
-    return {"success": True}
-
-
-def _load_adapter(service: Service, body: dict[str, Any], _: Request) -> str:
-    name = _text(body, "lora_name")
-    service.load_adapter(name, service.allowed(_text(body, "lora_path")))
-    return "loaded"
-
-
-def _unload_adapter(service: Service, body: dict[str, Any], _: Request) -> str:
-    service.unload_adapter(_text(body, "lora_name"))
-    return "unloaded"
+def _updated(service: Service, body: dict[str, Any], request: Request) -> Any:
+    """Answers one of `UPDATES`."""
+    match request.url.path:
+        case "/pause":
+            if (mode := request.query_params.get("mode", "wait")) != "wait":
+                raise Refusal(400, f"mode: {mode:.80} is not known here; wait is", param="mode")
+            service.batches.pause()
+            return {"status": "paused"}
+        case "/resume":
+            service.batches.resume()
+            return {"status": "resumed"}
+        case "/collective_rpc":
+            if (method := _text(body, "method")) != "reload_weights":
+                raise Refusal(400, f"method: {method:.80} is not known here; reload_weights is", param="method")
+            kwargs = body.get("kwargs")
+            service.load(service.allowed(_text(kwargs if isinstance(kwargs, dict) else {}, "weights_path")))
+            return {"results": [None]}
+        case "/update_weight_version":
+            service.version = _text(body, "new_version")
+        case "/v1/load_lora_adapter":
+            name = _text(body, "lora_name")
+            service.load_adapter(name, service.allowed(_text(body, "lora_path")))
+            return "loaded"
+        case "/v1/unload_lora_adapter":
+            service.unload_adapter(_text(body, "lora_name"))
+            return "unloaded"
+    return {"success": True}  # of /reset_prefix_cache too: what is kept of prompts goes with the weights
 
 
 ANSWERS: dict[str, type[Sampled]] = {
@@ -436,13 +429,13 @@ CALLS: dict[str, tuple[str, Content]] = {
     "/sessions/{name}/end": ("POST", lambda service, _, request: service.sessions.end(**request.path_params).written()),
 }
 """Other addresses with their method."""
-UPDATES: dict[str, tuple[str, Content]] = {
-    "/pause": ("POST", _pause),
-    "/resume": ("POST", _resume),
-    "/collective_rpc": ("POST", _reload),
-    "/reset_prefix_cache": ("POST", lambda *_: {"success": True}),  # what is kept of prompts goes with the weights
-    "/update_weight_version": ("POST", _note_version),
-    "/v1/load_lora_adapter": ("POST", _load_adapter),
-    "/v1/unload_lora_adapter": ("POST", _unload_adapter),
-}
-"""Those that change what answers."""
+UPDATES = (
+    "/pause",
+    "/resume",
+    "/collective_rpc",
+    "/reset_prefix_cache",
+    "/update_weight_version",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+)
+"""Those that change what answers, by POST."""

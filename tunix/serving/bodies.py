@@ -269,15 +269,37 @@ class ChatBody(_Answered, _Rendered):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: str = "auto"  # or none, required, or the name of the function that has to be called
     # What has no effect at these values, and cannot be had at others.
     parallel_tool_calls: Literal[True] = True
     response_format: ResponseFormat | None = None
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _choice(cls, choice: Any) -> str:
+        match choice:
+            case "auto" | "none" | "required":
+                return choice
+            case {"type": "function", "function": {"name": str(name), **rest}} if not rest:
+                return name
+        raise ValueError('it is "auto", "none", "required" or {"type": "function", "function": {"name": NAME}}')
+
+    @property
+    def called(self) -> str | None:
+        """The function that has to be called; empty for any of several, None where none has to be."""
+        if self.tool_choice in ("auto", "none"):
+            return None
+        if self.tool_choice != "required":
+            return self.tool_choice
+        return self.tools[0].function.name if len(self.tools) == 1 else ""
 
     @model_validator(mode="after")
     def _together(self) -> Any:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: they go with logprobs: true")
+        names = [tool.function.name for tool in self.tools]
+        if self.called is not None and (self.called not in names if self.called else not names):
+            raise ValueError(f"tool_choice: it is none of the tools {names}")
         return self
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from tunix.data.chat import Message, render_prompt
 from tunix.data.tokenizer import Tokenizer
-from tunix.data.tool_calls import MarkupName, instructions, markup_of, shows_tools
+from tunix.data.tool_calls import MarkupName, instructions, markup_of, opening, shows_tools
 from tunix.errors import UserError, nearest
 from tunix.hf.source import beside, loaded, pretrained
 from tunix.inference.batcher import Batcher, Ticket
@@ -147,10 +147,12 @@ class Service:
                 answer: Answer = CompletionAnswer(body, prompts, self._inference.tokenizer)
             case ChatBody():
                 prompt, markup = self.rendered(body)
-                prompts = [prompt]
+                # The model goes on with a call that is begun for it.
+                begun = "" if body.called is None or markup is None else opening(markup, body.called)
+                prompts = [prompt := np.array([*prompt, *self.tokenizer.encode(begun, bos=False)], np.int32)]
                 most = min(x for x in (body.max_completion_tokens, body.max_tokens, self.length) if x is not None)
                 top, settings, choices = body.top_logprobs, body, body.n
-                answer = ChatAnswer(body, prompt, self.tokenizer, None if body.tool_choice == "none" else markup)
+                answer = ChatAnswer(body, prompt, self.tokenizer, None if body.tool_choice == "none" else markup, begun)
             case GenerateBody():
                 settings = body.sampling_params
                 prompts = [np.array(body.token_ids, np.int32)]

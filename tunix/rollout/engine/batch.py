@@ -329,7 +329,7 @@ class Batch:
             else:
                 if self.slots.episodes:
                     return
-                assert self.page_tables.prefixes, "only prompts that are kept can be in the way"
+                # Only prompts that are kept can be in the way.
                 self.page_tables.forget(next(iter(self.page_tables.prefixes)))
 
     def _owner_shard(self, key: tuple) -> int | None:

@@ -161,7 +161,7 @@ class PageTables:
 
     def _left(self, kind: int, shard: int) -> int:
         """Pages that slots of a shard may hold beside those that they hold: where a dispatch gathers the pages of its
-        slots, all slots hold no more than there are, shared ones included. Read in their places, shared ones are one."""
+        slots, all slots hold no more than there are, shared ones included. In their places, shared ones are one."""
         if self.sizes.in_place:
             return self.sizes.pages[kind]
         slots = slice(shard * self.sizes.slots_of_shard, (shard + 1) * self.sizes.slots_of_shard)
@@ -355,9 +355,7 @@ class PageTables:
         while not pool.free and (kept := [x for x in self._ended if x.shard == shard]):
             self._let_go(kept[0])
         while not pool.free:
-            prompts = [key for key, prefix in self.prefixes.items() if prefix.shard == shard]
-            assert prompts, "whoever takes a page has made sure that there is one"
-            self.forget(prompts[0])
+            self.forget(next(key for key, prefix in self.prefixes.items() if prefix.shard == shard))
         return pool.share(pool.free.pop())
 
     def _note(self, slot: int) -> None:

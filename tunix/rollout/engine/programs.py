@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from tunix.mesh import as_trainers_round, constrain, platform, shards
+from tunix.mesh import APART, constrain, platform, shards
 from tunix.models.attention.attend import at_each_device
 from tunix.models.attention.decoding import BY_NAME
 from tunix.models.attention.pages import (
@@ -76,7 +76,8 @@ class Compiled(Generic[Result]):
 
     def _program(self, model: Model) -> Any:
         in_turn = IN_TURN if model.quantized and platform() == "cpu" else {}
-        return self._jit(*{**in_turn, **as_trainers_round(model.dtype)}.items())
+        rounds_alike = APART if platform() == "cpu" and model.dtype == "bfloat16" else {}  # as programs of training do
+        return self._jit(*{**in_turn, **rounds_alike}.items())
 
 
 class State(NamedTuple):
