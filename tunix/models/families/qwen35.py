@@ -161,7 +161,7 @@ def read_text(fields: Fields, like: DecoderConfig, shape: base.Shape, **differen
     """The config of a model with these mixers, from a text config.json.
 
     Args:
-        like, shape: as in `base.decoder`.
+        like: as in `base.decoder`, and so is the shape.
         different: what else its feed-forward part sets.
     """
     fields.only("attention_bias", False)
