@@ -122,6 +122,14 @@ def test_tools_in_a_loop(client: openai.OpenAI, stream: bool, monkeypatch: pytes
     assert (message["content"], said) == ("It is 4.", [])
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "double"}}])
+def test_a_call_that_has_to_come_is_begun(client: openai.OpenAI, choice: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Reader, "read", lambda _, x, *, ended: (', "arguments": {"a": 2}}\n</tool_call>', slice(0)))
+    asked: Any = {"model": "tiny", "messages": HI, "tools": [DOUBLE], "max_tokens": 4, "tool_choice": choice}
+    (call,) = client.chat.completions.create(**asked).choices[0].message.tool_calls or ()
+    assert (call.function.name, json.loads(call.function.arguments)) == ("double", {"a": 2})
+
+
 def turn(client: openai.OpenAI, messages: list[Any], stream: bool) -> dict[str, Any]:
     """The assistant's message, as a whole or put together from what is streamed."""
     asked: Any = {"model": "tiny", "messages": messages, "tools": [DOUBLE], "max_tokens": 4}
