@@ -29,6 +29,7 @@ from tunix.rollout.environments.problem import Problem
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import Reward
 from tunix.rollout.rewards.scorer import Scorer
+from tunix.rollout.types import ENVIRONMENT
 from tunix.trainer.trainer import Trainer
 from tunix.types import Batch, Completion, Sampling, Sequence
 
@@ -148,6 +149,29 @@ def test_a_judge_scores_parts():
     for episode in groups[0]:
         assert episode.rewards == {"judge": float(episode.completion.tokens.sum())}
     assert 0 <= data.clock.metrics["perf/reward_overlap"] <= 1
+
+
+def test_completions_that_no_environment_plays_have_its_reward_too():
+    """As those of another process have, among whose prompts are some that are played: it left these out."""
+    client = trainer()
+    client.publish()
+    with closing(stream(4)) as steps:
+        data = next(steps)
+
+    class Playing(Player):
+        scores = True
+
+        def __init__(self) -> None:
+            pass
+
+    plain = Collector(
+        None, SAMPLING, None, judges=(Judge("judge", 1.0, 2, lambda *x: lambda: [Judged(1.0)] * len(x[1])),)
+    )
+    collector = replace(plain, sources={"game": replace(plain, play=Playing())})
+    (group,) = collector.collect(client, data.prompts[:1], 5, seed=1, clock=data.clock)
+    for episode in group:
+        assert episode.rewards == {"judge": 1.0, ENVIRONMENT: pytest.approx(np.nan, nan_ok=True)}
+        assert episode.unscored is None
 
 
 def test_episodes_of_two_data_sets_end_with_the_player_that_began_them():

@@ -247,11 +247,11 @@ class Arrivals:
         over: dict[int, bool] = {}
         if played is not None:
             played.finish([self._ended[number][0] for number in numbers])
-            if ENVIRONMENT in self._collector.weights:
-                scores[ENVIRONMENT] = dict(enumerate(played.scores))
             turns = {i: tuple(reward or 0.0 for reward in x.rewards) for i, x in enumerate(played.episodes) if x}
             seats = {i: tuple(x.seats) for i, x in enumerate(played.episodes) if x}
             over = {i: x.done for i, x in enumerate(played.episodes) if x}
+        if ENVIRONMENT in self._collector.weights:  # where no prompt of this process is played, its rewards have it too
+            scores[ENVIRONMENT] = {} if played is None else dict(enumerate(played.scores))
         return [
             Scored(
                 self._owners[number],
