@@ -10,7 +10,6 @@ import pytest
 import tunix
 from tunix.data.chat import render_prompt
 from tunix.inference.model import InferenceModel, InferenceOptions
-from tunix.serving.answers import ChatAnswer
 from tunix.serving.bodies import ChatBody, read
 from tunix.serving.service import Service
 from tunix.types import Completion, Request, Sampling
