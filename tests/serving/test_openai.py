@@ -306,6 +306,11 @@ def test_a_conversation_with_tools_goes_on(shared: Shared):
         ({"tool_choice": "required"}, None, "tool_choice: it is none of the tools []"),
         ({"tool_choice": NAMED}, None, "tool_choice: it is none of the tools []"),
         ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice", 'it is "auto", "none"'),
+        (
+            {"tools": [ADD], "tool_choice": {**NAMED, "function": {"name": "none"}}},
+            "tool_choice",
+            'it is "auto", "none"',
+        ),
         ({"tools": [ADD], "tool_choice": {**NAMED, "function": {"name": "a"}}}, None, "none of the tools ['add']"),
         ({"response_format": {"type": "json_object"}}, "response_format.type", "Input should be 'text'"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.type", "should be 'text'"),

@@ -31,6 +31,7 @@ HALF = 32
 """Bits of a request's seed that seed the engine; the rest counts as the request's number."""
 MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 128, 16, 1024
 """Choices of a prompt, stop strings of a request, and the characters of one of them, at most."""
+CHOICES = ("auto", "none", "required")  # of a tool; any other is the name of a function
 MOST_ANSWERS = 1024
 """Choices of all prompts of a request at most."""
 HOTTEST, LEAST_MASS = 1e4, 1e-6
@@ -278,20 +279,18 @@ class ChatBody(_Answered, _Rendered):
     @classmethod
     def _choice(cls, choice: Any) -> str:
         match choice:
-            case "auto" | "none" | "required":
+            case str() if choice in CHOICES:
                 return choice
-            case {"type": "function", "function": {"name": str(name), **rest}} if not rest:
+            case {"type": "function", "function": {"name": str(name), **rest}} if not rest and name not in CHOICES:
                 return name
         raise ValueError('it is "auto", "none", "required" or {"type": "function", "function": {"name": NAME}}')
 
     @property
     def called(self) -> str | None:
         """The function that has to be called; empty for any of several, None where none has to be."""
-        if self.tool_choice in ("auto", "none"):
-            return None
-        if self.tool_choice != "required":
-            return self.tool_choice
-        return self.tools[0].function.name if len(self.tools) == 1 else ""
+        if self.tool_choice == "required":
+            return self.tools[0].function.name if len(self.tools) == 1 else ""
+        return None if self.tool_choice in CHOICES else self.tool_choice
 
     @model_validator(mode="after")
     def _together(self) -> Any:

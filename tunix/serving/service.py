@@ -149,7 +149,8 @@ class Service:
                 prompt, markup = self.rendered(body)
                 # The model goes on with a call that is begun for it.
                 begun = "" if body.called is None or markup is None else opening(markup, body.called)
-                prompts = [prompt := np.array([*prompt, *self.tokenizer.encode(begun, bos=False)], np.int32)]
+                ids = self.tokenizer.encode(begun, bos=False) if begun else []
+                prompts = [prompt := np.concatenate([prompt, np.array(ids, np.int32)])]
                 most = min(x for x in (body.max_completion_tokens, body.max_tokens, self.length) if x is not None)
                 top, settings, choices = body.top_logprobs, body, body.n
                 answer = ChatAnswer(body, prompt, self.tokenizer, None if body.tool_choice == "none" else markup, begun)
