@@ -128,6 +128,9 @@ class Sequence:
     """`[T L k]` int16 as in `Completion.experts`, e.g. `[[[5, 0]]]`; None where no router is replayed."""
     restarts: tuple[int, ...] = ()
     """Where further transcripts of one episode begin, each at position 0 and seeing nothing before, e.g. `(812,)`."""
+    candidates: np.ndarray | None = None
+    """`[T A]` int32: the ids that each token was sampled from, e.g. `[[-1, -1], [603, 651]]`, padded with -1; only -1
+    where that was every id. None where it was everywhere."""
 
 
 @jax.tree_util.register_dataclass
@@ -164,6 +167,9 @@ class Batch:
     """The rows' pictures, e.g. of two in each row; None where the model sees none."""
     experts: Int[Array | np.ndarray, "B T L k"] | None = None
     """The experts that the policy uses, e.g. `[[[[5, 0]]]]`, -1 where its router chooses; None where it always does."""
+    candidates: Int[Array | np.ndarray, "B T A"] | None = None
+    """The ids that each token was sampled from, as in `Sequence.candidates`: log-probs and entropies are of the
+    distribution over these, e.g. `[[[-1, -1], [603, 651]]]`; None where it is over all ids everywhere."""
 
 
 @jax.tree_util.register_dataclass
@@ -277,6 +283,10 @@ class Loss:
     """NEFTune's alpha, e.g. 5.0: uniform noise of `alpha / sqrt(T D)` on the embeddings while training; 0 for none."""
 
 
+MOST_TOP = 64
+"""A: alternatives whose log-probs are reported with a sampled token, at most."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are sampled. Nothing is read from a folder's generation_config.json.
@@ -305,6 +315,25 @@ class Sampling:
     """A: for how many of the most likely ids log-probs are reported with each sampled token, e.g. 5."""
     prompt_logprobs: bool = False
     """Whether log-probs of the prompt's tokens are computed too, before any transform; `max_tokens` may then be 0."""
+
+    @property
+    def for_training(self) -> Sampling:
+        """The same, which also reports all that a loss has to know of the draw: the ids that each token is drawn from.
+
+        Raises:
+            UserError: these may be more than `MOST_TOP`.
+        """
+        if not self.top_k and (self.top_p < 1 or self.min_p):
+            cut = f"top_p: {self.top_p:g}" if self.top_p < 1 else f"min_p: {self.min_p:g}"
+            raise UserError(
+                f"{cut}: the ids that a token is drawn from are kept for the loss, {MOST_TOP} at most, and this may leave "
+                f"more: set top_k as well, such as {MOST_TOP}"
+            )
+        if self.top_k > MOST_TOP:
+            raise UserError(
+                f"top_k: {self.top_k}: the ids that a token is drawn from are kept for the loss: set {MOST_TOP} or less"
+            )
+        return replace(self, top_logprobs=max(self.top_logprobs, self.top_k))
 
 
 class TokenScores(NamedTuple):
@@ -339,13 +368,22 @@ class Completion:
     """(start, end) in `tokens` of what was sampled in each turn, e.g. `((0, 12),)`; an environment wrote the rest."""
     top: tuple[np.ndarray, np.ndarray] | None = None
     """`[T A]` int32 ids of the most likely tokens and `[T A]` float32 log-probs in nats, e.g. `[[603, 651]]` and
-    `[[-0.3, -1.6]]`; None unless `Sampling.top_logprobs` asks for them."""
+    `[[-0.3, -1.6]]`, -inf where an id could not be sampled; None unless `Sampling.top_logprobs` asks for them."""
     prompt_scores: TokenScores | None = None
     """Log-probs of the prompt's tokens, e.g. of `[0, -1.2]`; None unless `Sampling.prompt_logprobs` asks for them."""
     experts: np.ndarray | None = None
     """`[T L k]` int16: experts that prompt and completion used, e.g. `[[[5, 0]]]`; -1, or None, where not known."""
     restarts: tuple[int, ...] = ()
     """Where in `tokens` further transcripts of the episode begin, with prompts of their own, e.g. `(780,)`."""
+
+    @property
+    def candidates(self) -> np.ndarray | None:
+        """`[T A]` int32: the ids that each sampled token was drawn from, e.g. `[[603, 651], [1, -1]]`, padded with -1,
+        and -1 where an environment wrote; None where `Sampling.top_k` cuts nothing."""
+        if self.top is None or not self.sampling.top_k:
+            return None
+        ids, logprobs = self.top
+        return np.where(np.isfinite(logprobs) & self.drawn[:, None], ids, -1)
 
     @property
     def drawn(self) -> np.ndarray:

@@ -393,10 +393,23 @@ class Model:
         temperature: float = 1.0,
         pictures: Pictures | None = None,
         experts: Int[Array, "B T L k"] | None = None,
+        candidates: Int[Array, "B T A"] | None = None,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-        """`log p(token_t | its segment before t)` and that distribution's entropy at the needed tokens, else 0."""
+        """`log p(token_t | its segment before t)` and that distribution's entropy at the needed tokens, else 0.
+
+        Where a token has candidates (`types.Batch`), the distribution is over these alone.
+        """
         hidden, _ = self.forward(params, tokens, positions, segment_ids, pictures=pictures, experts=experts)
-        return self.logprobs_of(params, hidden, tokens, positions, needed, entropy=entropy, temperature=temperature)
+        return self.logprobs_of(
+            params,
+            hidden,
+            tokens,
+            positions,
+            needed,
+            entropy=entropy,
+            temperature=temperature,
+            candidates=candidates,
+        )
 
     def logprobs_of(
         self,
@@ -408,6 +421,7 @@ class Model:
         *,
         entropy: bool = False,
         temperature: float = 1.0,
+        candidates: Int[Array, "B T A"] | None = None,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """Log-probs and entropies as `logprobs` returns them, from given hidden states."""
         # The state at t - 1 predicts token t; nothing predicts the first token of a segment.
@@ -420,6 +434,7 @@ class Model:
             softcap=self.config.logit_softcap,
             entropy=entropy,
             temperature=temperature,
+            candidates=None if candidates is None else candidates[:, 1:],
         )
         logprobs, spread = (jnp.pad(x, ((0, 0), (1, 0))) for x in shifted)
         return logprobs, spread

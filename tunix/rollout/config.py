@@ -44,6 +44,16 @@ class RolloutConfig(Config):
     """Seconds in which a server has to answer a request or load weights; one that does not is asked no more."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Divides the logits, in the sampler and in the loss."""
+    top_k: Annotated[int, Field(ge=0, le=64)] = 0
+    """How many of the most likely ids can be sampled, such as 40, at most 64; 0: all. The ids that each token was drawn
+    from are kept, and in training its log-probs, those of the reference and the entropy are over the same ids, so that
+    the ratio of trainer and sampler is 1 (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, sec. 3.1)."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Probability mass of the most likely ids that can be sampled, such as 0.95, after `top_k`, without which it is
+    refused; 1: all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Least probability of an id as a share of the most likely one's, such as 0.05, after the others; only with
+    `top_k`. 0: all."""
     stop: tuple[str, ...] = ()
     """Texts that end a completion, in addition to the model's stop tokens."""
     slots: Positive | None = None
@@ -164,16 +174,20 @@ class RolloutConfig(Config):
             )
         return self
 
-    @model_validator(mode="before")
-    @classmethod
-    def _mirrored(cls, value: Any) -> Any:
-        for key in ("top_k", "top_p", "min_p"):
-            if isinstance(value, dict) and key in value:
-                raise ValueError(
-                    f"{key} cuts the distribution off, which the loss cannot mirror: the ratio of trainer and sampler "
-                    "would not be 1. Set temperature instead; tunix generate and tunix chat accept it"
-                )
-        return value
+    @model_validator(mode="after")
+    def _replayed(self) -> "RolloutConfig":
+        """Refuses truncated sampling that the loss cannot replay."""
+        cuts = self.changed(("top_k", "top_p", "min_p"))
+        if cuts and self.environment is not None and self.environment.agent:
+            raise ValueError(
+                f"{cuts[0]}: of no effect on an agent, whose requests have settings of their own; leave out"
+            )
+        if cuts and not self.top_k:
+            raise ValueError(
+                f"{cuts[0]}: {getattr(self, cuts[0]):g} leaves any number of ids, and all those that a token is drawn "
+                "from are kept for the loss: set top_k as well, such as 64"
+            )
+        return self
 
 
 HARNESS = "lm-eval:"

@@ -90,13 +90,18 @@ class Scored:
 
 
 def sequence_of(prompt: Prompt, completion: Completion) -> Sequence:
-    """A prompt and its completion, of which the sampled tokens are trained, with the experts that they used."""
+    """A prompt and its completion, of which the sampled tokens are trained, with the experts that they used and the ids
+    that they were drawn from."""
+    candidates = completion.candidates
+    if candidates is not None:
+        candidates = np.pad(candidates, ((len(prompt.tokens), 0), (0, 0)), constant_values=-1)
     return Sequence(
         tokens=np.concatenate([prompt.tokens, completion.tokens]).astype(np.int32),
         loss_mask=np.concatenate([np.zeros(len(prompt.tokens), bool), completion.drawn]),
         pictures=prompt.pictures and prompt.pictures.followed(len(completion.tokens)),
         experts=completion.experts,
         restarts=tuple(len(prompt.tokens) + place for place in completion.restarts),
+        candidates=candidates,
     )
 
 

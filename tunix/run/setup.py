@@ -67,7 +67,15 @@ def algorithm_of(recipe: Sections, stop_ids: tuple[int, ...] = (), stop_strings:
     and stop strings, of the recipe and of an environment's turns."""
     rollout = recipe.rollout
     stops = (*rollout.stop, *stop_strings)
-    sampling = Sampling(recipe.data.longest_completion, rollout.temperature, stop_ids=stop_ids, stop_strings=stops)
+    sampling = Sampling(
+        recipe.data.longest_completion,
+        rollout.temperature,
+        rollout.top_k,
+        rollout.top_p,
+        rollout.min_p,
+        stop_ids,
+        stops,
+    )
     return algorithm_class(recipe.algorithm.name)(recipe.algorithm, sampling)
 
 

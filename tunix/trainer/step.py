@@ -237,7 +237,16 @@ def sums_of(
     tokens, positions, mask = map(jnp.asarray, (batch.tokens, batch.positions, batch.loss_mask))
 
     def logprobs_of(model: Model, params: Params, hidden: jax.Array, entropy: bool) -> tuple[jax.Array, jax.Array]:
-        return model.logprobs_of(params, hidden, tokens, positions, mask, entropy=entropy, temperature=loss.temperature)
+        return model.logprobs_of(
+            params,
+            hidden,
+            tokens,
+            positions,
+            mask,
+            entropy=entropy,
+            temperature=loss.temperature,
+            candidates=jax.tree.map(jnp.asarray, batch.candidates),
+        )
 
     logprobs, entropy = jnp.zeros(batch.tokens.shape, jnp.float32), None
     if loss.logprobs:

@@ -78,6 +78,14 @@ def test_cuts_and_alternatives_are_those_of_our_own_engine(policy: Policy, start
     ((cut,),) = sampler.sample(PROMPTS[:1], 1, Sampling(6, top_k=1), 0)
     assert cut.tokens.tolist() == own.tokens.tolist()
     np.testing.assert_allclose(cut.logprobs, 0, atol=1e-6)
+    # The ids that a token was drawn from are the same, though another engine draws another of them.
+    settings = Sampling(6, top_k=5, top_p=0.03).for_training
+    ((found,),), ((own,),) = (one.sample(PROMPTS[:1], 1, settings, 0) for one in (sampler, engine(policy)))
+    for drawn in (found, own):
+        assert drawn.candidates is not None
+        assert all(token in possible for token, possible in zip(drawn.tokens, drawn.candidates, strict=True))
+        assert -1 in drawn.candidates
+    assert found.candidates[0].tolist() == own.candidates[0].tolist()
 
 
 @pytest.mark.parametrize(
