@@ -326,8 +326,8 @@ class Sampling:
         if not self.top_k and (self.top_p < 1 or self.min_p):
             cut = f"top_p: {self.top_p:g}" if self.top_p < 1 else f"min_p: {self.min_p:g}"
             raise UserError(
-                f"{cut}: the ids that a token is drawn from are kept for the loss, {MOST_TOP} at most, and this may leave "
-                f"more: set top_k as well, such as {MOST_TOP}"
+                f"{cut}: the ids that a token is drawn from are kept for the loss, {MOST_TOP} at most, and this may "
+                f"leave more: set top_k as well, such as {MOST_TOP}"
             )
         if self.top_k > MOST_TOP:
             raise UserError(

@@ -169,7 +169,8 @@ def pack(
         padded[: len(sequences)] = [sequence.per_sequence[name] for sequence in sequences]
 
     def replayed(values: List[np.ndarray | None]) -> np.ndarray | None:
-        """What a sampler recorded of each sequence's tokens, in rows, -1 where it is not known; None where nothing is."""
+        """What a sampler recorded of each sequence's tokens in rows, -1 where nothing is known; None if that is so of
+        all."""
         known = next((x for x in values if x is not None), None)
         if known is None:
             return None

@@ -25,10 +25,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from tunix.config import DType, GradientSums
+from tunix.config import CacheType, DType, GradientSums
 from tunix.mesh import Axes, constrain, platform, sharding
 from tunix.models.attention.inputs import ByKind, Segments
-from tunix.models.blocks import NAMES, PARTS, Auxiliary, Block, Kept, LayerInputs, layer_inputs
+from tunix.models.blocks import NAMES, PARTS, Attention, Auxiliary, Block, Kept, LayerInputs, layer_inputs
 from tunix.models.config import SHARED, TOWER, DecoderConfig, Stage
 from tunix.models.layers import (
     MATRICES,
@@ -117,6 +117,8 @@ class Decoder(nnx.Module):
             def made(rngs: nnx.Rngs) -> Block:
                 block = Block(config, mixer, rngs)
                 block = block if model.adapt is None else model.adapt(block, rngs)
+                if isinstance(block.mixer, Attention):
+                    block.mixer.cache_dtype = model.cache_dtype
                 matrices = block.matrices()
                 for name, rounding in model.simulated:
                     if name in matrices:
@@ -171,6 +173,9 @@ class Model:
     """How the layers' matrices are stored in few bits, norms and tables never; None stores them as they are."""
     simulated: tuple[tuple[str, Simulated], ...] = ()
     """Projections with simulated rounding (QAT) by name, and what each rounds; made by `formats.simulated`."""
+    cache_dtype: CacheType | None = None
+    """What attention in packed rows rounds keys and values to, as a sampler's cache does, with gradients as if it did
+    not; None: nothing. What reads a cache rounds as that says."""
     has_scalar_head: bool = False
     """Whether there is a scalar head: the value head of a critic, or the score of a reward model."""
     has_lm_head: bool = True

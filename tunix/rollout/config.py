@@ -26,6 +26,15 @@ class RolloutMeshConfig(Config):
     and vocabulary."""
 
 
+class ReplayConfig(Config):
+    """What the trainer computes as the sampler did, so that both have one distribution. The ids that `rollout.top_k`
+    leaves and the experts of a mixture always are."""
+
+    cache: bool = False
+    """Whether the trainer rounds keys and values as `rollout.cache_dtype` says; gradients are those of values that are
+    not rounded."""
+
+
 class RolloutConfig(Config):
     """How a policy samples completions. Only settings that the loss mirrors: it needs the distribution sampled from."""
 
@@ -63,8 +72,9 @@ class RolloutConfig(Config):
     the device does not say how much it has, as on a CPU, slots take what they need."""
     cache_dtype: CacheType | None = None
     """What the sampler's keys and values are kept in; null: the model's dtype. int8 has a scale for each token and kv
-    head, fp8 is e4m3: half of bfloat16's memory, and log-probs that differ more from the trainer's, which rounds none.
-    Where a platform cannot read it in its place it is refused."""
+    head, fp8 is e4m3: half of bfloat16's memory, and log-probs that differ more from the trainer's, which rounds none
+    without `replay.cache`. Where a platform cannot read it in its place it is refused."""
+    replay: ReplayConfig = ReplayConfig()
     speculate: Annotated[int, Field(ge=0, le=7)] = 0
     """Next tokens that are guessed at each step, from what followed the same tokens in the prompt and in its other
     completions, and are checked in one pass; 0: none. It changes no sample, and saves time where completions repeat
@@ -85,8 +95,8 @@ class RolloutConfig(Config):
     under the new ones, so that each token has a version. Null: finish. Only with `max_staleness`."""
     mismatch_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest difference between the trainer's and the sampler's log-prob of a token; beyond it the run stops. Null:
-    1e-3 in float32, 0.25 in bfloat16 and where `quantization` rounds activations, 1.0 with an int8 or fp8 cache:
-    rounding alone causes some. With `engine: vllm` 0.01 in float32 and 2 in bfloat16."""
+    1e-3 in float32, 0.25 in bfloat16 and where `quantization` rounds activations, 1.0 with an int8 or fp8 cache that
+    is not replayed: rounding alone causes some. With `engine: vllm` 0.01 in float32 and 2 in bfloat16."""
     environment: EnvironmentConfig | None = None
     """The environment that answers the model between its turns; null for single-turn completions."""
     stop_after_failures: Positive | None = None
@@ -187,6 +197,8 @@ class RolloutConfig(Config):
                 f"{cuts[0]}: {getattr(self, cuts[0]):g} leaves any number of ids, and all those that a token is drawn "
                 "from are kept for the loss: set top_k as well, such as 64"
             )
+        if self.replay.cache and self.cache_dtype is None:
+            raise ValueError("replay.cache: of no effect without cache_dtype, such as int8; set it, or leave out")
         return self
 
 

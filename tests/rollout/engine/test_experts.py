@@ -150,4 +150,4 @@ def test_a_completion_is_saved_with_the_ids_that_it_was_drawn_from():
 )
 def test_draws_that_cannot_be_replayed_are_refused(settings, why):
     with pytest.raises(UserError, match=why):
-        Sampling(**settings).for_training
+        _ = Sampling(**settings).for_training
