@@ -394,8 +394,17 @@ class Completion:
         return mask
 
 
-Reply = Callable[[int, Completion], np.ndarray | None]
-"""An environment: (request, its completion so far) -> `[T]` tokens of an observation, or None when the episode ends."""
+class Restart(NamedTuple):
+    """What the model reads next where that does not begin with all that it has read and written, such as a template's
+    rendering without earlier thoughts: another transcript of the episode."""
+
+    prompt: np.ndarray
+    """`[T]` int32 token ids, all of them, e.g. `[2, 651, 603]`."""
+
+
+Reply = Callable[[int, Completion], np.ndarray | Restart | None]
+"""An environment: (request, its completion so far) -> `[T]` tokens of an observation, another transcript, or None when
+the episode ends."""
 OnDone = Callable[[int, Completion], bool]
 """Called with (request, its completion) once it has ended; returns whether that is enough: others are paused then."""
 

@@ -99,6 +99,12 @@ class RolloutConfig(Config):
     is not replayed: rounding alone causes some. With `engine: vllm` 0.01 in float32 and 2 in bfloat16."""
     environment: EnvironmentConfig | None = None
     """The environment that answers the model between its turns; null for single-turn completions."""
+    history: Literal["append", "template"] = "append"
+    """What the model reads of the earlier turns of an environment: `append`, all that it has read and written, token
+    for token; `template`, what its chat template shows of the conversation at each turn, as where it is deployed. Many
+    leave earlier thoughts out: such a turn begins another transcript of the episode, in which only what is sampled
+    anew is trained. All transcripts together have `data.max_length` tokens. The environment has to speak in messages.
+    """
     stop_after_failures: Positive | None = None
     """Ends the run when so many episodes of `environment` in a row have failed, with the reason of the last, such as 32
     where it is a server that may die. Counting begins anew where a run is resumed. Null: a run ends where all episodes
@@ -154,6 +160,9 @@ class RolloutConfig(Config):
             raise ValueError(
                 f"{ignored}: an agent asks the engine of this process, for the weights of its step; leave it out"
             )
+        if self.history == "template" and (self.environment is None or self.environment.agent):
+            why = "an agent's requests are" if self.environment else "without an environment a completion is"
+            raise ValueError(f"history: template changes nothing: {why} always what the template shows; leave it out")
         if self.in_flight is not None and not self.max_staleness:
             raise ValueError(f"in_flight: {self.in_flight} changes nothing without max_staleness; leave it out")
         if self.in_flight == "continue" and self.environment is not None:
