@@ -25,7 +25,7 @@ def transcripts(prompt: np.ndarray, completion: Completion) -> list[tuple[np.nda
     found = []
     for start, end in pairwise(places):
         turns = [(a + shift - start, b + shift - start) for a, b in completion.turns]
-        found.append((whole[start:end], [(a, b) for a, b in turns if 0 <= a and b <= end - start]))
+        found.append((whole[start:end], [(a, b) for a, b in turns if a >= 0 and b <= end - start]))
     return found
 
 

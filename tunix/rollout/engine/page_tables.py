@@ -257,7 +257,7 @@ class PageTables:
             return
         if not self._kinds[True]:
             alike = [x for x in self._by_block.get(blocks[-1], ()) if x.shard == shard]
-            if any(common(ended.tokens, tokens) == len(tokens) for ended in alike):
+            if any(in_common(ended.tokens, tokens) == len(tokens) for ended in alike):
                 return
             candidates = [x for block in blocks for x in self._by_block.get(block, ()) if x.block_hashes[-1] == block]
             for ended in candidates:

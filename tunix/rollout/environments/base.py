@@ -26,7 +26,7 @@ import numpy as np
 from tunix.data.chat import Message, render_continuation, render_prompt
 from tunix.data.shapes import TEMPLATE_KWARGS, as_template_kwargs
 from tunix.data.tokenizer import Tokenizer
-from tunix.data.tool_calls import markup_of, parse
+from tunix.data.tool_calls import ParsedTurn, markup_of, parse
 from tunix.errors import UserError
 from tunix.rollout.rewards.base import Failure, Score
 from tunix.rollout.rewards.calls import as_outcome, raised
@@ -336,7 +336,7 @@ class Episode:
             if self.done or at_limit:
                 self.done = True
                 self.finish()
-            if cut or self.done or step.observation is None:
+            if cut or self.done:
                 return None
             observation = self._next(step, tokens)
         except Exception as error:  # one broken episode is counted and left out; the run goes on
@@ -365,7 +365,10 @@ class Episode:
             assert tokenizer is not None, "messages were rendered by one"
             stopped = len(tokens) > 0 and int(tokens[-1]) in tokenizer.stop_ids
             text = tokenizer.decode(tokens[: len(tokens) - stopped], skip_special=False)
-            parsed = parse(text, markup_of(tokenizer))
+            try:
+                parsed = parse(text, markup_of(tokenizer))
+            except UserError:  # a template of no family that is known: all of it is what was said
+                parsed = ParsedTurn(text)
             readable = not any(call.fault for call in parsed.calls)
             own = parsed.message if readable else {"role": "assistant", "content": text}
             self._messages += [own, *(message for message in said if message["role"] != "assistant")]
