@@ -136,7 +136,8 @@ def by_depth(families: list[str], depths: list[int]) -> None:
     table = Table("family", "depth", "turns", *(f"{name}: mean, max" for name, *_ in kinds))
     for family, depth, turns in ((x, depth, turns) for x in families for depth in depths for turns in (1, 4)):
         shape = replace(shape_of(family), rows=1, length=depth + NEW + 16 * (turns - 1))
-        config = replace(shape.config, max_positions=max(shape.config.max_positions, shape.length))
+        # So few ids that a quarter of the draws ends a turn.
+        config = replace(shape.config, max_positions=max(shape.config.max_positions, shape.length), vocab_size=64)
         cells = []
         for _, cache, replay in kinds:
             *_, apart = sampled(replace(shape, config=config), cache, depth=depth, turns=turns, replay=replay)

@@ -175,9 +175,9 @@ class Attention(nnx.Module):
                 v = rms_norm(v, jnp.ones((), jnp.float32), eps=c.norm_eps, offset=False)
             if self.cache_dtype is not None and cache is None:
                 # Exactly what a cache gives back: a value less itself is 0, and has a gradient of 1.
-                stopped = jax.lax.stop_gradient((k, v))
-                kept_as = rounded(*stopped, self.cache_dtype).exact(k.dtype)
-                k, v = (y + (x - z) for x, y, z in zip((k, v), kept_as, stopped, strict=True))
+                keys, values = jax.lax.stop_gradient((k, v))
+                kept = rounded(keys, values, self.cache_dtype).exact(k.dtype)
+                k, v = kept[0] + (k - keys), kept[1] + (v - values)
             k, v = checkpoint_name(k, "k"), checkpoint_name(v, "v")
         sinks = None if self.sinks is None else self.sinks[...]
         q = checkpoint_name(q, "q")

@@ -322,8 +322,8 @@ def token_logprobs(
             these alone. All ids where a token's first one is -1, and everywhere where it is None.
     """
     scaling = LogitScaling(softcap, temperature, len(table))
-    targets_and_more = jax.tree.map(in_pieces, (targets, needed, candidates))
-    results = _token_logprobs(scaling, entropy, in_pieces(hidden), table, *targets_and_more)
+    split = None if candidates is None else in_pieces(candidates)
+    results = _token_logprobs(scaling, entropy, in_pieces(hidden), table, in_pieces(targets), in_pieces(needed), split)
     return jax.tree.map(lambda x: in_rows(x, *targets.shape), results)
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from tunix.config import CacheType, Config, Place, Positive
 from tunix.data.config import EPISODES, DataConfig
 from tunix.errors import nearest
-from tunix.rollout.environments.config import EnvironmentConfig
+from tunix.rollout.environments.config import EnvironmentConfig, History
 from tunix.rollout.rewards.config import RewardConfig
 
 
@@ -75,6 +75,7 @@ class RolloutConfig(Config):
     head, fp8 is e4m3: half of bfloat16's memory, and log-probs that differ more from the trainer's, which rounds none
     without `replay.cache`. Where a platform cannot read it in its place it is refused."""
     replay: ReplayConfig = ReplayConfig()
+    """What else of the sampler's computation the trainer repeats."""
     speculate: Annotated[int, Field(ge=0, le=7)] = 0
     """Next tokens that are guessed at each step, from what followed the same tokens in the prompt and in its other
     completions, and are checked in one pass; 0: none. It changes no sample, and saves time where completions repeat
@@ -99,7 +100,7 @@ class RolloutConfig(Config):
     is not replayed: rounding alone causes some. With `engine: vllm` 0.01 in float32 and 2 in bfloat16."""
     environment: EnvironmentConfig | None = None
     """The environment that answers the model between its turns; null for single-turn completions."""
-    history: Literal["append", "template"] = "append"
+    history: History = "append"
     """What the model reads of the earlier turns of an environment: `append`, all that it has read and written, token
     for token; `template`, what its chat template shows of the conversation at each turn, as where it is deployed. Many
     leave earlier thoughts out: such a turn begins another transcript of the episode, in which only what is sampled

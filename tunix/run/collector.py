@@ -19,8 +19,7 @@ from tunix.recipe.sections import Sections
 from tunix.rollout.collect import Agents, Collector, Judge
 from tunix.rollout.config import EvalTask
 from tunix.rollout.environments.adapters import LM_EVAL, evaluation_rows, require_package
-from tunix.rollout.environments.base import History
-from tunix.rollout.environments.config import EnvironmentConfig
+from tunix.rollout.environments.config import EnvironmentConfig, History
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED, read_reward
 from tunix.rollout.rewards.scorer import Scorer

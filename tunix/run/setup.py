@@ -243,8 +243,8 @@ class Setup:
         recipe, critic = self.recipe, self.critic
         model = adapted(with_stops(self.source), recipe.model, recipe.adapter, recipe.quantization)
         cache = recipe.rollout.cache_dtype if recipe.rollout.replay.cache else None
-        heads = {"has_scalar_head": critic in ("shared", "alone"), "has_lm_head": critic != "alone"}
-        model = replace(model, cache_dtype=cache, **heads)
+        scalar, lm = critic in ("shared", "alone"), critic != "alone"
+        model = replace(model, cache_dtype=cache, has_scalar_head=scalar, has_lm_head=lm)
         trained, _ = self.dtypes(model)
         spec = TrainerSpec(
             model=model,

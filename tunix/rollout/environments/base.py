@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, SupportsFloat
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat
 
 import numpy as np
 
@@ -32,10 +32,9 @@ from tunix.rollout.rewards.base import Failure, Score
 from tunix.rollout.rewards.calls import as_outcome, raised
 
 if TYPE_CHECKING:
-    from tunix.rollout.environments.config import EnvironmentConfig
+    from tunix.rollout.environments.config import EnvironmentConfig, History
     from tunix.types import Completion, Restart
 
-History = Literal["append", "template"]
 Observation = str | Sequence[Message] | np.ndarray
 """A text that is encoded as it is (an answer to a turn as its continuation), messages that the tokenizer's template
 renders, or token ids."""
@@ -251,7 +250,7 @@ class Episode:
         tokenizer: Tokenizer | None = None,
         turns: int = 16,
         template_kwargs: Mapping[str, Any] | None = None,
-        history: History = "append",
+        history: "History" = "append",
     ) -> None:
         """Starts the episode by resetting the environment.
 
@@ -370,11 +369,9 @@ class Episode:
             except UserError:  # a template of no family that is known: all of it is what was said
                 parsed = ParsedTurn(text)
             readable = not any(call.fault for call in parsed.calls)
-            own = parsed.message if readable else {"role": "assistant", "content": text}
-            self._messages += [own, *(message for message in said if message["role"] != "assistant")]
-        if tokenizer is None:
-            raise UserError("the model's folder has no tokenizer: the environment has to speak in token ids")
-        prompt = render_prompt(self._messages, tokenizer, **self._template_kwargs).tokens
+            turn = parsed.message if readable else {"role": "assistant", "content": text}
+            self._messages += [turn, *(message for message in said if message["role"] != "assistant")]
+        prompt = rendered(self._messages, tokenizer, self._template_kwargs)
         before = np.concatenate([self._transcript, tokens])
         self._transcript = prompt
         if len(prompt) > len(before) and np.array_equal(prompt[: len(before)], before):

@@ -43,7 +43,6 @@ from tunix.rollout.environments.base import (
     EpisodeError,
     Episodes,
     Failures,
-    History,
     Observation,
     Row,
     Step,
@@ -53,7 +52,7 @@ from tunix.rollout.environments.base import (
     token_ids,
 )
 from tunix.rollout.environments.calculator import Calculator
-from tunix.rollout.environments.config import EnvironmentConfig
+from tunix.rollout.environments.config import EnvironmentConfig, History
 from tunix.rollout.environments.guessing import Guessing
 from tunix.rollout.environments.problem import Problem
 from tunix.rollout.environments.tools import Tools
