@@ -345,6 +345,33 @@ def soft_surrogate(
     return Surrogate(-4.0 / tau * jax.nn.sigmoid(tau * (ratio - 1.0)) * advantages, None)
 
 
+def geometric_surrogate(
+    log_ratios: Float[Array, "B T"],
+    advantages: Float[Array | np.ndarray, "B T"],
+    batch: Batch,
+    low: float,
+    high: float,
+) -> Surrogate:
+    """`-A exp(mean_t log r_t)`, where each token's ratio is clipped before the mean: at 1 + high where A > 0, at
+    1 - low where A < 0.
+
+    GMPO, Zhao et al. 2025, https://arxiv.org/abs/2507.20673, eq. 4: of PPO's minimum at each token the geometric mean
+    over the completion. GSPO clips that mean; here one token that has moved far is clipped alone.
+
+    Args:
+        log_ratios: log r of each token.
+        advantages: A of the completion, at each of its tokens.
+        batch: which tokens form a completion.
+        low: a ratio counts as no less than 1 - low where A < 0.
+        high: a ratio counts as no more than 1 + high where A > 0.
+    """
+    advantages = jnp.asarray(advantages)
+    bound = jnp.where(advantages > 0, jnp.log1p(high), jnp.log1p(-low))
+    clipped = jnp.where(advantages > 0, log_ratios > bound, (advantages < 0) & (log_ratios < bound))
+    mean = sequence_mean(jnp.where(clipped, bound, log_ratios), batch)
+    return Surrogate(-jnp.exp(mean) * advantages, clipped)
+
+
 IMPORTANCE_BOUNDS = {"truncate": (0.0, 2.0), "mask": (0.5, 5.0)}
 """The smallest and the largest importance weight of each kind, which are its authors'; see `importance_weight`."""
 

@@ -86,6 +86,8 @@ K3 = (0.5 - 1 + log(2), 0.0, 2 - 1 - log(2))  # ref/p - 1 - log(ref/p) at A, A, 
         ("luspo", -(2 * sqrt(0.75) - 2.2) / 10 / 2),
         # On these advantages: PPO's clip, sums over the constant.
         ("maxrl", -((1.2 + 0.5) / 10 - 2.2 / 10) / 2),
+        # The geometric mean of min(1.5, 1.4918) and .5; 1.1 with A < 0 is above .6703.
+        ("gmpo", -(sqrt(1.4918 * 0.5) - 2.2) / 2),
     ],
 )
 def test_each_preset_by_hand(preset, expected):
@@ -121,6 +123,8 @@ def test_each_preset_by_hand(preset, expected):
         ("dro", [(0.05 * log(x) - a) / 20 for x, a in ((1.5, 1), (0.5, 1), (1.1, -2))]),
         # Each of two tokens carries half of s A, twice.
         ("luspo", [-sqrt(0.75) / 20, -sqrt(0.75) / 20, 2.2 / 20]),
+        # A's first token is clipped; the second has half of s A at each of two tokens.
+        ("gmpo", [0, -sqrt(1.4918 * 0.5) / 4, 2.2 / 2]),
         # Policy: mean over tokens of a sequence, then over two. KL: .04 (1 - ref/p) = .04 of .5, 0, -1.
         ("grpo", [0.04 * 0.5 / 4, -0.5 / 4, 2.2 / 2 - 0.04 * 1 / 2]),
     ],
@@ -235,6 +239,22 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient():
     assert surrogate.clipped.tolist() == [[True, False, True]]
     # Through exp(x) too, nothing flows: -w A alone.
     np.testing.assert_allclose(slope(jnp.zeros((1, 3))), [[-0.1 * 2, -1 * 2, -5 * 2]], rtol=1e-6)
+
+
+def test_the_geometric_mean_clips_by_the_advantages_sign():
+    """Ratios 1.5 and .5 within .8 and 1.2, the numbers of TRL's GMPOTrainer: sqrt(1.2 x .5) of A = 1, sqrt(1.5 x .8) of
+    A = -2, whose second token is clipped. With clip_low 1 nothing is: sqrt(1.5 x .5)."""
+    lower = replace(A, advantage=[-2.0, -2.0])
+    inputs, without = inputs_of(batch_of([A, lower])), {"surrogate": "geometric", "reduction": "sequences"}
+    loss = loss_of(**without)
+    found = reduced(loss, inputs)
+    assert found["train/loss"] == pytest.approx(-(sqrt(1.2 * 0.5) - 2 * sqrt(1.5 * 0.8)) / 2, rel=1e-5)
+    assert found["policy/clipped"] == pytest.approx(2 / 4)
+    slopes = gradients(loss, inputs)
+    assert slopes[1, PROMPT] == pytest.approx(2 * sqrt(1.5 * 0.8) / 4, rel=1e-5)
+    assert slopes[1, PROMPT + 1] == 0
+    alone = reduced(loss_of(**without, clip_low=1.0), inputs_of(batch_of([lower])))
+    assert alone["train/loss"] == pytest.approx(2 * sqrt(0.75), rel=1e-5)
 
 
 def test_the_soft_gates_gradient_is_reinforces_on_policy():
@@ -696,6 +716,8 @@ def test_nulls_become_the_usual_values():
         ({"surrogate": "cispo", "dual_clip": 3}, "dual_clip is 3.0.*surrogate: clip"),
         ({"preset": "rloo", "clip_low": 0.1}, "clip_low is 0.1"),
         ({"surrogate": "log", "ratio": "sequence"}, "ratio is 'sequence'.*surrogate: log, which has no ratio"),
+        ({"preset": "gmpo", "ratio": "sequence"}, "ratio is 'sequence'.*geometric, which has the mean"),
+        ({"preset": "gmpo", "advantage": "batch", "token_returns": True}, "one advantage for a completion"),
         ({"surrogate": "soft", "dual_clip": 3}, "dual_clip is 3.0.*surrogate: clip"),
         ({"trust_region": ["tv", 0]}, "greater than 0"),
         ({"trust_low": 0.1}, r"trust_low is gone: write trust_region: \[tv, 0.2\]"),

@@ -24,6 +24,7 @@ Preset = Literal[
     "dro",
     "luspo",
     "maxrl",
+    "gmpo",
 ]
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -107,6 +108,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Tajwar et al. 2026, https://arxiv.org/abs/2602.02710: the advantage over the group's success rate; a completion is
     # one action, so its log-probs are summed.
     "maxrl": {"advantage": "mean_relative", "reduction": "constant"},
+    # Zhao et al. 2025, https://arxiv.org/abs/2507.20673, eq. 4: ratios are clipped at exp(-0.4) and exp(0.4).
+    "gmpo": {
+        "advantage": "mean_std",
+        "surrogate": "geometric",
+        "clip_low": 0.3297,
+        "clip_high": 0.4918,
+        "reduction": "sequences",
+    },
 }
 
 TRUST_BOUNDS = {"tv": 0.15, "kl": 0.05}
@@ -138,9 +147,11 @@ class GRPOConfig(PolicyConfig):
     ratio: Literal["token", "sequence", "completion"] = "token"
     """The ratio of policy to old policy: of each token, the geometric mean over the completion (GSPO), or the product
     over it, which treats the completion as a single action (RLOO)."""
-    surrogate: Literal["clip", "cispo", "soft", "none", "log"] = "clip"
+    surrogate: Literal["clip", "cispo", "geometric", "soft", "none", "log"] = "clip"
     """`clip` stops the gradient of a ratio that moved far enough, `cispo` bounds its weight, `soft` lets it fade (SAPO,
-    https://arxiv.org/abs/2511.20347), `none` does neither; `log` is advantage times log-prob, without a ratio."""
+    https://arxiv.org/abs/2511.20347), `none` does neither; `geometric` clips each token's ratio, and then takes the
+    geometric mean over the completion (GMPO, https://arxiv.org/abs/2507.20673); `log` is advantage times log-prob,
+    without a ratio."""
     trust_region: Literal["none", "tv", "kl"] | tuple[Literal["tv", "kl"], Above0] = "none"
     """Leaves out tokens whose update would move them further in a direction in which they have moved too far, by total
     variation or KL of the taken token against all others (DPPO, https://arxiv.org/abs/2602.04879): by 0.15 with tv, by
@@ -157,10 +168,14 @@ class GRPOConfig(PolicyConfig):
 
     presets: ClassVar[Mapping[str, Settings]] = PRESETS
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("ratio",), lambda s: s["surrogate"] != "log", "with surrogate: log, which has no ratio"),
+        Rule(
+            ("ratio",),
+            lambda s: s["surrogate"] not in ("geometric", "log"),
+            "with surrogate: log, which has no ratio, or geometric, which has the mean of tokens' ratios",
+        ),
         Rule(
             ("clip_low", "clip_high"),
-            lambda s: s["surrogate"] in ("clip", "cispo"),
+            lambda s: s["surrogate"] in ("clip", "cispo", "geometric"),
             "with surrogate: none, soft or log, which clip nothing",
         ),
         Rule(("dual_clip",), lambda s: s["surrogate"] == "clip", "without surrogate: clip"),
@@ -203,6 +218,8 @@ class GRPOConfig(PolicyConfig):
                 f"group_size: a group of one has nothing to be compared with under advantage: {self.advantage}; "
                 "take 2 or more, or advantage: batch"
             )
+        if self.surrogate == "geometric" and self.token_returns:
+            wrong.append("surrogate: geometric has one advantage for a completion; leave token_returns out")
         if self.ratio == "completion" and self.reduction == "tokens" and self.surrogate != "log":
             wrong.append(
                 "ratio: completion takes a completion for one action, which a mean over tokens would count once for "
