@@ -372,6 +372,33 @@ def geometric_surrogate(
     return Surrogate(-jnp.exp(mean) * advantages, clipped)
 
 
+def gamma_surrogate(
+    logprobs: Float[Array, "B T"],
+    log_ratios: Float[Array, "B T"],
+    advantages: Float[Array | np.ndarray, "B T"],
+    batch: Batch,
+    positive: tuple[float, float],
+    negative: tuple[float, float],
+) -> Surrogate:
+    """`-sg(phi(w)) A log p`, w the completion's ratio, a product over tokens: `phi(w) = w^k exp(lam (1 - w))`.
+
+    VESPO, Shen et al. 2026, https://arxiv.org/abs/2602.10693, as in TRL: the weight is 1 where the policy has not moved, highest at
+    `w = k / lam`, and fades on both sides of that without a clip.
+
+    Args:
+        logprobs: log p of the taken tokens.
+        log_ratios: log r of each token.
+        advantages: A of the completion, at each of its tokens.
+        batch: which tokens form a completion.
+        positive: k and lam where A >= 0.
+        negative: k and lam where A < 0.
+    """
+    advantages = jnp.asarray(advantages)
+    k, lam = (jnp.where(advantages >= 0, x, y) for x, y in zip(positive, negative, strict=True))
+    log_w = jnp.clip(sequence_sum(jax.lax.stop_gradient(log_ratios), batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return Surrogate(-jnp.exp(k * log_w - lam * jnp.expm1(log_w)) * advantages * logprobs, None)
+
+
 IMPORTANCE_BOUNDS = {"truncate": (0.0, 2.0), "mask": (0.5, 5.0)}
 """The smallest and the largest importance weight of each kind, which are its authors'; see `importance_weight`."""
 

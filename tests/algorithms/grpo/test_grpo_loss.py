@@ -88,6 +88,9 @@ K3 = (0.5 - 1 + log(2), 0.0, 2 - 1 - log(2))  # ref/p - 1 - log(ref/p) at A, A, 
         ("maxrl", -((1.2 + 0.5) / 10 - 2.2 / 10) / 2),
         # The geometric mean of min(1.5, 1.4918) and .5; 1.1 with A < 0 is above .6703.
         ("gmpo", -(sqrt(1.4918 * 0.5) - 2.2) / 2),
+        # w = .75 and 1.1. The weights are those of TRL's get_gamma_weights: .75^2 e^(3 x .25) = 1.190813 and
+        # 1.1^3 e^(-2 x .1) = 1.089731, times A log p of each token.
+        ("vespo", -(1.190813 * (log(0.5) - 1.0) + 1.089731 * -2.0 * -2.0) / 3),
     ],
 )
 def test_each_preset_by_hand(preset, expected):
@@ -125,6 +128,8 @@ def test_each_preset_by_hand(preset, expected):
         ("luspo", [-sqrt(0.75) / 20, -sqrt(0.75) / 20, 2.2 / 20]),
         # A's first token is clipped; the second has half of s A at each of two tokens.
         ("gmpo", [0, -sqrt(1.4918 * 0.5) / 4, 2.2 / 2]),
+        # The weight is constant.
+        ("vespo", [-1.190813 / 3, -1.190813 / 3, 2 * 1.089731 / 3]),
         # Policy: mean over tokens of a sequence, then over two. KL: .04 (1 - ref/p) = .04 of .5, 0, -1.
         ("grpo", [0.04 * 0.5 / 4, -0.5 / 4, 2.2 / 2 - 0.04 * 1 / 2]),
     ],
@@ -717,6 +722,7 @@ def test_nulls_become_the_usual_values():
         ({"preset": "rloo", "clip_low": 0.1}, "clip_low is 0.1"),
         ({"surrogate": "log", "ratio": "sequence"}, "ratio is 'sequence'.*surrogate: log, which has no ratio"),
         ({"preset": "gmpo", "ratio": "sequence"}, "ratio is 'sequence'.*geometric, which has the mean"),
+        ({"preset": "vespo", "clip_high": 0.2}, "clip_high is 0.2.*gamma or log, which clip nothing"),
         ({"preset": "gmpo", "advantage": "batch", "token_returns": True}, "one advantage for a completion"),
         ({"surrogate": "soft", "dual_clip": 3}, "dual_clip is 3.0.*surrogate: clip"),
         ({"trust_region": ["tv", 0]}, "greater than 0"),

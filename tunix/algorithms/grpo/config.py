@@ -25,6 +25,7 @@ Preset = Literal[
     "luspo",
     "maxrl",
     "gmpo",
+    "vespo",
 ]
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -116,6 +117,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "clip_high": 0.4918,
         "reduction": "sequences",
     },
+    # Shen et al. 2026, https://arxiv.org/abs/2602.10693, with the numbers and the mean of TRL (`loss.GAMMA_WEIGHTS`).
+    "vespo": {"advantage": "mean_std", "surrogate": "gamma", "reduction": "tokens"},
 }
 
 TRUST_BOUNDS = {"tv": 0.15, "kl": 0.05}
@@ -147,11 +150,12 @@ class GRPOConfig(PolicyConfig):
     ratio: Literal["token", "sequence", "completion"] = "token"
     """The ratio of policy to old policy: of each token, the geometric mean over the completion (GSPO), or the product
     over it, which treats the completion as a single action (RLOO)."""
-    surrogate: Literal["clip", "cispo", "geometric", "soft", "none", "log"] = "clip"
+    surrogate: Literal["clip", "cispo", "geometric", "soft", "gamma", "none", "log"] = "clip"
     """`clip` stops the gradient of a ratio that moved far enough, `cispo` bounds its weight, `soft` lets it fade (SAPO,
     https://arxiv.org/abs/2511.20347), `none` does neither; `geometric` clips each token's ratio, and then takes the
-    geometric mean over the completion (GMPO, https://arxiv.org/abs/2507.20673); `log` is advantage times log-prob,
-    without a ratio."""
+    geometric mean over the completion (GMPO, https://arxiv.org/abs/2507.20673); `gamma` weights a completion by its
+    ratio w as w^k exp(lam (1 - w)), without a clip (VESPO, https://arxiv.org/abs/2602.10693); `log` is advantage times
+    log-prob, without a ratio."""
     trust_region: Literal["none", "tv", "kl"] | tuple[Literal["tv", "kl"], Above0] = "none"
     """Leaves out tokens whose update would move them further in a direction in which they have moved too far, by total
     variation or KL of the taken token against all others (DPPO, https://arxiv.org/abs/2602.04879): by 0.15 with tv, by
@@ -170,13 +174,14 @@ class GRPOConfig(PolicyConfig):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             ("ratio",),
-            lambda s: s["surrogate"] not in ("geometric", "log"),
-            "with surrogate: log, which has no ratio, or geometric, which has the mean of tokens' ratios",
+            lambda s: s["surrogate"] not in ("geometric", "gamma", "log"),
+            "with surrogate: log, which has no ratio, geometric, which has the mean of tokens' ratios, or gamma, which "
+            "has their product",
         ),
         Rule(
             ("clip_low", "clip_high"),
             lambda s: s["surrogate"] in ("clip", "cispo", "geometric"),
-            "with surrogate: none, soft or log, which clip nothing",
+            "with surrogate: none, soft, gamma or log, which clip nothing",
         ),
         Rule(("dual_clip",), lambda s: s["surrogate"] == "clip", "without surrogate: clip"),
         Rule(
@@ -218,9 +223,9 @@ class GRPOConfig(PolicyConfig):
                 f"group_size: a group of one has nothing to be compared with under advantage: {self.advantage}; "
                 "take 2 or more, or advantage: batch"
             )
-        if self.surrogate == "geometric" and self.token_returns:
-            wrong.append("surrogate: geometric has one advantage for a completion; leave token_returns out")
-        if self.ratio == "completion" and self.reduction == "tokens" and self.surrogate != "log":
+        if self.surrogate in ("geometric", "gamma") and self.token_returns:
+            wrong.append(f"surrogate: {self.surrogate} has one advantage for a completion; leave token_returns out")
+        if self.ratio == "completion" and self.reduction == "tokens" and self.surrogate not in ("gamma", "log"):
             wrong.append(
                 "ratio: completion takes a completion for one action, which a mean over tokens would count once for "
                 "each token; set reduction: sequences or constant"

@@ -14,6 +14,7 @@ from tunix.algorithms.ops import (
     Surrogate,
     cispo_surrogate,
     clipped_surrogate,
+    gamma_surrogate,
     geometric_surrogate,
     log_ratio,
     outside_trust_region,
@@ -30,6 +31,9 @@ SOFT_TAUS = (1.0, 1.05)
 """How fast `soft` fades where the advantage is positive, and elsewhere: SAPO, https://arxiv.org/abs/2511.20347, sec. 5;
 what lowers a token's probability raises all others'."""
 
+GAMMA_WEIGHTS = ((2.0, 3.0), (3.0, 2.0))
+"""Power and decay of `gamma`, where the advantage is not negative and where it is: those of VESPO in TRL 1.16."""
+
 
 def grpo_loss(
     logprobs: Float[Array, "B T"],
@@ -39,7 +43,7 @@ def grpo_loss(
     *,
     over: Over | float = "tokens",
     ratio: Literal["token", "sequence", "completion"] = "token",
-    surrogate: Literal["clip", "cispo", "geometric", "soft", "none", "log"] = "clip",
+    surrogate: Literal["clip", "cispo", "geometric", "soft", "gamma", "none", "log"] = "clip",
     clip_low: float | None = 0.2,
     clip_high: float | None = 0.2,
     dual_clip: float | None = None,
@@ -76,6 +80,8 @@ def grpo_loss(
         policy = plain_surrogate(ratios, advantages)
     elif surrogate == "log":  # the policy's term of DRO (see `GRPOConfig.drift`)
         policy = Surrogate(-logprobs * advantages, None)
+    elif surrogate == "gamma":
+        policy = gamma_surrogate(logprobs, log_ratios, advantages, batch, *GAMMA_WEIGHTS)
     elif surrogate == "soft":
         positive, negative = SOFT_TAUS
         policy = soft_surrogate(ratios, advantages, positive, negative)
