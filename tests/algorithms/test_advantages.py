@@ -11,6 +11,7 @@ from tunix.algorithms.advantages import (
     group_advantages,
     has_signal,
     kl_rewards,
+    length_rewards,
     overlong_penalty,
     weighted_sum,
     whitened,
@@ -194,6 +195,16 @@ def test_overlong_penalty_falls_over_the_buffer():
     # Limit 20, buffer 4: free up to 16; 17 costs 1/4, 18 2/4, 20 4/4, and nothing costs more.
     lengths = np.array([[1, 16, 17], [18, 20, 30]])
     np.testing.assert_allclose(overlong_penalty(lengths, 20, 4), [[0, 0, -0.25], [-0.5, -1, -1]])
+
+
+def test_length_rewards_by_hand():
+    """Kimi k1.5, sec. 2.3.3. Lengths 10 to 30: 1/2 - 0, 1/2 - 10 / 20, 1/2 - 20 / 20; a wrong one has 0 at most; the
+    longest failed in the last group but one; equal lengths say nothing."""
+    lengths = np.array([[10, 20, 30, 30], [10, 20, 30, 25], [10, 20, 99, 10], [7, 7, 7, 7]])
+    rewards = np.array([[1, 1, 1, 0.5], [0, 0, 0, -1], [1, 1, np.nan, 0], [1, 0, 1, 0]])
+    expected = [[0.5, 0, -0.5, -0.5], [0, 0, -0.5, -0.25], [0.5, -0.5, 0, 0], [0, 0, 0, 0]]
+    np.testing.assert_allclose(length_rewards(rewards, lengths), expected)
+    assert length_rewards(np.full((1, 2), np.nan), np.array([[3, 5]])).tolist() == [[0, 0]]
 
 
 def test_kl_rewards_by_hand():

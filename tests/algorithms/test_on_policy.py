@@ -440,6 +440,15 @@ def test_overlong_answers_are_worth_less():
     assert update.notes == ()
 
 
+def test_the_shorter_of_right_answers_are_worth_more():
+    """1, 3 and 5 tokens: 1 + .2 (1/2, 0 and -1/2), so that the advantages of `mean` are .1, 0 and -.1."""
+    client = Fake("1", "1..", "1....")
+    update = updated(grpo(length_penalty=0.2, group_size=3), client, prompts=1)
+    (first, second, third) = trained(client.steps[0][1], "advantages")
+    np.testing.assert_allclose([first[0], *second, *third], [0.1, *[0.0] * 3, *[-0.1] * 5], atol=1e-7)
+    assert (update.metrics["reward/mean"], update.metrics["reward/signal"]) == (1.0, 1.0)
+
+
 class Doubling(Fake):
     """A trainer that finds the sampler's tokens (log-prob -1) less likely where the answer is longer than a token."""
 

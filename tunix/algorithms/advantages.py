@@ -1,8 +1,8 @@
 """From rewards to advantages, in numpy on the host, once per batch of rollouts.
 
-Rewards `[P G]`, NaN where a sample failed -> `weighted_sum`, `overlong_penalty`, `kl_rewards` -> `group_advantages`
-or `gdpo`. A failed sample is no zero: it is left out of every baseline, its advantage is 0, and the caller gives it
-weight 0.
+Rewards `[P G]`, NaN where a sample failed -> `weighted_sum`, `overlong_penalty`, `length_rewards`, `kl_rewards` ->
+`group_advantages` or `gdpo`. A failed sample is no zero: it is left out of every baseline, its advantage is 0, and the
+caller gives it weight 0.
 
 Axes: P prompts, G group, T time.
 """
@@ -158,6 +158,23 @@ def overlong_penalty(lengths: Num[np.ndarray, "*shape"], limit: int, buffer: int
         buffer: tokens before the limit over which the penalty grows, at least 1.
     """
     return np.clip((limit - buffer - lengths) / buffer, -1.0, 0.0)
+
+
+def length_rewards(rewards_PG: Num[np.ndarray, "P G"], lengths_PG: Num[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
+    """How short a completion is within its group: `1/2 - (length - shortest) / (longest - shortest)`, and of a
+    completion that is wrong that or 0, whichever is less; 0 where all lengths are equal.
+
+    Kimi k1.5, https://arxiv.org/abs/2501.12599, sec. 2.3.3. A reward above 0 counts as right.
+
+    Args:
+        rewards_PG: NaN where a sample failed; it has 0, and its length plays no part.
+        lengths_PG: sampled tokens.
+    """
+    valid = ~np.isnan(rewards_PG)
+    longest = np.where(valid, lengths_PG, 0).max(axis=1, keepdims=True)
+    shortest = np.where(valid, lengths_PG, longest).min(axis=1, keepdims=True)
+    short = np.where(longest > shortest, 0.5 - (lengths_PG - shortest) / np.maximum(longest - shortest, 1), 0.0)
+    return np.where(valid, np.where(rewards_PG > 0, short, np.minimum(short, 0.0)), 0.0)
 
 
 def kl_rewards(

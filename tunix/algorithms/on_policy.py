@@ -294,14 +294,14 @@ class PolicyGradient(OnPolicy):
         return Update(numbers, tuple(batches) * config.epochs, tuple(samples), notes)
 
     def scores(self, groups: Groups, weights: Mapping[str, float]) -> np.ndarray:
-        """`[P G]` score of each completion: the weighted sum of its rewards with the overlong penalty."""
-        return total_rewards(groups, weights) + self.penalties(groups)
+        """`[P G]` score of each completion: the weighted sum of its rewards with what its length adds."""
+        return total_rewards(groups, weights) + self.penalties(groups, weights)
 
     def signal(self, scores_PG: np.ndarray) -> np.ndarray:
         """`[P]` bool: prompts whose scores differ. Here the whole batch is compared: all True or all False."""
         return np.repeat(has_signal(scores_PG.reshape(1, -1)), len(scores_PG))
 
-    def penalties(self, groups: Groups) -> np.ndarray:
+    def penalties(self, groups: Groups, weights: Mapping[str, float]) -> np.ndarray:
         """`[P G]` DAPO's soft overlong penalty, 0 or below; 0 where the recipe sets none."""
         limit = self.sampling.max_tokens
         buffer = self.config.overlong_tokens(limit)

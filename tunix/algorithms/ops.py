@@ -382,8 +382,8 @@ def gamma_surrogate(
 ) -> Surrogate:
     """`-sg(phi(w)) A log p`, w the completion's ratio, a product over tokens: `phi(w) = w^k exp(lam (1 - w))`.
 
-    VESPO, Shen et al. 2026, https://arxiv.org/abs/2602.10693, as in TRL: the weight is 1 where the policy has not moved, highest at
-    `w = k / lam`, and fades on both sides of that without a clip.
+    VESPO, Shen et al. 2026, https://arxiv.org/abs/2602.10693, as in TRL: the weight is 1 where the policy has not
+    moved, highest at `w = k / lam`, and fades on both sides of that without a clip.
 
     Args:
         logprobs: log p of the taken tokens.

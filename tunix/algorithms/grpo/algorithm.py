@@ -3,12 +3,22 @@
 Axes: P prompts, G group.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from tunix.algorithms.advantages import gdpo, group_advantages, has_signal, whitened
-from tunix.algorithms.episodes import Groups, are_scored, by_seat, require_scores, rewards_of, spread, total_rewards
+from tunix.algorithms.advantages import gdpo, group_advantages, has_signal, length_rewards, whitened
+from tunix.algorithms.episodes import (
+    Groups,
+    are_scored,
+    by_seat,
+    lengths_of,
+    require_scores,
+    rewards_of,
+    spread,
+    total_rewards,
+)
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.grpo.loss import grpo_loss
 from tunix.algorithms.on_policy import PolicyGradient
@@ -56,6 +66,15 @@ class GRPO(PolicyGradient):
         )
         return self.penalised(outputs, inputs)
 
+    def penalties(self, groups: Groups, weights: Mapping[str, float]) -> np.ndarray:
+        """`[P G]` the overlong penalty, and what a completion's length is worth among its group's."""
+        penalties = super().penalties(groups, weights)
+        if not self.config.length_penalty:
+            return penalties
+        return penalties + self.config.length_penalty * length_rewards(
+            total_rewards(groups, weights), lengths_of(groups)
+        )
+
     def signal(self, scores_PG: np.ndarray) -> np.ndarray:
         """`[P]` bool: groups whose scores differ; with `advantage: batch`, whether the whole batch's do."""
         return super().signal(scores_PG) if self.config.advantage == "batch" else has_signal(scores_PG)
@@ -83,7 +102,7 @@ class GRPO(PolicyGradient):
 
     def credit(self, client: Client, groups: Groups, sequences: list[Sequence], data: Rollouts) -> list[Sequence]:
         """The sequences with each completion's advantage at all its tokens, or with `token_returns` one per token."""
-        config, penalties = self.config, self.penalties(groups)
+        config, penalties = self.config, self.penalties(groups, data.weights)
         if config.token_returns:
             rewards = total_rewards(groups, data.weights) + penalties
             if config.advantage == "mean_batch":

@@ -144,6 +144,9 @@ class GRPOConfig(PolicyConfig):
     batch (GDPO, https://arxiv.org/abs/2601.05242)."""
     std_eps: Above0 = 1.0e-4
     """Added to the standard deviation, so that equal rewards do not divide by 0. verl and NeMo-RL use 1e-6."""
+    length_penalty: NonNegative = 0.0
+    """Factor of what a completion's length is worth within its group: 1/2 for the shortest down to -1/2 for the
+    longest, of wrong ones (no reward above 0) 0 at most (Kimi k1.5, https://arxiv.org/abs/2501.12599). 0 for none."""
     token_returns: bool = False
     """Whether a token's advantage is the reward less the KL penalties of itself and of later tokens, with mean and
     deviation over all trained tokens (REINFORCE++, as in OpenRLHF)."""
@@ -232,12 +235,17 @@ class GRPOConfig(PolicyConfig):
             )
         if self.group_size == 1 and self.dynamic_sampling:
             wrong.append("dynamic_sampling: in a group of one all rewards are equal, so every group would be replaced")
+        if self.length_penalty and self.group_size == 1:
+            wrong.append("length_penalty: a group of one has no other length; take group_size: 2 or more")
+        if self.length_penalty and self.normalize_rewards == "each":
+            wrong.append("normalize_rewards: each would normalise length_penalty away; set normalize_rewards: summed")
         if self.normalize_rewards == "each" and self.kl and self.kl_in == "reward":
             wrong.append("normalize_rewards: each would normalise the KL penalty's coefficient away; set kl_in: loss")
-        if self.advantage == "mean_relative" and (self.overlong_buffer or (self.kl and self.kl_in == "reward")):
+        lowers = self.overlong_buffer or self.length_penalty or (self.kl and self.kl_in == "reward")
+        if self.advantage == "mean_relative" and lowers:
             wrong.append(
                 "advantage: mean_relative divides by the mean reward, which a penalty would take below 0: "
-                "set overlong_buffer: null and kl_in: loss"
+                "set overlong_buffer: null, length_penalty: 0 and kl_in: loss"
             )
         if self.preset:
             usual, preset = GRPOConfig(), PRESETS[self.preset]

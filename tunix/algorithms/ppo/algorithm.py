@@ -133,7 +133,7 @@ class PPO(PolicyGradient):
         """The sequences with generalised advantages, returns and values of every sampled token."""
         config, advantages, returns = self.config, [], []
         values = [episode.measured[VALUES][:-1] for episode in flat(groups)]
-        penalties = self.penalties(groups).ravel()
+        penalties = self.penalties(groups, data.weights).ravel()
         for episode, x, values_T, penalty in zip(flat(groups), sequences, values, penalties, strict=True):
             rewards = token_rewards(episode, data.weights, penalty) + self.kl_rewards(x)
             # Cut short is where rewards were still to come, as in a game that the token limit cut off. A completion
