@@ -77,6 +77,10 @@ NLL = (1.5 + 2) / 2  # means over tokens of A and C
         ({"loss": "cpo"}, (softplus(-0.3) + softplus(0.1)) / 2 + NLL),
         ({"loss": "cpo", "sft_weight": 0}, (softplus(-0.3) + softplus(0.1)) / 2),
         ({"length_normalized": True, "beta": 1}, (softplus(-7 / 6) + softplus(1.5)) / 2),
+        # B's third token counts a quarter of its -2, D's second a quarter of its .5: log-ratios -.5 and .625.
+        ({"ld_alpha": 0.25}, (softplus(-0.1 * 1.5) + softplus(0.1 * 1.625)) / 2),
+        # Equal lengths: 1 - 0 and -1 - .5.
+        ({"ld_alpha": 0.0, "loss": "hinge"}, (1 - 0.1 * 1 + 1 + 0.1 * 1.5) / 2),
         ({"sft_weight": 0.5}, (softplus(-0.3) + softplus(0.2)) / 2 + 0.5 * NLL),
         # beta (-1/u_w + 1/u_l): .1 (e^2 - e^-1), and .1 (e^-1 - e).
         (
@@ -280,6 +284,7 @@ FAMILY = {
     **{form: {"loss": form} for form in Form.__args__},
     **{name: {"divergence": name} for name in ("forward_kl", "js", "alpha")},
     "normalized": {"length_normalized": True, "sft_weight": 0.1},
+    "tails": {"ld_alpha": 0.5, "divergence": "js"},
     "sft_of_tokens": {"sft_weight": 0.1, "sft_reduction": "tokens"},
 }
 
@@ -424,6 +429,8 @@ def test_a_resolved_section_reads_back_equal(settings):
         ({"divergence": "js", "length_normalized": True}, "only the reverse KL"),
         ({"loss": "cpo", "reference": "precompute"}, "reference is 'precompute'.*losses with a reference"),
         ({"online": True, "reference": "precompute"}, "reference is 'precompute'.*given pairs"),
+        ({"ld_alpha": 0.5, "loss": "simpo"}, "ld_alpha is 0.5.*sums of log-ratios"),
+        ({"ld_alpha": 0.5, "length_normalized": True}, "ld_alpha is 0.5.*sums of log-ratios"),
         ({"group_size": 4}, "group_size is 4.*online: true"),
         ({"online": True, "group_size": 1}, "1 completion of a prompt makes no pair"),
         ({"loss": "robust", "label_smoothing": 0}, "robust without a share of wrong labels is sigmoid"),

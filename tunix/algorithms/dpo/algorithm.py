@@ -51,6 +51,7 @@ class DPO(OnPolicy):
             length_normalized=config.length_normalized,
             divergence=config.divergence,
             alpha=config.alpha or 0.5,
+            ld_alpha=config.ld_alpha,
             baselines=inputs.batch.per_sequence[BASELINE] if config.sorts else None,
             sft_weight=config.sft_weight or 0.0,
             sft_reduction=config.sft_reduction,

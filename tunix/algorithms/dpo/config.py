@@ -45,6 +45,9 @@ class DPOConfig(RuledConfig):
     alpha: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Parameter of `divergence: alpha`: near 0 it is the reverse KL, near 1 the forward KL. TRL's
     `f_alpha_divergence_coef` is 1 less this. Null: 0.5."""
+    ld_alpha: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Weight of the log-ratios of a completion's tokens after as many as the shorter side of its pair has, so that
+    length alone is preferred less (LD-DPO, Liu et al. 2024, https://arxiv.org/abs/2409.06411). 1: they all count."""
     sft_weight: NonNegative | None = None
     """Weight of the chosen completion's mean negative log-likelihood. Null: 0; with orpo and cpo 1."""
     sft_reduction: Literal["sequences", "tokens"] = "sequences"
@@ -80,6 +83,11 @@ class DPOConfig(RuledConfig):
             ("length_normalized",),
             lambda s: s["loss"] in REFERENCED and s["divergence"] == "reverse_kl",
             "here: simpo and orpo are normalised always, cpo never, and only the reverse KL can be",
+        ),
+        Rule(
+            ("ld_alpha",),
+            lambda s: s["loss"] in get_args(PairedForm) and not s["length_normalized"],
+            "here: it weights sums of log-ratios, which losses with a reference have, but aot and aot_unpaired",
         ),
         Rule(
             ("reference",),

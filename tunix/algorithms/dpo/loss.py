@@ -41,6 +41,7 @@ def dpo_loss(
     length_normalized: bool = False,
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl",
     alpha: float = 0.5,
+    ld_alpha: float = 1.0,
     baselines: Num[Array | np.ndarray, "S"] | None = None,
     sft_weight: float = 0.0,
     sft_reduction: Literal["sequences", "tokens"] = "sequences",
@@ -80,6 +81,7 @@ def dpo_loss(
         length_normalized: whether log-ratios are divided by |y|.
         divergence: f.
         alpha: of the divergence `alpha`.
+        ld_alpha: weight of the log-ratios of tokens after as many as the shorter side has; see `tail_weights`.
         baselines: subtracted from each reward, for aot and aot_unpaired; None for 0.
         sft_weight: weight of the second term.
         sft_reduction: what it is averaged over.
@@ -95,7 +97,7 @@ def dpo_loss(
     else:
         log_ratios = logprobs - reference_logprobs
         metrics["kl/reference"] = 0.5 * log_ratios**2
-        log_u = per_sequence(log_ratios, batch)
+        log_u = per_sequence(log_ratios if ld_alpha == 1 else log_ratios * tail_weights(batch, ld_alpha), batch)
         rewards = beta * (log_u / batch.lengths if length_normalized else slope(log_u, divergence, alpha))
     measured = rewards if baselines is None else rewards - jnp.asarray(baselines)
     chosen, rejected = measured[::2], measured[1::2]
@@ -173,6 +175,21 @@ def dpo_loss(
         "logprobs/rejected": sums[1::2],
     }
     return LossOutputs(terms, {**{name: Term(values, "pairs") for name, values in of_pairs.items()}, **metrics})
+
+
+def tail_weights(batch: Batch, alpha: float) -> Float[Array, "B T"]:
+    """`[B T]` 1 at each of a completion's first l trained tokens and alpha at later ones, l the length of the pair's
+    shorter side.
+
+    LD-DPO, Liu et al. 2024, https://arxiv.org/abs/2409.06411, eq. 9: of a longer side, what it has more counts less, so
+    that length alone is not preferred. Alpha 1 is DPO, 0 compares equal lengths.
+    """
+    mask, owners = jnp.asarray(batch.loss_mask), jnp.asarray(batch.sequence_ids)
+    number = jnp.cumsum(mask, axis=1)  # trained tokens of the row so far
+    before = jnp.full(batch.weights.shape, mask.shape[1]).at[owners].min(jnp.where(mask, number - 1, mask.shape[1]))
+    lengths = jnp.asarray(batch.lengths)
+    shorter = jnp.repeat(jnp.minimum(lengths[::2], lengths[1::2]), 2)
+    return jnp.where(number - before[owners] > shorter[owners], alpha, 1.0)
 
 
 def slope(
