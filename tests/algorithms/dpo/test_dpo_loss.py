@@ -284,6 +284,7 @@ FAMILY = {
     **{form: {"loss": form} for form in Form.__args__},
     **{name: {"divergence": name} for name in ("forward_kl", "js", "alpha")},
     "normalized": {"length_normalized": True, "sft_weight": 0.1},
+    "weighted": {"policy_weights": True, "loss": "simpo"},
     "tails": {"ld_alpha": 0.5, "divergence": "js"},
     "sft_of_tokens": {"sft_weight": 0.1, "sft_reduction": "tokens"},
 }
@@ -305,7 +306,7 @@ def many(seed: int = 0) -> list[Side]:
             list(reference),
             trained,
             0.0 if pair == 4 else 1.0 + pair % 2,
-            {"margin": 1.0 + pair, "baseline": 0.1 * i},
+            {"margin": 1.0 + pair, "baseline": 0.1 * i, "policy_weight": 1 - 0.05 * i},
         )
 
     return [one(i) for i in range(12)]
@@ -382,7 +383,7 @@ def test_gradients_are_finite_at_the_edges(form):
     """Completions that one side thinks impossible, or certain."""
     impossible, certain = [-1e4, -1e4], [0.0, 0.0]
     sides = [
-        Side(current, reference, named={"margin": 1.0, "baseline": 0.5})
+        Side(current, reference, named={"margin": 1.0, "baseline": 0.5, "policy_weight": 0.5})
         for ours in ((impossible, certain), (certain, impossible), (certain, certain))
         for current, reference in ((ours[0], ours[1]), (ours[1], ours[0]))
     ]
@@ -430,6 +431,7 @@ def test_a_resolved_section_reads_back_equal(settings):
         ({"loss": "cpo", "reference": "precompute"}, "reference is 'precompute'.*losses with a reference"),
         ({"online": True, "reference": "precompute"}, "reference is 'precompute'.*given pairs"),
         ({"ld_alpha": 0.5, "loss": "simpo"}, "ld_alpha is 0.5.*sums of log-ratios"),
+        ({"policy_weights": True, "loss": "aot"}, "policy_weights is True.*sides of different pairs"),
         ({"ld_alpha": 0.5, "length_normalized": True}, "ld_alpha is 0.5.*sums of log-ratios"),
         ({"group_size": 4}, "group_size is 4.*online: true"),
         ({"online": True, "group_size": 1}, "1 completion of a prompt makes no pair"),

@@ -48,6 +48,10 @@ class DPOConfig(RuledConfig):
     ld_alpha: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Weight of the log-ratios of a completion's tokens after as many as the shorter side of its pair has, so that
     length alone is preferred less (LD-DPO, Liu et al. 2024, https://arxiv.org/abs/2409.06411). 1: they all count."""
+    policy_weights: bool = False
+    """Whether a pair's loss is multiplied by how likely both sides are as completions of the policy, so that rows that
+    it would not write count less (WPO, Zhou et al. 2024, https://arxiv.org/abs/2406.11827). It takes two forward passes
+    before each update."""
     sft_weight: NonNegative | None = None
     """Weight of the chosen completion's mean negative log-likelihood. Null: 0; with orpo and cpo 1."""
     sft_reduction: Literal["sequences", "tokens"] = "sequences"
@@ -90,6 +94,11 @@ class DPOConfig(RuledConfig):
             "here: it weights sums of log-ratios, which losses with a reference have, but aot and aot_unpaired",
         ),
         Rule(
+            ("policy_weights",),
+            lambda s: s["loss"] not in SORTED,
+            "with aot and aot_unpaired, which compare sides of different pairs",
+        ),
+        Rule(
             ("reference",),
             lambda s: s["loss"] in REFERENCED and not s["online"],
             "here: it is read by the losses with a reference, of given pairs",
@@ -127,7 +136,7 @@ class DPOConfig(RuledConfig):
     @property
     def sees_pictures(self) -> bool:
         """Where all log-probs are those of the step itself, on given pairs."""
-        return not (self.online or self.sorts or self.reference == "precompute")
+        return not (self.online or self.sorts or self.policy_weights or self.reference == "precompute")
 
     @property
     def sorts(self) -> bool:

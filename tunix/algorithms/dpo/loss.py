@@ -19,6 +19,8 @@ from tunix.types import Batch, LossOutputs, Term
 
 BASELINE = "baseline"
 """The per-sequence value that some forms subtract from a reward, in its units (`algorithm.py`)."""
+POLICY_WEIGHT = "policy_weight"
+"""The per-sequence value by which the loss of its pair is multiplied (`algorithm.py`)."""
 EXPONENT_LIMIT = 80.0
 """Bound of exponents: exp(89) overflows float32, and the difference of two infinities has no gradient."""
 TAU = 0.05
@@ -43,6 +45,7 @@ def dpo_loss(
     alpha: float = 0.5,
     ld_alpha: float = 1.0,
     baselines: Num[Array | np.ndarray, "S"] | None = None,
+    policy_weights: Num[Array | np.ndarray, "S"] | None = None,
     sft_weight: float = 0.0,
     sft_reduction: Literal["sequences", "tokens"] = "sequences",
 ) -> LossOutputs:
@@ -83,6 +86,8 @@ def dpo_loss(
         alpha: of the divergence `alpha`.
         ld_alpha: weight of the log-ratios of tokens after as many as the shorter side has; see `tail_weights`.
         baselines: subtracted from each reward, for aot and aot_unpaired; None for 0.
+        policy_weights: of each side, multiplied with the pair's loss (WPO, Zhou et al. 2024,
+            https://arxiv.org/abs/2406.11827, eq. 2); None for 1.
         sft_weight: weight of the second term.
         sft_reduction: what it is averaged over.
     """
@@ -158,6 +163,10 @@ def dpo_loss(
             # of its value and the full gradient of one side.
             twice = logistic(chosen, label_smoothing) + logistic(-rejected, label_smoothing)
             compared_Pa = twice - 0.5 * jax.lax.stop_gradient(twice)
+    if policy_weights is not None:
+        sides = jnp.asarray(policy_weights)
+        weight_Pa = sides[::2] * sides[1::2]
+        compared_Pa, metrics["policy/weight"] = compared_Pa * weight_Pa, Term(weight_Pa, "pairs")
     terms = {"preference": Term(compared_Pa, "pairs")}
     if sft_weight:
         weights, lengths = jnp.asarray(batch.weights)[::2], jnp.asarray(batch.lengths)[::2]
