@@ -215,7 +215,7 @@ def test_sorted_forms_by_hand(form, expected, slopes):
 
 
 def test_policy_weights_by_hand():
-    """Every token has the logits log 3, log 2 and 0: p = 1/2, 1/3, 1/6, the sum of squares 7/18, and p / sum p^2 is 9/7,
+    """Every token has the logits log 3, log 2 and 0: p = 1/2, 1/3, 1/6, their squares sum to 7/18, p / sum p^2 is 9/7,
     6/7 and 3/7. At half the temperature p is 9/14, 4/14 and 1/14. The weight of a side is a geometric mean; the gap of
     both pairs' rewards is 0, so the loss is the mean weight times log 2. TRL's `use_weighting` has the same formula."""
 

@@ -44,7 +44,7 @@ class DPO(OnPolicy):
             inputs.logprobs,
             reference_logprobs(inputs) if config.has_reference else None,
             inputs.batch,
-            loss=config.loss,
+            loss=config.forms,
             beta=config.beta,
             label_smoothing=config.label_smoothing or 0.0,
             gamma=config.gamma or 0.0,

@@ -1,11 +1,11 @@
 """The `algorithm` section of a recipe for DPO and its relatives. Loads without jax."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, cast, get_args
 
 from pydantic import Field
 
-from tunix.algorithms.config import REFERENCE_PATH_GONE, NonNegative, Rule, RuledConfig, Settings
+from tunix.algorithms.config import REFERENCE_PATH_GONE, Above0, NonNegative, Rule, RuledConfig, Settings
 from tunix.config import TINY_GROUP, Positive, RowKind
 
 PairedForm = Literal["sigmoid", "robust", "exo", "ipo", "hinge", "discopop", "nca", "sppo_hard", "apo_zero", "apo_down"]
@@ -22,14 +22,20 @@ DIVERGING = ("sigmoid", "robust", "hinge")
 """Forms that are defined for any divergence from the reference."""
 
 
+def forms_of(loss: object) -> list[str]:
+    """The names of the forms that are added, of `loss` as it is written."""
+    return [str(form) for form in loss] if isinstance(loss, Mapping) else [str(loss)]
+
+
 class DPOConfig(RuledConfig):
     """Pairs of completions, of which one is better; nulls become the defaults of the form."""
 
     tiny_caps: ClassVar[Mapping[str, int]] = {"group_size": TINY_GROUP}
 
     name: str = "dpo"
-    loss: Form = "sigmoid"
-    """The form: how the two rewards of a pair are compared. `simpo`, `orpo` and `cpo` need no reference model."""
+    loss: Form | dict[PairedForm, Above0] = "sigmoid"
+    """The form: how the two rewards of a pair are compared. `simpo`, `orpo` and `cpo` need no reference model. Several
+    with a reference are added with weights: {sigmoid: 0.8, nca: 0.2} (as MPO, https://arxiv.org/abs/2411.10442)."""
     beta: Annotated[float, Field(gt=0)] | None = None
     """Scale of the rewards: the larger, the closer to the reference. With ipo it is the paper's tau, with orpo its
     lambda, with sppo_hard 1 / eta. Null: 0.1; with simpo 2, with discopop 0.05, with sppo_hard 0.001."""
@@ -75,22 +81,24 @@ class DPOConfig(RuledConfig):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(
             ("label_smoothing",),
-            lambda s: s["loss"] in SMOOTHED,
+            lambda s: any(form in SMOOTHED for form in forms_of(s["loss"])),
             f"with this loss: it is read by {', '.join(SMOOTHED)}",
         ),
         Rule(("gamma",), lambda s: s["loss"] == "simpo", "without loss: simpo"),
         Rule(
-            ("divergence",), lambda s: s["loss"] in DIVERGING, f"with this loss: it is read by {', '.join(DIVERGING)}"
+            ("divergence",),
+            lambda s: all(form in DIVERGING for form in forms_of(s["loss"])),
+            f"with this loss: it is read by {', '.join(DIVERGING)}",
         ),
         Rule(("alpha",), lambda s: s["divergence"] == "alpha", "without divergence: alpha"),
         Rule(
             ("length_normalized",),
-            lambda s: s["loss"] in REFERENCED and s["divergence"] == "reverse_kl",
+            lambda s: all(form in REFERENCED for form in forms_of(s["loss"])) and s["divergence"] == "reverse_kl",
             "here: simpo and orpo are normalised always, cpo never, and only the reverse KL can be",
         ),
         Rule(
             ("ld_alpha",),
-            lambda s: s["loss"] in get_args(PairedForm) and not s["length_normalized"],
+            lambda s: all(form in get_args(PairedForm) for form in forms_of(s["loss"])) and not s["length_normalized"],
             "here: it weights sums of log-ratios, which losses with a reference have, but aot and aot_unpaired",
         ),
         Rule(
@@ -100,7 +108,7 @@ class DPOConfig(RuledConfig):
         ),
         Rule(
             ("reference",),
-            lambda s: s["loss"] in REFERENCED and not s["online"],
+            lambda s: all(form in REFERENCED for form in forms_of(s["loss"])) and not s["online"],
             "here: it is read by the losses with a reference, of given pairs",
         ),
         Rule(("sft_reduction",), lambda s: bool(s["sft_weight"]), "while sft_weight is 0: set sft_weight"),
@@ -109,10 +117,12 @@ class DPOConfig(RuledConfig):
 
     @classmethod
     def usual(cls, settings: Settings) -> Settings:
-        form = str(settings["loss"])  # before the fields are checked it may be a list
+        forms = forms_of(settings["loss"])
+        form = forms[0] if len(forms) == 1 else "several"
+        smoothing = {"robust": 0.1, "exo": 0.001}
         return {
             "beta": {"simpo": 2.0, "discopop": 0.05, "sppo_hard": 0.001}.get(form, 0.1),
-            "label_smoothing": {"robust": 0.1, "exo": 0.001}.get(form, 0.0),
+            "label_smoothing": next((smoothing[x] for x in forms if x in smoothing), 0.0),
             "gamma": 1.0,
             "alpha": 0.5,
             "sft_weight": 1.0 if form in ("orpo", "cpo") else 0.0,
@@ -120,18 +130,25 @@ class DPOConfig(RuledConfig):
 
     def conflicts(self) -> list[str]:
         wrong = []
-        if self.loss == "robust" and not self.label_smoothing:
+        if not self.forms:
+            wrong.append("loss: an empty sum; name a form")
+        if "robust" in self.forms and not self.label_smoothing:
             wrong.append("label_smoothing: robust without a share of wrong labels is sigmoid; set it, or loss: sigmoid")
-        if self.loss == "exo" and not self.label_smoothing:
+        if "exo" in self.forms and not self.label_smoothing:
             wrong.append("label_smoothing: exo takes the logarithm of the rejected completion's share; set it above 0")
         if self.online and self.group_size < 2:
             wrong.append(f"group_size: {self.group_size} completion of a prompt makes no pair; take 2 or more")
         return wrong
 
     @property
+    def forms(self) -> Mapping[Form, float]:
+        """The forms that are added, with their weights."""
+        return {self.loss: 1.0} if isinstance(self.loss, str) else cast(Mapping[Form, float], self.loss)
+
+    @property
     def has_reference(self) -> bool:
         """Whether the loss compares with a reference."""
-        return self.loss in REFERENCED
+        return any(form in REFERENCED for form in self.forms)
 
     @property
     def sees_pictures(self) -> bool:
