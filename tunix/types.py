@@ -196,6 +196,8 @@ class LossInputs:
     """`logprobs` in nats of the weights that the run began with, without gradient, e.g. -1.4; None where not read."""
     compared: Compared | None = None
     """Student and teacher, e.g. with a `divergence` of 0.21 nats at a token; None where the loss has no divergence."""
+    above_mean: Float[Array, "B T"] | None = None
+    """How far the logit of token t is above the mean of the vocabulary's, e.g. 9.1; None where it is not read."""
 
     def per_token(self, values_S: Num[Array, "S"]) -> Num[Array, "B T"]:
         """Per-sequence values repeated at every token of their sequence."""
@@ -275,6 +277,8 @@ class Loss:
     """Divides the logits before log-probs and entropy, e.g. 0.7: the sampler's, so that both use one distribution."""
     embedding_noise: float = 0.0
     """NEFTune's alpha, e.g. 5.0: uniform noise of `alpha / sqrt(T D)` on the embeddings while training; 0 for none."""
+    above_mean: bool = False
+    """Whether `inputs.above_mean` is read, while training; an evaluation has none."""
 
 
 @dataclass(frozen=True)

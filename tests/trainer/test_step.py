@@ -13,6 +13,7 @@ from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import LOSS_WEIGHTS, MeshConfig
 from tunix.data.packing import pack
+from tunix.errors import UserError
 from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh, compiler_options
 from tunix.trainer.config import OptimizerConfig
@@ -282,6 +283,28 @@ def test_evaluation_has_no_noise():
     client = trainer()
     assert client.evaluate([batch], noisy) == client.evaluate([batch], SFT_LOSS)
     assert float(client.forward_backward(batch, noisy)["train/loss"]) != client.evaluate([batch], noisy)["eval/loss"]
+
+
+def test_label_smoothing_is_the_cross_entropy_with_a_smoothed_target():
+    """As transformers' LabelSmoother, from all logits; an evaluation has none, and softcapped logits are refused."""
+    batch, client = pack(sequences(6), 6, 24, packing=True), trainer()
+    smoothed = SFT(SFTConfig(label_smoothing=0.2)).objective
+    model, kept = client.learner.spec.model, jnp.asarray(batch.weights)[batch.sequence_ids] * batch.loss_mask
+
+    def expected(params):
+        hidden = model.forward(params, *map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids)))[0]
+        log_p = jnp.pad(jax.nn.log_softmax(model.logits(params, hidden))[:, :-1], ((0, 0), (1, 0), (0, 0)))
+        taken = jnp.take_along_axis(log_p, jnp.asarray(batch.tokens)[..., None], -1)[..., 0]
+        return -jnp.sum(kept * (0.8 * taken + 0.2 * jnp.mean(log_p, -1))) / jnp.sum(kept)
+
+    value, slopes = jax.value_and_grad(expected)(client.learner.params)
+    loss, found = gradients(client, batch, smoothed)
+    assert loss == pytest.approx(float(value), rel=1e-5)
+    assert loss != pytest.approx(gradients(client, batch)[0], rel=1e-3)
+    assert_close(found, jax.device_get(slopes))
+    assert client.evaluate([batch], smoothed) == client.evaluate([batch], SFT_LOSS)
+    with pytest.raises(UserError, match="logits are softcapped"):
+        gradients(trainer(replace(PLAIN, logit_softcap=30.0)), batch, smoothed)
 
 
 @pytest.mark.slow

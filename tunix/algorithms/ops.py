@@ -62,6 +62,7 @@ def trained_only(inputs: LossInputs) -> LossInputs:
         batch=replace(batch, per_token=per_token, per_sequence=per_sequence),
         logprobs=masked(inputs.logprobs),
         entropy=None if inputs.entropy is None else masked(inputs.entropy),
+        above_mean=None if inputs.above_mean is None else masked(inputs.above_mean),
         values=None if inputs.values is None else masked(inputs.values),
         reference_logprobs=None if inputs.reference_logprobs is None else masked(inputs.reference_logprobs),
         compared=None if inputs.compared is None else jax.tree.map(masked, inputs.compared),

@@ -244,6 +244,8 @@ def sums_of(
         logprobs, entropy = logprobs_of(model, params, hidden, loss.entropy)
     values = model.values_of(params, hidden, positions) if loss.values else None
     inputs = LossInputs(batch, logprobs, entropy if loss.entropy else None, values)
+    if loss.above_mean and key is not None:
+        inputs = replace(inputs, above_mean=model.above_mean_of(params, hidden, tokens, positions))
     if loss.reference:
         assert frozen.reference is not None, "the loss reads a reference: hold one"
         of_reference = replace(model, adapt=None, has_scalar_head=False)
