@@ -7,6 +7,7 @@ import pytest
 
 from tunix.algorithms.advantages import (
     batch_normalised,
+    discounted,
     gdpo,
     group_advantages,
     has_signal,
@@ -272,6 +273,14 @@ def test_gae_between_its_extremes():
 def test_gae_refuses_a_reward_that_no_action_earned():
     with pytest.raises(ValueError, match="the reward 3 at token 0"):
         gae(np.array([3.0, 1.0]), np.zeros(2), np.array([False, True]), 1.0, 1.0)
+
+
+def test_discounted_steps_over_what_an_environment_wrote():
+    """gamma 1/2: 4; 2 + 4 / 2; an observation; 1 + 4 / 2."""
+    drawn = np.array([False, True, False, True, True])
+    found = discounted(np.array([0.0, 1.0, 0.0, 2.0, 4.0]), drawn, 0.5)
+    assert found.tolist() == [0.0, 3.0, 0.0, 4.0, 4.0]
+    assert discounted(np.zeros(2), np.zeros(2, bool), 0.5).tolist() == [0, 0]
 
 
 def test_whitened_over_the_tokens_of_all_sequences():

@@ -332,6 +332,18 @@ def test_every_token_is_credited_with_what_is_still_to_come(std: str, deviation:
 # --- Failures -------------------------------------------------------------------------------------------------------
 
 
+def test_returns_of_tokens_are_discounted():
+    """Rewards 1 and 2 at the last of 1 and 3 tokens, gamma 1/2, KL -.1 x .5 at each: returns .95; and from the last one
+    1.95, .925 and .4125. Their mean is 1.059375, and the squares of the distances sum to 1.24168."""
+    client = Fake("1", "2..")
+    settings = {"group_size": 1, "advantage": "batch", "kl": 0.1, "kl_in": "reward", "kl_estimator": "k1"}
+    updated(grpo(**settings, token_returns=True, gamma=0.5, std_eps=1e-9), client)
+    (first, second) = trained(client.steps[0][1], "advantages")
+    scale = (1.24168 / 4) ** 0.5
+    expected = [(x - 1.059375) / scale for x in (0.95, 0.4125, 0.925, 1.95)]
+    np.testing.assert_allclose([*first, *second], expected, rtol=1e-5)
+
+
 def test_a_failure_has_weight_0_and_no_influence():
     """Rewards 1, 2 and a failure: the mean is 1.5, whatever the third would have been."""
     client = Fake("1", "2", "99!")

@@ -9,6 +9,7 @@ Axes: P prompts, G group, T time.
 
 from collections.abc import Mapping
 from collections.abc import Sequence as List
+from itertools import accumulate
 from typing import cast
 
 import numpy as np
@@ -193,6 +194,18 @@ def kl_rewards(
     """
     difference = np.where(drawn_T, policy_T - reference_T, 0.0)
     return -coefficient * cast(np.ndarray, kl_estimate(difference, estimator, limit))
+
+
+def discounted(rewards_T: Num[np.ndarray, "T"], drawn_T: Bool[np.ndarray, "T"], gamma: float) -> Float[np.ndarray, "T"]:
+    """The return of each sampled token, `R_i = r_i + gamma R_(i+1)` over sampled tokens; 0 elsewhere.
+
+    REINFORCE++, Hu et al. 2025, https://arxiv.org/abs/2501.03262. An environment's tokens between them are no actions,
+    and nothing is discounted there.
+    """
+    returns = np.zeros(len(rewards_T))
+    backwards = accumulate(rewards_T[drawn_T][::-1].tolist(), lambda later, reward: reward + gamma * later)
+    returns[drawn_T] = list(backwards)[::-1]
+    return returns
 
 
 def whitened(

@@ -18,6 +18,7 @@ from tunix.errors import UserError
 Settings = Mapping[str, Any]
 NonNegative = Annotated[float, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]
+Unit = Annotated[float, Field(ge=0, le=1)]
 Advantage = Literal[
     "mean", "mean_std", "mean_relative", "leave_one_out", "leave_one_out_std", "median", "batch", "mean_batch"
 ]

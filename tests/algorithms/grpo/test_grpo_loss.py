@@ -723,6 +723,7 @@ def test_nulls_become_the_usual_values():
         ({"surrogate": "log", "ratio": "sequence"}, "ratio is 'sequence'.*surrogate: log, which has no ratio"),
         ({"preset": "gmpo", "ratio": "sequence"}, "ratio is 'sequence'.*geometric, which has the mean"),
         ({"preset": "vespo", "clip_high": 0.2}, "clip_high is 0.2.*gamma or log, which clip nothing"),
+        ({"advantage": "batch", "gamma": 0.9}, "gamma is 0.9.*without token_returns"),
         ({"preset": "gmpo", "advantage": "batch", "token_returns": True}, "one advantage for a completion"),
         ({"surrogate": "soft", "dual_clip": 3}, "dual_clip is 3.0.*surrogate: clip"),
         ({"trust_region": ["tv", 0]}, "greater than 0"),

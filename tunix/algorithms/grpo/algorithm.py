@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tunix.algorithms.advantages import gdpo, group_advantages, has_signal, length_rewards, whitened
+from tunix.algorithms.advantages import discounted, gdpo, group_advantages, has_signal, length_rewards, whitened
 from tunix.algorithms.episodes import (
     Groups,
     are_scored,
@@ -109,9 +109,10 @@ class GRPO(PolicyGradient):
                 rewards = group_advantages(rewards, "mean")
             returns = []
             for x, reward in zip(sequences, rewards.ravel(), strict=True):
-                # Undiscounted: a token's own KL penalty and those of all later ones.
-                kl_to_come = np.cumsum(self.kl_rewards(x)[::-1])[::-1]
-                returns.append(spread(x, reward) + np.where(x.loss_mask, kl_to_come, 0.0))
+                # A token's own KL penalty and those of all later ones, and the reward at the last.
+                to_come = self.kl_rewards(x)
+                to_come[np.flatnonzero(x.loss_mask)[-1:]] += reward
+                returns.append(discounted(to_come, x.loss_mask, config.gamma))
             counted = [x.loss_mask & (x.weight > 0) for x in sequences]
             advantages = whitened(returns, counted, config.std_eps, config.std)
         else:

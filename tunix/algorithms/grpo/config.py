@@ -7,7 +7,7 @@ size, learning rate, updates per batch of rollouts) is left to the recipe.
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from tunix.algorithms.config import Above0, Advantage, NonNegative, PolicyConfig, Rule, Settings
+from tunix.algorithms.config import Above0, Advantage, NonNegative, PolicyConfig, Rule, Settings, Unit
 from tunix.config import Positive
 
 Preset = Literal[
@@ -150,6 +150,8 @@ class GRPOConfig(PolicyConfig):
     token_returns: bool = False
     """Whether a token's advantage is the reward less the KL penalties of itself and of later tokens, with mean and
     deviation over all trained tokens (REINFORCE++, as in OpenRLHF)."""
+    gamma: Unit = 1.0
+    """Discount of those returns per sampled token that is still to come: below 1, early tokens are credited less."""
     ratio: Literal["token", "sequence", "completion"] = "token"
     """The ratio of policy to old policy: of each token, the geometric mean over the completion (GSPO), or the product
     over it, which treats the completion as a single action (RLOO)."""
@@ -197,6 +199,7 @@ class GRPOConfig(PolicyConfig):
             lambda s: s["advantage"] in ("batch", "mean_batch") and s["normalize_rewards"] == "summed",
             "without advantage: batch or mean_batch, of summed rewards: their statistics are the batch's",
         ),
+        Rule(("gamma",), lambda s: bool(s["token_returns"]), "without token_returns: true"),
         *PolicyConfig.rules,
     )
 
