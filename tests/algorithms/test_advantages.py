@@ -13,6 +13,7 @@ from tunix.algorithms.advantages import (
     has_signal,
     kl_rewards,
     length_rewards,
+    of_high_covariance,
     overlong_penalty,
     weighted_sum,
     whitened,
@@ -273,6 +274,22 @@ def test_gae_between_its_extremes():
 def test_gae_refuses_a_reward_that_no_action_earned():
     with pytest.raises(ValueError, match="the reward 3 at token 0"):
         gae(np.array([3.0, 1.0]), np.zeros(2), np.array([False, True]), 1.0, 1.0)
+
+
+def test_tokens_of_high_covariance_by_hand():
+    """Log-probs -1 -1 | -9 -1, mean -3; advantages 2 2 | -2 -2, mean 0: covariances 4 4 | 12 -4. Half of four tokens
+    are the highest two; those between 1 and 5 are the first two, of which a quarter is one."""
+    logprobs, advantages = ([np.array([0.0, *x]) for x in xs] for xs in (([-1, -1], [-9, -1]), ([2, 2], [-2, -2])))
+    masks = [np.array([False, True, True])] * 2
+    found = of_high_covariance(logprobs, advantages, masks, "kl", 0.5, 0)
+    assert [x.tolist() for x in found] == [[False, True, False], [False, True, False]]
+    found = of_high_covariance(logprobs, advantages, masks, "clip", 0.5, 0)
+    assert [x.tolist() for x in found] == [[False, True, True], [False, False, False]]
+    drawn = {of_high_covariance(logprobs, advantages, masks, "clip", 0.01, seed)[0].tobytes() for seed in range(20)}
+    assert len(drawn) == 2
+    assert all(np.frombuffer(x, bool).sum() == 1 for x in drawn)
+    nothing = [np.zeros(3, bool)] * 2
+    assert not np.any(of_high_covariance(logprobs, advantages, nothing, "kl", 0.5, 0))
 
 
 def test_discounted_steps_over_what_an_environment_wrote():

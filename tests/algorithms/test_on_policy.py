@@ -461,6 +461,14 @@ def test_the_shorter_of_right_answers_are_worth_more():
     assert (update.metrics["reward/mean"], update.metrics["reward/signal"]) == (1.0, 1.0)
 
 
+def test_the_tokens_of_highest_covariance_are_told_to_the_loss():
+    """The sampler's log-probs are all -1, so that every covariance is 0: of equal ones the first; half of four tokens
+    are two."""
+    client = Fake("1", "2..")
+    updated(grpo(covariance=("kl", 0.5), group_size=2), client, prompts=1)
+    assert trained(client.steps[0][1], "covariant") == [[1.0], [1.0, 0.0, 0.0]]
+
+
 class Doubling(Fake):
     """A trainer that finds the sampler's tokens (log-prob -1) less likely where the answer is longer than a token."""
 

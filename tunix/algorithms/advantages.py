@@ -10,7 +10,7 @@ Axes: P prompts, G group, T time.
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 from itertools import accumulate
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 from jaxtyping import Bool, Float, Num
@@ -18,6 +18,9 @@ from jaxtyping import Bool, Float, Num
 from tunix.algorithms.config import Advantage, Std
 from tunix.algorithms.ops import Estimator, kl_estimate
 from tunix.errors import UserError
+
+COVARIANCE_BOUNDS = (1.0, 5.0)
+"""Covariances that Clip-Cov leaves out are between these: https://arxiv.org/abs/2505.22617, sec. 4.3."""
 
 FREEDOM = {"population": 0, "sample": 1}
 """Subtracted from n before it divides the squares, by the kind of standard deviation."""
@@ -206,6 +209,46 @@ def discounted(rewards_T: Num[np.ndarray, "T"], drawn_T: Bool[np.ndarray, "T"], 
     backwards = accumulate(rewards_T[drawn_T][::-1].tolist(), lambda later, reward: reward + gamma * later)
     returns[drawn_T] = list(backwards)[::-1]
     return returns
+
+
+def of_high_covariance(
+    logprobs: List[Num[np.ndarray, "T"]],
+    advantages: List[Num[np.ndarray, "T"]],
+    masks: List[Bool[np.ndarray, "T"]],
+    kind: Literal["clip", "kl"],
+    share: float,
+    seed: int,
+) -> list[Bool[np.ndarray, "T"]]:
+    """The tokens whose `(log p - mean log p) (A - mean A)` is high, means over all tokens of the batch: what lowers the
+    entropy most.
+
+    Cui et al. 2025, https://arxiv.org/abs/2505.22617. kl: the highest ones (KL-Cov). clip: random ones of those between
+    `COVARIANCE_BOUNDS` (Clip-Cov). The paper recomputes them for each update; here they are those of the policy before
+    the updates, so that no micro-batch plays a part.
+
+    Args:
+        logprobs: of each sequence.
+        advantages: of each sequence.
+        masks: tokens that count.
+        kind: which tokens.
+        share: of all tokens, at least one.
+        seed: for `clip`.
+    """
+    p, a = (np.concatenate([x[mask] for x, mask in zip(xs, masks, strict=True)]) for xs in (logprobs, advantages))
+    chosen, ends = np.zeros(p.size, bool), np.cumsum([mask.sum() for mask in masks])
+    if p.size:
+        covariance, number = (p - p.mean()) * (a - a.mean()), max(1, int(share * p.size))
+        order = np.argsort(-covariance, kind="stable")
+        if kind == "clip":
+            low, high = COVARIANCE_BOUNDS
+            order = np.random.default_rng(seed).permutation(
+                order[(low < covariance[order]) & (covariance[order] < high)]
+            )
+        chosen[order[:number]] = True
+    selected = [np.zeros(mask.shape, bool) for mask in masks]
+    for x, mask, part in zip(selected, masks, np.split(chosen, ends[:-1]), strict=True):
+        x[mask] = part
+    return selected
 
 
 def whitened(

@@ -90,6 +90,9 @@ K3 = (0.5 - 1 + log(2), 0.0, 2 - 1 - log(2))  # ref/p - 1 - log(ref/p) at A, A, 
         ("gmpo", -(sqrt(1.4918 * 0.5) - 2.2) / 2),
         # w = .75 and 1.1. The weights are those of TRL's get_gamma_weights: .75^2 e^(3 x .25) = 1.190813 and
         # 1.1^3 e^(-2 x .1) = 1.089731, times A log p of each token.
+        # Without a token of high covariance.
+        ("clip_cov", -(1.2 + 0.5 - 2.2) / 3),
+        ("kl_cov", -(1.5 + 0.5 - 2.2) / 3),
         ("vespo", -(1.190813 * (log(0.5) - 1.0) + 1.089731 * -2.0 * -2.0) / 3),
     ],
 )
@@ -203,6 +206,22 @@ def test_a_completion_is_one_action_under_its_ratio():
         found = gradients(loss, inputs)
         slopes = [found[x] for x in ((0, PROMPT), (0, PROMPT + 1), (1, PROMPT))]
         np.testing.assert_allclose(slopes, [-0.75 / 2, -0.75 / 2, 2.2 / 2], rtol=1e-5)
+
+
+def test_tokens_of_high_covariance_are_left_out_or_held():
+    """A's first token of ratio 1.5, clipped to 1.2, and B's of 1.1; -2.2 and .5 stay. Their |log r| is added."""
+    taken = [replace(A, more={"covariant": [1.0, 0.0]}), replace(B, more={"covariant": [1.0]})]
+    inputs = inputs_of(batch_of(taken))
+    clipped = reduced(loss_of(preset="clip_cov"), inputs)
+    assert clipped["train/loss"] == pytest.approx(-0.5 / 3, rel=1e-5)
+    assert clipped["policy/clipped"] == pytest.approx(2 / 3)
+    held = loss_of(preset="kl_cov")
+    assert reduced(held, inputs)["train/loss"] == pytest.approx(
+        (-(1.5 + 0.5 - 2.2) + log(1.5) + log(1.1)) / 3, rel=1e-5
+    )
+    found = gradients(held, inputs)
+    slopes = [found[x] for x in ((0, PROMPT), (0, PROMPT + 1), (1, PROMPT))]
+    np.testing.assert_allclose(slopes, [(-1.5 + 1) / 3, -0.5 / 3, (2.2 + 1) / 3], rtol=1e-5)
 
 
 # Surrogates, ratio by ratio.
@@ -723,6 +742,7 @@ def test_nulls_become_the_usual_values():
         ({"surrogate": "log", "ratio": "sequence"}, "ratio is 'sequence'.*surrogate: log, which has no ratio"),
         ({"preset": "gmpo", "ratio": "sequence"}, "ratio is 'sequence'.*geometric, which has the mean"),
         ({"preset": "vespo", "clip_high": 0.2}, "clip_high is 0.2.*gamma or log, which clip nothing"),
+        ({"covariance": ["kl", 0]}, "greater than 0"),
         ({"advantage": "batch", "gamma": 0.9}, "gamma is 0.9.*without token_returns"),
         ({"preset": "gmpo", "advantage": "batch", "token_returns": True}, "one advantage for a completion"),
         ({"surrogate": "soft", "dual_clip": 3}, "dual_clip is 3.0.*surrogate: clip"),

@@ -3,24 +3,34 @@
 Axes: P prompts, G group.
 """
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from tunix.algorithms.advantages import discounted, gdpo, group_advantages, has_signal, length_rewards, whitened
+from tunix.algorithms.advantages import (
+    discounted,
+    gdpo,
+    group_advantages,
+    has_signal,
+    length_rewards,
+    of_high_covariance,
+    whitened,
+)
 from tunix.algorithms.episodes import (
     Groups,
     are_scored,
     by_seat,
     lengths_of,
+    old_policy_logprobs,
     require_scores,
     rewards_of,
     spread,
     total_rewards,
 )
 from tunix.algorithms.grpo.config import GRPOConfig
-from tunix.algorithms.grpo.loss import grpo_loss
+from tunix.algorithms.grpo.loss import COVARIANT, grpo_loss
 from tunix.algorithms.on_policy import PolicyGradient
 from tunix.algorithms.ops import old_logprobs
 from tunix.protocols import Client, SamplingClient
@@ -63,6 +73,8 @@ class GRPO(PolicyGradient):
             off_policy_limit=config.off_policy_limit,
             sampler_logprobs=arrays.get("sampler_logprobs"),
             drift=config.drift,
+            covariance=config.covariant and config.covariant[0],
+            covariant=arrays.get(COVARIANT),
         )
         return self.penalised(outputs, inputs)
 
@@ -127,6 +139,16 @@ class GRPO(PolicyGradient):
             else:
                 scores = self.advantages(total_rewards(groups, data.weights) + penalties)
             advantages = [spread(x, value) for x, value in zip(sequences, np.asarray(scores).ravel(), strict=True)]
+        if config.covariant is not None:
+            counted = [x.loss_mask & (x.weight > 0) for x in sequences]
+            logprobs, seed = [old_policy_logprobs(x) for x in sequences], 0
+            for x in sequences:  # what is drawn follows from the batch
+                seed = zlib.crc32(x.tokens.tobytes(), seed)
+            selected = of_high_covariance(logprobs, advantages, counted, *config.covariant, seed)
+            sequences = [
+                replace(x, per_token={**x.per_token, COVARIANT: chosen.astype(np.float32)})
+                for x, chosen in zip(sequences, selected, strict=True)
+            ]
         return [
             replace(x, per_token={**x.per_token, "advantages": values})
             for x, values in zip(sequences, advantages, strict=True)

@@ -26,6 +26,8 @@ Preset = Literal[
     "maxrl",
     "gmpo",
     "vespo",
+    "clip_cov",
+    "kl_cov",
 ]
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -119,7 +121,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
     # Shen et al. 2026, https://arxiv.org/abs/2602.10693, with the numbers and the mean of TRL (`loss.GAMMA_WEIGHTS`).
     "vespo": {"advantage": "mean_std", "surrogate": "gamma", "reduction": "tokens"},
+    # Cui et al. 2025, https://arxiv.org/abs/2505.22617, sec. 4: beside PPO's clip, and in its place.
+    "clip_cov": {"advantage": "mean_std", "covariance": "clip", "reduction": "tokens"},
+    "kl_cov": {"advantage": "mean_std", "surrogate": "none", "covariance": "kl", "reduction": "tokens"},
 }
+
+COVARIANT_SHARE = 2e-4
+"""Share of the tokens that `covariance` selects, by its authors' configuration."""
 
 TRUST_BOUNDS = {"tv": 0.15, "kl": 0.05}
 """How far a token's probability may have moved in DPPO's trust region, by the divergence that measures it."""
@@ -168,6 +176,10 @@ class GRPOConfig(PolicyConfig):
     drift: NonNegative = 0.0
     """Coefficient of half the squared log-ratio to the policy that sampled, a penalty on moving away from it (DRO,
     https://arxiv.org/abs/2405.19107; Kimi k1.5, https://arxiv.org/abs/2501.12599). 0 for none."""
+    covariance: Literal["none", "clip", "kl"] | tuple[Literal["clip", "kl"], Above0] = "none"
+    """Keeps the entropy up by the few tokens whose log-prob and advantage covary most, 2e-4 of all, another share as
+    [kl, 0.002]: `clip` leaves random ones of covariance 1 to 5 out of the loss, `kl` adds |log ratio| to that of the
+    highest ones (Clip-Cov and KL-Cov, https://arxiv.org/abs/2505.22617)."""
     off_policy_limit: Above0 | None = None
     """Completions with a negative advantage are left out where the sampler's log-probs are higher than the policy's by
     more nats per token than this; 0.5 is a start (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556). Null: none are."""
@@ -216,6 +228,13 @@ class GRPOConfig(PolicyConfig):
         if isinstance(self.trust_region, tuple):
             return self.trust_region
         return self.trust_region, TRUST_BOUNDS[self.trust_region]
+
+    @property
+    def covariant(self) -> tuple[Literal["clip", "kl"], float] | None:
+        """What is done with tokens of high covariance, and their share; None where nothing is."""
+        if self.covariance == "none":
+            return None
+        return (self.covariance, COVARIANT_SHARE) if isinstance(self.covariance, str) else self.covariance
 
     @property
     def sees_pictures(self) -> bool:

@@ -31,6 +31,9 @@ SOFT_TAUS = (1.0, 1.05)
 """How fast `soft` fades where the advantage is positive, and elsewhere: SAPO, https://arxiv.org/abs/2511.20347, sec. 5;
 what lowers a token's probability raises all others'."""
 
+COVARIANT = "covariant"
+"""The per-token value that is 1 at tokens whose log-prob and advantage covary most, else 0."""
+
 GAMMA_WEIGHTS = ((2.0, 3.0), (3.0, 2.0))
 """Power and decay of `gamma`, where the advantage is not negative and where it is: those of VESPO in TRL 1.16."""
 
@@ -51,6 +54,8 @@ def grpo_loss(
     off_policy_limit: float | None = None,
     sampler_logprobs: Float[Array | np.ndarray, "B T"] | None = None,
     drift: float = 0.0,
+    covariance: Literal["clip", "kl"] | None = None,
+    covariant: Float[Array | np.ndarray, "B T"] | None = None,
 ) -> LossOutputs:
     """`E[surrogate(r, A) + drift/2 log^2 r]`, r the ratio of the policy to the old one.
 
@@ -73,6 +78,9 @@ def grpo_loss(
         off_policy_limit: leaves out completions with A < 0 that the sampler found likelier by this many nats per token.
         sampler_logprobs: log-probs under the sampler, for that limit; None where they are the old ones.
         drift: coefficient of half the squared log-ratio.
+        covariance: what becomes of the tokens of high covariance (Cui et al. 2025, https://arxiv.org/abs/2505.22617,
+            eqs. 11 and 13): `clip` leaves them out, `kl` adds `|log r|` to their loss.
+        covariant: 1 at these tokens; see `advantages.of_high_covariance`.
     """
     log_ratios = log_ratio(logprobs, old_logprobs, batch)
     ratios = policy_ratio(log_ratios, batch, ratio)
@@ -103,8 +111,12 @@ def grpo_loss(
         sampler = old_logprobs if sampler_logprobs is None else sampler_logprobs
         distance = -sequence_mean(jax.lax.stop_gradient(log_ratio(logprobs, sampler, batch)), batch)
         policy = without(policy, (jnp.asarray(advantages) < 0) & (distance > off_policy_limit))
+    if covariance == "clip" and covariant is not None:
+        policy = without(policy, jnp.asarray(covariant) > 0)
     if ratio == "completion" and not isinstance(over, str):
         # So that the sum over tokens counts a completion, which is one action, once.
         policy = policy._replace(loss=policy.loss / jnp.asarray(batch.lengths)[batch.sequence_ids])
     outputs = surrogate_outputs(policy, ratios, log_ratios, over)
+    if covariance == "kl" and covariant is not None:
+        outputs = outputs.add("covariance", jnp.abs(log_ratios) * covariant, over)
     return outputs.add("drift", 0.5 * drift * log_ratios**2, over) if drift else outputs
