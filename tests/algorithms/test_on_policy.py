@@ -5,6 +5,7 @@ its number is its reward, `!` makes the reward fail, `~` was cut off at the limi
 token. Log-probs are -1 everywhere, the reference's -1.5, and the critic values the state before token t at t / 10.
 """
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
@@ -671,6 +672,26 @@ def test_ppo_credits_each_seat_with_what_it_earned_later():
     first, second = trained(client.steps[0][1], "advantages")
     assert first == pytest.approx([-1 - 0.3, 1 - 0.8])
     assert second == pytest.approx([1 - 0.3, -1 - 0.8, 1 - 1.3])
+
+
+@pytest.mark.parametrize("make", [grpo, ppo])
+def test_the_coefficient_of_the_entropy_follows_the_completions(make: Callable[..., PolicyGradient]):
+    """The sampler's log-probs are -1, so that the entropy is 1: below a target of 1.5 the coefficient rises from .02 by
+    .005 a step, and counts; above one of .5 it falls, and does not. A run that goes on from its checkpoint is there."""
+    for target, counts, after in ((1.5, [0.02, 0.025], 0.03), (0.5, [0.0, 0.0], 0.01)):
+        algorithm, client = make(entropy_bonus=0.02, entropy_target=target), Fake(*"1011")
+        with rollouts(prompts=1) as data:
+            algorithm.update(client, data)
+            resumed = make(entropy_bonus=0.02, entropy_target=target)
+            resumed.set_state(json.loads(json.dumps(algorithm.get_state())))
+            update = resumed.update(client, data)
+        batches = [batch for name, batch in client.steps if name == "policy"]
+        found = [float(batch.per_sequence["entropy_coefficient"][0]) for batch in batches]
+        assert found == pytest.approx(counts)
+        assert update.metrics["policy/entropy_coefficient"] == pytest.approx(counts[1])
+        assert resumed.get_state()["entropy"] == pytest.approx(after)
+        assert algorithm.needs.entropy
+    assert "entropy" not in make().get_state()
 
 
 def test_the_kl_coefficient_follows_what_was_measured():

@@ -129,6 +129,10 @@ class PolicyConfig(RuledConfig):
     null for no bound, as in the papers and TRL. Log-ratios count as no larger than 20 in any case."""
     entropy_bonus: NonNegative = 0.0
     """Coefficient of the policy's entropy, which is raised; 0 for none."""
+    entropy_target: Above0 | None = None
+    """Entropy in nats per token that is held: the coefficient, at first `entropy_bonus`, rises by 0.005 after a step
+    whose completions had less, falls by as much after others, and counts only where they had less (Skywork-OR1,
+    https://arxiv.org/abs/2505.22312, with a target of 0.2). Null: the coefficient is constant."""
     std: Std = "population"
     """The standard deviation of advantages: the population's (by n), or n - 1 as in TRL, verl and NeMo-RL."""
     old_logprobs: Literal["sampler", "recompute"] = "sampler"

@@ -62,6 +62,10 @@ LOGPROBS: Mapping[str, Literal["policy", "reference", "teacher"]] = {
 }
 """Per-token values that are log-probs -> the model that gives them."""
 
+ENTROPY_COEFFICIENT, ENTROPY_STEP = "entropy_coefficient", 0.005
+"""The per-sequence value in place of `entropy_bonus` where an entropy is held, and by how much it moves after a step:
+Skywork-OR1, https://arxiv.org/abs/2505.22312."""
+
 
 @dataclass(frozen=True)
 class Experience:
@@ -161,6 +165,8 @@ class PolicyGradient(OnPolicy):
         super().__init__(config, sampling)
         self.kl_coefficient: float = config.kl
         """Factor of the KL penalty in the rewards; it may change from step to step."""
+        self.entropy_coefficient: float = config.entropy_bonus
+        """Coefficient of the entropy where less than `entropy_target` is left; it changes from step to step."""
 
     @property
     def group(self) -> int:
@@ -185,7 +191,7 @@ class PolicyGradient(OnPolicy):
                 "for older ones: set algorithm.correction to truncate or mask, or leave old_logprobs out"
             )
         return Needs(
-            entropy=bool(config.entropy_bonus) or custom,
+            entropy=bool(config.entropy_bonus or config.entropy_target) or custom,
             reference=("step" if config.reference_before_update else "update") if config.kl else None,
             measured=tuple(name for name, needed in measured.items() if needed),
             fresh=fresh,
@@ -235,8 +241,10 @@ class PolicyGradient(OnPolicy):
                 terms["kl"] = Term(coefficient * kl, over)
         if inputs.entropy is not None:
             metrics["policy/entropy"] = inputs.entropy
-            if config.entropy_bonus:
-                terms["entropy"] = Term(-config.entropy_bonus * inputs.entropy, over)
+            if config.entropy_bonus or config.entropy_target:
+                held = batch.per_sequence.get(ENTROPY_COEFFICIENT)
+                bonus = config.entropy_bonus if held is None else inputs.per_token(jnp.asarray(held))
+                terms["entropy"] = Term(-bonus * inputs.entropy, over)
         others = {name: term for name, term in outputs.terms.items() if name != "policy"}
         return replace(outputs, terms={**terms, **others}, metrics=metrics)
 
@@ -279,6 +287,10 @@ class PolicyGradient(OnPolicy):
             seen = [replace(x, loss_mask=mask) for x, mask in zip(sequences, masks, strict=True)]
             credited.append(self.credit(client, view, seen, data))
         sequences = [joined(x, seats) for x, *seats in zip(sequences, *credited, strict=True)]
+        if config.entropy_target is not None:
+            numbers["policy/entropy_missing"] = missing = config.entropy_target - numbers["policy/entropy"]
+            numbers["policy/entropy_coefficient"] = held = self.entropy_coefficient if missing >= 0 else 0.0
+            sequences = [replace(x, per_sequence={**x.per_sequence, ENTROPY_COEFFICIENT: held}) for x in sequences]
         require_numbers(groups, sequences)
         samples = []
         for place, (episode, sequence) in enumerate(zip(flat(groups[: data.shown]), sequences, strict=False)):
@@ -292,6 +304,21 @@ class PolicyGradient(OnPolicy):
         size = config.sequences_per_update(data.size)  # of the largest part: the only shape that is compiled
         batches = [data.packed(x, size) for x in parts if any(y.weight > 0 and y.loss_mask.any() for y in x)]
         return Update(numbers, tuple(batches) * config.epochs, tuple(samples), notes)
+
+    def learn(self, client: Client, experience: Experience) -> Update:
+        """Makes the updates on an experience; the entropy's coefficient then follows that of its completions."""
+        update = super().learn(client, experience)
+        if self.config.entropy_target is not None:
+            step = ENTROPY_STEP if update.metrics["policy/entropy_missing"] >= 0 else -ENTROPY_STEP
+            self.entropy_coefficient = max(0.0, self.entropy_coefficient + step)
+        return update
+
+    def get_state(self) -> dict[str, Any]:
+        """The present coefficient of the entropy, where it changes."""
+        return {} if self.config.entropy_target is None else {"entropy": self.entropy_coefficient}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.entropy_coefficient = state.get("entropy", self.entropy_coefficient)
 
     def scores(self, groups: Groups, weights: Mapping[str, float]) -> np.ndarray:
         """`[P G]` score of each completion: the weighted sum of its rewards with what its length adds."""

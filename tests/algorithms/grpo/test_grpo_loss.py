@@ -189,6 +189,15 @@ def test_entropy_is_raised():
     assert found["train/loss"] == pytest.approx(without["train/loss"] - 0.15, rel=1e-5)
 
 
+def test_a_held_entropys_coefficient_comes_with_the_sequences():
+    taken = [replace(A, more={"entropy": [0.5, 1.0]}), replace(B, more={"entropy": [3.0]})]
+    inputs = inputs_of(batch_of(taken), entropy=True)
+    coefficients = {"entropy_coefficient": jnp.array([0.2, 0.1])}
+    inputs = replace(inputs, batch=replace(inputs.batch, per_sequence=coefficients))
+    found = reduced(loss_of(entropy_target=0.3), inputs)
+    assert found["loss/entropy"] == pytest.approx(-(0.2 * 1.5 + 0.1 * 3) / 3)
+
+
 def test_the_entropy_is_averaged_as_the_surrogate_is():
     """.5 and 1 of one completion, 3 of the other: a mean of means."""
     taken = [replace(A, more={"entropy": [0.5, 1.0]}), replace(B, more={"entropy": [3.0]})]

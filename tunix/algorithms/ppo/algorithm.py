@@ -169,10 +169,11 @@ class PPO(PolicyGradient):
         ]
 
     def get_state(self) -> dict[str, Any]:
-        """The number of steps done and the present KL coefficient."""
-        return {"steps": self._steps, "kl": self.kl_coefficient}
+        """The number of steps done and the present coefficients."""
+        return {**super().get_state(), "steps": self._steps, "kl": self.kl_coefficient}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        super().set_state(state)
         self._steps, self.kl_coefficient = state["steps"], state["kl"]
 
 
