@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from tunix.algorithms.base import Needs, Update
+from tunix.algorithms.episodes import observed
 from tunix.algorithms.grpo import algorithm as grpo_module
 from tunix.algorithms.grpo.algorithm import GRPO
 from tunix.algorithms.grpo.config import PRESETS
@@ -31,13 +32,14 @@ from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import bytes_tokenizer
+from tunix.data.types import Prompt
 from tunix.errors import Doubtful, UserError
 from tunix.protocols import Client
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.scorer import Scorer
-from tunix.rollout.types import Clock
+from tunix.rollout.types import Clock, Scored
 from tunix.types import (
     Batch,
     Completion,
@@ -570,6 +572,20 @@ def test_grpo_credits_all_turns_and_none_of_what_was_observed():
     assert update.metrics["rollout/turns"] == 2
     assert update.metrics["rollout/length"] == 2
     assert update.metrics["reward/environment"] == 2.5
+    # Of ECHO's term: `more` of both, and nothing else.
+    client = Fake("1|0", "4|0")
+    updated(grpo(observation_weight=0.1), client, prompts=1, environment=f"{BARGAINS}:Bargain", scored=False)
+    batch = client.steps[0][1]
+    observed = np.asarray(batch.per_token["observed"])[np.asarray(batch.sequence_ids) == 1][: PROMPT + 6]
+    assert observed.tolist() == [0.0] * (PROMPT + 1) + [1.0] * 4 + [0.0]
+    assert float(batch.counts["observed"]) == 8
+
+
+def test_prompts_of_further_transcripts_are_no_observations():
+    """A turn, an observation, a second transcript of two prompt tokens with a turn, a third that was never answered."""
+    made = _completion([0] * 7, [(0, 1), (4, 5)], "stop")
+    episode = Scored(Prompt(np.zeros(2, np.int32), "", {}), replace(made, restarts=(2, 6)), "", {"right": 1.0})
+    assert observed(episode).tolist() == [0, 0, 0, 1, 0, 0, 0, 1, 0]
 
 
 def test_ppo_credits_a_turn_on_its_last_token():

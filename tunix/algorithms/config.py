@@ -133,6 +133,9 @@ class PolicyConfig(RuledConfig):
     """Entropy in nats per token that is held: the coefficient, at first `entropy_bonus`, rises by 0.005 after a step
     whose completions had less, falls by as much after others, and counts only where they had less (Skywork-OR1,
     https://arxiv.org/abs/2505.22312, with a target of 0.2). Null: the coefficient is constant."""
+    observation_weight: NonNegative = 0.0
+    """Weight of the negative log-likelihood of what an environment wrote, such as tools' outputs, the mean over these
+    tokens: the policy learns what its actions lead to (ECHO, https://arxiv.org/abs/2605.24517). 0 for none."""
     std: Std = "population"
     """The standard deviation of advantages: the population's (by n), or n - 1 as in TRL, verl and NeMo-RL."""
     old_logprobs: Literal["sampler", "recompute"] = "sampler"
@@ -220,6 +223,10 @@ class PolicyConfig(RuledConfig):
     @property
     def learns_from_rewards(self) -> bool:
         return True
+
+    @property
+    def reads_observations(self) -> bool:
+        return self.observation_weight > 0
 
     @property
     def samples_per_prompt(self) -> int:

@@ -29,6 +29,7 @@ from tunix.algorithms.episodes import (
     joined,
     lengths_of,
     mismatch,
+    observed,
     old_policy_logprobs,
     report,
     require_numbers,
@@ -49,7 +50,7 @@ from tunix.algorithms.ops import (
     sampler_logprobs,
     sequence_mean,
 )
-from tunix.config import RowKind
+from tunix.config import OBSERVED, RowKind
 from tunix.errors import Doubtful
 from tunix.protocols import Client, SamplingClient
 from tunix.rollout.types import Rollouts, sequence_of
@@ -245,6 +246,8 @@ class PolicyGradient(OnPolicy):
                 held = batch.per_sequence.get(ENTROPY_COEFFICIENT)
                 bonus = config.entropy_bonus if held is None else inputs.per_token(jnp.asarray(held))
                 terms["entropy"] = Term(-bonus * inputs.entropy, over)
+        if config.observation_weight:
+            terms["observations"] = Term(-config.observation_weight * inputs.logprobs, "observed")
         others = {name: term for name, term in outputs.terms.items() if name != "policy"}
         return replace(outputs, terms={**terms, **others}, metrics=metrics)
 
@@ -277,6 +280,9 @@ class PolicyGradient(OnPolicy):
         numbers, notes = report(groups, data.weights, signal)
         sampler = "sampler_logprobs" if config.old_logprobs == "recompute" else "old_logprobs"
         sequences = [as_sequence(x, config.mask_truncated and x.truncated, sampler) for x in flat(groups)]
+        if config.observation_weight:
+            seen = zip(sequences, flat(groups), strict=True)
+            sequences = [replace(x, per_token={**x.per_token, OBSERVED: observed(episode)}) for x, episode in seen]
         if config.mismatch_limit is not None:
             dropped = [not mismatch(x) <= config.mismatch_limit for x in sequences]
             sequences = [replace(x, weight=0.0) if drop else x for x, drop in zip(sequences, dropped, strict=True)]

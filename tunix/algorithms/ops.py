@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Num
 
 from tunix.algorithms.config import Estimator
+from tunix.config import OBSERVED
 from tunix.types import Batch, LossInputs, LossOutputs, Over, Term
 
 LOG_RATIO_LIMIT = 20.0
@@ -51,6 +52,9 @@ def trained_only(inputs: LossInputs) -> LossInputs:
     if "pairs" in batch.counts:
         counted = jnp.repeat(counted.reshape(-1, 2).any(axis=1), 2)
     mask = jnp.asarray(batch.loss_mask) & counted[batch.sequence_ids]
+    read = mask
+    if OBSERVED in batch.per_token:
+        read |= (jnp.asarray(batch.per_token[OBSERVED]) > 0) & counted[batch.sequence_ids]
 
     def masked(values: Num[Array | np.ndarray, "B T"]) -> Num[Array, "B T"]:
         return jnp.where(mask, values, 0)
@@ -60,7 +64,7 @@ def trained_only(inputs: LossInputs) -> LossInputs:
     return replace(
         inputs,
         batch=replace(batch, per_token=per_token, per_sequence=per_sequence),
-        logprobs=masked(inputs.logprobs),
+        logprobs=jnp.where(read, inputs.logprobs, 0),
         entropy=None if inputs.entropy is None else masked(inputs.entropy),
         above_mean=None if inputs.above_mean is None else masked(inputs.above_mean),
         values=None if inputs.values is None else masked(inputs.values),

@@ -153,6 +153,8 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
             f"data.packing: {recipe.data.packing} cuts a text into pieces, and {recipe.algorithm.name} reads "
             f"{recipe.algorithm.reads.words}, which stay whole; take true or false"
         )
+    if recipe.algorithm.reads_observations and not recipe.plays:
+        yield "algorithm.observation_weight: changes nothing without an environment: set rollout.environment"
     if recipe.data.pictures:
         if not recipe.algorithm.sees_pictures:
             yield (

@@ -20,7 +20,7 @@ import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from tunix.algorithms.ops import trained_only
-from tunix.config import LOSS_WEIGHTS
+from tunix.config import LOSS_WEIGHTS, OBSERVED
 from tunix.mesh import constrain
 from tunix.models.blocks import Auxiliary
 from tunix.models.divergence import Side, compared
@@ -236,8 +236,11 @@ def sums_of(
     params = {**frozen.base, **params}
     tokens, positions, mask = map(jnp.asarray, (batch.tokens, batch.positions, batch.loss_mask))
 
+    needed = mask | (jnp.asarray(batch.per_token[OBSERVED]) > 0) if OBSERVED in batch.per_token else mask
+
     def logprobs_of(model: Model, params: Params, hidden: jax.Array, entropy: bool) -> tuple[jax.Array, jax.Array]:
-        return model.logprobs_of(params, hidden, tokens, positions, mask, entropy=entropy, temperature=loss.temperature)
+        temperature = loss.temperature
+        return model.logprobs_of(params, hidden, tokens, positions, needed, entropy=entropy, temperature=temperature)
 
     logprobs, entropy = jnp.zeros(batch.tokens.shape, jnp.float32), None
     if loss.logprobs:
@@ -349,6 +352,8 @@ def reduce(term: Term, batch: Batch) -> Float[Array, ""]:
         # A sequence is counted in the micro-batch that holds its trained tokens.
         present = jnp.zeros(batch.weights.shape, bool).at[batch.sequence_ids].max(batch.loss_mask)
         share, count = jnp.where(present, batch.weights, 0.0)[:: 2 if over == "pairs" else 1], batch.counts[over]
+    elif over == "observed":
+        share, count = batch.weights[batch.sequence_ids] * batch.per_token[OBSERVED], batch.counts["observed"]
     else:
         share = jnp.where(batch.loss_mask, batch.weights[batch.sequence_ids], 0.0)
         if LOSS_WEIGHTS in batch.per_token:

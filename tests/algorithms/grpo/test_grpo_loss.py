@@ -24,8 +24,9 @@ from tunix.algorithms.ops import (
     outside_trust_region,
     soft_surrogate,
 )
+from tunix.data.packing import pack
 from tunix.errors import UserError
-from tunix.types import Sampling
+from tunix.types import Sampling, Sequence
 
 LONGEST = 10  # the constant of `reduction: constant`
 
@@ -196,6 +197,34 @@ def test_a_held_entropys_coefficient_comes_with_the_sequences():
     inputs = replace(inputs, batch=replace(inputs.batch, per_sequence=coefficients))
     found = reduced(loss_of(entropy_target=0.3), inputs)
     assert found["loss/entropy"] == pytest.approx(-(0.2 * 1.5 + 0.1 * 3) / 3)
+
+
+def test_what_an_environment_wrote_has_a_cross_entropy():
+    """A's second token is an observation of log-prob -1, beside B's of weight 2 with -2 and -4: (1 + 2 x 6) / 5. The
+    policy's term is that of the others: -1.2 of A's first, of B's -2.2 against A = -2, weight 2, over three."""
+    a = replace(A, trained=[True, False], more={"observed": [0.0, 1.0]})
+    b = Taken(
+        [-2.0, -2.0, -4.0], [-2.0 - log(1.1), 0, 0], [-2.0] * 3, {"observed": [0.0, 1.0, 1.0]}, [True] + [False] * 2
+    )
+    sequences = [unmasked(x) for x in (a, replace(b, weight=2.0))]
+    inputs = inputs_of(pack(sequences, 2, 12, packing=True))
+    loss = loss_of(observation_weight=0.1)
+    found = reduced(loss, inputs)
+    assert found["loss/observations"] == pytest.approx(0.1 * 13 / 5)
+    assert found["loss/policy"] == pytest.approx((-1.2 + 2 * 2.2) / 3, rel=1e-5)
+    assert found["mismatch/mean"] == pytest.approx((log(1.5) + 2 * log(1.1)) / 3, rel=1e-5)
+    slopes = gradients(loss, inputs)
+    assert slopes[0, PROMPT + 1] == pytest.approx(-0.1 / 5)
+    assert slopes[1, PROMPT + 1] == slopes[1, PROMPT + 2] == pytest.approx(-0.1 * 2 / 5)
+    without = gradients(loss_of(), inputs)
+    assert {x for x, y in slopes.items() if y != without[x]} == {(0, PROMPT + 1), (1, PROMPT + 1), (1, PROMPT + 2)}
+
+
+def unmasked(taken: Taken) -> Sequence:
+    """The sequence with the log-probs and marks of its untrained tokens too."""
+    sequence, names = taken.sequence(), {"current": taken.current, "observed": taken.more["observed"]}
+    whole = {name: np.array([0.0] * PROMPT + list(x), np.float32) for name, x in names.items()}
+    return replace(sequence, per_token={**sequence.per_token, **whole})
 
 
 def test_the_entropy_is_averaged_as_the_surrogate_is():
