@@ -305,10 +305,12 @@ def cispo_surrogate(
     advantages: Float[Array | np.ndarray, "B T"],
     low: float | Float[Array, ""],
     high: float | Float[Array, ""],
+    masked: bool = False,
 ) -> Surrogate:
     """`-sg(clip(r, 1 - low, 1 + high)) A log p`: the weight is clipped, and no token loses its gradient.
 
-    CISPO, MiniMax-M1, Chen et al. 2025, https://arxiv.org/abs/2506.13585, eqs. 4 and 5.
+    CISPO, MiniMax-M1, Chen et al. 2025, https://arxiv.org/abs/2506.13585, eqs. 4 and 5. Masked, the weight is r within
+    the bounds and 0 outside: GLM-5's loss of agents, https://arxiv.org/abs/2602.15763, eqs. 3 to 5.
 
     Args:
         logprobs: log p of the taken tokens.
@@ -316,9 +318,11 @@ def cispo_surrogate(
         advantages: A.
         low: 1 for no lower bound, as in the paper.
         high: the weight is at most 1 + high.
+        masked: whether tokens outside have no weight.
     """
-    weight = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - low, 1.0 + high))
-    return Surrogate(-weight * advantages * logprobs, (ratio < 1.0 - low) | (ratio > 1.0 + high))
+    outside = (ratio < 1.0 - low) | (ratio > 1.0 + high)
+    weight = jnp.where(outside, 0.0, ratio) if masked else jnp.clip(ratio, 1.0 - low, 1.0 + high)
+    return Surrogate(-jax.lax.stop_gradient(weight) * advantages * logprobs, outside)
 
 
 def plain_surrogate(ratio: Float[Array, "B T"], advantages: Float[Array | np.ndarray, "B T"]) -> Surrogate:

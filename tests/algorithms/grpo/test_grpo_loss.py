@@ -91,6 +91,8 @@ K3 = (0.5 - 1 + log(2), 0.0, 2 - 1 - log(2))  # ref/p - 1 - log(ref/p) at A, A, 
         ("gmpo", -(sqrt(1.4918 * 0.5) - 2.2) / 2),
         # w = .75 and 1.1. The weights are those of TRL's get_gamma_weights: .75^2 e^(3 x .25) = 1.190813 and
         # 1.1^3 e^(-2 x .1) = 1.089731, times A log p of each token.
+        # 1.5 and .5 are outside of .8 and 1.2; the weight 1.1 times A log p.
+        ("glm5", -(1.1 * -2.0 * -2.0) / 3),
         # Without a token of high covariance.
         ("clip_cov", -(1.2 + 0.5 - 2.2) / 3),
         ("kl_cov", -(1.5 + 0.5 - 2.2) / 3),
@@ -132,6 +134,7 @@ def test_each_preset_by_hand(preset, expected):
         ("luspo", [-sqrt(0.75) / 20, -sqrt(0.75) / 20, 2.2 / 20]),
         # A's first token is clipped; the second has half of s A at each of two tokens.
         ("gmpo", [0, -sqrt(1.4918 * 0.5) / 4, 2.2 / 2]),
+        ("glm5", [0, 0, 2.2 / 3]),
         # The weight is constant.
         ("vespo", [-1.190813 / 3, -1.190813 / 3, 2 * 1.089731 / 3]),
         # Policy: mean over tokens of a sequence, then over two. KL: .04 (1 - ref/p) = .04 of .5, 0, -1.

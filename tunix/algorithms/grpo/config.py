@@ -28,6 +28,7 @@ Preset = Literal[
     "vespo",
     "clip_cov",
     "kl_cov",
+    "glm5",
 ]
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -124,6 +125,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Cui et al. 2025, https://arxiv.org/abs/2505.22617, sec. 4: beside PPO's clip, and in its place.
     "clip_cov": {"advantage": "mean_std", "covariance": "clip", "reduction": "tokens"},
     "kl_cov": {"advantage": "mean_std", "surrogate": "none", "covariance": "kl", "reduction": "tokens"},
+    # GLM-5's loss of agents, 2026, https://arxiv.org/abs/2602.15763, eqs. 3 to 5, which has no bounds in print.
+    "glm5": {"advantage": "mean", "surrogate": "mask", "reduction": "tokens"},
 }
 
 COVARIANT_SHARE = 2e-4
@@ -163,8 +166,9 @@ class GRPOConfig(PolicyConfig):
     ratio: Literal["token", "sequence", "completion"] = "token"
     """The ratio of policy to old policy: of each token, the geometric mean over the completion (GSPO), or the product
     over it, which treats the completion as a single action (RLOO)."""
-    surrogate: Literal["clip", "cispo", "geometric", "soft", "gamma", "none", "log"] = "clip"
-    """`clip` stops the gradient of a ratio that moved far enough, `cispo` bounds its weight, `soft` lets it fade (SAPO,
+    surrogate: Literal["clip", "cispo", "mask", "geometric", "soft", "gamma", "none", "log"] = "clip"
+    """`clip` stops the gradient of a ratio that moved far enough, `cispo` bounds its weight, `mask` leaves out tokens
+    outside of the bounds on either side (GLM-5, https://arxiv.org/abs/2602.15763), `soft` lets it fade (SAPO,
     https://arxiv.org/abs/2511.20347), `none` does neither; `geometric` clips each token's ratio, and then takes the
     geometric mean over the completion (GMPO, https://arxiv.org/abs/2507.20673); `gamma` weights a completion by its
     ratio w as w^k exp(lam (1 - w)), without a clip (VESPO, https://arxiv.org/abs/2602.10693); `log` is advantage times
@@ -197,7 +201,7 @@ class GRPOConfig(PolicyConfig):
         ),
         Rule(
             ("clip_low", "clip_high"),
-            lambda s: s["surrogate"] in ("clip", "cispo", "geometric"),
+            lambda s: s["surrogate"] in ("clip", "cispo", "mask", "geometric"),
             "with surrogate: none, soft, gamma or log, which clip nothing",
         ),
         Rule(("dual_clip",), lambda s: s["surrogate"] == "clip", "without surrogate: clip"),

@@ -46,7 +46,7 @@ def grpo_loss(
     *,
     over: Over | float = "tokens",
     ratio: Literal["token", "sequence", "completion"] = "token",
-    surrogate: Literal["clip", "cispo", "geometric", "soft", "gamma", "none", "log"] = "clip",
+    surrogate: Literal["clip", "cispo", "mask", "geometric", "soft", "gamma", "none", "log"] = "clip",
     clip_low: float | None = 0.2,
     clip_high: float | None = 0.2,
     dual_clip: float | None = None,
@@ -71,8 +71,8 @@ def grpo_loss(
         over: what the terms are averaged over.
         ratio: r of each token, the geometric mean over the completion, or the product over it.
         surrogate: which function of r and A.
-        clip_low: of `clip`, `cispo` and `geometric`: r counts as no less than 1 - clip_low.
-        clip_high: of `clip`, `cispo` and `geometric`: r counts as no more than 1 + clip_high.
+        clip_low: of `clip`, `cispo`, `mask` and `geometric`: r counts as no less than 1 - clip_low.
+        clip_high: of `clip`, `cispo`, `mask` and `geometric`: r counts as no more than 1 + clip_high.
         dual_clip: of `clip`: bounds the loss where A < 0 at this many times A.
         trust_region: leaves out tokens that have moved further than the number, by total variation or KL.
         off_policy_limit: leaves out completions with A < 0 that the sampler found likelier by this many nats per token.
@@ -96,8 +96,8 @@ def grpo_loss(
     else:
         assert clip_low is not None
         assert clip_high is not None
-        if surrogate == "cispo":
-            policy = cispo_surrogate(logprobs, ratios, advantages, clip_low, clip_high)
+        if surrogate in ("cispo", "mask"):
+            policy = cispo_surrogate(logprobs, ratios, advantages, clip_low, clip_high, surrogate == "mask")
         elif surrogate == "geometric":
             policy = geometric_surrogate(log_ratios, advantages, batch, clip_low, clip_high)
         else:
