@@ -22,7 +22,17 @@ from tunix.algorithms.ppo.loss import adapted_kl, explained_variance, gae
 from tunix.errors import UserError
 
 NAN = float("nan")
-KINDS = ("mean", "mean_std", "mean_relative", "leave_one_out", "leave_one_out_std", "median", "batch", "mean_batch")
+KINDS = (
+    "mean",
+    "mean_std",
+    "mean_relative",
+    "leave_one_out",
+    "leave_one_out_std",
+    "median",
+    "batch",
+    "mean_batch",
+    "mean_batch_std",
+)
 REWARDS = np.array([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
 
 
@@ -48,6 +58,8 @@ REWARDS = np.array([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
         ("batch", [[-0.5, -1.5, -1.5, 1.5], [0.5, 0.5, 0.5, 0.5]]),
         # Deviations from the groups' means have mean 0 and squares' sum 6 over eight: variance .75.
         ("mean_batch", [[0, -(0.75**-0.5), -(0.75**-0.5), 2 * 0.75**-0.5], [0, 0, 0, 0]]),
+        # The same over the deviation of all eight rewards, 1.
+        ("mean_batch_std", [[0, -1, -1, 2], [0, 0, 0, 0]]),
     ],
 )
 def test_group_advantages_by_hand(kind, expected):
@@ -66,7 +78,7 @@ def test_maxrl_divides_by_the_success_rate():
 @pytest.mark.parametrize(
     ("kind", "variance"),
     # The sums of squares above, 6 of four, 8 of eight and 6 of eight, over one less.
-    [("mean_std", 6 / 3), ("batch", 8 / 7), ("mean_batch", 6 / 7)],
+    [("mean_std", 6 / 3), ("batch", 8 / 7), ("mean_batch", 6 / 7), ("mean_batch_std", 8 / 7)],
 )
 def test_the_samples_deviation_divides_by_one_less(kind, variance):
     centred = REWARDS - (1.5 if kind == "batch" else REWARDS.mean(axis=1, keepdims=True))

@@ -41,6 +41,7 @@ def group_advantages(
     | median | R - median(group) | the robust location in place of the mean |
     | batch | (R - mean(batch)) / (std(batch) + eps) | REINFORCE++, Hu et al. 2025, https://arxiv.org/abs/2501.03262 |
     | mean_batch | R - mean(group), then divided by the batch's std | REINFORCE++-baseline, same paper |
+    | mean_batch_std | (R - mean(group)) / (std(batch) + eps) | Lite PPO, 2025, https://arxiv.org/abs/2508.08221 |
 
     std is the population's (divided by n), so that a group's advantages have variance 1; several libraries use the
     sample's (n - 1), which scales all of them by sqrt((n - 1) / n). Where a group has one valid sample there is nothing
@@ -78,6 +79,10 @@ def group_advantages(
                 "give rewards of 0 and more (1 for success, as in the paper), or take advantage: mean"
             )
         return centred / np.where(mean > 0, mean, 1.0)
+    if kind == "mean_batch_std":
+        scores = rewards_PG[valid]
+        squares = np.square(scores - scores.sum() / max(scores.size, 1)).sum()
+        return centred / (np.sqrt(squares / max(scores.size - FREEDOM[std], 1)) + eps)
     if kind == "leave_one_out":
         # R_i - (sum - R_i) / (n - 1) = (R_i - mean) n / (n - 1)
         return centred * number / np.maximum(number - 1, 1)

@@ -20,7 +20,15 @@ NonNegative = Annotated[float, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]
 Unit = Annotated[float, Field(ge=0, le=1)]
 Advantage = Literal[
-    "mean", "mean_std", "mean_relative", "leave_one_out", "leave_one_out_std", "median", "batch", "mean_batch"
+    "mean",
+    "mean_std",
+    "mean_relative",
+    "leave_one_out",
+    "leave_one_out_std",
+    "median",
+    "batch",
+    "mean_batch",
+    "mean_batch_std",
 ]
 Estimator = Literal["k1", "k2", "k3", "k3+"]
 Std = Literal["population", "sample"]

@@ -135,7 +135,7 @@ COVARIANT_SHARE = 2e-4
 TRUST_BOUNDS = {"tv": 0.15, "kl": 0.05}
 """How far a token's probability may have moved in DPPO's trust region, by the divergence that measures it."""
 
-DIVIDES = ("mean_std", "leave_one_out_std", "batch", "mean_batch")
+DIVIDES = ("mean_std", "leave_one_out_std", "batch", "mean_batch", "mean_batch_std")
 """Advantages that are divided by a standard deviation."""
 
 
@@ -149,7 +149,8 @@ class GRPOConfig(PolicyConfig):
     """Completions of each prompt."""
     advantage: Advantage = "mean_std"
     """What a reward is compared with: its group's mean (and std, or divided by it: MaxRL,
-    https://arxiv.org/abs/2602.02710), the others' mean (and std), the median, the whole batch."""
+    https://arxiv.org/abs/2602.02710), the others' mean (and std), the median, the whole batch, or the
+    group's mean with the batch's std."""
     normalize_rewards: Literal["summed", "each"] = "summed"
     """With several rewards: advantages of the weighted sum, or of each reward, then summed and normalised over the
     batch (GDPO, https://arxiv.org/abs/2601.05242)."""
