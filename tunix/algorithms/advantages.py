@@ -20,7 +20,7 @@ from tunix.algorithms.ops import Estimator, kl_estimate
 from tunix.errors import UserError
 
 COVARIANCE_BOUNDS = (1.0, 5.0)
-"""Covariances that Clip-Cov leaves out are between these: https://arxiv.org/abs/2505.22617, sec. 4.3."""
+"""Covariances that Clip-Cov leaves out are between these, by its authors' configuration in verl."""
 
 FREEDOM = {"population": 0, "sample": 1}
 """Subtracted from n before it divides the squares, by the kind of standard deviation."""

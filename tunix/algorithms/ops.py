@@ -364,7 +364,7 @@ def geometric_surrogate(
     """`-A exp(mean_t log r_t)`, where each token's ratio is clipped before the mean: at 1 + high where A > 0, at
     1 - low where A < 0.
 
-    GMPO, Zhao et al. 2025, https://arxiv.org/abs/2507.20673, eq. 4: of PPO's minimum at each token the geometric mean
+    GMPO, Zhao et al. 2025, https://arxiv.org/abs/2507.20673: of PPO's minimum at each token the geometric mean
     over the completion. GSPO clips that mean; here one token that has moved far is clipped alone.
 
     Args:

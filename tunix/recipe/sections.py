@@ -159,7 +159,7 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
         if not recipe.algorithm.sees_pictures:
             yield (
                 f"data.pictures: {recipe.algorithm.name} looks at none as it is set here; sft and grpo do, and dpo on "
-                "given pairs with a reference that is not precomputed, and no loss that sorts: "
+                "given pairs with a reference that is not precomputed, no loss that sorts and no policy_weights: "
                 "leave it out"
             )
         blind = {

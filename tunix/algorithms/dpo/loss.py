@@ -197,7 +197,7 @@ def tail_weights(batch: Batch, alpha: float) -> Float[Array, "B T"]:
     """`[B T]` 1 at each of a completion's first l trained tokens and alpha at later ones, l the length of the pair's
     shorter side.
 
-    LD-DPO, Liu et al. 2024, https://arxiv.org/abs/2409.06411, eq. 9: of a longer side, what it has more counts less, so
+    LD-DPO, Liu et al. 2024, https://arxiv.org/abs/2409.06411: of a longer side, what it has more counts less, so
     that length alone is not preferred. Alpha 1 is DPO, 0 compares equal lengths.
     """
     mask, owners = jnp.asarray(batch.loss_mask), jnp.asarray(batch.sequence_ids)

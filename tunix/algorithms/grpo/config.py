@@ -112,7 +112,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Tajwar et al. 2026, https://arxiv.org/abs/2602.02710: the advantage over the group's success rate; a completion is
     # one action, so its log-probs are summed.
     "maxrl": {"advantage": "mean_relative", "reduction": "constant"},
-    # Zhao et al. 2025, https://arxiv.org/abs/2507.20673, eq. 4: ratios are clipped at exp(-0.4) and exp(0.4).
+    # Zhao et al. 2025, https://arxiv.org/abs/2507.20673: ratios are clipped at exp(-0.4) and exp(0.4).
     "gmpo": {
         "advantage": "mean_std",
         "surrogate": "geometric",
@@ -122,7 +122,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
     # Shen et al. 2026, https://arxiv.org/abs/2602.10693, with the numbers and the mean of TRL (`loss.GAMMA_WEIGHTS`).
     "vespo": {"advantage": "mean_std", "surrogate": "gamma", "reduction": "tokens"},
-    # Cui et al. 2025, https://arxiv.org/abs/2505.22617, sec. 4: beside PPO's clip, and in its place.
+    # Cui et al. 2025, https://arxiv.org/abs/2505.22617: beside PPO's clip, and in its place.
     "clip_cov": {"advantage": "mean_std", "covariance": "clip", "reduction": "tokens"},
     "kl_cov": {"advantage": "mean_std", "surrogate": "none", "covariance": "kl", "reduction": "tokens"},
     # GLM-5's loss of agents, 2026, https://arxiv.org/abs/2602.15763, eqs. 3 to 5, which has no bounds in print.
@@ -130,7 +130,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 COVARIANT_SHARE = 2e-4
-"""Share of the tokens that `covariance` selects, by its authors' configuration."""
+"""Share of the tokens that `covariance` selects, by its authors' configuration in verl."""
 
 TRUST_BOUNDS = {"tv": 0.15, "kl": 0.05}
 """How far a token's probability may have moved in DPPO's trust region, by the divergence that measures it."""

@@ -78,8 +78,8 @@ def grpo_loss(
         off_policy_limit: leaves out completions with A < 0 that the sampler found likelier by this many nats per token.
         sampler_logprobs: log-probs under the sampler, for that limit; None where they are the old ones.
         drift: coefficient of half the squared log-ratio.
-        covariance: what becomes of the tokens of high covariance (Cui et al. 2025, https://arxiv.org/abs/2505.22617,
-            eqs. 11 and 13): `clip` leaves them out, `kl` adds `|log r|` to their loss.
+        covariance: what becomes of the tokens of high covariance (Cui et al. 2025,
+            https://arxiv.org/abs/2505.22617): `clip` leaves them out, `kl` adds `|log r|` to their loss.
         covariant: 1 at these tokens; see `advantages.of_high_covariance`.
     """
     log_ratios = log_ratio(logprobs, old_logprobs, batch)
