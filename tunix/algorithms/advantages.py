@@ -217,13 +217,13 @@ def discounted(rewards_T: Num[np.ndarray, "T"], drawn_T: Bool[np.ndarray, "T"], 
 
 
 def of_high_covariance(
-    logprobs: List[Num[np.ndarray, "T"]],
-    advantages: List[Num[np.ndarray, "T"]],
-    masks: List[Bool[np.ndarray, "T"]],
+    logprobs: List[Num[np.ndarray, "..."]],
+    advantages: List[Num[np.ndarray, "..."]],
+    masks: List[Bool[np.ndarray, "..."]],
     kind: Literal["clip", "kl"],
     share: float,
     seed: int,
-) -> list[Bool[np.ndarray, "T"]]:
+) -> list[Bool[np.ndarray, "..."]]:
     """The tokens whose `(log p - mean log p) (A - mean A)` is high, means over all tokens of the batch: what lowers the
     entropy most.
 

@@ -650,6 +650,7 @@ def rollouts(seed: int = 0) -> list[Taken]:
         current = rng.normal(-1.5, 0.7, number)
         names = ("reference_logprobs", "sampler_logprobs", "entropy")
         more = {name: list(np.abs(rng.normal(1, 0.5, number)) * (1 if name == "entropy" else -1)) for name in names}
+        more["covariant"] = [float(i % 2) for i in range(number)]
         trained = [True] * number
         if index == 1:
             trained[number // 2] = False
