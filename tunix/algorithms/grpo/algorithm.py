@@ -140,11 +140,12 @@ class GRPO(PolicyGradient):
                 scores = self.advantages(total_rewards(groups, data.weights) + penalties)
             advantages = [spread(x, value) for x, value in zip(sequences, np.asarray(scores).ravel(), strict=True)]
         if config.covariant is not None:
+            (kind, share), seed = config.covariant, 0
             counted = [x.loss_mask & (x.weight > 0) for x in sequences]
-            logprobs, seed = [old_policy_logprobs(x) for x in sequences], 0
+            logprobs = [old_policy_logprobs(x) for x in sequences]
             for x in sequences:  # what is drawn follows from the batch
                 seed = zlib.crc32(x.tokens.tobytes(), seed)
-            selected = of_high_covariance(logprobs, advantages, counted, *config.covariant, seed)
+            selected = of_high_covariance(logprobs, advantages, counted, kind, share, seed)
             sequences = [
                 replace(x, per_token={**x.per_token, COVARIANT: chosen.astype(np.float32)})
                 for x, chosen in zip(sequences, selected, strict=True)

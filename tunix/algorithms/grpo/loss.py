@@ -89,10 +89,11 @@ def grpo_loss(
     elif surrogate == "log":  # the policy's term of DRO (see `GRPOConfig.drift`)
         policy = Surrogate(-logprobs * advantages, None)
     elif surrogate == "gamma":
-        policy = gamma_surrogate(logprobs, log_ratios, advantages, batch, *GAMMA_WEIGHTS)
+        positive, negative = GAMMA_WEIGHTS
+        policy = gamma_surrogate(logprobs, log_ratios, advantages, batch, positive, negative)
     elif surrogate == "soft":
-        positive, negative = SOFT_TAUS
-        policy = soft_surrogate(ratios, advantages, positive, negative)
+        for_positive, for_negative = SOFT_TAUS
+        policy = soft_surrogate(ratios, advantages, for_positive, for_negative)
     else:
         assert clip_low is not None
         assert clip_high is not None
