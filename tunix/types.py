@@ -59,7 +59,7 @@ from jaxtyping import Array, Bool, Float, Int, Num, UInt8
 
 from tunix.errors import UserError
 
-Over = Literal["tokens", "sequences", "pairs"]
+Over = Literal["tokens", "sequences", "pairs", "observed"]
 Metrics = Mapping[str, jax.Array | float]
 """Scalars by name. They may still be on their way from the device: read them late, so that it never waits."""
 
@@ -193,7 +193,7 @@ class LossInputs:
     batch: Batch
     """The rows that the log-probs belong to, e.g. a micro-batch of 4 rows of 2048 tokens."""
     logprobs: Float[Array, "B T"]
-    """`log p(token_t | tokens before t)` in nats, e.g. -1.2; 0 where nothing is trained."""
+    """`log p(token_t | tokens before t)` in nats, e.g. -1.2; 0 where nothing is trained, or observed (`OBSERVED`)."""
     entropy: Float[Array, "B T"] | None = None
     """Entropy in nats of the policy's distribution of token t, e.g. 0.8; None where the loss does not read it."""
     values: Float[Array, "B T"] | None = None
@@ -202,6 +202,8 @@ class LossInputs:
     """`logprobs` in nats of the weights that the run began with, without gradient, e.g. -1.4; None where not read."""
     compared: Compared | None = None
     """Student and teacher, e.g. with a `divergence` of 0.21 nats at a token; None where the loss has no divergence."""
+    above_mean: Float[Array, "B T"] | None = None
+    """How far the logit of token t is above the mean of the vocabulary's, e.g. 9.1; None where it is not read."""
 
     def per_token(self, values_S: Num[Array, "S"]) -> Num[Array, "B T"]:
         """Per-sequence values repeated at every token of their sequence."""
@@ -218,9 +220,9 @@ class Term:
     for each sequence (`sequences`) or pair (`pairs`), of which those without a trained token do not matter."""
     over: Over | float = field(metadata={"static": True}, default="tokens")
     """What the values are averaged over, e.g. `"tokens"`: the mean over all trained tokens. `"sequences"`: the mean
-    over sequences (per-token values are first averaged within each sequence). `"pairs"`: the mean over pairs. A number
-    such as 512.0: the sum over a sequence's tokens divided by it, then the mean over sequences (Dr. GRPO's constant
-    length)."""
+    over sequences (per-token values are first averaged within each sequence). `"pairs"`: the mean over pairs.
+    `"observed"`: the mean over tokens that an environment wrote. A number such as 512.0: the sum over a sequence's
+    tokens divided by it, then the mean over sequences (Dr. GRPO's constant length)."""
 
 
 @jax.tree_util.register_dataclass
@@ -281,6 +283,8 @@ class Loss:
     """Divides the logits before log-probs and entropy, e.g. 0.7: the sampler's, so that both use one distribution."""
     embedding_noise: float = 0.0
     """NEFTune's alpha, e.g. 5.0: uniform noise of `alpha / sqrt(T D)` on the embeddings while training; 0 for none."""
+    above_mean: bool = False
+    """Whether `inputs.above_mean` is read, while training; an evaluation has none."""
 
 
 MOST_TOP = 64

@@ -24,7 +24,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tunix.config import LOSS_WEIGHTS
+from tunix.config import LOSS_WEIGHTS, OBSERVED
 from tunix.data.config import Packing
 from tunix.types import Batch, Pictures, Sequence
 
@@ -162,6 +162,9 @@ def pack(
     counts = {"tokens": weights @ trained, "sequences": weights.sum()}
     if sequences_per_example == 2:
         counts["pairs"] = weights[::2].sum()
+    if OBSERVED in first.per_token:
+        observed = joined(sequence.per_token[OBSERVED] for sequence in sequences)
+        counts["observed"] = weights @ np.bincount(owner, observed, minlength=size)
     if LABEL in first.per_sequence:
         counts["desirable"] = weights[: len(sequences)] @ [sequence.per_sequence[LABEL] for sequence in sequences]
     per_sequence = {name: np.zeros(size, np.float32) for name in first.per_sequence}

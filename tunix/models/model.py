@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from tunix.config import CacheType, DType, GradientSums
+from tunix.errors import UserError
 from tunix.mesh import Axes, constrain, platform, sharding
 from tunix.models.attention.inputs import ByKind, Segments
 from tunix.models.blocks import NAMES, PARTS, Attention, Auxiliary, Block, Kept, LayerInputs, layer_inputs
@@ -443,6 +444,30 @@ class Model:
         )
         logprobs, spread = (jnp.pad(x, ((0, 0), (1, 0))) for x in shifted)
         return logprobs, spread
+
+    def above_mean_of(
+        self,
+        params: Params,
+        hidden: Float[Array, "B T D"],
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+    ) -> Float[Array, "B T"]:
+        """How far each token's logit is above the mean of the vocabulary's, in float32; 0 at the first of a segment.
+
+        The mean of products is the product with the mean of the table's rows, so that no logits are computed.
+
+        Raises:
+            UserError: the logits are softcapped, and no products.
+        """
+        if self.config.logit_softcap is not None:
+            raise UserError(
+                f"algorithm.label_smoothing: this model's logits are softcapped at {self.config.logit_softcap:g}, and "
+                "their mean over the vocabulary is no single product: leave label_smoothing at 0"
+            )
+        table, product = self.table(params), partial(jnp.einsum, preferred_element_type=jnp.float32)
+        mean = product("BTD,D->BT", hidden[:, :-1].astype(jnp.float32), jnp.mean(table, axis=0, dtype=jnp.float32))
+        above = product("BTD,BTD->BT", hidden[:, :-1], table[tokens[:, 1:]]) - mean
+        return jnp.where(positions > 0, jnp.pad(above, ((0, 0), (1, 0))), 0.0)
 
     def values_of(
         self, params: Params, hidden: Float[Array, "B T D"], positions: Int[Array, "B T"]
