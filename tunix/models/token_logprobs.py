@@ -169,12 +169,16 @@ def chunk_logits(
     if scaling.temperature != 1:
         logits, slope = logits / scaling.temperature, slope / scaling.temperature
     number, parts, width, _ = chunks.shape
-    ids = ids_of(chunks, scaling.vocab, index)
     if candidates is not None:
-        listed = jnp.any(candidates[..., None, None] == ids, axis=-3)
+        # Written, not compared with each id of the chunk: a third of the head's time on a CPU with 64 candidates.
+        chunk, part, inside = place_of(candidates.reshape(len(candidates), -1), chunks, scaling.vocab)
+        at = jnp.where((chunk == index)[..., None] & (part[..., None] == jnp.arange(parts)), inside[..., None], width)
+        at = at.reshape(*candidates.shape, parts).swapaxes(-1, -2)
+        listed = jnp.zeros(logits.shape, bool)
+        listed = jnp.put_along_axis(listed, at, True, axis=-1, inplace=False, mode="drop")
         logits = jnp.where(listed | (candidates[..., :1, None] < 0), logits, NEVER)
     if number * parts * width != scaling.vocab:
-        logits = jnp.where(ids >= 0, logits, NEVER)
+        logits = jnp.where(ids_of(chunks, scaling.vocab, index) >= 0, logits, NEVER)
     return logits, slope
 
 
