@@ -164,6 +164,9 @@ def pack(
         counts["pairs"] = weights[::2].sum()
     if LABEL in first.per_sequence:
         counts["desirable"] = weights[: len(sequences)] @ [sequence.per_sequence[LABEL] for sequence in sequences]
+    views = [sequence.teacher for sequence in sequences if sequence.teacher is not None]
+    if views and len(views) < len(sequences):
+        raise ValueError(f"a teacher reads {len(views)} of {len(sequences)} sequences in another way: all, or none")
     per_sequence = {name: np.zeros(size, np.float32) for name in first.per_sequence}
     for name, padded in per_sequence.items():
         padded[: len(sequences)] = [sequence.per_sequence[name] for sequence in sequences]
@@ -210,6 +213,7 @@ def pack(
         parents=in_rows(segment_of[parent_of][piece], np.int32) if unit > 1 and packing else None,
         pictures=packed_pictures,
         experts=experts,
+        teacher=tuple(views) or None,
     )
 
 

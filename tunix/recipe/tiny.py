@@ -141,7 +141,8 @@ def shrunk(
         if toy and not (fits or _is_said("teacher.path", said)):
             # A random model, wider than the tiny one, on the same devices.
             sizes = {**TEACHER, "vocab_size": toy["sizes"]["vocab_size"]}
-            tiny["teacher"] |= {"path": None, "family": toy["family"], "sizes": sizes}
+            random = {"path": None, "family": toy["family"], "sizes": sizes}
+            tiny["teacher"] |= {**random, "chat_template": None, "max_length": None}
     if reward := sections["reward"]:
         # Generated rows have none of the columns that the recipe names.
         functions = [{**function, "columns": {}} if generated else function for function in reward["functions"]]

@@ -5,13 +5,18 @@ from dataclasses import replace
 import jax
 
 from tunix.algorithms.distill.config import TeacherConfig
-from tunix.config import ModelConfig
+from tunix.config import ModelConfig, RowKind
+from tunix.data.chat import turn_end, with_template
+from tunix.data.teacher import TeacherReader
+from tunix.data.tokenizer import Tokenizer
+from tunix.data.types import NOT_THE_TEACHERS, Dropped
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.hf.source import Source, beside, check_tokens, from_scratch, loaded, pretrained
 from tunix.lora.adapt import adapt
 from tunix.mesh import build_mesh
 from tunix.recipe.sections import Sections
+from tunix.run.inputs import Inputs
 from tunix.trainer.frozen_model import Teacher
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import Demand, require
@@ -76,13 +81,81 @@ def teacher_source(recipe: Sections, student: Source) -> Source | None:
     return source
 
 
+def read_by_teacher(
+    recipe: Sections, source: Source | None, inputs: Inputs, kind: RowKind
+) -> tuple[Inputs, tuple[str, ...]]:
+    """The inputs with what renders rows for the teacher, where it would not read them as the student does; and notes.
+
+    Args:
+        recipe: of the run.
+        source: the teacher's, from `teacher_source`; None without one.
+        inputs: the student's.
+        kind: what is read of a row to train on.
+
+    Raises:
+        UserError: rows are chats and the teacher has no chat template, or ends its turns or the first row's completion
+            in other tokens; or something that only the student's format is known for is set.
+    """
+    config, data = recipe.teacher, recipe.data
+    ours, theirs = inputs.tokenizer, None if source is None else source.tokenizer
+    if config is None or config.path is None or ours is None:
+        return inputs, ()
+    examples = inputs.examples(inputs.train, data, kind)
+    are_chats = any(part.settings.chat for part in examples.parts or [examples]) or recipe.plays
+    if not are_chats:
+        return inputs, ()
+    if config.chat_template not in (None, "student"):
+        theirs = with_template(ours if theirs is None else theirs, config.chat_template, "teacher.chat_template")
+    name, template = config.path, None if theirs is None else theirs.hf.chat_template
+    if template == ours.hf.chat_template and (theirs is None or _special(theirs) == _special(ours)):
+        return inputs, ()
+    if config.chat_template == "student":
+        return inputs, (
+            f"teacher.chat_template: {name} reads the student's chat format, not that of its folder, so that its "
+            "log-probs are biased: leave it out, and it reads the same messages in that one",
+        )
+    remedy = "or have it read the student's format, teacher.chat_template: student"
+    if theirs is None or template is None:
+        raise UserError(
+            f"teacher.path: {name} has no chat template, and the rows are chats: name it in teacher.chat_template, as "
+            f"data.chat_template does for the student; {remedy}"
+        )
+    if recipe.plays or data.cuts:
+        what = "rollout.environment: its turns are" if recipe.plays else f"data.packing: {data.packing} cuts rows as"
+        raise UserError(f"{what} written in the student's chat format, and {name} has another: leave it out; {remedy}")
+    ends = [turn_end(x) for x in (theirs, ours)]
+    if ends[0] != ends[1]:
+        shown = ["no token" if end is None else repr(ours.decode([end])) for end in ends]
+        raise UserError(
+            f"teacher.path: a turn ends with {shown[0]} in the chat template of {name} and with {shown[1]} in the "
+            f"student's, so that completions are not the same tokens: give the student the teacher's format "
+            f"(data.chat_template); {remedy}"
+        )
+    length = config.max_length or data.max_length
+    if length <= data.longest_completion and recipe.algorithm.reads == RowKind.PROMPT:
+        raise UserError(
+            f"teacher.max_length: {length} leaves no room for a prompt beside a completion of {data.longest_completion}"
+        )
+    inputs = replace(inputs, teacher=TeacherReader(theirs, length, name))
+    first = next(inputs.examples(inputs.train, data, kind, taught=True).first())
+    if isinstance(first, Dropped) and first.reason == NOT_THE_TEACHERS:
+        raise UserError(f"teacher.path: row 1 of {inputs.train.name}: {first.detail}")
+    return inputs, (f"{name} reads the rows in its own chat format",)
+
+
+def _special(tokenizer: Tokenizer) -> tuple[object, ...]:
+    """What a chat template or the beginning of a text takes from a tokenizer besides its vocabulary."""
+    return tokenizer.hf.bos_token, tokenizer.hf.eos_token, tokenizer.adds_bos
+
+
 def build_teacher(recipe: Sections, source: Source, student: Source, learner: Learner) -> Teacher:
     """Loads the teacher onto its mesh; a frozen base that it shares with the student is not loaded twice.
 
     `source` is from `teacher_source`, `student` the source of the weights of `learner`.
     """
-    config, students, length = recipe.teacher, learner.spec.mesh, learner.spec.length
+    config, students = recipe.teacher, learner.spec.mesh
     assert config is not None
+    length = max(learner.spec.length, config.max_length or 0)
     mesh = students if config.mesh is None else build_mesh(config.mesh, divided(config)[1])
     trained, frozen = learner.spec.model, learner.frozen
     same_base = (

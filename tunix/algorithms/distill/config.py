@@ -102,6 +102,12 @@ class TeacherConfig(Config):
     """Sizes of a random teacher, as in `model.sizes`."""
     dtype: DType = "bfloat16"
     """Dtype of the weights and of the computation; logits are always float32."""
+    chat_template: str | None = None
+    """The chat template of what the teacher reads: `student` for the student's, or as in `data.chat_template`. Null:
+    that of its folder. Completions are the same tokens for both, or the row is dropped."""
+    max_length: Positive | None = None
+    """Most tokens of a prompt and its completion as the teacher reads them, where these are not the student's. Null:
+    `data.max_length`."""
     mesh: TeacherMesh | None = None
     """Devices for the teacher alone, the last ones; `mesh` then has the others. Null: it shares the student's."""
 
@@ -112,6 +118,15 @@ class TeacherConfig(Config):
         for key in ("family", "sizes"):
             if self.path is not None and getattr(self, key):
                 raise ValueError(f"{key} is that of a random teacher, and path is {self.path!r}: leave one of them out")
+        if self.max_length and self.reads_as_student:
+            raise ValueError(
+                f"max_length is {self.max_length}, and the teacher reads what the student does: leave it out"
+            )
         return self
+
+    @property
+    def reads_as_student(self) -> bool:
+        """Whether it reads the student's tokens, as a random teacher does, which has no chat template of its own."""
+        return self.path is None or self.chat_template == "student"
 
     gone: ClassVar[Mapping[str, str]] = {"init": "a teacher without a path is random, of the family that is named"}
