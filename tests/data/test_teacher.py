@@ -1,5 +1,6 @@
 """Rows as a teacher reads them: by its own chat template, aligned by the tokens of the completion."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -133,3 +134,49 @@ def test_views_travel_between_processes_and_are_packed_all_or_none():
     assert len(pack([*kept.sequences, *back.sequences], 4, 64).teacher or ()) == 2
     with pytest.raises(ValueError, match="1 of 2 sequences in another way"):
         pack([*kept.sequences, replace(back.sequences[0], teacher=None)], 4, 64)
+
+
+HINTED = "{prompt} \\boxed{} (Hint: {hint}, as in {completion})"
+TRAINED = {"messages": CHAT, "hint": 7}
+
+
+def asked(row: dict[str, Any], prompt: str = HINTED, kind: RowKind = RowKind.PROMPT, **data: Any) -> str:
+    """What the teacher reads of a row, as text."""
+    config = DataConfig(train="rows", max_length=64, **data)
+    teacher = replace(reader(length=200), prompt=prompt)
+    kept = Examples(Rows("rows", [row]), STUDENT, config, kind, None, teacher)[0]
+    assert isinstance(kept, Kept)
+    view = kept.sequences[0].teacher
+    assert view is not None
+    return STUDENT.decode(view.tokens)
+
+
+def test_a_teacher_may_see_more_than_the_student():
+    """The last user's message is replaced; braces without a word in them are text."""
+    more = "Hi \\boxed{} (Hint: 7, as in Yo)"
+    assert asked(TRAINED) == f"<bos>[U]{more}[A]"
+    assert asked(TRAINED, kind=RowKind.COMPLETION) == f"<bos>[U]{more}[A]Yo<|eot_id|>"
+    lists = {"prompt": CHAT[:1], "completion": CHAT[1:], "hint": 7}
+    assert asked(lists) == asked(lists, kind=RowKind.COMPLETION).removesuffix("Yo<|eot_id|>") == f"<bos>[U]{more}[A]"
+    texts = {"question": "Hi", "completion": "Yo", "clue": 7}
+    named = {"columns": {"prompt": "question", "hint": "clue"}}
+    assert asked(texts, **named) == f"<bos>{more}"  # no chat: the text is continued
+    assert asked(texts, chat=True, **named) == f"<bos>[U]{more}[A]"
+    before = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}]
+    earlier = {"messages": [*before, *CHAT], "hint": 7}
+    assert asked(earlier) == f"<bos>[U]A[A]B<|eot_id|>[U]{more}[A]"
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"messages": CHAT}, "there is no column 'hint'"),
+        ({"messages": CHAT, "hint": [1, 2]}, "message 1 is 1, not an object"),
+        ({"messages": CHAT, "hint": {"a": 1}}, "teacher.prompt: {hint} is {'a': 1}, not a text"),
+        ({"messages": [{"role": "system", "content": "Hi"}], "hint": 7}, "teacher.prompt: {prompt} is None"),
+        ({"prompt_ids": [1, 2]}, "teacher.prompt: rows of tokens have no question to add to"),
+    ],
+)
+def test_what_the_teacher_would_see_has_to_be_there(row: dict[str, Any], said: str):
+    with pytest.raises(UserError, match=re.escape(said)):
+        asked(row)

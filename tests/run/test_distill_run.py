@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_runs import RECIPE, lines, metrics, model_folder, train, write_recipe, write_rows
 from tunix.algorithms.distill.algorithm import Distill
+from tunix.algorithms.distill.config import PROMPTS
 from tunix.cli import main
 from tunix.config import MeshConfig
 from tunix.data.templates import TEMPLATES
@@ -252,6 +253,55 @@ def test_on_its_own_text_the_student_is_read_in_the_teachers_format_and_a_kill_c
     assert stepped("students")[0]["rollout/length"] == whole[0]["rollout/length"]  # the same answers
 
 
+def test_a_preset_names_the_teacher_and_what_it_sees(chats: Path):
+    """The model itself: with its present weights (SDFT), or those that the run starts from (OPSD)."""
+    small = {"data.max_length": 80, "data.completion_length": 12, "model": CHATS["model"], "data.train": "chats.jsonl"}
+    made = Recipe.load(recipe(chats, small, algorithm={"name": "distill", "preset": "sdft"}))
+    assert (made.algorithm.on_policy, made.algorithm.divergence) == (True, "reverse_kl")
+    assert made.teacher is not None
+    assert (made.teacher.path, made.teacher.prompt) == ("policy", PROMPTS["sdft"])
+    assert Recipe.model_validate(made.model_dump(by_alias=True)) == made  # what a run folder keeps
+    made = Recipe.load(recipe(chats, small, algorithm={"name": "distill", "preset": "opsd", "beta": 0.3}))
+    assert (made.algorithm.on_policy, made.algorithm.divergence, made.algorithm.beta) == (True, "jsd", 0.3)
+    assert made.teacher is not None
+    assert (made.teacher.path, made.teacher.prompt) == ("student", PROMPTS["opsd"])
+    mine = {"teacher": {"path": "teacher", "prompt": "{prompt}?"}}
+    made = Recipe.load(recipe(chats, small, mine, algorithm={"name": "distill", "preset": "sdft"}))
+    assert made.teacher is not None
+    assert (made.teacher.path, made.teacher.prompt) == ("teacher", "{prompt}?")
+
+
+def test_a_run_that_teaches_itself_ends_where_it_ends_when_it_is_stopped(chats: Path):
+    shorter = {"teacher": {"path": "policy", "prompt": "{prompt} ({completion})"}, "rollout.samples": 1}
+    small = {**shorter, "data.max_length": 80, "data.completion_length": 12, "model": CHATS["model"]}
+    changes = {"steps": 3, "batch_size": 4, "checkpoint.every": 1, "data.train": "chats.jsonl"}
+    words = recipe(chats, small, changes, algorithm={"name": "distill", "preset": "sdft"})
+    train(words, "output=whole")
+    train(words, "output=parts", "steps=1")
+    train(words, "output=parts")
+    for name in ("train/loss", "distill/divergence", "distill/teacher_logprob"):
+        assert [row[name] for row in stepped("whole")] == [row[name] for row in stepped("parts")]
+    assert all(row["distill/divergence"] > 1e-4 for row in stepped("whole"))
+
+
+@pytest.mark.parametrize(
+    ("teacher", "said"),
+    [
+        ({"path": "policy"}, "teacher: path: policy has nothing to teach itself without more in its prompt"),
+        ({"path": "policy", "prompt": "{completion}"}, "teacher: prompt leaves the question out"),
+        ({"path": "policy", "prompt": "{prompt}", "dtype": "float32"}, "teacher: mesh, dtype and chat_template are"),
+        ({"path": "policy", "prompt": "{prompt} {answer}"}, "row 1 of chats.jsonl: there is no column 'answer'"),
+        ({"path": "policy", "prompt": "{prompt}", "max_length": 8}, "teacher.max_length: 8 leaves no room for a promp"),
+        ({"path": "student", "max_length": 99}, "teacher.max_length: changes nothing, as student reads what the stu"),
+    ],
+)
+def test_a_teacher_without_what_it_is_to_see_is_refused(chats: Path, capsys, teacher: dict[str, Any], said: str):
+    small = {"data.max_length": 80, "data.completion_length": 12, "model": CHATS["model"], "data.train": "chats.jsonl"}
+    own = {"algorithm": {"name": "distill", "on_policy": True}, "teacher": teacher}
+    assert main(["run", recipe(chats, small, own)]) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("template", "changes", "said"),
     [
@@ -262,7 +312,7 @@ def test_on_its_own_text_the_student_is_read_in_the_teachers_format_and_a_kill_c
             "a turn ends with '<eos>' in the chat template of teacher and with",
         ),
         (HEADED.replace("+ m.content", "+ m.content + '.'"), {}, "row 1 of chats.jsonl: the chat template of teacher"),
-        (HEADED, {"data.packing": "wrapped"}, "data.packing: wrapped cuts rows as written in the student's chat form"),
+        (HEADED, {"data.packing": "wrapped"}, "data.packing: wrapped makes pieces for the student alone, and teacher"),
         (HEADED, {"teacher.chat_template": "lama3"}, "teacher.chat_template is 'lama3', not one of"),
         (HEADED, {"teacher.chat_template": "gemma"}, "teacher.chat_template is 'gemma', but teacher has no token"),
         (HEADED, {"teacher.chat_template": "student", "teacher.max_length": 64}, "teacher: max_length is 64, and the"),

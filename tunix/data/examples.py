@@ -229,7 +229,7 @@ def to_example(
             else render_rows(row, tokenizer, settings)
         )
         if teacher is not None:
-            theirs = render_rows(row, teacher.tokenizer, settings)
+            theirs = render_rows(teacher.asked(row, settings), teacher.tokenizer, settings)
             if len(theirs) != len(sides):
                 raise Refused(NOT_THE_TEACHERS, f"of {len(sides)} turns {teacher.name} sees {len(theirs)}")
             both = zip(sides, theirs, strict=True)

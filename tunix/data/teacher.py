@@ -13,19 +13,22 @@ Axes: T time, Tt teacher's time.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
 
 from tunix.data.chat import Rendered
+from tunix.data.shapes import Rendering, Row, as_messages, column
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import NOT_THE_TEACHERS, Refused
+from tunix.errors import UserError
 from tunix.types import TeacherView
 
 
 @dataclass(frozen=True)
 class TeacherReader:
-    """What renders rows for a teacher."""
+    """What renders rows for a teacher, in its chat format or with more in the prompt."""
 
     tokenizer: Tokenizer
     """The student's vocabulary with the teacher's chat template."""
@@ -33,6 +36,43 @@ class TeacherReader:
     """Most tokens of a sequence as the teacher reads it, e.g. 2048."""
     name: str
     """The teacher's path or hub id, for messages."""
+    prompt: str | None = None
+    """What it is asked in place of a row's prompt, e.g. `"{prompt} A hint: {hint}"`; None for the prompt itself."""
+
+    def asked(self, row: Row, settings: Rendering) -> Row:
+        """The row with what the teacher is asked in place of its prompt, or of its last user's message.
+
+        Raises:
+            UserError: the row has no such text, or not the columns that `prompt` names.
+        """
+        if self.prompt is None:
+            return row
+        ours = {"messages": "messages", "prompt_completion": "prompt"}.get(settings.format)
+        if ours is None:
+            raise UserError(f"teacher.prompt: rows of {settings.format} have no question to add to: leave it out")
+        columns = settings.data.columns
+        value = column(row, ours, columns)
+        messages = [] if isinstance(value, str) else as_messages(value)
+        last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+        question = value if isinstance(value, str) else messages[last].get("content") if last >= 0 else None
+
+        def words(match: re.Match[str]) -> str:
+            name = match[1]
+            if name == "prompt":
+                text = question
+            elif name == "completion" and messages[-1:] and messages[-1]["role"] == "assistant":
+                text = messages[-1].get("content")
+            else:
+                text = column(row, name, columns)
+                text = as_messages(text)[-1].get("content") if isinstance(text, list) else text
+            if not isinstance(text, str | int | float):
+                raise UserError(f"teacher.prompt: {{{name}}} is {text!r:.80}, not a text")
+            return str(text)
+
+        told = _COLUMN.sub(words, self.prompt)
+        if messages:
+            value = [*messages[:last], {**messages[last], "content": told}, *messages[last + 1 :]]
+        return {**row, columns.get(ours, ours): value if messages else told}
 
     def view(self, student: Rendered, teacher: Rendered) -> TeacherView:
         """The teacher's rendering of a row, aligned with the student's.
@@ -51,6 +91,7 @@ class TeacherReader:
         return TeacherView(teacher.tokens, places)
 
 
+_COLUMN = re.compile(r"\{(\w+)\}")
 _DIFFER = (
     "the chat template of {} ends turn {} of the completion in {}, the student's in {}: probabilities of other tokens "
     "cannot be compared. Give the student the teacher's format (data.chat_template), or have the teacher read the "

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import jax
 
-from tunix.algorithms.distill.config import TeacherConfig
+from tunix.algorithms.distill.config import POLICY, TeacherConfig
 from tunix.config import ModelConfig, RowKind
 from tunix.data.chat import turn_end, with_template
 from tunix.data.teacher import TeacherReader
@@ -57,6 +57,8 @@ def teacher_source(recipe: Sections, student: Source) -> Source | None:
     config = recipe.teacher
     if config is None:
         return None
+    if config.path == POLICY:
+        return student
     if config.path is None:
         source = from_scratch(ModelConfig(init="random", family=config.family, sizes=config.sizes))
     else:
@@ -98,54 +100,68 @@ def read_by_teacher(
     """
     config, data = recipe.teacher, recipe.data
     ours, theirs = inputs.tokenizer, None if source is None else source.tokenizer
-    if config is None or config.path is None or ours is None:
+    if config is None:
         return inputs, ()
-    examples = inputs.examples(inputs.train, data, kind)
-    are_chats = any(part.settings.chat for part in examples.parts or [examples]) or recipe.plays
-    if not are_chats:
-        return inputs, ()
-    if config.chat_template not in (None, "student"):
-        theirs = with_template(ours if theirs is None else theirs, config.chat_template, "teacher.chat_template")
-    name, template = config.path, None if theirs is None else theirs.hf.chat_template
-    if template == ours.hf.chat_template and (theirs is None or _special(theirs) == _special(ours)):
-        return inputs, ()
-    if config.chat_template == "student":
-        return inputs, (
+    examples, name = inputs.examples(inputs.train, data, kind), config.path or "the random teacher"
+    are_chats = recipe.plays or any(part.settings.chat for part in examples.parts or [examples])
+    if config.prompt and ours is None:
+        raise UserError("teacher.prompt: changes nothing where rows are token ids: leave it out")
+    if ours is None or not are_chats or config.path in (None, POLICY):
+        if config.chat_template:
+            raise UserError("teacher.chat_template: changes nothing where no chats are rendered for it: leave it out")
+        reader = ours
+    elif config.chat_template in (None, "student"):
+        reader = theirs
+    else:
+        reader = with_template(ours if theirs is None else theirs, config.chat_template, "teacher.chat_template")
+    same, notes = reader is ours or (reader and ours and _format(reader) == _format(ours)), list[str]()
+    if config.chat_template == "student" and not same:
+        notes.append(
             f"teacher.chat_template: {name} reads the student's chat format, not that of its folder, so that its "
-            "log-probs are biased: leave it out, and it reads the same messages in that one",
+            "log-probs are biased: leave it out, and it reads the same messages in that one"
         )
-    remedy = "or have it read the student's format, teacher.chat_template: student"
-    if theirs is None or template is None:
+        same = True
+    if same and config.prompt is None:
+        if config.max_length:
+            raise UserError(f"teacher.max_length: changes nothing, as {name} reads what the student does: leave it out")
+        return inputs, tuple(notes)
+    remedy = "have it read the student's format, teacher.chat_template: student"
+    if not same and (reader is None or reader.chat_template is None):
         raise UserError(
             f"teacher.path: {name} has no chat template, and the rows are chats: name it in teacher.chat_template, as "
-            f"data.chat_template does for the student; {remedy}"
+            f"data.chat_template does for the student; or {remedy}"
         )
+    reader = ours if same else reader
+    assert reader is not None, "token ids are read as they are"
+    assert ours is not None
     if recipe.plays or data.cuts:
-        what = "rollout.environment: its turns are" if recipe.plays else f"data.packing: {data.packing} cuts rows as"
-        raise UserError(f"{what} written in the student's chat format, and {name} has another: leave it out; {remedy}")
-    ends = [turn_end(x) for x in (theirs, ours)]
+        what = "rollout.environment: makes prompts" if recipe.plays else f"data.packing: {data.packing} makes pieces"
+        other = "leave teacher.prompt out" if same else remedy
+        raise UserError(f"{what} for the student alone, and {name} reads others: leave it out, or {other}")
+    ends = [turn_end(x) for x in (reader, ours)]
     if ends[0] != ends[1]:
         shown = ["no token" if end is None else repr(ours.decode([end])) for end in ends]
         raise UserError(
             f"teacher.path: a turn ends with {shown[0]} in the chat template of {name} and with {shown[1]} in the "
             f"student's, so that completions are not the same tokens: give the student the teacher's format "
-            f"(data.chat_template); {remedy}"
+            f"(data.chat_template), or {remedy}"
         )
-    length = config.max_length or data.max_length
+    length = config.max_length or data.max_length * (1 if config.prompt is None else 2)
     if length <= data.longest_completion and recipe.algorithm.reads == RowKind.PROMPT:
         raise UserError(
             f"teacher.max_length: {length} leaves no room for a prompt beside a completion of {data.longest_completion}"
         )
-    inputs = replace(inputs, teacher=TeacherReader(theirs, length, name))
+    inputs = replace(inputs, teacher=TeacherReader(reader, length, name, config.prompt))
     first = next(inputs.examples(inputs.train, data, kind, taught=True).first())
     if isinstance(first, Dropped) and first.reason == NOT_THE_TEACHERS:
         raise UserError(f"teacher.path: row 1 of {inputs.train.name}: {first.detail}")
-    return inputs, (f"{name} reads the rows in its own chat format",)
+    own = [] if same else [f"{name} reads the rows in its own chat format"]
+    return inputs, (*notes, *own)
 
 
-def _special(tokenizer: Tokenizer) -> tuple[object, ...]:
-    """What a chat template or the beginning of a text takes from a tokenizer besides its vocabulary."""
-    return tokenizer.hf.bos_token, tokenizer.hf.eos_token, tokenizer.adds_bos
+def _format(tokenizer: Tokenizer) -> tuple[object, ...]:
+    """What decides how a tokenizer of a given vocabulary renders chats."""
+    return tokenizer.hf.chat_template, tokenizer.hf.bos_token, tokenizer.hf.eos_token, tokenizer.adds_bos
 
 
 def build_teacher(recipe: Sections, source: Source, student: Source, learner: Learner) -> Teacher:
@@ -155,7 +171,12 @@ def build_teacher(recipe: Sections, source: Source, student: Source, learner: Le
     """
     config, students = recipe.teacher, learner.spec.mesh
     assert config is not None
-    length = max(learner.spec.length, config.max_length or 0)
+    read = config.max_length or (0 if config.prompt is None else 2 * recipe.data.max_length)
+    length, spec = max(learner.spec.length, read), learner.spec
+    size, packing = recipe.sequences_per_update, bool(recipe.data.packing)
+    if config.path == POLICY:
+        rows = rows_per_microbatch(spec.mesh, size, recipe.micro_batch_size, length, packing)
+        return Teacher(spec.model, {}, Microbatcher(rows, spec.mesh), length, spec.mesh, lambda: learner.params)
     mesh = students if config.mesh is None else build_mesh(config.mesh, divided(config)[1])
     trained, frozen = learner.spec.model, learner.frozen
     same_base = (
@@ -176,6 +197,5 @@ def build_teacher(recipe: Sections, source: Source, student: Source, learner: Le
             model, params = replace(model, adapt=adapt(settings, model.config)), {**params, **adapter_params}
     else:
         model, params = loaded(source, config.dtype, mesh)
-    size, packing = recipe.sequences_per_update, bool(recipe.data.packing)
     rows = rows_per_microbatch(mesh, size, recipe.micro_batch_size, length, packing)
     return Teacher(model, params, Microbatcher(rows, mesh), length, students)

@@ -1,4 +1,4 @@
-"""Models that are never trained: log-probs of sequences under them, the policy's reference, and a teacher's states.
+"""Models that are not trained: log-probs of sequences under them, the policy's reference, and a teacher's states.
 
 The reference is the policy's initial weights. A teacher's states `[M R T Te]`
 are much smaller than its logits `[B T V]`, so they are copied to the student's mesh, which may consist of other
@@ -14,7 +14,7 @@ alone; what it gives for each trained token is then copied to that token's place
 Axes: B rows, T time, M micro-batches, R rows of a micro-batch, V vocabulary, Te teacher's width, Tt teacher's time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -52,7 +52,12 @@ class FrozenModel:
         self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
     ) -> List[np.ndarray]:
         """The `[T]` log-probs of each sequence's tokens, 0 for the first; `size` as in `Scorer.scores`."""
-        return self.scorer.scores("logprobs", self.params, unreplayed(sequences), size, temperature)
+        return self.scorer.scores("logprobs", self.weights, unreplayed(sequences), size, temperature)
+
+    @property
+    def weights(self) -> Params:
+        """The weights of now."""
+        return self.params
 
     @cached_property
     def scorer(self) -> Scorer:
@@ -98,6 +103,12 @@ class Teacher(FrozenModel):
 
     students: Mesh
     """The student's mesh."""
+    policy: Callable[[], Params] | None = None
+    """Returns the present weights of the student where it teaches itself (`params` is empty then); None elsewhere."""
+
+    @property
+    def weights(self) -> Params:
+        return self.params if self.policy is None else self.policy()
 
     def logprobs(
         self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
@@ -121,9 +132,10 @@ class Teacher(FrozenModel):
                 at[: len(batch.tokens)] = places_of_states(batch, read)
                 everywhere = NamedSharding(self.microbatcher.mesh, PartitionSpec())
                 places = placed(at.reshape(number, rows, length), everywhere)
-            states = self._states(self.params, self.microbatcher.place(read), places, number=number, rows=rows)
+            states = self._states(self.weights, self.microbatcher.place(read), places, number=number, rows=rows)
         places = by_rows(self.students, states.shape[2])
-        return TeacherStates(jax.device_put(states, places), self._table, self.model.config.logit_softcap)
+        table = self._table if self.policy is None else None
+        return TeacherStates(jax.device_put(states, places), table, self.model.config.logit_softcap)
 
     @cached_property
     def _table(self) -> Float[Array, "V Te"]:

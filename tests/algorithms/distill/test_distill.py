@@ -297,8 +297,9 @@ def test_a_teacher_on_devices_of_its_own_reads_there():
     assert two["eval/loss"] == pytest.approx(one["eval/loss"], rel=1e-5)
 
 
-def test_reading_in_another_way_compiles_nothing_after_the_first_step():
-    client = taught(trainer())
+@pytest.mark.parametrize("itself", [False, True])
+def test_reading_in_another_way_compiles_nothing_after_the_first_step(itself: bool):
+    client = teaching_itself(trainer()) if itself else taught(trainer())
     assert client.learner.teacher is not None
     client.learner.teacher = replace(client.learner.teacher, length=72)
     client.step(pack(viewed(8), 8, 24, packing=True), GIVEN)
@@ -306,6 +307,57 @@ def test_reading_in_another_way_compiles_nothing_after_the_first_step():
     for seed in range(1, 4):
         client.step(pack(viewed(8 - seed, seed), 8, 24, packing=True), GIVEN)
     assert compilations.since_warmup == 0
+
+
+def teaching_itself(student: Trainer, length: int = 72) -> Trainer:
+    """The student as its own teacher, with its present weights."""
+    spec, learner = student.learner.spec, student.learner
+    learner.teacher = Teacher(spec.model, {}, spec.microbatcher, length, spec.mesh, lambda: learner.params)
+    return student
+
+
+def test_a_model_that_sees_more_teaches_itself():
+    """SDFT (arXiv 2601.19897): `KL(policy(. | x) || policy(. | x, c))` at each token, by the weights of before the
+    update, and no gradient through the one that sees c; all logits of each sequence alone give the same."""
+    rows = viewed(4)
+    client = teaching_itself(trainer(RICH))
+    objective = Distill(DistillConfig(preset="sdft")).needs.divergence
+    assert objective is not None
+    loss = replace(GIVEN, divergence=objective)
+    model = client.learner.spec.model
+
+    def log_softmax(params: Params, tokens: np.ndarray) -> jax.Array:
+        read = jnp.asarray(tokens)[None], jnp.arange(len(tokens))[None], jnp.ones((1, len(tokens)), jnp.int32)
+        return jax.nn.log_softmax(model.logits(params, model.forward(params, *read)[0])[0])
+
+    def alone(params: Params) -> jax.Array:
+        total, count = jnp.float32(0), 0.0
+        for row in rows:
+            assert row.teacher is not None
+            at = np.flatnonzero(row.loss_mask)
+            log_p = log_softmax(params, row.tokens)[at - 1]
+            log_q = jax.lax.stop_gradient(log_softmax(params, row.teacher.tokens)[row.teacher.places[at] - 1])
+            total += row.weight * (jnp.exp(log_p) * (log_p - log_q)).sum()
+            count += row.weight * len(at)
+        return total / count
+
+    both, batch = jax.jit(jax.value_and_grad(alone)), pack(rows, 4, 24, packing=True)
+    wanted = both(client.learner.params)
+    found = gradients(client, batch, loss)
+    assert found[0] == pytest.approx(float(wanted[0]), rel=1e-5)
+    assert_close(found[1], jax.device_get(wanted[1]))
+    client.step(batch, loss)
+    moved = float(both(client.learner.params)[0])
+    assert abs(moved - found[0]) > 1e-3
+    assert float(client.step(batch, loss)["train/loss"]) == pytest.approx(moved, rel=1e-5)  # the teacher moved, too
+
+
+@pytest.mark.slow  # the paper's number above is of the same path
+def test_without_more_to_see_it_has_nothing_to_teach_itself():
+    client, batch = teaching_itself(trainer()), pack(sequences(4), 4, 24, packing=True)
+    value, found = gradients(client, batch, Distill(DistillConfig(divergence="jsd")).objective)
+    assert value == pytest.approx(0, abs=1e-6)
+    assert max(np.abs(x).max() for x in found.values()) < 1e-6
 
 
 def drawing(steps: int) -> Iterator[RolloutStep]:
