@@ -69,10 +69,10 @@ class TeacherReader:
                 raise UserError(f"teacher.prompt: {{{name}}} is {text!r:.80}, not a text")
             return str(text)
 
-        told = _COLUMN.sub(words, self.prompt)
+        changed = _COLUMN.sub(words, self.prompt)
         if messages:
-            value = [*messages[:last], {**messages[last], "content": told}, *messages[last + 1 :]]
-        return {**row, columns.get(ours, ours): value if messages else told}
+            value = [*messages[:last], {**messages[last], "content": changed}, *messages[last + 1 :]]
+        return {**row, columns.get(ours, ours): value if messages else changed}
 
     def view(self, student: Rendered, teacher: Rendered) -> TeacherView:
         """The teacher's rendering of a row, aligned with the student's.

@@ -155,8 +155,9 @@ def read_by_teacher(
     first = next(inputs.examples(inputs.train, data, kind, taught=True).first())
     if isinstance(first, Dropped) and first.reason == NOT_THE_TEACHERS:
         raise UserError(f"teacher.path: row 1 of {inputs.train.name}: {first.detail}")
-    own = [] if same else [f"{name} reads the rows in its own chat format"]
-    return inputs, (*notes, *own)
+    if not same:
+        notes.append(f"{name} reads the rows in its own chat format")
+    return inputs, tuple(notes)
 
 
 def _format(tokenizer: Tokenizer) -> tuple[object, ...]:
