@@ -86,6 +86,7 @@ class Shape:
         longest: int | None = None,
         reference: bool = False,
         cache: CacheType | None = None,
+        replay: bool = False,
     ) -> Trainer:
         """A trainer with random weights on one device, the whole batch in one micro-batch.
 
@@ -97,13 +98,21 @@ class Shape:
             longest: tokens of one sequence at most, where several share a row.
             reference: whether the initial weights are kept as the reference.
             cache: what the sampler's keys and values are kept in; None for the model's dtype.
+            replay: whether the trainer rounds keys and values like that too.
         """
         import jax
 
         mesh = build_mesh(MeshConfig(), jax.devices()[:1])
         adaptation = None if adapter is None else adapt(adapter, self.config)
         base = quantization(adapter)
-        model = Model(self.config, dtype=self.dtype, remat=self.remat, adapt=adaptation, quantization=base)
+        model = Model(
+            self.config,
+            self.dtype,
+            self.remat,
+            adapt=adaptation,
+            quantization=base,
+            cache_dtype=cache if replay else None,
+        )
         mine = [name for name in model.shapes if is_adapter(name) or adapter is None]
         trains: DType = self.whole if adapter is None else "float32"
         dtypes: dict[str, DType] = {name: trains if name in mine else self.dtype for name in model.shapes}

@@ -31,7 +31,7 @@ from tunix.models.families.table import FAMILIES, SIZE_NAMES
 from tunix.models.families.table import presets as published
 from tunix.models.quantization.rules import QuantizationConfig, Rule
 from tunix.recipe.recipe import Recipe
-from tunix.rollout.config import EvalConfig, EvalTask, RolloutConfig, RolloutMeshConfig
+from tunix.rollout.config import EvalConfig, EvalTask, ReplayConfig, RolloutConfig, RolloutMeshConfig
 from tunix.rollout.environments.config import AgentConfig, EnvironmentConfig, MCPConfig, MixtureConfig, RolloutSource
 from tunix.rollout.rewards.config import JudgeConfig, RewardConfig, RewardFunction
 from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig
@@ -60,6 +60,7 @@ SECTIONS: dict[str, type[Config]] = {
     "reward judge": JudgeConfig,
     "rollout": RolloutConfig,
     "rollout mesh": RolloutMeshConfig,
+    "rollout replay": ReplayConfig,
     "rollout environment": EnvironmentConfig,
     "rollout environment mcp": MCPConfig,
     "rollout environment agent": AgentConfig,

@@ -19,6 +19,8 @@ CacheType = Literal["float32", "bfloat16", "int8", "fp8"]
 GradientSums = Literal["compute", "float32"]
 LOSS_WEIGHTS = "loss_weights"
 """Name of the per-token value by which a trained token counts in the loss and its denominators, where it is given."""
+OBSERVED = "observed"
+"""Name of the per-token value that is 1 at tokens that an environment wrote, whose log-probs a loss reads too."""
 TINY_BATCH, TINY_GROUP, TINY_COMPLETION = 8, 4, 32
 """Largest sizes of a `--tiny` run: rows of a batch, completions of a prompt, tokens of a completion."""
 BaseType = Literal["nf4", "int8", "int4", "fp8"]
@@ -162,6 +164,11 @@ class AlgorithmConfig(Config):
     @property
     def learns_from_rewards(self) -> bool:
         """Whether it trains on the model's own completions by their rewards."""
+        return False
+
+    @property
+    def reads_observations(self) -> bool:
+        """Whether it learns from what an environment wrote."""
         return False
 
     @property

@@ -60,7 +60,7 @@ from jaxtyping import Array, Bool, Float, Int, Num, UInt8
 
 from tunix.errors import UserError
 
-Over = Literal["tokens", "sequences", "pairs"]
+Over = Literal["tokens", "sequences", "pairs", "observed"]
 Metrics = Mapping[str, jax.Array | float]
 """Scalars by name. They may still be on their way from the device: read them late, so that it never waits."""
 
@@ -142,6 +142,9 @@ class Sequence:
     """Where further transcripts of one episode begin, each at position 0 and seeing nothing before, e.g. `(812,)`."""
     teacher: TeacherView | None = None
     """How its teacher reads it, e.g. with a system message; None where that is as it is, or nobody teaches."""
+    candidates: np.ndarray | None = None
+    """`[T A]` int32: the ids that each token was sampled from, e.g. `[[-1, -1], [603, 651]]`, padded with -1; only -1
+    where that was every id. None where it was everywhere."""
 
 
 @jax.tree_util.register_dataclass
@@ -180,6 +183,9 @@ class Batch:
     """The experts that the policy uses, e.g. `[[[[5, 0]]]]`, -1 where its router chooses; None where it always does."""
     teacher: tuple[TeacherView, ...] | None = None
     """How a teacher reads each sequence, in their order, e.g. of 8; None where it reads the rows as they are."""
+    candidates: Int[Array | np.ndarray, "B T A"] | None = None
+    """The ids that each token was sampled from, as in `Sequence.candidates`: log-probs and entropies are of the
+    distribution over these, e.g. `[[[-1, -1], [603, 651]]]`; None where it is over all ids everywhere."""
 
 
 @jax.tree_util.register_dataclass
@@ -203,7 +209,7 @@ class LossInputs:
     batch: Batch
     """The rows that the log-probs belong to, e.g. a micro-batch of 4 rows of 2048 tokens."""
     logprobs: Float[Array, "B T"]
-    """`log p(token_t | tokens before t)` in nats, e.g. -1.2; 0 where nothing is trained."""
+    """`log p(token_t | tokens before t)` in nats, e.g. -1.2; 0 where nothing is trained, or observed (`OBSERVED`)."""
     entropy: Float[Array, "B T"] | None = None
     """Entropy in nats of the policy's distribution of token t, e.g. 0.8; None where the loss does not read it."""
     values: Float[Array, "B T"] | None = None
@@ -212,6 +218,8 @@ class LossInputs:
     """`logprobs` in nats of the weights that the run began with, without gradient, e.g. -1.4; None where not read."""
     compared: Compared | None = None
     """Student and teacher, e.g. with a `divergence` of 0.21 nats at a token; None where the loss has no divergence."""
+    above_mean: Float[Array, "B T"] | None = None
+    """How far the logit of token t is above the mean of the vocabulary's, e.g. 9.1; None where it is not read."""
 
     def per_token(self, values_S: Num[Array, "S"]) -> Num[Array, "B T"]:
         """Per-sequence values repeated at every token of their sequence."""
@@ -228,9 +236,9 @@ class Term:
     for each sequence (`sequences`) or pair (`pairs`), of which those without a trained token do not matter."""
     over: Over | float = field(metadata={"static": True}, default="tokens")
     """What the values are averaged over, e.g. `"tokens"`: the mean over all trained tokens. `"sequences"`: the mean
-    over sequences (per-token values are first averaged within each sequence). `"pairs"`: the mean over pairs. A number
-    such as 512.0: the sum over a sequence's tokens divided by it, then the mean over sequences (Dr. GRPO's constant
-    length)."""
+    over sequences (per-token values are first averaged within each sequence). `"pairs"`: the mean over pairs.
+    `"observed"`: the mean over tokens that an environment wrote. A number such as 512.0: the sum over a sequence's
+    tokens divided by it, then the mean over sequences (Dr. GRPO's constant length)."""
 
 
 @jax.tree_util.register_dataclass
@@ -291,6 +299,12 @@ class Loss:
     """Divides the logits before log-probs and entropy, e.g. 0.7: the sampler's, so that both use one distribution."""
     embedding_noise: float = 0.0
     """NEFTune's alpha, e.g. 5.0: uniform noise of `alpha / sqrt(T D)` on the embeddings while training; 0 for none."""
+    above_mean: bool = False
+    """Whether `inputs.above_mean` is read, while training; an evaluation has none."""
+
+
+MOST_TOP = 64
+"""A: alternatives whose log-probs are reported with a sampled token, at most."""
 
 
 @dataclass(frozen=True)
@@ -321,6 +335,25 @@ class Sampling:
     """A: for how many of the most likely ids log-probs are reported with each sampled token, e.g. 5."""
     prompt_logprobs: bool = False
     """Whether log-probs of the prompt's tokens are computed too, before any transform; `max_tokens` may then be 0."""
+
+    @property
+    def for_training(self) -> Sampling:
+        """The same, which also reports all that a loss has to know of the draw: the ids that each token is drawn from.
+
+        Raises:
+            UserError: these may be more than `MOST_TOP`.
+        """
+        if not self.top_k and (self.top_p < 1 or self.min_p):
+            cut = f"top_p: {self.top_p:g}" if self.top_p < 1 else f"min_p: {self.min_p:g}"
+            raise UserError(
+                f"{cut}: the ids that a token is drawn from are kept for the loss, {MOST_TOP} at most, and this may "
+                f"leave more: set top_k as well, such as {MOST_TOP}"
+            )
+        if self.top_k > MOST_TOP:
+            raise UserError(
+                f"top_k: {self.top_k}: the ids that a token is drawn from are kept for the loss: set {MOST_TOP} or less"
+            )
+        return replace(self, top_logprobs=max(self.top_logprobs, self.top_k))
 
 
 class TokenScores(NamedTuple):
@@ -355,13 +388,22 @@ class Completion:
     """(start, end) in `tokens` of what was sampled in each turn, e.g. `((0, 12),)`; an environment wrote the rest."""
     top: tuple[np.ndarray, np.ndarray] | None = None
     """`[T A]` int32 ids of the most likely tokens and `[T A]` float32 log-probs in nats, e.g. `[[603, 651]]` and
-    `[[-0.3, -1.6]]`; None unless `Sampling.top_logprobs` asks for them."""
+    `[[-0.3, -1.6]]`, -inf where an id could not be sampled; None unless `Sampling.top_logprobs` asks for them."""
     prompt_scores: TokenScores | None = None
     """Log-probs of the prompt's tokens, e.g. of `[0, -1.2]`; None unless `Sampling.prompt_logprobs` asks for them."""
     experts: np.ndarray | None = None
     """`[T L k]` int16: experts that prompt and completion used, e.g. `[[[5, 0]]]`; -1, or None, where not known."""
     restarts: tuple[int, ...] = ()
     """Where in `tokens` further transcripts of the episode begin, with prompts of their own, e.g. `(780,)`."""
+
+    @property
+    def candidates(self) -> np.ndarray | None:
+        """`[T A]` int32: the ids that each sampled token was drawn from, e.g. `[[603, 651], [1, -1]]`, padded with -1,
+        and -1 where an environment wrote; None where `Sampling.top_k` cuts nothing."""
+        if self.top is None or not self.sampling.top_k:
+            return None
+        ids, logprobs = self.top
+        return np.where(np.isfinite(logprobs) & self.drawn[:, None], ids, -1)
 
     @property
     def drawn(self) -> np.ndarray:
@@ -372,8 +414,17 @@ class Completion:
         return mask
 
 
-Reply = Callable[[int, Completion], np.ndarray | None]
-"""An environment: (request, its completion so far) -> `[T]` tokens of an observation, or None when the episode ends."""
+class Restart(NamedTuple):
+    """What the model reads next where that does not begin with all that it has read and written, such as a template's
+    rendering without earlier thoughts: another transcript of the episode."""
+
+    prompt: np.ndarray
+    """`[T]` int32 token ids, all of them, e.g. `[2, 651, 603]`."""
+
+
+Reply = Callable[[int, Completion], np.ndarray | Restart | None]
+"""An environment: (request, its completion so far) -> `[T]` tokens of an observation, another transcript, or None when
+the episode ends."""
 OnDone = Callable[[int, Completion], bool]
 """Called with (request, its completion) once it has ended; returns whether that is enough: others are paused then."""
 

@@ -7,10 +7,13 @@ import pytest
 
 from tunix.algorithms.advantages import (
     batch_normalised,
+    discounted,
     gdpo,
     group_advantages,
     has_signal,
     kl_rewards,
+    length_rewards,
+    of_high_covariance,
     overlong_penalty,
     weighted_sum,
     whitened,
@@ -19,7 +22,17 @@ from tunix.algorithms.ppo.loss import adapted_kl, explained_variance, gae
 from tunix.errors import UserError
 
 NAN = float("nan")
-KINDS = ("mean", "mean_std", "mean_relative", "leave_one_out", "leave_one_out_std", "median", "batch", "mean_batch")
+KINDS = (
+    "mean",
+    "mean_std",
+    "mean_relative",
+    "leave_one_out",
+    "leave_one_out_std",
+    "median",
+    "batch",
+    "mean_batch",
+    "mean_batch_std",
+)
 REWARDS = np.array([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
 
 
@@ -45,6 +58,8 @@ REWARDS = np.array([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
         ("batch", [[-0.5, -1.5, -1.5, 1.5], [0.5, 0.5, 0.5, 0.5]]),
         # Deviations from the groups' means have mean 0 and squares' sum 6 over eight: variance .75.
         ("mean_batch", [[0, -(0.75**-0.5), -(0.75**-0.5), 2 * 0.75**-0.5], [0, 0, 0, 0]]),
+        # The same over the deviation of all eight rewards, 1.
+        ("mean_batch_std", [[0, -1, -1, 2], [0, 0, 0, 0]]),
     ],
 )
 def test_group_advantages_by_hand(kind, expected):
@@ -63,7 +78,7 @@ def test_maxrl_divides_by_the_success_rate():
 @pytest.mark.parametrize(
     ("kind", "variance"),
     # The sums of squares above, 6 of four, 8 of eight and 6 of eight, over one less.
-    [("mean_std", 6 / 3), ("batch", 8 / 7), ("mean_batch", 6 / 7)],
+    [("mean_std", 6 / 3), ("batch", 8 / 7), ("mean_batch", 6 / 7), ("mean_batch_std", 8 / 7)],
 )
 def test_the_samples_deviation_divides_by_one_less(kind, variance):
     centred = REWARDS - (1.5 if kind == "batch" else REWARDS.mean(axis=1, keepdims=True))
@@ -196,6 +211,16 @@ def test_overlong_penalty_falls_over_the_buffer():
     np.testing.assert_allclose(overlong_penalty(lengths, 20, 4), [[0, 0, -0.25], [-0.5, -1, -1]])
 
 
+def test_length_rewards_by_hand():
+    """Kimi k1.5, sec. 2.3.3. Lengths 10 to 30: 1/2 - 0, 1/2 - 10 / 20, 1/2 - 20 / 20; a wrong one has 0 at most; the
+    longest failed in the last group but one; equal lengths say nothing."""
+    lengths = np.array([[10, 20, 30, 30], [10, 20, 30, 25], [10, 20, 99, 10], [7, 7, 7, 7]])
+    rewards = np.array([[1, 1, 1, 0.5], [0, 0, 0, -1], [1, 1, np.nan, 0], [1, 0, 1, 0]])
+    expected = [[0.5, 0, -0.5, -0.5], [0, 0, -0.5, -0.25], [0.5, -0.5, 0, 0], [0, 0, 0, 0]]
+    np.testing.assert_allclose(length_rewards(rewards, lengths), expected)
+    assert length_rewards(np.full((1, 2), np.nan), np.array([[3, 5]])).tolist() == [[0, 0]]
+
+
 def test_kl_rewards_by_hand():
     policy, reference = np.array([0.0, -1.0, -2.0, -9.0]), np.array([0.0, -1.5, -1.0, -2.0])
     drawn = np.array([False, True, True, False])
@@ -261,6 +286,30 @@ def test_gae_between_its_extremes():
 def test_gae_refuses_a_reward_that_no_action_earned():
     with pytest.raises(ValueError, match="the reward 3 at token 0"):
         gae(np.array([3.0, 1.0]), np.zeros(2), np.array([False, True]), 1.0, 1.0)
+
+
+def test_tokens_of_high_covariance_by_hand():
+    """Log-probs -1 -1 | -9 -1, mean -3; advantages 2 2 | -2 -2, mean 0: covariances 4 4 | 12 -4. Half of four tokens
+    are the highest two; those between 1 and 5 are the first two, of which a quarter is one."""
+    logprobs, advantages = ([np.array([0.0, *x]) for x in xs] for xs in (([-1, -1], [-9, -1]), ([2, 2], [-2, -2])))
+    masks = [np.array([False, True, True])] * 2
+    found = of_high_covariance(logprobs, advantages, masks, "kl", 0.5, 0)
+    assert [x.tolist() for x in found] == [[False, True, False], [False, True, False]]
+    found = of_high_covariance(logprobs, advantages, masks, "clip", 0.5, 0)
+    assert [x.tolist() for x in found] == [[False, True, True], [False, False, False]]
+    drawn = {of_high_covariance(logprobs, advantages, masks, "clip", 0.01, seed)[0].tobytes() for seed in range(20)}
+    assert len(drawn) == 2
+    assert all(np.frombuffer(x, bool).sum() == 1 for x in drawn)
+    nothing = [np.zeros(3, bool)] * 2
+    assert not np.any(of_high_covariance(logprobs, advantages, nothing, "kl", 0.5, 0))
+
+
+def test_discounted_steps_over_what_an_environment_wrote():
+    """gamma 1/2: 4; 2 + 4 / 2; an observation; 1 + 4 / 2."""
+    drawn = np.array([False, True, False, True, True])
+    found = discounted(np.array([0.0, 1.0, 0.0, 2.0, 4.0]), drawn, 0.5)
+    assert found.tolist() == [0.0, 3.0, 0.0, 4.0, 4.0]
+    assert discounted(np.zeros(2), np.zeros(2, bool), 0.5).tolist() == [0, 0]
 
 
 def test_whitened_over_the_tokens_of_all_sequences():

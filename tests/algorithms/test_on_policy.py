@@ -5,6 +5,7 @@ its number is its reward, `!` makes the reward fail, `~` was cut off at the limi
 token. Log-probs are -1 everywhere, the reference's -1.5, and the critic values the state before token t at t / 10.
 """
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 
 from tunix.algorithms.base import Needs, Update
+from tunix.algorithms.episodes import observed
 from tunix.algorithms.grpo import algorithm as grpo_module
 from tunix.algorithms.grpo.algorithm import GRPO
 from tunix.algorithms.grpo.config import PRESETS
@@ -30,13 +32,14 @@ from tunix.data.packing import pack
 from tunix.data.pipeline import Prompts
 from tunix.data.sources import Rows
 from tunix.data.tokenizer import bytes_tokenizer
+from tunix.data.types import Prompt
 from tunix.errors import Doubtful, UserError
 from tunix.protocols import Client
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.scorer import Scorer
-from tunix.rollout.types import Clock
+from tunix.rollout.types import Clock, Scored
 from tunix.types import (
     Batch,
     Completion,
@@ -332,6 +335,18 @@ def test_every_token_is_credited_with_what_is_still_to_come(std: str, deviation:
 # --- Failures -------------------------------------------------------------------------------------------------------
 
 
+def test_returns_of_tokens_are_discounted():
+    """Rewards 1 and 2 at the last of 1 and 3 tokens, gamma 1/2, KL -.1 x .5 at each: returns .95; and from the last one
+    1.95, .925 and .4125. Their mean is 1.059375, and the squares of the distances sum to 1.24168."""
+    client = Fake("1", "2..")
+    settings = {"group_size": 1, "advantage": "batch", "kl": 0.1, "kl_in": "reward", "kl_estimator": "k1"}
+    updated(grpo(**settings, token_returns=True, gamma=0.5, std_eps=1e-9), client)
+    (first, second) = trained(client.steps[0][1], "advantages")
+    scale = (1.24168 / 4) ** 0.5
+    expected = [(x - 1.059375) / scale for x in (0.95, 0.4125, 0.925, 1.95)]
+    np.testing.assert_allclose([*first, *second], expected, rtol=1e-5)
+
+
 def test_a_failure_has_weight_0_and_no_influence():
     """Rewards 1, 2 and a failure: the mean is 1.5, whatever the third would have been."""
     client = Fake("1", "2", "99!")
@@ -347,7 +362,7 @@ def test_a_failure_has_weight_0_and_no_influence():
     assert note.startswith(
         "1 rewards failed and are left out, for instance worth raised ValueError: as the script says ("
     )
-    assert note.endswith("test_on_policy.py, line 129)")
+    assert note.endswith("test_on_policy.py, line 132)")
     last = update.samples[-1]
     assert last["rewards"] == {"worth": None}
     assert last["failures"] == {"worth": note.partition("for instance ")[2]}
@@ -438,6 +453,23 @@ def test_overlong_answers_are_worth_less():
     assert update.metrics["reward/mean"] == 1.0  # what the reward said
     assert update.metrics["reward/signal"] == 1.0  # and yet there is something to learn
     assert update.notes == ()
+
+
+def test_the_shorter_of_right_answers_are_worth_more():
+    """1, 3 and 5 tokens: 1 + .2 (1/2, 0 and -1/2), so that the advantages of `mean` are .1, 0 and -.1."""
+    client = Fake("1", "1..", "1....")
+    update = updated(grpo(length_penalty=0.2, group_size=3), client, prompts=1)
+    (first, second, third) = trained(client.steps[0][1], "advantages")
+    np.testing.assert_allclose([first[0], *second, *third], [0.1, *[0.0] * 3, *[-0.1] * 5], atol=1e-7)
+    assert (update.metrics["reward/mean"], update.metrics["reward/signal"]) == (1.0, 1.0)
+
+
+def test_the_tokens_of_highest_covariance_are_told_to_the_loss():
+    """The sampler's log-probs are all -1, so that every covariance is 0: of equal ones the first; half of four tokens
+    are two."""
+    client = Fake("1", "2..")
+    updated(grpo(covariance=("kl", 0.5), group_size=2), client, prompts=1)
+    assert trained(client.steps[0][1], "covariant") == [[1.0], [1.0, 0.0, 0.0]]
 
 
 class Doubling(Fake):
@@ -540,6 +572,20 @@ def test_grpo_credits_all_turns_and_none_of_what_was_observed():
     assert update.metrics["rollout/turns"] == 2
     assert update.metrics["rollout/length"] == 2
     assert update.metrics["reward/environment"] == 2.5
+    # Of ECHO's term: `more` of both, and nothing else.
+    client = Fake("1|0", "4|0")
+    updated(grpo(observation_weight=0.1), client, prompts=1, environment=f"{BARGAINS}:Bargain", scored=False)
+    batch = client.steps[0][1]
+    observed = np.asarray(batch.per_token["observed"])[np.asarray(batch.sequence_ids) == 1][: PROMPT + 6]
+    assert observed.tolist() == [0.0] * (PROMPT + 1) + [1.0] * 4 + [0.0]
+    assert float(batch.counts["observed"]) == 8
+
+
+def test_prompts_of_further_transcripts_are_no_observations():
+    """A turn, an observation, a second transcript of two prompt tokens with a turn, a third that was never answered."""
+    made = _completion([0] * 7, [(0, 1), (4, 5)], "stop")
+    episode = Scored(Prompt(np.zeros(2, np.int32), "", {}), replace(made, restarts=(2, 6)), "", {"right": 1.0})
+    assert observed(episode).tolist() == [0, 0, 0, 1, 0, 0, 0, 1, 0]
 
 
 def test_ppo_credits_a_turn_on_its_last_token():
@@ -642,6 +688,26 @@ def test_ppo_credits_each_seat_with_what_it_earned_later():
     first, second = trained(client.steps[0][1], "advantages")
     assert first == pytest.approx([-1 - 0.3, 1 - 0.8])
     assert second == pytest.approx([1 - 0.3, -1 - 0.8, 1 - 1.3])
+
+
+@pytest.mark.parametrize("make", [grpo, ppo])
+def test_the_coefficient_of_the_entropy_follows_the_completions(make: Callable[..., PolicyGradient]):
+    """The sampler's log-probs are -1, so that the entropy is 1: below a target of 1.5 the coefficient rises from .02 by
+    .005 a step, and counts; above one of .5 it falls, and does not. A run that goes on from its checkpoint is there."""
+    for target, counts, after in ((1.5, [0.02, 0.025], 0.03), (0.5, [0.0, 0.0], 0.01)):
+        algorithm, client = make(entropy_bonus=0.02, entropy_target=target), Fake(*"1011")
+        with rollouts(prompts=1) as data:
+            algorithm.update(client, data)
+            resumed = make(entropy_bonus=0.02, entropy_target=target)
+            resumed.set_state(json.loads(json.dumps(algorithm.get_state())))
+            update = resumed.update(client, data)
+        batches = [batch for name, batch in client.steps if name == "policy"]
+        found = [float(batch.per_sequence["entropy_coefficient"][0]) for batch in batches]
+        assert found == pytest.approx(counts)
+        assert update.metrics["policy/entropy_coefficient"] == pytest.approx(counts[1])
+        assert resumed.get_state()["entropy"] == pytest.approx(after)
+        assert algorithm.needs.entropy
+    assert "entropy" not in make().get_state()
 
 
 def test_the_kl_coefficient_follows_what_was_measured():

@@ -29,12 +29,14 @@ def plain(
     needed: jax.Array,
     softcap: float | None,
     temperature: float,
+    possible: jax.Array | bool = True,
 ):
     logits = jnp.einsum("BTD,VD->BTV", hidden, table)
     logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
-    log_p = jax.nn.log_softmax(logits / temperature)
+    log_p = jax.nn.log_softmax(logits / temperature, where=jnp.broadcast_to(possible, logits.shape))
     taken = jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0]
-    return jnp.where(needed, taken, 0), jnp.where(needed, -(jnp.exp(log_p) * log_p).sum(-1), 0)
+    own = jnp.where(possible, jnp.exp(log_p) * jnp.where(possible, log_p, 0), 0)
+    return jnp.where(needed, taken, 0), jnp.where(needed, -own.sum(-1), 0)
 
 
 SPLITS = pytest.mark.parametrize(("tokens", "logits"), [(2048, 1 << 24), (4 * B, 1 << 24), (5 * B, 1500), (B, 1)])
@@ -60,6 +62,51 @@ def test_values_and_gradients_equal_the_plain_head(arrays, monkeypatch, softcap,
     (_, values), gradients = jax.value_and_grad(ours, (0, 1), has_aux=True)(hidden, table)
     (_, expected), wanted = jax.value_and_grad(theirs, (0, 1), has_aux=True)(hidden, table)
     for found, right in zip((*values, *gradients), (*expected, *wanted), strict=True):
+        np.testing.assert_allclose(found, right, rtol=2e-5, atol=2e-5)
+
+
+@BENT
+@SPLITS
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("entropy", [True, False])
+def test_over_candidates_alone(arrays, monkeypatch, softcap, temperature, tokens, logits, trained, entropy):
+    """The distribution over the ids that a token was sampled from: up to five, of the last one's chunk or of others,
+    or all where none is listed."""
+    monkeypatch.setattr(blocks, "BLOCK_TOKENS", tokens)
+    monkeypatch.setattr(blocks, "CHUNK_LOGITS", logits)
+    hidden, table, targets, needed = arrays
+    keys = jax.random.split(jax.random.key(7), 3)
+    others = jax.random.randint(keys[0], (B, T, 4), 0, V)
+    candidates = jnp.where(jnp.arange(4) < jax.random.randint(keys[1], (B, T, 1), 0, 5), others, -1)
+    candidates = jnp.concatenate([targets[..., None], candidates], -1).at[:, ::4].set(-1)
+    listed = jnp.any(candidates[..., None] == jnp.arange(V), -2)
+    possible = listed | (candidates[..., :1] < 0)
+    pull = jax.random.normal(keys[2], (2, B, T))
+
+    def total(values):
+        return sum(jnp.sum(p * v) for p, v in zip(pull[: 1 + entropy], values, strict=False)), values
+
+    def ours(hidden, table):
+        return total(
+            token_logprobs(
+                hidden,
+                table if trained else jax.lax.stop_gradient(table),
+                targets,
+                needed,
+                softcap=softcap,
+                entropy=entropy,
+                temperature=temperature,
+                candidates=candidates,
+            )
+        )
+
+    def theirs(hidden, table):
+        table = table if trained else jax.lax.stop_gradient(table)
+        return total(plain(hidden, table, targets, needed, softcap, temperature, possible))
+
+    (_, values), gradients = jax.value_and_grad(ours, (0, 1), has_aux=True)(hidden, table)
+    (_, expected), wanted = jax.value_and_grad(theirs, (0, 1), has_aux=True)(hidden, table)
+    for found, right in zip((*values[: 1 + entropy], *gradients), (*expected[: 1 + entropy], *wanted), strict=True):
         np.testing.assert_allclose(found, right, rtol=2e-5, atol=2e-5)
 
 

@@ -102,8 +102,9 @@ def test_a_mistake_of_any_kind_is_a_message_and_no_traceback():
 @pytest.mark.parametrize(
     ("section", "value", "message"),
     [
-        ("algorithm", {"name": "dpo", "loss": ["sigmoid"]}, r'algorithm.loss: \["sigmoid"\] is not one of'),
-        ("algorithm", {"name": "dpo", "loss": {"sigmoid": 1}}, "algorithm.loss: .* is not one of"),
+        ("algorithm", {"name": "dpo", "loss": ["sigmoid"]}, r'algorithm.loss: \["sigmoid"\] is neither .* a mapping'),
+        ("algorithm", {"name": "dpo", "loss": {"simpo": 1}}, "algorithm.loss.simpo: 'simpo' is not one of"),
+        ("algorithm", {"name": "dpo", "loss": {"sigmoid": [1]}}, r"algorithm.loss.sigmoid: \[1\]"),
         (
             "quantization",
             {"rules": [{"module": "q_proj", "weights": {}}]},

@@ -364,6 +364,12 @@ def test_what_the_command_line_says_of_a_stage_is_not_capped_either(tmp_path: Pa
     assert (first.steps, second.steps) == (10, 50)
 
 
+def test_without_an_environment_nothing_is_observed():
+    section = {"name": "grpo", "observation_weight": 0.1}
+    with pytest.raises(UserError, match=r"algorithm.observation_weight: changes nothing without an environment"):
+        build(algorithm=section, reward={"functions": ["length"]})
+
+
 def test_what_the_command_line_says_is_not_capped(tmp_path: Path):
     path = written(tmp_path, build())
     recipe = Recipe.load(path, ["steps=50", "epochs=null", "output=runs/here", "data.max_length=256"], tiny=True)

@@ -69,7 +69,10 @@ def last(run: str = "run") -> dict[str, Any]:
     ("words", "said"),
     [
         (["data.completion_length=0"], ["data.completion_length", "is not a number above 0"]),
-        (["rollout.top_p=0.9"], ["rollout", "top_p cuts the distribution off", "Set temperature"]),
+        (["rollout.top_p=0.9"], ["rollout", "top_p: 0.9 leaves any number of ids", "set top_k as well, such as 64"]),
+        (["rollout.min_p=0.1"], ["rollout", "min_p: 0.1 leaves any number of ids", "set top_k as well, such as 64"]),
+        (["rollout.replay={cache: true}"], ["rollout", "replay.cache: of no effect without cache_dtype"]),
+        (["rollout.top_k=65"], ["rollout.top_k", "65", "64"]),
         (["rollout.temperature=0"], ["rollout.temperature", "is not a number above 0"]),
         (["algorithm.preset=dappo"], ["algorithm.preset", "dappo", "dapo"]),
         (["algorithm.group_size=1"], ["group_size", "a group of one has nothing to be compared with"]),

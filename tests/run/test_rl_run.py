@@ -17,7 +17,7 @@ from tests.tiny_runs import ADAPTER, lines, losses, metrics, model_folder, train
 from tunix.cli import main
 from tunix.models.model import Params
 from tunix.rollout.engine.engine import Engine
-from tunix.types import Request
+from tunix.types import Completion, Request
 
 PLAIN = {"rollout__temperature": 0.7, "algorithm": {"name": "grpo", "group_size": 4, "updates": 2, "kl": 0.05}}
 
@@ -74,6 +74,44 @@ def test_mesh_passes_and_recomputing_do_not_change_the_losses(plain: Path, tmp_p
     for one, other in zip(steps("run"), steps(plain), strict=True):
         assert one["reward/mean"] == pytest.approx(other["reward/mean"], abs=1e-6)
         assert one["mismatch/max"] < 1e-4
+
+
+CUT = {"rollout__temperature": 0.8, "rollout__top_k": 20, "rollout__top_p": 0.9, "rollout__min_p": 0.01}
+
+
+def test_truncated_sampling_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Log-probs, the reference's and the entropy are over the ids that each token was drawn from, at every update."""
+    monkeypatch.chdir(tmp_path)
+    algorithm = {**PLAIN["algorithm"], "entropy_bonus": 1e-3}
+    train(str(write_policy(tmp_path, **CUT, algorithm=algorithm)))
+    for row in steps("run"):
+        assert row["mismatch/max"] < 1e-5
+        assert row["compile/count"] == 0
+        assert 0 < row["policy/entropy"] < math.log(20)
+    # The start is the reference: over the same ids they agree.
+    assert steps("run")[0]["kl/reference"] < 0.05
+    monkeypatch.setattr(Completion, "candidates", None)
+    train(str(write_policy(tmp_path, **CUT, algorithm=algorithm, output="not", rollout__mismatch_tolerance=9.0)))
+    assert min(row["mismatch/max"] for row in steps("not")) > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm": {"name": "ppo", "group_size": 4}},
+        {"algorithm": {"name": "grpo", "group_size": 4, "old_logprobs": "recompute", "updates": 2}},
+        {"algorithm": {"name": "dpo", "online": True, "group_size": 4}},
+        {"rollout__max_staleness": 2, "rollout__oversample": 1.5, "rollout__mesh": {"devices": 4}},
+        {"rollout__speculate": 3},
+        {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_truncated_sampling_is_replayed_in_every_way_to_sample(changes, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(str(write_policy(tmp_path, **CUT, **changes)))
+    assert max(row["mismatch/max"] for row in steps("run")) < 1e-5
 
 
 # --- The gate -------------------------------------------------------------------------------------------------------

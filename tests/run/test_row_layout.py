@@ -142,6 +142,7 @@ def test_pairs_are_no_group():
         # A rounded cache counts where it rounds more than the model does.
         ("float32", {"cache_dtype": "int8"}, 1.0),
         ("bfloat16", {"cache_dtype": "float32"}, 0.25),
+        ("float32", {"cache_dtype": "int8", "replay": {"cache": True}}, 1e-3),
         ("float32", {"engine": "vllm", "servers": ["http://host:8000"]}, 0.01),
         ("bfloat16", {"mismatch_tolerance": 0.5}, 0.5),
     ],

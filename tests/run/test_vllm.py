@@ -4,6 +4,7 @@ Slow, and skipped where there is none: TUNIX_VLLM names the Python of its enviro
 """
 
 import json
+import math
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -91,6 +92,15 @@ def test_steps_are_sampled_ahead(tmp_path: Path):
             assert {row["rollout/staleness/max"] for row in rows} <= {0, 1}
             # Tokens of earlier weights are left out of it.
             assert all(row["mismatch/max"] < 1e-4 for row in rows)
+
+
+def test_truncated_sampling_is_replayed(tmp_path: Path):
+    model = family_folder(tmp_path / "model", "llama")
+    with real(model, tmp_path / "log") as url:
+        on(url, model, rollout__top_k=10, rollout__top_p=0.5)
+        train("r.yaml")
+    alike()
+    assert max(row["policy/entropy"] for row in steps("run")) < math.log(10)
 
 
 def test_stop_strings(tmp_path: Path):

@@ -11,14 +11,15 @@ from tests.marks import slow
 from tests.trainers import PLAIN, RICH, sequences, trainer
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
-from tunix.config import LOSS_WEIGHTS, MeshConfig
+from tunix.config import LOSS_WEIGHTS, OBSERVED, MeshConfig
 from tunix.data.packing import pack
+from tunix.errors import UserError
 from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh, compiler_options
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.perf import Compilations
 from tunix.trainer.step import reduce
-from tunix.types import Batch, Sequence, Term
+from tunix.types import Batch, Loss, LossOutputs, Sequence, Term
 from tunix.util.exact import jit
 
 SFT_LOSS = SFT(SFTConfig()).objective
@@ -282,6 +283,43 @@ def test_evaluation_has_no_noise():
     client = trainer()
     assert client.evaluate([batch], noisy) == client.evaluate([batch], SFT_LOSS)
     assert float(client.forward_backward(batch, noisy)["train/loss"]) != client.evaluate([batch], noisy)["eval/loss"]
+
+
+def test_observed_tokens_have_log_probs_and_a_mean_of_their_own():
+    """The loss over observed tokens is SFT's where these are the trained ones; packed or not, in one pass or two."""
+    rows = sequences(6)
+    observed = [replace(x, loss_mask=~x.loss_mask & (np.arange(len(x.tokens)) > 0)) for x in rows]
+    marked = [
+        replace(x, per_token={OBSERVED: y.loss_mask.astype(np.float32)}) for x, y in zip(rows, observed, strict=True)
+    ]
+    loss = Loss(lambda inputs: LossOutputs({"seen": Term(-inputs.logprobs, "observed")}))
+    expected = gradients(trainer(), pack(observed, 6, 24, packing=True))
+    for packing in (True, False):
+        value, found = gradients(trainer(rows=4), pack(marked, 6, 24, packing=packing), loss)
+        assert value == pytest.approx(expected[0], rel=1e-5)
+        assert_close(found, expected[1])
+
+
+def test_label_smoothing_is_the_cross_entropy_with_a_smoothed_target():
+    """As transformers' LabelSmoother, from all logits; an evaluation has none, and softcapped logits are refused."""
+    batch, client = pack(sequences(6), 6, 24, packing=True), trainer()
+    smoothed = SFT(SFTConfig(label_smoothing=0.2)).objective
+    model, kept = client.learner.spec.model, jnp.asarray(batch.weights)[batch.sequence_ids] * batch.loss_mask
+
+    def expected(params):
+        hidden = model.forward(params, *map(jnp.asarray, (batch.tokens, batch.positions, batch.segment_ids)))[0]
+        log_p = jnp.pad(jax.nn.log_softmax(model.logits(params, hidden))[:, :-1], ((0, 0), (1, 0), (0, 0)))
+        taken = jnp.take_along_axis(log_p, jnp.asarray(batch.tokens)[..., None], -1)[..., 0]
+        return -jnp.sum(kept * (0.8 * taken + 0.2 * jnp.mean(log_p, -1))) / jnp.sum(kept)
+
+    value, slopes = jax.value_and_grad(expected)(client.learner.params)
+    loss, found = gradients(client, batch, smoothed)
+    assert loss == pytest.approx(float(value), rel=1e-5)
+    assert loss != pytest.approx(gradients(client, batch)[0], rel=1e-3)
+    assert_close(found, jax.device_get(slopes))
+    assert client.evaluate([batch], smoothed) == client.evaluate([batch], SFT_LOSS)
+    with pytest.raises(UserError, match="logits are softcapped"):
+        gradients(trainer(replace(PLAIN, logit_softcap=30.0)), batch, smoothed)
 
 
 @pytest.mark.slow

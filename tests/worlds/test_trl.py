@@ -15,6 +15,7 @@ import pytest
 
 from tests import tool_games, tool_runs
 from tests.data.test_chat import made
+from tests.rollout.environments.test_history import SPECIALS, TURNS, Asks, played, prompts, shown
 from tunix.data.chat import render_continuation, render_prompt
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.tool_calls import MARKUPS, Call, markup_of, parse, typed
@@ -286,3 +287,16 @@ def test_a_model_learns_in_an_environment_of_trl(tmp_path: Path):
     environment = {"trl": "tests.tool_games:Vault", "options": options, "turns": 3}
     tool_runs.assert_learns(tmp_path / "grpo", start, environment)
     tool_runs.assert_resumes(tmp_path / "killed", start, environment)
+
+
+@pytest.mark.parametrize(("name", "begun"), [("qwen3", ""), ("qwen3_5_think", "<think>\n")])
+@pytest.mark.parametrize("cuts", [False, True])
+def test_turns_of_thinking_models_read_what_their_own_templates_show(name: str, begun: str, cuts: bool):
+    """Five turns under the templates that TRL has of Qwen 3 and 3.5, one of which begins a turn within the thought."""
+    template = (templates() / f"{name}.jinja").read_text()
+    tokenizer = made(template, SPECIALS, eos="<|im_end|>")
+    said = [text.removeprefix(begun) for text in TURNS]
+    completion, prompt, episodes = played(Asks(cuts), tokenizer, said, "<|im_end|>")
+    assert prompts(completion, prompt) == shown(tokenizer, Asks(cuts), said)
+    assert len(completion.restarts) >= 2
+    assert episodes.scores == [1.0]

@@ -1,15 +1,16 @@
 """From rewards to advantages, in numpy on the host, once per batch of rollouts.
 
-Rewards `[P G]`, NaN where a sample failed -> `weighted_sum`, `overlong_penalty`, `kl_rewards` -> `group_advantages`
-or `gdpo`. A failed sample is no zero: it is left out of every baseline, its advantage is 0, and the caller gives it
-weight 0.
+Rewards `[P G]`, NaN where a sample failed -> `weighted_sum`, `overlong_penalty`, `length_rewards`, `kl_rewards` ->
+`group_advantages` or `gdpo`. A failed sample is no zero: it is left out of every baseline, its advantage is 0, and the
+caller gives it weight 0.
 
 Axes: P prompts, G group, T time.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence as List
-from typing import cast
+from itertools import accumulate
+from typing import Literal, cast
 
 import numpy as np
 from jaxtyping import Bool, Float, Num
@@ -17,6 +18,9 @@ from jaxtyping import Bool, Float, Num
 from tunix.algorithms.config import Advantage, Std
 from tunix.algorithms.ops import Estimator, kl_estimate
 from tunix.errors import UserError
+
+COVARIANCE_BOUNDS = (1.0, 5.0)
+"""Covariances that Clip-Cov leaves out are between these, by its authors' configuration in verl."""
 
 FREEDOM = {"population": 0, "sample": 1}
 """Subtracted from n before it divides the squares, by the kind of standard deviation."""
@@ -37,6 +41,7 @@ def group_advantages(
     | median | R - median(group) | the robust location in place of the mean |
     | batch | (R - mean(batch)) / (std(batch) + eps) | REINFORCE++, Hu et al. 2025, https://arxiv.org/abs/2501.03262 |
     | mean_batch | R - mean(group), then divided by the batch's std | REINFORCE++-baseline, same paper |
+    | mean_batch_std | (R - mean(group)) / (std(batch) + eps) | Lite PPO, 2025, https://arxiv.org/abs/2508.08221 |
 
     std is the population's (divided by n), so that a group's advantages have variance 1; several libraries use the
     sample's (n - 1), which scales all of them by sqrt((n - 1) / n). Where a group has one valid sample there is nothing
@@ -74,6 +79,10 @@ def group_advantages(
                 "give rewards of 0 and more (1 for success, as in the paper), or take advantage: mean"
             )
         return centred / np.where(mean > 0, mean, 1.0)
+    if kind == "mean_batch_std":
+        scores = rewards_PG[valid]
+        squares = np.square(scores - scores.sum() / max(scores.size, 1)).sum()
+        return centred / (np.sqrt(squares / max(scores.size - FREEDOM[std], 1)) + eps)
     if kind == "leave_one_out":
         # R_i - (sum - R_i) / (n - 1) = (R_i - mean) n / (n - 1)
         return centred * number / np.maximum(number - 1, 1)
@@ -160,6 +169,23 @@ def overlong_penalty(lengths: Num[np.ndarray, "*shape"], limit: int, buffer: int
     return np.clip((limit - buffer - lengths) / buffer, -1.0, 0.0)
 
 
+def length_rewards(rewards_PG: Num[np.ndarray, "P G"], lengths_PG: Num[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
+    """How short a completion is within its group: `1/2 - (length - shortest) / (longest - shortest)`, and of a
+    completion that is wrong that or 0, whichever is less; 0 where all lengths are equal.
+
+    Kimi k1.5, https://arxiv.org/abs/2501.12599, sec. 2.3.3. A reward above 0 counts as right.
+
+    Args:
+        rewards_PG: NaN where a sample failed; it has 0, and its length plays no part.
+        lengths_PG: sampled tokens.
+    """
+    valid = ~np.isnan(rewards_PG)
+    longest = np.where(valid, lengths_PG, 0).max(axis=1, keepdims=True)
+    shortest = np.where(valid, lengths_PG, longest).min(axis=1, keepdims=True)
+    short = np.where(longest > shortest, 0.5 - (lengths_PG - shortest) / np.maximum(longest - shortest, 1), 0.0)
+    return np.where(valid, np.where(rewards_PG > 0, short, np.minimum(short, 0.0)), 0.0)
+
+
 def kl_rewards(
     policy_T: Float[np.ndarray, "T"],
     reference_T: Float[np.ndarray, "T"],
@@ -176,6 +202,58 @@ def kl_rewards(
     """
     difference = np.where(drawn_T, policy_T - reference_T, 0.0)
     return -coefficient * cast(np.ndarray, kl_estimate(difference, estimator, limit))
+
+
+def discounted(rewards_T: Num[np.ndarray, "T"], drawn_T: Bool[np.ndarray, "T"], gamma: float) -> Float[np.ndarray, "T"]:
+    """The return of each sampled token, `R_i = r_i + gamma R_(i+1)` over sampled tokens; 0 elsewhere.
+
+    REINFORCE++, Hu et al. 2025, https://arxiv.org/abs/2501.03262. An environment's tokens between them are no actions,
+    and nothing is discounted there.
+    """
+    returns = np.zeros(len(rewards_T))
+    backwards = accumulate(rewards_T[drawn_T][::-1].tolist(), lambda later, reward: reward + gamma * later)
+    returns[drawn_T] = list(backwards)[::-1]
+    return returns
+
+
+def of_high_covariance(
+    logprobs: List[Num[np.ndarray, "..."]],
+    advantages: List[Num[np.ndarray, "..."]],
+    masks: List[Bool[np.ndarray, "..."]],
+    kind: Literal["clip", "kl"],
+    share: float,
+    seed: int,
+) -> list[Bool[np.ndarray, "..."]]:
+    """The tokens whose `(log p - mean log p) (A - mean A)` is high, means over all tokens of the batch: what lowers the
+    entropy most.
+
+    Cui et al. 2025, https://arxiv.org/abs/2505.22617. kl: the highest ones (KL-Cov). clip: random ones of those between
+    `COVARIANCE_BOUNDS` (Clip-Cov). The paper recomputes them for each update; here they are those of the policy before
+    the updates, so that no micro-batch plays a part.
+
+    Args:
+        logprobs: of each sequence.
+        advantages: of each sequence.
+        masks: tokens that count.
+        kind: which tokens.
+        share: of all tokens, at least one.
+        seed: for `clip`.
+    """
+    p, a = (np.concatenate([x[mask] for x, mask in zip(xs, masks, strict=True)]) for xs in (logprobs, advantages))
+    chosen, ends = np.zeros(p.size, bool), np.cumsum([mask.sum() for mask in masks])
+    if p.size:
+        covariance, number = (p - p.mean()) * (a - a.mean()), max(1, int(share * p.size))
+        order = np.argsort(-covariance, kind="stable")
+        if kind == "clip":
+            low, high = COVARIANCE_BOUNDS
+            order = np.random.default_rng(seed).permutation(
+                order[(low < covariance[order]) & (covariance[order] < high)]
+            )
+        chosen[order[:number]] = True
+    selected = [np.zeros(mask.shape, bool) for mask in masks]
+    for x, mask, part in zip(selected, masks, np.split(chosen, ends[:-1]), strict=True):
+        x[mask] = part
+    return selected
 
 
 def whitened(

@@ -85,9 +85,12 @@ class Algorithm(ABC):
         Args:
             config: the recipe's `algorithm` section, of this class's `Config`.
             sampling: how completions are sampled, for algorithms that train on the policy's completions.
+
+        Raises:
+            UserError: the sampling is cut off in a way that the loss cannot replay (`Sampling.for_training`).
         """
         self.config = config
-        self.sampling = sampling or Sampling()
+        self.sampling = (sampling or Sampling()).for_training
 
     @abstractmethod
     def loss(self, inputs: LossInputs) -> LossOutputs:

@@ -18,8 +18,17 @@ from tunix.errors import UserError
 Settings = Mapping[str, Any]
 NonNegative = Annotated[float, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]
+Unit = Annotated[float, Field(ge=0, le=1)]
 Advantage = Literal[
-    "mean", "mean_std", "mean_relative", "leave_one_out", "leave_one_out_std", "median", "batch", "mean_batch"
+    "mean",
+    "mean_std",
+    "mean_relative",
+    "leave_one_out",
+    "leave_one_out_std",
+    "median",
+    "batch",
+    "mean_batch",
+    "mean_batch_std",
 ]
 Estimator = Literal["k1", "k2", "k3", "k3+"]
 Std = Literal["population", "sample"]
@@ -128,6 +137,13 @@ class PolicyConfig(RuledConfig):
     null for no bound, as in the papers and TRL. Log-ratios count as no larger than 20 in any case."""
     entropy_bonus: NonNegative = 0.0
     """Coefficient of the policy's entropy, which is raised; 0 for none."""
+    entropy_target: Above0 | None = None
+    """Entropy in nats per token that is held: the coefficient, at first `entropy_bonus`, rises by 0.005 after a step
+    whose completions had less, falls by as much after others, and counts only where they had less (Skywork-OR1,
+    https://arxiv.org/abs/2505.22312, with a target of 0.2). Null: the coefficient is constant."""
+    observation_weight: NonNegative = 0.0
+    """Weight of the negative log-likelihood of what an environment wrote, such as tools' outputs, the mean over these
+    tokens: the policy learns what its actions lead to (ECHO, https://arxiv.org/abs/2605.24517). 0 for none."""
     std: Std = "population"
     """The standard deviation of advantages: the population's (by n), or n - 1 as in TRL, verl and NeMo-RL."""
     old_logprobs: Literal["sampler", "recompute"] = "sampler"
@@ -215,6 +231,10 @@ class PolicyConfig(RuledConfig):
     @property
     def learns_from_rewards(self) -> bool:
         return True
+
+    @property
+    def reads_observations(self) -> bool:
+        return self.observation_weight > 0
 
     @property
     def samples_per_prompt(self) -> int:

@@ -44,6 +44,15 @@ def as_sequence(episode: Scored, left_out: bool = False, by_sampler: str = "old_
     )
 
 
+def observed(episode: Scored) -> np.ndarray:
+    """`[T]` 1 at what an environment wrote, without the prompts of the episode's further transcripts; 0 elsewhere."""
+    drawn = episode.completion.drawn
+    mask = ~drawn
+    for place in episode.completion.restarts:
+        mask[place : place + int(np.argmax([*drawn[place:], True]))] = False
+    return np.concatenate([np.zeros(len(episode.prompt.tokens)), mask]).astype(np.float32)
+
+
 def spread(sequence: Sequence, value: float) -> np.ndarray:
     """`[T]` one value at every trained token, 0 elsewhere."""
     return np.where(sequence.loss_mask, np.float32(value), np.float32(0))

@@ -29,6 +29,7 @@ from tunix.algorithms.episodes import (
     joined,
     lengths_of,
     mismatch,
+    observed,
     old_policy_logprobs,
     report,
     require_numbers,
@@ -49,7 +50,7 @@ from tunix.algorithms.ops import (
     sampler_logprobs,
     sequence_mean,
 )
-from tunix.config import RowKind
+from tunix.config import OBSERVED, RowKind
 from tunix.errors import Doubtful
 from tunix.protocols import Client, SamplingClient
 from tunix.rollout.types import Rollouts, sequence_of
@@ -61,6 +62,10 @@ LOGPROBS: Mapping[str, Literal["policy", "reference", "teacher"]] = {
     "teacher_logprobs": "teacher",
 }
 """Per-token values that are log-probs -> the model that gives them."""
+
+ENTROPY_COEFFICIENT, ENTROPY_STEP = "entropy_coefficient", 0.005
+"""The per-sequence value in place of `entropy_bonus` where an entropy is held, and by how much it moves after a step:
+Skywork-OR1, https://arxiv.org/abs/2505.22312."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +166,8 @@ class PolicyGradient(OnPolicy):
         super().__init__(config, sampling)
         self.kl_coefficient: float = config.kl
         """Factor of the KL penalty in the rewards; it may change from step to step."""
+        self.entropy_coefficient: float = config.entropy_bonus
+        """Coefficient of the entropy where less than `entropy_target` is left; it changes from step to step."""
 
     @property
     def group(self) -> int:
@@ -185,7 +192,7 @@ class PolicyGradient(OnPolicy):
                 "for older ones: set algorithm.correction to truncate or mask, or leave old_logprobs out"
             )
         return Needs(
-            entropy=bool(config.entropy_bonus) or custom,
+            entropy=bool(config.entropy_bonus or config.entropy_target) or custom,
             reference=("step" if config.reference_before_update else "update") if config.kl else None,
             measured=tuple(name for name, needed in measured.items() if needed),
             fresh=fresh,
@@ -235,8 +242,12 @@ class PolicyGradient(OnPolicy):
                 terms["kl"] = Term(coefficient * kl, over)
         if inputs.entropy is not None:
             metrics["policy/entropy"] = inputs.entropy
-            if config.entropy_bonus:
-                terms["entropy"] = Term(-config.entropy_bonus * inputs.entropy, over)
+            if config.entropy_bonus or config.entropy_target:
+                held = batch.per_sequence.get(ENTROPY_COEFFICIENT)
+                bonus = config.entropy_bonus if held is None else inputs.per_token(jnp.asarray(held))
+                terms["entropy"] = Term(-bonus * inputs.entropy, over)
+        if config.observation_weight:
+            terms["observations"] = Term(-config.observation_weight * inputs.logprobs, "observed")
         others = {name: term for name, term in outputs.terms.items() if name != "policy"}
         return replace(outputs, terms={**terms, **others}, metrics=metrics)
 
@@ -269,6 +280,9 @@ class PolicyGradient(OnPolicy):
         numbers, notes = report(groups, data.weights, signal)
         sampler = "sampler_logprobs" if config.old_logprobs == "recompute" else "old_logprobs"
         sequences = [as_sequence(x, config.mask_truncated and x.truncated, sampler) for x in flat(groups)]
+        if config.observation_weight:
+            seen = zip(sequences, flat(groups), strict=True)
+            sequences = [replace(x, per_token={**x.per_token, OBSERVED: observed(episode)}) for x, episode in seen]
         if config.mismatch_limit is not None:
             dropped = [not mismatch(x) <= config.mismatch_limit for x in sequences]
             sequences = [replace(x, weight=0.0) if drop else x for x, drop in zip(sequences, dropped, strict=True)]
@@ -279,6 +293,10 @@ class PolicyGradient(OnPolicy):
             seen = [replace(x, loss_mask=mask) for x, mask in zip(sequences, masks, strict=True)]
             credited.append(self.credit(client, view, seen, data))
         sequences = [joined(x, seats) for x, *seats in zip(sequences, *credited, strict=True)]
+        if config.entropy_target is not None:
+            numbers["policy/entropy_missing"] = missing = config.entropy_target - numbers["policy/entropy"]
+            numbers["policy/entropy_coefficient"] = held = self.entropy_coefficient if missing >= 0 else 0.0
+            sequences = [replace(x, per_sequence={**x.per_sequence, ENTROPY_COEFFICIENT: held}) for x in sequences]
         require_numbers(groups, sequences)
         samples = []
         for place, (episode, sequence) in enumerate(zip(flat(groups[: data.shown]), sequences, strict=False)):
@@ -293,15 +311,30 @@ class PolicyGradient(OnPolicy):
         batches = [data.packed(x, size) for x in parts if any(y.weight > 0 and y.loss_mask.any() for y in x)]
         return Update(numbers, tuple(batches) * config.epochs, tuple(samples), notes)
 
+    def learn(self, client: Client, experience: Experience) -> Update:
+        """Makes the updates on an experience; the entropy's coefficient then follows that of its completions."""
+        update = super().learn(client, experience)
+        if self.config.entropy_target is not None:
+            step = ENTROPY_STEP if update.metrics["policy/entropy_missing"] >= 0 else -ENTROPY_STEP
+            self.entropy_coefficient = max(0.0, self.entropy_coefficient + step)
+        return update
+
+    def get_state(self) -> dict[str, Any]:
+        """The present coefficient of the entropy, where it changes."""
+        return {} if self.config.entropy_target is None else {"entropy": self.entropy_coefficient}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.entropy_coefficient = state.get("entropy", self.entropy_coefficient)
+
     def scores(self, groups: Groups, weights: Mapping[str, float]) -> np.ndarray:
-        """`[P G]` score of each completion: the weighted sum of its rewards with the overlong penalty."""
-        return total_rewards(groups, weights) + self.penalties(groups)
+        """`[P G]` score of each completion: the weighted sum of its rewards with what its length adds."""
+        return total_rewards(groups, weights) + self.penalties(groups, weights)
 
     def signal(self, scores_PG: np.ndarray) -> np.ndarray:
         """`[P]` bool: prompts whose scores differ. Here the whole batch is compared: all True or all False."""
         return np.repeat(has_signal(scores_PG.reshape(1, -1)), len(scores_PG))
 
-    def penalties(self, groups: Groups) -> np.ndarray:
+    def penalties(self, groups: Groups, weights: Mapping[str, float]) -> np.ndarray:
         """`[P G]` DAPO's soft overlong penalty, 0 or below; 0 where the recipe sets none."""
         limit = self.sampling.max_tokens
         buffer = self.config.overlong_tokens(limit)

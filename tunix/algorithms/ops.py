@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Num
 
 from tunix.algorithms.config import Estimator
+from tunix.config import OBSERVED
 from tunix.types import Batch, LossInputs, LossOutputs, Over, Term
 
 LOG_RATIO_LIMIT = 20.0
@@ -51,6 +52,9 @@ def trained_only(inputs: LossInputs) -> LossInputs:
     if "pairs" in batch.counts:
         counted = jnp.repeat(counted.reshape(-1, 2).any(axis=1), 2)
     mask = jnp.asarray(batch.loss_mask) & counted[batch.sequence_ids]
+    read = mask
+    if OBSERVED in batch.per_token:
+        read |= (jnp.asarray(batch.per_token[OBSERVED]) > 0) & counted[batch.sequence_ids]
 
     def masked(values: Num[Array | np.ndarray, "B T"]) -> Num[Array, "B T"]:
         return jnp.where(mask, values, 0)
@@ -60,8 +64,9 @@ def trained_only(inputs: LossInputs) -> LossInputs:
     return replace(
         inputs,
         batch=replace(batch, per_token=per_token, per_sequence=per_sequence),
-        logprobs=masked(inputs.logprobs),
+        logprobs=jnp.where(read, inputs.logprobs, 0),
         entropy=None if inputs.entropy is None else masked(inputs.entropy),
+        above_mean=None if inputs.above_mean is None else masked(inputs.above_mean),
         values=None if inputs.values is None else masked(inputs.values),
         reference_logprobs=None if inputs.reference_logprobs is None else masked(inputs.reference_logprobs),
         compared=None if inputs.compared is None else jax.tree.map(masked, inputs.compared),
@@ -300,10 +305,12 @@ def cispo_surrogate(
     advantages: Float[Array | np.ndarray, "B T"],
     low: float | Float[Array, ""],
     high: float | Float[Array, ""],
+    masked: bool = False,
 ) -> Surrogate:
     """`-sg(clip(r, 1 - low, 1 + high)) A log p`: the weight is clipped, and no token loses its gradient.
 
-    CISPO, MiniMax-M1, Chen et al. 2025, https://arxiv.org/abs/2506.13585, eqs. 4 and 5.
+    CISPO, MiniMax-M1, Chen et al. 2025, https://arxiv.org/abs/2506.13585, eqs. 4 and 5. Masked, the weight is r within
+    the bounds and 0 outside: GLM-5's loss of agents, https://arxiv.org/abs/2602.15763, eqs. 3 to 5.
 
     Args:
         logprobs: log p of the taken tokens.
@@ -311,9 +318,11 @@ def cispo_surrogate(
         advantages: A.
         low: 1 for no lower bound, as in the paper.
         high: the weight is at most 1 + high.
+        masked: whether tokens outside have no weight.
     """
-    weight = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - low, 1.0 + high))
-    return Surrogate(-weight * advantages * logprobs, (ratio < 1.0 - low) | (ratio > 1.0 + high))
+    outside = (ratio < 1.0 - low) | (ratio > 1.0 + high)
+    weight = jnp.where(outside, 0.0, ratio) if masked else jnp.clip(ratio, 1.0 - low, 1.0 + high)
+    return Surrogate(-jax.lax.stop_gradient(weight) * advantages * logprobs, outside)
 
 
 def plain_surrogate(ratio: Float[Array, "B T"], advantages: Float[Array | np.ndarray, "B T"]) -> Surrogate:
@@ -343,6 +352,60 @@ def soft_surrogate(
     advantages = jnp.asarray(advantages)
     tau = jnp.where(advantages > 0, positive, negative)
     return Surrogate(-4.0 / tau * jax.nn.sigmoid(tau * (ratio - 1.0)) * advantages, None)
+
+
+def geometric_surrogate(
+    log_ratios: Float[Array, "B T"],
+    advantages: Float[Array | np.ndarray, "B T"],
+    batch: Batch,
+    low: float,
+    high: float,
+) -> Surrogate:
+    """`-A exp(mean_t log r_t)`, where each token's ratio is clipped before the mean: at 1 + high where A > 0, at
+    1 - low where A < 0.
+
+    GMPO, Zhao et al. 2025, https://arxiv.org/abs/2507.20673: of PPO's minimum at each token the geometric mean
+    over the completion. GSPO clips that mean; here one token that has moved far is clipped alone.
+
+    Args:
+        log_ratios: log r of each token.
+        advantages: A of the completion, at each of its tokens.
+        batch: which tokens form a completion.
+        low: a ratio counts as no less than 1 - low where A < 0.
+        high: a ratio counts as no more than 1 + high where A > 0.
+    """
+    advantages = jnp.asarray(advantages)
+    bound = jnp.where(advantages > 0, jnp.log1p(high), jnp.log1p(-low))
+    clipped = jnp.where(advantages > 0, log_ratios > bound, (advantages < 0) & (log_ratios < bound))
+    mean = sequence_mean(jnp.where(clipped, bound, log_ratios), batch)
+    return Surrogate(-jnp.exp(mean) * advantages, clipped)
+
+
+def gamma_surrogate(
+    logprobs: Float[Array, "B T"],
+    log_ratios: Float[Array, "B T"],
+    advantages: Float[Array | np.ndarray, "B T"],
+    batch: Batch,
+    positive: tuple[float, float],
+    negative: tuple[float, float],
+) -> Surrogate:
+    """`-sg(phi(w)) A log p`, w the completion's ratio, a product over tokens: `phi(w) = w^k exp(lam (1 - w))`.
+
+    VESPO, Shen et al. 2026, https://arxiv.org/abs/2602.10693, as in TRL: the weight is 1 where the policy has not
+    moved, highest at `w = k / lam`, and fades on both sides of that without a clip.
+
+    Args:
+        logprobs: log p of the taken tokens.
+        log_ratios: log r of each token.
+        advantages: A of the completion, at each of its tokens.
+        batch: which tokens form a completion.
+        positive: k and lam where A >= 0.
+        negative: k and lam where A < 0.
+    """
+    advantages = jnp.asarray(advantages)
+    k, lam = (jnp.where(advantages >= 0, x, y) for x, y in zip(positive, negative, strict=True))
+    log_w = jnp.clip(sequence_sum(jax.lax.stop_gradient(log_ratios), batch), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return Surrogate(-jnp.exp(k * log_w - lam * jnp.expm1(log_w)) * advantages * logprobs, None)
 
 
 IMPORTANCE_BOUNDS = {"truncate": (0.0, 2.0), "mask": (0.5, 5.0)}

@@ -34,7 +34,7 @@ from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import Scored, sequence_of
 from tunix.run.inputs import open_inputs
 from tunix.run.setup import algorithm_of, layout, row_kind_of
-from tunix.types import Completion, OnDone, Reply, Request
+from tunix.types import Completion, OnDone, Reply, Request, Restart
 
 ACCOUNTED = 5000
 """Maximum rows that the accounting reads, so that a large data set takes only seconds."""
@@ -151,7 +151,7 @@ class Typed(SamplingClient):
             # A turn ends as the model's: by a stop string, or the stop token that the prompt's turns end with.
             stop = next((x for x in reversed(self.tokenizer.stop_ids) if x in request.prompt), self.tokenizer.eos_id)
             tokens, turns, sampling = np.zeros(0, np.int32), tuple[tuple[int, int], ...](), request.sampling
-            observation, cut = tokens, False
+            observation, restarts, cut = tokens, tuple[int, ...](), False
             for text in self.turns[number]:
                 ids = self.tokenizer.encode_after([*request.prompt.tolist(), *tokens.tolist()], text)
                 ids += [] if text.endswith(sampling.stop_strings) else [stop]
@@ -162,9 +162,12 @@ class Typed(SamplingClient):
                 observation = None if cut else reply(number, so_far)
                 if observation is None:
                     break
+                if isinstance(observation, Restart):
+                    restarts, observation = (*restarts, len(tokens)), observation.prompt
                 tokens = np.concatenate([tokens, observation])
             finish = "length" if cut else "stop" if observation is None else "paused"
-            completions.append(Completion(tokens, np.zeros(len(tokens)), finish, tokens * 0, sampling, turns))
+            zeros = np.zeros(len(tokens))
+            completions.append(Completion(tokens, zeros, finish, tokens * 0, sampling, turns, restarts=restarts))
         return completions
 
 
@@ -177,7 +180,8 @@ def _episodes(
     kept = {i: prompt_of(example) for i, example in enumerate(seen) if isinstance(example, Kept)}
     answers = [prompt.row.get("answer", prompt.row.get("completion")) for prompt in kept.values()]
     turns = [actions or [str(x) if isinstance(x, str | int | float) else PLACEHOLDER] for x in answers]
-    play = Player(environment.model_copy(update={"workers": 1}), tokenizer, data.template_kwargs)
+    one_worker, history = environment.model_copy(update={"workers": 1}), recipe.rollout.history
+    play = Player(one_worker, tokenizer, data.template_kwargs, history=history)
     sampling = algorithm_of(recipe, tokenizer.stop_ids, play.stop_strings).sampling
     scorer = Scorer(reward.functions, reward.deadline, 1) if reward and reward.functions else None
     with closing(Collector(tokenizer, sampling, scorer, play, data.max_length)) as collector:

@@ -24,7 +24,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tunix.config import LOSS_WEIGHTS
+from tunix.config import LOSS_WEIGHTS, OBSERVED
 from tunix.data.config import Packing
 from tunix.types import Batch, Pictures, Sequence
 
@@ -162,6 +162,9 @@ def pack(
     counts = {"tokens": weights @ trained, "sequences": weights.sum()}
     if sequences_per_example == 2:
         counts["pairs"] = weights[::2].sum()
+    if OBSERVED in first.per_token:
+        observed = joined(sequence.per_token[OBSERVED] for sequence in sequences)
+        counts["observed"] = weights @ np.bincount(owner, observed, minlength=size)
     if LABEL in first.per_sequence:
         counts["desirable"] = weights[: len(sequences)] @ [sequence.per_sequence[LABEL] for sequence in sequences]
     views = [sequence.teacher for sequence in sequences if sequence.teacher is not None]
@@ -170,16 +173,18 @@ def pack(
     per_sequence = {name: np.zeros(size, np.float32) for name in first.per_sequence}
     for name, padded in per_sequence.items():
         padded[: len(sequences)] = [sequence.per_sequence[name] for sequence in sequences]
-    # The experts of all tokens, -1 where a sequence tells none.
-    experts, known = None, next((sequence.experts for sequence in sequences if sequence.experts is not None), None)
-    if known is not None:
-        _, layers, chosen = known.shape
-        routed = [
-            np.full((len(x.tokens), layers, chosen), -1, np.int16) if x.experts is None else x.experts
-            for x in sequences
-        ]
-        experts = np.full((rows, max_length, layers, chosen), -1, np.int16)
-        experts.reshape(-1, layers, chosen)[target] = joined(routed)
+
+    def replayed(values: List[np.ndarray | None]) -> np.ndarray | None:
+        """What a sampler recorded of each sequence's tokens in rows, -1 where nothing is known; None if that is so of
+        all."""
+        known = next((x for x in values if x is not None), None)
+        if known is None:
+            return None
+        unknown = (np.full((length, *known.shape[1:]), -1, known.dtype) for length in lengths)
+        placed = np.full((rows * max_length, *known.shape[1:]), -1, known.dtype)
+        placed[target] = joined(y if x is None else x for x, y in zip(values, unknown, strict=True))
+        return placed.reshape(rows, max_length, *known.shape[1:])
+
     # The rows' pictures, each row's in the order of the pieces, and their places.
     packed_pictures = None
     if pictures:
@@ -212,7 +217,8 @@ def pack(
         per_sequence=per_sequence,
         parents=in_rows(segment_of[parent_of][piece], np.int32) if unit > 1 and packing else None,
         pictures=packed_pictures,
-        experts=experts,
+        experts=replayed([x.experts for x in sequences]),
+        candidates=replayed([x.candidates for x in sequences]),
         teacher=tuple(views) or None,
     )
 

@@ -18,10 +18,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Num
 
+from tunix.config import CacheType
 from tunix.mesh import constrain
 from tunix.models.attention.attend import attend, attend_cached
 from tunix.models.attention.inputs import ByKind, Segments
-from tunix.models.attention.pages import CachedView, Pages, SlotsView
+from tunix.models.attention.pages import CachedView, Pages, SlotsView, rounded
 from tunix.models.config import DELTANET, DENSE_AND_EXPERTS, EXPERTS, GLOBAL, SHARED, WIDE, DecoderConfig
 from tunix.models.deltanet import GatedDeltaNet, PieceStates, SlotStates, StepView
 from tunix.models.layers import (
@@ -119,6 +120,9 @@ class Attention(nnx.Module):
     are made of the keys, before their norm and rope, have no v.
     """
 
+    cache_dtype: CacheType | None = None
+    """As in `Model`, which sets it."""
+
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, mixer: str = "attention"):
         self.config, c, shared = config, config, mixer in SHARED
         wide = c.gemma4 if SHARED.get(mixer, mixer) == GLOBAL else None
@@ -169,6 +173,11 @@ class Attention(nnx.Module):
             k = rotate(k if k_norm is None else k_norm(k), rope)
             if c.gemma4 is not None:  # normed without weights
                 v = rms_norm(v, jnp.ones((), jnp.float32), eps=c.norm_eps, offset=False)
+            if self.cache_dtype is not None and cache is None:
+                # Exactly what a cache gives back: a value less itself is 0, and has a gradient of 1.
+                keys, values = jax.lax.stop_gradient((k, v))
+                kept = rounded(keys, values, self.cache_dtype).exact(k.dtype)
+                k, v = kept[0] + (k - keys), kept[1] + (v - values)
             k, v = checkpoint_name(k, "k"), checkpoint_name(v, "v")
         sinks = None if self.sinks is None else self.sinks[...]
         q = checkpoint_name(q, "q")

@@ -25,10 +25,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from tunix.config import DType, GradientSums
+from tunix.config import CacheType, DType, GradientSums
+from tunix.errors import UserError
 from tunix.mesh import Axes, constrain, platform, sharding
 from tunix.models.attention.inputs import ByKind, Segments
-from tunix.models.blocks import NAMES, PARTS, Auxiliary, Block, Kept, LayerInputs, layer_inputs
+from tunix.models.blocks import NAMES, PARTS, Attention, Auxiliary, Block, Kept, LayerInputs, layer_inputs
 from tunix.models.config import SHARED, TOWER, DecoderConfig, Stage
 from tunix.models.layers import (
     MATRICES,
@@ -117,6 +118,8 @@ class Decoder(nnx.Module):
             def made(rngs: nnx.Rngs) -> Block:
                 block = Block(config, mixer, rngs)
                 block = block if model.adapt is None else model.adapt(block, rngs)
+                if isinstance(block.mixer, Attention):
+                    block.mixer.cache_dtype = model.cache_dtype
                 matrices = block.matrices()
                 for name, rounding in model.simulated:
                     if name in matrices:
@@ -171,6 +174,9 @@ class Model:
     """How the layers' matrices are stored in few bits, norms and tables never; None stores them as they are."""
     simulated: tuple[tuple[str, Simulated], ...] = ()
     """Projections with simulated rounding (QAT) by name, and what each rounds; made by `formats.simulated`."""
+    cache_dtype: CacheType | None = None
+    """What attention in packed rows rounds keys and values to, as a sampler's cache does, with gradients as if it did
+    not; None: nothing. What reads a cache rounds as that says."""
     has_scalar_head: bool = False
     """Whether there is a scalar head: the value head of a critic, or the score of a reward model."""
     has_lm_head: bool = True
@@ -393,10 +399,23 @@ class Model:
         temperature: float = 1.0,
         pictures: Pictures | None = None,
         experts: Int[Array, "B T L k"] | None = None,
+        candidates: Int[Array, "B T A"] | None = None,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-        """`log p(token_t | its segment before t)` and that distribution's entropy at the needed tokens, else 0."""
+        """`log p(token_t | its segment before t)` and that distribution's entropy at the needed tokens, else 0.
+
+        Where a token has candidates (`types.Batch`), the distribution is over these alone.
+        """
         hidden, _ = self.forward(params, tokens, positions, segment_ids, pictures=pictures, experts=experts)
-        return self.logprobs_of(params, hidden, tokens, positions, needed, entropy=entropy, temperature=temperature)
+        return self.logprobs_of(
+            params,
+            hidden,
+            tokens,
+            positions,
+            needed,
+            entropy=entropy,
+            temperature=temperature,
+            candidates=candidates,
+        )
 
     def logprobs_of(
         self,
@@ -408,6 +427,7 @@ class Model:
         *,
         entropy: bool = False,
         temperature: float = 1.0,
+        candidates: Int[Array, "B T A"] | None = None,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """Log-probs and entropies as `logprobs` returns them, from given hidden states."""
         # The state at t - 1 predicts token t; nothing predicts the first token of a segment.
@@ -420,9 +440,34 @@ class Model:
             softcap=self.config.logit_softcap,
             entropy=entropy,
             temperature=temperature,
+            candidates=None if candidates is None else candidates[:, 1:],
         )
         logprobs, spread = (jnp.pad(x, ((0, 0), (1, 0))) for x in shifted)
         return logprobs, spread
+
+    def above_mean_of(
+        self,
+        params: Params,
+        hidden: Float[Array, "B T D"],
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+    ) -> Float[Array, "B T"]:
+        """How far each token's logit is above the mean of the vocabulary's, in float32; 0 at the first of a segment.
+
+        The mean of products is the product with the mean of the table's rows, so that no logits are computed.
+
+        Raises:
+            UserError: the logits are softcapped, and no products.
+        """
+        if self.config.logit_softcap is not None:
+            raise UserError(
+                f"algorithm.label_smoothing: this model's logits are softcapped at {self.config.logit_softcap:g}, and "
+                "their mean over the vocabulary is no single product: leave label_smoothing at 0"
+            )
+        table, product = self.table(params), partial(jnp.einsum, preferred_element_type=jnp.float32)
+        mean = product("BTD,D->BT", hidden[:, :-1].astype(jnp.float32), jnp.mean(table, axis=0, dtype=jnp.float32))
+        above = product("BTD,BTD->BT", hidden[:, :-1], table[tokens[:, 1:]]) - mean
+        return jnp.where(positions > 0, jnp.pad(above, ((0, 0), (1, 0))), 0.0)
 
     def values_of(
         self, params: Params, hidden: Float[Array, "B T D"], positions: Int[Array, "B T"]

@@ -11,7 +11,7 @@ Where the table is split over devices, each has p-th of the vocabulary, and a ch
 ever holds the others' ids. Whatever is summed over ids or rows that devices share is kept apart, by parts p and shards
 s, until its loop is done: no step of a loop waits for another device.
 
-Axes: B rows, T time, C tokens at a time, V vocabulary, p parts of the vocabulary, W ids of a chunk, s
+Axes: B rows, T time, A ids of a token, C tokens at a time, V vocabulary, p parts of the vocabulary, W ids of a chunk, s
 shards of the rows, D model width.
 """
 
@@ -144,15 +144,22 @@ def visit_of(needed: Bool[Array, "B T"]) -> Visit:
 
 
 def pick(values: jax.Array, order: jax.Array) -> jax.Array:
-    """Each row's values at the indices `order`, for `[B T]` and `[B T D]`."""
+    """Each row's values at the indices `order`, for `[B T]`, `[B T D]` and `[B T A]`."""
     index = order if values.ndim == 2 else order[..., None]
     return jnp.take_along_axis(values, index, axis=1)
 
 
 def chunk_logits(
-    scaling: LogitScaling, hidden: Float[Array, "B C D"], chunks: Float[Array, "chunks p W D"], index: Int[Array, ""]
+    scaling: LogitScaling,
+    hidden: Float[Array, "B C D"],
+    chunks: Float[Array, "chunks p W D"],
+    index: Int[Array, ""],
+    candidates: Int[Array, "B C A"] | None = None,
 ) -> tuple[Float[Array, "B C p W"], Float[Array, "B C p W"] | float]:
-    """Float32 logits of one chunk of the vocabulary, and their derivative with respect to the product `h w`."""
+    """Float32 logits of one chunk of the vocabulary, and their derivative with respect to the product `h w`.
+
+    Ids that are not among a token's candidates get `NEVER`, where it has some.
+    """
     logits = jnp.einsum("BCD,pWD->BCpW", hidden, chunks[index], preferred_element_type=jnp.float32)
     logits = constrain(logits, "pieces", None, "vocab", None)
     slope: jax.Array | float = 1.0
@@ -162,8 +169,12 @@ def chunk_logits(
     if scaling.temperature != 1:
         logits, slope = logits / scaling.temperature, slope / scaling.temperature
     number, parts, width, _ = chunks.shape
+    ids = ids_of(chunks, scaling.vocab, index)
+    if candidates is not None:
+        listed = jnp.any(candidates[..., None, None] == ids, axis=-3)
+        logits = jnp.where(listed | (candidates[..., :1, None] < 0), logits, NEVER)
     if number * parts * width != scaling.vocab:
-        logits = jnp.where(ids_of(chunks, scaling.vocab, index) >= 0, logits, NEVER)
+        logits = jnp.where(ids >= 0, logits, NEVER)
     return logits, slope
 
 
@@ -294,6 +305,7 @@ def token_logprobs(
     softcap: float | None,
     entropy: bool,
     temperature: float = 1.0,
+    candidates: Int[Array, "B T A"] | None = None,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """`log softmax(cap(hidden @ table.T) / temperature)[target]` and that distribution's entropy in nats.
 
@@ -306,19 +318,22 @@ def token_logprobs(
         softcap: `softcap * tanh(logits / softcap)` (Gemma 2), or None.
         entropy: whether the entropy is computed; zeros otherwise.
         temperature: the sampler's, above 0.
+        candidates: the ids that a target was sampled from, its own among them, padded with -1: the softmax is over
+            these alone. All ids where a token's first one is -1, and everywhere where it is None.
     """
     scaling = LogitScaling(softcap, temperature, len(table))
-    results = _token_logprobs(scaling, entropy, in_pieces(hidden), table, in_pieces(targets), in_pieces(needed))
+    split = None if candidates is None else in_pieces(candidates)
+    results = _token_logprobs(scaling, entropy, in_pieces(hidden), table, in_pieces(targets), in_pieces(needed), split)
     return jax.tree.map(lambda x: in_rows(x, *targets.shape), results)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _token_logprobs(scaling, entropy, hidden, table, targets, needed):
-    chunks = in_chunks(table, needed.shape)
-    return _values(scaling, entropy, hidden, chunks, targets, visit_of(needed), needed, pulled=False)[:2]
+def _token_logprobs(scaling, entropy, hidden, table, targets, needed, candidates):
+    chunks, visit = in_chunks(table, needed.shape), visit_of(needed)
+    return _values(scaling, entropy, hidden, chunks, targets, visit, needed, candidates, pulled=False)[:2]
 
 
-def _values(scaling, entropy, hidden, chunks, targets, visit, needed, *, pulled):
+def _values(scaling, entropy, hidden, chunks, targets, visit, needed, candidates, *, pulled):
     """Log-probs and entropies `[B T]`, and in visiting order each token's `LogSumExp` `[B places]` and pull.
 
     A pull `[B places D]` (computed if `pulled`) is the gradient of a token's log-prob with respect to its state,
@@ -328,7 +343,8 @@ def _values(scaling, entropy, hidden, chunks, targets, visit, needed, *, pulled)
     """
 
     def block_of(order):
-        return _block(scaling, entropy, pick(hidden, order), chunks, pick(targets, order), pulled=pulled)
+        listed = None if candidates is None else pick(candidates, order)
+        return _block(scaling, entropy, pick(hidden, order), chunks, pick(targets, order), listed, pulled=pulled)
 
     empty = jnp.zeros(visit.order.shape, jnp.float32)
     pulls = jnp.zeros((*visit.order.shape, chunks.shape[-1] if pulled else 0), jnp.float32)
@@ -338,13 +354,15 @@ def _values(scaling, entropy, hidden, chunks, targets, visit, needed, *, pulled)
     return logprobs, spread, LogSumExp(top, log_total), pull
 
 
-def _block(scaling, entropy, h: jax.Array, chunks, wanted: jax.Array, *, pulled: bool) -> tuple[jax.Array, ...]:
+def _block(
+    scaling, entropy, h: jax.Array, chunks, wanted: jax.Array, candidates: jax.Array | None, *, pulled: bool
+) -> tuple[jax.Array, ...]:
     """Log-prob, entropy, both parts of the log-sum-exp `[B C]` and pull `[B C D]` of a block of tokens."""
     number, parts, _, size = chunks.shape
 
     def body(index, running):
         top, total, weighted, taken, mixed, steep = running
-        logits, slope = chunk_logits(scaling, h, chunks, index)
+        logits, slope = chunk_logits(scaling, h, chunks, index, candidates)
         new_top = jnp.maximum(top, jnp.max(logits, -1))
         shrink, below = jnp.exp(top - new_top), logits - new_top[..., None]
         p = jnp.exp(below)
@@ -378,31 +396,44 @@ def _block(scaling, entropy, h: jax.Array, chunks, wanted: jax.Array, *, pulled:
     return logprob, log_total - weighted / total if entropy else jnp.zeros_like(top), top, log_total, pull
 
 
-def _forward(scaling, entropy, hidden, table, targets, needed):
+def _forward(scaling, entropy, hidden, table, targets, needed, candidates):
     trained = table.perturbed
     # The entropy's gradient is another sum over the vocabulary: with it the backward pass recomputes the logits.
     pulled = not trained and not entropy
     hidden, table, targets, needed = (x.value for x in (hidden, table, targets, needed))
+    candidates = jax.tree.map(lambda x: x.value, candidates, is_leaf=lambda x: hasattr(x, "perturbed"))
     chunks = in_chunks(table, needed.shape)
     visit = visit_of(needed)
-    logprobs, spread, lse, pull = _values(scaling, entropy, hidden, chunks, targets, visit, needed, pulled=pulled)
+    logprobs, spread, lse, pull = _values(
+        scaling, entropy, hidden, chunks, targets, visit, needed, candidates, pulled=pulled
+    )
     if pulled:
-        return (logprobs, spread), (pick(pull, visit.back).astype(hidden.dtype), targets, needed)
+        return (logprobs, spread), (pick(pull, visit.back).astype(hidden.dtype), targets, needed, candidates)
     # Only arrays can be saved: () stands for a table that trains, None for one that is frozen under an adapter.
-    return (logprobs, spread), (hidden, chunks, targets, needed, visit, lse, spread, () if trained else None)
+    return (logprobs, spread), (
+        hidden,
+        chunks,
+        targets,
+        needed,
+        candidates,
+        visit,
+        lse,
+        spread,
+        () if trained else None,
+    )
 
 
 def _backward(scaling, entropy, saved, cotangents):
     """Gradients by the states and, where it trains, by the table; each chunk's logits are made again without pulls."""
     d_logprobs, d_spread = (None if isinstance(d, SymbolicZero) else d for d in cotangents)
     d_table = None
-    if len(saved) == 3:
-        pull, targets, needed = saved
+    if len(saved) == 4:
+        pull, targets, needed, candidates = saved
         d = jnp.zeros(needed.shape) if d_logprobs is None else jnp.where(needed, d_logprobs, 0.0)
         # where, not a product alone: the pull of a token that is not needed was never computed.
         d_hidden = jnp.where(needed[..., None], d[..., None] * pull, 0).astype(pull.dtype)
     else:
-        hidden, chunks, targets, needed, visit, lse, spread, trained = saved
+        hidden, chunks, targets, needed, candidates, visit, lse, spread, trained = saved
         zero = jnp.zeros(needed.shape)
         d_logprobs, d_spread = (zero if d is None else jnp.where(needed, d, 0.0) for d in (d_logprobs, d_spread))
 
@@ -410,9 +441,10 @@ def _backward(scaling, entropy, saved, cotangents):
             wanted, block_lse = pick(targets, order), LogSumExp(*map(sliced, lse)).per_id()
             pulls = (jnp.where(real, pick(d, order), 0.0) for d in (d_logprobs, d_spread))
             pull, pull_spread, own_spread = (x[..., None, None] for x in (*pulls, pick(spread, order)))
+            listed = None if candidates is None else pick(candidates, order)
 
             def of_chunk(index):
-                logits, slope = chunk_logits(scaling, h, chunks, index)
+                logits, slope = chunk_logits(scaling, h, chunks, index, listed)
                 log_p = block_lse.log_p(logits)
                 p = jnp.exp(log_p)
                 d_logits = pull * (taken_in(wanted, chunks, scaling.vocab, index) - p)
@@ -424,7 +456,7 @@ def _backward(scaling, entropy, saved, cotangents):
 
         vocab, trains = scaling.vocab, trained is not None
         d_hidden, d_table = gradients(hidden, chunks, needed, visit, vocab, trains, d_logits_of)
-    nothing = (np.zeros(targets.shape, jax.dtypes.float0), np.zeros(needed.shape, jax.dtypes.float0))
+    nothing = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (targets, needed, candidates))
     return d_hidden, d_table, *nothing
 
 

@@ -162,11 +162,13 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
             f"data.packing: {recipe.data.packing} cuts a text into pieces, and {recipe.algorithm.name} reads "
             f"{recipe.algorithm.reads.words}, which stay whole; take true or false"
         )
+    if recipe.algorithm.reads_observations and not recipe.plays:
+        yield "algorithm.observation_weight: changes nothing without an environment: set rollout.environment"
     if recipe.data.pictures:
         if not recipe.algorithm.sees_pictures:
             yield (
                 f"data.pictures: {recipe.algorithm.name} looks at none as it is set here; sft and grpo do, and dpo on "
-                "given pairs with a reference that is not precomputed, and no loss that sorts: "
+                "given pairs with a reference that is not precomputed, no loss that sorts and no policy_weights: "
                 "leave it out"
             )
         blind = {

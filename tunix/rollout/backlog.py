@@ -30,6 +30,8 @@ def encoded(completion: Completion) -> dict[str, Any]:
     saved = {**arrays, "finish": completion.finish, "turns": completion.turns, "restarts": completion.restarts}
     if (experts := completion.experts) is not None:
         saved |= {"experts": coded(experts.astype(np.int16)), "routed": experts.shape[1:]}
+    if completion.top is not None:
+        saved["top"] = [coded(x) for x in completion.top]
     return saved
 
 
@@ -38,8 +40,13 @@ def decoded(saved: Mapping[str, Any], sampling: Sampling) -> Completion:
     tokens, logprobs, versions = (array_of(saved[name]) for name in ARRAYS)
     turns = tuple((start, end) for start, end in saved["turns"])
     experts = array_of(saved["experts"]).reshape(-1, *saved["routed"]) if "experts" in saved else None
-    restarts = tuple(saved.get("restarts", ()))
-    return Completion(tokens, logprobs, saved["finish"], versions, sampling, turns, experts=experts, restarts=restarts)
+    restarts, top = tuple(saved.get("restarts", ())), None
+    if "top" in saved:
+        ids, likely = (array_of(x).reshape(-1, sampling.top_logprobs) for x in saved["top"])
+        top = ids, likely
+    return Completion(
+        tokens, logprobs, saved["finish"], versions, sampling, turns, top=top, experts=experts, restarts=restarts
+    )
 
 
 def saved_episode(episode: Scored) -> dict[str, Any]:

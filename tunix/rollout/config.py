@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from tunix.config import CacheType, Config, Place, Positive
 from tunix.data.config import EPISODES, DataConfig
 from tunix.errors import nearest
-from tunix.rollout.environments.config import EnvironmentConfig
+from tunix.rollout.environments.config import EnvironmentConfig, History
 from tunix.rollout.rewards.config import RewardConfig
 
 
@@ -24,6 +24,15 @@ class RolloutMeshConfig(Config):
     tensor: Positive = 1
     """Devices that share one copy of the weights; 1 for a whole copy on each. Divides the model's heads, kv heads, ffn
     and vocabulary."""
+
+
+class ReplayConfig(Config):
+    """What the trainer computes as the sampler did, so that both have one distribution. The ids that `rollout.top_k`
+    leaves and the experts of a mixture always are."""
+
+    cache: bool = False
+    """Whether the trainer rounds keys and values as `rollout.cache_dtype` says; gradients are those of values that are
+    not rounded."""
 
 
 class RolloutConfig(Config):
@@ -44,6 +53,16 @@ class RolloutConfig(Config):
     """Seconds in which a server has to answer a request or load weights; one that does not is asked no more."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Divides the logits, in the sampler and in the loss."""
+    top_k: Annotated[int, Field(ge=0, le=64)] = 0
+    """How many of the most likely ids can be sampled, such as 40, at most 64; 0: all. The ids that each token was drawn
+    from are kept, and in training its log-probs, those of the reference and the entropy are over the same ids, so that
+    the ratio of trainer and sampler is 1 (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, sec. 3.1)."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Probability mass of the most likely ids that can be sampled, such as 0.95, after `top_k`, without which it is
+    refused; 1: all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Least probability of an id as a share of the most likely one's, such as 0.05, after the others; only with
+    `top_k`. 0: all."""
     stop: tuple[str, ...] = ()
     """Texts that end a completion, in addition to the model's stop tokens."""
     slots: Positive | None = None
@@ -53,8 +72,10 @@ class RolloutConfig(Config):
     the device does not say how much it has, as on a CPU, slots take what they need."""
     cache_dtype: CacheType | None = None
     """What the sampler's keys and values are kept in; null: the model's dtype. int8 has a scale for each token and kv
-    head, fp8 is e4m3: half of bfloat16's memory, and log-probs that differ more from the trainer's, which rounds none.
-    Where a platform cannot read it in its place it is refused."""
+    head, fp8 is e4m3: half of bfloat16's memory, and log-probs that differ more from the trainer's, which rounds none
+    without `replay.cache`. Where a platform cannot read it in its place it is refused."""
+    replay: ReplayConfig = ReplayConfig()
+    """What else of the sampler's computation the trainer repeats."""
     speculate: Annotated[int, Field(ge=0, le=7)] = 0
     """Next tokens that are guessed at each step, from what followed the same tokens in the prompt and in its other
     completions, and are checked in one pass; 0: none. It changes no sample, and saves time where completions repeat
@@ -75,10 +96,16 @@ class RolloutConfig(Config):
     under the new ones, so that each token has a version. Null: finish. Only with `max_staleness`."""
     mismatch_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest difference between the trainer's and the sampler's log-prob of a token; beyond it the run stops. Null:
-    1e-3 in float32, 0.25 in bfloat16 and where `quantization` rounds activations, 1.0 with an int8 or fp8 cache:
-    rounding alone causes some. With `engine: vllm` 0.01 in float32 and 2 in bfloat16."""
+    1e-3 in float32, 0.25 in bfloat16 and where `quantization` rounds activations, 1.0 with an int8 or fp8 cache that
+    is not replayed: rounding alone causes some. With `engine: vllm` 0.01 in float32 and 2 in bfloat16."""
     environment: EnvironmentConfig | None = None
     """The environment that answers the model between its turns; null for single-turn completions."""
+    history: History = "append"
+    """What the model reads of the earlier turns of an environment: `append`, all that it has read and written, token
+    for token; `template`, what its chat template shows of the conversation at each turn, as where it is deployed. Many
+    leave earlier thoughts out: such a turn begins another transcript of the episode, in which only what is sampled
+    anew is trained. All transcripts together have `data.max_length` tokens. The environment has to speak in messages.
+    """
     stop_after_failures: Positive | None = None
     """Ends the run when so many episodes of `environment` in a row have failed, with the reason of the last, such as 32
     where it is a server that may die. Counting begins anew where a run is resumed. Null: a run ends where all episodes
@@ -134,6 +161,9 @@ class RolloutConfig(Config):
             raise ValueError(
                 f"{ignored}: an agent asks the engine of this process, for the weights of its step; leave it out"
             )
+        if self.history == "template" and (self.environment is None or self.environment.agent):
+            why = "an agent's requests are" if self.environment else "without an environment a completion is"
+            raise ValueError(f"history: template changes nothing: {why} always what the template shows; leave it out")
         if self.in_flight is not None and not self.max_staleness:
             raise ValueError(f"in_flight: {self.in_flight} changes nothing without max_staleness; leave it out")
         if self.in_flight == "continue" and self.environment is not None:
@@ -164,16 +194,22 @@ class RolloutConfig(Config):
             )
         return self
 
-    @model_validator(mode="before")
-    @classmethod
-    def _mirrored(cls, value: Any) -> Any:
-        for key in ("top_k", "top_p", "min_p"):
-            if isinstance(value, dict) and key in value:
-                raise ValueError(
-                    f"{key} cuts the distribution off, which the loss cannot mirror: the ratio of trainer and sampler "
-                    "would not be 1. Set temperature instead; tunix generate and tunix chat accept it"
-                )
-        return value
+    @model_validator(mode="after")
+    def _replayed(self) -> "RolloutConfig":
+        """Refuses truncated sampling that the loss cannot replay."""
+        cuts = self.changed(("top_k", "top_p", "min_p"))
+        if cuts and self.environment is not None and self.environment.agent:
+            raise ValueError(
+                f"{cuts[0]}: of no effect on an agent, whose requests have settings of their own; leave out"
+            )
+        if cuts and not self.top_k:
+            raise ValueError(
+                f"{cuts[0]}: {getattr(self, cuts[0]):g} leaves any number of ids, and all those that a token is drawn "
+                "from are kept for the loss: set top_k as well, such as 64"
+            )
+        if self.replay.cache and self.cache_dtype is None:
+            raise ValueError("replay.cache: of no effect without cache_dtype, such as int8; set it, or leave out")
+        return self
 
 
 HARNESS = "lm-eval:"

@@ -90,7 +90,8 @@ class Scored:
 
 
 def sequence_of(prompt: Prompt, completion: Completion) -> Sequence:
-    """A prompt and its completion, of which the sampled tokens are trained, with the experts that they used."""
+    """A prompt and its completion, of which the sampled tokens are trained, with the experts that they used and the ids
+    that they were drawn from."""
     number, view = len(prompt.tokens), None
     if prompt.teacher is not None:
         # The completion follows either prompt.
@@ -98,6 +99,9 @@ def sequence_of(prompt: Prompt, completion: Completion) -> Sequence:
         places[:number] = 0
         tokens = np.concatenate([prompt.teacher, completion.tokens])
         view = TeacherView(tokens.astype(np.int32), places.astype(np.int32))
+    candidates = completion.candidates
+    if candidates is not None:
+        candidates = np.pad(candidates, ((number, 0), (0, 0)), constant_values=-1)
     return Sequence(
         tokens=np.concatenate([prompt.tokens, completion.tokens]).astype(np.int32),
         loss_mask=np.concatenate([np.zeros(number, bool), completion.drawn]),
@@ -105,6 +109,7 @@ def sequence_of(prompt: Prompt, completion: Completion) -> Sequence:
         experts=completion.experts,
         restarts=tuple(number + place for place in completion.restarts),
         teacher=view,
+        candidates=candidates,
     )
 
 

@@ -54,7 +54,9 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     compare_views(inputs)
     teacher = teacher_source(recipe, source)
     data, rollout = recipe.data, recipe.rollout
-    play = player_of(rollout.environment, source, data, rollout.temperature, rollout.stop_after_failures)
+    play = player_of(
+        rollout.environment, source, data, rollout.temperature, rollout.stop_after_failures, rollout.history
+    )
     algorithm = algorithm_of(recipe, source.stop_ids, play.stop_strings if play else ())
     family = source.decoder.family
     if algorithm.needs.values == "alone" and FAMILIES[family].classifier is None:

@@ -19,7 +19,7 @@ from tunix.recipe.sections import Sections
 from tunix.rollout.collect import Agents, Collector, Judge
 from tunix.rollout.config import EvalTask
 from tunix.rollout.environments.adapters import LM_EVAL, evaluation_rows, require_package
-from tunix.rollout.environments.config import EnvironmentConfig
+from tunix.rollout.environments.config import EnvironmentConfig, History
 from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED, read_reward
 from tunix.rollout.rewards.scorer import Scorer
@@ -38,6 +38,7 @@ def player_of(
     data: DataConfig,
     temperature: float,
     stop_after: int | None = None,
+    history: History = "append",
 ) -> Play | None:
     """What plays the episodes of an environment for a model; None without one. An agent may ask for this temperature.
 
@@ -45,7 +46,8 @@ def player_of(
         UserError: it does not load.
     """
     if environment is None or environment.agent is None:
-        return environment and Player(environment, source.tokenizer, data.template_kwargs, stop_after)
+        kwargs = data.template_kwargs
+        return environment and Player(environment, source.tokenizer, kwargs, stop_after, history)
     try:
         from tunix.serving.agents import AgentPlayer
     except ModuleNotFoundError as error:
@@ -87,9 +89,8 @@ def collector_of(
     plain = Collector(inputs.tokenizer, sampling, scorer, play, data.max_length, judges)
     for source in data.sources:
         if source.environment is not None:
-            player = Player(
-                source.environment, inputs.tokenizer, data.template_kwargs, recipe.rollout.stop_after_failures
-            )
+            kwargs, rollout = data.template_kwargs, recipe.rollout
+            player = Player(source.environment, inputs.tokenizer, kwargs, rollout.stop_after_failures, rollout.history)
             stops = (*recipe.rollout.stop, *player.stop_strings)
             sources[source.name] = replace(plain, play=player, sampling=replace(sampling, stop_strings=stops))
     return replace(plain, sources=sources)
@@ -163,7 +164,8 @@ def task_of(
             return HarnessEvaluation(task, inputs.source, run.max_length - 1, chat, run)
         prompts, data, columns = task_prompts(task, recipe, inputs)
         if written.environment is not None or written.reward is not None:
-            play = Player(environment, tokenizer, data.template_kwargs) if environment else None
+            kwargs, history = data.template_kwargs, recipe.rollout.history
+            play = Player(environment, tokenizer, kwargs, history=history) if environment else None
             stops = (*recipe.rollout.stop, *(play.stop_strings if play else ()))
             sampling = replace(setup.algorithm.sampling, stop_strings=stops)
             collector = Collector(tokenizer, sampling, None, play, data.max_length)

@@ -79,7 +79,10 @@ class Rehearsal(Client):
             room = limit - len(request.prompt)
             number = max(room if played else min(request.sampling.max_tokens, room), 1)
             tokens, zeros = np.ones(number, np.int32), np.zeros(number, np.float32)
-            completions.append(Completion(tokens, zeros, "length", tokens, request.sampling, ((0, number),)))
+            top, n = None, request.sampling.top_logprobs
+            if n:
+                top = np.ones((number, n), np.int32), np.zeros((number, n), np.float32)
+            completions.append(Completion(tokens, zeros, "length", tokens, request.sampling, ((0, number),), top=top))
         return completions
 
     def publish(self) -> int:

@@ -67,7 +67,15 @@ def algorithm_of(recipe: Sections, stop_ids: tuple[int, ...] = (), stop_strings:
     and stop strings, of the recipe and of an environment's turns."""
     rollout = recipe.rollout
     stops = (*rollout.stop, *stop_strings)
-    sampling = Sampling(recipe.data.longest_completion, rollout.temperature, stop_ids=stop_ids, stop_strings=stops)
+    sampling = Sampling(
+        recipe.data.longest_completion,
+        rollout.temperature,
+        rollout.top_k,
+        rollout.top_p,
+        rollout.min_p,
+        stop_ids,
+        stops,
+    )
     return algorithm_class(recipe.algorithm.name)(recipe.algorithm, sampling)
 
 
@@ -181,7 +189,8 @@ class Setup:
         if rollout.engine == "vllm":
             return ON_SERVERS[dtype]
         rounds = self.recipe.quantization is not None and self.recipe.quantization.inputs
-        return max(MISMATCH[kind] for kind in ("bfloat16" if rounds else dtype, rollout.cache_dtype or dtype))
+        cache = dtype if rollout.replay.cache else rollout.cache_dtype or dtype
+        return max(MISMATCH[kind] for kind in ("bfloat16" if rounds else dtype, cache))
 
     # Rows
 
@@ -233,7 +242,9 @@ class Setup:
         """
         recipe, critic = self.recipe, self.critic
         model = adapted(with_stops(self.source), recipe.model, recipe.adapter, recipe.quantization)
-        model = replace(model, has_scalar_head=critic in ("shared", "alone"), has_lm_head=critic != "alone")
+        cache = recipe.rollout.cache_dtype if recipe.rollout.replay.cache else None
+        scalar, lm = critic in ("shared", "alone"), critic != "alone"
+        model = replace(model, cache_dtype=cache, has_scalar_head=scalar, has_lm_head=lm)
         trained, _ = self.dtypes(model)
         spec = TrainerSpec(
             model=model,
@@ -255,11 +266,11 @@ class Setup:
     def critic_spec(self) -> TrainerSpec | None:
         """A critic that is a separate model: the policy's structure with a scalar head in place of the other.
 
-        Rounding is simulated only for the model that samples.
+        Rounding is simulated, and a cache replayed, only for the model that samples.
         """
         if self.critic != "own":
             return None
-        model = replace(self.spec.model, has_scalar_head=True, has_lm_head=False, simulated=())
+        model = replace(self.spec.model, has_scalar_head=True, has_lm_head=False, simulated=(), cache_dtype=None)
         rate, config = self.recipe.algorithm.learning_rate_of_critic, self.recipe.optimizer
         config = config.model_copy(update={"learning_rate": rate}) if rate else config
         trained, _ = self.dtypes(model)

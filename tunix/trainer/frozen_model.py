@@ -116,7 +116,13 @@ class Teacher(FrozenModel):
         views = [sequence.teacher for sequence in sequences if sequence.teacher is not None]
         if not views:
             return super().logprobs(sequences, temperature, size)
-        return AtTheStudents(super().logprobs(as_sequences(views), temperature, size), views)
+        read = as_sequences(views)
+        for i, (sequence, view) in enumerate(zip(sequences, views, strict=True)):
+            if (ids := sequence.candidates) is not None:  # the distribution is over these for the teacher, too
+                moved = np.full((len(view.tokens), ids.shape[1]), -1, ids.dtype)
+                moved[view.places[sequence.loss_mask]] = ids[sequence.loss_mask]
+                read[i] = replace(read[i], candidates=moved)
+        return AtTheStudents(super().logprobs(read, temperature, size), views)
 
     def states(self, batch: Batch, microbatches: Microbatches) -> TeacherStates:
         """The teacher's hidden states for a batch, with its head; returns before the devices are done.

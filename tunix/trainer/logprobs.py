@@ -124,6 +124,7 @@ class Scorer:
                     temperature=temperature,
                     pictures=rows.pictures,
                     experts=jax.tree.map(jax.numpy.asarray, rows.experts),
+                    candidates=jax.tree.map(jax.numpy.asarray, rows.candidates),
                 )[0]
 
             return each_microbatch(of_rows, microbatches)

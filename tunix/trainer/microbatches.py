@@ -37,7 +37,9 @@ SCORES = 4
 measured on a CPU (docs/log.md, row lengths)."""
 
 PER_TOKEN = ("tokens", "positions", "segment_ids", "loss_mask", "sequence_ids")
-"""The `[B T]` arrays that every batch has; `parents`, and `experts` `[B T L k]`, are optional."""
+"""The `[B T]` arrays that every batch has."""
+OPTIONAL = ("parents", "experts", "candidates")
+"""Arrays `[B T]`, `[B T L k]` and `[B T A]` that only some have."""
 
 
 @jax.tree_util.register_dataclass
@@ -46,8 +48,8 @@ PER_TOKEN = ("tokens", "positions", "segment_ids", "loss_mask", "sequence_ids")
 class Microbatches:
     """A batch split into micro-batches of equal shape."""
 
-    rows: Mapping[str, Num[Array, "M R T *routed"] | Bool[Array, "M R T"]]
-    """The batch's per-token fields by name, e.g. `tokens`; without `parents` or `experts` where it has none."""
+    rows: Mapping[str, Num[Array, "M R T *replayed"] | Bool[Array, "M R T"]]
+    """The batch's per-token fields by name, e.g. `tokens`; without those of `OPTIONAL` that it does not have."""
     values: Mapping[str, Num[Array, "M R T"]]
     """The batch's `per_token` values by name."""
     weights: Float[Array, "S"]
@@ -110,8 +112,7 @@ class Microbatcher:
             padded[: len(x)] = x
             return padded.reshape(number, self.rows, *x.shape[1:])
 
-        optional = {"parents": batch.parents, "experts": batch.experts}
-        names = (*PER_TOKEN, *(name for name, x in optional.items() if x is not None))
+        names = (*PER_TOKEN, *(name for name in OPTIONAL if getattr(batch, name) is not None))
         rows_by_name = {name: split(np.asarray(getattr(batch, name))) for name in names}
         values = {name: split(np.asarray(x)) for name, x in batch.per_token.items()}
         places = by_rows(self.mesh, batch.tokens.shape[1])

@@ -20,7 +20,7 @@ import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from tunix.algorithms.ops import trained_only
-from tunix.config import LOSS_WEIGHTS
+from tunix.config import LOSS_WEIGHTS, OBSERVED
 from tunix.mesh import constrain
 from tunix.models.blocks import Auxiliary
 from tunix.models.divergence import Side, compared
@@ -236,14 +236,27 @@ def sums_of(
     params = {**frozen.base, **params}
     tokens, positions, mask = map(jnp.asarray, (batch.tokens, batch.positions, batch.loss_mask))
 
+    needed = mask | (jnp.asarray(batch.per_token[OBSERVED]) > 0) if OBSERVED in batch.per_token else mask
+
     def logprobs_of(model: Model, params: Params, hidden: jax.Array, entropy: bool) -> tuple[jax.Array, jax.Array]:
-        return model.logprobs_of(params, hidden, tokens, positions, mask, entropy=entropy, temperature=loss.temperature)
+        return model.logprobs_of(
+            params,
+            hidden,
+            tokens,
+            positions,
+            needed,
+            entropy=entropy,
+            temperature=loss.temperature,
+            candidates=jax.tree.map(jnp.asarray, batch.candidates),
+        )
 
     logprobs, entropy = jnp.zeros(batch.tokens.shape, jnp.float32), None
     if loss.logprobs:
         logprobs, entropy = logprobs_of(model, params, hidden, loss.entropy)
     values = model.values_of(params, hidden, positions) if loss.values else None
     inputs = LossInputs(batch, logprobs, entropy if loss.entropy else None, values)
+    if loss.above_mean and key is not None:
+        inputs = replace(inputs, above_mean=model.above_mean_of(params, hidden, tokens, positions))
     if loss.reference:
         assert frozen.reference is not None, "the loss reads a reference: hold one"
         of_reference = replace(model, adapt=None, has_scalar_head=False)
@@ -349,6 +362,8 @@ def reduce(term: Term, batch: Batch) -> Float[Array, ""]:
         # A sequence is counted in the micro-batch that holds its trained tokens.
         present = jnp.zeros(batch.weights.shape, bool).at[batch.sequence_ids].max(batch.loss_mask)
         share, count = jnp.where(present, batch.weights, 0.0)[:: 2 if over == "pairs" else 1], batch.counts[over]
+    elif over == "observed":
+        share, count = batch.weights[batch.sequence_ids] * batch.per_token[OBSERVED], batch.counts["observed"]
     else:
         share = jnp.where(batch.loss_mask, batch.weights[batch.sequence_ids], 0.0)
         if LOSS_WEIGHTS in batch.per_token:

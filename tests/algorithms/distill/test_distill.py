@@ -254,6 +254,23 @@ def test_the_teachers_log_probs_of_what_it_reads_come_to_the_students_tokens():
     assert len(client.logprobs(rows, "teacher")[1:3]) == 2
 
 
+def test_the_teachers_log_probs_are_over_the_ids_that_a_token_was_drawn_from():
+    """Of two ids its own and another: their log-probs are those over all ids, renormalised."""
+    (row,) = viewed(1)
+    assert row.teacher is not None
+    other = (row.tokens + 1) % 96
+    ids = np.where(row.loss_mask[:, None], np.stack([row.tokens, other], axis=1), -1).astype(np.int32)
+    client = taught(trainer())
+    assert client.learner.teacher is not None
+    client.learner.teacher = replace(client.learner.teacher, length=72)
+    (found,) = client.logprobs([replace(row, candidates=ids)], "teacher")
+    teacher, tokens, at = client.learner.teacher, row.teacher.tokens, row.teacher.places[row.loss_mask]
+    read = jnp.asarray(tokens)[None], jnp.arange(len(tokens))[None], jnp.ones((1, len(tokens)), jnp.int32)
+    logits = teacher.model.logits(teacher.params, teacher.model.forward(teacher.params, *read)[0])[0][at - 1]
+    mine, others = (logits[np.arange(len(at)), x[row.loss_mask]] for x in (row.tokens, other))
+    np.testing.assert_allclose(found[row.loss_mask], mine - jnp.logaddexp(mine, others), atol=1e-5)
+
+
 def test_answers_that_share_a_prompt_are_read_one_by_one():
     """The student packs a prompt once for two answers; the teacher reads each after a prompt of its own."""
     rng = np.random.default_rng(1)

@@ -77,6 +77,15 @@ NLL = (1.5 + 2) / 2  # means over tokens of A and C
         ({"loss": "cpo"}, (softplus(-0.3) + softplus(0.1)) / 2 + NLL),
         ({"loss": "cpo", "sft_weight": 0}, (softplus(-0.3) + softplus(0.1)) / 2),
         ({"length_normalized": True, "beta": 1}, (softplus(-7 / 6) + softplus(1.5)) / 2),
+        # .8 and .5 of two forms.
+        (
+            {"loss": {"sigmoid": 0.8, "hinge": 0.5}},
+            (0.8 * (softplus(-0.3) + softplus(0.2)) + 0.5 * (0.7 + 1.2)) / 2,
+        ),
+        # B's third token counts a quarter of its -2, D's second a quarter of its .5: log-ratios -.5 and .625.
+        ({"ld_alpha": 0.25}, (softplus(-0.1 * 1.5) + softplus(0.1 * 1.625)) / 2),
+        # Equal lengths: 1 - 0 and -1 - .5.
+        ({"ld_alpha": 0.0, "loss": "hinge"}, (1 - 0.1 * 1 + 1 + 0.1 * 1.5) / 2),
         ({"sft_weight": 0.5}, (softplus(-0.3) + softplus(0.2)) / 2 + 0.5 * NLL),
         # beta (-1/u_w + 1/u_l): .1 (e^2 - e^-1), and .1 (e^-1 - e).
         (
@@ -280,6 +289,9 @@ FAMILY = {
     **{form: {"loss": form} for form in Form.__args__},
     **{name: {"divergence": name} for name in ("forward_kl", "js", "alpha")},
     "normalized": {"length_normalized": True, "sft_weight": 0.1},
+    "weighted": {"policy_weights": True, "loss": "simpo"},
+    "added": {"loss": {"sigmoid": 0.5, "apo_zero": 2.0, "exo": 0.25}, "sft_weight": 0.5},
+    "tails": {"ld_alpha": 0.5, "divergence": "js"},
     "sft_of_tokens": {"sft_weight": 0.1, "sft_reduction": "tokens"},
 }
 
@@ -300,7 +312,7 @@ def many(seed: int = 0) -> list[Side]:
             list(reference),
             trained,
             0.0 if pair == 4 else 1.0 + pair % 2,
-            {"margin": 1.0 + pair, "baseline": 0.1 * i},
+            {"margin": 1.0 + pair, "baseline": 0.1 * i, "policy_weight": 1 - 0.05 * i},
         )
 
     return [one(i) for i in range(12)]
@@ -377,7 +389,7 @@ def test_gradients_are_finite_at_the_edges(form):
     """Completions that one side thinks impossible, or certain."""
     impossible, certain = [-1e4, -1e4], [0.0, 0.0]
     sides = [
-        Side(current, reference, named={"margin": 1.0, "baseline": 0.5})
+        Side(current, reference, named={"margin": 1.0, "baseline": 0.5, "policy_weight": 0.5})
         for ours in ((impossible, certain), (certain, impossible), (certain, certain))
         for current, reference in ((ours[0], ours[1]), (ours[1], ours[0]))
     ]
@@ -394,6 +406,8 @@ def test_nulls_become_the_usual_values():
     assert (DPOConfig(loss="simpo").beta, DPOConfig(loss="simpo").gamma) == (2.0, 1.0)
     assert (DPOConfig(loss="orpo").sft_weight, DPOConfig(loss="cpo").sft_weight) == (1.0, 1.0)
     assert DPOConfig(loss="robust").label_smoothing == 0.1
+    several = DPOConfig(loss={"nca": 1.0, "exo": 0.5})
+    assert (several.beta, several.label_smoothing, several.has_reference) == (0.1, 0.001, True)
     assert DPOConfig(divergence="alpha").alpha == 0.5
     assert (DPOConfig(loss="exo").label_smoothing, DPOConfig(loss="sppo_hard").beta) == (0.001, 0.001)
     assert DPOConfig(loss="discopop").beta == 0.05
@@ -424,6 +438,15 @@ def test_a_resolved_section_reads_back_equal(settings):
         ({"divergence": "js", "length_normalized": True}, "only the reverse KL"),
         ({"loss": "cpo", "reference": "precompute"}, "reference is 'precompute'.*losses with a reference"),
         ({"online": True, "reference": "precompute"}, "reference is 'precompute'.*given pairs"),
+        ({"ld_alpha": 0.5, "loss": "simpo"}, "ld_alpha is 0.5.*sums of log-ratios"),
+        ({"policy_weights": True, "loss": "aot"}, "policy_weights is True.*sides of different pairs"),
+        ({"loss": {}}, "an empty sum"),
+        ({"loss": {"sigmoid": 1, "simpo": 1}}, "'sigmoid', 'robust'"),
+        ({"loss": {"sigmoid": 0}}, "greater than 0"),
+        ({"loss": {"sigmoid": 1, "nca": 1}, "divergence": "js"}, "divergence is 'js'.*read by sigmoid, robust, hinge"),
+        ({"loss": {"hinge": 1, "nca": 1}, "label_smoothing": 0.1}, "label_smoothing is 0.1"),
+        ({"loss": {"exo": 1, "nca": 1}, "label_smoothing": 0}, "exo takes the logarithm"),
+        ({"ld_alpha": 0.5, "length_normalized": True}, "ld_alpha is 0.5.*sums of log-ratios"),
         ({"group_size": 4}, "group_size is 4.*online: true"),
         ({"online": True, "group_size": 1}, "1 completion of a prompt makes no pair"),
         ({"loss": "robust", "label_smoothing": 0}, "robust without a share of wrong labels is sigmoid"),

@@ -214,6 +214,29 @@ def test_sorted_forms_by_hand(form, expected, slopes):
     np.testing.assert_allclose([found[i, PROMPT] for i in range(4)], [0.05 * x for x in slopes], rtol=1e-5)
 
 
+def test_policy_weights_by_hand():
+    """Every token has the logits log 3, log 2 and 0: p = 1/2, 1/3, 1/6, their squares sum to 7/18, p / sum p^2 is 9/7,
+    6/7 and 3/7. At half the temperature p is 9/14, 4/14 and 1/14. The weight of a side is a geometric mean; the gap of
+    both pairs' rewards is 0, so the loss is the mean weight times log 2. TRL's `use_weighting` has the same formula."""
+
+    class Three(Known):
+        def logprobs(
+            self, sequences: List[Sequence], of: str = "policy", temperature: float = 1.0, size: int | None = None
+        ) -> list[np.ndarray]:
+            assert (of, size) == ("policy", 4)
+            p = np.array([3.0, 2.0, 1.0]) ** (1 / temperature)
+            return [np.log(p / p.sum())[x.tokens % 3] for x in sequences]
+
+    # Ids from 10 and from 30: 10 % 3 = 1, 11 % 3 = 2; 30 % 3 = 0.
+    pairs = [Side([-1.0, -1.0], [-1.0, -1.0]), Side([-1.0], [-1.0]), Side([-1.0], [-1.0]), Side([-2.0], [-2.0])]
+    packed, algorithm = packed_of(pairs), DPO(DPOConfig(policy_weights=True))
+    inputs = inputs_of(algorithm.prepare_batch(Three(), packed.batch, packed.sequences))
+    found = reduced(algorithm.loss, inputs)
+    first, second = (6 / 7 * 3 / 7) ** 0.5 * 9 / 7, 6 / 7 * 9 / 7
+    assert found["policy/weight"] == pytest.approx((first + second) / 2, rel=1e-6)
+    assert found["train/loss"] == pytest.approx(log(2) * (first + second) / 2, rel=1e-6)
+
+
 def several(seed: int = 3) -> list[Side]:
     """Seven pairs of 1 to 5 tokens a side, the last one of weight 0."""
     rng = np.random.default_rng(seed)

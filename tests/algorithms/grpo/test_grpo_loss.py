@@ -24,8 +24,9 @@ from tunix.algorithms.ops import (
     outside_trust_region,
     soft_surrogate,
 )
+from tunix.data.packing import pack
 from tunix.errors import UserError
-from tunix.types import Sampling
+from tunix.types import Sampling, Sequence
 
 LONGEST = 10  # the constant of `reduction: constant`
 
@@ -86,6 +87,16 @@ K3 = (0.5 - 1 + log(2), 0.0, 2 - 1 - log(2))  # ref/p - 1 - log(ref/p) at A, A, 
         ("luspo", -(2 * sqrt(0.75) - 2.2) / 10 / 2),
         # On these advantages: PPO's clip, sums over the constant.
         ("maxrl", -((1.2 + 0.5) / 10 - 2.2 / 10) / 2),
+        # The geometric mean of min(1.5, 1.4918) and .5; 1.1 with A < 0 is above .6703.
+        ("gmpo", -(sqrt(1.4918 * 0.5) - 2.2) / 2),
+        # w = .75 and 1.1. The weights are those of TRL's get_gamma_weights: .75^2 e^(3 x .25) = 1.190813 and
+        # 1.1^3 e^(-2 x .1) = 1.089731, times A log p of each token.
+        # 1.5 and .5 are outside of .8 and 1.2; the weight 1.1 times A log p.
+        ("glm5", -(1.1 * -2.0 * -2.0) / 3),
+        # Without a token of high covariance.
+        ("clip_cov", -(1.2 + 0.5 - 2.2) / 3),
+        ("kl_cov", -(1.5 + 0.5 - 2.2) / 3),
+        ("vespo", -(1.190813 * (log(0.5) - 1.0) + 1.089731 * -2.0 * -2.0) / 3),
     ],
 )
 def test_each_preset_by_hand(preset, expected):
@@ -121,6 +132,11 @@ def test_each_preset_by_hand(preset, expected):
         ("dro", [(0.05 * log(x) - a) / 20 for x, a in ((1.5, 1), (0.5, 1), (1.1, -2))]),
         # Each of two tokens carries half of s A, twice.
         ("luspo", [-sqrt(0.75) / 20, -sqrt(0.75) / 20, 2.2 / 20]),
+        # A's first token is clipped; the second has half of s A at each of two tokens.
+        ("gmpo", [0, -sqrt(1.4918 * 0.5) / 4, 2.2 / 2]),
+        ("glm5", [0, 0, 2.2 / 3]),
+        # The weight is constant.
+        ("vespo", [-1.190813 / 3, -1.190813 / 3, 2 * 1.089731 / 3]),
         # Policy: mean over tokens of a sequence, then over two. KL: .04 (1 - ref/p) = .04 of .5, 0, -1.
         ("grpo", [0.04 * 0.5 / 4, -0.5 / 4, 2.2 / 2 - 0.04 * 1 / 2]),
     ],
@@ -177,6 +193,43 @@ def test_entropy_is_raised():
     assert found["train/loss"] == pytest.approx(without["train/loss"] - 0.15, rel=1e-5)
 
 
+def test_a_held_entropys_coefficient_comes_with_the_sequences():
+    taken = [replace(A, more={"entropy": [0.5, 1.0]}), replace(B, more={"entropy": [3.0]})]
+    inputs = inputs_of(batch_of(taken), entropy=True)
+    coefficients = {"entropy_coefficient": jnp.array([0.2, 0.1])}
+    inputs = replace(inputs, batch=replace(inputs.batch, per_sequence=coefficients))
+    found = reduced(loss_of(entropy_target=0.3), inputs)
+    assert found["loss/entropy"] == pytest.approx(-(0.2 * 1.5 + 0.1 * 3) / 3)
+
+
+def test_what_an_environment_wrote_has_a_cross_entropy():
+    """A's second token is an observation of log-prob -1, beside B's of weight 2 with -2 and -4: (1 + 2 x 6) / 5. The
+    policy's term is that of the others: -1.2 of A's first, of B's -2.2 against A = -2, weight 2, over three."""
+    a = replace(A, trained=[True, False], more={"observed": [0.0, 1.0]})
+    b = Taken(
+        [-2.0, -2.0, -4.0], [-2.0 - log(1.1), 0, 0], [-2.0] * 3, {"observed": [0.0, 1.0, 1.0]}, [True] + [False] * 2
+    )
+    sequences = [unmasked(x) for x in (a, replace(b, weight=2.0))]
+    inputs = inputs_of(pack(sequences, 2, 12, packing=True))
+    loss = loss_of(observation_weight=0.1)
+    found = reduced(loss, inputs)
+    assert found["loss/observations"] == pytest.approx(0.1 * 13 / 5)
+    assert found["loss/policy"] == pytest.approx((-1.2 + 2 * 2.2) / 3, rel=1e-5)
+    assert found["mismatch/mean"] == pytest.approx((log(1.5) + 2 * log(1.1)) / 3, rel=1e-5)
+    slopes = gradients(loss, inputs)
+    assert slopes[0, PROMPT + 1] == pytest.approx(-0.1 / 5)
+    assert slopes[1, PROMPT + 1] == slopes[1, PROMPT + 2] == pytest.approx(-0.1 * 2 / 5)
+    without = gradients(loss_of(), inputs)
+    assert {x for x, y in slopes.items() if y != without[x]} == {(0, PROMPT + 1), (1, PROMPT + 1), (1, PROMPT + 2)}
+
+
+def unmasked(taken: Taken) -> Sequence:
+    """The sequence with the log-probs and marks of its untrained tokens too."""
+    sequence, names = taken.sequence(), {"current": taken.current, "observed": taken.more["observed"]}
+    whole = {name: np.array([0.0] * PROMPT + list(x), np.float32) for name, x in names.items()}
+    return replace(sequence, per_token={**sequence.per_token, **whole})
+
+
 def test_the_entropy_is_averaged_as_the_surrogate_is():
     """.5 and 1 of one completion, 3 of the other: a mean of means."""
     taken = [replace(A, more={"entropy": [0.5, 1.0]}), replace(B, more={"entropy": [3.0]})]
@@ -194,6 +247,22 @@ def test_a_completion_is_one_action_under_its_ratio():
         found = gradients(loss, inputs)
         slopes = [found[x] for x in ((0, PROMPT), (0, PROMPT + 1), (1, PROMPT))]
         np.testing.assert_allclose(slopes, [-0.75 / 2, -0.75 / 2, 2.2 / 2], rtol=1e-5)
+
+
+def test_tokens_of_high_covariance_are_left_out_or_held():
+    """A's first token of ratio 1.5, clipped to 1.2, and B's of 1.1; -2.2 and .5 stay. Their |log r| is added."""
+    taken = [replace(A, more={"covariant": [1.0, 0.0]}), replace(B, more={"covariant": [1.0]})]
+    inputs = inputs_of(batch_of(taken))
+    clipped = reduced(loss_of(preset="clip_cov"), inputs)
+    assert clipped["train/loss"] == pytest.approx(-0.5 / 3, rel=1e-5)
+    assert clipped["policy/clipped"] == pytest.approx(2 / 3)
+    held = loss_of(preset="kl_cov")
+    assert reduced(held, inputs)["train/loss"] == pytest.approx(
+        (-(1.5 + 0.5 - 2.2) + log(1.5) + log(1.1)) / 3, rel=1e-5
+    )
+    found = gradients(held, inputs)
+    slopes = [found[x] for x in ((0, PROMPT), (0, PROMPT + 1), (1, PROMPT))]
+    np.testing.assert_allclose(slopes, [(-1.5 + 1) / 3, -0.5 / 3, (2.2 + 1) / 3], rtol=1e-5)
 
 
 # Surrogates, ratio by ratio.
@@ -235,6 +304,22 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient():
     assert surrogate.clipped.tolist() == [[True, False, True]]
     # Through exp(x) too, nothing flows: -w A alone.
     np.testing.assert_allclose(slope(jnp.zeros((1, 3))), [[-0.1 * 2, -1 * 2, -5 * 2]], rtol=1e-6)
+
+
+def test_the_geometric_mean_clips_by_the_advantages_sign():
+    """Ratios 1.5 and .5 within .8 and 1.2, the numbers of TRL's GMPOTrainer: sqrt(1.2 x .5) of A = 1, sqrt(1.5 x .8) of
+    A = -2, whose second token is clipped. With clip_low 1 nothing is: sqrt(1.5 x .5)."""
+    lower = replace(A, advantage=[-2.0, -2.0])
+    inputs, without = inputs_of(batch_of([A, lower])), {"surrogate": "geometric", "reduction": "sequences"}
+    loss = loss_of(**without)
+    found = reduced(loss, inputs)
+    assert found["train/loss"] == pytest.approx(-(sqrt(1.2 * 0.5) - 2 * sqrt(1.5 * 0.8)) / 2, rel=1e-5)
+    assert found["policy/clipped"] == pytest.approx(2 / 4)
+    slopes = gradients(loss, inputs)
+    assert slopes[1, PROMPT] == pytest.approx(2 * sqrt(1.5 * 0.8) / 4, rel=1e-5)
+    assert slopes[1, PROMPT + 1] == 0
+    alone = reduced(loss_of(**without, clip_low=1.0), inputs_of(batch_of([lower])))
+    assert alone["train/loss"] == pytest.approx(2 * sqrt(0.75), rel=1e-5)
 
 
 def test_the_soft_gates_gradient_is_reinforces_on_policy():
@@ -565,6 +650,7 @@ def rollouts(seed: int = 0) -> list[Taken]:
         current = rng.normal(-1.5, 0.7, number)
         names = ("reference_logprobs", "sampler_logprobs", "entropy")
         more = {name: list(np.abs(rng.normal(1, 0.5, number)) * (1 if name == "entropy" else -1)) for name in names}
+        more["covariant"] = [float(i % 2) for i in range(number)]
         trained = [True] * number
         if index == 1:
             trained[number // 2] = False
@@ -696,10 +782,18 @@ def test_nulls_become_the_usual_values():
         ({"surrogate": "cispo", "dual_clip": 3}, "dual_clip is 3.0.*surrogate: clip"),
         ({"preset": "rloo", "clip_low": 0.1}, "clip_low is 0.1"),
         ({"surrogate": "log", "ratio": "sequence"}, "ratio is 'sequence'.*surrogate: log, which has no ratio"),
+        ({"preset": "gmpo", "ratio": "sequence"}, "ratio is 'sequence'.*geometric, which has the mean"),
+        ({"preset": "vespo", "clip_high": 0.2}, "clip_high is 0.2.*gamma or log, which clip nothing"),
+        ({"covariance": ["kl", 0]}, "greater than 0"),
+        ({"advantage": "batch", "gamma": 0.9}, "gamma is 0.9.*without token_returns"),
+        ({"preset": "gmpo", "advantage": "batch", "token_returns": True}, "one advantage for a completion"),
         ({"surrogate": "soft", "dual_clip": 3}, "dual_clip is 3.0.*surrogate: clip"),
         ({"trust_region": ["tv", 0]}, "greater than 0"),
         ({"trust_low": 0.1}, r"trust_low is gone: write trust_region: \[tv, 0.2\]"),
         ({"advantage": "mean_relative", "overlong_buffer": 0.1}, "which a penalty would take below 0"),
+        ({"advantage": "mean_relative", "length_penalty": 0.1}, "which a penalty would take below 0"),
+        ({"advantage": "batch", "group_size": 1, "length_penalty": 0.1}, "a group of one has no other length"),
+        ({"normalize_rewards": "each", "length_penalty": 0.1}, "would normalise length_penalty away"),
         ({"preset": "maxrl", "kl": 0.1, "kl_in": "reward"}, "which a penalty would take below 0"),
         ({"correction": "mask"}, "set old_logprobs: recompute; or leave it at none"),
         ({"geometric_mask": (0.9, 1.1)}, "geometric_mask is .*set old_logprobs: recompute"),

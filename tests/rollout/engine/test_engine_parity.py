@@ -35,6 +35,7 @@ LENGTHS = (3, 17, 37, 9)
 EOS = 2
 GREEDY = ("qwen2-biases-grouped", "gemma3-dual-rope", "qwen3_5-wide-values-tied", "qwen3_moe-seven-of-three")
 """A case of each kind of cache and mixer."""
+SHARED_KEYS = "gemma4-shared-keys-wide-ffn"
 SINKS = replace(RICH, sinks=True)
 """A sink starts at 0, and takes its share there."""
 
@@ -216,3 +217,40 @@ def test_a_cache_of_8_bits_stays_near(cache, most):
     for (one,), (other,) in zip(engine.sample(prompts(PLAIN.vocab_size), 1, sampling, 0), whole, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [
+        ("gemma3-dual-rope", "int8"),
+        *slow([(name, cache) for name in (*GREEDY, SHARED_KEYS) for cache in ("int8", "fp8")]),
+    ],
+)
+def test_a_cache_of_8_bits_is_replayed(name, cache, tmp_path):
+    """The trainer's forward pass rounds keys and values as the cache does: log-probs are the sampler's, but where a
+    number in the middle between two falls to the other one."""
+    reference_folder(CASES[name], tmp_path)
+    model, params = load(tmp_path)
+    asked = prompts(model.config.vocab_size)
+    sampled = small_engine(model, params, cache_dtype=cache).sample(asked, 1, Sampling(max_tokens=22), seed=3)
+
+    def apart(model):
+        pairs = zip(asked, sampled, strict=True)
+        return np.concatenate([x.logprobs - full_logprobs(model, params, y, x)[len(y) :] for y, (x,) in pairs])
+
+    replayed, plain = np.abs(apart(replace(model, cache_dtype=cache))), np.abs(apart(model))
+    assert np.median(replayed) < 1e-5 < 1e-3 < np.median(plain)
+    assert replayed.max() < 0.1 * plain.max()
+
+
+def test_gradients_pass_through_a_replayed_cache():
+    model, tokens = Model(PLAIN), jnp.arange(3, 35)[None]
+    params, at = random_params(model), (jnp.arange(32)[None], jnp.ones((1, 32), jnp.int32))
+
+    def gradients(model):
+        return jax.grad(lambda params: model.logprobs(params, tokens, *at, at[1] > 0)[0].sum())(params)
+
+    plain, through = gradients(model), gradients(replace(model, cache_dtype="int8"))
+    for name in ("layers/v/w", "layers/k/w"):
+        assert np.vdot(through[name], plain[name]) > 0.99 * np.linalg.norm(through[name]) * np.linalg.norm(plain[name])
+        assert np.linalg.norm(through[name]) > 0.9 * np.linalg.norm(plain[name])

@@ -11,6 +11,7 @@ from tests.rollout.engine.test_arrivals import turns
 from tests.rollout.engine.test_engine_parity import prompts, small_engine
 from tests.tiny_models import CASES, Case, load, reference_folder
 from tests.trainers import PLAIN
+from tunix.errors import UserError
 from tunix.models.model import Model
 from tunix.rollout.backlog import decoded, encoded
 from tunix.rollout.engine.engine import Engine
@@ -127,3 +128,26 @@ def test_a_completion_is_saved_with_its_experts():
     np.testing.assert_array_equal(back.experts, experts)
     assert back.experts.dtype == np.int16
     assert decoded(encoded(replace(one, experts=None)), SAMPLING).experts is None
+
+
+def test_a_completion_is_saved_with_the_ids_that_it_was_drawn_from():
+    tokens, sampling = np.array([4, 5, 9], np.int32), Sampling(max_tokens=3, top_k=2).for_training
+    top = np.array([[4, 7], [5, 1], [0, 0]], np.int32), np.array([[0, -np.inf], [-0.1, -2.4], [0, 0]], np.float32)
+    one = Completion(tokens, -tokens.astype(np.float32), "stop", tokens, sampling, ((0, 2),), top=top)
+    np.testing.assert_array_equal(one.candidates, [[4, -1], [5, 1], [-1, -1]])  # an environment wrote the last one
+    back = decoded(json.loads(json.dumps(encoded(one))), sampling)
+    np.testing.assert_array_equal(back.candidates, one.candidates)
+    assert replace(one, sampling=replace(sampling, top_k=0)).candidates is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"top_p": 0.9}, "top_p: 0.9: .*set top_k as well"),
+        ({"min_p": 0.1}, "min_p: 0.1: "),
+        ({"top_k": 65}, "64 or less"),
+    ],
+)
+def test_draws_that_cannot_be_replayed_are_refused(settings, why):
+    with pytest.raises(UserError, match=why):
+        _ = Sampling(**settings).for_training

@@ -15,7 +15,7 @@ from tests.fake_vllm import FakeVLLM
 from tests.marks import slow
 from tests.rollout.servers.conftest import PROMPTS, WARM, Policy, engine, flat, scored
 from tunix.errors import UserError
-from tunix.types import Completion, Request, Sampling, requests_of
+from tunix.types import Completion, Request, Restart, Sampling, requests_of
 
 # --- What a server samples ------------------------------------------------------------------------------------------
 
@@ -78,6 +78,14 @@ def test_cuts_and_alternatives_are_those_of_our_own_engine(policy: Policy, start
     ((cut,),) = sampler.sample(PROMPTS[:1], 1, Sampling(6, top_k=1), 0)
     assert cut.tokens.tolist() == own.tokens.tolist()
     np.testing.assert_allclose(cut.logprobs, 0, atol=1e-6)
+    # The ids that a token was drawn from are the same, though another engine draws another of them.
+    settings = Sampling(6, top_k=5, top_p=0.03).for_training
+    ((found,),), ((own,),) = (one.sample(PROMPTS[:1], 1, settings, 0) for one in (sampler, engine(policy)))
+    for drawn in (found, own):
+        assert drawn.candidates is not None
+        assert all(token in possible for token, possible in zip(drawn.tokens, drawn.candidates, strict=True))
+        assert -1 in drawn.candidates
+    assert found.candidates[0].tolist() == own.candidates[0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -121,6 +129,24 @@ def test_an_environment_answers_between_turns(policy: Policy, start: Any):
     assert all(name.startswith("environment") for *_, name in seen)
     prompts = [tuple(body["prompt"]) for body in fake.settings]
     assert len(set(prompts)) == len(prompts)
+
+
+def test_another_transcript_is_asked_for_by_its_own_prompt(policy: Policy, start: Any):
+    sampler, (fake,) = start()
+    sampler.publish(policy.params, 2)
+    again = np.array([5, 9, 6], np.int32)
+    settings = Sampling(20, stop_ids=tuple(range(0, 272, 17)))
+    (found,) = sampler.run(
+        [Request(PROMPTS[0], settings, 5)], lambda _, so_far: Restart(again) if len(so_far.turns) < 3 else None
+    )
+    assert len(found.turns) > 1
+    assert len(found.restarts) == len(found.turns) - 1
+    assert [body["prompt"] for body in fake.settings[1:]] == [again.tolist()] * len(found.restarts)
+    ends = [*found.restarts[1:], len(found.tokens)]
+    for begin, end in zip(found.restarts, ends, strict=True):
+        drawn = slice(begin + len(again), end)
+        one = replace(found, tokens=found.tokens[drawn], turns=())
+        np.testing.assert_allclose(found.logprobs[drawn], scored(policy, again, one), atol=1e-5)
 
 
 def test_completions_are_handed_on_as_they_end_and_the_call_ends_when_that_is_enough(policy: Policy, start: Any):

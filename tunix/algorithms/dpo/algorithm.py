@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from tunix.algorithms.base import Needs, Update
 from tunix.algorithms.dpo.config import DPOConfig
-from tunix.algorithms.dpo.loss import BASELINE, dpo_loss
+from tunix.algorithms.dpo.loss import BASELINE, POLICY_WEIGHT, dpo_loss
 from tunix.algorithms.episodes import as_sequence, by_seat, report, require_scores, row, total_rewards
 from tunix.algorithms.on_policy import Experience, OnPolicy
 from tunix.algorithms.ops import REFERENCE, reference_logprobs
@@ -44,14 +44,16 @@ class DPO(OnPolicy):
             inputs.logprobs,
             reference_logprobs(inputs) if config.has_reference else None,
             inputs.batch,
-            loss=config.loss,
+            loss=config.forms,
             beta=config.beta,
             label_smoothing=config.label_smoothing or 0.0,
             gamma=config.gamma or 0.0,
             length_normalized=config.length_normalized,
             divergence=config.divergence,
             alpha=config.alpha or 0.5,
+            ld_alpha=config.ld_alpha,
             baselines=inputs.batch.per_sequence[BASELINE] if config.sorts else None,
+            policy_weights=inputs.batch.per_sequence[POLICY_WEIGHT] if config.policy_weights else None,
             sft_weight=config.sft_weight or 0.0,
             sft_reduction=config.sft_reduction,
         )
@@ -75,8 +77,12 @@ class DPO(OnPolicy):
 
         bco: the mean of earlier updates. aot, aot_unpaired: the values of equal rank by the current policy, with the
         reference's log-probs (Melnyk et al. 2024, https://arxiv.org/abs/2406.05882). Pairs of weight 0 are not sorted,
-        and have 0.
+        and have 0. With `policy_weights`, the weight of each side (`policy_weights_of`).
         """
+        if self.config.policy_weights:
+            weights = np.ones(len(batch.weights), np.float32)
+            weights[: len(sequences)] = self.policy_weights_of(client, sequences, len(weights))
+            return replace(batch, per_sequence={**batch.per_sequence, POLICY_WEIGHT: weights})
         if not self.config.sorts:
             return batch
         size = len(batch.weights)
@@ -115,6 +121,19 @@ class DPO(OnPolicy):
             per_token={**batch.per_token, REFERENCE: in_rows},
             per_sequence={**batch.per_sequence, BASELINE: baseline},
         )
+
+    def policy_weights_of(self, client: Client, sequences: List[Sequence], size: int) -> list[float]:
+        """`exp(mean_t log(p(y_t) / sum_v p(v)^2))`, how likely each completion is as one of the policy's: WPO, Zhou et
+        al. 2024, https://arxiv.org/abs/2406.11827, eq. 2, aligned to sampling.
+
+        Where p has temperature 1, the log-prob at 1/2 is `log(p(y_t)^2 / sum_v p(v)^2)`; less that at 1 it is the
+        summand.
+        """
+        sharp, plain = (client.logprobs(sequences, "policy", t, size) for t in (self.temperature / 2, self.temperature))
+        return [
+            float(np.exp((x - y)[sequence.loss_mask].mean()))
+            for x, y, sequence in zip(sharp, plain, sequences, strict=True)
+        ]
 
     def prepare(self, client: Client, experience: Experience) -> Update:
         """One batch of the best and the worst completion of each prompt; none where no prompt has a pair.

@@ -3,14 +3,34 @@
 Axes: P prompts, G group.
 """
 
+import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from tunix.algorithms.advantages import gdpo, group_advantages, has_signal, whitened
-from tunix.algorithms.episodes import Groups, are_scored, by_seat, require_scores, rewards_of, spread, total_rewards
+from tunix.algorithms.advantages import (
+    discounted,
+    gdpo,
+    group_advantages,
+    has_signal,
+    length_rewards,
+    of_high_covariance,
+    whitened,
+)
+from tunix.algorithms.episodes import (
+    Groups,
+    are_scored,
+    by_seat,
+    lengths_of,
+    old_policy_logprobs,
+    require_scores,
+    rewards_of,
+    spread,
+    total_rewards,
+)
 from tunix.algorithms.grpo.config import GRPOConfig
-from tunix.algorithms.grpo.loss import grpo_loss
+from tunix.algorithms.grpo.loss import COVARIANT, grpo_loss
 from tunix.algorithms.on_policy import PolicyGradient
 from tunix.algorithms.ops import old_logprobs
 from tunix.protocols import Client, SamplingClient
@@ -53,8 +73,19 @@ class GRPO(PolicyGradient):
             off_policy_limit=config.off_policy_limit,
             sampler_logprobs=arrays.get("sampler_logprobs"),
             drift=config.drift,
+            covariance=config.covariant and config.covariant[0],
+            covariant=arrays.get(COVARIANT),
         )
         return self.penalised(outputs, inputs)
+
+    def penalties(self, groups: Groups, weights: Mapping[str, float]) -> np.ndarray:
+        """`[P G]` the overlong penalty, and what a completion's length is worth among its group's."""
+        penalties = super().penalties(groups, weights)
+        if not self.config.length_penalty:
+            return penalties
+        return penalties + self.config.length_penalty * length_rewards(
+            total_rewards(groups, weights), lengths_of(groups)
+        )
 
     def signal(self, scores_PG: np.ndarray) -> np.ndarray:
         """`[P]` bool: groups whose scores differ; with `advantage: batch`, whether the whole batch's do."""
@@ -83,16 +114,17 @@ class GRPO(PolicyGradient):
 
     def credit(self, client: Client, groups: Groups, sequences: list[Sequence], data: Rollouts) -> list[Sequence]:
         """The sequences with each completion's advantage at all its tokens, or with `token_returns` one per token."""
-        config, penalties = self.config, self.penalties(groups)
+        config, penalties = self.config, self.penalties(groups, data.weights)
         if config.token_returns:
             rewards = total_rewards(groups, data.weights) + penalties
             if config.advantage == "mean_batch":
                 rewards = group_advantages(rewards, "mean")
             returns = []
             for x, reward in zip(sequences, rewards.ravel(), strict=True):
-                # Undiscounted: a token's own KL penalty and those of all later ones.
-                kl_to_come = np.cumsum(self.kl_rewards(x)[::-1])[::-1]
-                returns.append(spread(x, reward) + np.where(x.loss_mask, kl_to_come, 0.0))
+                # A token's own KL penalty and those of all later ones, and the reward at the last.
+                to_come = self.kl_rewards(x)
+                to_come[np.flatnonzero(x.loss_mask)[-1:]] += reward
+                returns.append(discounted(to_come, x.loss_mask, config.gamma))
             counted = [x.loss_mask & (x.weight > 0) for x in sequences]
             advantages = whitened(returns, counted, config.std_eps, config.std)
         else:
@@ -107,6 +139,17 @@ class GRPO(PolicyGradient):
             else:
                 scores = self.advantages(total_rewards(groups, data.weights) + penalties)
             advantages = [spread(x, value) for x, value in zip(sequences, np.asarray(scores).ravel(), strict=True)]
+        if config.covariant is not None:
+            (kind, share), seed = config.covariant, 0
+            counted = [x.loss_mask & (x.weight > 0) for x in sequences]
+            logprobs = [old_policy_logprobs(x) for x in sequences]
+            for x in sequences:  # what is drawn follows from the batch
+                seed = zlib.crc32(x.tokens.tobytes(), seed)
+            selected = of_high_covariance(logprobs, advantages, counted, kind, share, seed)
+            sequences = [
+                replace(x, per_token={**x.per_token, COVARIANT: chosen.astype(np.float32)})
+                for x, chosen in zip(sequences, selected, strict=True)
+            ]
         return [
             replace(x, per_token={**x.per_token, "advantages": values})
             for x, values in zip(sequences, advantages, strict=True)

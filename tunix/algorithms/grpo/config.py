@@ -7,7 +7,7 @@ size, learning rate, updates per batch of rollouts) is left to the recipe.
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from tunix.algorithms.config import Above0, Advantage, NonNegative, PolicyConfig, Rule, Settings
+from tunix.algorithms.config import Above0, Advantage, NonNegative, PolicyConfig, Rule, Settings, Unit
 from tunix.config import Positive
 
 Preset = Literal[
@@ -24,6 +24,11 @@ Preset = Literal[
     "dro",
     "luspo",
     "maxrl",
+    "gmpo",
+    "vespo",
+    "clip_cov",
+    "kl_cov",
+    "glm5",
 ]
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -107,12 +112,30 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Tajwar et al. 2026, https://arxiv.org/abs/2602.02710: the advantage over the group's success rate; a completion is
     # one action, so its log-probs are summed.
     "maxrl": {"advantage": "mean_relative", "reduction": "constant"},
+    # Zhao et al. 2025, https://arxiv.org/abs/2507.20673: ratios are clipped at exp(-0.4) and exp(0.4).
+    "gmpo": {
+        "advantage": "mean_std",
+        "surrogate": "geometric",
+        "clip_low": 0.3297,
+        "clip_high": 0.4918,
+        "reduction": "sequences",
+    },
+    # Shen et al. 2026, https://arxiv.org/abs/2602.10693, with the numbers and the mean of TRL (`loss.GAMMA_WEIGHTS`).
+    "vespo": {"advantage": "mean_std", "surrogate": "gamma", "reduction": "tokens"},
+    # Cui et al. 2025, https://arxiv.org/abs/2505.22617: beside PPO's clip, and in its place.
+    "clip_cov": {"advantage": "mean_std", "covariance": "clip", "reduction": "tokens"},
+    "kl_cov": {"advantage": "mean_std", "surrogate": "none", "covariance": "kl", "reduction": "tokens"},
+    # GLM-5's loss of agents, 2026, https://arxiv.org/abs/2602.15763, eqs. 3 to 5, which has no bounds in print.
+    "glm5": {"advantage": "mean", "surrogate": "mask", "reduction": "tokens"},
 }
+
+COVARIANT_SHARE = 2e-4
+"""Share of the tokens that `covariance` selects, by its authors' configuration in verl."""
 
 TRUST_BOUNDS = {"tv": 0.15, "kl": 0.05}
 """How far a token's probability may have moved in DPPO's trust region, by the divergence that measures it."""
 
-DIVIDES = ("mean_std", "leave_one_out_std", "batch", "mean_batch")
+DIVIDES = ("mean_std", "leave_one_out_std", "batch", "mean_batch", "mean_batch_std")
 """Advantages that are divided by a standard deviation."""
 
 
@@ -126,21 +149,31 @@ class GRPOConfig(PolicyConfig):
     """Completions of each prompt."""
     advantage: Advantage = "mean_std"
     """What a reward is compared with: its group's mean (and std, or divided by it: MaxRL,
-    https://arxiv.org/abs/2602.02710), the others' mean (and std), the median, the whole batch."""
+    https://arxiv.org/abs/2602.02710), the others' mean (and std), the median, the whole batch, or the
+    group's mean with the batch's std."""
     normalize_rewards: Literal["summed", "each"] = "summed"
     """With several rewards: advantages of the weighted sum, or of each reward, then summed and normalised over the
     batch (GDPO, https://arxiv.org/abs/2601.05242)."""
     std_eps: Above0 = 1.0e-4
     """Added to the standard deviation, so that equal rewards do not divide by 0. verl and NeMo-RL use 1e-6."""
+    length_penalty: NonNegative = 0.0
+    """Factor of what a completion's length is worth within its group: 1/2 for the shortest down to -1/2 for the
+    longest, of wrong ones (no reward above 0) 0 at most (Kimi k1.5, https://arxiv.org/abs/2501.12599). 0 for none."""
     token_returns: bool = False
     """Whether a token's advantage is the reward less the KL penalties of itself and of later tokens, with mean and
     deviation over all trained tokens (REINFORCE++, as in OpenRLHF)."""
+    gamma: Unit = 1.0
+    """Discount of those returns per sampled token that is still to come: below 1, early tokens are credited less."""
     ratio: Literal["token", "sequence", "completion"] = "token"
     """The ratio of policy to old policy: of each token, the geometric mean over the completion (GSPO), or the product
     over it, which treats the completion as a single action (RLOO)."""
-    surrogate: Literal["clip", "cispo", "soft", "none", "log"] = "clip"
-    """`clip` stops the gradient of a ratio that moved far enough, `cispo` bounds its weight, `soft` lets it fade (SAPO,
-    https://arxiv.org/abs/2511.20347), `none` does neither; `log` is advantage times log-prob, without a ratio."""
+    surrogate: Literal["clip", "cispo", "mask", "geometric", "soft", "gamma", "none", "log"] = "clip"
+    """`clip` stops the gradient of a ratio that moved far enough, `cispo` bounds its weight, `mask` leaves out tokens
+    outside of the bounds on either side (GLM-5, https://arxiv.org/abs/2602.15763), `soft` lets it fade (SAPO,
+    https://arxiv.org/abs/2511.20347), `none` does neither; `geometric` clips each token's ratio, and then takes the
+    geometric mean over the completion (GMPO, https://arxiv.org/abs/2507.20673); `gamma` weights a completion by its
+    ratio w as w^k exp(lam (1 - w)), without a clip (VESPO, https://arxiv.org/abs/2602.10693); `log` is advantage times
+    log-prob, without a ratio."""
     trust_region: Literal["none", "tv", "kl"] | tuple[Literal["tv", "kl"], Above0] = "none"
     """Leaves out tokens whose update would move them further in a direction in which they have moved too far, by total
     variation or KL of the taken token against all others (DPPO, https://arxiv.org/abs/2602.04879): by 0.15 with tv, by
@@ -148,6 +181,10 @@ class GRPOConfig(PolicyConfig):
     drift: NonNegative = 0.0
     """Coefficient of half the squared log-ratio to the policy that sampled, a penalty on moving away from it (DRO,
     https://arxiv.org/abs/2405.19107; Kimi k1.5, https://arxiv.org/abs/2501.12599). 0 for none."""
+    covariance: Literal["none", "clip", "kl"] | tuple[Literal["clip", "kl"], Above0] = "none"
+    """Keeps the entropy up by the few tokens whose log-prob and advantage covary most, 2e-4 of all, another share as
+    [kl, 0.002]: `clip` leaves random ones of covariance 1 to 5 out of the loss, `kl` adds |log ratio| to that of the
+    highest ones (Clip-Cov and KL-Cov, https://arxiv.org/abs/2505.22617)."""
     off_policy_limit: Above0 | None = None
     """Completions with a negative advantage are left out where the sampler's log-probs are higher than the policy's by
     more nats per token than this; 0.5 is a start (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556). Null: none are."""
@@ -157,11 +194,16 @@ class GRPOConfig(PolicyConfig):
 
     presets: ClassVar[Mapping[str, Settings]] = PRESETS
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule(("ratio",), lambda s: s["surrogate"] != "log", "with surrogate: log, which has no ratio"),
+        Rule(
+            ("ratio",),
+            lambda s: s["surrogate"] not in ("geometric", "gamma", "log"),
+            "with surrogate: log, which has no ratio, geometric, which has the mean of tokens' ratios, or gamma, which "
+            "has their product",
+        ),
         Rule(
             ("clip_low", "clip_high"),
-            lambda s: s["surrogate"] in ("clip", "cispo"),
-            "with surrogate: none, soft or log, which clip nothing",
+            lambda s: s["surrogate"] in ("clip", "cispo", "mask", "geometric"),
+            "with surrogate: none, soft, gamma or log, which clip nothing",
         ),
         Rule(("dual_clip",), lambda s: s["surrogate"] == "clip", "without surrogate: clip"),
         Rule(
@@ -174,6 +216,7 @@ class GRPOConfig(PolicyConfig):
             lambda s: s["advantage"] in ("batch", "mean_batch") and s["normalize_rewards"] == "summed",
             "without advantage: batch or mean_batch, of summed rewards: their statistics are the batch's",
         ),
+        Rule(("gamma",), lambda s: bool(s["token_returns"]), "without token_returns: true"),
         *PolicyConfig.rules,
     )
 
@@ -192,6 +235,13 @@ class GRPOConfig(PolicyConfig):
         return self.trust_region, TRUST_BOUNDS[self.trust_region]
 
     @property
+    def covariant(self) -> tuple[Literal["clip", "kl"], float] | None:
+        """What is done with tokens of high covariance, and their share; None where nothing is."""
+        if self.covariance == "none":
+            return None
+        return (self.covariance, COVARIANT_SHARE) if isinstance(self.covariance, str) else self.covariance
+
+    @property
     def sees_pictures(self) -> bool:
         """Always: its log-probs are the sampler's, the step's own and those of the weights it started from."""
         return True
@@ -203,19 +253,26 @@ class GRPOConfig(PolicyConfig):
                 f"group_size: a group of one has nothing to be compared with under advantage: {self.advantage}; "
                 "take 2 or more, or advantage: batch"
             )
-        if self.ratio == "completion" and self.reduction == "tokens" and self.surrogate != "log":
+        if self.surrogate in ("geometric", "gamma") and self.token_returns:
+            wrong.append(f"surrogate: {self.surrogate} has one advantage for a completion; leave token_returns out")
+        if self.ratio == "completion" and self.reduction == "tokens" and self.surrogate not in ("gamma", "log"):
             wrong.append(
                 "ratio: completion takes a completion for one action, which a mean over tokens would count once for "
                 "each token; set reduction: sequences or constant"
             )
         if self.group_size == 1 and self.dynamic_sampling:
             wrong.append("dynamic_sampling: in a group of one all rewards are equal, so every group would be replaced")
+        if self.length_penalty and self.group_size == 1:
+            wrong.append("length_penalty: a group of one has no other length; take group_size: 2 or more")
+        if self.length_penalty and self.normalize_rewards == "each":
+            wrong.append("normalize_rewards: each would normalise length_penalty away; set normalize_rewards: summed")
         if self.normalize_rewards == "each" and self.kl and self.kl_in == "reward":
             wrong.append("normalize_rewards: each would normalise the KL penalty's coefficient away; set kl_in: loss")
-        if self.advantage == "mean_relative" and (self.overlong_buffer or (self.kl and self.kl_in == "reward")):
+        lowers = self.overlong_buffer or self.length_penalty or (self.kl and self.kl_in == "reward")
+        if self.advantage == "mean_relative" and lowers:
             wrong.append(
                 "advantage: mean_relative divides by the mean reward, which a penalty would take below 0: "
-                "set overlong_buffer: null and kl_in: loss"
+                "set overlong_buffer: null, length_penalty: 0 and kl_in: loss"
             )
         if self.preset:
             usual, preset = GRPOConfig(), PRESETS[self.preset]

@@ -133,7 +133,7 @@ class PPO(PolicyGradient):
         """The sequences with generalised advantages, returns and values of every sampled token."""
         config, advantages, returns = self.config, [], []
         values = [episode.measured[VALUES][:-1] for episode in flat(groups)]
-        penalties = self.penalties(groups).ravel()
+        penalties = self.penalties(groups, data.weights).ravel()
         for episode, x, values_T, penalty in zip(flat(groups), sequences, values, penalties, strict=True):
             rewards = token_rewards(episode, data.weights, penalty) + self.kl_rewards(x)
             # Cut short is where rewards were still to come, as in a game that the token limit cut off. A completion
@@ -169,10 +169,11 @@ class PPO(PolicyGradient):
         ]
 
     def get_state(self) -> dict[str, Any]:
-        """The number of steps done and the present KL coefficient."""
-        return {"steps": self._steps, "kl": self.kl_coefficient}
+        """The number of steps done and the present coefficients."""
+        return {**super().get_state(), "steps": self._steps, "kl": self.kl_coefficient}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        super().set_state(state)
         self._steps, self.kl_coefficient = state["steps"], state["kl"]
 
 

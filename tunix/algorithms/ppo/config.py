@@ -5,9 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from tunix.algorithms.config import PolicyConfig, Rule, Settings
-
-Unit = Annotated[float, Field(ge=0, le=1)]
+from tunix.algorithms.config import PolicyConfig, Rule, Settings, Unit
 
 
 class PPOConfig(PolicyConfig):

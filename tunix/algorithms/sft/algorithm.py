@@ -16,9 +16,15 @@ class SFT(Algorithm):
 
     def loss(self, inputs: LossInputs) -> LossOutputs:
         """`sft_loss` by the config."""
-        return sft_loss(inputs.logprobs, self.config.reduction)
+        return sft_loss(
+            inputs.logprobs,
+            self.config.reduction,
+            label_smoothing=self.config.label_smoothing,
+            above_mean=inputs.above_mean,
+        )
 
     @property
     def objective(self) -> Loss:
-        """The loss, with NEFTune's noise on the embeddings where the recipe sets it."""
-        return replace(super().objective, embedding_noise=self.config.neftune_alpha)
+        """The loss, with NEFTune's noise on the embeddings and label smoothing where the recipe sets them."""
+        config, objective = self.config, super().objective
+        return replace(objective, embedding_noise=config.neftune_alpha, above_mean=config.label_smoothing > 0)

@@ -24,14 +24,14 @@ import numpy as np
 from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
 from tunix.rollout.engine.experts import Known, Recorded
-from tunix.rollout.engine.page_tables import Copy, Ended, PageTables
+from tunix.rollout.engine.page_tables import Copy, Ended, PageTables, in_common
 from tunix.rollout.engine.pieces import COPIES, Job, Piece, copy_calls
 from tunix.rollout.engine.programs import State, Steps, copy_pages, decode, initial_state, prefill
 from tunix.rollout.engine.request import Decode, Episode, StopText
 from tunix.rollout.engine.shapes import Sizes, page_bytes, state_bytes
 from tunix.rollout.engine.slots import Slots
 from tunix.rollout.types import Pause
-from tunix.types import Completion, OnDone, Reply, Request, Usage
+from tunix.types import Completion, OnDone, Reply, Request, Restart, Usage
 
 
 class Meter:
@@ -82,7 +82,7 @@ class Replies:
         """`reply` asks an environment; None where there is none."""
         self._reply = reply
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment") if reply else None
-        self._waiting: dict[int, tuple[int, Future[np.ndarray | None]]] = {}
+        self._waiting: dict[int, tuple[int, Future[np.ndarray | Restart | None]]] = {}
         """By slot, the round in which it was asked, and its answer."""
         self._round, self._patient = 0, True
 
@@ -99,8 +99,8 @@ class Replies:
         self._waiting[slot] = self._round, self._threads.submit(self._reply, number, completion)
         return True
 
-    def arrived(self) -> list[tuple[int, np.ndarray | None]]:
-        """The answers of a further round, by slot: tokens `[T]`, or None at the end of an episode."""
+    def arrived(self) -> list[tuple[int, np.ndarray | Restart | None]]:
+        """The answers of a further round, by slot: tokens, another transcript, or None at the end of an episode."""
         self._round += 1
         due = [(slot, future) for slot, (asked, future) in sorted(self._waiting.items()) if asked < self._round - 1]
         if due and self._patient:
@@ -236,11 +236,15 @@ class Batch:
                 if self._pause is not None and self._pause(self._sent):
                     break
                 for slot, observation in self.replies.arrived():
-                    new = None if observation is None else self.slots.observe(slot, np.asarray(observation, np.int32))
+                    before, tokens = None, observation
+                    if isinstance(observation, Restart):
+                        before, tokens = self.slots.transcript(slot), observation.prompt
+                    restart = before is not None
+                    new = None if tokens is None else self.slots.observe(slot, np.asarray(tokens, np.int32), restart)
                     if new is None:
                         self._complete(slot)
                     else:
-                        self._observed(slot, new)
+                        self._observed(slot, new, before)
                 with self._lock:
                     self._admit()
                     self._compute()
@@ -430,7 +434,8 @@ class Batch:
             for job in done:
                 for slot in (job.slot, *job.followers):
                     self.slots.start(slot)
-                    self.slots.episodes[slot].experts += job.experts
+                    episode = self.slots.episodes[slot]
+                    episode.experts += [x._replace(position=x.position + episode.begin) for x in job.experts]
                 if job.reads is not None:
                     self.page_tables.drop(self.page_tables.shard(job.slot), job.reads)
                 for key in [key for key, leader in self.leaders.items() if leader is job]:
@@ -539,10 +544,16 @@ class Batch:
         self.waiting.appendleft(self.slots.suspend(slot, self.version))
         self.page_tables.release(slot)
 
-    def _observed(self, slot: int, new: np.ndarray) -> None:
-        """Queues the tokens `[T]` of an observation, unless the slot has to make room for others."""
+    def _observed(self, slot: int, new: np.ndarray, before: np.ndarray | None = None) -> None:
+        """Queues the tokens `[T]` of an observation, unless the slot has to make room for others; or of another
+        transcript than `before` `[T]`, of which the pages of what both begin with are kept."""
         episode, held, shard = self.slots.episodes[slot], int(self.slots.held[slot]), self.page_tables.shard(slot)
-        if self.sizes.chunk is not None:
+        if before is not None:
+            if self.sizes.chunk is not None:
+                self._preempt(slot)
+                return
+            new = new[self.page_tables.rewind(slot, min(in_common(before, new), len(new) - 1)) :]
+        elif self.sizes.chunk is not None:
             # States hold the last token already. They cannot go back to it, nor to the one before.
             if self.slots.beyond[slot] or len(new) == 1:
                 self._preempt(slot)

@@ -204,6 +204,21 @@ class PageTables:
             if left:
                 self._note(slot)
 
+    def rewind(self, slot: int, tokens: int) -> int:
+        """Lets the pages behind a slot's first tokens go; how many of these it still holds, in whole pages, which other
+        sequences may share: none where a window has left what the next token sees."""
+        full, page = tokens // self.sizes.page, self.sizes.page
+        for kind, _, window in self._kinds[None]:
+            first = 0 if window is None else max(0, full * page - window + 1) // page
+            if not self._held[kind][slot].keys() >= {*range(first, full)}:
+                full = 0
+        for kind, pools, _ in self._kinds[None]:
+            held = self._held[kind][slot]
+            for index in [index for index in held if index >= full or not full]:
+                pools[self.shard(slot)].drop(held.pop(index))
+        self._note(slot)
+        return full * page
+
     def release(self, slot: int) -> None:
         """Lets all pages of a slot go."""
         self.drop(self.shard(slot), self.held(slot))
@@ -242,11 +257,11 @@ class PageTables:
             return
         if not self._kinds[True]:
             alike = [x for x in self._by_block.get(blocks[-1], ()) if x.shard == shard]
-            if any(_common(ended.tokens, tokens) == len(tokens) for ended in alike):
+            if any(in_common(ended.tokens, tokens) == len(tokens) for ended in alike):
                 return
             candidates = [x for block in blocks for x in self._by_block.get(block, ()) if x.block_hashes[-1] == block]
             for ended in candidates:
-                if ended.shard == shard and _common(ended.tokens, tokens) == len(ended.tokens):
+                if ended.shard == shard and in_common(ended.tokens, tokens) == len(ended.tokens):
                     self._let_go(ended)
         ended = Ended(shard, adapter, tokens, self.share(shard, self._seen(slot, len(tokens))), experts, blocks)
         self._ended[ended] = None
@@ -257,7 +272,7 @@ class PageTables:
         """The kept sequence that has most tokens in common with the beginning of a prompt `[T]`, which is used now, and
         how many they are, without the last of the prompt; None where it is not worth a copy."""
         for block in reversed(self._block_hashes(tokens[:-1], adapter)):
-            common = {ended: _common(ended.tokens, tokens[:-1]) for ended in self._by_block.get(block, ())}
+            common = {ended: in_common(ended.tokens, tokens[:-1]) for ended in self._by_block.get(block, ())}
             usable = [x for x, number in common.items() if number >= self._block and self._holds(x, number)]
             if usable:
                 best = max(usable, key=common.__getitem__)
@@ -365,7 +380,7 @@ class PageTables:
             self._ends[kind, slot] = max(held[slot], default=-1) + 1
 
 
-def _common(sequence: np.ndarray, other: np.ndarray) -> int:
+def in_common(sequence: np.ndarray, other: np.ndarray) -> int:
     """How many tokens two sequences begin with alike."""
     number = min(len(sequence), len(other))
     differ = sequence[:number] != other[:number]

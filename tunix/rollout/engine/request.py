@@ -117,6 +117,8 @@ class Episode:
     """`[T A]` most likely ids and their log-probs, piece by piece."""
     turns: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
     """Start and end of each turn among the tokens after the prompt; the end of the last one is 0 while it goes on."""
+    restarts: list[int] = field(default_factory=list)
+    """Where among the tokens after the prompt further transcripts begin."""
     so_far: Completion | None = None
     """What it had when it was preempted, or another call sampled; None where that is nothing, or it is in a slot."""
     ended: Literal["stop", "length"] | None = None
@@ -136,6 +138,7 @@ class Episode:
         if before is not None and len(before.tokens):  # another call has paused it
             self.so_far, self.versions = before, before.versions
             self.turns = [*before.turns[:-1], (before.turns[-1][0], 0)]
+            self.restarts = list(before.restarts)
             self.top = [] if before.top is None else [before.top]
             if before.experts is not None:
                 self.experts = [Known(Recorded(before.experts[None, :prompt]), 0, 0, prompt, 0)]
@@ -151,6 +154,11 @@ class Episode:
         """The pictures of so many of its tokens, the prompt's included; None without any."""
         pictures = self.request.pictures
         return pictures and pictures.followed(tokens - len(self.request.prompt))
+
+    @property
+    def begin(self) -> int:
+        """Where its last transcript begins, among the tokens of the prompt and all that follows it."""
+        return len(self.request.prompt) + self.restarts[-1] if self.restarts else 0
 
     def keep_top(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
         """Keeps the alternatives `[T A]` of some tokens, where the request wants them."""
@@ -177,4 +185,5 @@ class Episode:
             top=top,
             experts=of_sequence(len(self.request.prompt), experts, self.experts),
             prompt_scores=self.scores,
+            restarts=tuple(self.restarts),
         )

@@ -17,12 +17,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from tunix.errors import UserError
-from tunix.types import Sampling
+from tunix.types import MOST_TOP, Sampling
 
 MOST_STOPS = 16
 """Stop ids of a request at most."""
-MOST_TOP = 20
-"""A: alternatives whose log-probs are reported with a sampled token, at most."""
 
 
 class Transform(NamedTuple):

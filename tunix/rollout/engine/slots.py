@@ -74,10 +74,11 @@ class Slots:
             if self._experts is not None:
                 self._experts[slot, :number] = UNKNOWN if so_far.experts is None else so_far.experts[prompt:]
         self._written[slot] = self._before[slot] = len(tokens) - prompt
+        whole, tokens = len(tokens), tokens[episode.begin :]
         self._looked_at[slot] = episode.stop_text is not None or sampling.top_logprobs > 0
         self.beyond[slot] = False
         self.held[slot], progress.drawn[slot] = len(tokens), drawn
-        self.left[slot] = min(sampling.max_tokens - drawn, self._length - len(tokens))
+        self.left[slot] = min(sampling.max_tokens - drawn, self._length - whole)
         flow.seeds[slot] = (request.seed >> 32) & 0xFFFFFFFF, request.seed & 0xFFFFFFFF
         flow.request[slot], flow.adapter[slot] = request.index, episode.adapter
         if flow.turned is not None:
@@ -158,15 +159,21 @@ class Slots:
         """`[T]` the tokens of the last dispatch."""
         return self._tokens[slot, self._before[slot] : self._written[slot]].copy()
 
-    def observe(self, slot: int, observation: np.ndarray) -> np.ndarray | None:
+    def transcript(self, slot: int) -> np.ndarray:
+        """`[T]` the tokens of its last transcript, the prompt's included."""
+        episode, written = self.episodes[slot], self._tokens[slot, : self._written[slot]]
+        return np.concatenate([np.asarray(episode.request.prompt, np.int32), written])[episode.begin :]
+
+    def observe(self, slot: int, observation: np.ndarray, restart: bool = False) -> np.ndarray | None:
         """Appends an observation and opens the next turn, which waits; returns the tokens that are to be computed.
 
-        The last token before the observation is among them: its state was lost where tokens after it were dropped.
+        The last token before the observation is among them: its state was lost where tokens after it were dropped. With
+        `restart` the observation is the prompt of another transcript, and only its tokens are.
         Returns None, and ends the episode by its length, where nothing could be sampled after the observation.
         """
         episode, start = self.episodes[slot], int(self._written[slot])
         more = episode.request.sampling.max_tokens - int(self._flow.progress.drawn[slot])
-        room = self._length - int(self.held[slot]) - len(observation)
+        room = self._length - len(episode.request.prompt) - start - len(observation)
         if min(more, room) <= 0:
             episode.ended = "length"
             return None
@@ -175,7 +182,8 @@ class Slots:
         if self._experts is not None:
             self._experts[slot, start:end] = UNKNOWN
         self._written[slot], self.left[slot] = end, min(more, room)
-        self.held[slot] += len(observation)
+        self.held[slot] = len(observation) if restart else self.held[slot] + len(observation)
+        episode.restarts += [start] if restart else []
         n = episode.request.sampling.top_logprobs
         episode.keep_top(np.zeros((end - start, n), np.int32), np.zeros((end - start, n), np.float32))
         episode.turns.append((end, 0))
@@ -184,7 +192,7 @@ class Slots:
             episode.stop_text.restart()
         if self._drafts is not None:
             self._drafts.write(np.array([slot]), observation[None], np.array([len(observation)]))
-        return self._tokens[slot, start - 1 : end].copy()
+        return self._tokens[slot, start - (not restart) : end].copy()
 
     def completion(self, slot: int, version: int) -> Completion:
         """The completion so far; paused, unless its current turn has ended."""

@@ -26,13 +26,14 @@ import numpy as np
 from tunix.data.chat import Message, render_continuation, render_prompt
 from tunix.data.shapes import TEMPLATE_KWARGS, as_template_kwargs
 from tunix.data.tokenizer import Tokenizer
+from tunix.data.tool_calls import ParsedTurn, markup_of, parse
 from tunix.errors import UserError
 from tunix.rollout.rewards.base import Failure, Score
 from tunix.rollout.rewards.calls import as_outcome, raised
 
 if TYPE_CHECKING:
-    from tunix.rollout.environments.config import EnvironmentConfig
-    from tunix.types import Completion
+    from tunix.rollout.environments.config import EnvironmentConfig, History
+    from tunix.types import Completion, Restart
 
 Observation = str | Sequence[Message] | np.ndarray
 """A text that is encoded as it is (an answer to a turn as its continuation), messages that the tokenizer's template
@@ -101,6 +102,9 @@ class Step:
     """Whether the episode is over."""
     seat: int = 0
     """Who took the turn where several players share the transcript, e.g. 1."""
+    messages: Sequence[Message] | None = None
+    """The conversation that the model reads next in place of all before, such as a shorter one, e.g.
+    `[{"role": "user", "content": "..."}]`; None where the observation goes on with it."""
     outcomes: Mapping[int, SupportsFloat] = field(default_factory=dict)
     """At the end, the reward of each seat, e.g. `{0: 1.0, 1: -1.0}`, which is added to that of its last turn."""
 
@@ -195,6 +199,12 @@ def checked_step(step: Any) -> Step:
         raise EpisodeError(f"returned {'None' if step is None else f'a {type(step).__name__}'}, not a Step")
     reward = checked_reward(step.reward)
     outcomes = {seat: checked_reward(outcome) or 0.0 for seat, outcome in step.outcomes.items()}
+    if step.messages is not None and step.observation is not None:
+        raise EpisodeError("answered with an observation and with messages that replace all before: give one of them")
+    if step.messages is not None and not step.done:
+        if isinstance(checked_observation(step.messages), str | np.ndarray):
+            raise EpisodeError("answered with messages that are none: they are a list of mappings")
+        return Step(None, reward, seat=step.seat, messages=step.messages)
     if step.done or step.observation is None:
         return Step(None, reward, done=True, seat=step.seat, outcomes=outcomes)
     return Step(checked_observation(step.observation), reward, seat=step.seat)
@@ -240,6 +250,7 @@ class Episode:
         tokenizer: Tokenizer | None = None,
         turns: int = 16,
         template_kwargs: Mapping[str, Any] | None = None,
+        history: "History" = "append",
     ) -> None:
         """Starts the episode by resetting the environment.
 
@@ -250,6 +261,7 @@ class Episode:
             tokenizer: for texts and messages; None serves environments of token ids.
             turns: turns of the model at most.
             template_kwargs: variables of the chat template; those of the row's `chat_template_kwargs` take precedence.
+            history: what the model reads of earlier turns; see `RolloutConfig.history`.
 
         Raises:
             UserError: it raised, or its prompt is empty or cannot be rendered.
@@ -277,6 +289,14 @@ class Episode:
             raise UserError(f"the environment {self.name} does not start: it {what}") from error
         self.prompt = rendered(self.start, tokenizer, self._template_kwargs)
         """`[T]` int32 token ids that the model continues."""
+        if history == "template" and isinstance(self.start, str | np.ndarray):
+            raise UserError(
+                f"rollout.history: template renders messages, and the environment {self.name} starts with "
+                f"{'a text' if isinstance(self.start, str) else 'token ids'}: set it to append"
+            )
+        self._history, self._transcript = history, self.prompt
+        self._messages = [] if isinstance(self.start, str | np.ndarray) else [*self.start]
+        """The conversation, where it is one, as the template shows it."""
         if not len(self.prompt):
             raise UserError(f"the environment {self.name} starts with an empty prompt: a model needs something to read")
 
@@ -288,8 +308,9 @@ class Episode:
         earned = [reward for reward in self.rewards if reward is not None]
         return float(sum(earned)) if earned or self._environment.scores else None
 
-    def turn(self, tokens: np.ndarray, cut: bool = False) -> np.ndarray | None:
-        """Passes one turn to the environment; returns the observation's tokens, or None where the episode is over.
+    def turn(self, tokens: np.ndarray, cut: bool = False) -> "np.ndarray | Restart | None":
+        """Passes one turn to the environment; returns the observation's tokens, another transcript where what the model
+        reads next does not begin with the last, or None where the episode is over.
 
         Args:
             tokens: `[T]` the ids that were sampled in this turn.
@@ -314,14 +335,48 @@ class Episode:
             if self.done or at_limit:
                 self.done = True
                 self.finish()
-            if cut or self.done or step.observation is None:
+            if cut or self.done:
                 return None
-            observation = rendered(step.observation, self._tokenizer, self._template_kwargs, self.start, tokens)
+            observation = self._next(step, tokens)
         except Exception as error:  # one broken episode is counted and left out; the run goes on
             return self._fail(str(error) if isinstance(error, EpisodeError) else raised(error))
         if len(self.rewards) == self._turns:
             return self._fail(f"had not ended after {self._turns} turns")
-        return observation if len(observation) else self._fail("answered with no tokens")
+        return observation
+
+    def _next(self, step: Step, tokens: np.ndarray) -> "np.ndarray | Restart":
+        """What the model reads after a turn of these tokens, and the environment's answer to it."""
+        from tunix.types import Restart  # which imports jax
+
+        said, tokenizer = step.observation, self._tokenizer
+        if step.messages is not None:
+            self._messages = [*step.messages]
+        elif self._history == "append":
+            assert said is not None, "a step that does not end the episode answers"
+            new = rendered(said, tokenizer, self._template_kwargs, self.start, tokens)
+            if not len(new):
+                raise EpisodeError("answered with no tokens")
+            self._transcript = np.concatenate([self._transcript, tokens, new])
+            return new
+        else:
+            if said is None or isinstance(said, str | np.ndarray):
+                raise EpisodeError("answered with no messages, which rollout.history: template renders")
+            assert tokenizer is not None, "messages were rendered by one"
+            stopped = len(tokens) > 0 and int(tokens[-1]) in tokenizer.stop_ids
+            text = tokenizer.decode(tokens[: len(tokens) - stopped], skip_special=False)
+            try:
+                parsed = parse(text, markup_of(tokenizer))
+            except UserError:  # a template of no family that is known: all of it is what was said
+                parsed = ParsedTurn(text)
+            readable = not any(call.fault for call in parsed.calls)
+            turn = parsed.message if readable else {"role": "assistant", "content": text}
+            self._messages += [turn, *(message for message in said if message["role"] != "assistant")]
+        prompt = rendered(self._messages, tokenizer, self._template_kwargs)
+        before = np.concatenate([self._transcript, tokens])
+        self._transcript = prompt
+        if len(prompt) > len(before) and np.array_equal(prompt[: len(before)], before):
+            return prompt[len(before) :]
+        return Restart(prompt)
 
     def finish(self) -> None:
         """Adds the environment's last reward to that of the last turn; once, after which nothing is passed on."""
@@ -379,8 +434,8 @@ class Episodes:
         """
         self.episodes, self.together, self.close, self.logged = episodes, together, close, logged
 
-    def reply(self, request: int, completion: "Completion") -> np.ndarray | None:
-        """The observation after a turn that stopped, or None; called by the sampler (`types.Reply`)."""
+    def reply(self, request: int, completion: "Completion") -> "np.ndarray | Restart | None":
+        """What follows a turn that stopped; called by the sampler (`types.Reply`)."""
         if (episode := self.episodes[request]) is None:
             return None
         assert len(completion.turns) == len(episode.rewards) + 1

@@ -17,6 +17,8 @@ PACKAGES = ("reasoning_gym", "textarena", "gymnasium", "trl", "verifiers", "open
 """Names of the environments of other packages; `adapters.py` says what stands for them."""
 TOOLS = "tools"
 """The name of the environment whose only part is to call tools."""
+History = Literal["append", "template"]
+"""What the model reads of its earlier turns; see `RolloutConfig.history`."""
 AGENT = "agent"
 """The name of the environment that is a program, which asks the policy by itself."""
 

@@ -9,7 +9,7 @@ and calls the one that a request names:
 
     {"episode": 3, "start": {"row": {...}, "seed": [0, 3]}}   -> {"observation": "1-31\\n"}
     {"episode": 3, "action": "16\\n", "tokens": {...}}         -> {"observation": ..., "reward": 0.5, "done": false,
-                                                                  "seat": 0, "outcomes": []}
+                                                                  "seat": 0, "messages": null, "outcomes": []}
     {"episode": 3, "finish": true}                            -> {"reward": 1.0}
     {"describe": true}                                        -> {"scores": true, "stop_strings": ["\\n"], ...}
 
@@ -52,7 +52,7 @@ from tunix.rollout.environments.base import (
     token_ids,
 )
 from tunix.rollout.environments.calculator import Calculator
-from tunix.rollout.environments.config import EnvironmentConfig
+from tunix.rollout.environments.config import EnvironmentConfig, History
 from tunix.rollout.environments.guessing import Guessing
 from tunix.rollout.environments.problem import Problem
 from tunix.rollout.environments.tools import Tools
@@ -165,8 +165,9 @@ def prepare(first: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str,
             observation = None if step.observation is None else written(step.observation)
             if step.done and not _finishes(kind):
                 end(number)
+            messages = None if step.messages is None else written(step.messages)
             answer = {"observation": observation, "reward": step.reward, "done": step.done, "seat": step.seat}
-            return {**answer, "outcomes": list(step.outcomes.items())}
+            return {**answer, "messages": messages, "outcomes": list(step.outcomes.items())}
         except EpisodeError as error:
             failed = {"failure": str(error)}
         except UserError as error:
@@ -342,7 +343,8 @@ class RemoteEnvironment(Environment):
         """
         answer = self._answer({"action": action, "tokens": coded(tokens)})
         observation = None if answer["observation"] is None else read(answer["observation"])
-        return Step(observation, answer["reward"], answer["done"], answer["seat"], dict(answer["outcomes"]))
+        outcomes = dict(answer["outcomes"])
+        return Step(observation, answer["reward"], answer["done"], answer["seat"], answer["messages"], outcomes)
 
     def finish(self) -> float | None:
         """The last reward, for which only an environment that has one is asked.
@@ -399,6 +401,7 @@ class Player:
         tokenizer: Tokenizer | None,
         template_kwargs: Mapping[str, Any] | None = None,
         stop_after: int | None = None,
+        history: History = "append",
     ):
         """Loads the environment's class, and makes one in a worker; the others start with their first episodes.
 
@@ -407,6 +410,7 @@ class Player:
             tokenizer: of the model.
             template_kwargs: variables of the chat template.
             stop_after: how many episodes in a row may fail; None for all of them.
+            history: what the model reads of earlier turns, `rollout.history`.
 
         Raises:
             UserError: see `read_environment`; or a worker cannot import the class, or the constructor fails.
@@ -414,6 +418,7 @@ class Player:
         kind, source, options = read_environment(config, tokenizer)
         count = config.workers or min(8, os.cpu_count() or 1)
         self._turns, self._tokenizer, self._template_kwargs = config.turns, tokenizer, template_kwargs or {}
+        self._history: History = history
         self._workers = [EnvironmentWorker(kind, source, options, config.deadline) for _ in range(count)]
         self._numbers = itertools.count()
         self._failures = Failures(stop_after)
@@ -447,7 +452,8 @@ class Player:
 
         def start(environment: RemoteEnvironment, number: int, row: Row) -> Episode:
             rng = np.random.default_rng([seed, number])
-            episode = Episode(environment, row, rng, self._tokenizer, self._turns, self._template_kwargs)
+            kwargs, history = self._template_kwargs, self._history
+            episode = Episode(environment, row, rng, self._tokenizer, self._turns, kwargs, history)
             episode.on_end = lambda ended: self._failures.count(ended.failure)
             return episode
 

@@ -180,6 +180,10 @@ ID = "token_id:"
 """How a token is written where `return_tokens_as_token_ids` is set."""
 
 
+IMPOSSIBLE = -9999.0
+"""What a server's JSON has for the log-prob of an id that cannot be sampled."""
+
+
 def refuse(sampling: Sampling, vocab_size: int, decodes: bool) -> None:
     """Refuses settings that are invalid, or that servers do not compute as tunix defines them; stop strings are found
     where there is a tokenizer that decodes.
@@ -274,6 +278,7 @@ def answered(body: Any, ask: Ask) -> Answer:
                 raise Unfit(f"it lists {len(ranked)} alternatives where {top} were asked for: see its --max-logprobs")
             rows.append(ranked)
         ids, likely = [[token for _, token in row] for row in rows], [[x for x, _ in row] for row in rows]
-        listed = np.array(ids, np.int32), np.array(likely, np.float32)
+        possible = np.array(likely, np.float32)
+        listed = np.array(ids, np.int32), np.where(possible <= IMPOSSIBLE, -np.inf, possible)
     experts = experts_of(choice, ask, len(tokens))
     return Answer(tokens, logprobs, reason == "stop", top=listed, experts=experts)

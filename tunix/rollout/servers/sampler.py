@@ -51,7 +51,7 @@ from tunix.rollout.servers.protocol import (
 )
 from tunix.rollout.servers.server import Pool, Server
 from tunix.rollout.types import Pause
-from tunix.types import Completion, OnDone, Reply, Request, Usage, Workload
+from tunix.types import Completion, OnDone, Reply, Request, Restart, Usage, Workload
 from tunix.util.coded import array_of, coded
 from tunix.util.ports import KEY
 
@@ -81,12 +81,14 @@ class Turns:
         self._versions = np.zeros(0, np.int32)
         self._top = np.zeros((0, n), np.int32), np.zeros((0, n), np.float32)
         self._turns: list[tuple[int, int]] = [(0, 0)]
+        self._restarts: list[int] = []
         self._experts: list[np.ndarray] = []
         """What is known of the experts of prompt and tokens, from which a token keeps what was recorded first."""
         self.finish: Literal["stop", "length", "paused"] = "paused"
         if before is not None and len(before.tokens):
             self._tokens, self._logprobs, self._versions = before.tokens, before.logprobs, before.versions
             self._turns, self._top = list(before.turns), before.top or self._top
+            self._restarts = list(before.restarts)
             self._record(before.experts)
 
     def left(self, new: int = 0) -> int:
@@ -99,7 +101,7 @@ class Turns:
         # A turn that begins after others has random numbers of its own: servers count tokens from a request's start.
         place = [self._request.seed, self._request.index, len(self._tokens)]
         seed = int(np.random.SeedSequence(place).generate_state(1, np.uint64)[0] >> 1)
-        prompt = (*self._prompt.tolist(), *self._tokens.tolist())
+        prompt = (*self._prompt.tolist(), *self._tokens.tolist())[self._begin :]
         what = settings(self._sampling, self.left(), seed)
         return Ask(f"{identity}-{len(self._tokens)}", prompt, what, expected.vocab_size, expected.routing)
 
@@ -115,13 +117,15 @@ class Turns:
         self._turns[-1] = (start, len(self._tokens))
         self.finish = "stop" if stopped else "length"
 
-    def observe(self, observation: Sequence[int] | np.ndarray, version: int) -> bool:
-        """Appends what an environment wrote, `[T]` token ids, and opens the next turn; False, and nothing, where
-        nothing could follow. The version is that of the weights at the time."""
-        new = np.asarray(observation, np.int32)
+    def observe(self, observation: Sequence[int] | np.ndarray | Restart, version: int) -> bool:
+        """Appends what an environment wrote, `[T]` token ids or another transcript, and opens the next turn; False, and
+        nothing, where nothing could follow. The version is that of the weights at the time."""
+        restart = isinstance(observation, Restart)
+        new = np.asarray(observation.prompt if restart else observation, np.int32)
         if self.left(len(new)) <= 0:
             self.finish = "length"
             return False
+        self._restarts += [len(self._tokens)] if restart else []
         self._append(new, np.zeros(len(new), np.float32), version, None)
         self._turns.append((len(self._tokens), len(self._tokens)))
         if self._stop_text is not None:
@@ -146,12 +150,19 @@ class Turns:
             turns=tuple(self._turns),
             top=self._top if self._sampling.top_logprobs else None,
             experts=experts,
+            restarts=tuple(self._restarts),
         )
 
+    @property
+    def _begin(self) -> int:
+        """Where the last transcript begins, among the tokens of the prompt and all that follows it."""
+        return len(self._prompt) + self._restarts[-1] if self._restarts else 0
+
     def _record(self, experts: np.ndarray | None) -> None:
-        """Notes the experts `[T L k]` of prompt and tokens, as far as there are such tokens."""
+        """Notes the experts `[T L k]` of the last transcript, as far as there are such tokens."""
         if experts is not None:
-            self._experts.append(experts[: len(self._prompt) + len(self._tokens)])
+            before = np.full((self._begin, *experts.shape[1:]), UNKNOWN, experts.dtype)
+            self._experts.append(np.concatenate([before, experts])[: len(self._prompt) + len(self._tokens)])
 
     def _append(
         self, tokens: np.ndarray, logprobs: np.ndarray, version: int, top: tuple[np.ndarray, np.ndarray] | None
