@@ -39,6 +39,7 @@ These are the letters that several rooms share; the others are named at the head
     St  decode steps: those of one dispatch of the engine
     T   time: the tokens of a row or of a sequence
     Te  teacher's width
+    Tt  teacher's time: the tokens of a sequence as its teacher reads it
     V   vocabulary
     Vi  visits: pairs of a page and who reads or writes it
     k   chosen experts of a token
@@ -108,6 +109,17 @@ class Pictures:
         return Pictures(self.pixels, self.grids, np.pad(np.asarray(self.places), (0, number)), rope)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TeacherView:
+    """A sequence as a teacher reads it: in the teacher's chat format, or with more in the prompt."""
+
+    tokens: np.ndarray
+    """`[Tt]` int32: all token ids up to the last one that is trained, e.g. `[2, 105, 651, 603]`."""
+    places: np.ndarray
+    """`[T]` int32: where in `tokens` each trained token of the sequence is, 0 for the others, e.g. `[0, 0, 3]`."""
+
+
 @dataclass(frozen=True)
 class Sequence:
     """One example: its token ids, which of them are trained, and named values for losses that need them."""
@@ -128,6 +140,8 @@ class Sequence:
     """`[T L k]` int16 as in `Completion.experts`, e.g. `[[[5, 0]]]`; None where no router is replayed."""
     restarts: tuple[int, ...] = ()
     """Where further transcripts of one episode begin, each at position 0 and seeing nothing before, e.g. `(812,)`."""
+    teacher: TeacherView | None = None
+    """How its teacher reads it, e.g. with a system message; None where that is as it is, or nobody teaches."""
     candidates: np.ndarray | None = None
     """`[T A]` int32: the ids that each token was sampled from, e.g. `[[-1, -1], [603, 651]]`, padded with -1; only -1
     where that was every id. None where it was everywhere."""
@@ -167,6 +181,8 @@ class Batch:
     """The rows' pictures, e.g. of two in each row; None where the model sees none."""
     experts: Int[Array | np.ndarray, "B T L k"] | None = None
     """The experts that the policy uses, e.g. `[[[[5, 0]]]]`, -1 where its router chooses; None where it always does."""
+    teacher: tuple[TeacherView, ...] | None = None
+    """How a teacher reads each sequence, in their order, e.g. of 8; None where it reads the rows as they are."""
     candidates: Int[Array | np.ndarray, "B T A"] | None = None
     """The ids that each token was sampled from, as in `Sequence.candidates`: log-probs and entropies are of the
     distribution over these, e.g. `[[[-1, -1], [603, 651]]]`; None where it is over all ids everywhere."""

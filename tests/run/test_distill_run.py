@@ -11,10 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.tiny_runs import RECIPE, lines, metrics, model_folder, train, write_recipe
+from tests.tiny_runs import RECIPE, lines, metrics, model_folder, train, write_recipe, write_rows
 from tunix.algorithms.distill.algorithm import Distill
+from tunix.algorithms.distill.config import PROMPTS
 from tunix.cli import main
 from tunix.config import MeshConfig
+from tunix.data.templates import TEMPLATES
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.hf.source import of_recipe
 from tunix.mesh import build_mesh
@@ -170,6 +172,162 @@ def test_a_base_that_differs_is_read_for_the_teacher(tmp_path: Path, adapter: Pa
     assert set(apart.learner.teacher.params) == {
         name for name in apart.learner.teacher.model.shapes if "lora" not in name
     }
+
+
+# A teacher with a chat template of its own.
+
+HEADED = (
+    "{{ bos_token }}{% for m in messages %}{{ '[' + m.role[:1] + ']' + m.content }}"
+    "{% if m.role == 'assistant' %}<|eot_id|>{% endif %}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+CHATS: dict[str, Any] = {"model": {"path": "student", "dtype": "float32"}, "data.train": "chats.jsonl"}
+
+
+def chat(number: int) -> dict[str, Any]:
+    """A row with a question and an answer of several lengths."""
+    texts = ("q" * (1 + number % 5), chr(97 + number % 7) * (2 + number % 4))
+    return {"messages": [{"role": x, "content": y} for x, y in zip(("user", "assistant"), texts, strict=True)]}
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """Rows of messages, a student with Llama's format, and a teacher that was trained on another."""
+    write_rows(tmp_path / "chats.jsonl", map(chat, range(32)))
+    write_rows(tmp_path / "asked.jsonl", map(chat, range(32, 38)))
+    model_folder(tmp_path / "student", seed=1)
+    model_folder(tmp_path / "teacher", hidden_size=48, vocab_size=288)
+    bytes_tokenizer("llama3").replace_template(HEADED).save(tmp_path / "teacher")
+    return tmp_path
+
+
+def log_softmax(folder: str, ids: list[int]) -> torch.Tensor:
+    """By transformers, of the ids that both models have, the distribution after each token."""
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids])).logits
+    return logits[0, :, :272].log_softmax(-1)
+
+
+def distance(template: str) -> float:
+    """`KL(teacher || student)`, the mean over the tokens of all answers that are held out, by transformers: the
+    teacher reads them in a template, of which the answer with its end is the last part."""
+    sums, count = 0.0, 0
+    ours, theirs = bytes_tokenizer("llama3"), bytes_tokenizer("llama3").replace_template(template)
+    for number in range(32, 38):
+        messages = chat(number)["messages"]
+        ids = [x.hf.apply_chat_template(messages, return_dict=False) for x in (ours, theirs)]
+        tail = len(messages[1]["content"]) + 1
+        assert ids[0][-tail:] == ids[1][-tail:]
+        log_p, log_q = (log_softmax(x, i)[-tail - 1 : -1] for x, i in zip(("student", "teacher"), ids, strict=True))
+        sums, count = sums + float((log_q.exp() * (log_q - log_p)).sum()), count + tail
+    return sums / count
+
+
+def test_a_teacher_reads_messages_in_its_own_format_unless_it_is_told_to_read_the_students(chats: Path, capsys):
+    evaluated = {"data.eval": "asked.jsonl", "eval.every": 2, "steps": 2}
+    words = recipe(chats, {**CHATS, **GIVEN, **evaluated})
+    train(words)
+    assert "teacher reads the rows in its own chat format" in capsys.readouterr().err
+    own, students = distance(HEADED), distance(TEMPLATES["llama3"])
+    assert measured()[0] == pytest.approx(own, abs=1e-5)
+    assert stepped()[1]["compile/count"] == 0
+    train(words, "teacher.chat_template=student", "output=students")
+    assert "teacher reads the student's chat format, not that of its folder" in capsys.readouterr().err
+    assert measured("students")[0] == pytest.approx(students, abs=1e-5)
+    assert abs(own - students) > 0.01  # what the wrong format costs
+    train(words, "teacher.chat_template=llama3", "output=named")
+    assert measured("named") == measured("students")
+
+
+@pytest.mark.slow  # tests/rollout/test_types.py and tests/algorithms/distill have its parts
+def test_on_its_own_text_the_student_is_read_in_the_teachers_format_and_a_kill_changes_nothing(chats: Path):
+    words = recipe(chats, {**CHATS, **OWN, "data.max_length": 80}, steps=4, batch_size=4, checkpoint__every=2)
+    train(words, "output=whole")
+    train(words, "output=parts", "steps=2")
+    train(words, "output=parts")
+    whole, parts = stepped("whole"), stepped("parts")
+    for name in ("train/loss", "distill/divergence", "distill/teacher_logprob"):
+        assert [row[name] for row in whole] == [row[name] for row in parts]
+    students = recipe(chats, {**CHATS, **OWN, "data.max_length": 80, "teacher.chat_template": "student"}, steps=1)
+    train(students, "output=students", "batch_size=4")
+    assert stepped("students")[0]["distill/divergence"] != pytest.approx(whole[0]["distill/divergence"], abs=1e-3)
+    assert stepped("students")[0]["rollout/length"] == whole[0]["rollout/length"]  # the same answers
+
+
+def test_a_preset_names_the_teacher_and_what_it_sees(chats: Path):
+    """The model itself: with its present weights (SDFT), or those that the run starts from (OPSD)."""
+    small = {"data.max_length": 80, "data.completion_length": 12, "model": CHATS["model"], "data.train": "chats.jsonl"}
+    made = Recipe.load(recipe(chats, small, algorithm={"name": "distill", "preset": "sdft"}))
+    assert (made.algorithm.on_policy, made.algorithm.divergence) == (True, "reverse_kl")
+    assert made.teacher is not None
+    assert (made.teacher.path, made.teacher.prompt) == ("policy", PROMPTS["sdft"])
+    assert Recipe.model_validate(made.model_dump(by_alias=True)) == made  # what a run folder keeps
+    made = Recipe.load(recipe(chats, small, algorithm={"name": "distill", "preset": "opsd", "beta": 0.3}))
+    assert (made.algorithm.on_policy, made.algorithm.divergence, made.algorithm.beta) == (True, "jsd", 0.3)
+    assert made.teacher is not None
+    assert (made.teacher.path, made.teacher.prompt) == ("student", PROMPTS["opsd"])
+    mine = {"teacher": {"path": "teacher", "prompt": "{prompt}?"}}
+    made = Recipe.load(recipe(chats, small, mine, algorithm={"name": "distill", "preset": "sdft"}))
+    assert made.teacher is not None
+    assert (made.teacher.path, made.teacher.prompt) == ("teacher", "{prompt}?")
+
+
+def test_a_run_that_teaches_itself_ends_where_it_ends_when_it_is_stopped(chats: Path):
+    shorter = {"teacher": {"path": "policy", "prompt": "{prompt} ({completion})"}, "rollout.samples": 1}
+    small = {**shorter, "data.max_length": 80, "data.completion_length": 12, "model": CHATS["model"]}
+    changes = {"steps": 3, "batch_size": 4, "checkpoint.every": 1, "data.train": "chats.jsonl"}
+    words = recipe(chats, small, changes, algorithm={"name": "distill", "preset": "sdft"})
+    train(words, "output=whole")
+    train(words, "output=parts", "steps=1")
+    train(words, "output=parts")
+    for name in ("train/loss", "distill/divergence", "distill/teacher_logprob"):
+        assert [row[name] for row in stepped("whole")] == [row[name] for row in stepped("parts")]
+    assert all(row["distill/divergence"] > 1e-4 for row in stepped("whole"))
+
+
+@pytest.mark.parametrize(
+    ("teacher", "said"),
+    [
+        ({"path": "policy"}, "teacher: path: policy has nothing to teach itself without more in its prompt"),
+        ({"path": "policy", "prompt": "{completion}"}, "teacher: prompt leaves the question out"),
+        ({"path": "policy", "prompt": "{prompt}", "dtype": "float32"}, "teacher: mesh, dtype and chat_template are"),
+        ({"path": "policy", "prompt": "{prompt} {answer}"}, "row 1 of chats.jsonl: there is no column 'answer'"),
+        ({"path": "policy", "prompt": "{prompt}", "max_length": 8}, "teacher.max_length: 8 leaves no room for a promp"),
+        ({"path": "student", "max_length": 99}, "teacher.max_length: changes nothing, as student reads what the stu"),
+    ],
+)
+def test_a_teacher_without_what_it_is_to_see_is_refused(chats: Path, capsys, teacher: dict[str, Any], said: str):
+    small = {"data.max_length": 80, "data.completion_length": 12, "model": CHATS["model"], "data.train": "chats.jsonl"}
+    own = {"algorithm": {"name": "distill", "on_policy": True}, "teacher": teacher}
+    assert main(["run", recipe(chats, small, own)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("template", "changes", "said"),
+    [
+        (None, {}, "teacher.path: teacher has no chat template, and the rows are chats: name it in teacher.chat_templ"),
+        (
+            HEADED.replace("<|eot_id|>", "<eos>"),
+            {},
+            "a turn ends with '<eos>' in the chat template of teacher and with",
+        ),
+        (HEADED.replace("+ m.content", "+ m.content + '.'"), {}, "row 1 of chats.jsonl: the chat template of teacher"),
+        (HEADED, {"data.packing": "wrapped"}, "data.packing: wrapped makes pieces for the student alone, and teacher"),
+        (HEADED, {"teacher.chat_template": "lama3"}, "teacher.chat_template is 'lama3', not one of"),
+        (HEADED, {"teacher.chat_template": "gemma"}, "teacher.chat_template is 'gemma', but teacher has no token"),
+        (HEADED, {"teacher.chat_template": "student", "teacher.max_length": 64}, "teacher: max_length is 64, and the"),
+    ],
+)
+def test_a_teacher_that_cannot_read_the_rows_is_refused_before_weights(
+    chats: Path, capsys, monkeypatch, template: str | None, changes: dict[str, Any], said: str
+):
+    monkeypatch.setattr("tunix.run.build.client_of", lambda *_, **__: pytest.fail("weights were read"))
+    theirs = bytes_tokenizer("llama3")
+    theirs.hf.chat_template = template
+    (chats / "teacher/chat_template.jinja").unlink()
+    theirs.save(chats / "teacher")
+    assert main(["run", recipe(chats, {**CHATS, **GIVEN, **changes})]) == 2
+    assert said in capsys.readouterr().err
 
 
 # Mistakes.

@@ -33,7 +33,7 @@ import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -51,6 +51,9 @@ from tunix.data.types import (
     Refused,
 )
 from tunix.errors import UserError, nearest
+
+if TYPE_CHECKING:  # it loads jax
+    from tunix.types import TeacherView
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
@@ -572,6 +575,8 @@ class Rendered:
     """What the chat template left out of the row."""
     weights: np.ndarray | None = None
     """`[T]` float32: by what each token counts in the loss; None where they all count alike."""
+    teacher: TeacherView | None = None
+    """How a teacher reads the row; None where that is as it is, or nobody teaches."""
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return iter((self.tokens, self.mask))
@@ -720,12 +725,13 @@ def render_continuation(
     return np.asarray(ids, np.int32)
 
 
-def with_template(tokenizer: Tokenizer, spec: str) -> Tokenizer:
-    """The tokenizer with the chat template that `data.chat_template` names.
+def with_template(tokenizer: Tokenizer, spec: str, key: str = "data.chat_template") -> Tokenizer:
+    """The tokenizer with the chat template that a key of the recipe names.
 
     Args:
         tokenizer: its own template is replaced.
         spec: `gemma`, `gemma4`, `llama3`, `chatml`, or a .jinja file.
+        key: the recipe's key, for messages.
 
     Raises:
         UserError: there is no such name or file, or the tokenizer lacks the format's marker tokens.
@@ -734,10 +740,10 @@ def with_template(tokenizer: Tokenizer, spec: str) -> Tokenizer:
         missing = [marker for marker in MARKERS[spec] if not tokenizer.has_token(marker)]
         if missing:
             raise UserError(
-                f"data.chat_template is {spec!r}, but {tokenizer.name} has no token {', '.join(missing)}: "
+                f"{key} is {spec!r}, but {tokenizer.name} has no token {', '.join(missing)}: "
                 "choose the format of the model's family, or a .jinja file that uses the tokens it has"
             )
-    return tokenizer.replace_template(template_text(spec))
+    return tokenizer.replace_template(template_text(spec, key))
 
 
 def turn_end(tokenizer: Tokenizer) -> int | None:

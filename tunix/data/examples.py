@@ -64,6 +64,7 @@ from tunix.data.shapes import (
     without_padding,
 )
 from tunix.data.sources import Rows
+from tunix.data.teacher import TeacherReader
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import (
     COMPLETION_TOO_LONG,
@@ -74,18 +75,21 @@ from tunix.data.types import (
     LATER_TURNS,
     NO_COMMON_PROMPT,
     NO_PROMPT,
+    NOT_THE_TEACHERS,
     NOTHING_TRAINED,
     PICTURE_CUT,
     PROMPT_TOO_LONG,
     TOO_LONG,
+    TOO_LONG_FOR_TEACHER,
     Dropped,
     Kept,
     Note,
     Refused,
 )
 from tunix.errors import UserError
-from tunix.types import Sequence
+from tunix.types import Sequence, TeacherView
 
+TEACHER_LENGTH = "teacher.max_length"
 _SPEAKS = re.compile("mask|label|weight|loss|target|position|segment|seq|document", re.IGNORECASE)
 """In the name of a column with a number for every token: it would change what is trained or seen."""
 
@@ -100,6 +104,7 @@ class Examples:
         config: DataConfig,
         train_on: RowKind = RowKind.COMPLETION,
         vocab_size: int | None = None,
+        teacher: TeacherReader | None = None,
     ) -> None:
         """Reads the first row, which determines the shape of all.
 
@@ -109,11 +114,13 @@ class Examples:
             config: the recipe's `data` section.
             train_on: see `Rendering`.
             vocab_size: see `Rendering`.
+            teacher: renders rows for a teacher that reads them in another way; None without one.
 
         Raises:
             UserError: the first row is of no known shape.
         """
         self.rows, self.tokenizer, self.config, self.train_on = rows, tokenizer, config, train_on
+        self.teacher = teacher
         self.source = rows.section.name if rows.section else ""
         """The name of the data set, where it is one of several."""
         self.parts: list[Examples] = []
@@ -121,7 +128,7 @@ class Examples:
         for part in rows.parts:
             assert part.section is not None, "joined with its section"
             kind = kind_of(part.section, config, train_on)
-            self.parts.append(Examples(part, tokenizer, config.of(part.section), kind, vocab_size))
+            self.parts.append(Examples(part, tokenizer, config.of(part.section), kind, vocab_size, teacher))
         if self.parts:
             self.settings = self.parts[0].settings
             return
@@ -141,7 +148,7 @@ class Examples:
             place -= len(part)
         else:
             where = f"row {i + 1} of {self.rows.name}"
-            example = to_example(self.rows[i], self.tokenizer, self.settings, where, self.rows.folder)
+            example = to_example(self.rows[i], self.tokenizer, self.settings, where, self.rows.folder, self.teacher)
             example = replace(example, source=self.source) if self.source else example
         return replace(example, number=i) if isinstance(example, Kept) else example
 
@@ -157,7 +164,12 @@ class Examples:
 
 
 def to_example(
-    row: Row, tokenizer: Tokenizer | None, settings: Rendering, where: str = "the row", folder: Path | None = None
+    row: Row,
+    tokenizer: Tokenizer | None,
+    settings: Rendering,
+    where: str = "the row",
+    folder: Path | None = None,
+    teacher: TeacherReader | None = None,
 ) -> Kept | Dropped:
     """Renders a row, cuts it to length, and checks that something in it is trained.
 
@@ -167,6 +179,7 @@ def to_example(
         settings: shape and limits.
         where: the row's name in messages, for instance `row 3 of train.jsonl`.
         folder: where relative paths of pictures begin.
+        teacher: renders the row for a teacher too, for `Sequence.teacher`; None without one.
 
     Returns:
         The example, or the reason why the row is dropped.
@@ -215,6 +228,12 @@ def to_example(
             if settings.train_on == RowKind.PAIRS
             else render_rows(row, tokenizer, settings)
         )
+        if teacher is not None:
+            theirs = render_rows(teacher.asked(row, settings), teacher.tokenizer, settings)
+            if len(theirs) != len(sides):
+                raise Refused(NOT_THE_TEACHERS, f"of {len(sides)} turns {teacher.name} sees {len(theirs)}")
+            both = zip(sides, theirs, strict=True)
+            sides = tuple(replace(side, teacher=teacher.view(side, other)) for side, other in both)
         if not is_finite(weight := column(row, "weight", columns, 1.0)) or weight < 0:
             raise UserError(f"weight is {weight!r}, not a finite number of at least 0")
         weight, values = float(weight), dict[str, float]()
@@ -249,6 +268,14 @@ def to_example(
                 return Dropped(PROMPT_TOO_LONG)
             prompt = prompt[-limit:]
         sequences, kept_row = (Sequence(prompt, np.zeros(len(prompt), bool), weight),), _renamed(row, columns)
+        if teacher is not None and (view := sides[0].teacher) is not None:
+            limit = teacher.length - data.longest_completion
+            if longer := _too_long([view.tokens], limit, TEACHER_LENGTH, settings, where):
+                if data.on_overflow == "drop":
+                    return Dropped(TOO_LONG_FOR_TEACHER)
+                view = replace(view, tokens=view.tokens[-limit:])
+            too_long = too_long or longer
+            sequences = (replace(sequences[0], teacher=view),)
     else:
         stops, completed = () if tokenizer is None else tokenizer.stop_ids, (RowKind.PAIRS, RowKind.LABELS)
         for side in sides:
@@ -271,6 +298,15 @@ def to_example(
         if too_long and data.on_overflow == "drop":
             cut_away = Dropped(TOO_LONG if key == "max_length" else COMPLETION_TOO_LONG)
             sides = tuple(side for side in sides if len(side.tokens) <= limit) if settings.turns == "each" else ()
+        if teacher is not None and sides:
+            views = [side.teacher for side in sides if side.teacher is not None]
+            needed = [view.tokens[: view.places.max() + 1] for view in views]
+            if _too_long(needed, teacher.length, TEACHER_LENGTH, settings, where):
+                if data.on_overflow == "drop":
+                    return Dropped(TOO_LONG_FOR_TEACHER)
+                too_long = True
+                both = zip(sides, views, strict=True)
+                sides = tuple(replace(x, mask=x.mask & (view.places < teacher.length)) for x, view in both)
         end = None if settings.uncut else limit
         if settings.turns == "each":  # the turns that have room
             sides = tuple(side for side in sides if side.mask[:end].any())
@@ -278,7 +314,10 @@ def to_example(
             return cut_away
         weights = sides[0].weights
         per_token = {} if weights is None else {LOSS_WEIGHTS: weights[:end]}
-        sequences = tuple(Sequence(side.tokens[:end], side.mask[:end], weight, per_token, values) for side in sides)
+        sequences = tuple(
+            Sequence(side.tokens[:end], side.mask[:end], weight, per_token, values, teacher=_until(side, end))
+            for side in sides
+        )
         if not all(sequence.loss_mask.any() for sequence in sequences):
             return Dropped(CUT_AWAY)
         if compared and np.array_equal(sequences[0].tokens, sequences[1].tokens):
@@ -299,6 +338,14 @@ def to_example(
     return Kept(sequences, too_long, kept_row, notes)
 
 
+def _until(side: Rendered, end: int | None) -> TeacherView | None:
+    """How a teacher reads the first `end` tokens of a row: up to the last one that is trained."""
+    if side.teacher is None:
+        return None
+    places = np.where(side.mask, side.teacher.places, 0)[:end]
+    return TeacherView(side.teacher.tokens[: places.max() + 1], places)
+
+
 def _too_long(sides: List[np.ndarray], limit: int, key: str, settings: Rendering, where: str) -> bool:
     """Whether any side of a row is above the limit; raises UserError with `on_overflow: error`."""
     if settings.uncut:
@@ -306,7 +353,8 @@ def _too_long(sides: List[np.ndarray], limit: int, key: str, settings: Rendering
     most = max(map(len, sides))
     if most > limit and settings.data.on_overflow == "error":
         raise UserError(
-            f"{where} has {most} tokens{' on a side' if len(sides) > 1 else ''}, more than data.{key} {limit}: "
+            f"{where} has {most} tokens{' on a side' if len(sides) > 1 else ''}, more than "
+            f"{key if '.' in key else f'data.{key}'} {limit}: "
             "raise it, or set data.on_overflow to truncate or drop"
         )
     return most > limit

@@ -167,6 +167,9 @@ def pack(
         counts["observed"] = weights @ np.bincount(owner, observed, minlength=size)
     if LABEL in first.per_sequence:
         counts["desirable"] = weights[: len(sequences)] @ [sequence.per_sequence[LABEL] for sequence in sequences]
+    views = [sequence.teacher for sequence in sequences if sequence.teacher is not None]
+    if views and len(views) < len(sequences):
+        raise ValueError(f"a teacher reads {len(views)} of {len(sequences)} sequences in another way: all, or none")
     per_sequence = {name: np.zeros(size, np.float32) for name in first.per_sequence}
     for name, padded in per_sequence.items():
         padded[: len(sequences)] = [sequence.per_sequence[name] for sequence in sequences]
@@ -216,6 +219,7 @@ def pack(
         pictures=packed_pictures,
         experts=replayed([x.experts for x in sequences]),
         candidates=replayed([x.candidates for x in sequences]),
+        teacher=tuple(views) or None,
     )
 
 

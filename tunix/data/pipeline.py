@@ -44,7 +44,7 @@ from tunix.data.sources import Rows, Table
 from tunix.data.types import CUT_AWAY, Accounting, Dropped, Kept, Note, Packed, Prompt
 from tunix.distributed import processes
 from tunix.errors import UserError
-from tunix.types import Pictures, Sequence
+from tunix.types import Pictures, Sequence, TeacherView
 from tunix.util.coded import array_of, coded
 
 SHARE = 16
@@ -181,7 +181,7 @@ class Divided:
         self._stopped.clear()
 
 
-_SENT: Mapping[str, Any] = {kind.__name__: kind for kind in (Kept, Dropped, Note, Sequence, Pictures)}
+_SENT: Mapping[str, Any] = {kind.__name__: kind for kind in (Kept, Dropped, Note, Sequence, Pictures, TeacherView)}
 """The records that a rendered row is made of."""
 
 
@@ -539,7 +539,8 @@ class Prompts(Stream[tuple[Kept, Accounting]]):
 def prompt_of(kept: Kept) -> Prompt:
     """The prompt of a kept row."""
     (prompt,) = kept.sequences
-    return Prompt(prompt.tokens, prompt_text(kept.row), kept.row, prompt.pictures, kept.source, kept.number)
+    theirs = None if prompt.teacher is None else prompt.teacher.tokens
+    return Prompt(prompt.tokens, prompt_text(kept.row), kept.row, prompt.pictures, kept.source, kept.number, theirs)
 
 
 def _counts(kept: Kept) -> bool:

@@ -276,6 +276,8 @@ class Rendering:
     """Names in `FIXED` of columns that the first row has, and therefore every row."""
     uncut: bool = False
     """Whether sequences above the limit stay whole, e.g. for `pipeline.Cutter`."""
+    chat: bool = False
+    """Whether the chat template renders the rows: those of messages, and strings with `data.chat`."""
 
     @property
     def turns(self) -> Literal["last", "all", "each"] | None:
@@ -327,7 +329,9 @@ def rendering(
     if train_on == RowKind.COMPLETION and shape == "tokens":
         optional = (LOSS_WEIGHTS,)
     fixed = tuple(name for name in optional if first.get(config.columns.get(name, name)) is not None)
-    return Rendering(shape, config, train_on, vocab_size, fixed, uncut=config.cuts and train_on.is_text)
+    asks = shape == "prompt_completion" and not isinstance(first.get(config.columns.get("prompt", "prompt")), str)
+    chat = shape == "messages" or asks or (shape == "prompt_completion" and config.chat)
+    return Rendering(shape, config, train_on, vocab_size, fixed, config.cuts and train_on.is_text, chat)
 
 
 def detect_format(

@@ -109,11 +109,12 @@ END_OF_TURN = ("<end_of_turn>", "<turn|>", "<|eot_id|>", "<|eom_id|>", "<|im_end
 them or none."""
 
 
-def template_text(spec: str) -> str:
-    """The Jinja source of the chat template that `data.chat_template` names.
+def template_text(spec: str, key: str = "data.chat_template") -> str:
+    """The Jinja source of the chat template that a key of the recipe names.
 
     Args:
         spec: `gemma`, `gemma4`, `llama3`, `chatml`, or a .jinja file.
+        key: the recipe's key, for messages.
 
     Raises:
         UserError: there is no such name or file.
@@ -123,11 +124,11 @@ def template_text(spec: str) -> str:
     path = Path(spec).expanduser()
     if path.suffix != ".jinja":
         hint = nearest(spec, TEMPLATES)
-        raise UserError(f"data.chat_template is {spec!r}, not one of {', '.join(TEMPLATES)} or a .jinja file.{hint}")
+        raise UserError(f"{key} is {spec!r}, not one of {', '.join(TEMPLATES)} or a .jinja file.{hint}")
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise UserError(f"data.chat_template: there is no file {path}") from error
+        raise UserError(f"{key}: there is no file {path}") from error
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"data.chat_template: {path} cannot be read: {reason}") from error
+        raise UserError(f"{key}: {path} cannot be read: {reason}") from error

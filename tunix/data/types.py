@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # it loads jax, which checking a recipe does not wait for
 
 TOO_LONG, PROMPT_TOO_LONG = "longer than max_length", "longer than prompt_length"
 COMPLETION_TOO_LONG = "longer than completion_length"
+TOO_LONG_FOR_TEACHER = "longer than teacher.max_length"
 NO_PROMPT = "no prompt"
 NOTHING_TRAINED = "nothing to train on"
 PICTURE_CUT = "its pictures end after max_length"
@@ -29,6 +30,7 @@ CUT_AWAY = "nothing to train on within max_length"
 EMPTY = "an empty completion"
 EQUAL, CUT_EQUAL = "chosen and rejected are equal", "chosen and rejected are equal within max_length"
 NO_COMMON_PROMPT = "chosen and rejected have no prompt in common"
+NOT_THE_TEACHERS = "completions that the teacher's chat template writes otherwise"
 NOT_WRITTEN = "messages that the template does not write"
 UNPROVED = "turns whose bounds cannot be proved"
 
@@ -165,3 +167,5 @@ class Prompt:
     """The name of its data set, e.g. `sums`; empty where there is a single one."""
     number: int = 0
     """The row's number in the data, from 0."""
+    teacher: np.ndarray | None = None
+    """`[Tt]` int32: the prompt as a teacher reads it, e.g. `[2, 105, 651]`; None where that is `tokens`."""

@@ -108,7 +108,7 @@ class Recorder(Rehearsal):
             program = self.asked(
                 ("teacher", *_key(theirs)),
                 "teacher's states",
-                ("teacher",),
+                subject.teacher_reads,
                 lambda: programs.teacher_states(teacher.model, mesh, teacher.params, theirs, shapes),
             )
             program.place = subject.taught_on
@@ -166,11 +166,12 @@ class Recorder(Rehearsal):
         batch = pack(plain, size or len(plain), scorer.length, packing=True)
         shapes = programs.microbatches_of(batch, microbatcher, microbatcher.pictures, model.config.vision)
         name = kind if kind != "logprobs" else "log-probs" if of == "policy" else f"{of}'s log-probs"
-        reads = {"policy": "weights", "critic": "critic and its moments"}.get(of, of)
+        named = {"policy": ("weights",), "critic": ("critic and its moments",), "teacher": subject.teacher_reads}
+        reads = named.get(of, (of,))
         program = self.asked(
             (name, temperature, *_key(shapes)),
             name,
-            (reads, "frozen base"),
+            (*reads, "frozen base"),
             lambda: scorer.lowered(kind, params, shapes, temperature),
         )
         program.place = subject.taught_on if of == "teacher" else "training"

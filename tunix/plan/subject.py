@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from jax.sharding import Mesh
 
+from tunix.algorithms.distill.config import POLICY
 from tunix.config import DType, ModelConfig
 from tunix.errors import UserError
 from tunix.hf.peft_folder import CONFIG, named_base
@@ -117,6 +118,12 @@ class Subject:
         return "teaching" if elsewhere else "training"
 
     @property
+    def teacher_reads(self) -> tuple[str, ...]:
+        """What of `held` a teacher's programs read: the policy's weights where it teaches itself."""
+        config = self.setup.recipe.teacher
+        return ("weights", "frozen base") if config is not None and config.path == POLICY else ("teacher",)
+
+    @property
     def held(self) -> dict[Place, dict[str, int]]:
         """Bytes on each device of a place between two programs, by what they are."""
         policy, critic = self.policy, self.critic
@@ -131,7 +138,7 @@ class Subject:
             held["training"]["critic and its moments"] = bytes_of([critic.params, moments])
         if self.reference is not None and self.reference.params is not policy.base:
             held["training"]["reference"] = bytes_of(self.reference.params)
-        if self.teacher is not None:
+        if self.teacher is not None and self.teacher_reads == ("teacher",):
             held[self.taught_on]["teacher"] = bytes_of(self.teacher.params)
         place: Place = "training" if self.sampled is None else self.sampled.place
         if self.reward_model is not None:
@@ -169,7 +176,9 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
         reference = Frozen(plain, plain.abstract(dtypes, mesh), spec.microbatcher)
 
     teacher, config = None, recipe.teacher
-    if config is not None:
+    if config is not None and config.path == POLICY:
+        teacher = Frozen(spec.model, policy.all, spec.microbatcher)
+    elif config is not None:
         random = ModelConfig(init="random", family=config.family, sizes=config.sizes) if config.path is None else None
         model = Model(structure(random or ModelConfig(path=config.path)).decoder, dtype=config.dtype)
         teachers = mesh if config.mesh is None else build_mesh(config.mesh, divided(config, devices)[1])

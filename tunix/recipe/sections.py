@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from tunix.algorithms.distill.config import TeacherConfig
+from tunix.algorithms.distill.config import POLICY, PROMPTS, TeacherConfig
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import AlgorithmConfig, Config, MeshConfig, ModelConfig, Place, Positive, RowKind
 from tunix.data.config import EPISODES
@@ -92,6 +92,15 @@ class Sections(Config):
         if value.get("steps") is None and value.get("epochs") is None:
             sections["epochs"] = 1
         rollout, algorithm = value.get("rollout"), value.get("algorithm")
+        preset = algorithm.get("preset") if isinstance(algorithm, Mapping) else None
+        if (
+            isinstance(preset, str) and preset in PROMPTS
+        ):  # the model itself teaches, with its present weights or those that it starts from
+            model, teacher = value.get("model"), value.get("teacher")
+            start = model.get("path") if isinstance(model, Mapping) else None
+            source = POLICY if preset == "sdft" or not start else start
+            if teacher is None or isinstance(teacher, Mapping):
+                sections["teacher"] = {"path": source, "prompt": PROMPTS[preset], **(teacher or {})}
         on_servers = isinstance(rollout, Mapping) and rollout.get("engine") == "vllm"
         if on_servers and isinstance(algorithm, Mapping) and algorithm.get("old_logprobs") != "sampler":
             with suppress(UserError):  # the name itself is the mistake, and reported where it is resolved

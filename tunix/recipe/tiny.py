@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from tunix.algorithms.distill.config import POLICY
 from tunix.config import TINY_BATCH, TINY_COMPLETION, TINY_GROUP, AlgorithmConfig, ModelConfig, RowKind
 from tunix.data.config import EPISODES, DataConfig
 from tunix.data.sources import SUFFIXES, open_rows
@@ -136,12 +137,15 @@ def shrunk(
         tiny["adapter"] = {**adapter, "from": None, "rank": min(adapter.get("rank", most), most), "ranks": ranks}
     if teacher := sections["teacher"]:
         tiny["teacher"] = {**teacher, "mesh": None}
+        if generated and teacher["prompt"]:  # generated rows have none of the columns that it names
+            tiny["teacher"]["prompt"] = "{prompt}\n{prompt}"
         folder = local_folder(str(teacher["path"]))
         fits = toy is None or (folder is not None and _vocab_size(folder) == toy["sizes"]["vocab_size"])
-        if toy and not (fits or _is_said("teacher.path", said)):
+        if toy and teacher["path"] != POLICY and not (fits or _is_said("teacher.path", said)):
             # A random model, wider than the tiny one, on the same devices.
             sizes = {**TEACHER, "vocab_size": toy["sizes"]["vocab_size"]}
-            tiny["teacher"] |= {"path": None, "family": toy["family"], "sizes": sizes}
+            random = {"path": None, "family": toy["family"], "sizes": sizes}
+            tiny["teacher"] |= {**random, "chat_template": None, "max_length": None}
     if reward := sections["reward"]:
         # Generated rows have none of the columns that the recipe names.
         functions = [{**function, "columns": {}} if generated else function for function in reward["functions"]]

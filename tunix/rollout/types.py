@@ -17,7 +17,7 @@ import numpy as np
 
 from tunix.data.types import Prompt
 from tunix.protocols import Metered, SamplingClient
-from tunix.types import Batch, Completion, Sequence
+from tunix.types import Batch, Completion, Sequence, TeacherView
 
 ENVIRONMENT = "environment"
 """The name of the reward that an environment gives."""
@@ -92,15 +92,23 @@ class Scored:
 def sequence_of(prompt: Prompt, completion: Completion) -> Sequence:
     """A prompt and its completion, of which the sampled tokens are trained, with the experts that they used and the ids
     that they were drawn from."""
+    number, view = len(prompt.tokens), None
+    if prompt.teacher is not None:
+        # The completion follows either prompt.
+        places = np.maximum(np.arange(number + len(completion.tokens)) - number + len(prompt.teacher), 0)
+        places[:number] = 0
+        tokens = np.concatenate([prompt.teacher, completion.tokens])
+        view = TeacherView(tokens.astype(np.int32), places.astype(np.int32))
     candidates = completion.candidates
     if candidates is not None:
-        candidates = np.pad(candidates, ((len(prompt.tokens), 0), (0, 0)), constant_values=-1)
+        candidates = np.pad(candidates, ((number, 0), (0, 0)), constant_values=-1)
     return Sequence(
         tokens=np.concatenate([prompt.tokens, completion.tokens]).astype(np.int32),
-        loss_mask=np.concatenate([np.zeros(len(prompt.tokens), bool), completion.drawn]),
+        loss_mask=np.concatenate([np.zeros(number, bool), completion.drawn]),
         pictures=prompt.pictures and prompt.pictures.followed(len(completion.tokens)),
         experts=completion.experts,
-        restarts=tuple(len(prompt.tokens) + place for place in completion.restarts),
+        restarts=tuple(number + place for place in completion.restarts),
+        teacher=view,
         candidates=candidates,
     )
 

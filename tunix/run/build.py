@@ -21,7 +21,7 @@ from tunix.run.client import client_of
 from tunix.run.collector import collector_of, evaluation_of, player_of, task_of
 from tunix.run.describe import details, device_notes, stage_lines
 from tunix.run.evaluation import samples_of
-from tunix.run.frozen_models import divided, teacher_source
+from tunix.run.frozen_models import divided, read_by_teacher, teacher_source
 from tunix.run.inputs import (
     asynchronous,
     check_staleness,
@@ -77,7 +77,9 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
 
     # Mistakes that affect every row (no tokenizer, no chat template, a mistyped column) are reported before weights are
     # read.
-    next(inputs.examples(inputs.train, data, row_kind_of(recipe, algorithm)).first())
+    kind = row_kind_of(recipe, algorithm)
+    next(inputs.examples(inputs.train, data, kind).first())
+    inputs, notes = read_by_teacher(recipe, teacher, inputs, kind)
     judges, sampler = (), Future[Sampler]()
     if recipe.reward is not None:
         judges = judges_of(recipe.reward, source, data, model.dtype, sampling_mesh or mesh, folder, sampler)
@@ -87,12 +89,12 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     rows = rows_read(inputs.train, data, epochs)
     if total is None and data.divides_rows:
         # Pieces depend on the lengths and the order, so every row is rendered once for each epoch.
-        examples = inputs.examples(inputs.train, data, algorithm.train_on)
+        examples = inputs.examples(inputs.train, data, algorithm.train_on, taught=True)
         total = sum(1 for _ in shuffled(examples, recipe.batch_size, recipe.seed, epochs))
     elif total is None:  # if no row is dropped
         total = total_steps(rows, recipe.batch_size, 1)
     stream = open_stream(setup, inputs, collector, total)
-    for note in (*device_notes(mesh), *update_notes(recipe, rows // epochs, total)):
+    for note in (*device_notes(mesh), *update_notes(recipe, rows // epochs, total), *notes):
         display.say(f"note: {note}")
 
     # Weights

@@ -107,7 +107,7 @@ def evaluation_of(setup: Setup, inputs: Inputs, collector: Collector) -> Evaluat
     held_out, prompts = [], []
     by_source: dict[str, list[Packed]] = {}
     if algorithm.held_out_on is not None and not (setup.samples and collector.weights):
-        examples = inputs.examples(rows, recipe.data, algorithm.held_out_on)
+        examples = inputs.examples(rows, recipe.data, algorithm.held_out_on, taught=True)
         packed = layout(algorithm, setup.microbatcher.multiple)
         held_out = eval_batches(examples, recipe.batch_size, limit, packed)
         by_source = {x.source: eval_batches(x, recipe.batch_size, limit, packed) for x in examples.parts}

@@ -53,7 +53,9 @@ def details(setup: Setup, learner: Learner, inputs: Inputs, total: int, attentio
     trained = sum(x.size for x in learner.state.params.values())
     frozen = sum(x.size for name, x in learner.frozen.items() if not is_scale(name))
     weights = f"{readable(trained)} weights train" + (f", {readable(frozen)} are frozen" if frozen else "")
-    if teacher is not None:
+    if teacher is not None and teacher.policy is not None:
+        weights += ", which teach themselves"
+    elif teacher is not None:
         unshared = [x.size for name, x in teacher.params.items() if learner.frozen.get(name) is not x]
         shared = " on the same base" if len(unshared) < len(teacher.params) else ""
         weights += f"; a teacher of {readable(sum(unshared))}{shared} ({teacher.model.config.family})"

@@ -4,14 +4,19 @@ from dataclasses import replace
 
 import jax
 
-from tunix.algorithms.distill.config import TeacherConfig
-from tunix.config import ModelConfig
+from tunix.algorithms.distill.config import POLICY, TeacherConfig
+from tunix.config import ModelConfig, RowKind
+from tunix.data.chat import turn_end, with_template
+from tunix.data.teacher import TeacherReader
+from tunix.data.tokenizer import Tokenizer
+from tunix.data.types import NOT_THE_TEACHERS, Dropped
 from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.hf.source import Source, beside, check_tokens, from_scratch, loaded, pretrained
 from tunix.lora.adapt import adapt
 from tunix.mesh import build_mesh
 from tunix.recipe.sections import Sections
+from tunix.run.inputs import Inputs
 from tunix.trainer.frozen_model import Teacher
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import Demand, require
@@ -52,6 +57,8 @@ def teacher_source(recipe: Sections, student: Source) -> Source | None:
     config = recipe.teacher
     if config is None:
         return None
+    if config.path == POLICY:
+        return student
     if config.path is None:
         source = from_scratch(ModelConfig(init="random", family=config.family, sizes=config.sizes))
     else:
@@ -76,13 +83,101 @@ def teacher_source(recipe: Sections, student: Source) -> Source | None:
     return source
 
 
+def read_by_teacher(
+    recipe: Sections, source: Source | None, inputs: Inputs, kind: RowKind
+) -> tuple[Inputs, tuple[str, ...]]:
+    """The inputs with what renders rows for the teacher, where it would not read them as the student does; and notes.
+
+    Args:
+        recipe: of the run.
+        source: the teacher's, from `teacher_source`; None without one.
+        inputs: the student's.
+        kind: what is read of a row to train on.
+
+    Raises:
+        UserError: rows are chats and the teacher has no chat template, or ends its turns or the first row's completion
+            in other tokens; or something that only the student's format is known for is set.
+    """
+    config, data = recipe.teacher, recipe.data
+    ours, theirs = inputs.tokenizer, None if source is None else source.tokenizer
+    if config is None:
+        return inputs, ()
+    examples, name = inputs.examples(inputs.train, data, kind), config.path or "the random teacher"
+    are_chats = recipe.plays or any(part.settings.chat for part in examples.parts or [examples])
+    if config.prompt and ours is None:
+        raise UserError("teacher.prompt: changes nothing where rows are token ids: leave it out")
+    if ours is None or not are_chats or config.path in (None, POLICY):
+        if config.chat_template:
+            raise UserError("teacher.chat_template: changes nothing where no chats are rendered for it: leave it out")
+        reader = ours
+    elif config.chat_template in (None, "student"):
+        reader = theirs
+    else:
+        reader = with_template(ours if theirs is None else theirs, config.chat_template, "teacher.chat_template")
+    same, notes = reader is ours or (reader and ours and _format(reader) == _format(ours)), list[str]()
+    if config.chat_template == "student" and not same:
+        notes.append(
+            f"teacher.chat_template: {name} reads the student's chat format, not that of its folder, so that its "
+            "log-probs are biased: leave it out, and it reads the same messages in that one"
+        )
+        same = True
+    if same and config.prompt is None:
+        if config.max_length:
+            raise UserError(f"teacher.max_length: changes nothing, as {name} reads what the student does: leave it out")
+        return inputs, tuple(notes)
+    remedy = "have it read the student's format, teacher.chat_template: student"
+    if not same and (reader is None or reader.chat_template is None):
+        raise UserError(
+            f"teacher.path: {name} has no chat template, and the rows are chats: name it in teacher.chat_template, as "
+            f"data.chat_template does for the student; or {remedy}"
+        )
+    reader = ours if same else reader
+    assert reader is not None, "token ids are read as they are"
+    assert ours is not None
+    if recipe.plays or data.cuts:
+        what = "rollout.environment: makes prompts" if recipe.plays else f"data.packing: {data.packing} makes pieces"
+        other = "leave teacher.prompt out" if same else remedy
+        raise UserError(f"{what} for the student alone, and {name} reads others: leave it out, or {other}")
+    ends = [turn_end(x) for x in (reader, ours)]
+    if ends[0] != ends[1]:
+        shown = ["no token" if end is None else repr(ours.decode([end])) for end in ends]
+        raise UserError(
+            f"teacher.path: a turn ends with {shown[0]} in the chat template of {name} and with {shown[1]} in the "
+            f"student's, so that completions are not the same tokens: give the student the teacher's format "
+            f"(data.chat_template), or {remedy}"
+        )
+    length = config.max_length or data.max_length * (1 if config.prompt is None else 2)
+    if length <= data.longest_completion and recipe.algorithm.reads == RowKind.PROMPT:
+        raise UserError(
+            f"teacher.max_length: {length} leaves no room for a prompt beside a completion of {data.longest_completion}"
+        )
+    inputs = replace(inputs, teacher=TeacherReader(reader, length, name, config.prompt))
+    first = next(inputs.examples(inputs.train, data, kind, taught=True).first())
+    if isinstance(first, Dropped) and first.reason == NOT_THE_TEACHERS:
+        raise UserError(f"teacher.path: row 1 of {inputs.train.name}: {first.detail}")
+    if not same:
+        notes.append(f"{name} reads the rows in its own chat format")
+    return inputs, tuple(notes)
+
+
+def _format(tokenizer: Tokenizer) -> tuple[object, ...]:
+    """What decides how a tokenizer of a given vocabulary renders chats."""
+    return tokenizer.hf.chat_template, tokenizer.hf.bos_token, tokenizer.hf.eos_token, tokenizer.adds_bos
+
+
 def build_teacher(recipe: Sections, source: Source, student: Source, learner: Learner) -> Teacher:
     """Loads the teacher onto its mesh; a frozen base that it shares with the student is not loaded twice.
 
     `source` is from `teacher_source`, `student` the source of the weights of `learner`.
     """
-    config, students, length = recipe.teacher, learner.spec.mesh, learner.spec.length
+    config, students = recipe.teacher, learner.spec.mesh
     assert config is not None
+    read = config.max_length or (0 if config.prompt is None else 2 * recipe.data.max_length)
+    length, spec = max(learner.spec.length, read), learner.spec
+    size, packing = recipe.sequences_per_update, bool(recipe.data.packing)
+    if config.path == POLICY:
+        rows = rows_per_microbatch(spec.mesh, size, recipe.micro_batch_size, length, packing)
+        return Teacher(spec.model, {}, Microbatcher(rows, spec.mesh), length, spec.mesh, lambda: learner.params)
     mesh = students if config.mesh is None else build_mesh(config.mesh, divided(config)[1])
     trained, frozen = learner.spec.model, learner.frozen
     same_base = (
@@ -103,6 +198,5 @@ def build_teacher(recipe: Sections, source: Source, student: Source, learner: Le
             model, params = replace(model, adapt=adapt(settings, model.config)), {**params, **adapter_params}
     else:
         model, params = loaded(source, config.dtype, mesh)
-    size, packing = recipe.sequences_per_update, bool(recipe.data.packing)
     rows = rows_per_microbatch(mesh, size, recipe.micro_batch_size, length, packing)
     return Teacher(model, params, Microbatcher(rows, mesh), length, students)

@@ -13,6 +13,7 @@ from tunix.data.examples import Examples
 from tunix.data.packing import pack
 from tunix.data.pipeline import Batches, Prompts, pictures_of_row
 from tunix.data.sources import Rows
+from tunix.data.teacher import TeacherReader
 from tunix.data.tokenizer import Tokenizer
 from tunix.distributed import processes
 from tunix.errors import UserError
@@ -39,15 +40,18 @@ class Inputs:
     source: Source
     train: Rows
     held_out: Rows | None
+    teacher: TeacherReader | None = None
+    """Renders rows for a teacher that reads them in another way than the student; None without one."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer that renders the rows; None where rows hold token ids."""
         return self.source.tokenizer
 
-    def examples(self, rows: Rows, data: DataConfig, kind: RowKind) -> Examples:
-        """Rows as they are rendered, of which a kind is read."""
-        return Examples(rows, self.tokenizer, data, kind, self.source.decoder.vocab_size)
+    def examples(self, rows: Rows, data: DataConfig, kind: RowKind, taught: bool = False) -> Examples:
+        """Rows as they are rendered, of which a kind is read; `taught` are those of which a teacher reads them too."""
+        teacher = self.teacher if taught else None
+        return Examples(rows, self.tokenizer, data, kind, self.source.decoder.vocab_size, teacher)
 
 
 def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
@@ -105,7 +109,7 @@ def open_stream(setup: Setup, inputs: Inputs, collector: Collector, total: int) 
     """The stream of the inputs of `total` steps: batches of the rows, or rollouts of their prompts."""
     recipe, algorithm, microbatcher = setup.recipe, setup.algorithm, setup.microbatcher
     data = recipe.data
-    examples = inputs.examples(inputs.train, data, row_kind_of(recipe, algorithm))
+    examples = inputs.examples(inputs.train, data, row_kind_of(recipe, algorithm), taught=True)
     if not setup.samples:
         packed = layout(algorithm, microbatcher.multiple)
         return Batches(examples, recipe.batch_size, recipe.seed, recipe.epochs, packed)

@@ -24,6 +24,7 @@ from tunix.rollout.collect import Collector, Judge, Judged
 from tunix.run.inputs import Inputs, open_stream
 from tunix.run.loop import Stream
 from tunix.run.setup import Setup
+from tunix.trainer.learner import Learner
 from tunix.trainer.logprobs import Scores
 from tunix.trainer.trainer import Trainer
 from tunix.types import Batch, Completion, Loss, Metrics, OnDone, Reply, Request, Sequence
@@ -160,7 +161,8 @@ class Compiler(Rehearsal):
         assert model is not None, f"the algorithm reads a {of}: it has one"
         scorer = model.scorer
         microbatches = scorer.microbatcher.place(scorer.packed(sequences, size))
-        lowered = scorer.lowered(kind, model.params, microbatches, temperature)
+        params = model.params if isinstance(model, Learner) else model.weights
+        lowered = scorer.lowered(kind, params, microbatches, temperature)
         self._compile(lowered, scorer.microbatcher.mesh, kind, id(model), size or len(sequences), temperature)
         return [np.zeros(len(x.tokens), np.float32) for x in sequences]
 

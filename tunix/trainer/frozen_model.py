@@ -1,4 +1,4 @@
-"""Models that are never trained: log-probs of sequences under them, the policy's reference, and a teacher's states.
+"""Models that are not trained: log-probs of sequences under them, the policy's reference, and a teacher's states.
 
 The reference is the policy's initial weights. A teacher's states `[M R T Te]`
 are much smaller than its logits `[B T V]`, so they are copied to the student's mesh, which may consist of other
@@ -8,27 +8,31 @@ Experts that the sampler recorded (`rollout/engine/experts.py`) are replayed by 
 (`unreplayed`): nobody sampled from another model, so there is no choice of its own to replay, and its experts of one
 number need not do what the policy's do.
 
-Axes: B rows, T time, M micro-batches, R rows of a micro-batch, V vocabulary, Te teacher's width.
+Where a teacher reads the sequences in its own chat format (`data/teacher.py`), they are packed a second time, for it
+alone; what it gives for each trained token is then copied to that token's place in the student's rows.
+
+Axes: B rows, T time, M micro-batches, R rows of a micro-batch, V vocabulary, Te teacher's width, Tt teacher's time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
 
+from tunix.distributed.global_arrays import placed
 from tunix.mesh import by_rows, sharding
 from tunix.models.model import Model, Params
 from tunix.trainer.logprobs import Scorer, each_microbatch
 from tunix.trainer.microbatches import Microbatcher, Microbatches, TrainerSpec
 from tunix.trainer.step import TeacherStates, hidden_of
-from tunix.types import Batch, Sequence
+from tunix.types import Batch, Sequence, TeacherView
 from tunix.util.exact import jit
 
 
@@ -48,7 +52,12 @@ class FrozenModel:
         self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
     ) -> List[np.ndarray]:
         """The `[T]` log-probs of each sequence's tokens, 0 for the first; `size` as in `Scorer.scores`."""
-        return self.scorer.scores("logprobs", self.params, unreplayed(sequences), size, temperature)
+        return self.scorer.scores("logprobs", self.weights, unreplayed(sequences), size, temperature)
+
+    @property
+    def weights(self) -> Params:
+        """The weights of now."""
+        return self.params
 
     @cached_property
     def scorer(self) -> Scorer:
@@ -68,12 +77,52 @@ def unreplayed(sequences: List[Sequence]) -> list[Sequence]:
     return [replace(sequence, experts=None) for sequence in sequences]
 
 
+class AtTheStudents(List[np.ndarray]):
+    """`[T]` arrays of sequences from the teacher's `[Tt]` arrays of its views of them, which may be on their way."""
+
+    def __init__(self, read: List[np.ndarray], views: List[TeacherView]):
+        """Waits for nothing."""
+        self._read, self._views = read, views
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    @overload
+    def __getitem__(self, index: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
+    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._read[index][self._views[index].places]  # place 0 has the 0 of a first token
+
+
 @dataclass(frozen=True)
 class Teacher(FrozenModel):
-    """A frozen model on a separate mesh or the student's."""
+    """A frozen model on a separate mesh or the student's; it reads each sequence as its `Sequence.teacher` says."""
 
     students: Mesh
     """The student's mesh."""
+    policy: Callable[[], Params] | None = None
+    """Returns the present weights of the student where it teaches itself (`params` is empty then); None elsewhere."""
+
+    @property
+    def weights(self) -> Params:
+        return self.params if self.policy is None else self.policy()
+
+    def logprobs(
+        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
+    ) -> List[np.ndarray]:
+        views = [sequence.teacher for sequence in sequences if sequence.teacher is not None]
+        if not views:
+            return super().logprobs(sequences, temperature, size)
+        read = as_sequences(views)
+        for i, (sequence, view) in enumerate(zip(sequences, views, strict=True)):
+            if (ids := sequence.candidates) is not None:  # the distribution is over these for the teacher, too
+                moved = np.full((len(view.tokens), ids.shape[1]), -1, ids.dtype)
+                moved[view.places[sequence.loss_mask]] = ids[sequence.loss_mask]
+                read[i] = replace(read[i], candidates=moved)
+        return AtTheStudents(super().logprobs(read, temperature, size), views)
 
     def states(self, batch: Batch, microbatches: Microbatches) -> TeacherStates:
         """The teacher's hidden states for a batch, with its head; returns before the devices are done.
@@ -81,11 +130,18 @@ class Teacher(FrozenModel):
         Args:
             microbatches: the same batch, placed on the student's mesh.
         """
-        number, rows, _ = microbatches.rows["tokens"].shape
+        (number, rows, length), read, places = microbatches.rows["tokens"].shape, batch, None
         with jax.set_mesh(self.microbatcher.mesh):
-            states = self._states(self.params, self.microbatcher.place(batch), number=number, rows=rows)
+            if batch.teacher is not None:
+                read = self.scorer.packed(as_sequences(batch.teacher), len(batch.weights))
+                at = np.zeros((number * rows, length), np.int32)
+                at[: len(batch.tokens)] = places_of_states(batch, read)
+                everywhere = NamedSharding(self.microbatcher.mesh, PartitionSpec())
+                places = placed(at.reshape(number, rows, length), everywhere)
+            states = self._states(self.weights, self.microbatcher.place(read), places, number=number, rows=rows)
         places = by_rows(self.students, states.shape[2])
-        return TeacherStates(jax.device_put(states, places), self._table, self.model.config.logit_softcap)
+        table = self._table if self.policy is None else None
+        return TeacherStates(jax.device_put(states, places), table, self.model.config.logit_softcap)
 
     @cached_property
     def _table(self) -> Float[Array, "V Te"]:
@@ -98,14 +154,59 @@ class Teacher(FrozenModel):
         return jit(partial(compute_states, self.model), static_argnames=("number", "rows"))
 
 
+def as_sequences(views: List[TeacherView]) -> list[Sequence]:
+    """What a teacher reads, as sequences to pack."""
+    return [Sequence(view.tokens, np.arange(len(view.tokens)) > 0) for view in views]
+
+
+def places_of_states(batch: Batch, read: Batch) -> Int[np.ndarray, "B T"]:
+    """For each token of the student's rows, the index among all tokens of the teacher's rows whose state predicts the
+    token after it, where that is trained; 0 elsewhere.
+
+    Args:
+        batch: the student's rows.
+        read: the teacher's, of `batch.teacher`.
+    """
+    assert batch.teacher is not None, "it reads the student's rows"
+    views, real, trained = batch.teacher, np.asarray(read.segment_ids) > 0, np.asarray(batch.loss_mask)
+    # The index of each token of each view among the teacher's rows, one view after the other.
+    first = np.cumsum([0, *(len(view.tokens) for view in views)])
+    index = np.zeros(first[-1], np.int32)
+    index[first[np.asarray(read.sequence_ids)[real]] + np.asarray(read.positions)[real]] = np.flatnonzero(real)
+    # The place of each trained token in its view; its sequence is packed whole, so that its position is its index.
+    begin = np.cumsum([0, *(len(view.places) for view in views)])
+    owner, position = (np.asarray(x)[trained] for x in (batch.sequence_ids, batch.positions))
+    place = np.concatenate([view.places for view in views])[begin[owner] + position]
+    states = np.zeros(trained.shape, np.int32)
+    row, column = np.nonzero(trained)
+    states[row, column - 1] = index[first[owner] + place - 1]
+    return states
+
+
 def compute_states(
-    model: Model, params: Params, microbatches: Microbatches, number: int, rows: int
+    model: Model,
+    params: Params,
+    microbatches: Microbatches,
+    places: Int[Array, "M R T"] | None = None,
+    *,
+    number: int,
+    rows: int,
 ) -> Float[Array, "M R T Te"]:
     """A teacher's states for its own micro-batches, in the student's: `number` of `rows` rows.
 
     Rows beyond the batch are padding on both sides.
+
+    Args:
+        model: the teacher's.
+        params: its weights.
+        microbatches: what it reads.
+        places: see `places_of_states`; None where it reads the student's rows.
+        number: M.
+        rows: R.
     """
     hidden = each_microbatch(partial(hidden_of, model, params), microbatches)
+    if places is not None:
+        return hidden.reshape(-1, hidden.shape[-1])[places]
     flat = hidden.reshape(-1, *hidden.shape[2:])[: number * rows]
     padded = jnp.pad(flat, ((0, number * rows - len(flat)), (0, 0), (0, 0)))
     return padded.reshape(number, rows, *flat.shape[1:])

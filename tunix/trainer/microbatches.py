@@ -76,6 +76,7 @@ class Microbatches:
             per_token={name: values[index] for name, values in self.values.items()},
             per_sequence=self.per_sequence,
             pictures=jax.tree.map(lambda x: x[index], self.pictures),
+            teacher=None,  # it has read the batch by then
         )
 
 

@@ -130,8 +130,8 @@ class TeacherStates:
 
     hidden: Float[Array, "M R T Te"]
     """The teacher's hidden states after its final norm."""
-    table: Float[Array, "V Te"]
-    """The matrix of the teacher's head."""
+    table: Float[Array, "V Te"] | None
+    """The matrix of the teacher's head; None where it is the student's, which teaches itself."""
     softcap: float | None = field(metadata={"static": True})
     """Softcap of the teacher's logits, e.g. 30.0; None without one."""
 
@@ -267,8 +267,10 @@ def sums_of(
     if loss.divergence:
         assert frozen.teacher is not None, "the loss reads a divergence: hold a teacher"
         # Shifted as for log-probs: the state at t - 1 predicts token t.
-        student = Side(hidden[:, :-1], model.table(params), model.config.logit_softcap)
-        teacher = Side(frozen.teacher.hidden[index][:, :-1], frozen.teacher.table, frozen.teacher.softcap)
+        table = model.table(params)
+        student = Side(hidden[:, :-1], table, model.config.logit_softcap)
+        theirs = jax.lax.stop_gradient(table) if frozen.teacher.table is None else frozen.teacher.table
+        teacher = Side(frozen.teacher.hidden[index][:, :-1], theirs, frozen.teacher.softcap)
         divergence = compared(student, teacher, tokens[:, 1:], (mask & (positions > 0))[:, 1:], loss.divergence)
         inputs = replace(inputs, compared=jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), divergence))
     sums = loss_sums(loss.function, inputs)

@@ -8,6 +8,29 @@ from pydantic import Field, model_validator
 from tunix.algorithms.config import NonNegative, Rule, RuledConfig, Settings
 from tunix.config import TINY_GROUP, Config, DType, Family, MeshConfig, Place, Positive, RowKind
 
+POLICY = "policy"
+"""`teacher.path` for the present weights of the model that trains."""
+PRESETS: Mapping[str, Settings] = {
+    # Shenfeld et al. 2026, https://arxiv.org/abs/2601.19897: KL(policy(. | x) || policy(. | x, demonstration)) on the
+    # policy's own completions. The paper's teacher is a moving average of the policy; this one is the policy itself.
+    "sdft": {"on_policy": True, "divergence": "reverse_kl"},
+    # Zhao et al. 2026, https://arxiv.org/abs/2601.18734: the first weights, which see the solution, as in the authors'
+    # code (https://github.com/siyan-zhao/OPSD, scripts/run_opsd.sh); its later option to clip each token is not here.
+    "opsd": {"on_policy": True, "divergence": "jsd", "beta": 0.5},
+}
+PROMPTS: Mapping[str, str] = {
+    # The texts of the authors' code.
+    "sdft": "{prompt}\n\nThis is an example for a response to the question:\n{completion}\n\n"
+    "Now answer with a response of your own, including the thinking process.",
+    "opsd": "{prompt}\n\nHere is a reference solution to this problem:\n"
+    "=== Reference Solution Begin ===\n{completion}\n=== Reference Solution End ===\n\n\n"
+    "After reading the reference solution above, make sure you truly understand the reasoning behind each step — do "
+    "not copy or paraphrase it. Now, using your own words and independent reasoning, derive the same final answer to "
+    "the problem above. Think step by step, explore different approaches, and don't be afraid to backtrack or "
+    "reconsider if something doesn't work out:\n",
+}
+"""Preset -> what the teacher is asked."""
+
 
 class DistillConfig(RuledConfig):
     """Which text the student learns on, and which divergence from the teacher is minimised there."""
@@ -16,6 +39,10 @@ class DistillConfig(RuledConfig):
     learns_from_teacher: ClassVar[bool] = True
 
     name: str = "distill"
+    preset: Literal["sdft", "opsd"] | None = None
+    """The model as its own teacher, which sees the row's `completion` in its prompt: settings for all keys that are not
+    written, and a `teacher` where none is: `sdft` (https://arxiv.org/abs/2601.19897), with the present weights, or
+    `opsd` (https://arxiv.org/abs/2601.18734), with the first ones."""
     on_policy: bool = False
     """Whether the student samples the completions and the teacher scores each token; else it learns on given text."""
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "sampled"] | None = None
@@ -31,6 +58,7 @@ class DistillConfig(RuledConfig):
     group_size: Positive | None = None
     """Completions of each prompt, with `on_policy: true`. Null: 1."""
 
+    presets: ClassVar[Mapping[str, Settings]] = PRESETS
     gone: ClassVar[Mapping[str, str]] = {
         "reduction": "it is the mean over the batch's trained tokens",
         "temperature": "it is 1 on given text, and rollout.temperature with on_policy: true",
@@ -94,7 +122,7 @@ class TeacherConfig(Config):
 
     path: Place | None = None
     """Hub id, local folder, the folder of a run, or a PEFT folder. A teacher that is an adapter on the student's frozen
-    base shares that base."""
+    base shares that base. `policy`: the model that trains, with its present weights, which sees more in `prompt`."""
     family: Family | None = None
     """Without a path, the family of a random teacher, which has nothing to teach, but everything runs: `--tiny` sets
     it."""
@@ -102,6 +130,15 @@ class TeacherConfig(Config):
     """Sizes of a random teacher, as in `model.sizes`."""
     dtype: DType = "bfloat16"
     """Dtype of the weights and of the computation; logits are always float32."""
+    chat_template: str | None = None
+    """The chat template of what the teacher reads: `student` for the student's, or as in `data.chat_template`. Null:
+    that of its folder. Completions are the same tokens for both, or the row is dropped."""
+    prompt: str | None = None
+    """What the teacher is asked in place of the prompt, or of its last user's message, with columns of the row in
+    braces: `"{prompt} A hint: {hint}"`. `{prompt}` is that message, `{completion}` the row's answer."""
+    max_length: Positive | None = None
+    """Most tokens of a prompt and its completion as the teacher reads them, where these are not the student's. Null:
+    `data.max_length`, and twice that with `prompt`."""
     mesh: TeacherMesh | None = None
     """Devices for the teacher alone, the last ones; `mesh` then has the others. Null: it shares the student's."""
 
@@ -112,6 +149,21 @@ class TeacherConfig(Config):
         for key in ("family", "sizes"):
             if self.path is not None and getattr(self, key):
                 raise ValueError(f"{key} is that of a random teacher, and path is {self.path!r}: leave one of them out")
+        if self.path == POLICY and (self.mesh or self.chat_template or self.dtype != "bfloat16"):
+            raise ValueError("mesh, dtype and chat_template are the student's with path: policy: leave them out")
+        if self.path == POLICY and self.prompt is None:
+            raise ValueError("path: policy has nothing to teach itself without more in its prompt: set teacher.prompt")
+        if self.prompt is not None and "{prompt}" not in self.prompt:
+            raise ValueError("prompt leaves the question out: write {prompt} where it is to stand")
+        if self.max_length and self.reads_as_student:
+            raise ValueError(
+                f"max_length is {self.max_length}, and the teacher reads what the student does: leave it out"
+            )
         return self
+
+    @property
+    def reads_as_student(self) -> bool:
+        """Whether it reads the student's tokens, as a random teacher does, which has no chat template of its own."""
+        return self.prompt is None and (self.path is None or self.chat_template == "student")
 
     gone: ClassVar[Mapping[str, str]] = {"init": "a teacher without a path is random, of the family that is named"}

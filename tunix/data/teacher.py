@@ -1,0 +1,104 @@
+"""How a teacher reads a row: rendered by its own chat template, and aligned by the tokens of the completion.
+
+    student   <bos> <|user|> Hi <|model|> Hello <|end|>
+    teacher   <bos> <|system|> Be kind. <|user|> Hi <|model|> Hello <|end|>
+    places    0     0        0  0         6     7
+
+The teacher's log-prob of a trained token is that at its place in the teacher's tokens: the same id, after the teacher's
+prompt. Prompts may differ in any way, and what a template writes before an answer (an empty `<think>` block) counts
+with them. A completion that the two templates write with other tokens cannot be compared, and its row is dropped.
+
+Axes: T time, Tt teacher's time.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from tunix.data.chat import Rendered
+from tunix.data.shapes import Rendering, Row, as_messages, column
+from tunix.data.tokenizer import Tokenizer
+from tunix.data.types import NOT_THE_TEACHERS, Refused
+from tunix.errors import UserError
+from tunix.types import TeacherView
+
+
+@dataclass(frozen=True)
+class TeacherReader:
+    """What renders rows for a teacher, in its chat format or with more in the prompt."""
+
+    tokenizer: Tokenizer
+    """The student's vocabulary with the teacher's chat template."""
+    length: int
+    """Most tokens of a sequence as the teacher reads it, e.g. 2048."""
+    name: str
+    """The teacher's path or hub id, for messages."""
+    prompt: str | None = None
+    """What it is asked in place of a row's prompt, e.g. `"{prompt} A hint: {hint}"`; None for the prompt itself."""
+
+    def asked(self, row: Row, settings: Rendering) -> Row:
+        """The row with what the teacher is asked in place of its prompt, or of its last user's message.
+
+        Raises:
+            UserError: the row has no such text, or not the columns that `prompt` names.
+        """
+        if self.prompt is None:
+            return row
+        ours = {"messages": "messages", "prompt_completion": "prompt"}.get(settings.format)
+        if ours is None:
+            raise UserError(f"teacher.prompt: rows of {settings.format} have no question to add to: leave it out")
+        columns = settings.data.columns
+        value = column(row, ours, columns)
+        messages = [] if isinstance(value, str) else as_messages(value)
+        last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+        question = value if isinstance(value, str) else messages[last].get("content") if last >= 0 else None
+
+        def words(match: re.Match[str]) -> str:
+            name = match[1]
+            if name == "prompt":
+                text = question
+            elif name == "completion" and messages[-1:] and messages[-1]["role"] == "assistant":
+                text = messages[-1].get("content")
+            else:
+                text = column(row, name, columns)
+                text = as_messages(text)[-1].get("content") if isinstance(text, list) else text
+            if not isinstance(text, str | int | float):
+                raise UserError(f"teacher.prompt: {{{name}}} is {text!r:.80}, not a text")
+            return str(text)
+
+        changed = _COLUMN.sub(words, self.prompt)
+        if messages:
+            value = [*messages[:last], {**messages[last], "content": changed}, *messages[last + 1 :]]
+        return {**row, columns.get(ours, ours): value if messages else changed}
+
+    def view(self, student: Rendered, teacher: Rendered) -> TeacherView:
+        """The teacher's rendering of a row, aligned with the student's.
+
+        Raises:
+            Refused: the teacher's has other turns, or a turn that does not end in the student's tokens.
+        """
+        places, (ours, theirs) = np.zeros(len(student.tokens), np.int32), (_turns(x.mask) for x in (student, teacher))
+        for number, (begin, end) in enumerate(ours):
+            last = theirs[number][1] if len(ours) == len(theirs) else 0
+            first, turn = max(last - (end - begin), theirs[number][0] if last else 0), student.tokens[begin:end]
+            if not np.array_equal(turn, teacher.tokens[first:last]):
+                texts = (self.tokenizer.decode(x[-24:]) for x in (teacher.tokens[teacher.mask][: last or None], turn))
+                raise Refused(NOT_THE_TEACHERS, _DIFFER.format(self.name, number + 1, *map(repr, texts)))
+            places[begin:end] = np.arange(first, last)
+        return TeacherView(teacher.tokens, places)
+
+
+_COLUMN = re.compile(r"\{(\w+)\}")
+_DIFFER = (
+    "the chat template of {} ends turn {} of the completion in {}, the student's in {}: probabilities of other tokens "
+    "cannot be compared. Give the student the teacher's format (data.chat_template), or have the teacher read the "
+    "student's (teacher.chat_template: student)"
+)
+
+
+def _turns(mask: np.ndarray) -> np.ndarray:
+    """First and end token of each run of trained tokens, `[turns 2]`."""
+    return np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]]))).reshape(-1, 2)
