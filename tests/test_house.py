@@ -244,17 +244,17 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 58_002,
-    "files": 291,
-    "functions": 3_032,
-    "short functions used once": 112,
+    "lines": 59_285,
+    "files": 292,
+    "functions": 3_078,
+    "short functions used once": 115,
     "short files with one importer": 12,
     "calls with bundles": 40,
-    "imports of the busiest file": 23,
-    "recipe keys": 253,
-    "recipe keys of GRPO": 32,
+    "imports of the busiest file": 24,
+    "recipe keys": 271,
+    "recipe keys of GRPO": 37,
     "files in the closure of algorithms/grpo": 15,
-    "lines in the closure of algorithms/grpo": 3_454,
+    "lines in the closure of algorithms/grpo": 3_873,
     "banned local names": 0,
     "files with private names of others": 6,
 }

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from jax.sharding import Mesh
 
-from tunix.algorithms.distill.config import POLICY
 from tunix.config import DType, ModelConfig
 from tunix.errors import UserError
 from tunix.hf.peft_folder import CONFIG, named_base
@@ -121,7 +120,7 @@ class Subject:
     def teacher_reads(self) -> tuple[str, ...]:
         """What of `held` a teacher's programs read: the policy's weights where it teaches itself."""
         config = self.setup.recipe.teacher
-        return ("weights", "frozen base") if config is not None and config.path == POLICY else ("teacher",)
+        return ("weights", "frozen base") if config is not None and config.is_policy else ("teacher",)
 
     @property
     def held(self) -> dict[Place, dict[str, int]]:
@@ -176,7 +175,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
         reference = Frozen(plain, plain.abstract(dtypes, mesh), spec.microbatcher)
 
     teacher, config = None, recipe.teacher
-    if config is not None and config.path == POLICY:
+    if config is not None and config.is_policy:
         teacher = Frozen(spec.model, policy.all, spec.microbatcher)
     elif config is not None:
         random = ModelConfig(init="random", family=config.family, sizes=config.sizes) if config.path is None else None

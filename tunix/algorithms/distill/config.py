@@ -142,6 +142,11 @@ class TeacherConfig(Config):
     mesh: TeacherMesh | None = None
     """Devices for the teacher alone, the last ones; `mesh` then has the others. Null: it shares the student's."""
 
+    @property
+    def is_policy(self) -> bool:
+        """Whether the model that trains is its own teacher."""
+        return self.path == POLICY
+
     @model_validator(mode="after")
     def _source(self, info: Any) -> "TeacherConfig":
         if self.path is None and self.family is None:
@@ -149,9 +154,9 @@ class TeacherConfig(Config):
         for key in ("family", "sizes"):
             if self.path is not None and getattr(self, key):
                 raise ValueError(f"{key} is that of a random teacher, and path is {self.path!r}: leave one of them out")
-        if self.path == POLICY and (self.mesh or self.chat_template or self.dtype != "bfloat16"):
+        if self.is_policy and (self.mesh or self.chat_template or self.dtype != "bfloat16"):
             raise ValueError("mesh, dtype and chat_template are the student's with path: policy: leave them out")
-        if self.path == POLICY and self.prompt is None:
+        if self.is_policy and self.prompt is None:
             raise ValueError("path: policy has nothing to teach itself without more in its prompt: set teacher.prompt")
         if self.prompt is not None and "{prompt}" not in self.prompt:
             raise ValueError("prompt leaves the question out: write {prompt} where it is to stand")
