@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tunix.algorithms.distill.config import POLICY
 from tunix.config import ModelConfig, RowKind
 from tunix.data.config import DataConfig, RowsConfig, SourceConfig
 from tunix.data.curriculum import curriculum_of
@@ -175,7 +174,7 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
     if decoder is not None and adapter is not None and adapter.source is None:
         with report.noting("adapter.targets"):
             adapter.targeted_in(decoder)
-    if recipe.teacher is not None and recipe.teacher.path not in (None, POLICY):
+    if recipe.teacher is not None and recipe.teacher.path and not recipe.teacher.is_policy:
         _decoder("teacher.path", recipe.teacher.path, recipe, report)
     if rewards is not None and rewards.model:
         _decoder("reward.model", rewards.model, recipe, report)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import jax
 
-from tunix.algorithms.distill.config import POLICY, TeacherConfig
+from tunix.algorithms.distill.config import TeacherConfig
 from tunix.config import ModelConfig, RowKind
 from tunix.data.chat import turn_end, with_template
 from tunix.data.teacher import TeacherReader
@@ -57,7 +57,7 @@ def teacher_source(recipe: Sections, student: Source) -> Source | None:
     config = recipe.teacher
     if config is None:
         return None
-    if config.path == POLICY:
+    if config.is_policy:
         return student
     if config.path is None:
         source = from_scratch(ModelConfig(init="random", family=config.family, sizes=config.sizes))
@@ -106,7 +106,7 @@ def read_by_teacher(
     are_chats = recipe.plays or any(part.settings.chat for part in examples.parts or [examples])
     if config.prompt and ours is None:
         raise UserError("teacher.prompt: changes nothing where rows are token ids: leave it out")
-    if ours is None or not are_chats or config.path in (None, POLICY):
+    if ours is None or not are_chats or config.path is None or config.is_policy:
         if config.chat_template:
             raise UserError("teacher.chat_template: changes nothing where no chats are rendered for it: leave it out")
         reader = ours
@@ -175,7 +175,7 @@ def build_teacher(recipe: Sections, source: Source, student: Source, learner: Le
     read = config.max_length or (0 if config.prompt is None else 2 * recipe.data.max_length)
     length, spec = max(learner.spec.length, read), learner.spec
     size, packing = recipe.sequences_per_update, bool(recipe.data.packing)
-    if config.path == POLICY:
+    if config.is_policy:
         rows = rows_per_microbatch(spec.mesh, size, recipe.micro_batch_size, length, packing)
         return Teacher(spec.model, {}, Microbatcher(rows, spec.mesh), length, spec.mesh, lambda: learner.params)
     mesh = students if config.mesh is None else build_mesh(config.mesh, divided(config)[1])
