@@ -11,7 +11,7 @@ Where the table is split over devices, each has p-th of the vocabulary, and a ch
 ever holds the others' ids. Whatever is summed over ids or rows that devices share is kept apart, by parts p and shards
 s, until its loop is done: no step of a loop waits for another device.
 
-Axes: B rows, T time, A ids of a token, C tokens at a time, V vocabulary, p parts of the vocabulary, W ids of a chunk, s
+Axes: B rows, T time, A alternatives, C tokens at a time, V vocabulary, p parts of the vocabulary, W ids of a chunk, s
 shards of the rows, D model width.
 """
 
