@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import mismatch
+from benchmarks import numerics
 from benchmarks.device.rows import Row, Setting, attempt, check
 from tunix.config import DType
 from tunix.models.attention.attend import BY_NAME, Implementation, attend, spec_of
@@ -114,6 +114,6 @@ def trainer_and_sampler(case: str, setting: Setting) -> Iterator[Row]:
 def apart(family: str) -> Row:
     """The mean difference of the log-probs; infinite where those of the reference are not equal to the bit, unless it
     is a mixture, whose reference chooses its own experts."""
-    found, mixture = mismatch.distances(family), small(family).experts is not None
+    found, mixture = numerics.distances(family), small(family).experts is not None
     said = f"largest {found['max']:.1e}, of scoring {found['scorer']:.1e}, from the reference {found['reference']:.1e}"
     return check(family, found["mean"] if mixture or found["reference"] == 0 else math.inf, MEAN, said)

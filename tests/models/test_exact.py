@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from benchmarks import mismatch
+from benchmarks import numerics
 from tests.commands.test_quantize import MIXED
 from tests.marks import slow
 from tests.tiny_models import one_device
@@ -66,9 +66,9 @@ def test_another_program_gives_the_same_reference(config, rules):
 
 def test_what_is_sampled_and_what_trains_round_alike(monkeypatch):
     """Attention, soft caps and a tanh in the ffn: a bit that differs between two programs reaches every later token."""
-    monkeypatch.setattr(mismatch, "SIZES", {"d_model": 64, "ffn": 128, "num_layers": 2})
-    monkeypatch.setattr(mismatch, "NEW", 24)
-    found = mismatch.distances("gemma2")
+    monkeypatch.setattr(numerics, "SIZES", {"d_model": 64, "ffn": 128, "num_layers": 2})
+    monkeypatch.setattr(numerics, "NEW", 24)
+    found = numerics.distances("gemma2")
     assert found["reference"] == 0
     assert found["mean"] < 1e-3
 
