@@ -20,7 +20,7 @@ from tunix.util.plugins import is_reference, load_object
 from tunix.util.yaml_io import shown
 
 
-def algorithm_config(section: Mapping[str, Any]) -> type[AlgorithmConfig]:
+def algorithm_config(section: Mapping[Any, Any]) -> type[AlgorithmConfig]:
     """The config class of an `algorithm` section. A custom algorithm is imported and has it as its `Config`.
 
     Raises:

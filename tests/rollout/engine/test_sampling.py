@@ -168,7 +168,7 @@ def test_the_trainers_head_gives_the_same_logprobs():
         ("top_p", 0.0),
         ("top_p", 1.5),
         ("min_p", -0.1),
-        ("top_logprobs", 21),
+        ("top_logprobs", 65),
         ("stop_ids", (96,)),
         ("stop_ids", tuple(range(MOST_STOPS + 1))),
         ("stop_strings", ("",)),
