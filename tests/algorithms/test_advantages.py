@@ -1,6 +1,7 @@
 """From rewards to advantages: every number here is worked out by hand in the comment beside it."""
 
 import itertools
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,21 +19,12 @@ from tunix.algorithms.advantages import (
     weighted_sum,
     whitened,
 )
+from tunix.algorithms.config import Advantage
 from tunix.algorithms.ppo.loss import adapted_kl, explained_variance, gae
 from tunix.errors import UserError
 
 NAN = float("nan")
-KINDS = (
-    "mean",
-    "mean_std",
-    "mean_relative",
-    "leave_one_out",
-    "leave_one_out_std",
-    "median",
-    "batch",
-    "mean_batch",
-    "mean_batch_std",
-)
+KINDS = get_args(Advantage)
 REWARDS = np.array([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
 
 
@@ -131,7 +123,7 @@ def test_integer_rewards_are_numbers():
     np.testing.assert_allclose(group_advantages(np.array([[0, 1]]), "mean"), [[-0.5, 0.5]])
 
 
-def expected_gradient(kind: str, samples: int) -> np.ndarray:
+def expected_gradient(kind: Advantage, samples: int) -> np.ndarray:
     """`E[1/G sum_i A_i grad log p(y_i)]` over all groups that a policy of three answers can draw, exactly."""
     probabilities, rewards = np.array([0.2, 0.5, 0.3]), np.array([1.0, 0.0, 4.0])
     total = np.zeros(3)

@@ -1,5 +1,7 @@
 """Packing loses nothing, splits nothing, and counts what losses divide by."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -26,6 +28,16 @@ def test_by_hand():
     assert batch.lengths.tolist() == [1, 2, 2, 1]
     assert {name: float(count) for name, count in batch.counts.items()} == {"tokens": 0.5 * 1 + 2 + 2, "sequences": 2.5}
     assert np.mean(batch.segment_ids == 0) == pytest.approx(2 / 12)
+
+
+def test_what_a_sampler_recorded_is_unknown_where_nothing_was():
+    drawn = replace(sequence([1, 2], [0, 1]), candidates=np.array([[-1, -1], [2, 7]], np.int32))
+    batch = pack([drawn, sequence([3, 4, 5])], 2, 6)
+    unknown = [-1, -1]
+    assert batch.tokens.tolist() == [[3, 4, 5, 1, 2, 0]]
+    assert batch.candidates is not None
+    assert batch.candidates.tolist() == [[unknown, unknown, unknown, unknown, [2, 7], unknown]]
+    assert batch.experts is None
 
 
 def test_without_packing_each_has_its_row():

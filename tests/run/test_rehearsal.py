@@ -62,6 +62,7 @@ def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
                 ({"algorithm": {"name": "dpo", "online": True}}, {"step": 1}),
                 ({"algorithm": GRPO, "rollout__max_staleness": 1, **APART}, {"step": 1}),
                 ({"algorithm": GRPO, "data__packing": False}, {"step": 1}),
+                ({"algorithm": GRPO, "rollout__top_k": 8}, {"step": 1}),
             ]
         ),
     ],

@@ -111,7 +111,7 @@ class PolicyConfig(RuledConfig):
         "overlong_buffer": TINY_COMPLETION,
     }
 
-    clip_low: Annotated[float, Field(ge=0, le=1)] | None = None
+    clip_low: Unit | None = None
     """The ratio counts as no less than 1 - clip_low. Null: 0.2; with `surrogate: cispo` 1, no lower bound."""
     clip_high: NonNegative | None = None
     """The ratio counts as no more than 1 + clip_high; above clip_low, unlikely tokens can rise. Null: 0.2; with

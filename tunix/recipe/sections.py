@@ -93,9 +93,8 @@ class Sections(Config):
             sections["epochs"] = 1
         rollout, algorithm = value.get("rollout"), value.get("algorithm")
         preset = algorithm.get("preset") if isinstance(algorithm, Mapping) else None
-        if (
-            isinstance(preset, str) and preset in PROMPTS
-        ):  # the model itself teaches, with its present weights or those that it starts from
+        if isinstance(preset, str) and preset in PROMPTS:
+            # The model itself teaches, with its present weights or those that it starts from.
             model, teacher = value.get("model"), value.get("teacher")
             start = model.get("path") if isinstance(model, Mapping) else None
             source = POLICY if preset == "sdft" or not start else start

@@ -18,12 +18,10 @@ import numpy as np
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.tool_calls import MARKUPS, MarkupName, parse, typed
 from tunix.inference.model import TextStream
-from tunix.rollout.servers.protocol import FIELD, ID, written_experts
+from tunix.rollout.servers.protocol import FIELD, ID, IMPOSSIBLE, written_experts
 from tunix.serving.bodies import ChatBody, CompletionBody, GenerateBody
 from tunix.types import Completion
 
-LEAST = -9999.0
-"""The log-prob of what cannot be sampled, as the protocols write it; JSON has no infinity."""
 Body = TypeVar("Body", CompletionBody, ChatBody, GenerateBody)
 
 
@@ -158,7 +156,7 @@ class CompletionAnswer(Answer[CompletionBody]):
         names, values = self._names(tokens, as_ids=as_ids), logprobs.tolist()
         by_name = [{name: value} for name, value in zip(names, values, strict=True)]
         for listed, ids, likely in zip(by_name, top[0], top[1], strict=True) if top is not None else ():
-            listed |= zip(self._names(ids, as_ids=as_ids), np.maximum(likely, LEAST).tolist(), strict=True)
+            listed |= zip(self._names(ids, as_ids=as_ids), np.maximum(likely, IMPOSSIBLE).tolist(), strict=True)
         offsets = list(accumulate(map(len, names), initial=offset))[:-1]
         return {"tokens": names, "token_logprobs": values, "top_logprobs": by_name, "text_offset": offsets}
 
@@ -242,7 +240,7 @@ class ChatAnswer(Answer[ChatBody]):
             names = self._names(tokens, as_ids=self.body.return_tokens_as_token_ids)
             return [
                 {"token": name, "logprob": value, "bytes": list(name.encode(errors="replace"))}
-                for name, value in zip(names, np.maximum(logprobs, LEAST).tolist(), strict=True)
+                for name, value in zip(names, np.maximum(logprobs, IMPOSSIBLE).tolist(), strict=True)
             ]
 
         content = listed(completion.tokens[new], completion.logprobs[new])
@@ -263,7 +261,7 @@ class GenerateAnswer(Answer[GenerateBody]):
             content = [{"token": name, "logprob": x} for name, x in zip(names, values, strict=True)]
             if completion.top is not None:
                 for entry, ids, likely in zip(content, *completion.top, strict=True):
-                    named = zip(self._names(ids, as_ids=True), np.maximum(likely, LEAST).tolist(), strict=True)
+                    named = zip(self._names(ids, as_ids=True), np.maximum(likely, IMPOSSIBLE).tolist(), strict=True)
                     entry["top_logprobs"] = [{"token": name, "logprob": x} for name, x in named]
             logprobs = None if self.body.sampling_params.logprobs is None else {"content": content}
             choice = {"index": index, "token_ids": completion.tokens.tolist(), "logprobs": logprobs}

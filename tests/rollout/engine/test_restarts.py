@@ -99,6 +99,10 @@ def test_each_transcript_has_the_log_probs_of_a_pass_over_it_alone(model, option
             tokens, ((start, end),) = transcripts(prompt, completion)[-1]
             (alone,) = engine.run([Request(tokens[:start], greedy, 5)])
             np.testing.assert_array_equal(alone.tokens[: end - start], tokens[start:end])
+            if completion.experts is not None and alone.experts is not None:  # of each transcript at its places
+                begin, known = len(prompt) + completion.restarts[-1], end - 1
+                np.testing.assert_array_equal(completion.experts[begin : begin + known], alone.experts[:known])
+                assert completion.experts[begin : begin + known].min() >= 0
 
 
 def test_no_transcript_begins_where_there_is_no_room():

@@ -129,8 +129,28 @@ def test_a_history_is_replaced_where_it_is_appended_to_too():
     tokenizer = made(THINKS, SPECIALS, eos="<|im_end|>")
     completion, prompt, _ = played(Asks(cuts=True), tokenizer, TURNS, "<|im_end|>", "append")
     assert len(completion.restarts) == 1
-    fourth = prompts(completion, prompt)[3]
+    fourth, fifth = prompts(completion, prompt)[3:]
     assert tokenizer.decode(fourth) == "<|im_start|>user\nso far: three<|im_end|>\n<|im_start|>assistant\n"
+    said = tokenizer.encode(f"{TURNS[3]}<|im_end|>\n<|im_start|>user\nand 4?<|im_end|>\n<|im_start|>assistant\n")
+    assert fifth == [*fourth, *said]
+
+
+def test_a_text_may_become_a_conversation():
+    """What follows is then rendered as its continuation."""
+
+    class Turns(Asks):
+        def reset(self, row, rng):
+            return "a text"
+
+        def step(self, action: str, tokens: np.ndarray) -> Step:
+            self.turns += 1
+            return Step(messages=ASKED) if self.turns == 1 else Step(ASKED, done=self.turns == 3)
+
+    tokenizer = made(THINKS, SPECIALS, eos="<|im_end|>")
+    completion, _, episodes = played(Turns(), tokenizer, ["one", "two", "three"], "<|im_end|>", "append")
+    assert len(completion.turns) == 3
+    assert completion.restarts == (completion.turns[0][1],)
+    assert episodes.scores == [0.0]
 
 
 class Speaks(Asks):

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal, cast, get_args
 
 from pydantic import Field
 
-from tunix.algorithms.config import REFERENCE_PATH_GONE, Above0, NonNegative, Rule, RuledConfig, Settings
+from tunix.algorithms.config import REFERENCE_PATH_GONE, Above0, NonNegative, Rule, RuledConfig, Settings, Unit
 from tunix.config import TINY_GROUP, Positive, RowKind
 
 PairedForm = Literal["sigmoid", "robust", "exo", "ipo", "hinge", "discopop", "nca", "sppo_hard", "apo_zero", "apo_down"]
@@ -51,7 +51,7 @@ class DPOConfig(RuledConfig):
     alpha: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Parameter of `divergence: alpha`: near 0 it is the reverse KL, near 1 the forward KL. TRL's
     `f_alpha_divergence_coef` is 1 less this. Null: 0.5."""
-    ld_alpha: Annotated[float, Field(ge=0, le=1)] = 1.0
+    ld_alpha: Unit = 1.0
     """Weight of the log-ratios of a completion's tokens after as many as the shorter side of its pair has, so that
     length alone is preferred less (LD-DPO, Liu et al. 2024, https://arxiv.org/abs/2409.06411). 1: they all count."""
     policy_weights: bool = False

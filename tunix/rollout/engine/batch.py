@@ -494,7 +494,12 @@ class Batch:
 
     def _retire(self, flight: InFlight) -> None:
         """Reads what a dispatch sampled; ends the requests whose turn is over, or asks their environment."""
-        draws, counts, experts = jax.device_get(flight.sampled)
+        draws, counts, experts = flight.sampled
+        if not any(episode.request.sampling.top_logprobs for episode in self.slots.episodes.values()):
+            # Alternatives that nobody wants stay on the devices: they are most of what a dispatch returns.
+            nothing = np.zeros((*draws.tokens.shape, 0), np.float32)
+            draws = draws._replace(top_ids=nothing, top_logprobs=nothing)
+        draws, counts, experts = jax.device_get((draws, counts, experts))
         for piece in flight.recorded:  # which the devices have computed before, and need not keep any longer
             piece.read()
         self.meter.add(self.slots.held[flight.slots], counts)
@@ -552,7 +557,12 @@ class Batch:
             if self.sizes.chunk is not None:
                 self._preempt(slot)
                 return
-            new = new[self.page_tables.rewind(slot, min(in_common(before, new), len(new) - 1)) :]
+            kept = self.page_tables.rewind(slot, min(in_common(before, new), len(new) - 1))
+            if kept and (experts := self.slots.completion(slot, self.version).experts) is not None:
+                # They are not computed again: their experts are those of the transcript before.
+                first = episode.begin - len(before)
+                episode.experts.append(Known(Recorded(experts[None, first : first + kept]), 0, 0, kept, episode.begin))
+            new = new[kept:]
         elif self.sizes.chunk is not None:
             # States hold the last token already. They cannot go back to it, nor to the one before.
             if self.slots.beyond[slot] or len(new) == 1:

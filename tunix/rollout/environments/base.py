@@ -282,6 +282,7 @@ class Episode:
         self._template_kwargs = {**(template_kwargs or {}), **of_row, **environment.template_kwargs}
         try:
             self.start = checked_observation(environment.reset(row, rng))
+            """The prompt, or the conversation that replaced it."""
         except UserError:
             raise
         except Exception as error:  # the author's own code: only they can fix the prompt of a row
@@ -350,7 +351,7 @@ class Episode:
 
         said, tokenizer = step.observation, self._tokenizer
         if step.messages is not None:
-            self._messages = [*step.messages]
+            self.start, self._messages = step.messages, [*step.messages]
         elif self._history == "append":
             assert said is not None, "a step that does not end the episode answers"
             new = rendered(said, tokenizer, self._template_kwargs, self.start, tokens)

@@ -181,7 +181,7 @@ ID = "token_id:"
 
 
 IMPOSSIBLE = -9999.0
-"""What a server's JSON has for the log-prob of an id that cannot be sampled."""
+"""The log-prob of what cannot be sampled, as the protocols write it; JSON has no infinity."""
 
 
 def refuse(sampling: Sampling, vocab_size: int, decodes: bool) -> None:

@@ -88,8 +88,8 @@ class Turns:
         if before is not None and len(before.tokens):
             self._tokens, self._logprobs, self._versions = before.tokens, before.logprobs, before.versions
             self._turns, self._top = list(before.turns), before.top or self._top
+            self._record(before.experts)  # those of all transcripts, as long as none is known to have begun
             self._restarts = list(before.restarts)
-            self._record(before.experts)
 
     def left(self, new: int = 0) -> int:
         """Tokens that may still be sampled, where so many new ones are observed first."""
