@@ -61,6 +61,8 @@ class Manners:
     """Its tokenizer has other ids."""
     delay: float = 0.0
     """Seconds before each answer."""
+    together: int = 0
+    """It answers none before so many are asked for at once; after half a minute, those that there are."""
     routed: Callable[[str], str | None] = str
     """What it makes of the experts that it returns, written as they are sent."""
 
@@ -77,6 +79,7 @@ class FakeVLLM:
         self.settings: list[dict[str, Any]] = []
         """The bodies of the completions that were asked for."""
         self.gone, self._lock = False, threading.Lock()
+        self._gathered = threading.Condition(self._lock)
         self.unanswered = 0
         """Completions of a run's prompts that were asked for while it was silent."""
         self._here, self.most = 0, 0
@@ -113,6 +116,8 @@ class FakeVLLM:
         with self._lock:
             self._here += 1
             self.most = max(self.most, self._here)
+            self._gathered.notify_all()
+            self._gathered.wait_for(lambda: self.most >= manners.together, 30)
         time.sleep(manners.delay)
         if own:
             if manners.dies_after is not None:

@@ -244,7 +244,7 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 59_284,
+    "lines": 59_292,
     "files": 292,
     "functions": 3_078,
     "short functions used once": 115,
