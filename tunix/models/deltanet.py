@@ -357,8 +357,25 @@ STATE_AXES: tuple[Axes, Axes] = (("rows", None, "heads", None, None), ("rows", "
 """The logical axes of the arrays of `SlotStates`."""
 
 
+class StatesAhead(NamedTuple):
+    """What slots hold in one layer after each of several new tokens, of which a first few will stand."""
+
+    inputs: Float[Array, "Sl m+C Hk U Dk"]
+    """Those of `SlotStates` before the new tokens, and the new ones after them."""
+    states: Float[Array, "Sl 1+C Hk Jv Dk Dv"]
+    """Before the new tokens, and after each."""
+
+    def after(self, number: Int[Array, "Sl"]) -> SlotStates:
+        """What slots hold after the first so many of the new tokens; 0 for what they held before."""
+        lags = self.inputs.shape[1] - self.states.shape[1] + 1
+        columns = widened(number[:, None] + jnp.arange(lags), self.inputs)
+        inputs = jnp.take_along_axis(self.inputs, columns, axis=1)
+        states = jnp.take_along_axis(self.states, widened(number[:, None], self.states), axis=1)[:, 0]
+        return SlotStates(inputs, states).placed()
+
+
 class StepView(NamedTuple):
-    """One new token of each slot."""
+    """One new token of each slot, or several: then a layer returns its `StatesAhead`."""
 
     live: Bool[Array, "Sl"]
     """Whether the slot takes it: what others hold stays as it is."""
@@ -404,7 +421,7 @@ class GatedDeltaNet(nnx.Module):
         view: View,
         cache: SlotStates | None = None,
         dropout_keys: TokenKeys | None = None,
-    ) -> tuple[Float[Array, "B T D"], SlotStates | None]:
+    ) -> tuple[Float[Array, "B T D"], SlotStates | StatesAhead | None]:
         """The mixed tokens for normed inputs, and what the slots hold then; `rope` plays no part."""
         mixed_in = checkpoint_name(self.qkv(x, dropout_keys), "q")
         z = checkpoint_name(self.z(x, dropout_keys), "gate")
@@ -486,14 +503,21 @@ class GatedDeltaNet(nnx.Module):
         return read, kept.placed()
 
     def _step(
-        self, mixed: Float[Array, "Sl 1 Hk U Dk"], gates: Gates, view: StepView, held: SlotStates
-    ) -> tuple[jax.Array, SlotStates]:
-        """The mixed token of each slot, and what the slots hold after it."""
+        self, mixed: Float[Array, "Sl C Hk U Dk"], gates: Gates, view: StepView, held: SlotStates
+    ) -> tuple[jax.Array, SlotStates | StatesAhead]:
+        """The mixed tokens of each slot, and what the slots hold after them: after each where there are several."""
         q, k, v = self._heads(convolved_after(mixed, self.conv.w[...], held.inputs).astype(mixed.dtype))
-        read, states = recurrent(q[:, 0], k[:, 0], v[:, 0], gates.decay[:, 0], gates.beta[:, 0], held.states)
-        inputs = jnp.concatenate([held.inputs, mixed.astype(held.inputs.dtype)], axis=1)[:, 1:]
-        new = jax.tree.map(partial(by_first, view.live), SlotStates(inputs, states), held)
-        return read[:, None], new.placed()
+        inputs = jnp.concatenate([held.inputs, mixed.astype(held.inputs.dtype)], axis=1)
+        reads, states = [], [held.states]
+        for token in range(mixed.shape[1]):
+            of_token = (x[:, token] for x in (q, k, v, gates.decay, gates.beta))
+            read, after = recurrent(*of_token, states[-1])
+            reads.append(read)
+            states.append(after)
+        if len(reads) > 1:
+            return jnp.stack(reads, axis=1), StatesAhead(inputs, jnp.stack(states, axis=1))
+        new = jax.tree.map(partial(by_first, view.live), SlotStates(inputs[:, 1:], states[1]), held)
+        return reads[0][:, None], new.placed()
 
 
 class Rate(nnx.Module):

@@ -30,7 +30,7 @@ from tunix.errors import UserError
 from tunix.mesh import Axes, constrain, platform, sharding
 from tunix.models.attention.inputs import ByKind, Segments
 from tunix.models.blocks import NAMES, PARTS, Attention, Auxiliary, Block, Kept, LayerInputs, layer_inputs
-from tunix.models.config import SHARED, TOWER, DecoderConfig, Stage
+from tunix.models.config import MTP, SHARED, TOWER, DecoderConfig, Stage
 from tunix.models.layers import (
     MATRICES,
     Matrix,
@@ -44,6 +44,7 @@ from tunix.models.layers import (
     weight,
 )
 from tunix.models.moe import CHOSEN, Bank
+from tunix.models.mtp import DraftHead
 from tunix.models.quantization.formats import SCALE, Quantization, Simulated, in_compute, is_scale
 from tunix.models.scan import Others, Remat, Weights, over_layers
 from tunix.models.token_logprobs import token_logprobs
@@ -109,6 +110,7 @@ class Decoder(nnx.Module):
         # Of a critic or a reward model: `x w` for each state. It starts at zero, and so predicts 0.
         value = nnx.Param(jnp.zeros((config.d_model,), jnp.float32), axes=("embed",))
         self.value = Matrix(value) if model.has_scalar_head else None
+        self.mtp = DraftHead(config, rngs) if config.mtp else None
         vision = config.vision
         self.vision = TOWERS[vision.tower](vision, config.d_model, rngs) if vision else None
 
@@ -376,6 +378,11 @@ class Model:
         """The embeddings of the soft tokens of pictures, by the tower among these parameters."""
         tower = {self._paths[name][1:]: x for name, x in params.items() if name.startswith(TOWER)}
         return nnx.merge(nnx.graphdef(self._decoder.vision), tree_of(tower))(pictures, self.dtype)
+
+    def draft_head(self, params: Params) -> DraftHead:
+        """The head that drafts tokens, with its weights among these parameters."""
+        head = {self._paths[name][1:]: x for name, x in params.items() if name.startswith(MTP)}
+        return nnx.merge(nnx.graphdef(self._decoder.mtp), tree_of(head))
 
     def logits(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """All logits, float32. For few tokens: sampling and tests."""
