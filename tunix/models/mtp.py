@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from tunix.models.attention.inputs import Segments
 from tunix.models.attention.pages import CachedView, Pages
 from tunix.models.blocks import Block, Cache
 from tunix.models.config import DecoderConfig
@@ -36,10 +37,11 @@ class DraftHead(nnx.Module):
         embedded: Float[Array, "B C D"],
         hidden: Float[Array, "B C D"],
         rope: RopeTables,
-        view: CachedView,
-        cache: Pages,
+        view: Segments | CachedView,
+        cache: Pages | None = None,
     ) -> tuple[Float[Array, "B C D"], Cache | None]:
-        """States from which the tokens after the embedded ones are drafted, and the head's pages with these tokens.
+        """States from which the tokens after the embedded ones are drafted, and the head's pages with these tokens, where
+        there are pages.
 
         Args:
             embedded: token t + 1 of each place t.

@@ -264,10 +264,10 @@ def structure(config: ModelConfig, pictures: bool = False) -> Source:
     """
     if config.path is None:
         return from_scratch(config, pictures)
-    return Source(decoder_of(config.path, pictures), None, name=config.path)
+    return Source(decoder_of(config.path, pictures, config.mtp is not None), None, name=config.path)
 
 
-def decoder_of(path: str, pictures: bool = False) -> DecoderConfig:
+def decoder_of(path: str, pictures: bool = False, mtp: bool = False) -> DecoderConfig:
     """The structure of a model: from the config.json of a folder, of a run's export or of a hub id's files in the
     cache, or else from the preset that a hub id names.
 
@@ -278,13 +278,14 @@ def decoder_of(path: str, pictures: bool = False) -> DecoderConfig:
     if (folder / "recipe.yaml").is_file():
         folder = exported(folder)
     if (folder / CONFIG).is_file() and not (folder / "config.json").is_file() and (base := named_base(folder)):
-        return decoder_of(base, pictures)
+        return decoder_of(base, pictures, mtp)
     if folder.is_dir():
-        return read_config(folder, pictures)
+        return read_config(folder, pictures, mtp)
     if (cached := cached_config(path)) is not None:
-        return read_config(cached.parent, pictures)
+        return read_config(cached.parent, pictures, mtp)
     if (name := named_preset(path)) is not None:
-        return with_vision(presets()[name], published=True) if pictures else presets()[name]
+        decoder = replace(presets()[name], mtp=mtp)
+        return with_vision(decoder, published=True) if pictures else decoder
     raise UserError(
         f"{path}: its sizes are not known here, and a plan downloads nothing: give a folder with its config.json, "
         "such as `model.path=folder`"

@@ -74,7 +74,7 @@ def opening(recipe: Recipe, tiny: bool = False, *, alone: bool = True) -> str:
     else:
         file, label = Path(model.path).expanduser() / "config.json", Path(model.path).name
         if file.is_file() or (file := cached_config(model.path)):
-            config = read_config(file.parent, recipe.data.pictures is not None)
+            config = read_config(file.parent, recipe.data.pictures is not None, model.mtp is not None)
     # How many weights there are, and how many of them train.
     if config is None:
         weights = "all weights trained" if adapter is None else f"an adapter of rank {adapter.rank} trained"
