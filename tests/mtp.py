@@ -89,5 +89,5 @@ def folder_with_head(folder: Path, **different: Any) -> Reference:
 
 def load_with_head(folder: Path) -> tuple[Model, Params]:
     """Our model of such a folder."""
-    model = Model(read_config(folder, mtp=True))
+    model = Model(read_config(folder, mtp="freeze"))
     return model, load_params(model, folder, dict.fromkeys(model.shapes, "float32"), one_device())

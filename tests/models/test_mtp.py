@@ -41,6 +41,38 @@ def test_the_head_is_transformers_layer_behind_two_norms_and_a_projection(tmp_pa
     np.testing.assert_allclose(ours[0], expected, atol=2e-5)
 
 
+def test_what_it_trains_on_is_the_same_packed_and_with_a_shared_prompt(tmp_path):
+    """Rows of two sequences, and of a prompt with two completions, each of which repeats the prompt's last token: the
+    states from which token t is drafted are those of the sequence alone, from its third token on."""
+    reference = folder_with_head(tmp_path)
+    model, params = load_with_head(tmp_path)
+    whole, branch = tokens(0, 1, 24)[0], tokens(1, 1, 8)[0]
+    prompt, first = whole[:12], whole[12:20]
+    rows = {
+        "packed": ([whole, branch], [(1, 0, 1), (2, 0, 2)]),
+        "branched": ([prompt, first, branch], [(1, 0, 1), (2, 12, 1), (3, 12, 1)]),
+    }
+    alone = {
+        "packed": [whole, branch],
+        "branched": [prompt, np.concatenate([prompt, first]), np.concatenate([prompt, branch])],
+    }
+    for name, (parts, segments) in rows.items():
+        ids = jnp.asarray(np.concatenate(parts)[None])
+        places, segment, parents = (
+            jnp.asarray(np.concatenate([np.full(len(part), x) for part, x in zip(parts, of, strict=True)])[None])
+            for of in zip(*((begin, number, above) for number, begin, above in segments), strict=True)
+        )
+        places += jnp.asarray(np.concatenate([np.arange(len(part)) for part in parts])[None])
+        parents = parents if name == "branched" else None
+        hidden, _ = model.forward(params, ids, places, segment, parents=parents)
+        found = np.asarray(model.draft_states(params, hidden, ids, places, segment, parents))[0]
+        start = 0
+        for part, sequence in zip(parts, alone[name], strict=True):
+            expected = reference.head(reference.states(sequence)[:-1], sequence[1:])[-(len(part) - 1) :]
+            np.testing.assert_allclose(found[start + 1 : start + len(part)], expected, atol=2e-5)
+            start += len(part)
+
+
 def test_a_folder_keeps_the_head_bit_for_bit(tmp_path):
     reference = folder_with_head(tmp_path / "base")
     rewrite(tmp_path / "base", lambda kept: {k: x.bfloat16() if k == "mtp.fc.weight" else x for k, x in kept.items()})
@@ -69,7 +101,9 @@ def test_a_folder_keeps_the_head_bit_for_bit(tmp_path):
         ({"mtp_use_dedicated_embeddings": True}, True, "mtp_use_dedicated_embeddings = True"),
     ],
 )
-def test_a_folder_without_such_a_head_is_refused_before_weights_are_read(fields, with_head, message, tmp_path, monkeypatch):
+def test_a_folder_without_such_a_head_is_refused_before_weights_are_read(
+    fields, with_head, message, tmp_path, monkeypatch
+):
     folder_with_head(tmp_path)
     if not with_head:
         rewrite(tmp_path, lambda kept: {name: x for name, x in kept.items() if not name.startswith("mtp.")})
@@ -77,7 +111,7 @@ def test_a_folder_without_such_a_head_is_refused_before_weights_are_read(fields,
     (tmp_path / "config.json").write_text(json.dumps(raw | fields))
     monkeypatch.setattr("tunix.hf.safetensors_io.Stored.read", lambda *_: pytest.fail("weights are read"))
     with pytest.raises(UserError, match=message) as refused:
-        pretrained(str(tmp_path), mtp=True)
+        pretrained(str(tmp_path), mtp="freeze")
     assert "\n" not in str(refused.value)
     pretrained(str(tmp_path))  # without it, the folder is as good as before
 
@@ -85,7 +119,7 @@ def test_a_folder_without_such_a_head_is_refused_before_weights_are_read(fields,
 def test_other_families_have_none(tmp_path):
     reference_folder(CASES["llama-multiquery-linear-wide-heads"], tmp_path)
     with pytest.raises(UserError, match="model_type = 'llama' has no head that is read here"):
-        pretrained(str(tmp_path), mtp=True)
+        pretrained(str(tmp_path), mtp="freeze")
     assert [name for name, family in FAMILIES.items() if family.mtp] == ["qwen3_5"]
 
 
@@ -94,11 +128,13 @@ def test_other_families_have_none(tmp_path):
     [
         ({}, {}, {}, "model.mtp: freeze loads a head that makes draft tokens, and rollout.speculate asks for none"),
         ({}, {"speculate": 1}, {"pictures": 1}, "data.pictures: not seen by the head that model.mtp drafts with"),
-        ({"mtp": "train"}, {"speculate": 1}, {}, "model.mtp"),
+        ({"mtp": "thaw"}, {"speculate": 1}, {}, "model.mtp: .*'freeze'.*'train'"),
+        ({"mtp": "train"}, {}, {"adapter": 4}, "model.mtp: train trains weights of the base, which an adapter leaves"),
     ],
 )
 def test_what_means_nothing_is_refused_by_name(model, rollout, data, message):
-    sections = {
+    adapter = {"adapter": {"rank": data.pop("adapter")}} if "adapter" in data else {}
+    sections = adapter | {
         "model": {"path": "Qwen/Qwen3.5-4B", "mtp": "freeze", **model},
         "data": {"train": "tunix.data.sorting:rows", "max_length": 64, **data},
         "algorithm": {"name": "grpo"},

@@ -263,7 +263,7 @@ def _decoder(key: str, path: str, recipe: Recipe, report: _Report) -> DecoderCon
             return None  # an adapter on a base of the hub
         place = place or folder
         trains = key == "model.path"
-        pictures, mtp = recipe.data.pictures is not None and trains, recipe.model.mtp is not None and trains
+        pictures, mtp = recipe.data.pictures is not None and trains, recipe.model.mtp if trains else None
         decoder = read_config(place, pictures, mtp)
         if not any(place.glob("*.safetensors")):
             raise UserError(f"{key}: {place} holds no .safetensors file, the only weights that are read")

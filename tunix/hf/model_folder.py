@@ -187,7 +187,7 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
         UserError: a file is missing or damaged, or tensors are missing, too many, of another shape or dtype.
     """
     config, family = model.config, FAMILIES[model.config.family]
-    stored = named_tensors(folder, config.family, pictures=config.vision is not None, mtp=config.mtp)
+    stored = named_tensors(folder, config.family, pictures=config.vision is not None, mtp=config.mtp is not None)
     if model.has_lm_head and SCORE in stored:
         raise reward_model(folder)
     shapes = {
@@ -308,7 +308,9 @@ def save_folder(
         UserError: something exists at `path`, the disk refuses a write, or a type has no packed format.
     """
     assert not any(map(is_adapter, params)), "merge the adapters first"
-    params = {name: x for name, x in params.items() if (scores or not is_own(name)) and not name.startswith(MTP)}
+    params = {name: x for name, x in params.items() if (scores or not is_own(name))}
+    has_trained = config.mtp == "train" and not scores
+    params = {name: x for name, x in params.items() if has_trained or not name.startswith(MTP)}
     family = FAMILIES[config.family]
     with shared_folder(path) as folder:
         packing: dict[str, Packing] = {}
@@ -321,11 +323,11 @@ def save_folder(
                     outputs, inputs = family.tensors[name].outputs_first.their_shape(params[name].shape[1:])
                     packing[ours] = Packing(rule, (outputs, inputs), tile_of(inputs, rule.tile or inputs))
         along: list[Stored] = []
-        if base is not None and not scores and family.passengers:
+        if base is not None and not scores and not has_trained and family.passengers:
             along = [x for key, x in tensors_of_folder(base).items() if key.startswith(tuple(family.passengers))]
         with folder.in_step():
             fields = {**to_hf(config), "dtype": dtype or str(params["embed/w"].dtype)}
-            if base is not None and along:
+            if base is not None and (along or has_trained):
                 raw = read_json(base / "config.json")
                 raw = raw.get("text_config", raw)
                 inside = fields if config.vision is None else fields["text_config"]

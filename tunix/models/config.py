@@ -305,8 +305,9 @@ class DecoderConfig:
     """The experts of the feed-forward part, where it has several."""
     feed_forward: str = "gated"
     """The feed-forward part, by its name in `FEED_FORWARDS` of `models/blocks.py`."""
-    mtp: bool = False
-    """Qwen 3.5: the head that drafts tokens (`models/mtp.py`) belongs to the model; False where it is not read."""
+    mtp: Literal["freeze", "train"] | None = None
+    """Qwen 3.5: the head that drafts tokens (`models/mtp.py`) belongs to the model, and whether it trains; None where
+    it is not read."""
     vision: VisionConfig | None = None
     """Gemma 3, Qwen 3.5: the tower that sees pictures; None where only text is read."""
     stops: Stops = ()
@@ -454,11 +455,12 @@ def is_own(name: str) -> bool:
     return is_adapter(name) or name.startswith("value/")
 
 
-def trains(name: str, full: bool) -> bool:
+def trains(name: str, full: bool, mtp: str | None) -> bool:
     """Whether a parameter trains: an adapter's and a value head's always, the base's where it is trained in full, a
-    tower's and those of a head that drafts never.
+    tower's never.
 
     Args:
         full: whether the weights of the base train.
+        mtp: as in `DecoderConfig`.
     """
-    return is_own(name) or (full and not name.startswith((TOWER, MTP)))
+    return is_own(name) or (full and not name.startswith((TOWER,) if mtp == "train" else (TOWER, MTP)))

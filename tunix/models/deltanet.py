@@ -112,6 +112,12 @@ def _last_root(ids: Int[Array, "B T"], parents: Int[Array, "B T"]) -> Int[Array,
     return jax.lax.cummax(index, axis=1)
 
 
+def before_each(ids: Int[Array, "B T"], parents: Int[Array, "B T"] | None) -> Int[Array, "B T"]:
+    """The index of the token before each one in its sequence; -1 for a sequence's first token."""
+    start = -1 if parents is None else jnp.where(parents == ids, -1, _last_root(ids, parents))
+    return jnp.where(_later(ids, 1, -1) == ids, jnp.arange(ids.shape[1]) - 1, start)
+
+
 class Begins(NamedTuple):
     """Chunks that begin a segment, with the state from before it."""
 
@@ -300,9 +306,7 @@ def convolved(
     total = x32 * taps[..., -1]
     before = at = None
     if parents is not None:
-        # The index of the token before each one in its sequence; -1 for a sequence's first token.
-        start = jnp.where(parents == ids, -1, _last_root(ids, parents))
-        before = at = jnp.where(_later(ids, 1, -1) == ids, jnp.arange(ids.shape[1]) - 1, start)
+        before = at = before_each(ids, parents)
     for lag in range(1, taps.shape[-1]):
         if before is None or at is None:
             same, earlier = _later(ids, lag, -1) == ids, _later(x32, lag, 0)
@@ -432,16 +436,17 @@ class GatedDeltaNet(nnx.Module):
         )
         shape = (*x.shape[:2], c.key_heads, -1)
         gates = Gates(decay.reshape(shape), jax.nn.sigmoid(beta.astype(jnp.float32)).reshape(shape))
+        held: SlotStates | StatesAhead | None = None
         if isinstance(view, Segments):
-            mixed, cache = self._packed(mixed_in, gates, view), None
+            mixed = self._packed(mixed_in, gates, view)
         elif isinstance(view, PieceStates):
             assert cache is not None, "a piece comes with what the slots hold"
-            mixed, cache = self._piece(mixed_in, gates, view, cache)
+            mixed, held = self._piece(mixed_in, gates, view, cache)
         else:
             assert cache is not None, "a step comes with what the slots hold"
-            mixed, cache = self._step(mixed_in, gates, view, cache)
+            mixed, held = self._step(mixed_in, gates, view, cache)
         mixed = self.out_norm(mixed.reshape(z.shape)) * jax.nn.silu(z.astype(jnp.float32))
-        return self.out(mixed.astype(x.dtype), dropout_keys), cache
+        return self.out(mixed.astype(x.dtype), dropout_keys), held
 
     def _heads(self, mixed: Float[Array, "B T Hk U Dk"]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values of the convolution's outputs."""
@@ -510,8 +515,8 @@ class GatedDeltaNet(nnx.Module):
         inputs = jnp.concatenate([held.inputs, mixed.astype(held.inputs.dtype)], axis=1)
         reads, states = [], [held.states]
         for token in range(mixed.shape[1]):
-            of_token = (x[:, token] for x in (q, k, v, gates.decay, gates.beta))
-            read, after = recurrent(*of_token, states[-1])
+            decay, beta = gates.decay[:, token], gates.beta[:, token]
+            read, after = recurrent(q[:, token], k[:, token], v[:, token], decay, beta, states[-1])
             reads.append(read)
             states.append(after)
         if len(reads) > 1:

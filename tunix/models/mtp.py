@@ -40,8 +40,8 @@ class DraftHead(nnx.Module):
         view: Segments | CachedView,
         cache: Pages | None = None,
     ) -> tuple[Float[Array, "B C D"], Cache | None]:
-        """States from which the tokens after the embedded ones are drafted, and the head's pages with these tokens, where
-        there are pages.
+        """States from which the tokens after the embedded ones are drafted, and the pages with these, where there are
+        some.
 
         Args:
             embedded: token t + 1 of each place t.

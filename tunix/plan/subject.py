@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from jax.sharding import Mesh
 
-from tunix.config import DType, ModelConfig
+from tunix.config import DType, ModelConfig, MtpUse
 from tunix.errors import UserError
 from tunix.hf.peft_folder import CONFIG, named_base
 from tunix.hf.run_export import exported
@@ -264,10 +264,10 @@ def structure(config: ModelConfig, pictures: bool = False) -> Source:
     """
     if config.path is None:
         return from_scratch(config, pictures)
-    return Source(decoder_of(config.path, pictures, config.mtp is not None), None, name=config.path)
+    return Source(decoder_of(config.path, pictures, config.mtp), None, name=config.path)
 
 
-def decoder_of(path: str, pictures: bool = False, mtp: bool = False) -> DecoderConfig:
+def decoder_of(path: str, pictures: bool = False, mtp: MtpUse | None = None) -> DecoderConfig:
     """The structure of a model: from the config.json of a folder, of a run's export or of a hub id's files in the
     cache, or else from the preset that a hub id names.
 

@@ -44,7 +44,7 @@ def test_drafts_change_no_sample_and_are_those_of_a_pass_over_the_whole(tiny, sp
     values of prompts in pieces, of prompts that are shared, of tokens that were accepted, and of replies."""
     reference, model, params = tiny
     plain = {name: x for name, x in params.items() if not name.startswith(MTP)}
-    without = small_engine(Model(replace(model.config, mtp=False)), plain, slots=4)
+    without = small_engine(Model(replace(model.config, mtp=None)), plain, slots=4)
     engine = small_engine(model, params, slots=4, speculate=speculate)
     expected, drafted = without.run(REQUESTS, observed), engine.run(REQUESTS, observed)
     for one, other in zip(expected, drafted, strict=True):

@@ -3,10 +3,10 @@
 Attention has a gate on each head's output, norms of queries and keys, and a rope on a quarter of each head; all norms
 but that of the DeltaNet multiply by 1 + w. Published folders are multimodal, with a tower for pictures of any shape
 (films are not read): where pictures are not asked for their text part is read, and an export is a `qwen3_5_text`
-folder. Their heads that draft tokens (`mtp.`) are taken along, and draft in the engine if asked. A folder's config.json decides about sizes;
-those of presets are slime's (github.com/THUDM/slime, scripts/models) for 0.8B and 27B, of public descriptions for 4B
-and 9B, and unchecked for 2B and for how many heads the values of 0.8B, 2B and 27B have. The tower's are those of
-https://huggingface.co/Qwen/Qwen3.5-27B as transformers documents them.
+folder. Their heads that draft tokens (`mtp.`) are taken along, and draft in the engine if asked. A folder's config.json
+decides about sizes; those of presets are slime's (github.com/THUDM/slime, scripts/models) for 0.8B and 27B, of public
+descriptions for 4B and 9B, and unchecked for 2B and for how many heads the values of 0.8B, 2B and 27B have. The tower's
+are those of https://huggingface.co/Qwen/Qwen3.5-27B as transformers documents them.
 
 Models with a mixture of experts (https://huggingface.co/Qwen/Qwen3.5-35B-A3B) have in every layer experts and a shared
 one, whose result is weighed by a sigmoid. Published folders hold the matrices of all experts of a layer in two tensors,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tunix.config import ModelConfig
+from tunix.config import ModelConfig, MtpUse
 from tunix.errors import UserError, nearest
 from tunix.models.config import DENSE_AND_EXPERTS, DecoderConfig
 from tunix.models.families.base import FamilyText, Shape, Tensor
@@ -30,7 +30,7 @@ SIZE_NAMES = (*Shape.__annotations__, "window")
 """What `sizes` in a recipe may replace; `window` only where layers are local."""
 
 
-def read_config(folder: Path, pictures: bool = False, mtp: bool = False) -> DecoderConfig:
+def read_config(folder: Path, pictures: bool = False, mtp: MtpUse | None = None) -> DecoderConfig:
     """The model that a folder's config.json describes, whatever its weights are (`hf.source` checks).
 
     Args:
@@ -69,14 +69,14 @@ def family_of_name(name: str) -> str | None:
     return max(lengths, key=lengths.__getitem__, default=None)
 
 
-def from_hf(raw: Mapping[str, Any], file: Path, pictures: bool = False, mtp: bool = False) -> DecoderConfig:
+def from_hf(raw: Mapping[str, Any], file: Path, pictures: bool = False, mtp: MtpUse | None = None) -> DecoderConfig:
     """The config of a parsed config.json.
 
     Args:
         raw: what the file holds.
         file: named in errors.
         pictures: whether the tower that sees pictures belongs to the model; else only the text part is read.
-        mtp: whether the head that drafts tokens belongs to it.
+        mtp: what happens to the head that drafts tokens; None where it does not belong to the model.
     """
     fields = Fields(raw, file)
     family = FAMILIES[family_of(raw, file)]
@@ -108,15 +108,19 @@ def from_hf(raw: Mapping[str, Any], file: Path, pictures: bool = False, mtp: boo
             raise without_mtp(file, f"model_type = {raw.get('model_type')!r} has no head that is read here")
         if layers != 1 or dedicated:
             what = "mtp_use_dedicated_embeddings" if dedicated else "mtp_num_hidden_layers"
-            raise without_mtp(file, f"{what} = {text.get(what)}, and heads of one layer with the model's tables are read")
-        config = replace(config, mtp=True)
+            raise without_mtp(
+                file, f"{what} = {text.get(what)}, and heads of one layer with the model's tables are read"
+            )
+        config = replace(config, mtp=mtp)
     _check(config, str(file))
     return config
 
 
 def without_mtp(file: Path, reason: str) -> UserError:
     """The error for a folder without a head that drafts tokens, where one is asked for."""
-    return UserError(f"model.mtp: {file}: {reason}: leave model.mtp out, or take a Qwen 3.5 folder with its mtp.* weights")
+    return UserError(
+        f"model.mtp: {file}: {reason}: leave model.mtp out, or take a Qwen 3.5 folder with its mtp.* weights"
+    )
 
 
 def with_vision(config: DecoderConfig, published: bool) -> DecoderConfig:

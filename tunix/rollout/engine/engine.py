@@ -161,7 +161,7 @@ class Engine(Sampler):
             cache_dtype=cache_dtype,
             reader=reader_here(specs, mesh).name,
             chunk=chunk,
-            mtp=model.config.mtp,
+            mtp=model.config.mtp is not None,
             vision=vision,
         )
         self.sizes = within(bare, model.config, mesh, slots, room)

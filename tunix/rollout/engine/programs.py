@@ -176,12 +176,12 @@ def prefill(
     last = new.last
     if new.before is not None:  # what the head that drafts keeps of each token and the next, but of the last one
         assert states is not None, "families with such a head have states"
-        last = new.ends  # the next piece of a prompt begins with it
-        rows, parts = new.sources.shape
+        last = states.ends  # the next piece of a prompt begins with it
+        rows, parts = states.sources.shape
         of_slots = state.hidden.reshape(rows, -1, state.hidden.shape[-1])
-        earlier = jnp.take_along_axis(of_slots, jnp.maximum(new.sources, 0)[..., None], axis=1)
+        earlier = jnp.take_along_axis(of_slots, jnp.maximum(states.sources, 0)[..., None], axis=1)
         before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0))).reshape(rows, parts, -1, hidden.shape[-1])
-        first = by_first(new.sources >= 0, earlier, before[:, :, 0])
+        first = by_first(states.sources >= 0, earlier, before[:, :, 0])
         before = before.at[:, :, 0].set(first).reshape(hidden.shape)
         kind = model.config.paged_kinds.index(model.config.cached_kinds[-1])
         follows, places = jnp.where(new.positions > 0, new.ids, 0), jnp.maximum(new.positions - 1, 0)
@@ -288,7 +288,7 @@ def decode(
             taken[layer] = at_each_device(gathered, cache, reads[kind].sources)
     nothing = jnp.zeros_like(left)
     start = (jnp.int32(0), tuple(taken), hidden, left > 0, (nothing, nothing), recent, notes)
-    has_head = model.config.mtp and ahead > 0
+    has_head = model.config.mtp is not None and ahead > 0
 
     def running(carry: tuple) -> jax.Array:
         step, _, _, live, _, _, _ = carry
@@ -366,7 +366,8 @@ def decode(
     written = []  # of each kind of layer, the places of all pages that the dispatch may have written to
     for pages in reads:
         # With a head that drafts, from the place of the token before on.
-        begin, most_written = jnp.maximum(held - model.config.mtp, 0), steps + model.config.mtp
+        further = int(model.config.mtp is not None)
+        begin, most_written = jnp.maximum(held - further, 0), steps + further
         columns = (begin // size - pages.first)[:, None] + jnp.arange((most_written + size - 2) // size + 1)
         places = jnp.take_along_axis(pages.places, jnp.clip(columns, 0, pages.places.shape[1] - 1), axis=1)
         written.append(jnp.where(columns < pages.places.shape[1], places, -1))
