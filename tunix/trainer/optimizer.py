@@ -120,10 +120,9 @@ def _apart(policy: optax.GradientTransformation, head: optax.GradientTransformat
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         (rest, of_head), (rest_params, head_params) = parts(updates), parts(params)
-        moved: Any
-        moved, policy_state = policy.update(rest, state[0], rest_params)
-        of_head, head_state = head.update(of_head, state[1], head_params)
-        return {name: {**moved, **of_head}[name] for name in updates}, (policy_state, head_state)
+        results: list[Any] = [policy.update(rest, state[0], rest_params), head.update(of_head, state[1], head_params)]
+        moved = {name: x for part, _ in results for name, x in part.items()}
+        return {name: moved[name] for name in updates}, tuple(new_state for _, new_state in results)
 
     return optax.GradientTransformation(init, update)
 
