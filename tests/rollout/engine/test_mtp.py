@@ -67,7 +67,7 @@ def test_drafts_change_no_sample_and_are_those_of_a_pass_over_the_whole(tiny, sp
 def test_a_head_that_predicts_what_the_model_does_saves_passes(tiny):
     """Of a model whose layers add nothing the state is the normed embedding of its last token, and so is that of a head
     whose projection passes the embedding on and whose layer adds nothing: greedily every draft is accepted. 24 tokens
-    take 6 passes of 1 + 3 tokens, and a quarter of the weights' bytes."""
+    take 6 passes of 1 + 3 tokens."""
     _, model, params = tiny
     closed = ("layers/o/w", "layers/out/w", "layers/down/w", "mtp/layer/o/w", "mtp/layer/down/w")
     weights = {name: 0 * x if name in closed else x for name, x in params.items()}
@@ -80,5 +80,7 @@ def test_a_head_that_predicts_what_the_model_does_saves_passes(tiny):
     plain = small_engine(Model(replace(model.config, mtp=None)), without_head(weights), slots=4)
     for one, other in zip(plain.run(requests), drafted, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
+    assert engine.usage is not None
+    assert plain.usage is not None
     assert (engine.usage.drafted, engine.usage.accepted) == (3 * 3 * 6, 3 * 3 * 6)
     assert plain.usage.accepted == plain.usage.drafted == 0

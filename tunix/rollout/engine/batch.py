@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from tunix.models.config import MTP
 from tunix.models.kv_cache import Weights
 from tunix.models.model import Model
 from tunix.rollout.engine.experts import Known, Recorded
@@ -42,6 +43,13 @@ class Meter:
         # Each device reads its part of the weights in every step.
         read = (x for x in jax.tree.leaves(weights) if x is not weights.top["embed/w"] or model.config.tied)
         self._weights = sum(x.addressable_shards[0].data.nbytes for x in read)
+        if model.config.mtp:  # each draft token reads the head that makes it, and the table of its logits
+            head = [x for name, x in weights.top.items() if name.startswith(MTP)]
+            head_bytes, table = (
+                sum(x.addressable_shards[0].data.nbytes for x in of)
+                for of in (head, [weights.top["embed/w" if model.config.tied else "head/w"]])
+            )
+            self._weights += (sizes.speculate - 1) * head_bytes + sizes.speculate * table
         mesh = jax.sharding.get_mesh()
         self._token = [size / sizes.page for size in page_bytes(model.config, mesh, sizes)]
         self._states = state_bytes(model.config, mesh)
