@@ -244,9 +244,9 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 59_292,
+    "lines": 59_394,
     "files": 292,
-    "functions": 3_078,
+    "functions": 3_082,
     "short functions used once": 115,
     "short files with one importer": 12,
     "calls with bundles": 40,
@@ -254,7 +254,7 @@ BUDGETS = {
     "recipe keys": 271,
     "recipe keys of GRPO": 37,
     "files in the closure of algorithms/grpo": 15,
-    "lines in the closure of algorithms/grpo": 3_873,
+    "lines in the closure of algorithms/grpo": 3_876,
     "banned local names": 0,
     "files with private names of others": 6,
 }

@@ -301,7 +301,8 @@ def convolved(
     before = at = None
     if parents is not None:
         # The index of the token before each one in its sequence; -1 for a sequence's first token.
-        start = jnp.where(parents == ids, -1, _last_root(ids, parents))
+        start = _later(_last_root(ids, parents), 1, -1)
+        start = jnp.where(jnp.take_along_axis(ids, jnp.maximum(start, 0), axis=1) == parents, start, -1)
         before = at = jnp.where(_later(ids, 1, -1) == ids, jnp.arange(ids.shape[1]) - 1, start)
     for lag in range(1, taps.shape[-1]):
         if before is None or at is None:

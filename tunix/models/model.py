@@ -270,6 +270,7 @@ class Model:
         segment_ids: Int[Array, "B T"],
         *,
         parents: Int[Array, "B T"] | None = None,
+        interleaved: bool = False,
         noise: Float[Array, "B T D"] | None = None,
         dropout_keys: TokenKeys | None = None,
         pictures: Pictures | None = None,
@@ -278,12 +279,12 @@ class Model:
         """Hidden states after the final norm, and auxiliary terms, stacked over the layers that have them at all.
 
         Args:
-            parents, pictures, experts: as in `types.Batch`.
+            parents, interleaved, pictures, experts: as in `types.Batch`.
             noise: added to the embeddings (NEFTune).
             dropout_keys: a key for each token, by which adapters drop inputs; None drops nothing.
         """
         c, dtype, structures, matrices = self.config, self.dtype, self._decoder.structures, self.matrices
-        segments = Segments(segment_ids, positions, parents, **seen_ahead(pictures, c.vision))
+        segments = Segments(segment_ids, positions, parents, **seen_ahead(pictures, c.vision), interleaved=interleaved)
         x = embedded(c, params["embed/w"], tokens, dtype)
         if noise is not None:
             x = x + noise.astype(dtype)
