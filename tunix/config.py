@@ -148,8 +148,11 @@ class AlgorithmConfig(Config):
     """Keys -> the largest values that they have in a `--tiny` run, unless the run's overrides set them."""
     has_lm_head: ClassVar[bool] = True
     """Whether the trained model has a language-model head, so that it can be sampled; a reward model has none."""
-    learns_from_teacher: ClassVar[bool] = False
-    """Whether a recipe has to name a teacher."""
+
+    @property
+    def learns_from_teacher(self) -> bool:
+        """Whether a recipe has to name a teacher."""
+        return False
 
     @property
     def updates_per_step(self) -> int:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -330,6 +331,19 @@ def test_every_token_is_credited_with_what_is_still_to_come(std: str, deviation:
     updated(grpo(group_size=3, advantage="mean_batch", token_returns=True), client, prompts=1)
     batch = client.steps[0][1]
     np.testing.assert_allclose(np.concatenate(trained(batch, "advantages")), [-1, 1, 0, 0], atol=1e-3)
+
+
+def test_a_teacher_joins_the_advantages():
+    """Rewards 1 and 3 are -1 and 1. The teacher's log-prob is -1.5 at each token, the sampler's -1: .2 x -.5 each."""
+    client = Fake("1", "3.")
+    updated(grpo(teacher_kl=0.2), client, prompts=1)
+    assert client.calls.count("logprobs of teacher") == 1
+    batch = client.steps[0][1]
+    np.testing.assert_allclose(np.concatenate(trained(batch, "advantages")), [-1.1, 0.9, 0.9], rtol=1e-6)
+    sampled = jnp.where(jnp.asarray(batch.loss_mask), -1.0, 0.0)
+    outputs = grpo(teacher_kl=0.2).loss(LossInputs(batch, sampled))
+    drift = np.asarray(outputs.metrics["kl/teacher"])[np.asarray(batch.loss_mask)]
+    np.testing.assert_allclose(drift, 0.5)
 
 
 # --- Failures -------------------------------------------------------------------------------------------------------

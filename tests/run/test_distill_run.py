@@ -85,6 +85,19 @@ def test_on_its_own_text_it_is_measured_on_given_answers_too(tmp_path: Path, tea
     assert len(drawn) == 4 * 2  # steps, answers to the one prompt that is shown
 
 
+@pytest.mark.slow
+def test_rewards_and_a_teacher_are_followed_together(tmp_path: Path, teacher: Path):
+    """Twenty steps with rewards that are all alike: the policy comes nearer to its teacher by the teacher alone."""
+    (tmp_path / "alike.py").write_text("def alike(completion):\n    return 1.0\n")
+    algorithm = {"name": "grpo", "group_size": 4, "teacher_kl": 1.0, "advantage": "mean"}
+    words = recipe(tmp_path, OWN, algorithm=algorithm, reward={"functions": ["alike.py:alike"]}, steps=20)
+    train(words, "optimizer.learning_rate=0.01")
+    rows = stepped()
+    assert all(row["mismatch/max"] < 1e-3 and row["compile/count"] == 0 for row in rows)
+    first, last = (sum(row["kl/teacher"] for row in part) / 4 for part in (rows[:4], rows[-4:]))
+    assert last < 0.8 * first
+
+
 @pytest.mark.slow  # tests/run/test_kill.py and tests/run/test_run.py stop others
 def test_a_run_that_was_stopped_ends_where_the_other_ends(tmp_path: Path, teacher: Path):
     words = recipe(tmp_path, OWN, steps=4, batch_size=4, checkpoint__every=2)

@@ -40,6 +40,7 @@ from tunix.algorithms.episodes import (
 from tunix.algorithms.ops import (
     IMPORTANCE_BOUNDS,
     REFERENCE,
+    TEACHER,
     compared_with_sampler,
     importance_weight,
     kl_estimate,
@@ -59,7 +60,7 @@ from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling,
 LOGPROBS: Mapping[str, Literal["policy", "reference", "teacher"]] = {
     "old_logprobs": "policy",
     REFERENCE: "reference",
-    "teacher_logprobs": "teacher",
+    TEACHER: "teacher",
 }
 """Per-token values that are log-probs -> the model that gives them."""
 

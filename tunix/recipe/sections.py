@@ -204,7 +204,8 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
         if recipe.teacher is None:
             yield f"teacher: {name} learns from one: name it, as in `teacher: {{path: google/gemma-3-4b-it}}`"
     elif recipe.teacher is not None and name in ALGORITHMS and not staged:
-        yield f"teacher: changes nothing for {name}; algorithm: {{name: distill}} learns from one"
+        follow = "; set algorithm.teacher_kl, or leave it out" if name == "grpo" else ""
+        yield f"teacher: changes nothing for {name}; algorithm: {{name: distill}} learns from one{follow}"
 
 
 def _ineffective_evaluation(recipe: Sections) -> Iterator[str]:

@@ -36,7 +36,6 @@ class DistillConfig(RuledConfig):
     """Which text the student learns on, and which divergence from the teacher is minimised there."""
 
     tiny_caps: ClassVar[Mapping[str, int]] = {"group_size": TINY_GROUP}
-    learns_from_teacher: ClassVar[bool] = True
 
     name: str = "distill"
     preset: Literal["sdft", "opsd"] | None = None
@@ -83,6 +82,10 @@ class DistillConfig(RuledConfig):
                 "forward_kl, reverse_kl or jsd"
             ]
         return []
+
+    @property
+    def learns_from_teacher(self) -> bool:
+        return True
 
     @property
     def reads(self) -> RowKind:
