@@ -177,7 +177,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
     teacher, config = None, recipe.teacher
     if config is not None and config.is_policy:
         teacher = Frozen(spec.model, policy.all, spec.microbatcher)
-    elif config is not None:
+    elif config is not None and not config.is_served:
         random = ModelConfig(init="random", family=config.family, sizes=config.sizes) if config.path is None else None
         model = Model(structure(random or ModelConfig(path=config.path)).decoder, dtype=config.dtype)
         teachers = mesh if config.mesh is None else build_mesh(config.mesh, divided(config, devices)[1])
