@@ -194,8 +194,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
         params = model.abstract(dict.fromkeys(model.shapes, dtype), sampling_mesh or mesh)
         reward_model = Frozen(model, params, spec.microbatcher)
 
-    branched = setup.microbatcher.unit > 1
-    _, attention = attention_of(source.decoder, recipe.model, mesh, setup.length, branched=branched, tried=False)
+    _, attention = attention_of(source.decoder, recipe.model, mesh, setup.length, branched=setup.branched, tried=False)
     chosen = (
         setup.mesh_reason if mesh.size > 1 else None,
         attention,

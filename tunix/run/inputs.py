@@ -116,7 +116,6 @@ def open_stream(setup: Setup, inputs: Inputs, collector: Collector, total: int) 
     curriculum = curriculum_of(data, examples.rows, recipe.seed, total * recipe.batch_size)
     stream = Prompts(examples, recipe.seed, recipe.epochs, curriculum)
     spare, together = recipe.rollout.spare(recipe.batch_size), setup.answers_together
-    environment = recipe.rollout.environment
     return RolloutStream(
         RolloutStep(
             collector=collector,
@@ -134,7 +133,7 @@ def open_stream(setup: Setup, inputs: Inputs, collector: Collector, total: int) 
                 together=together,
                 multiple=microbatcher.multiple,
                 pictures=pictures_of_row(data, microbatcher.unit),
-                trie=recipe.rollout.history == "template" or bool(environment and environment.agent),
+                trie=setup.trie,
             ),
             tolerance=setup.tolerance,
             measured_together=MEASURED * microbatcher.rows * microbatcher.unit,

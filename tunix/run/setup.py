@@ -221,6 +221,17 @@ class Setup:
         whole = layout(self.algorithm).length(self.recipe.data)
         return max(whole, self.sampled_row_length(self.answers_together))
 
+    @property
+    def trie(self) -> bool:
+        """Whether transcripts of an episode share what they begin with; see `pack`."""
+        rollout = self.recipe.rollout
+        return rollout.history == "template" or bool(rollout.environment and rollout.environment.agent)
+
+    @property
+    def branched(self) -> bool:
+        """Whether segments of a row see tokens of others; see `types.Batch.parents`."""
+        return self.microbatcher.unit > 1 or self.trie
+
     @cached_property
     def microbatcher(self) -> Microbatcher:
         """How training rows are split into micro-batches."""
