@@ -3,10 +3,13 @@
 import json
 import math
 import shutil
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -22,10 +25,12 @@ from tunix.data.tokenizer import bytes_tokenizer
 from tunix.hf.source import of_recipe
 from tunix.mesh import build_mesh
 from tunix.recipe.recipe import Recipe
+from tunix.rollout.servers.chat import Endpoint
 from tunix.run.client import client_of
-from tunix.run.frozen_models import teacher_source
+from tunix.run.frozen_models import ServedTeacher, teacher_source
 from tunix.run.setup import Setup
 from tunix.trainer.trainer import Trainer
+from tunix.types import Sequence, TeacherView
 
 TEACHER = {"path": "teacher", "dtype": "float32"}
 GIVEN: dict[str, Any] = {"algorithm": {"name": "distill"}, "teacher": TEACHER}
@@ -120,6 +125,28 @@ def test_what_a_teacher_on_a_server_does_not_tell_is_refused_before_weights(
         words = recipe(tmp_path, OWN, teacher={"path": f"{url}/v1"})
         assert main(["run", words, *(f"{key}={json.dumps(value)}" for key, value in changes.items())]) == 2
         assert said.replace("URL", url) in capsys.readouterr().err
+
+
+def test_a_server_scores_each_transcript_of_an_episode_by_itself():
+    """A stand-in that says -1, -2, ... of a prompt's tokens but the first, and 9 of the token that it samples."""
+
+    class Counting(Endpoint):
+        def __init__(self):
+            self.url, self.served = "http://127.0.0.1:1/v1", "big"
+
+        def begin(self, path: str, bodies: Any) -> Future[list[Any]]:
+            answers: Future[list[Any]] = Future()
+            each = [[None, *(-float(i) for i in range(1, len(body["prompt"]))), 9.0] for body in bodies]
+            answers.set_result([{"choices": [{"logprobs": {"token_logprobs": values}}]} for values in each])
+            return answers
+
+    row = Sequence(np.arange(5, dtype=np.int32), np.arange(5) > 0, restarts=(2,))
+    teacher = ServedTeacher(Counting())
+    first, second = teacher.logprobs([row, replace(row, restarts=())])
+    assert first.tolist() == [0, -1, 0, -1, -2]
+    assert second.tolist() == [0, -1, -2, -3, -4]
+    (viewed,) = teacher.logprobs([replace(row, teacher=TeacherView(np.arange(3), np.array([0, 0, 0, 1, 2])))])
+    assert viewed.tolist() == [0, 0, 0, -1, -2]
 
 
 def test_a_server_with_other_tokens_is_no_teacher(tmp_path: Path, teacher: Path, capsys):
