@@ -28,7 +28,7 @@ from tunix.models.deltanet import PieceStates, SlotStates, StepView
 from tunix.models.layers import RopeTables, rms_norm, rope_tables
 from tunix.models.model import Model, Params, embedded
 from tunix.models.moe import CHOSEN
-from tunix.models.quantization.formats import in_compute
+from tunix.models.quantization.formats import SCALE, in_compute, rounded_matrix
 from tunix.models.vision import with_pictures
 from tunix.types import Pictures
 from tunix.util.exact import once
@@ -41,7 +41,7 @@ BY_ADAPTER = ("_lora_share", "_lora_gain")
 
 
 class Weights(NamedTuple):
-    """A model's weights for decoding, in the compute dtype; quantized ones as they are."""
+    """A model's weights for decoding, in the dtype in which they are multiplied; quantized ones as they are."""
 
     top: Params
     """The tables, the final norm, and the tower that sees pictures."""
@@ -55,7 +55,7 @@ def is_top(name: str) -> bool:
 
 
 def unstack(model: Model, params: Params) -> Weights:
-    """Copies of the weights (or of some), layer by layer, in the compute dtype.
+    """Copies of the weights (or of some), layer by layer, in the compute dtype, or in the 8 bits that are multiplied.
 
     Wide matrices are stored with their contracted axes last (`Model.turned`).
     """
@@ -71,13 +71,20 @@ def unstack(model: Model, params: Params) -> Weights:
     layers: list[Params] = [{} for _ in range(model.config.num_layers)]
     for name in stacked:
         for index, number in enumerate(model.layers_of[name]):
-            layers[number][name.removeprefix(LAYERS)] = view(name, params[name][index])
+            w = view(name, params[name][index])
+            if (module := name.removeprefix(LAYERS).removesuffix("/w")) in model.in_fp8:
+                w, scales = rounded_matrix(w, model.matrices[module].contracted)
+                w = constrain(w, *view_axes(model, name))
+                layers[number][f"{module}/w{SCALE}"] = constrain(scales, *view_axes(model, name + SCALE))
+            layers[number][name.removeprefix(LAYERS)] = w
     return Weights(top, tuple(layers))
 
 
 def view_axes(model: Model, name: str) -> Axes:
     """Logical axes of a parameter as `unstack` stores it, given its stacked name."""
-    axes = model.axes[name][name.startswith(LAYERS) :]
+    axes = model.axes[name.removesuffix(SCALE) if name not in model.axes else name][name.startswith(LAYERS) :]
+    if name not in model.axes:  # of a matrix in 8 bits: one for each output
+        return (None, *axes[model.matrices[name.removeprefix(LAYERS).removesuffix("/w" + SCALE)].contracted :])
     return (*axes[1:], axes[0]) if name.removeprefix(LAYERS).removesuffix("/w") in model.turned else axes
 
 
