@@ -60,32 +60,40 @@ def unstack(model: Model, params: Params) -> Weights:
     Wide matrices are stored with their contracted axes last (`Model.turned`).
     """
 
-    def view(name: str, x: jax.Array) -> jax.Array:
-        w = in_compute(name, model.on_grid(name, x), model.dtype)
-        if name.removeprefix(LAYERS).removesuffix("/w") in model.turned:
-            w = jnp.moveaxis(w, 0, -1)
-        return constrain(jnp.copy(w), *view_axes(model, name))
+    def view(name: str, x: jax.Array) -> Params:
+        """A parameter as it is stored, and its scales where it is in 8 bits."""
+        views, module = {name: in_compute(name, model.on_grid(name, x), model.dtype)}, module_of(name)
+        if module in model.in_fp8:
+            views[name], views[name + SCALE] = rounded_matrix(views[name], model.matrices[module].contracted)
+        if module in model.turned:
+            inputs = range(model.matrices[module].contracted)
+            views[name] = jnp.moveaxis(views[name], inputs, range(-len(inputs), 0))
+        return {name: constrain(jnp.copy(view), *view_axes(model, name)) for name, view in views.items()}
 
-    top = {name: view(name, x) for name, x in params.items() if is_top(name)}
+    top = {name: view(name, x)[name] for name, x in params.items() if is_top(name)}
     stacked = [name for name in params if name.startswith(LAYERS)]
     layers: list[Params] = [{} for _ in range(model.config.num_layers)]
     for name in stacked:
         for index, number in enumerate(model.layers_of[name]):
-            w = view(name, params[name][index])
-            if (module := name.removeprefix(LAYERS).removesuffix("/w")) in model.in_fp8:
-                w, scales = rounded_matrix(w, model.matrices[module].contracted)
-                w = constrain(w, *view_axes(model, name))
-                layers[number][f"{module}/w{SCALE}"] = constrain(scales, *view_axes(model, name + SCALE))
-            layers[number][name.removeprefix(LAYERS)] = w
+            views = view(name, params[name][index])
+            layers[number] |= {stored.removeprefix(LAYERS): x for stored, x in views.items()}
     return Weights(top, tuple(layers))
+
+
+def module_of(name: str) -> str:
+    """The module whose matrix a stacked parameter is, as `q` of `layers/q/w`."""
+    return name.removeprefix(LAYERS).removesuffix("/w")
 
 
 def view_axes(model: Model, name: str) -> Axes:
     """Logical axes of a parameter as `unstack` stores it, given its stacked name."""
-    axes = model.axes[name.removesuffix(SCALE) if name not in model.axes else name][name.startswith(LAYERS) :]
-    if name not in model.axes:  # of a matrix in 8 bits: one for each output
-        return (None, *axes[model.matrices[name.removeprefix(LAYERS).removesuffix("/w" + SCALE)].contracted :])
-    return (*axes[1:], axes[0]) if name.removeprefix(LAYERS).removesuffix("/w") in model.turned else axes
+    of_scales = name not in model.axes  # of a matrix in 8 bits, one for each output
+    name = name.removesuffix(SCALE) if of_scales else name
+    axes, module = model.axes[name][name.startswith(LAYERS) :], module_of(name)
+    if not (of_scales or module in model.turned):
+        return axes
+    inputs = model.matrices[module].contracted
+    return (None, *axes[inputs:]) if of_scales else (*axes[inputs:], *axes[:inputs])
 
 
 def magnified(model: Model) -> bool:

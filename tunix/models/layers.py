@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from tunix.mesh import Axes, platform
@@ -172,7 +173,7 @@ class Projection(Stored):
         """
         x = x if self.simulated is None else self.simulated.inputs(x)
         if self.fp8:
-            y = project_in_fp8(self.spec, x, self.w[...], self.w_scale[...] if self.quantized else None)
+            y = project_in_fp8(self.spec, x, self._matrix, self.w_scale[...] if self.quantized else None)
         else:
             y: jax.Array = project(self.spec, x, self.weight(x))
         if self.adapter is not None:
@@ -184,14 +185,19 @@ class Projection(Stored):
     def weight(self, x: jax.Array) -> jax.Array:
         """The matrix that multiplies `x`, or the one that its 8-bit floats stand for."""
         if self.fp8 and not self.quantized:
-            w = narrowed(jax.lax.stop_gradient(self.w[...]), x.dtype)
+            w = narrowed(jax.lax.stop_gradient(self._matrix), x.dtype)
             return dequantize(*rounded_matrix(w, self.contracted)).astype(x.dtype)
         if not self.quantized:
-            w = self.w[...]
-            return jnp.moveaxis(w, range(-self.contracted, 0), range(self.contracted)) if self.turned else w
+            return self._matrix
         # Tied to x: a sampling loop would otherwise dequantize all layers before it starts, and hold them.
-        values, _ = jax.lax.optimization_barrier((self.w[...], jax.lax.stop_gradient(x)))
+        values, _ = jax.lax.optimization_barrier((self._matrix, jax.lax.stop_gradient(x)))
         return dequantize(values, self.w_scale[...]).astype(x.dtype)
+
+    @property
+    def _matrix(self) -> jax.Array:
+        """What is stored, with its contracted axes first."""
+        w = self.w[...]
+        return jnp.moveaxis(w, range(-self.contracted, 0), range(self.contracted)) if self.turned else w
 
     def gain(self, x: jax.Array) -> jax.Array:
         """DoRA's gain `m / |W + s A B|` of each output, in float32.
@@ -335,6 +341,10 @@ def _in_fp8(spec: str, x: jax.Array, w: jax.Array, w_scale: jax.Array | None) ->
     if w_scale is not None:
         return w, w_scale
     of_x, of_w, _ = axes_of(spec)
+    if platform() == "gpu":
+        # The kernel has its inputs side by side, and XLA would transpose the float32 stack of all layers for that,
+        # before its loop over them, and hold it.
+        w = with_layout_constraint(w, Layout(tuple(range(w.ndim))))
     return rounded_matrix(narrowed(w, x.dtype), len(set(of_x) & set(of_w)))
 
 
@@ -354,9 +364,7 @@ def _fp8_backward(
     return dx, None if w_scale is not None else _gradient_of_matrix(spec, x, dy, w.dtype), None
 
 
-project_in_fp8.defvjp(
-    lambda spec, x, w, w_scale: (project_in_fp8(spec, x, w, w_scale), (x, w, w_scale)), _fp8_backward
-)
+project_in_fp8.defvjp(lambda spec, x, w, w_scale: (project_in_fp8(spec, x, w, w_scale), (x, w, w_scale)), _fp8_backward)
 
 
 class Norm(nnx.Module):

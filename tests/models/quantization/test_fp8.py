@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.lora.test_qlora import SHAPES, assert_same_as_full_forward
 from tests.marks import slow
@@ -21,7 +22,7 @@ from tunix.data.packing import pack
 from tunix.errors import UserError
 from tunix.lora.config import AdapterConfig
 from tunix.models.kv_cache import unstack
-from tunix.models.layers import project, project_in_fp8
+from tunix.models.layers import Adapter, Projection, project, project_in_fp8
 from tunix.models.model import IN_DTYPE, Model
 from tunix.models.quantization.formats import check_multiplies_fp8, dequantize
 from tunix.types import Sequence
@@ -81,9 +82,9 @@ def powers(x: np.ndarray, kind: type, axes: tuple[int, ...]) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_products_are_those_of_numpy(dtype):
     keys = jax.random.split(jax.random.key(0), 3)
-    x, dy = (jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, [(2, 5, 64), (2, 5, 4, 8)]))
+    x, dy = jax.random.normal(keys[0], (2, 5, 64), dtype), jax.random.normal(keys[1], (2, 5, 4, 8), dtype)
     w = jax.random.normal(keys[2], (64, 4, 8))
-    cast, out = np.asarray(w.astype(dtype), np.float32), jnp.finfo(dtype).eps
+    cast, out = np.asarray(w.astype(dtype), np.float32), float(jnp.finfo(dtype).eps)
     w_in_8 = rounded(cast, E4M3, (0,))
     y, backward = jax.vjp(partial(project_in_fp8, SPEC, w_scale=None), x, w)
     dx, dw = backward(dy)
@@ -98,7 +99,7 @@ def test_products_are_those_of_numpy(dtype):
     )
     plain = jax.vjp(partial(project, SPEC), x, w)[1](dy)[1]
     np.testing.assert_array_equal(dw, plain)
-    # 4 and 3 binary digits: each number is off by at most 2^-4 and 2^-3 of itself, 2.6 % and 5 % in the root mean square.
+    # e4m3 has 4 binary digits: x and w are each off by 2^-4 of themselves at most.
     exact = np.einsum(SPEC.lower(), np.asarray(x, np.float64), np.asarray(w, np.float64))
     off = np.linalg.norm(np.asarray(y, np.float64) - exact) / np.linalg.norm(exact)
     assert 0.02 < off < 0.06
@@ -117,7 +118,7 @@ def test_few_bits_that_do_not_train_have_no_gradient():
     np.testing.assert_array_equal(project_in_fp8("BTD,DF->BTF", 0 * x, 0 * w, None), jnp.zeros((1, 3, 8)))
 
 
-@pytest.mark.parametrize("config", [PLAIN, RICH])
+@pytest.mark.parametrize("config", [PLAIN, *slow([RICH])])
 def test_a_token_does_not_depend_on_its_neighbours(config):
     """Packed with others, one of them a hundred times as loud, as alone: a scale for all tokens of a batch fails."""
     ours = trainer(config, compute="fp8", length=24)
@@ -151,36 +152,48 @@ def test_rates_of_states_and_experts_keep_their_dtype():
     assert Model(PLAIN).in_fp8 == frozenset()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["rich", *slow(["llama", "qwen2"])])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("llama", "bfloat16"), *slow([("llama", "float32"), ("rich", "bfloat16"), ("qwen2", "float32")])],
+)
 def test_what_is_sampled_is_what_is_trained(name, dtype):
     ours = trainer(SHAPES[name], compute="fp8", dtype=dtype, length=24)
-    for _ in range(4):
+    for _ in range(2):
         ours.step(pack(sequences(6), 6, 24), LOSS)
     # bfloat16's gate. What was measured: 0.02.
     assert_same_as_full_forward(ours, *drawn(ours), atol=0.25)
 
 
-@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapters_gradients_are_not_rounded():
+    """Of `y = q(x) q(W) + s x A B`: `dB = s (x A)^T dy` and `dA = s x^T dy B^T`."""
+    projection = Projection("BTD,DF->BTF", (8, 4), ("embed", "ffn"), nnx.Rngs(0), contracted=1)
+    projection.fp8, projection.adapter = True, Adapter(0.5, 0)
+    draw = np.random.default_rng(0).standard_normal
+    x, dy, a, b = (draw(shape).astype(np.float32) for shape in [(1, 3, 8), (1, 3, 4), (8, 2), (2, 4)])
+
+    def pulled(a: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
+        projection.w_lora_a, projection.w_lora_b = nnx.Param(a), nnx.Param(b)
+        return jnp.sum(projection(x) * dy)
+
+    of_a, of_b, of_x = jax.grad(pulled, argnums=(0, 1, 2))(*map(jnp.asarray, (a, b, x)))
+    np.testing.assert_allclose(of_a, 0.5 * x[0].T @ dy[0] @ b.T, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(of_b, 0.5 * (x[0] @ a).T @ dy[0], rtol=1e-5, atol=1e-6)
+    # e5m2 and e4m3 times the base, and the adapter's as it is.
+    w = np.asarray(projection.w[...])
+    scales = powers(w, E4M3, (0,))
+    base = rounded(dy * scales, E5M2, (2,)) @ (rounded(w, E4M3, (0,)) / scales).T
+    np.testing.assert_allclose(of_x, base + 0.5 * dy @ b.T @ a.T, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dora", slow([False, True]))
 def test_an_adapter_learns_on_a_base_in_fp8(dora):
-    """A and B are multiplied in the policy's dtype: with B = 0 the gradient of B is `(x A)^T dy`, not rounded."""
-    adapter = AdapterConfig(rank=4, dora=dora)
-    ours, plain = (trainer(adapter=adapter, compute=compute, length=24) for compute in ("fp8", None))
+    ours = trainer(adapter=AdapterConfig(rank=4, dora=dora), compute="fp8", length=24)
     batch = pack(sequences(6), 6, 24)
-    first, other = (float(x.evaluate([batch], LOSS)["eval/loss"]) for x in (ours, plain))
-    assert 0 < abs(first - other) < 0.1
-    ours.forward_backward(batch, LOSS)
-    plain.forward_backward(batch, LOSS)
-    assert ours.learner.gradients
-    assert plain.learner.gradients
-    for key, gradient in ours.learner.gradients.items():
-        theirs = np.asarray(plain.learner.gradients[key])
-        if not key.endswith("_lora_a"):  # of A it is 0 while B is
-            assert np.linalg.norm(gradient - theirs) < 0.3 * np.linalg.norm(theirs), key
-    ours.optim_step()
+    first = float(ours.evaluate([batch], LOSS)["eval/loss"])
     for _ in range(8):
         ours.step(batch, LOSS)
     assert float(ours.evaluate([batch], LOSS)["eval/loss"]) < first - 0.1
+    # DoRA's gains too are those of the rounded base.
     assert_same_as_full_forward(ours, *drawn(ours), atol=0.25)
 
 
@@ -195,6 +208,7 @@ def test_a_mesh_and_micro_batches_change_no_gradient():
         a, b = (float(x.forward_backward(batch, LOSS)["train/loss"]) for x in (ours, other))
         assert a == pytest.approx(b, abs=1e-3)
         assert other.learner.gradients
+        assert ours.learner.gradients
         for name, gradient in ours.learner.gradients.items():
             theirs = np.asarray(other.learner.gradients[name])
             assert np.linalg.norm(gradient - theirs) < 0.02 * np.linalg.norm(theirs), name
