@@ -16,7 +16,7 @@ from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import AlgorithmConfig, Config, MeshConfig, ModelConfig, Place, Positive, RowKind
 from tunix.data.config import EPISODES
 from tunix.errors import UserError, nearest
-from tunix.lora.config import AdapterConfig
+from tunix.lora.config import NOT_IN_FP8, AdapterConfig
 from tunix.models.families.table import from_recipe
 from tunix.models.quantization.rules import QuantizationConfig
 from tunix.recipe.algorithms import ALGORITHMS, algorithm_config
@@ -184,6 +184,17 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
         yield "adapter.from: an adapter belongs to the base that it was trained on; this one is random: set model.path"
     if recipe.optimizer.lora_plus and recipe.adapter is None:
         yield "optimizer.lora_plus: changes nothing without an adapter section, whose B it is about"
+    if model.quantization is not None:
+        key = f"model.quantization: compute {model.quantization.compute}"
+        if recipe.quantization is not None:
+            yield (
+                f"{key} and quantization: {recipe.quantization.mode} round the same matrices: the first is for speed, "
+                "the second for a model that is rounded later; leave one of them out"
+            )
+        if recipe.adapter is not None and recipe.adapter.kind == "qlora":
+            yield f"{key}: {NOT_IN_FP8}"
+        if recipe.rollout.engine == "vllm":
+            yield f"{key}: servers multiply these weights in their own dtype: sample with rollout.engine: tunix"
     if recipe.adapter is not None and recipe.adapter.dropout and recipe.algorithm.reads == RowKind.PROMPT:
         yield (
             f"adapter.dropout: {recipe.adapter.dropout:g} would have the trainer compute other log-probs than the "

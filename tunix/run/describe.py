@@ -79,7 +79,9 @@ def details(setup: Setup, learner: Learner, inputs: Inputs, total: int, attentio
     if rules is not None:
         products = matmuls_line(rules.kinds, model.dtype, simulated=True)
     else:
-        products = matmuls_line([] if rounding is None else [(rounding.base, None)], model.dtype)
+        products = matmuls_line(
+            [] if rounding is None else [(rounding.base, None)], model.dtype, fp8=model.compute == "fp8"
+        )
     experts = experts_line(decoder, recipe.model.dtype, mesh)
     yield "; ".join(filter(None, (products, attention, experts, remat_line(setup.spec))))
     if setup.samples:

@@ -24,6 +24,7 @@ from tunix.hf.source import Source, adapted, with_stops
 from tunix.mesh import AXES
 from tunix.models.config import is_own, trains
 from tunix.models.model import Model
+from tunix.models.quantization.formats import check_multiplies_fp8
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.sections import Sections
 from tunix.rollout.config import RolloutMeshConfig
@@ -188,7 +189,8 @@ class Setup:
             return rollout.mismatch_tolerance
         if rollout.engine == "vllm":
             return ON_SERVERS[dtype]
-        rounds = self.recipe.quantization is not None and self.recipe.quantization.inputs
+        simulated = self.recipe.quantization is not None and self.recipe.quantization.inputs
+        rounds = simulated or self.recipe.model.quantization is not None
         cache = dtype if rollout.replay.cache else rollout.cache_dtype or dtype
         return max(MISMATCH[kind] for kind in ("bfloat16" if rounds else dtype, cache))
 
@@ -252,6 +254,8 @@ class Setup:
             UserError: this device does not support the requested types.
         """
         recipe, critic = self.recipe, self.critic
+        if recipe.model.quantization is not None:
+            check_multiplies_fp8(self.mesh.devices.flat[0], recipe.model.dtype)
         model = adapted(with_stops(self.source), recipe.model, recipe.adapter, recipe.quantization)
         cache = recipe.rollout.cache_dtype if recipe.rollout.replay.cache else None
         scalar, lm = critic in ("shared", "alone"), critic != "alone"
