@@ -218,6 +218,10 @@ class ProductsConfig(Config):
     compute capability 8.9 on (L4, L40, H100, H200, Blackwell) and TPU v7x; a CPU computes the same, slowly."""
 
 
+MtpUse = Literal["freeze", "train"]
+"""What happens to a head that drafts tokens, where it is read."""
+
+
 class ModelConfig(Config):
     """Which weights, and in which precision."""
 
@@ -252,6 +256,11 @@ class ModelConfig(Config):
     """For mixtures of experts: what the loss that evens out their use is multiplied by, e.g. 0.001. It is off by
     default: in RL it disturbs what is learned. The use is that of the whole batch, so `micro_batch_size` changes
     nothing; where there are several micro-batches it takes another forward pass. `moe/...` logs the use either way."""
+    mtp: MtpUse | None = None
+    """What happens to the head of a folder that drafts tokens, Qwen 3.5's `mtp.*`: with `freeze` and `train` it makes
+    the draft tokens of `rollout.speculate`. `train` trains it too, to predict the trained tokens from the states that
+    the model has of those before, without moving the model: its gradients are clipped apart, and all else is as
+    without. Null: it is not loaded. An export has it, as it was unless it trained."""
     attention: Literal["auto", "einsum", "chunked", "splash", "mosaic", "tokamax"] = "auto"
     """How attention within rows is computed. `einsum` writes all scores, `chunked` a block of them at a time: its
     memory grows with a row's length, not its square, and it skips what no query sees. `splash` is a kernel for TPUs,
@@ -272,6 +281,10 @@ class ModelConfig(Config):
         elif self.family is None and self.preset is None:
             known = f" ({', '.join(families(info))})" if families(info) else ""
             raise ValueError(f"`init: random` wants a family{known} or a preset")
+        elif self.mtp is not None:
+            raise ValueError(
+                f"mtp: {self.mtp} drafts with a folder's head, and `init: random` reads none; leave it out"
+            )
         return self
 
 

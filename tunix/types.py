@@ -473,6 +473,10 @@ class Usage:
     """Decode steps, counted once for each slot whether it had something to sample or not, e.g. 65536."""
     bytes: float
     """Bytes that a device must read for these steps at least, e.g. 2.1e12: all weights and the cache, in each step."""
+    drafted: int = 0
+    """Draft tokens that were checked, e.g. 81920; 0 without `rollout.speculate`."""
+    accepted: int = 0
+    """Those of them that were sampled there anyway, e.g. 24576."""
 
 
 @dataclass(frozen=True)

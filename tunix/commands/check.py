@@ -262,7 +262,9 @@ def _decoder(key: str, path: str, recipe: Recipe, report: _Report) -> DecoderCon
         if place is None and (folder / "adapter_config.json").is_file():
             return None  # an adapter on a base of the hub
         place = place or folder
-        decoder = read_config(place, recipe.data.pictures is not None and key == "model.path")
+        trains = key == "model.path"
+        pictures, mtp = recipe.data.pictures is not None and trains, recipe.model.mtp if trains else None
+        decoder = read_config(place, pictures, mtp)
         if not any(place.glob("*.safetensors")):
             raise UserError(f"{key}: {place} holds no .safetensors file, the only weights that are read")
         report.facts.append(f"{key}: {decoder.family}, {decoder.num_layers} layers of {decoder.d_model}, from {place}")

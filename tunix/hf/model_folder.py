@@ -6,8 +6,8 @@ the unrounded model is never in memory. Writing: the same way back, into an atom
 
 A written folder gets the generation_config.json of the folder which training started from, with all ids at which the
 trained turns end: transformers and vLLM stop at its `eos_token_id`, and read that of config.json only where there is no
-such file. Tensors of that folder that nothing here computes with (`FamilyText.passengers`, such as the head of Qwen 3.5
-that drafts several tokens, `mtp.`) are taken along as they were.
+such file. Tensors of that folder that do not train (`FamilyText.passengers`: the head of Qwen 3.5 that drafts tokens,
+`mtp.`) are taken along as they were, whether they draft here or not.
 
 A reward model's folder is transformers' sequence classifier with a single label. transformers scores the rightmost
 token that is not padding, so the padding id must be one that no sequence ends with: where a folder pads with its
@@ -35,7 +35,7 @@ from tunix.hf.packed_weights import VALUES, split_experts, stack_experts, unpack
 from tunix.hf.picture_settings import write_settings
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, local_copy, some, tensors_of_folder, write_shards
 from tunix.hf.tensor_transfer import entry_of, load, packed_entries, places_of
-from tunix.models.config import DecoderConfig, Stops, is_adapter, is_own
+from tunix.models.config import MTP, DecoderConfig, Stops, is_adapter, is_own
 from tunix.models.families.base import SCORE
 from tunix.models.families.table import FAMILIES, read_json, tensors_of, to_hf
 from tunix.models.model import Model, Params
@@ -187,7 +187,7 @@ def load_params(model: Model, folder: Path, dtypes: Mapping[str, DType], mesh: M
         UserError: a file is missing or damaged, or tensors are missing, too many, of another shape or dtype.
     """
     config, family = model.config, FAMILIES[model.config.family]
-    stored = named_tensors(folder, config.family, pictures=config.vision is not None)
+    stored = named_tensors(folder, config.family, pictures=config.vision is not None, mtp=config.mtp is not None)
     if model.has_lm_head and SCORE in stored:
         raise reward_model(folder)
     shapes = {
@@ -240,7 +240,7 @@ def reward_model(folder: Path) -> UserError:
     )
 
 
-def named_tensors(folder: Path, family: str, pictures: bool = False) -> dict[str, Stored]:
+def named_tensors(folder: Path, family: str, pictures: bool = False, mtp: bool = False) -> dict[str, Stored]:
     """A folder's tensors by the names that a text-only model gives them; other modalities and buffers are left out.
     Packed matrices are included as the numbers that they stand for.
 
@@ -248,6 +248,7 @@ def named_tensors(folder: Path, family: str, pictures: bool = False) -> dict[str
         folder: has safetensors.
         family: whose prefixes the names have.
         pictures: whether the tensors of a tower that sees pictures are included.
+        mtp: whether those of a head that drafts tokens are.
 
     Raises:
         UserError: it holds no weights, or a file is missing or damaged.
@@ -255,6 +256,8 @@ def named_tensors(folder: Path, family: str, pictures: bool = False) -> dict[str
     named: dict[str, Stored] = {}
     vision = FAMILIES[family].vision if pictures else None
     prefixes = FAMILIES[family].prefixes if vision is None else vision.prefixes
+    if mtp:
+        prefixes = [(theirs, ours) for theirs, ours in prefixes if theirs not in FAMILIES[family].passengers]
     for key, tensor in unpacked(tensors_of_folder(folder)).items():
         name = rename(key, prefixes)
         if name is not None and not HARMLESS_BUFFERS.search(name):
@@ -297,15 +300,17 @@ def save_folder(
         scores: whether the value head is written, as for a reward model; a critic's is not part of a language model.
         rules: how the weights are rounded, which the folder records; None where they are not.
         packed: whether the weights are rounded here and written in few bits.
-        base: the folder that the weights were loaded from; tensors in it that its family has and nothing here computes
-            with are taken along (`FamilyText.passengers`). None for none.
+        base: the folder that the weights were loaded from; tensors in it that its family has and that do not train
+            are taken along (`FamilyText.passengers`). None for none.
         stops: ids that end a completion, which generation_config.json will contain.
 
     Raises:
         UserError: something exists at `path`, the disk refuses a write, or a type has no packed format.
     """
     assert not any(map(is_adapter, params)), "merge the adapters first"
-    params = {name: x for name, x in params.items() if scores or not is_own(name)}
+    params = {name: x for name, x in params.items() if (scores or not is_own(name))}
+    has_trained = config.mtp == "train" and not scores
+    params = {name: x for name, x in params.items() if has_trained or not name.startswith(MTP)}
     family = FAMILIES[config.family]
     with shared_folder(path) as folder:
         packing: dict[str, Packing] = {}
@@ -318,11 +323,11 @@ def save_folder(
                     outputs, inputs = family.tensors[name].outputs_first.their_shape(params[name].shape[1:])
                     packing[ours] = Packing(rule, (outputs, inputs), tile_of(inputs, rule.tile or inputs))
         along: list[Stored] = []
-        if base is not None and not scores and family.passengers:
+        if base is not None and not scores and not has_trained and family.passengers:
             along = [x for key, x in tensors_of_folder(base).items() if key.startswith(tuple(family.passengers))]
         with folder.in_step():
             fields = {**to_hf(config), "dtype": dtype or str(params["embed/w"].dtype)}
-            if base is not None and along:
+            if base is not None and (along or has_trained):
                 raw = read_json(base / "config.json")
                 raw = raw.get("text_config", raw)
                 inside = fields if config.vision is None else fields["text_config"]

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from tunix.config import DType, ModelConfig
+from tunix.config import DType, ModelConfig, MtpUse
 from tunix.data.chat import turn_end, with_template
 from tunix.data.config import DataConfig
 from tunix.data.sources import Rows, texts
@@ -50,6 +50,7 @@ from tunix.models.families.table import (
     read_json,
     tensors_of,
     with_vision,
+    without_mtp,
 )
 from tunix.models.model import Model, Params
 from tunix.models.quantization.formats import (
@@ -66,12 +67,13 @@ from tunix.util.atomic_io import atomic_folder
 from tunix.util.exact import jit
 
 
-def read_folder(folder: Path, pictures: bool = False) -> DecoderConfig:
+def read_folder(folder: Path, pictures: bool = False, mtp: MtpUse | None = None) -> DecoderConfig:
     """The structure of the model in a folder with weights.
 
     Args:
         folder: has config.json and safetensors.
         pictures: whether the tower that sees pictures belongs to the model; else only the text part is read.
+        mtp: whether the head that drafts tokens belongs to it.
 
     Raises:
         UserError: config.json is missing, broken or not supported; there are no weights, or a file of them is damaged;
@@ -80,7 +82,7 @@ def read_folder(folder: Path, pictures: bool = False) -> DecoderConfig:
     file = folder / "config.json"
     raw = read_json(file)
     family = family_of(raw, file)
-    stored = named_tensors(folder, family)
+    stored = named_tensors(folder, family, mtp=mtp is not None)
     # No other size of config.json becomes the length of a list.
     text = raw.get("text_config")
     layers = (text if isinstance(text, dict) else raw).get("num_hidden_layers")
@@ -90,8 +92,10 @@ def read_folder(folder: Path, pictures: bool = False) -> DecoderConfig:
             f"{file}: num_hidden_layers = {layers}, but the files beside it have {there} layers: "
             f"model.layers.{there}. and what follows are missing. Download the folder again, or correct the number."
         )
-    config = from_hf(raw, file, pictures)
-    stored = stored if config.vision is None else named_tensors(folder, family, pictures=True)
+    config = from_hf(raw, file, pictures, mtp)
+    stored = stored if config.vision is None else named_tensors(folder, family, pictures=True, mtp=mtp is not None)
+    if mtp and not any(name.startswith(tuple(FAMILIES[family].passengers)) for name in stored):
+        raise without_mtp(file, "the files beside it hold no mtp.* tensor")
     sizes, wanted = FAMILIES[config.family].axes(config), {}
     for tensor in tensors_of(config).values():
         shape = tuple(sizes[axis] for axis in tensor.ours.split())
@@ -175,12 +179,13 @@ class Source:
         return listed_ids(dict(self.decoder.stops).get("eos_token_id"))
 
 
-def pretrained(path: str, adapter: Path | None = None, pictures: bool = False) -> Source:
+def pretrained(path: str, adapter: Path | None = None, pictures: bool = False, mtp: MtpUse | None = None) -> Source:
     """The source that a hub id, a model folder, a run's folder, or a PEFT folder (with its base) stands for.
 
     Args:
         adapter: a PEFT folder to merge into it.
         pictures: whether the tower that sees pictures belongs to the model; else only the text part is read.
+        mtp: whether the head that drafts tokens belongs to it.
 
     Raises:
         UserError: there is no such folder, the run has not exported yet, or the adapter belongs to another base.
@@ -197,7 +202,7 @@ def pretrained(path: str, adapter: Path | None = None, pictures: bool = False) -
         path, merged = base, local
     folder = resolve_folder(path)
     name = str(folder.resolve()) if Path(path).expanduser().is_dir() else path
-    decoder = read_folder(folder, pictures)
+    decoder = read_folder(folder, pictures, mtp)
     rounding, rules, tokenizer, files = None, read_rules(folder), load_tokenizer(folder), folder
     if merged is not None:
         if doubt := foreign_base(merged, name, folder, decoder):
@@ -225,7 +230,8 @@ def of_recipe(config: ModelConfig, data: DataConfig, kept: Path, rows: Rows | No
         UserError: the model cannot be found, or its tokenizer does not fit it or the chat template.
     """
     chat_template, sees = data.chat_template, data.pictures is not None
-    source = from_scratch(config, sees) if config.path is None else pretrained(config.path, pictures=sees)
+    read = partial(pretrained, pictures=sees, mtp=config.mtp)
+    source = from_scratch(config, sees) if config.path is None else read(config.path)
     if not kept.is_dir():
         template = FAMILIES[source.decoder.family].template
         if config.path:
@@ -320,7 +326,8 @@ def weights(
         UserError: the files are damaged or do not fit, or the adapter is a reward model's and a language model is
             needed.
     """
-    dtypes: dict[str, DType] = {name: trained if trains(name, full) else frozen for name in model.shapes}
+    mtp = model.config.mtp
+    dtypes: dict[str, DType] = {name: trained if trains(name, full, mtp) else frozen for name in model.shapes}
     params: Params = {}
     if source.folder is not None:
         head = {HEAD} if HEAD in dtypes and not model.has_lm_head and has_score(source.folder) else set()
@@ -352,7 +359,7 @@ def weights(
     missing: dict[str, DType] = {name: dtype for name, dtype in dtypes.items() if name not in params}
     if missing:
         params |= model.init(jax.random.key(seed), missing, mesh)
-    trainable = {name: params[name] for name in dtypes if trains(name, full)}
+    trainable = {name: params[name] for name in dtypes if trains(name, full, mtp)}
     return trainable, {name: params[name] for name in dtypes if name not in trainable}
 
 

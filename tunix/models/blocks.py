@@ -24,7 +24,7 @@ from tunix.models.attention.attend import attend, attend_cached
 from tunix.models.attention.inputs import ByKind, Segments
 from tunix.models.attention.pages import CachedView, Pages, SlotsView, rounded
 from tunix.models.config import DELTANET, DENSE_AND_EXPERTS, EXPERTS, GLOBAL, SHARED, WIDE, DecoderConfig
-from tunix.models.deltanet import GatedDeltaNet, PieceStates, SlotStates, StepView
+from tunix.models.deltanet import GatedDeltaNet, PieceStates, SlotStates, StatesAhead, StepView
 from tunix.models.layers import (
     GatedFFN,
     Matrix,
@@ -200,8 +200,9 @@ PARTS = ("mixer", "ffn", "own_input")
 
 View = Segments | ByKind | CachedView | StepView | PieceStates
 """Which tokens see each other: in packed rows, the same for several kinds of layers, or with a cache."""
-Cache = Pages | SlotStates | Kept
-"""What a layer keeps of earlier tokens: keys and values, or states; `Kept` where layers read those of others."""
+Cache = Pages | SlotStates | StatesAhead | Kept
+"""What a layer keeps of earlier tokens: keys and values, or states, of which it returns those after each of several new
+tokens; `Kept` where layers read those of others."""
 Auxiliary = dict[str, Num[Array, "..."]]
 """What a layer returns with its output, such as the load-balance loss of a router; stacked over layers."""
 

@@ -305,6 +305,9 @@ class DecoderConfig:
     """The experts of the feed-forward part, where it has several."""
     feed_forward: str = "gated"
     """The feed-forward part, by its name in `FEED_FORWARDS` of `models/blocks.py`."""
+    mtp: Literal["freeze", "train"] | None = None
+    """Qwen 3.5: the head that drafts tokens (`models/mtp.py`) belongs to the model, and whether it trains; None where
+    it is not read."""
     vision: VisionConfig | None = None
     """Gemma 3, Qwen 3.5: the tower that sees pictures; None where only text is read."""
     stops: Stops = ()
@@ -376,6 +379,13 @@ class DecoderConfig:
         return tuple(kind for kind in self.distinct_kinds if kind.paged)
 
     @property
+    def cached_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer that keeps something of earlier tokens: that of the head that drafts comes last, and
+        is the one of layers that see everything."""
+        far = next(kind for kind in self.paged_kinds if kind.window is None) if self.mtp else None
+        return self.kinds if far is None else (*self.kinds, far)
+
+    @property
     def query_width(self) -> float:
         """Numbers of a token's queries, the mean over layers that have some, e.g. 4096.0."""
         wide = [self.num_heads * kind.head_dim for kind in self.kinds if kind.head_dim]
@@ -431,6 +441,8 @@ class DecoderConfig:
 
 TOWER = "vision/"
 """Begins the names of a model's parameters that belong to its tower."""
+MTP = "mtp/"
+"""Begins the names of those that belong to the head that drafts tokens."""
 
 
 def is_adapter(name: str) -> bool:
@@ -443,11 +455,12 @@ def is_own(name: str) -> bool:
     return is_adapter(name) or name.startswith("value/")
 
 
-def trains(name: str, full: bool) -> bool:
+def trains(name: str, full: bool, mtp: str | None) -> bool:
     """Whether a parameter trains: an adapter's and a value head's always, the base's where it is trained in full, a
     tower's never.
 
     Args:
         full: whether the weights of the base train.
+        mtp: as in `DecoderConfig`.
     """
-    return is_own(name) or (full and not name.startswith(TOWER))
+    return is_own(name) or (full and not name.startswith((TOWER,) if mtp == "train" else (TOWER, MTP)))

@@ -112,6 +112,15 @@ def _last_root(ids: Int[Array, "B T"], parents: Int[Array, "B T"]) -> Int[Array,
     return jax.lax.cummax(index, axis=1)
 
 
+def before_each(ids: Int[Array, "B T"], parents: Int[Array, "B T"] | None) -> Int[Array, "B T"]:
+    """The index of the token before each one in its sequence; -1 for a sequence's first token."""
+    start: jax.Array | int = -1
+    if parents is not None:  # what goes on behind other segments: a branch, or a trunk
+        root = _later(_last_root(ids, parents), 1, -1)
+        start = jnp.where(jnp.take_along_axis(ids, jnp.maximum(root, 0), axis=1) == parents, root, -1)
+    return jnp.where(_later(ids, 1, -1) == ids, jnp.arange(ids.shape[1]) - 1, start)
+
+
 class Begins(NamedTuple):
     """Chunks that begin a segment, with the state from before it."""
 
@@ -300,10 +309,7 @@ def convolved(
     total = x32 * taps[..., -1]
     before = at = None
     if parents is not None:
-        # The index of the token before each one in its sequence; -1 for a sequence's first token.
-        start = _later(_last_root(ids, parents), 1, -1)
-        start = jnp.where(jnp.take_along_axis(ids, jnp.maximum(start, 0), axis=1) == parents, start, -1)
-        before = at = jnp.where(_later(ids, 1, -1) == ids, jnp.arange(ids.shape[1]) - 1, start)
+        before = at = before_each(ids, parents)
     for lag in range(1, taps.shape[-1]):
         if before is None or at is None:
             same, earlier = _later(ids, lag, -1) == ids, _later(x32, lag, 0)
@@ -358,8 +364,25 @@ STATE_AXES: tuple[Axes, Axes] = (("rows", None, "heads", None, None), ("rows", "
 """The logical axes of the arrays of `SlotStates`."""
 
 
+class StatesAhead(NamedTuple):
+    """What slots hold in one layer after each of several new tokens, of which a first few will stand."""
+
+    inputs: Float[Array, "Sl m+C Hk U Dk"]
+    """Those of `SlotStates` before the new tokens, and the new ones after them."""
+    states: Float[Array, "Sl 1+C Hk Jv Dk Dv"]
+    """Before the new tokens, and after each."""
+
+    def after(self, number: Int[Array, "Sl"]) -> SlotStates:
+        """What slots hold after the first so many of the new tokens; 0 for what they held before."""
+        lags = self.inputs.shape[1] - self.states.shape[1] + 1
+        columns = widened(number[:, None] + jnp.arange(lags), self.inputs)
+        inputs = jnp.take_along_axis(self.inputs, columns, axis=1)
+        states = jnp.take_along_axis(self.states, widened(number[:, None], self.states), axis=1)[:, 0]
+        return SlotStates(inputs, states).placed()
+
+
 class StepView(NamedTuple):
-    """One new token of each slot."""
+    """One new token of each slot, or several: then a layer returns its `StatesAhead`."""
 
     live: Bool[Array, "Sl"]
     """Whether the slot takes it: what others hold stays as it is."""
@@ -405,7 +428,7 @@ class GatedDeltaNet(nnx.Module):
         view: View,
         cache: SlotStates | None = None,
         dropout_keys: TokenKeys | None = None,
-    ) -> tuple[Float[Array, "B T D"], SlotStates | None]:
+    ) -> tuple[Float[Array, "B T D"], SlotStates | StatesAhead | None]:
         """The mixed tokens for normed inputs, and what the slots hold then; `rope` plays no part."""
         mixed_in = checkpoint_name(self.qkv(x, dropout_keys), "q")
         z = checkpoint_name(self.z(x, dropout_keys), "gate")
@@ -416,16 +439,17 @@ class GatedDeltaNet(nnx.Module):
         )
         shape = (*x.shape[:2], c.key_heads, -1)
         gates = Gates(decay.reshape(shape), jax.nn.sigmoid(beta.astype(jnp.float32)).reshape(shape))
+        held: SlotStates | StatesAhead | None = None
         if isinstance(view, Segments):
-            mixed, cache = self._packed(mixed_in, gates, view), None
+            mixed = self._packed(mixed_in, gates, view)
         elif isinstance(view, PieceStates):
             assert cache is not None, "a piece comes with what the slots hold"
-            mixed, cache = self._piece(mixed_in, gates, view, cache)
+            mixed, held = self._piece(mixed_in, gates, view, cache)
         else:
             assert cache is not None, "a step comes with what the slots hold"
-            mixed, cache = self._step(mixed_in, gates, view, cache)
+            mixed, held = self._step(mixed_in, gates, view, cache)
         mixed = self.out_norm(mixed.reshape(z.shape)) * jax.nn.silu(z.astype(jnp.float32))
-        return self.out(mixed.astype(x.dtype), dropout_keys), cache
+        return self.out(mixed.astype(x.dtype), dropout_keys), held
 
     def _heads(self, mixed: Float[Array, "B T Hk U Dk"]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values of the convolution's outputs."""
@@ -487,14 +511,21 @@ class GatedDeltaNet(nnx.Module):
         return read, kept.placed()
 
     def _step(
-        self, mixed: Float[Array, "Sl 1 Hk U Dk"], gates: Gates, view: StepView, held: SlotStates
-    ) -> tuple[jax.Array, SlotStates]:
-        """The mixed token of each slot, and what the slots hold after it."""
+        self, mixed: Float[Array, "Sl C Hk U Dk"], gates: Gates, view: StepView, held: SlotStates
+    ) -> tuple[jax.Array, SlotStates | StatesAhead]:
+        """The mixed tokens of each slot, and what the slots hold after them: after each where there are several."""
         q, k, v = self._heads(convolved_after(mixed, self.conv.w[...], held.inputs).astype(mixed.dtype))
-        read, states = recurrent(q[:, 0], k[:, 0], v[:, 0], gates.decay[:, 0], gates.beta[:, 0], held.states)
-        inputs = jnp.concatenate([held.inputs, mixed.astype(held.inputs.dtype)], axis=1)[:, 1:]
-        new = jax.tree.map(partial(by_first, view.live), SlotStates(inputs, states), held)
-        return read[:, None], new.placed()
+        inputs = jnp.concatenate([held.inputs, mixed.astype(held.inputs.dtype)], axis=1)
+        reads, states = [], [held.states]
+        for token in range(mixed.shape[1]):
+            decay, beta = gates.decay[:, token], gates.beta[:, token]
+            read, after = recurrent(q[:, token], k[:, token], v[:, token], decay, beta, states[-1])
+            reads.append(read)
+            states.append(after)
+        if len(reads) > 1:
+            return jnp.stack(reads, axis=1), StatesAhead(inputs, jnp.stack(states, axis=1))
+        new = jax.tree.map(partial(by_first, view.live), SlotStates(inputs[:, 1:], states[1]), held)
+        return reads[0][:, None], new.placed()
 
 
 class Rate(nnx.Module):

@@ -23,7 +23,7 @@ from tunix.models.attention.inputs import DecodeSpec
 from tunix.models.attention.pages import CachedView, Columns, Pages, placed
 from tunix.models.attention.tokamax_ops import capability
 from tunix.models.blocks import NAMES, Cache, Kept, layer_inputs
-from tunix.models.config import SHARED, TOWER, DecoderConfig
+from tunix.models.config import MTP, SHARED, TOWER, DecoderConfig
 from tunix.models.deltanet import PieceStates, SlotStates, StepView
 from tunix.models.layers import RopeTables, rms_norm, rope_tables
 from tunix.models.model import Model, Params, embedded
@@ -44,14 +44,15 @@ class Weights(NamedTuple):
     """A model's weights for decoding, in the dtype in which they are multiplied; quantized ones as they are."""
 
     top: Params
-    """The tables, the final norm, and the tower that sees pictures."""
+    """The tables, the final norm, the tower that sees pictures, and the head that drafts tokens."""
     layers: tuple[Params, ...]
     """The parameters of each layer, named without `layers/`."""
 
 
 def is_top(name: str) -> bool:
-    """Whether decoding reads this parameter outside of the layers: tables, the final norm, and a tower for pictures."""
-    return name in TOP or name.startswith(TOWER)
+    """Whether decoding reads this parameter outside of the layers: tables, the final norm, a tower for pictures, and a
+    head that drafts tokens."""
+    return name in TOP or name.startswith((TOWER, MTP))
 
 
 def unstack(model: Model, params: Params) -> Weights:
@@ -123,7 +124,8 @@ def empty(
     slots: int,
     dtype: DType,
 ) -> tuple[Cache | None, ...]:
-    """Empty pages or states, those of each layer; None where a layer reads the keys and values of another.
+    """Empty pages or states, those of each layer and then of the head that drafts (`DecoderConfig.cached_kinds`); None
+    where a layer reads the keys and values of another.
 
     Args:
         config: of the decoder.
@@ -136,7 +138,7 @@ def empty(
     """
 
     caches: list[Cache | None] = []
-    for of in config.kinds:
+    for of in config.cached_kinds:
         if of.mixer in SHARED:
             caches.append(None)
         elif of.paged:
@@ -228,6 +230,31 @@ def extend(
         chosen += [] if experts is None else [experts.astype(jnp.int16)]
     hidden = rms_norm(x, weights.top["norm/w"], eps=c.norm_eps, offset=c.norm_offset)
     return hidden, tuple(new), constrain(jnp.stack(chosen, axis=2), "rows", None, None, None) if chosen else None
+
+
+def draft(
+    model: Model,
+    weights: Weights,
+    cache: Cache | None,
+    hidden: Float[Array, "B C D"],
+    tokens: Int[Array, "B C"],
+    positions: Int[Array, "B C"],
+    view: CachedView,
+) -> tuple[Float[Array, "B C D"], Cache | None]:
+    """States from which the tokens after these are drafted, and the pages of the head that does so.
+
+    Args:
+        cache: its pages.
+        hidden: of each token the backbone's state before it, or what this returned for the token before.
+        tokens: at `positions` + 1 of their sequences.
+        positions: of the tokens before them, under which the head keeps each.
+        view: where these are written and what they see.
+    """
+    assert isinstance(cache, Pages), "the head has attention"
+    kind = model.config.cached_kinds[-1]
+    rope = rope_tables(positions, kind.rope, kind.head_dim)
+    x = embedded(model.config, weights.top["embed/w"], tokens, model.dtype)
+    return model.draft_head(weights.top)(x, hidden, rope, view, cache)
 
 
 @partial(once, static=("model", "where", "mixer"))

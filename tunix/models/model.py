@@ -30,7 +30,8 @@ from tunix.errors import UserError
 from tunix.mesh import Axes, constrain, platform, sharding
 from tunix.models.attention.inputs import ByKind, Segments
 from tunix.models.blocks import NAMES, PARTS, Attention, Auxiliary, Block, Kept, LayerInputs, layer_inputs
-from tunix.models.config import SHARED, TOWER, DecoderConfig, Stage
+from tunix.models.config import MTP, SHARED, TOWER, DecoderConfig, Stage
+from tunix.models.deltanet import before_each
 from tunix.models.layers import (
     MATRICES,
     Matrix,
@@ -44,6 +45,7 @@ from tunix.models.layers import (
     weight,
 )
 from tunix.models.moe import CHOSEN, Bank
+from tunix.models.mtp import DraftHead
 from tunix.models.quantization.formats import SCALE, Quantization, Simulated, in_compute, is_scale
 from tunix.models.scan import Others, Remat, Weights, over_layers
 from tunix.models.token_logprobs import token_logprobs
@@ -111,6 +113,7 @@ class Decoder(nnx.Module):
         # Of a critic or a reward model: `x w` for each state. It starts at zero, and so predicts 0.
         value = nnx.Param(jnp.zeros((config.d_model,), jnp.float32), axes=("embed",))
         self.value = Matrix(value) if model.has_scalar_head else None
+        self.mtp = DraftHead(config, rngs) if config.mtp else None
         vision = config.vision
         self.vision = TOWERS[vision.tower](vision, config.d_model, rngs) if vision else None
 
@@ -384,6 +387,36 @@ class Model:
         """The embeddings of the soft tokens of pictures, by the tower among these parameters."""
         tower = {self._paths[name][1:]: x for name, x in params.items() if name.startswith(TOWER)}
         return nnx.merge(nnx.graphdef(self._decoder.vision), tree_of(tower))(pictures, self.dtype)
+
+    def draft_head(self, params: Params) -> DraftHead:
+        """The head that drafts tokens, with its weights among these parameters, in the compute dtype."""
+        head = {name: in_compute(name, x, self.dtype) for name, x in params.items() if name.startswith(MTP)}
+        return nnx.merge(nnx.graphdef(self._decoder.mtp), tree_of({self._paths[x][1:]: w for x, w in head.items()}))
+
+    def draft_states(
+        self,
+        params: Params,
+        hidden: Float[Array, "B T D"],
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"],
+        parents: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """States from which the head drafts the token after each one; those of first tokens mean nothing.
+
+        Args:
+            hidden: of `forward`, of which that of the token before each is read.
+            parents: as in `types.Batch`.
+        """
+        before = before_each(segment_ids, parents)
+        earlier = jnp.take_along_axis(hidden, jnp.maximum(before, 0)[..., None], axis=1)
+        ids = jnp.where(before >= 0, segment_ids, 0)  # nothing is kept of a first token, which has none before it
+        above = None if parents is None else jnp.where(before >= 0, parents, 0)
+        places, kind = jnp.maximum(positions - 1, 0), self.config.cached_kinds[-1]
+        view = Segments(ids, places, above, attention=self.attention)
+        x = embedded(self.config, params["embed/w"], tokens, self.dtype)
+        states, _ = self.draft_head(params)(x, earlier, rope_tables(places, kind.rope, kind.head_dim), view)
+        return states
 
     def logits(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """All logits, float32. For few tokens: sampling and tests."""

@@ -135,7 +135,9 @@ def decoding(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: Si
     slots = Slots(sizes)
     reads = PageTables(sizes).reads(every, sizes.gathered(sizes.slots)[0])
     with jax.set_mesh(mesh):
-        return decode.lower(model, sizes.steps, weights, state, slots.flow(every), reads, nothing, nothing)
+        return decode.lower(
+            model, sizes.steps, sizes.speculate, weights, state, slots.flow(every), reads, nothing, nothing
+        )
 
 
 def prefilling(model: Model, mesh: Mesh, weights: Weights, state: State, sizes: Sizes) -> jax.stages.Lowered:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from jax.sharding import Mesh
 
-from tunix.config import DType, ModelConfig
+from tunix.config import DType, ModelConfig, MtpUse
 from tunix.errors import UserError
 from tunix.hf.peft_folder import CONFIG, named_base
 from tunix.hf.run_export import exported
@@ -263,10 +263,10 @@ def structure(config: ModelConfig, pictures: bool = False) -> Source:
     """
     if config.path is None:
         return from_scratch(config, pictures)
-    return Source(decoder_of(config.path, pictures), None, name=config.path)
+    return Source(decoder_of(config.path, pictures, config.mtp), None, name=config.path)
 
 
-def decoder_of(path: str, pictures: bool = False) -> DecoderConfig:
+def decoder_of(path: str, pictures: bool = False, mtp: MtpUse | None = None) -> DecoderConfig:
     """The structure of a model: from the config.json of a folder, of a run's export or of a hub id's files in the
     cache, or else from the preset that a hub id names.
 
@@ -277,13 +277,14 @@ def decoder_of(path: str, pictures: bool = False) -> DecoderConfig:
     if (folder / "recipe.yaml").is_file():
         folder = exported(folder)
     if (folder / CONFIG).is_file() and not (folder / "config.json").is_file() and (base := named_base(folder)):
-        return decoder_of(base, pictures)
+        return decoder_of(base, pictures, mtp)
     if folder.is_dir():
-        return read_config(folder, pictures)
+        return read_config(folder, pictures, mtp)
     if (cached := cached_config(path)) is not None:
-        return read_config(cached.parent, pictures)
+        return read_config(cached.parent, pictures, mtp)
     if (name := named_preset(path)) is not None:
-        return with_vision(presets()[name], published=True) if pictures else presets()[name]
+        decoder = replace(presets()[name], mtp=mtp)
+        return with_vision(decoder, published=True) if pictures else decoder
     raise UserError(
         f"{path}: its sizes are not known here, and a plan downloads nothing: give a folder with its config.json, "
         "such as `model.path=folder`"

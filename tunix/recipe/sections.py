@@ -139,6 +139,17 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
         else:
             if model.family not in (None, decoder.family):
                 yield f"model.family: {model.family!r} is not that of preset {model.preset!r}; leave it out"
+    if model.mtp == "freeze" and not recipe.rollout.speculate:
+        yield (
+            f"model.mtp: {model.mtp} loads a head that makes draft tokens, and rollout.speculate asks for none: set it "
+            "to 1 or more, or leave model.mtp out"
+        )
+    if model.mtp == "train" and (recipe.adapter is not None or not recipe.algorithm.has_lm_head):
+        why = "trains weights of the base, which an adapter leaves as they are"
+        why = why if recipe.adapter is not None else f"predicts tokens, and {recipe.algorithm.name} trains scores"
+        yield f"model.mtp: train {why}: leave it out" + (", or set it to freeze" if recipe.adapter is not None else "")
+    if model.mtp and recipe.data.pictures:
+        yield "data.pictures: not seen by the head that model.mtp drafts with; leave one of the two out"
     if recipe.steps and recipe.epochs:
         yield f"steps and epochs: {recipe.steps} and {recipe.epochs}; give one, or clear one with `epochs=null`"
     if recipe.micro_batch_size and recipe.micro_batch_size > (largest := recipe.sequences_per_update):

@@ -216,7 +216,7 @@ def toy_model(model: ModelConfig, data: DataConfig, said: Collection[str] = ()) 
     sizes |= {name: size for name, size in model.sizes.items() if _is_said(f"model.sizes.{name}", said)}
     tokenizer = model.tokenizer if _is_said("model.tokenizer", said) else tokenizer
     source = {"init": "random", "family": family, "sizes": sizes, "tokenizer": tokenizer}
-    return {**model.model_dump(mode="json"), "path": None, "preset": None, **source}
+    return {**model.model_dump(mode="json"), "path": None, "preset": None, "mtp": None, **source}
 
 
 def replaced(recipe: Sections) -> tuple[str, ...]:

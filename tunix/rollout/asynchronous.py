@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -179,7 +179,7 @@ class StepSampler(SamplingClient):
         processes.all_done("call", sample)
         if isinstance(self._sampler, Metered) and (new := self._sampler.usage) is not None:
             old = self.usage or Usage(0, 0, 0.0)
-            self.usage = Usage(old.tokens + new.tokens, old.slot_steps + new.slot_steps, old.bytes + new.bytes)
+            self.usage = Usage(*(x + y for x, y in zip(astuple(old), astuple(new), strict=True)))
         self._calls.end(self._step, call)
         return answers
 

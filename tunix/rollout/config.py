@@ -77,9 +77,9 @@ class RolloutConfig(Config):
     replay: ReplayConfig = ReplayConfig()
     """What else of the sampler's computation the trainer repeats."""
     speculate: Annotated[int, Field(ge=0, le=7)] = 0
-    """Next tokens that are guessed at each step, from what followed the same tokens in the prompt and in its other
-    completions, and are checked in one pass; 0: none. It changes no sample, and saves time where completions repeat
-    texts and the device is not full, such as few long ones."""
+    """Next tokens that are guessed at each step and checked in one pass; 0: none. Guessed by the model's own head with
+    `model.mtp`, else from what followed the same tokens in the prompt and in its other completions. It changes no
+    sample, and saves time where guesses are right and the device is not full, such as few long completions."""
     mesh: RolloutMeshConfig | Literal["auto"] = "auto"
     """How the devices are used to sample; auto: as few to a copy of the weights as have room for it."""
     oversample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0

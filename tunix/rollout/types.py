@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -137,7 +137,7 @@ class Clock(dict[str, float]):
     def meter(self, sampler: SamplingClient) -> None:
         """Adds the work of the sampler's last call, where it counts it."""
         if isinstance(sampler, Metered) and (usage := sampler.usage) is not None:
-            self.counted.update(tokens=usage.tokens, slot_steps=usage.slot_steps, bytes=usage.bytes)
+            self.counted.update(asdict(usage))
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -151,6 +151,8 @@ class Clock(dict[str, float]):
             numbers["perf/judge_cached"] = counted["judge_cached"] / counted["judged"]
         if counted["slot_steps"]:
             numbers["perf/rollout_idle"] = 1 - counted["tokens"] / counted["slot_steps"]
+        if counted["drafted"]:
+            numbers["perf/rollout_accepted"] = counted["accepted"] / counted["drafted"]
         if counted["tokens"]:
             numbers["perf/rollout_tokens_per_second"] = counted["tokens"] / sampling
         if counted["bytes"]:

@@ -74,7 +74,7 @@ def opening(recipe: Recipe, tiny: bool = False, *, alone: bool = True) -> str:
     else:
         file, label = Path(model.path).expanduser() / "config.json", Path(model.path).name
         if file.is_file() or (file := cached_config(model.path)):
-            config = read_config(file.parent, recipe.data.pictures is not None)
+            config = read_config(file.parent, recipe.data.pictures is not None, model.mtp)
     # How many weights there are, and how many of them train.
     if config is None:
         weights = "all weights trained" if adapter is None else f"an adapter of rank {adapter.rank} trained"
@@ -126,7 +126,7 @@ def weight_counts(recipe: Recipe, config: DecoderConfig) -> tuple[int | None, in
         counts = {name: count for name, count in counts.items() if name != "head/w"} | {"value/w": config.d_model}
     total = sum(counts.values())
     if adapter is None:
-        return sum(count for name, count in counts.items() if trains(name, full=True)), total
+        return sum(count for name, count in counts.items() if trains(name, True, config.mtp)), total
     return (adapter.count_weights(config) if adapter.source is None else None), total
 
 

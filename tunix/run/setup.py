@@ -285,7 +285,9 @@ class Setup:
         """
         if self.critic != "own":
             return None
-        model = replace(self.spec.model, has_scalar_head=True, has_lm_head=False, simulated=(), cache_dtype=None)
+        decoder = replace(self.spec.model.config, mtp=None)
+        scores = {"has_scalar_head": True, "has_lm_head": False}
+        model = replace(self.spec.model, config=decoder, **scores, simulated=(), cache_dtype=None)
         rate, config = self.recipe.algorithm.learning_rate_of_critic, self.recipe.optimizer
         config = config.model_copy(update={"learning_rate": rate}) if rate else config
         trained, _ = self.dtypes(model)
@@ -316,8 +318,8 @@ class Setup:
         fixed (`Model.kinds`)."""
         adapter = self.recipe.adapter
         if adapter is None:
-            trainable = [name for name in model.shapes if trains(name, full=True)]
-            frozen = [name for name in model.shapes if not trains(name, full=True)]
+            trainable = [name for name in model.shapes if trains(name, True, model.config.mtp)]
+            frozen = [name for name in model.shapes if not trains(name, True, model.config.mtp)]
         else:
             # Tables that the adapter trains are weights of the base too.
             replaced = set(adapter.tables_in(model.config))

@@ -14,6 +14,7 @@ import optax
 
 from tunix.config import DType
 from tunix.mesh import Axes
+from tunix.models.config import MTP
 from tunix.trainer.config import OptimizerConfig
 
 MUON_RMS = 0.2
@@ -55,6 +56,10 @@ def build_optimizer(config: OptimizerConfig, steps: int, axes: Mapping[str, Axes
         steps: updates of the whole run, for the schedule.
         axes: logical axes by parameter name, from which Muon finds the axes of a matrix.
     """
+    head = {name: of for name, of in axes.items() if name.startswith(MTP)}
+    if 0 < len(head) < len(axes):
+        rest = {name: of for name, of in axes.items() if name not in head}
+        return _apart(build_optimizer(config, steps, rest), build_optimizer(config, steps, head))
     schedule = build_schedule(config, steps)
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     mask = {name: decays(name) for name in axes}
@@ -98,6 +103,26 @@ def _in_float32(inner: optax.GradientTransformation, storage: DType) -> optax.Gr
         state = jax.tree.map(lambda x: x.astype("float32") if x.dtype == jax.numpy.bfloat16 else x, state)
         updates, state = inner.update(cast(updates, "float32"), state, cast(params, "float32"))
         return updates, stored(state)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _apart(policy: optax.GradientTransformation, head: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A transformation of the parameters of a head that drafts, and another of all others, which is as without it."""
+
+    def parts(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        of_head = {name: x for name, x in tree.items() if name.startswith(MTP)}
+        return {name: x for name, x in tree.items() if name not in of_head}, of_head
+
+    def init(params: Any) -> Any:
+        rest, of_head = parts(params)
+        return policy.init(rest), head.init(of_head)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        (rest, of_head), (rest_params, head_params) = parts(updates), parts(params)
+        results: list[Any] = [policy.update(rest, state[0], rest_params), head.update(of_head, state[1], head_params)]
+        moved = {name: x for part, _ in results for name, x in part.items()}
+        return {name: moved[name] for name in updates}, tuple(new_state for _, new_state in results)
 
     return optax.GradientTransformation(init, update)
 

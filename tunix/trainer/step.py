@@ -23,6 +23,7 @@ from tunix.algorithms.ops import trained_only
 from tunix.config import LOSS_WEIGHTS, OBSERVED
 from tunix.mesh import constrain
 from tunix.models.blocks import Auxiliary
+from tunix.models.config import MTP
 from tunix.models.divergence import Side, compared
 from tunix.models.layers import TokenKeys
 from tunix.models.model import Model, Params
@@ -181,7 +182,8 @@ def gradients_of(
 
     def one_microbatch(params: Params, index: Index) -> tuple[jax.Array, Sums]:
         sums = sums_of(spec, params, frozen, microbatches, index, loss, key, rows)
-        return cast(jax.Array, sums["train/loss"]), sums
+        # The head that drafts is trained beside the model, whose loss this is no part of.
+        return cast(jax.Array, sums["train/loss"]) + cast(jax.Array, sums.get("loss/mtp", 0.0)), sums
 
     gradient, axes = jax.grad(one_microbatch, has_aux=True), spec.model.axes
 
@@ -199,7 +201,9 @@ def apply(spec: TrainerSpec, state: TrainState, gradients: Params) -> tuple[Trai
     updates, moments = spec.optimizer.update(gradients, state.moments, state.params)
     metrics = {
         # As the optimizer clips by it: in bfloat16 it would have three digits, and on CPUs memory of its own.
-        "train/grad_norm": optax.tree.norm(optax.tree.cast(gradients, jnp.float32)),
+        "train/grad_norm": optax.tree.norm(
+            optax.tree.cast({name: x for name, x in gradients.items() if not name.startswith(MTP)}, jnp.float32)
+        ),
         "train/learning_rate": jnp.asarray(spec.schedule(state.step), jnp.float32),
     }
     params = cast(Params, optax.apply_updates(state.params, updates))
@@ -276,6 +280,13 @@ def sums_of(
     sums = loss_sums(loss.function, inputs)
     if key is None:  # an evaluation adds up what it finds in its batches, which shares do not bear
         return sums
+    if model.config.mtp == "train":
+        fixed = {name: x if name.startswith(MTP) else jax.lax.stop_gradient(x) for name, x in params.items()}
+        segments, parents = jnp.asarray(batch.segment_ids), jax.tree.map(jnp.asarray, batch.parents)
+        states = model.draft_states(fixed, jax.lax.stop_gradient(hidden), tokens, positions, segments, parents)
+        # Of the state of a sequence's first token, which the head does not have, nothing is asked.
+        drafted, _ = model.logprobs_of(fixed, states, tokens, positions - 1, mask)
+        sums["loss/mtp"] = reduce(Term(-drafted), batch)
     load = load_sums(auxiliary, rows, model.router_aux_loss_coef)
     if "loss/router_aux" in load:
         sums["train/loss"] = cast(jax.Array, sums["train/loss"]) + load["loss/router_aux"]

@@ -9,6 +9,7 @@ import pytest
 from tests.marks import slow
 from tests.rollout.engine.test_engine import MIXED, MODEL, text_of
 from tests.rollout.engine.test_engine_parity import prompts, random_params, small_engine
+from tests.rollout.engine.test_states import CONFIG as STATES
 from tests.trainers import RICH
 from tunix.models.model import Model
 from tunix.rollout.engine.lookup import GRAM, NO_TOKEN, DraftCaches, draft_tokens
@@ -67,7 +68,7 @@ def repeating(params):
     return {name: x * 0.05 if name.startswith("layers/") and name.endswith("/w") else x for name, x in params.items()}
 
 
-@pytest.mark.parametrize("model", [MODEL, *slow([Model(RICH)])], ids=["plain", "rich"])
+@pytest.mark.parametrize("model", [MODEL, Model(STATES), *slow([Model(RICH)])], ids=["plain", "states", "rich"])
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_guesses_change_no_sample(model, ahead):
     """Neither tokens nor log-probs, alternatives, turns and ends; with every setting, replies, and few pages."""

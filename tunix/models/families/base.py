@@ -156,7 +156,7 @@ def axis_sizes(config: DecoderConfig) -> dict[str, int]:
     """The size of each axis of a model's weights, by its letters, which the families' files explain."""
     c, experts, delta, gemma4, tower = config, config.experts, config.delta, config.gemma4, config.vision
     sizes = {"V": c.vocab_size, "D": c.d_model, "N": c.num_heads, "K": c.num_kv_heads, "H": c.head_dim, "F": c.ffn}
-    sizes |= {"L": c.num_layers, "Hg": 2 * c.head_dim, "Fw": 2 * c.ffn, "E": 0, "Fe": c.ffn}
+    sizes |= {"L": c.num_layers, "Dm": 2 * c.d_model, "Hg": 2 * c.head_dim, "Fw": 2 * c.ffn, "E": 0, "Fe": c.ffn}
     if experts is not None:
         sizes |= {"E": experts.number, "Fs": experts.shared}
         if c.feed_forward == DENSE_AND_EXPERTS:
@@ -249,6 +249,9 @@ class FamilyText:
     passengers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Prefixes of tensors that nothing here computes with, and that an export takes along from the folder that was
     loaded, such as a head that drafts several tokens -> fields of config.json that go with them."""
+    mtp: Mapping[str, Tensor] = field(default_factory=dict)
+    """The tensors of a head of one layer that drafts tokens (`models/mtp.py`), which are among the passengers where it
+    is not read; empty where none is known."""
     vision: VisionText | None = None
     """The sight of its multimodal folders; None where there are none, or only their text part is known."""
 

@@ -3,10 +3,10 @@
 Attention has a gate on each head's output, norms of queries and keys, and a rope on a quarter of each head; all norms
 but that of the DeltaNet multiply by 1 + w. Published folders are multimodal, with a tower for pictures of any shape
 (films are not read): where pictures are not asked for their text part is read, and an export is a `qwen3_5_text`
-folder. Their heads that draft several tokens (`mtp.`) are taken along. A folder's config.json decides about sizes;
-those of presets are slime's (github.com/THUDM/slime, scripts/models) for 0.8B and 27B, of public descriptions for 4B
-and 9B, and unchecked for 2B and for how many heads the values of 0.8B, 2B and 27B have. The tower's are those of
-https://huggingface.co/Qwen/Qwen3.5-27B as transformers documents them.
+folder. Their heads that draft tokens (`mtp.`) are taken along, and draft in the engine if asked. A folder's config.json
+decides about sizes; those of presets are slime's (github.com/THUDM/slime, scripts/models) for 0.8B and 27B, of public
+descriptions for 4B and 9B, and unchecked for 2B and for how many heads the values of 0.8B, 2B and 27B have. The tower's
+are those of https://huggingface.co/Qwen/Qwen3.5-27B as transformers documents them.
 
 Models with a mixture of experts (https://huggingface.co/Qwen/Qwen3.5-35B-A3B) have in every layer experts and a shared
 one, whose result is weighed by a sigmoid. Published folders hold the matrices of all experts of a layer in two tensors,
@@ -17,7 +17,7 @@ Axes: D model width, F ffn width, Fs ffn width of a shared expert, E experts, N 
 its gate's, Hk key heads, Hv value heads, U runs of a key head's channels, Dk width of a key, Dv width of a value, Ta
 taps, Pl learned positions, Pr rows of a patch, Pc columns of a patch, Rb colours, Fr frames, Dt width of a tower, Ft
 ffn width of a tower, Nt heads of a tower, Ht head dim of a tower, Qk parts of an attention's matrix, Ds width of a
-square, Fm ffn width of a merger.
+square, Fm ffn width of a merger, Dm twice the model width.
 """
 
 import math
@@ -137,7 +137,7 @@ QWEN35_VISION = base.VisionText(
 VISION = ("vision_config", *(name for name, _ in VISION_IDS.values()))
 """Fields of a multimodal folder that concern its vision part."""
 PASSENGERS = {"mtp.": ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")}
-"""The heads that draft several tokens, and their fields, which nothing here computes with."""
+"""The heads that draft tokens, and their fields; nothing computes with them where `model.mtp` does not ask for it."""
 DEFAULTS = {"head_dim": 256, "max_position_embeddings": 32_768}
 """Sizes that a config.json may leave out."""
 SECTIONS = (11, 11, 10)
@@ -264,6 +264,20 @@ TENSORS: Mapping[str, base.Tensor] = {
     **_DELTA,
     **{name: replace(tensor, runs=_CHANNELS) for name, tensor in _MIXED.items()},
 }
+MTP: Mapping[str, base.Tensor] = {
+    "mtp/join/w": base.Tensor("mtp.fc.weight", "D Dm", "Dm D"),
+    "mtp/embed_norm/w": base.Tensor("mtp.pre_fc_norm_embedding.weight", "D", "D"),
+    "mtp/hidden_norm/w": base.Tensor("mtp.pre_fc_norm_hidden.weight", "D", "D"),
+    "mtp/norm/w": base.Tensor("mtp.norm.weight", "D", "D"),
+    **{
+        f"mtp/layer/{name.removeprefix('layers/')}": replace(
+            tensor, name=tensor.name.replace("model.layers.{layer}.", "mtp.layers.0."), mixer=None
+        )
+        for name, tensor in TENSORS.items()
+        if tensor.layered and tensor.mixer != DELTANET
+    },
+}
+"""The head that drafts tokens: its layer is one of attention."""
 
 QWEN35 = base.FamilyText(
     model_types=("qwen3_5_text", "qwen3_5"),
@@ -292,6 +306,7 @@ QWEN35 = base.FamilyText(
     multimodal=VISION,
     prefixes=PREFIXES,
     passengers=PASSENGERS,
+    mtp=MTP,
     vision=QWEN35_VISION,
 )
 

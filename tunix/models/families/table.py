@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tunix.config import ModelConfig
+from tunix.config import ModelConfig, MtpUse
 from tunix.errors import UserError, nearest
 from tunix.models.config import DENSE_AND_EXPERTS, DecoderConfig
 from tunix.models.families.base import FamilyText, Shape, Tensor
@@ -30,17 +30,17 @@ SIZE_NAMES = (*Shape.__annotations__, "window")
 """What `sizes` in a recipe may replace; `window` only where layers are local."""
 
 
-def read_config(folder: Path, pictures: bool = False) -> DecoderConfig:
+def read_config(folder: Path, pictures: bool = False, mtp: MtpUse | None = None) -> DecoderConfig:
     """The model that a folder's config.json describes, whatever its weights are (`hf.source` checks).
 
     Args:
         folder: has config.json.
-        pictures: as in `from_hf`.
+        pictures, mtp: as in `from_hf`.
 
     Raises:
         UserError: config.json is missing or broken, the model type is not supported, or a field is not handled.
     """
-    return from_hf(read_json(folder / "config.json"), folder / "config.json", pictures)
+    return from_hf(read_json(folder / "config.json"), folder / "config.json", pictures, mtp)
 
 
 def family_of(raw: Mapping[str, Any], file: Path) -> str:
@@ -69,13 +69,14 @@ def family_of_name(name: str) -> str | None:
     return max(lengths, key=lengths.__getitem__, default=None)
 
 
-def from_hf(raw: Mapping[str, Any], file: Path, pictures: bool = False) -> DecoderConfig:
+def from_hf(raw: Mapping[str, Any], file: Path, pictures: bool = False, mtp: MtpUse | None = None) -> DecoderConfig:
     """The config of a parsed config.json.
 
     Args:
         raw: what the file holds.
         file: named in errors.
         pictures: whether the tower that sees pictures belongs to the model; else only the text part is read.
+        mtp: what happens to the head that drafts tokens; None where it does not belong to the model.
     """
     fields = Fields(raw, file)
     family = FAMILIES[family_of(raw, file)]
@@ -100,8 +101,26 @@ def from_hf(raw: Mapping[str, Any], file: Path, pictures: bool = False) -> Decod
             )
         config = replace(config, vision=family.vision.read(fields))
     fields.finish()
+    if mtp:
+        text = raw.get("text_config", raw)
+        layers, dedicated = text.get("mtp_num_hidden_layers", 1), text.get("mtp_use_dedicated_embeddings", False)
+        if not family.mtp:
+            raise without_mtp(file, f"model_type = {raw.get('model_type')!r} has no head that is read here")
+        if layers != 1 or dedicated:
+            what = "mtp_use_dedicated_embeddings" if dedicated else "mtp_num_hidden_layers"
+            raise without_mtp(
+                file, f"{what} = {text.get(what)}, and heads of one layer with the model's tables are read"
+            )
+        config = replace(config, mtp=mtp)
     _check(config, str(file))
     return config
+
+
+def without_mtp(file: Path, reason: str) -> UserError:
+    """The error for a folder without a head that drafts tokens, where one is asked for."""
+    return UserError(
+        f"model.mtp: {file}: {reason}: leave model.mtp out, or take a Qwen 3.5 folder with its mtp.* weights"
+    )
 
 
 def with_vision(config: DecoderConfig, published: bool) -> DecoderConfig:
@@ -120,9 +139,11 @@ def with_vision(config: DecoderConfig, published: bool) -> DecoderConfig:
 
 
 def tensors_of(config: DecoderConfig) -> Mapping[str, Tensor]:
-    """The tensors of a model by our parameters' names, those of its tower included where it has one."""
+    """The tensors of a model by our parameters' names, those of its tower and of its head that drafts included where
+    it has them."""
     family = FAMILIES[config.family]
-    return {**family.tensors, **(family.vision.tensors if config.vision and family.vision else {})}
+    tower = family.vision.tensors if config.vision and family.vision else {}
+    return {**family.tensors, **tower, **(family.mtp if config.mtp else {})}
 
 
 def count_weights(config: DecoderConfig) -> dict[str, int]:

@@ -48,17 +48,21 @@ class Meter:
         self._sizes, self._slots = sizes, min(sizes.slots, requests)
         self.usage = Usage(0, 0, 0.0)
 
-    def add(self, held: np.ndarray, counts: np.ndarray) -> None:
-        """Counts a dispatch, from the tokens in the cache of each slot before it and those that it sampled, `[Sl]`."""
+    def add(self, held: np.ndarray, counts: np.ndarray, passes: np.ndarray) -> None:
+        """Counts a dispatch, from the tokens in the cache of each slot before it, those that it sampled, and in how
+        many passes through the model, `[Sl]`."""
         steps, sampled, read = int(counts.max(initial=0)), int(counts.sum()), self.usage.bytes
-        read += steps * self._weights + self._states * sampled / self._sizes.shards
+        drafted = self.usage.drafted + int(passes.sum()) * self._sizes.speculate
+        accepted = self.usage.accepted + sampled - int(passes.sum())
+        read += int(passes.max(initial=0)) * self._weights + self._states * sampled / self._sizes.shards
         for window, each in zip(self._sizes.windows, self._token, strict=True):
             # A slot that samples c tokens from h on reads h + 1, ..., h + c of them: c h + c (c + 1) / 2.
             seen = counts * (held + (counts + 1) / 2)
             if window is not None:
                 seen = np.minimum(seen, counts * window)
             read += each * float(seen.sum()) / self._sizes.shards
-        self.usage = Usage(self.usage.tokens + sampled, self.usage.slot_steps + steps * self._slots, read)
+        slot_steps = self.usage.slot_steps + steps * self._slots
+        self.usage = Usage(self.usage.tokens + sampled, slot_steps, read, drafted, accepted)
 
 
 THREADS = 32
@@ -485,7 +489,8 @@ class Batch:
         else:
             enough = max((width for width in self.sizes.widths if width < len(running)), default=0)
         self.state, sampled = decode(
-            self.model, self.sizes.steps, self.weights, self.state, flow, reads, np.int32(most), np.int32(enough)
+            *(self.model, self.sizes.steps, self.sizes.speculate, self.weights, self.state, flow, reads),
+            *(np.int32(most), np.int32(enough)),
         )
         self.in_flight.append(InFlight(slots, generations, most, sampled, tuple(self.recorded)))
         self.recorded.clear()
@@ -494,15 +499,15 @@ class Batch:
 
     def _retire(self, flight: InFlight) -> None:
         """Reads what a dispatch sampled; ends the requests whose turn is over, or asks their environment."""
-        draws, counts, experts = flight.sampled
+        draws, counts, passes, experts = flight.sampled
         if not any(episode.request.sampling.top_logprobs for episode in self.slots.episodes.values()):
             # Alternatives that nobody wants stay on the devices: they are most of what a dispatch returns.
             nothing = np.zeros((*draws.tokens.shape, 0), np.float32)
             draws = draws._replace(top_ids=nothing, top_logprobs=nothing)
-        draws, counts, experts = jax.device_get((draws, counts, experts))
+        draws, counts, passes, experts = jax.device_get((draws, counts, passes, experts))
         for piece in flight.recorded:  # which the devices have computed before, and need not keep any longer
             piece.read()
-        self.meter.add(self.slots.held[flight.slots], counts)
+        self.meter.add(self.slots.held[flight.slots], counts, passes)
         ended = self.slots.take(flight.slots, flight.generations, draws, counts, experts)
         if self.on_tokens is not None:
             for slot in flight.slots.tolist():

@@ -61,7 +61,7 @@ def warmup_calls(model: Model, weights: Weights, sizes: Sizes) -> Iterator[Call]
         flow = slots.flow(chosen)
         for numbers in sizes.gathered(width):
             reads = page_tables.reads(chosen, numbers)
-            yield Call(decode, (model, sizes.steps, weights), (flow, reads, nothing, nothing))
+            yield Call(decode, (model, sizes.steps, sizes.speculate, weights), (flow, reads, nothing, nothing))
     for length in sizes.pieces:
         yield Call(prefill, (model, weights), (Piece(page_tables, length).inputs,))
     yield Call(copy_pages, (model,), (tuple(copies_of([[]] * sizes.shards) for _ in sizes.windows),))
@@ -100,8 +100,8 @@ class Engine(Sampler):
             slots: requests that are answered at a time, rounded up to as many in each shard of the rows; None for as
                 many as there is room for.
             cache_dtype: what keys and values are kept in; None for the model's dtype.
-            speculate: draft tokens of each step, from what followed the same tokens before; fewer than 8 and `steps`.
-                They change nothing but the time.
+            speculate: draft tokens of each step, by the model's own head where it has one (`models/mtp.py`), else from
+                what followed the same tokens before; fewer than 8 and `steps`. They change nothing but the time.
             decode: token ids -> text, for stop strings.
             moving: names of tables that train along with an adapter, and so change with every `publish`.
             piece: tokens of prompts that each shard of the slots computes at a time; a power of two.
@@ -112,8 +112,7 @@ class Engine(Sampler):
             bring: (name, published array) -> the array on these devices; None where they hold what is published.
 
         Raises:
-            UserError: there is no room for one request, these devices have no use for such a cache, or the model has
-                states and cannot take draft tokens.
+            UserError: there is no room for one request, or these devices have no use for such a cache.
             ValueError: a size is not positive, a piece or page is no power of two, draft tokens are too many, or a
                 piece is shorter than a convolution or a picture.
         """
@@ -145,11 +144,6 @@ class Engine(Sampler):
                 raise ValueError(
                     f"a piece of {piece} tokens is shorter than the convolutions of {delta.taps} of the model"
                 )
-            if speculate:
-                raise UserError(
-                    f"rollout.speculate={speculate}: {model.config.family} has states, which cannot go back behind a "
-                    "wrong draft token; leave it out"
-                )
             chunk = min(PIECE_CHUNK, piece)
         if vision is not None and piece < vision.tokens:
             raise ValueError(f"a piece of {piece} tokens is shorter than a picture of {vision.tokens}")
@@ -167,6 +161,7 @@ class Engine(Sampler):
             cache_dtype=cache_dtype,
             reader=reader_here(specs, mesh).name,
             chunk=chunk,
+            mtp=model.config.mtp is not None,
             vision=vision,
         )
         self.sizes = within(bare, model.config, mesh, slots, room)

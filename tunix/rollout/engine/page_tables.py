@@ -323,13 +323,14 @@ class PageTables:
     def adopt(self, slot: int, source: tuple[Held, ...], tokens: int, *, windows: bool | None = None) -> list[Copy]:
         """Makes a slot of the same shard, which holds nothing yet, hold the first tokens of another sequence; the page
         that it will write to is a copy. `windows` as for `cover`."""
-        full, shard, copies = tokens // self.sizes.page, self.shard(slot), []
+        # Under the place of the last token a head that drafts will keep the token after it.
+        full, shard, copies = (tokens - self.sizes.mtp) // self.sizes.page, self.shard(slot), []
         for kind, pools, _ in self._kinds[windows]:
             adopted = self._held[kind][slot]
             for index, page in source[kind].items():
                 if index < full:
                     adopted[index] = pools[shard].share(page)
-                elif index == full and tokens % self.sizes.page:
+                elif index == full and full * self.sizes.page < tokens:
                     adopted[index] = self._take(kind, shard)
                     copies.append(Copy(kind, page, adopted[index]))
         self._note(slot)

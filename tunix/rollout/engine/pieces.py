@@ -87,6 +87,9 @@ class Inputs(NamedTuple):
     """`[Sl]`."""
     targets: np.ndarray | None
     """`[s C]` the token after each, whose log-prob is computed; 0 where nobody asks, None where nobody asks of any."""
+    before: np.ndarray | None
+    """`[s C]` the page of the token before each, where a head that drafts keeps what it knows of both; NOWHERE for the
+    first of a sequence, None where no head drafts."""
     pictures: Pictures | None
     """Those of each row, all of them whole; places for rope are also of text. None where the model sees none."""
 
@@ -116,8 +119,9 @@ class Piece:
             pixels = np.zeros((sizes.shards, number, *sizes.vision.shape), np.uint8)
             rope = np.zeros((*shape, 3), np.int32) if sizes.vision.any_shape else None
             pictures = Pictures(pixels, np.zeros((sizes.shards, number, 2), np.int32), np.zeros(shape, np.int32), rope)
+        before = np.full(shape, NOWHERE, np.int32) if sizes.mtp else None
         self.inputs = Inputs(
-            tokens, positions, ids, begins, tuple(visits), writes, last, adapters, sources, ends, None, pictures
+            tokens, positions, ids, begins, tuple(visits), writes, last, adapters, sources, ends, None, before, pictures
         )
 
     def fill(self, row: int, jobs: deque[Job]) -> None:
@@ -157,6 +161,10 @@ class Piece:
                 pages = np.array([held[index] for index in range(lowest, -(-last // sizes.page))], np.int32)
                 written = np.s_[row, begin + first - job.start : begin + number]
                 inputs.writes[kind][written] = pages[np.arange(first, last) // sizes.page - lowest]
+            if inputs.before is not None:
+                held = self.page_tables.held(job.slot)[sizes.windows.index(None)]
+                pages = [held[(place - 1) // sizes.page] if place else NOWHERE for place in positions.tolist()]
+                inputs.before[at] = pages
             if inputs.sources is not None and inputs.ends is not None:
                 inputs.sources[row, begin // chunk] = job.slot % sizes.slots_of_shard if job.start else FIRST
                 inputs.ends[job.slot] = begin + number - 1

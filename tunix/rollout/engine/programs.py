@@ -37,8 +37,8 @@ from tunix.models.attention.pages import (
     gathered,
 )
 from tunix.models.blocks import Cache
-from tunix.models.deltanet import PieceStates, SlotStates, StepView
-from tunix.models.kv_cache import Weights, empty, extend
+from tunix.models.deltanet import PieceStates, SlotStates, StatesAhead, StepView, by_first
+from tunix.models.kv_cache import Weights, draft, empty, extend
 from tunix.models.model import Model
 from tunix.models.vision import seen_ahead
 from tunix.rollout.engine.lookup import GRAM, NO_TOKEN, DraftTables, draft_tokens
@@ -127,7 +127,7 @@ class Flow(NamedTuple):
     """`[Sl]` int32: what is added to the place of a token for rope, after pictures; None where rope turns tokens to
     their places."""
     drafts: DraftTables | None = None
-    """Where draft tokens are looked up; None where there are none."""
+    """Where draft tokens are looked up; None where there are none, or where the model's head makes them."""
 
 
 class Steps(NamedTuple):
@@ -136,6 +136,8 @@ class Steps(NamedTuple):
     draws: Draw
     """Arrays `[St Sl ...]`."""
     counts: Int[Array, "Sl"]
+    passes: Int[Array, "Sl"]
+    """Passes through the model in which each slot sampled them: fewer than tokens where drafts were accepted."""
     experts: Int[Array, "St Sl L k"] | None
     """int16: those that each token used; None for a model without."""
 
@@ -167,12 +169,29 @@ def prefill(
     ]
     states = None if new.sources is None else PieceStates(new.ids, new.sources, new.ends)
     turned = new.positions if new.pictures is None or new.pictures.rope is None else new.pictures.rope
+    layers = model.config.num_layers
     hidden, caches, experts = extend(
-        model, weights, state.caches, new.tokens, turned, views, states, new.adapters, new.pictures
+        model, weights, state.caches[:layers], new.tokens, turned, views, states, new.adapters, new.pictures
     )
-    last = new.last.reshape(len(new.adapters), -1)  # by shard
-    ends = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[..., None], axis=1).reshape(state.hidden.shape)
-    of_slots = jnp.where(new.last[:, None] >= 0, ends, state.hidden)
+    last = new.last
+    if new.before is not None:  # what the head that drafts keeps of each token and the next, but of the last one
+        assert states is not None, "families with such a head have states"
+        last = states.ends  # the next piece of a prompt begins with it
+        rows, parts = states.sources.shape
+        of_slots = state.hidden.reshape(rows, -1, state.hidden.shape[-1])
+        earlier = jnp.take_along_axis(of_slots, jnp.maximum(states.sources, 0)[..., None], axis=1)
+        before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0))).reshape(rows, parts, -1, hidden.shape[-1])
+        first = by_first(states.sources >= 0, earlier, before[:, :, 0])
+        before = before.at[:, :, 0].set(first).reshape(hidden.shape)
+        kind = model.config.paged_kinds.index(model.config.cached_kinds[-1])
+        follows, places = jnp.where(new.positions > 0, new.ids, 0), jnp.maximum(new.positions - 1, 0)
+        writes = Writes(new.before, places % size)
+        view = PieceView(follows, new.positions - 1, new.begins - 1, new.visits[kind], writes)
+        _, head = draft(model, weights, state.caches[-1], before, new.tokens, places, view)
+        caches = (*caches, head)
+    by_shard = last.reshape(len(new.adapters), -1)
+    ends = jnp.take_along_axis(hidden, jnp.maximum(by_shard, 0)[..., None], axis=1).reshape(state.hidden.shape)
+    of_slots = jnp.where(last[:, None] >= 0, ends, state.hidden)
     state = state._replace(caches=caches, hidden=constrain(of_slots, "rows", None))
     if new.targets is None:
         return state, (experts, None)
@@ -196,7 +215,7 @@ def prefill(
 def copy_pages(model: Model, state: State, copies: tuple[Copies, ...]) -> tuple[State, None]:
     """Copies pages of each kind of layer, which slots begin with that have a prompt of others."""
     paged, caches, copies = model.config.paged_kinds, [], jax.tree.map(jnp.asarray, copies)
-    for cache, kind in zip(state.caches, model.config.kinds, strict=True):
+    for cache, kind in zip(state.caches, model.config.cached_kinds, strict=True):
         new = at_each_device(copied, cache, copies[paged.index(kind)]) if isinstance(cache, Pages) else cache
         # One layer after the other: else what all of them copy is there at once.
         new, copies = jax.lax.optimization_barrier((new, copies))
@@ -220,10 +239,11 @@ def view(reads: Any, positions: Int[Array, "Sl C"], live: jax.Array, size: int, 
     return SlotsView(Writes(place, positions % size), positions, Table(reads.places, reads.first), pages, window)
 
 
-@partial(Compiled, static_argnames=("model", "steps"), donate_argnames="state")
+@partial(Compiled, static_argnames=("model", "steps", "ahead"), donate_argnames="state")
 def decode(
     model: Model,
     steps: int,
+    ahead: int,
     weights: Weights,
     state: State,
     flow: Flow,
@@ -234,6 +254,7 @@ def decode(
     """Samples up to `most` <= `steps` (St) tokens in each of some slots that has some left.
 
     Args:
+        ahead: Gs, draft tokens of each step.
         state: all slots.
         flow: what the host knows of those that take part.
         reads: their pages for each kind of layer, up to the last token that may be sampled.
@@ -255,7 +276,7 @@ def decode(
     of_token = None if routed is None else jax.ShapeDtypeStruct((len(hidden), *routed), jnp.int16)
     notes = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), (blank_draw, of_token))
     paged = model.config.paged_kinds
-    layers = [paged.index(kind) if kind.paged else None for kind in model.config.kinds]
+    layers = [paged.index(kind) if kind.paged else None for kind in model.config.cached_kinds]
     # What each layer keeps, as the steps read and write it: states of the dispatch's slots, and pages gathered, or all
     # of them in their places; None of a layer that keeps nothing.
     kept: tuple[Any, ...] = state.caches
@@ -265,8 +286,9 @@ def decode(
             taken[layer] = SlotStates(*(x[flow.slots] for x in cache)).placed()
         elif cache is not None and kind is not None and reads[kind].sources is not None:
             taken[layer] = at_each_device(gathered, cache, reads[kind].sources)
-    start = (jnp.int32(0), tuple(taken), hidden, left > 0, jnp.zeros_like(left), recent, notes)
-    ahead = 0 if flow.drafts is None else flow.drafts.entries.shape[-1]
+    nothing = jnp.zeros_like(left)
+    start = (jnp.int32(0), tuple(taken), hidden, left > 0, (nothing, nothing), recent, notes)
+    has_head = model.config.mtp is not None and ahead > 0
 
     def running(carry: tuple) -> jax.Array:
         step, _, _, live, _, _, _ = carry
@@ -277,18 +299,35 @@ def decode(
         return jnp.any(tokens[..., None] == flow.stops[:, None], axis=-1)
 
     def sample(carry: tuple) -> tuple:
-        step, caches, hidden, live, count, recent, notes = carry
+        step, caches, hidden, live, (count, passes), recent, notes = carry
+        passes += live
         new = _draw(model, weights, hidden, flow.transform, keys, drawn + count, live)
         tokens = new.tokens[:, None]
         if flow.drafts is not None:
             tokens = jnp.concatenate([tokens, draft_tokens(flow.drafts, recent, new.tokens)], axis=1)
+        caches, head = caches[: model.config.num_layers], caches[-1]
+
+        def drafted(
+            head: Any, before: Float[Array, "Sl C D"], tokens: Int[Array, "Sl C"], first: Int[Array, "Sl"]
+        ) -> tuple[Float[Array, "Sl C D"], Any]:
+            """What the model's head makes of tokens behind those from place `first` on, and its pages."""
+            places = first[:, None] + jnp.arange(tokens.shape[1])
+            seen = view(reads[paged.index(model.config.cached_kinds[-1])], places, live, size, None)
+            return draft(model, weights, head, before, tokens, places, seen)
+
+        if has_head:
+            before = hidden[:, None]
+            for further in range(ahead):
+                before, head = drafted(head, before, tokens[:, -1:], held + count - 1 + further)
+                logits = constrain(model.logits(weights.top, before), "rows", None, "vocab")
+                tokens = jnp.concatenate([tokens, jnp.argmax(logits, axis=-1).astype(tokens.dtype)], axis=1)
         positions = (held + count)[:, None] + jnp.arange(1 + ahead)
         views = [view(pages, positions, live, size, kind.window) for pages, kind in zip(reads, paged, strict=True)]
         turned = positions if flow.turned is None else positions + flow.turned[:, None]
         states, caches, experts = extend(
             model, weights, caches, jnp.maximum(tokens, 0), turned, views, StepView(live), adapters
         )
-        if flow.drafts is None:
+        if not ahead:
             number, last, hidden = live.astype(count.dtype), tokens, states[:, 0]
             every = new, None if experts is None else experts[:, 0]
             notes = jax.tree.map(lambda all, x: jax.lax.dynamic_update_index_in_dim(all, x, step, 0), notes, every)
@@ -311,18 +350,25 @@ def decode(
             rows = jnp.arange(len(count))[:, None]
             notes = jax.tree.map(lambda all, x: all.at[places, rows].set(x, mode="drop"), notes, (every, experts))
             at, take = jnp.maximum(number - 1, 0)[:, None], partial(jnp.take_along_axis, axis=1)
-            last, hidden = take(tokens, at), take(states, at[..., None])[:, 0]
+            last, hidden = take(tokens, at), by_first(live, take(states, at[..., None])[:, 0], hidden)
+            caches = tuple(x.after(number) if isinstance(x, StatesAhead) else x for x in caches)
+            if has_head:  # it has drafted from states of its own; those of the model are known now
+                _, head = drafted(head, states[:, :-1], tokens[:, 1:], held + count)
             recent = take(jnp.concatenate([recent, tokens], axis=1), number[:, None] + jnp.arange(GRAM - 1))
         count += number
+        caches = (*caches, head) if model.config.mtp else caches
         live &= (count < left) & ~stops(last)[:, 0]
-        return step + 1 + ahead, caches, constrain(hidden, "rows", None), live, count, recent, notes
+        return step + 1 + ahead, caches, constrain(hidden, "rows", None), live, (count, passes), recent, notes
 
-    _, taken, hidden, live, count, recent, (draws, experts) = jax.lax.while_loop(running, sample, start)
+    _, taken, hidden, live, (count, passes), recent, (draws, experts) = jax.lax.while_loop(running, sample, start)
     # A turn that ended with a stop id has nothing left, whatever the host knows yet.
     progress = Progress(held + count, jnp.where(live, left - count, 0), drawn + count)
     written = []  # of each kind of layer, the places of all pages that the dispatch may have written to
     for pages in reads:
-        columns = (held // size - pages.first)[:, None] + jnp.arange((steps + size - 2) // size + 1)
+        # With a head that drafts, from the place of the token before on.
+        further = int(model.config.mtp is not None)
+        begin, most_written = jnp.maximum(held - further, 0), steps + further
+        columns = (begin // size - pages.first)[:, None] + jnp.arange((most_written + size - 2) // size + 1)
         places = jnp.take_along_axis(pages.places, jnp.clip(columns, 0, pages.places.shape[1] - 1), axis=1)
         written.append(jnp.where(columns < pages.places.shape[1], places, -1))
 
@@ -345,7 +391,7 @@ def decode(
     hidden, progress, recent = jax.tree.map(
         put, (state.hidden, state.progress, state.recent), (hidden, progress, recent)
     )
-    return State(tuple(caches), hidden, progress, recent), Steps(draws, count, experts)
+    return State(tuple(caches), hidden, progress, recent), Steps(draws, count, passes, experts)
 
 
 def _draw(

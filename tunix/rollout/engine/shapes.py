@@ -64,7 +64,7 @@ class Sizes:
     ahead: int
     """Dispatches that are sent before the last one is read, e.g. 1."""
     speculate: int
-    """Draft tokens of each step, which are checked in one pass (`lookup.py`); 0 for none."""
+    """Draft tokens of each step, which are checked in one pass (`lookup.py`, `models/mtp.py`); 0 for none."""
     windows: tuple[int | None, ...]
     """Window of each kind of layer; None where it sees everything."""
     pages: tuple[int, ...]
@@ -77,6 +77,9 @@ class Sizes:
     """Who reads pages while slots decode (`models/attention/decoding.py`)."""
     chunk: int | None = None
     """Where layers have states, tokens at whose multiples each sequence begins in a piece; None where none has."""
+    mtp: bool = False
+    """Whether the model's own head drafts: it keeps what it knows of a token, with the next one, under the token's
+    place, so that a slot also writes there what it keeps of the last token of its prompt."""
     vision: VisionConfig | None = None
     """The tower, whose pictures are each computed in one piece; None where the model sees none."""
 
@@ -185,7 +188,7 @@ def page_bytes(config: DecoderConfig, mesh: Mesh, sizes: Sizes) -> tuple[int, ..
     """Bytes of a page (Pt) in all layers of each kind with pages, on each device."""
     number, scale = jnp.dtype(STORED[sizes.cache_dtype]).itemsize, SCALE_BYTES if sizes.cache_dtype == "int8" else 0
     return tuple(
-        2 * _heads(kind, mesh) * sizes.page * (kind.head_dim * number + scale) * config.kinds.count(kind)
+        2 * _heads(kind, mesh) * sizes.page * (kind.head_dim * number + scale) * config.cached_kinds.count(kind)
         for kind in config.paged_kinds
     )
 
@@ -219,7 +222,8 @@ def within(sizes: Sizes, config: DecoderConfig, mesh: Mesh, slots: int | None, r
     Raises:
         NoRoom: there is no room for one request.
     """
-    states = 2 * state_bytes(config, mesh)  # a dispatch takes those of its slots out
+    # A dispatch takes those of its slots out, and has them before and after each token where drafts are checked.
+    states = (2 + (2 + sizes.speculate if sizes.speculate else 0)) * state_bytes(config, mesh)
     each = [number * (1 if sizes.in_place else 2) for number in page_bytes(config, mesh, sizes)]
     near = [kind for kind, window in enumerate(sizes.windows) if window is not None]
     whole = [kind for kind, window in enumerate(sizes.windows) if window is None]

@@ -24,7 +24,7 @@ class Slots:
     def __init__(self, sizes: Sizes, routed: tuple[int, int] | None = None):
         """Idle slots; `routed` has the layers with experts and the experts of a token (L, k), if it uses several."""
         number, max_length = sizes.slots, sizes.max_length
-        self._drafts = DraftCaches(number, max_length, sizes.speculate) if sizes.speculate else None
+        self._drafts = DraftCaches(number, max_length, sizes.speculate) if sizes.speculate and not sizes.mtp else None
         self.episodes: dict[int, Episode] = {}
         """By slot, the one that came first at the front."""
         self._length = max_length

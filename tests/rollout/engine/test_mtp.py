@@ -1,0 +1,84 @@
+"""Drafts of the model's own head: they change no sample, and are those that torch makes of whole sequences."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.mtp import folder_with_head, load_with_head
+from tests.rollout.engine.test_engine_parity import prompts, small_engine
+from tunix.models.config import MTP
+from tunix.models.model import Model, Params
+from tunix.types import Completion, Request, Sampling
+
+pytestmark = pytest.mark.models
+VOCAB = 8
+"""So few ids that a random head is right now and then."""
+MOST = 24
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mtp")
+    reference = folder_with_head(folder, vocab_size=VOCAB)
+    return reference, *load_with_head(folder)
+
+
+def without_head(params: Params) -> Params:
+    return {name: x for name, x in params.items() if not name.startswith(MTP)}
+
+
+def observed(number: int, so_far: Completion) -> np.ndarray | None:
+    """A reply of two tokens after the first turn."""
+    return np.array([4, 6], np.int32) if len(so_far.turns) < 2 else None
+
+
+REQUESTS = [
+    Request(prompt, Sampling(max_tokens=MOST, temperature=temperature, stop_ids=(5,)), 7, index)
+    for index, (prompt, temperature) in enumerate(
+        (prompt, temperature) for prompt in prompts(VOCAB, (3, 17, 37, 16, 8, 1)) for temperature in (0.0, 1.0)
+    )
+]
+"""Prompts within a piece of 16, of two and of three, of whole pages of 8, and of a single token; each of them twice."""
+
+
+@pytest.mark.parametrize("speculate", [1, 3])
+def test_drafts_change_no_sample_and_are_those_of_a_pass_over_the_whole(tiny, speculate):
+    """Greedy and sampled, with replies: what is accepted in all turns says that the head has kept the right keys and
+    values of prompts in pieces, of prompts that are shared, of tokens that were accepted, and of replies."""
+    reference, model, params = tiny
+    without = small_engine(Model(replace(model.config, mtp=None)), without_head(params), slots=4)
+    engine = small_engine(model, params, slots=4, speculate=speculate)
+    expected, drafted = without.run(REQUESTS, observed), engine.run(REQUESTS, observed)
+    for one, other in zip(expected, drafted, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        assert (one.finish, one.turns) == (other.finish, other.turns)
+    assert any(len(one.turns) == 2 for one in expected)
+    sampled = sum(int(one.drawn.sum()) for one in expected)
+    passes = sum(reference.passes(x.prompt, one, speculate) for x, one in zip(REQUESTS, expected, strict=True))
+    assert engine.usage is not None
+    assert engine.usage.drafted == speculate * passes
+    assert engine.usage.accepted == sampled - passes
+    assert sampled - passes > sampled // 20
+
+
+def test_a_head_that_predicts_what_the_model_does_saves_passes(tiny):
+    """Of a model whose layers add nothing the state is the normed embedding of its last token, and so is that of a head
+    whose projection passes the embedding on and whose layer adds nothing: greedily every draft is accepted. 24 tokens
+    take 6 passes of 1 + 3 tokens, and a quarter of the weights' bytes."""
+    _, model, params = tiny
+    closed = ("layers/o/w", "layers/out/w", "layers/down/w", "mtp/layer/o/w", "mtp/layer/down/w")
+    weights = {name: 0 * x if name in closed else x for name, x in params.items()}
+    width = model.config.d_model
+    weights["mtp/join/w"] = jnp.concatenate([jnp.eye(width), jnp.zeros((width, width))])
+    weights |= {"mtp/embed_norm/w": 0 * params["norm/w"], "mtp/norm/w": params["norm/w"]}
+    requests = [Request(prompt, Sampling(max_tokens=MOST, temperature=0.0), 7) for prompt in prompts(VOCAB, (3, 17, 8))]
+    engine = small_engine(model, weights, slots=4, speculate=3)
+    drafted = engine.run(requests)
+    plain = small_engine(Model(replace(model.config, mtp=None)), without_head(weights), slots=4)
+    for one, other in zip(plain.run(requests), drafted, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+    assert (engine.usage.drafted, engine.usage.accepted) == (3 * 3 * 6, 3 * 3 * 6)
+    assert plain.usage.accepted == plain.usage.drafted == 0
