@@ -183,6 +183,8 @@ class Samples:
     path: Path
     """`samples.jsonl` of the run folder."""
     display: Display
+    texts: dict[int, str] = field(default_factory=dict)
+    """Token id -> its text, of those that were written."""
 
     def take(self, step: int) -> None:
         """Answers all prompts with the current weights; writes and displays the answers."""
@@ -212,8 +214,15 @@ class Samples:
             self.display.say(f"     expected: {_shortened(repr(str(sample['expected']).strip()))}")
 
     def add(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Writes rollouts of a step to the file, without displaying them."""
-        if listed := [{"step": step, **row} for row in rows]:
+        """Writes rollouts of a step to the file, without displaying them; ids among the values of tokens as texts."""
+        listed = [{"step": step, **row} for row in rows]
+        for row in listed:
+            if self.tokenizer is not None and "per_token" in row:
+                for i in set(row["per_token"]["tokens"]) - self.texts.keys():
+                    self.texts[i] = self.tokenizer.decode([i], previous=[i])
+                texts = [self.texts[i] for i in row["per_token"]["tokens"]]
+                row["per_token"] = {**row["per_token"], "tokens": texts}
+        if listed:
             append_rows(self.path, listed)
 
 
