@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -15,10 +16,15 @@ from tests.tiny_runs import write_rows
 from tunix.cli import main
 from tunix.commands import report as module
 from tunix.commands.report import ALARMS, alarms_of, facts_of, page, reports
-from tunix.errors import UserError
 
-HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\"> & \u2028 \ud800"
-SPANS = [["rollout", "MainThread", 100.0, 101.0], ["reward", "rewards", 100.5, 101.25], ["update", "MainThread", 101.25, 102.0]]
+HOSTILE = (
+    "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\"> & \u2028 \ud800"
+)
+SPANS = [
+    ["rollout", "MainThread", 100.0, 101.0],
+    ["reward", "rewards", 100.5, 101.25],
+    ["update", "MainThread", 101.25, 102.0],
+]
 
 
 def metric(step: int, **values: float) -> dict[str, Any]:
@@ -119,7 +125,8 @@ def test_hostile_text_stays_text(tmp_path: Path):
 
 
 def test_a_long_run_is_small_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Every n-th step of a long file is parsed, and the last; the page has room for the worst samples and some steps."""
+    """Every n-th step of a long file is parsed, and the last; the page has room for the worst samples and a few steps
+    from all of the run."""
     run = write_run(
         tmp_path / "run",
         [metric(step, **{f"reward__{i}": step % 7 for i in range(50)}) for step in range(1, 3001)],
@@ -203,7 +210,7 @@ def test_bad_folders_are_refused_in_a_line(tmp_path: Path, capsys: pytest.Captur
 
 def test_a_run_that_goes_on_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A second look finds nothing new and writes nothing, the third a step, and then Ctrl-C ends it."""
-    run, looks, steps = write_run(tmp_path / "run"), [], []
+    run, looks = write_run(tmp_path / "run"), list[float]()
 
     def sleep(seconds: float) -> None:
         looks.append(seconds)
@@ -214,11 +221,12 @@ def test_a_run_that_goes_on_is_followed(tmp_path: Path, monkeypatch: pytest.Monk
             raise KeyboardInterrupt
 
     monkeypatch.setattr(module.time, "sleep", sleep)
+    followed = reports(run, watch=True)
+    for step in (10, 11):
+        said = data_of(next(followed).read_text())
+        assert (said["runs"][0]["step"], said["watch"]) == (step, True)
     with pytest.raises(KeyboardInterrupt):
-        for file in reports(run, watch=True):
-            said = data_of(file.read_text())
-            steps.append((said["runs"][0]["step"], said["watch"]))
-    assert steps == [(10, True), (11, True)]
+        next(followed)
     assert len(looks) == 3
 
 
@@ -260,7 +268,10 @@ def test_alarms(table: Mapping[str, Mapping[str, tuple[float, float]]], state: s
         }
         judged = {alarm["title"]: alarm for alarm in alarms_of(series)}
         assert judged[title]["state"] == state, title
-        assert all(f"{name} went from {ends[0]:.4g} to {ends[1]:.4g}" in judged[title]["seen"] for name, ends in metrics.items())
+        assert all(
+            f"{name} went from {ends[0]:.4g} to {ends[1]:.4g}" in judged[title]["seen"]
+            for name, ends in metrics.items()
+        )
         # Of too few values, or without one of its metrics, it says nothing.
         assert {alarm["state"] for alarm in alarms_of({name: x[:4] for name, x in series.items()})} == {"unknown"}
 
@@ -271,3 +282,64 @@ def test_repetition_is_measured_of_the_samples(tmp_path: Path):
     facts = facts_of(write_run(tmp_path / "run", samples=samples))
     assert facts["curves"]["samples/repetition"] == [[i, 0.0] for i in range(1, 9)] + [[9, 0.5], [10, 0.5]]
     assert {x["title"]: x["state"] for x in facts["alarms"]}["repetition drift"] == "raised"
+
+
+def test_remedies_name_keys_that_a_recipe_has():
+    reference = (Path(__file__).parents[2] / "docs/recipe.md").read_text()
+    keys = {
+        key for alarm in ALARMS for key in re.findall(r"\b(?:algorithm|data|optimizer|rollout)\.(\w+)", alarm.remedy)
+    }
+    assert len(keys) > 8
+    assert {key for key in keys if f"| `{key}` |" not in reference} == set()
+
+
+@pytest.mark.slow  # where a browser is: pip install playwright, apt-get install chromium
+@pytest.mark.parametrize("width", [1280, 390])
+def test_in_a_browser(tmp_path: Path, width: int):
+    """At the width of a desk and of a phone: nothing is fetched, fails or sticks out, hostile text does nothing, every
+    control has a name, and all is reached by keys."""
+    browsers = pytest.importorskip("playwright.sync_api")
+    if (chromium := shutil.which("chromium")) is None:
+        pytest.skip("there is no chromium")
+    samples = [sample(i, 0, j, completion=HOSTILE, prompt=HOSTILE) for i in range(1, 4) for j in range(4)]
+    run, other = (write_run(tmp_path / name, samples=samples) for name in ("run", "other"))
+    (file,) = reports(run, other, tmp_path / "two.html")
+    with browsers.sync_playwright() as playwright:
+        page = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"]).new_page(
+            viewport={"width": width, "height": 900}
+        )
+        said, fetched = [], []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: fetched.append(request.url))
+        page.goto(file.as_uri())
+        assert page.title() == "tunix report: run and other"
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        # A curve reads its values by keys, and a sample its tokens.
+        page.locator("#curves svg").first.focus()
+        page.keyboard.press("ArrowLeft")
+        assert re.match(r"step 10: run: [\d.]+; other: [\d.]+$", page.locator("#curves output").first.inner_text())
+        page.get_by_role("button", name="Show sample 2 of run: step 1, group 0").press("Enter")
+        assert page.evaluate("document.activeElement.textContent") == "run: step 1, group 0"
+        assert page.locator(".model").inner_text().startswith("</script><script>document.title")
+        page.get_by_label("coloured by").select_option("mismatch")
+        page.locator(".tokens").focus()
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowRight")
+        assert page.locator(".tokens + output").inner_text() == (
+            'token 2, " b": advantage 0, mismatch 0.001, surprise 2, not trained'
+        )
+        page.locator("#samples .controls select").nth(1).select_option("failed rewards")
+        assert page.locator("#samples output").first.inner_text() == "0 of the 24 samples in this page."
+        page.locator("#samples .controls select").nth(1).select_option("all")
+        page.locator("#samples .controls input").fill("ONERROR")
+        assert page.locator("#samples output").first.inner_text() == "24 of the 24 samples in this page."
+        nameless = page.evaluate(
+            """[...document.querySelectorAll("input, select, button, svg, [role=region], [tabindex='0']")].filter((x) =>
+               !(x.getAttribute("aria-label") || x.closest("label")?.textContent.trim() || x.textContent.trim()))
+               .map((x) => x.outerHTML)"""
+        )
+        assert nameless == []
+        assert page.title() == "tunix report: run and other"
+        assert said == []
+        assert fetched == [file.as_uri()]

@@ -34,9 +34,9 @@ Ends = Mapping[str, tuple[float, float]]
 Item = TypeVar("Item")
 
 TEMPLATE = Path(__file__).with_name("report.html")
-READ = {"metrics.jsonl": 32_000_000, "samples.jsonl": 32_000_000, "spans.jsonl": 4_000_000, "judge.jsonl": 4_000_000}
+READ = {"metrics.jsonl": 12_000_000, "samples.jsonl": 32_000_000, "spans.jsonl": 4_000_000, "judge.jsonl": 4_000_000}
 """Bytes of each file that are parsed, about; of a longer one every n-th step is."""
-MOST_EVALUATIONS = 5_000
+MOST_EVALUATIONS = 1_000
 """Rows with evaluations that are read whatever their step."""
 POINTS, POINTS_OF_ALL = 400, 30_000
 """Maximum points of a curve, and of all curves of the page."""
@@ -114,7 +114,9 @@ ALARMS = (
         "held-out reward falls",
         ("reward/mean", "eval/reward"),
         "reward/mean rises while eval/reward falls",
-        lambda ends: ends["reward/mean"][1] > ends["reward/mean"][0] and ends["eval/reward"][1] < ends["eval/reward"][0],
+        lambda ends: (
+            ends["reward/mean"][1] > ends["reward/mean"][0] and ends["eval/reward"][1] < ends["eval/reward"][0]
+        ),
         "What is learned of the training prompts does not carry over: a sign of overfitting or of reward hacking.",
         "Take an earlier checkpoint, more prompts, algorithm.kl, or a lower learning rate.",
     ),
@@ -190,7 +192,7 @@ def reports(run: Path, other: Path | None = None, out: Path | None = None, watch
 
 
 def page(runs: List[Path], watch: bool = False) -> str:
-    """The report of one or two runs as HTML; errors as of `reports`. `watch`: whether it offers to load itself again."""
+    """The report of one or two runs as HTML; errors as of `reports`. `watch`: whether it can load itself again."""
     facts = [facts_of(run, len(runs)) for run in runs]
     measured = [{name for name in run["curves"] if not name.startswith(("time/", "perf/"))} for run in facts]
     if not set.intersection(*measured):

@@ -215,13 +215,14 @@ class Samples:
 
     def add(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Writes rollouts of a step to the file, without displaying them; ids among the values of tokens as texts."""
-        listed = [{"step": step, **row} for row in rows]
-        for row in listed:
-            if self.tokenizer is not None and "per_token" in row:
-                for i in set(row["per_token"]["tokens"]) - self.texts.keys():
-                    self.texts[i] = self.tokenizer.decode([i], previous=[i])
-                texts = [self.texts[i] for i in row["per_token"]["tokens"]]
-                row["per_token"] = {**row["per_token"], "tokens": texts}
+        listed = [{"step": step, **values} for values in rows]
+        if tokenizer := self.tokenizer:
+            for sample in (sample for sample in listed if "per_token" in sample):
+                ids = sample["per_token"]["tokens"]
+                for i in set(ids) - self.texts.keys():
+                    # After another token, where a tokenizer keeps the space before it.
+                    self.texts[i] = tokenizer.decode([i], previous=[i]) or tokenizer.decode([i])
+                sample["per_token"] = {**sample["per_token"], "tokens": [self.texts[i] for i in ids]}
         if listed:
             append_rows(self.path, listed)
 
