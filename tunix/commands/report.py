@@ -194,6 +194,10 @@ def reports(run: Path, other: Path | None = None, out: Path | None = None, watch
 def page(runs: List[Path], watch: bool = False) -> str:
     """The report of one or two runs as HTML; errors as of `reports`. `watch`: whether it can load itself again."""
     facts = [facts_of(run, len(runs)) for run in runs]
+    # As much of their paths as tells them apart.
+    paths = [run.resolve().parts for run in runs]
+    length = next((n for n in range(1, len(paths[0])) if len({path[-n:] for path in paths}) == len(runs)), 1)
+    facts = [{"name": "/".join(path[-length:]), **run} for path, run in zip(paths, facts, strict=True)]
     measured = [{name for name in run["curves"] if not name.startswith(("time/", "perf/"))} for run in facts]
     if not set.intersection(*measured):
         raise UserError(f"{runs[0]} and {runs[-1]} have no metric in common, so that there is nothing to compare")
@@ -239,18 +243,18 @@ def facts_of(run: Path, share: int = 1) -> Row:
             series["samples/repetition"] = [(step, fmean(values)) for step, values in sorted(repetition.items())]
         spans, _ = _rows(run / "spans.jsonl")
         for row in spans:
-            assert all(len(span) == 4 and span[2] <= span[3] for span in row["spans"]), "spans of another kind"
+            begin = min(span[2] for span in row["spans"])
+            row["spans"] = [(name, thread, start - begin, end - begin) for name, thread, start, end in row["spans"]]
         verdicts = [row["verdict"] for row in _rows(run / "judge.jsonl")[0]]
         # What it said of rows that were dropped or cut.
         log = (run / "log.txt").read_text("utf-8", "replace").splitlines() if (run / "log.txt").is_file() else []
         shown = _shown_samples(samples, SAMPLES // share)
-    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, OverflowError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         told = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise UserError(f"{run} is damaged, or of another version of tunix: {told}") from error
     if not series:
         raise UserError(f"{run} has recorded no metrics yet: the first row is written after the first step")
     return {
-        "name": run.resolve().name,
         "step": rows[-1]["step"],
         "steps": recipe.get("steps"),
         "every": every,
