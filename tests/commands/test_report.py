@@ -243,7 +243,6 @@ def test_a_run_that_goes_on_is_followed(tmp_path: Path, monkeypatch: pytest.Monk
 RAISED: dict[str, dict[str, tuple[float, float]]] = {
     "entropy collapse": {"policy/entropy": (2.0, 0.49)},
     "length drift": {"rollout/length": (100.0, 151.0)},
-    "length collapse": {"rollout/length": (100.0, 49.0)},
     "repetition drift": {"samples/repetition": (0.1, 0.26)},
     "held-out reward falls": {"reward/mean": (0.1, 0.2), "eval/reward": (0.3, 0.29)},
     "dead groups": {"reward/signal": (0.9, 0.29)},
@@ -256,7 +255,6 @@ RAISED: dict[str, dict[str, tuple[float, float]]] = {
 QUIET: dict[str, dict[str, tuple[float, float]]] = {
     "entropy collapse": {"policy/entropy": (2.0, 0.51)},
     "length drift": {"rollout/length": (100.0, 149.0)},
-    "length collapse": {"rollout/length": (100.0, 51.0)},
     "repetition drift": {"samples/repetition": (0.1, 0.24)},
     "held-out reward falls": {"reward/mean": (0.1, 0.2), "eval/reward": (0.3, 0.31)},
     "dead groups": {"reward/signal": (0.1, 0.31)},
@@ -284,6 +282,12 @@ def test_alarms(table: Mapping[str, Mapping[str, tuple[float, float]]], state: s
         )
         # Of too few values, or without one of its metrics, it says nothing.
         assert {alarm["state"] for alarm in alarms_of({name: x[:4] for name, x in series.items()})} == {"unknown"}
+
+
+@pytest.mark.parametrize(("end", "state"), [(49.0, "raised"), (51.0, "quiet")])
+def test_shorter_answers_raise_an_alarm_too(end: float, state: str):
+    series = {"rollout/length": [(step, 100.0 if step < 5 else end) for step in range(10)]}
+    assert {x["title"]: x["state"] for x in alarms_of(series)}["length drift"] == state
 
 
 def test_repetition_is_measured_of_the_samples(tmp_path: Path):

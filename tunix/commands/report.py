@@ -27,8 +27,6 @@ from tunix.util.atomic_io import refuse_out, write_text_atomic
 from tunix.util.yaml_io import read_mapping
 
 Row = dict[str, Any]
-Series = Mapping[str, List[tuple[int, float]]]
-"""Metric -> (step, value) of each row that has it."""
 Ends = Mapping[str, tuple[float, float]]
 """Metric -> the mean of its first fifth and of its last fifth."""
 Item = TypeVar("Item")
@@ -44,10 +42,6 @@ TEXT, ITEMS = 6_000, 1_500
 """Characters of a text and items of a list beyond which the page leaves the rest out."""
 SAMPLES, SPANS, VERDICTS, RECIPE = 2_000_000, 300_000, 200_000, 200_000
 """Bytes of the page for each, of all runs together."""
-WORST = 10
-"""Samples that are shown of each kind that is looked for, such as those of the largest mismatch."""
-WATCHED_EVERY = 5.0
-"""Seconds between two looks at a run that is watched."""
 STEP = re.compile(rb'\{"step": (\d+)[,}]')
 UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
 """Letters that could end an element, and halves of letters, which UTF-8 does not have."""
@@ -73,10 +67,6 @@ class Alarm:
     """What to do."""
 
 
-def _above(name: str, limit: float) -> Callable[[Ends], bool]:
-    return lambda ends: ends[name][1] > limit
-
-
 ALARMS = (
     Alarm(
         "entropy collapse",
@@ -89,18 +79,12 @@ ALARMS = (
     Alarm(
         "length drift",
         ("rollout/length",),
-        "more than 1.5 times what it was",
-        lambda ends: ends["rollout/length"][1] > 1.5 * ends["rollout/length"][0],
-        "Longer answers may be what the task wants, or what the reward pays for: a sign of reward hacking.",
-        "Read the longest samples. Without a better reward on held-out rows: preset dr_grpo, or overlong_buffer.",
-    ),
-    Alarm(
-        "length collapse",
-        ("rollout/length",),
-        "less than half of what it was",
-        lambda ends: ends["rollout/length"][1] < 0.5 * ends["rollout/length"][0],
-        "The policy has found that short answers score as well, or that a penalty is cheaper to avoid than to answer.",
-        "Read the samples of the highest rewards, and have the reward check what a short answer leaves out.",
+        "more than 1.5 times, or less than half, of what it was",
+        lambda ends: (
+            not 0.5 * ends["rollout/length"][0] <= ends["rollout/length"][1] <= 1.5 * ends["rollout/length"][0]
+        ),
+        "The task may want such answers, or the reward pays for their length alone: a sign of reward hacking.",
+        "Read the longest and the best samples. If held-out rewards do not rise: preset dr_grpo, overlong_buffer.",
     ),
     Alarm(
         "repetition drift",
@@ -132,7 +116,7 @@ ALARMS = (
         "truncated answers",
         ("rollout/truncated",),
         "above 0.1",
-        _above("rollout/truncated", 0.1),
+        lambda ends: ends["rollout/truncated"][1] > 0.1,
         "Answers are cut off at the limit before they end, and are scored as if they had.",
         "Raise data.completion_length, or set algorithm.mask_truncated or overlong_buffer.",
     ),
@@ -140,7 +124,7 @@ ALARMS = (
         "failed rewards",
         ("reward/failed",),
         "above 0.02",
-        _above("reward/failed", 0.02),
+        lambda ends: ends["reward/failed"][1] > 0.02,
         "A reward raised an error or took too long, and its samples are left out.",
         "The samples below, filtered by failed rewards, have the reasons: fix the function, or raise its deadline.",
     ),
@@ -156,7 +140,7 @@ ALARMS = (
         "stale tokens",
         ("rollout/stale",),
         "above 0.3",
-        _above("rollout/stale", 0.3),
+        lambda ends: ends["rollout/stale"][1] > 0.3,
         "Much of what is learned from was sampled by earlier weights.",
         "Lower rollout.max_staleness or rollout.oversample, or set algorithm.correction.",
     ),
@@ -188,7 +172,7 @@ def reports(run: Path, other: Path | None = None, out: Path | None = None, watch
         if not watch:
             return
         before = sizes
-        time.sleep(WATCHED_EVERY)
+        time.sleep(5.0)
 
 
 def page(runs: List[Path], watch: bool = False) -> str:
@@ -199,7 +183,7 @@ def page(runs: List[Path], watch: bool = False) -> str:
     length = next((n for n in range(1, len(paths[0])) if len({path[-n:] for path in paths}) == len(runs)), 1)
     facts = [{"name": "/".join(path[-length:]), **run} for path, run in zip(paths, facts, strict=True)]
     measured = [{name for name in run["curves"] if not name.startswith(("time/", "perf/"))} for run in facts]
-    if not set.intersection(*measured):
+    if len(runs) > 1 and not measured[0] & measured[1]:
         raise UserError(f"{runs[0]} and {runs[-1]} have no metric in common, so that there is nothing to compare")
     said = {"runs": facts, "watch": watch, "written": time.strftime("%Y-%m-%d %H:%M:%S")}
     template = TEMPLATE.read_text(encoding="utf-8")
@@ -250,8 +234,8 @@ def facts_of(run: Path, share: int = 1) -> Row:
         log = (run / "log.txt").read_text("utf-8", "replace").splitlines() if (run / "log.txt").is_file() else []
         shown = _shown_samples(samples, SAMPLES // share)
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
-        told = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise UserError(f"{run} is damaged, or of another version of tunix: {told}") from error
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise UserError(f"{run} is damaged, or of another version of tunix: {reason}") from error
     if not series:
         raise UserError(f"{run} has recorded no metrics yet: the first row is written after the first step")
     return {
@@ -271,7 +255,7 @@ def facts_of(run: Path, share: int = 1) -> Row:
     }
 
 
-def alarms_of(series: Series) -> list[dict[str, Any]]:
+def alarms_of(series: Mapping[str, List[tuple[int, float]]]) -> list[dict[str, Any]]:
     """The alarms that a run's metrics raise, and those that cannot be judged since a metric was not recorded.
 
     Args:
@@ -308,38 +292,32 @@ def _rows(path: Path) -> tuple[list[Row], int]:
     if not path.is_file():
         return [], 1
     every = math.ceil(path.stat().st_size / READ[path.name]) or 1
-    rows, pending = list[Row](), list[tuple[int, bytes]]()
+    chosen, pending = list[tuple[int, bytes]](), list[tuple[int, bytes]]()
     evaluations, latest = 0, -1
-
-    def parsed(number: int, line: bytes) -> Row:
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"line {number} of {path.name} is no JSON ({error})") from None
-        if not (isinstance(row, dict) and isinstance(row.get("step", 0), int)):
-            raise ValueError(f"line {number} of {path.name} is no object with a step")
-        return row
-
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 break
-            found = STEP.match(line)
-            step = int(found[1]) if found else parsed(number, line).get("step", number)
+            step = int(match[1]) if (match := STEP.match(line)) else number
             if step != latest:
                 latest, pending = step, []
             wanted = step % every == 0
             if not wanted and b'"eval/' in line:
                 evaluations += 1
                 wanted = evaluations <= MOST_EVALUATIONS or evaluations % every == 0
-            if wanted:
-                rows.append(parsed(number, line))
-            else:
-                pending.append((number, line))
-    return rows + [parsed(number, line) for number, line in pending], every
+            (chosen if wanted else pending).append((number, line))
+    rows = list[Row]()
+    for number, line in chosen + pending:
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"line {number} of {path.name} is no JSON ({error})") from None
+        if not (isinstance(rows[-1], dict) and isinstance(rows[-1].get("step", 0), int)):
+            raise ValueError(f"line {number} of {path.name} is no object with a step")
+    return rows, every
 
 
-def _curves(series: Series, most: int) -> dict[str, list[list[Any]]]:
+def _curves(series: Mapping[str, List[tuple[int, float]]], most: int) -> dict[str, list[list[Any]]]:
     """Points `[step, value]` of each metric; of too many the neighbours are one, `[step, mean, lowest, highest]`."""
     limit = max(1, min(POINTS, most // len(series)))
     curves = dict[str, list[list[Any]]]()
@@ -362,7 +340,7 @@ def _shown_samples(samples: List[Row], most: int) -> list[Row]:
         lambda row: len(row.get("failures", ())),
         lambda row: row["repetition"],
     )
-    worst = [i for kind in kinds for i in sorted(range(len(samples)), key=lambda i: -kind(samples[i]))[:WORST]]
+    worst = [i for kind in kinds for i in sorted(range(len(samples)), key=lambda i: -kind(samples[i]))[:10]]
     by_step = [[*steps] for _, steps in groupby(range(len(samples)), key=lambda i: samples[i]["step"])]
     order = dict.fromkeys([*worst, *(i for step in _coarse_to_fine(by_step) for i in step)])
     return [row for _, row in sorted(_within([(i, _shortened(samples[i])) for i in order], most))]
