@@ -19,7 +19,7 @@ from tests.distributed.test_runs import (
 )
 from tests.fake_vllm import FakeVLLM, served
 from tests.several import several
-from tests.tiny_runs import lines, metrics, model_folder
+from tests.tiny_runs import metrics, model_folder
 from tunix.distributed.meeting import LOST
 
 pytestmark = pytest.mark.slow
