@@ -515,6 +515,14 @@ def test_completions_on_which_trainer_and_sampler_disagree_are_left_out():
     assert trained(batch, "advantages") == [[-1], [0, 0], [1, 1, 1]]
     assert update.metrics["mismatch/dropped"] == pytest.approx(1 / 3)
     assert [call for call in client.calls if call.startswith("logprobs")] == ["logprobs of policy"]
+    # What is written of the last one's tokens, for `tunix report`: log 3 is 1.0986.
+    assert update.samples[2]["per_token"] == {
+        "tokens": TOKENIZER.encode("003"),
+        "trained": [1, 1, 1],
+        "advantages": [1, 1, 1],
+        "logprobs": [-1, -1, -1],
+        "mismatch": [0, -1.0986, -1.0986],
+    }
     client = Doubling("1", "02", "003")
     assert updated(grpo(mismatch_limit=1.5, **settings), client, prompts=1).metrics["mismatch/dropped"] == 2 / 3
     client = Doubling("10", "02", "003")
