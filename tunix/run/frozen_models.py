@@ -213,11 +213,11 @@ def check_tokens_of(endpoint: Endpoint, student: Source) -> None:
     """
     where = f"teacher.path: {endpoint.url}"
     asked = {"prompt": TEXT, "return_tokens_as_token_ids": True}
-    (told,) = endpoint.begin("/completions", [{**SCORED, **asked, "model": endpoint.served}]).result()
-    listed = told["choices"][0].get("logprobs") if isinstance(told, dict) and told.get("choices") else None
+    (answer,) = endpoint.begin("/completions", [{**SCORED, **asked, "model": endpoint.served}]).result()
+    listed = answer["choices"][0].get("logprobs") if isinstance(answer, dict) and answer.get("choices") else None
     names = (listed or {}).get("tokens") or []
     if len(names) < 2:
-        why = told if isinstance(told, Failure) else "it repeats no prompt with its log-probs (echo)"
+        why = answer if isinstance(answer, Failure) else "it repeats no prompt with its log-probs (echo)"
         raise UserError(f"{where} cannot score tokens: {why}")
     if student.tokenizer is None or not all(str(name).startswith(ID) for name in names):
         return
