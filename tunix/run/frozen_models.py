@@ -201,8 +201,15 @@ def endpoint_of(config: TeacherConfig) -> Endpoint:
     Raises:
         UserError: it cannot be asked.
     """
-    url, names = str(config.path).rstrip("/"), {"served": config.served, "key_variable": config.key_variable}
-    return Endpoint(url, "teacher", key="path", deadline=DEADLINE, concurrency=CONCURRENCY, **names)
+    return Endpoint(
+        str(config.path).rstrip("/"),
+        "teacher",
+        key="path",
+        served=config.served,
+        key_variable=config.key_variable,
+        deadline=DEADLINE,
+        concurrency=CONCURRENCY,
+    )
 
 
 def check_tokens_of(endpoint: Endpoint, student: Source) -> None:

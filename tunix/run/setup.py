@@ -286,8 +286,8 @@ class Setup:
         if self.critic != "own":
             return None
         decoder = replace(self.spec.model.config, mtp=None)
-        scores = {"has_scalar_head": True, "has_lm_head": False}
-        model = replace(self.spec.model, config=decoder, **scores, simulated=(), cache_dtype=None)
+        plain = replace(self.spec.model, config=decoder, simulated=(), cache_dtype=None)
+        model = replace(plain, has_scalar_head=True, has_lm_head=False)
         rate, config = self.recipe.algorithm.learning_rate_of_critic, self.recipe.optimizer
         config = config.model_copy(update={"learning_rate": rate}) if rate else config
         trained, _ = self.dtypes(model)
