@@ -46,7 +46,7 @@ def _decode(model: Model, steps: int, weights: Any, state: Any, flow: Any, *rest
     likely = np.zeros((*shape, MOST_TOP), np.float32)
     host: tuple[Any, ...] = (np.full(shape, 97, np.int32), np.zeros(shape, np.float32), likely.astype(np.int32), likely)
     counts: Any = np.minimum(steps, flow.progress.left)
-    return state, Steps(Draw(*host), counts, None)
+    return state, Steps(Draw(*host), counts, counts, None)
 
 
 def milliseconds(slots: int, steps: int, strings: tuple[str, ...]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from tunix.algorithms.kto.config import KTOConfig
 from tunix.algorithms.ppo.config import PPOConfig
 from tunix.algorithms.reward.config import RewardModelConfig
 from tunix.algorithms.sft.config import SFTConfig
-from tunix.config import Config, Family, MeshConfig, ModelConfig
+from tunix.config import Config, Family, MeshConfig, ModelConfig, ProductsConfig
 from tunix.data.config import CurriculumConfig, RowsConfig
 from tunix.lora.config import AdapterConfig
 from tunix.models.families.table import FAMILIES, SIZE_NAMES
@@ -39,6 +39,7 @@ from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfi
 PAGE = Path(__file__).with_name("recipe.md")
 SECTIONS: dict[str, type[Config]] = {
     "model": ModelConfig,
+    "model quantization": ProductsConfig,
     "adapter": AdapterConfig,
     "quantization": QuantizationConfig,
     "quantization rules": Rule,

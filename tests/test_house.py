@@ -244,17 +244,17 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 59_292,
-    "files": 292,
-    "functions": 3_078,
-    "short functions used once": 115,
-    "short files with one importer": 12,
+    "lines": 60_705,
+    "files": 294,
+    "functions": 3_144,
+    "short functions used once": 114,
+    "short files with one importer": 13,
     "calls with bundles": 40,
-    "imports of the busiest file": 23,
-    "recipe keys": 271,
-    "recipe keys of GRPO": 37,
+    "imports of the busiest file": 24,
+    "recipe keys": 277,
+    "recipe keys of GRPO": 38,
     "files in the closure of algorithms/grpo": 15,
-    "lines in the closure of algorithms/grpo": 3_873,
+    "lines in the closure of algorithms/grpo": 3_949,
     "banned local names": 0,
     "files with private names of others": 6,
 }

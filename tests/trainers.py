@@ -1,6 +1,7 @@
 """Small real decoders, ragged sequences and trainers for the tests. RICH has every switch of the decoder on."""
 
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
@@ -89,6 +90,7 @@ def trainer(
     optimizer: OptimizerConfig | None = None,
     adapter: AdapterConfig | None = None,
     rules: Rules | None = None,
+    compute: Literal["fp8"] | None = None,
     dtype: DType = "float32",
     param_dtype: DType = "float32",
     remat: Remat = "none",
@@ -109,6 +111,7 @@ def trainer(
         "has_scalar_head": has_scalar_head,
         "has_lm_head": has_lm_head,
         "quantization": quantization(adapter),
+        "compute": compute,
     }
     model = Model(config, dtype=dtype, adapt=adapted, simulated=simulated(rules), **switches)
     params = model.init(jax.random.key(seed), dict.fromkeys(model.shapes, param_dtype), placed)

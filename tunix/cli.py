@@ -415,6 +415,21 @@ def _trace(parsed: Parsed) -> None:
 
 
 @command(
+    "one HTML file about a run, or two: curves, recipes, time, samples with their tokens, alarms",
+    "tunix report runs/grpo_gemma --watch",
+    value("run RUN", "run folder", Path),
+    value("other OTHER", "folder of a second run, which is drawn over the first", Path, nargs="?"),
+    value("--out FILE", ".html to write (RUN/report.html)", Path),
+    switch("--watch", text="write it again whenever the run has gone on, until Ctrl-C"),
+)
+def _report(parsed: Parsed) -> None:
+    from tunix.commands.report import reports
+
+    for file in filled(reports, parsed):
+        print(f"{file} is written: open it in a browser", flush=True)
+
+
+@command(
     "per-token log-probs of given rows, and their perplexity",
     "tunix score google/gemma-3-1b-it rows.jsonl --out scores.jsonl",
     MODEL,
@@ -695,6 +710,7 @@ COMMANDS = {
     "launch": _launch,
     "inspect": _inspect,
     "trace": _trace,
+    "report": _report,
     "score": _score,
     "generate": _generate,
     "eval": _eval,

@@ -148,8 +148,11 @@ class AlgorithmConfig(Config):
     """Keys -> the largest values that they have in a `--tiny` run, unless the run's overrides set them."""
     has_lm_head: ClassVar[bool] = True
     """Whether the trained model has a language-model head, so that it can be sampled; a reward model has none."""
-    learns_from_teacher: ClassVar[bool] = False
-    """Whether a recipe has to name a teacher."""
+
+    @property
+    def learns_from_teacher(self) -> bool:
+        """Whether a recipe has to name a teacher."""
+        return False
 
     @property
     def updates_per_step(self) -> int:
@@ -205,6 +208,16 @@ class AlgorithmConfig(Config):
         yield from ()
 
 
+class ProductsConfig(Config):
+    """In which numbers the matrices of the layers are multiplied."""
+
+    compute: Literal["fp8"]
+    """`fp8` multiplies 8-bit floats: weights and activations in e4m3, gradients of activations in e5m2 (Micikevicius et
+    al. 2022, https://arxiv.org/abs/2209.05433), each token and each output scaled by a power of two, summed in float32.
+    Gradients of weights, experts, routers, norms, attention, tables and head stay in `dtype`. For NVIDIA's GPUs from
+    compute capability 8.9 on (L4, L40, H100, H200, Blackwell) and TPU v7x; a CPU computes the same, slowly."""
+
+
 MtpUse = Literal["freeze", "train"]
 """What happens to a head that drafts tokens, where it is read."""
 
@@ -237,6 +250,8 @@ class ModelConfig(Config):
     gradient_sums: GradientSums = "compute"
     """Precision in which the gradients of the layers' matrices are summed over tokens and devices: that of the
     computation, or `float32`, which loses no digits over however many devices, for twice the bytes."""
+    quantization: ProductsConfig | None = None
+    """Products in fewer bits, for speed; the weights that train keep theirs, and so do those that are exported."""
     router_aux_loss_coef: float = Field(default=0.0, ge=0.0)
     """For mixtures of experts: what the loss that evens out their use is multiplied by, e.g. 0.001. It is off by
     default: in RL it disturbs what is learned. The use is that of the whole batch, so `micro_batch_size` changes

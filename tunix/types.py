@@ -177,6 +177,9 @@ class Batch:
     """The segment that a token sees besides its own (all of it comes earlier in the row), or its own again, e.g.
     `[1, 1, 1, 1, 1, 1, 0, 0]`: a prompt is computed once for the completions that are compared. None where no sequence
     shares anything."""
+    interleaved: bool = field(default=False, metadata={"static": True})
+    """Whether other segments may lie between the tokens of one, e.g. branches between those of what they continue: a
+    branch sees what stands before it in the row."""
     pictures: Pictures | None = None
     """The rows' pictures, e.g. of two in each row; None where the model sees none."""
     experts: Int[Array | np.ndarray, "B T L k"] | None = None

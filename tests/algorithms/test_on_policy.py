@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -332,6 +333,19 @@ def test_every_token_is_credited_with_what_is_still_to_come(std: str, deviation:
     np.testing.assert_allclose(np.concatenate(trained(batch, "advantages")), [-1, 1, 0, 0], atol=1e-3)
 
 
+def test_a_teacher_joins_the_advantages():
+    """Rewards 1 and 3 are -1 and 1. The teacher's log-prob is -1.5 at each token, the sampler's -1: .2 x -.5 each."""
+    client = Fake("1", "3.")
+    updated(grpo(teacher_kl=0.2), client, prompts=1)
+    assert client.calls.count("logprobs of teacher") == 1
+    batch = client.steps[0][1]
+    np.testing.assert_allclose(np.concatenate(trained(batch, "advantages")), [-1.1, 0.9, 0.9], rtol=1e-6)
+    sampled = jnp.where(jnp.asarray(batch.loss_mask), -1.0, 0.0)
+    outputs = grpo(teacher_kl=0.2).loss(LossInputs(batch, sampled))
+    drift = np.asarray(outputs.metrics["kl/teacher"])[np.asarray(batch.loss_mask)]
+    np.testing.assert_allclose(drift, 0.5)
+
+
 # --- Failures -------------------------------------------------------------------------------------------------------
 
 
@@ -501,6 +515,14 @@ def test_completions_on_which_trainer_and_sampler_disagree_are_left_out():
     assert trained(batch, "advantages") == [[-1], [0, 0], [1, 1, 1]]
     assert update.metrics["mismatch/dropped"] == pytest.approx(1 / 3)
     assert [call for call in client.calls if call.startswith("logprobs")] == ["logprobs of policy"]
+    # What is written of the last one's tokens, for `tunix report`: log 3 is 1.0986.
+    assert update.samples[2]["per_token"] == {
+        "tokens": TOKENIZER.encode("003"),
+        "trained": [1, 1, 1],
+        "advantages": [1, 1, 1],
+        "logprobs": [-1, -1, -1],
+        "mismatch": [0, -1.0986, -1.0986],
+    }
     client = Doubling("1", "02", "003")
     assert updated(grpo(mismatch_limit=1.5, **settings), client, prompts=1).metrics["mismatch/dropped"] == 2 / 3
     client = Doubling("10", "02", "003")

@@ -138,3 +138,72 @@ def test_what_shares_a_row_still_does_on_several_devices():
     assert batch.parents is not None
     owners = [sorted(set(ids[real])) for ids, real in zip(batch.sequence_ids, batch.segment_ids > 0, strict=True)]
     assert sorted(owners) == [[0, 1], [2, 3]]
+
+
+P = [7, 8, 9]
+"""A prompt that three transcripts begin with."""
+
+
+def episode() -> Sequence:
+    """Four transcripts: two answers to a prompt, of which the second is gone on with, and another prompt."""
+    transcripts = [[*P, 11, 12], [*P, 13, 14, 15], [*P, 13, 14, 15, 16, 17, 18], [1, 2, 3]]
+    trained = [[0, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1], [0, 0, 0, 0, 0, 0, 0, 1, 1], [0, 0, 1]]
+    starts = np.cumsum([len(x) for x in transcripts])[:-1]
+    made = sequence(np.concatenate(transcripts), np.concatenate(trained), place=range(sum(map(len, transcripts))))
+    return replace(made, restarts=tuple(int(x) for x in starts))
+
+
+def test_a_trie_by_hand():
+    batch = pack([episode()], 1, 20, trie=True)
+    # The second is the trunk. The first leaves it after the prompt, the third where the second is trained; the fourth
+    # shares nothing. A branch repeats the last token that it shares.
+    assert batch.tokens.tolist() == [[7, 8, 9, 11, 12, 9, 13, 14, 15, 16, 17, 18, 13, 14, 15, 1, 2, 3, 0, 0]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7, 8, 3, 4, 5, 0, 1, 2, 0, 0]]
+    assert batch.segment_ids.tolist() == [[1, 1, 2, 2, 2, 1, 4, 4, 4, 4, 4, 4, 1, 1, 1, 6, 6, 6, 0, 0]]
+    assert batch.parents is not None
+    assert batch.interleaved
+    assert batch.parents.tolist() == [[1] * 15 + [6] * 3 + [0] * 2]
+    assert batch.loss_mask.astype(int).tolist() == [[0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1, 0, 1, 1, 0, 0, 1, 0, 0]]
+    assert batch.lengths.tolist() == [7]
+    alone = pack([replace(episode(), restarts=())], 1, 23, trie=True)
+    assert alone.segment_ids.tolist() == [[1] * 23]
+    assert not pack([episode()], 1, 23).interleaved
+
+
+def test_a_trie_trains_each_token_once_and_after_the_one_before_it():
+    rng, prompt = np.random.default_rng(0), [int(x) for x in range(3, 43)]
+    for trial in range(40):
+        transcripts, trained, history = [], [], [*prompt]
+        for _ in range(8):  # a turn of 10 tokens, of which the next transcripts show the last 4
+            turn = rng.integers(50, 90, 10).tolist()
+            transcripts.append([*history, *turn])
+            trained.append(np.arange(len(history) + 10) >= len(history))
+            history = [*history, *turn[rng.integers(6, 8) :], 1, 2] if rng.random() < 0.9 else [*prompt[:20], 5]
+        starts = np.cumsum([len(x) for x in transcripts])[:-1]
+        whole, mask = np.concatenate(transcripts), np.concatenate(trained)
+        observed = np.where(rng.random(len(whole)) < (trial % 2) * 0.02, ~mask, False)
+        observed[[0, *starts]] = False
+        made = sequence(whole, mask, place=range(len(whole)), observed=observed)
+        made = replace(made, restarts=tuple(int(x) for x in starts))
+        batch = pack([made], 1, len(whole), trie=True)
+        assert batch.parents is not None
+        place, used = batch.per_token["place"][0].astype(int), batch.segment_ids[0] > 0
+        np.testing.assert_array_equal(batch.tokens[0][used], whole[place[used]])
+        read = (mask | observed).astype(bool)
+        assert sorted(place[used & read[place]]) == np.flatnonzero(read).tolist()
+        for column in np.flatnonzero(used & read[place]):
+            assert batch.tokens[0, column - 1] == whole[place[column] - 1]
+            assert batch.positions[0, column - 1] == batch.positions[0, column] - 1
+            assert batch.segment_ids[0, column - 1] == batch.segment_ids[0, column]
+        # What a token sees are its transcript's earlier tokens, in their order.
+        segments, parents = batch.segment_ids[0], batch.parents[0]
+        for column in np.flatnonzero(used):
+            seen = (segments == segments[column]) | (segments == parents[column])
+            seen &= np.arange(len(seen)) <= column
+            order = np.flatnonzero(seen)[np.argsort(batch.positions[0][seen])]
+            begin = int(max(x for x in [0, *starts] if x <= place[column]))
+            assert batch.tokens[0][order].tolist() == whole[begin : place[column] + 1].tolist()
+        if trial % 2 == 0:
+            prefixes = {tuple(x[:n]) for x in transcripts for n in range(1, len(x) + 1)}
+            assert used.sum() < 1.3 * len(prefixes)
+            assert len(whole) > 2 * len(prefixes)

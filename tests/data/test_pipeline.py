@@ -55,7 +55,7 @@ def same(a, b):
 
 def flat(batch):
     """The batch as lists, for comparisons and for JSON."""
-    given = {name: value for name, value in asdict(batch).items() if value is not None}
+    given = {name: value for name, value in asdict(batch).items() if value is not None and value is not False}
     nested = {name: value if isinstance(value, dict) else {"": value} for name, value in given.items()}
     return {name: {key: array.tolist() for key, array in arrays.items()} for name, arrays in nested.items()}
 

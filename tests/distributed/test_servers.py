@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 
 from tests.distributed.test_mistakes import until_step
-from tests.distributed.test_runs import IGNORED, assert_same_export, assert_same_numbers, write_judged
+from tests.distributed.test_runs import (
+    IGNORED,
+    assert_same_export,
+    assert_same_numbers,
+    assert_same_samples,
+    write_judged,
+)
 from tests.fake_vllm import FakeVLLM, served
 from tests.several import several
-from tests.tiny_runs import lines, metrics, model_folder
+from tests.tiny_runs import metrics, model_folder
 from tunix.distributed.meeting import LOST
 
 pytestmark = pytest.mark.slow
@@ -65,7 +71,7 @@ def test_two_processes_give_one_processs_numbers(servers: Servers, tmp_path: Pat
     assert len(metrics(two)) == len(metrics(one)) >= STEPS
     assert_same_numbers(one, two)
     assert_same_export(one, two)
-    assert lines(one / "samples.jsonl") == lines(two / "samples.jsonl")
+    assert_same_samples(one, two)
     # As often as by one process: each prompt is sampled by one of them, and weights are loaded once.
     assert asked[0] == asked[1] > STEPS * 16
     assert loads[0] == loads[1]

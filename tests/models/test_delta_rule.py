@@ -134,6 +134,33 @@ def test_branches_equal_their_whole_sequences(name):
         np.testing.assert_allclose(smooth[:, own], single, atol=1e-6)
 
 
+# The pieces of a row, each as (its length, its segment, the segment it continues); segment 1 goes on after branches.
+TRIES = {
+    "within a chunk": [(3, 1, 1), (1, 2, 1), (2, 1, 1), (1, 3, 1)],
+    "over chunks": [(9, 1, 1), (5, 2, 1), (12, 1, 1), (10, 3, 1), (3, 4, 1), (2, 1, 1), (7, 5, 5)],
+    "at the ends of chunks": [(8, 1, 1), (8, 2, 1), (8, 1, 1), (8, 3, 1), (8, 1, 1)],
+    "single tokens": [(1, 1, 1), (1, 2, 1), (1, 1, 1), (1, 3, 1), (1, 1, 1), (9, 4, 1), (1, 1, 1)],
+    "after another row's trunk": [(6, 5, 5), (4, 1, 1), (5, 2, 1), (3, 1, 1), (9, 3, 1), (4, 1, 1)],
+}
+
+
+@pytest.mark.parametrize("name", TRIES)
+def test_branches_leave_a_trunk_in_its_middle(name):
+    lengths, segments, parents = zip(*TRIES[name], strict=True)
+    ids, above = np.repeat(segments, lengths)[None], np.repeat(parents, lengths)[None]
+    inputs = drawn(ids.shape[1])
+    taps = jnp.asarray(np.random.default_rng(2).normal(size=(HK, DK, 4)), jnp.float32)
+    found, smooth = mixed(inputs, ids, 8, above), convolved(inputs[0], taps, jnp.asarray(ids), jnp.asarray(above))
+    for segment in set(segments):
+        own = np.flatnonzero(ids[0] == segment)
+        trunk = np.flatnonzero((ids[0] == above[0, own[0]]) & (np.arange(ids.shape[1]) < own[0])).tolist()
+        path, own = [*trunk, *own.tolist()], own.tolist()
+        whole = at(inputs, path)
+        np.testing.assert_allclose(found[:, own], alone(whole)[:, -len(own) :], atol=2e-6, err_msg=str(segment))
+        single = convolved(whole[0], taps, jnp.ones((1, len(path)), int))[:, -len(own) :]
+        np.testing.assert_allclose(smooth[:, own], single, atol=1e-6)
+
+
 def test_gradients_of_branches_are_the_sums_over_their_sequences():
     lengths, parents = [5, 4, 9, 3], [1, 1, 1, 1]
     ids, above = np.repeat([1, 2, 3, 4], lengths)[None], np.repeat(parents, lengths)[None]

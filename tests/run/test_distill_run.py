@@ -3,14 +3,18 @@
 import json
 import math
 import shutil
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.fake_vllm import FakeVLLM, served
 from tests.tiny_runs import RECIPE, lines, metrics, model_folder, train, write_recipe, write_rows
 from tunix.algorithms.distill.algorithm import Distill
 from tunix.algorithms.distill.config import PROMPTS
@@ -21,10 +25,12 @@ from tunix.data.tokenizer import bytes_tokenizer
 from tunix.hf.source import of_recipe
 from tunix.mesh import build_mesh
 from tunix.recipe.recipe import Recipe
+from tunix.rollout.servers.chat import Endpoint
 from tunix.run.client import client_of
-from tunix.run.frozen_models import teacher_source
+from tunix.run.frozen_models import ServedTeacher, teacher_source
 from tunix.run.setup import Setup
 from tunix.trainer.trainer import Trainer
+from tunix.types import Sequence, TeacherView
 
 TEACHER = {"path": "teacher", "dtype": "float32"}
 GIVEN: dict[str, Any] = {"algorithm": {"name": "distill"}, "teacher": TEACHER}
@@ -83,6 +89,86 @@ def test_on_its_own_text_it_is_measured_on_given_answers_too(tmp_path: Path, tea
         assert row["perf/logprobs_seconds"] > 0
     drawn = [row for row in lines(tmp_path / "run/samples.jsonl") if "completion" in row and "group" in row]
     assert len(drawn) == 4 * 2  # steps, answers to the one prompt that is shown
+
+
+def test_a_teacher_on_a_server_tells_what_it_tells_here(tmp_path: Path, teacher: Path):
+    few = {"steps": 2, "batch_size": 4, "logging": {"every": 1}}
+    train(recipe(tmp_path, OWN, few), "output=here")
+    with served(FakeVLLM(teacher, length=128)) as url:
+        train(recipe(tmp_path, OWN, few, teacher={"path": f"{url}/v1"}), "output=there")
+    for here, there in zip(stepped("here"), stepped("there"), strict=True):
+        for name in ("distill/divergence", "distill/teacher_logprob", "train/loss"):
+            assert there[name] == pytest.approx(here[name], abs=2e-5)
+        assert there["compile/count"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"teacher.path": "http://127.0.0.1:9/v1"}, "teacher.path: http://127.0.0.1:9/v1 cannot be asked"),
+        ({"teacher.dtype": "float32"}, "teacher: mesh and dtype are the server's own: leave them out"),
+        ({"teacher.served": "big"}, "teacher.served: URL/v1 has no model 'big', but "),
+        ({"teacher.key_variable": "NO_SUCH_KEY"}, "teacher.key_variable: NO_SUCH_KEY is not set in the environment"),
+        ({"algorithm.divergence": "jsd"}, "divergence: jsd compares whole distributions"),
+        ({"algorithm.on_policy": False, "algorithm.group_size": None}, "divergence: forward_kl compares whole distrib"),
+        ({"data.eval": "held.jsonl"}, "data.eval: held-out rows are compared by whole distributions"),
+        ({"rollout.temperature": 0.7}, "rollout.temperature: a teacher on a server tells log-probs of its whole"),
+        ({"rollout.top_k": 5}, "rollout.top_k: a teacher on a server"),
+        ({"teacher.path": "teacher", "teacher.served": "big"}, "teacher: served changes nothing without a server"),
+    ],
+)
+def test_what_a_teacher_on_a_server_does_not_tell_is_refused_before_weights(
+    tmp_path: Path, teacher: Path, capsys, monkeypatch, changes: dict[str, Any], said: str
+):
+    monkeypatch.setattr("tunix.run.build.client_of", lambda *_, **__: pytest.fail("weights were read"))
+    with served(FakeVLLM(teacher, length=128)) as url:
+        words = recipe(tmp_path, OWN, teacher={"path": f"{url}/v1"})
+        assert main(["run", words, *(f"{key}={json.dumps(value)}" for key, value in changes.items())]) == 2
+        assert said.replace("URL", url) in capsys.readouterr().err
+
+
+def test_a_server_scores_each_transcript_of_an_episode_by_itself():
+    """A stand-in that says -1, -2, ... of a prompt's tokens but the first, and 9 of the token that it samples."""
+
+    class Counting(Endpoint):
+        def __init__(self):
+            self.url, self.served = "http://127.0.0.1:1/v1", "big"
+
+        def begin(self, path: str, bodies: Any) -> Future[list[Any]]:
+            answers: Future[list[Any]] = Future()
+            each = [[None, *(-float(i) for i in range(1, len(body["prompt"]))), 9.0] for body in bodies]
+            answers.set_result([{"choices": [{"logprobs": {"token_logprobs": values}}]} for values in each])
+            return answers
+
+    row = Sequence(np.arange(5, dtype=np.int32), np.arange(5) > 0, restarts=(2,))
+    teacher = ServedTeacher(Counting())
+    first, second = teacher.logprobs([row, replace(row, restarts=())])
+    assert first.tolist() == [0, -1, 0, -1, -2]
+    assert second.tolist() == [0, -1, -2, -3, -4]
+    (viewed,) = teacher.logprobs([replace(row, teacher=TeacherView(np.arange(3), np.array([0, 0, 0, 1, 2])))])
+    assert viewed.tolist() == [0, 0, 0, -1, -2]
+
+
+def test_a_server_with_other_tokens_is_no_teacher(tmp_path: Path, teacher: Path, capsys):
+    other = bytes_tokenizer("llama3")
+    other.hf.add_tokens(["naïve"])
+    other.save(teacher)
+    with served(FakeVLLM(teacher, length=128)) as url:
+        assert main(["run", recipe(tmp_path, OWN, teacher={"path": f"{url}/v1"})]) == 2
+    assert f"teacher.path: {url}/v1 has other tokens" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_rewards_and_a_teacher_are_followed_together(tmp_path: Path, teacher: Path):
+    """Twenty steps with rewards that are all alike: the policy comes nearer to its teacher by the teacher alone."""
+    (tmp_path / "alike.py").write_text("def alike(completion):\n    return 1.0\n")
+    algorithm = {"name": "grpo", "group_size": 4, "teacher_kl": 1.0, "advantage": "mean"}
+    words = recipe(tmp_path, OWN, algorithm=algorithm, reward={"functions": ["alike.py:alike"]}, steps=20)
+    train(words, "optimizer.learning_rate=0.01")
+    rows = stepped()
+    assert all(row["mismatch/max"] < 1e-3 and row["compile/count"] == 0 for row in rows)
+    first, last = (sum(row["kl/teacher"] for row in part) / 4 for part in (rows[:4], rows[-4:]))
+    assert last < 0.8 * first
 
 
 @pytest.mark.slow  # tests/run/test_kill.py and tests/run/test_run.py stop others

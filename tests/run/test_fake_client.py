@@ -15,6 +15,7 @@ from tests.trainers import PLAIN
 from tunix.algorithms.base import Algorithm
 from tunix.algorithms.stream import rollouts
 from tunix.data.packing import pack
+from tunix.data.tokenizer import bytes_tokenizer
 from tunix.data.types import Accounting, Packed
 from tunix.protocols import Client
 from tunix.recipe.algorithms import ALGORITHMS, algorithm_class
@@ -28,6 +29,7 @@ from tunix.trainer.config import CheckpointConfig, LoggingConfig
 from tunix.trainer.perf import Work
 from tunix.trainer.progress import Display
 from tunix.types import Batch, Compared, Completion, Loss, LossInputs, Sampling, Sequence
+from tunix.util.atomic_io import read_rows
 
 
 class FakeClient(Client):
@@ -154,6 +156,20 @@ def job_in(folder: Path, client: FakeClient, saving: CheckpointConfig, display: 
         samples=Samples([], [], client, None, folder / "samples.jsonl", display),
         exports_adapter=False,
     )
+
+
+def test_tokens_of_samples_are_written_as_texts(tmp_path: Path):
+    """A byte is a token; of `\u00e9` there are two, each half a letter. The given rows stay as they are."""
+    tokenizer = bytes_tokenizer("llama3")
+    ids = tokenizer.encode("a \u00e9")
+    rows = [{"group": 0, "per_token": {"tokens": ids, "trained": [1, 1, 1, 1]}}, {"group": 1}]
+    samples = Samples([], [], FakeClient(), tokenizer, tmp_path / "samples.jsonl", Display("run", 4, 0))
+    samples.add(3, rows)
+    assert read_rows(tmp_path / "samples.jsonl") == [
+        {"step": 3, "group": 0, "per_token": {"tokens": ["a", " ", "\ufffd", "\ufffd"], "trained": [1, 1, 1, 1]}},
+        {"step": 3, "group": 1},
+    ]
+    assert rows[0]["per_token"]["tokens"] == ids
 
 
 def test_a_whole_loop(tmp_path: Path):

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.run.test_kill import assert_killed_it_ends_alike
@@ -57,11 +58,15 @@ def write(folder: Path, **changes: Any) -> Path:
 def test_transcripts_of_an_episode_are_trained_as_they_were_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     seen: list[Sequence] = []
+    saved: list[int] = []
     real = packing.pack
 
     def pack(sequences, *rest, **options):
         seen.extend(sequences)
-        return real(sequences, *rest, **options)
+        batch, alone = (real(sequences, *rest, **{**options, "trie": trie}) for trie in (options["trie"], False))
+        assert batch.interleaved
+        saved.append(int(np.sum(alone.segment_ids > 0) - np.sum(batch.segment_ids > 0)))
+        return batch
 
     monkeypatch.setattr("tunix.run.inputs.pack", pack)
     train(str(write(tmp_path)))
@@ -69,6 +74,7 @@ def test_transcripts_of_an_episode_are_trained_as_they_were_sampled(tmp_path: Pa
     assert all(row["mismatch/max"] < 1e-4 and row["compile/count"] == 0 for row in rows)
     assert max(row["rollout/turns"] for row in rows) > 1
     assert any(len(x.restarts) == 2 for x in seen)
+    assert max(saved) > 0  # what transcripts begin with is computed once
 
 
 @pytest.mark.slow

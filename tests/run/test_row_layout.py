@@ -42,6 +42,19 @@ def setup(**changes) -> Setup:
     return Setup(recipe, Source(BIG, None), GRPO(GRPO.Config()), one_device())
 
 
+def test_transcripts_share_what_they_begin_with_where_turns_are_prompted_by_a_template():
+    """Kernels are chosen for rows whose segments see others, though no answers share a row."""
+    played = {"environment": "guess.py:Guess"}
+    appended, template = setup(rollout=played), setup(rollout={**played, "history": "template"})
+    agent = setup(rollout={"environment": {"name": "agent", "agent": {"command": ["python"], "reward": "file"}}})
+    assert [x.trie for x in (appended, template, agent)] == [False, True, True]
+    assert [x.branched for x in (appended, template, agent)] == [False, True, True]
+    row = Sequence(np.arange(1, 9, dtype=np.int32), np.arange(8) > 0)
+    for trie in (False, True):
+        placed = Microbatcher(1, one_device()).place(pack([row], 1, 8, trie=trie))
+        assert placed.at(0).interleaved == trie
+
+
 def test_tokens_of_a_row():
     # 64 + 64; two of them are 63 + 65 + 65, eight 63 + 8 x 65.
     assert [row_length(k, 128, 64) for k in (1, 2, 8)] == [128, 193, 583]

@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from benchmarks.servers import PYTHON, WHY, real
+from benchmarks.servers import PYTHON, WHY, ours, real
 from tests.hf.test_stops import CHAT, TURNS
 from tests.real_vllm import FAMILIES, MIXTURES, family_folder, greedy, likelihoods
 from tests.run.test_rl_run import steps
+from tests.tiny_models import randomise
 from tests.tiny_rl import write_policy
 from tests.tiny_runs import train, write_recipe, write_rows
 from tunix.cli import main
@@ -101,6 +102,23 @@ def test_truncated_sampling_is_replayed(tmp_path: Path):
         train("r.yaml")
     alike()
     assert max(row["policy/entropy"] for row in steps("run")) < math.log(10)
+
+
+@pytest.mark.parametrize("server", [real, ours], ids=["vllm", "tunix serve"])
+def test_a_teacher_on_a_server_tells_what_it_tells_here(server: Any, tmp_path: Path):
+    model, teacher = (family_folder(tmp_path / name, "llama") for name in ("model", "teacher"))
+    whole = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+    randomise(whole, 1)
+    whole.save_pretrained(teacher)
+    changes = {"model": {"path": str(model), "dtype": "float32"}, "algorithm__teacher_kl": 0.5}
+    write_policy(Path(), **changes, teacher={"path": str(teacher), "dtype": "float32"})
+    train("r.yaml", "output=here")
+    with server(teacher, tmp_path / "log") as url:
+        write_policy(Path(), **changes, teacher={"path": f"{url}/v1"})
+        train("r.yaml", "output=there")
+    for here, there in zip(steps("here"), steps("there"), strict=True):
+        assert there["kl/teacher"] == pytest.approx(here["kl/teacher"], abs=1e-4)
+        assert abs(here["kl/teacher"]) > 0.01
 
 
 def test_stop_strings(tmp_path: Path):

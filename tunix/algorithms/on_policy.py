@@ -40,6 +40,7 @@ from tunix.algorithms.episodes import (
 from tunix.algorithms.ops import (
     IMPORTANCE_BOUNDS,
     REFERENCE,
+    TEACHER,
     compared_with_sampler,
     importance_weight,
     kl_estimate,
@@ -59,7 +60,7 @@ from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling,
 LOGPROBS: Mapping[str, Literal["policy", "reference", "teacher"]] = {
     "old_logprobs": "policy",
     REFERENCE: "reference",
-    "teacher_logprobs": "teacher",
+    TEACHER: "teacher",
 }
 """Per-token values that are log-probs -> the model that gives them."""
 
@@ -303,7 +304,17 @@ class PolicyGradient(OnPolicy):
             mean = float(sequence.per_token["advantages"][sequence.loss_mask].mean())
             # Of a sample of weight 0 it need not be a finite number.
             advantage = mean if math.isfinite(mean) else 0.0
-            samples.append({**row(place // len(groups[0]), episode), "advantage": advantage})
+            arrays, begin = sequence.per_token, len(episode.prompt.tokens)
+            shown = {"advantages": arrays["advantages"][begin:], "logprobs": episode.completion.logprobs}
+            if "old_logprobs" in arrays and "sampler_logprobs" in arrays:
+                shown["mismatch"] = (arrays["old_logprobs"] - arrays["sampler_logprobs"])[begin:]
+            per_token = {
+                "tokens": episode.completion.tokens.tolist(),
+                "trained": sequence.loss_mask[begin:].astype(int).tolist(),
+                **{name: np.nan_to_num(np.asarray(x, np.float64)).round(4).tolist() for name, x in shown.items()},
+            }
+            common = row(place // len(groups[0]), episode)
+            samples.append({**common, "advantage": advantage, "per_token": per_token})
         # `updates` parts of the prompts, `epochs` times; parts in which nothing counts are left out.
         prompts = np.array_split(np.arange(len(groups)), min(config.updates, len(groups)))
         parts = [[sequences[p * len(groups[0]) + i] for p in part for i in range(len(groups[0]))] for part in prompts]

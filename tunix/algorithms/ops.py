@@ -24,6 +24,8 @@ from tunix.types import Batch, LossInputs, LossOutputs, Over, Term
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to +-20: exp(89) overflows float32, and an infinity that a clip hides has NaN gradients."""
 
+TEACHER = "teacher_logprobs"
+"""Name of the teacher's log-probs among the arrays of a sequence."""
 REFERENCE = "reference_logprobs"
 """The per-token value in place of `LossInputs.reference_logprobs` where these were computed before the step."""
 

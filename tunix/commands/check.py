@@ -174,8 +174,8 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
     if decoder is not None and adapter is not None and adapter.source is None:
         with report.noting("adapter.targets"):
             adapter.targeted_in(decoder)
-    if recipe.teacher is not None and recipe.teacher.path and not recipe.teacher.is_policy:
-        _decoder("teacher.path", recipe.teacher.path, recipe, report)
+    if (teacher := recipe.teacher) is not None and teacher.path and not (teacher.is_policy or teacher.is_served):
+        _decoder("teacher.path", teacher.path, recipe, report)
     if rewards is not None and rewards.model:
         _decoder("reward.model", rewards.model, recipe, report)
     if rewards is not None and (judge := rewards.judge) is not None:

@@ -12,6 +12,12 @@ theirs.
 
 A branch repeats the last token that both share: its state predicts the first token that differs.
 
+Transcripts of an episode may be a trie: the others branch off one of them, the trunk, which goes on after them.
+
+    row      p0 p1 p2 | p3 a0 a1 | p3 b0 b1 b2 | b3 c0 | b3 d0 d1 |
+    segment   1  1  1 |  2  2  2 |  1  1  1  1 |  3  3 |  1  1  1 |
+    parent    1  1  1 |  1  1  1 |  1  1  1  1 |  1  1 |  1  1  1 |
+
 A sequence for a model with a scalar head has one extra position after its last token, where the score is read.
 
 Axes: B rows, T time, S sequences.
@@ -54,6 +60,7 @@ def pack(
     together: int = 1,
     multiple: int = 1,
     pictures: int = 0,
+    trie: bool = False,
 ) -> Batch:
     """Packs up to `size` sequences into rows of `max_length` tokens.
 
@@ -70,6 +77,8 @@ def pack(
         multiple: the number of rows is one of it, e.g. 8 for eight devices; rows that are `wrapped` or not packed may
             be empty at the end, all others are filled evenly.
         pictures: pictures of a row at most, where the sequences have some; 0 where none has.
+        trie: whether transcripts of an episode share what they begin with, which is computed once; where sequences of a
+            unit have several, they share nothing with each other.
 
     Returns:
         A batch of numpy arrays; `sequence_ids` are indices into `sequences`; a shared beginning has that of the unit's
@@ -103,23 +112,25 @@ def pack(
         for name, values in {"loss_mask": sequence.loss_mask, **sequence.per_token}.items():
             if len(values) != len(sequence.tokens):
                 raise ValueError(f"{name} of sequence {i} has {len(values)} values for {len(sequence.tokens)} tokens")
-    # Of each piece, unit by unit: its sequence, first and end place there, the place of position 0, unit, and the piece
-    # that it also sees, itself where there is none.
-    pieces: list[tuple[int, int, int, int, int, int]] = []
+    # Of each piece, unit by unit: its sequence, first and end place there, the place of position 0, unit, the piece
+    # that it goes on with and the one that it also sees, itself where there is none.
+    pieces: list[tuple[int, int, int, int, int, int, int]] = []
     for number, start in enumerate(range(0, len(sequences), unit)):
         # The last common token is repeated in each branch.
         group = sequences[start : start + unit]
-        # Transcripts of an episode stay together and share nothing: scores of sequences are read back whole.
+        # Scores of sequences are read back whole, so that transcripts share nothing but in a trie.
         shares = packing and unit > 1 and not any(sequence.restarts for sequence in group)
         shared = shared_tokens(group) - 1 if shares else 0
         parent = len(pieces)
         if shared > 0:
-            pieces.append((start, 0, shared, 0, number, parent))
+            pieces.append((start, 0, shared, 0, number, parent, parent))
         for i, sequence in enumerate(group, start=start):
-            for zero, end in pairwise((0, *sequence.restarts, len(sequence.tokens))):
-                sees = parent if shared > 0 else len(pieces)
-                pieces.append((i, max(zero, shared), end, zero, number, sees))
-    owner_of, begin_of, end_of, zero_of, unit_of, parent_of = np.array(pieces, np.int64).T
+            trunk = len(pieces)
+            for begin, end, zero, goes_on, branches in branched(sequence, trie and bool(packing)):
+                this = trunk if goes_on else len(pieces)
+                sees = parent if shared > 0 else trunk if branches else this
+                pieces.append((i, max(begin, shared), end, zero, number, this, sees))
+    owner_of, begin_of, end_of, zero_of, unit_of, first_of, parent_of = np.array(pieces, np.int64).T
     # The pictures of each piece, which has whole ones: text that all share follows them.
     pictures_of: list[Pictures] = []
     if pictures:
@@ -130,6 +141,7 @@ def pack(
     seen = np.array([x.number for x in pictures_of]) if pictures else np.zeros_like(owner_of)
     sizes = end_of - begin_of
     row_of, start_of, segment_of = _placed(sizes, unit_of, max_length, packing, multiple, seen, pictures)
+    segment_of = segment_of[first_of]
     rows = -(-(int(row_of.max()) + 1) // multiple) * multiple
     piece = np.repeat(np.arange(len(sizes)), sizes)
     within = np.arange(len(piece)) - (np.cumsum(sizes) - sizes)[piece]
@@ -215,12 +227,59 @@ def pack(
             for name in first.per_token
         },
         per_sequence=per_sequence,
-        parents=in_rows(segment_of[parent_of][piece], np.int32) if unit > 1 and packing else None,
+        parents=in_rows(segment_of[parent_of][piece], np.int32) if (unit > 1 or trie) and packing else None,
+        interleaved=trie and bool(packing),
         pictures=packed_pictures,
         experts=replayed([x.experts for x in sequences]),
         candidates=replayed([x.candidates for x in sequences]),
         teacher=tuple(views) or None,
     )
+
+
+def branched(sequence: Sequence, trie: bool) -> list[tuple[int, int, int, bool, bool]]:
+    """The pieces of a sequence's transcripts, in their order in a row.
+
+    Of a trie, the trunk is the transcript with which the others share most. Each branches off where they differ, or
+    before, so that no token is left out which is trained or observed there, nor parted from the one before it.
+
+    Args:
+        sequence: has `restarts`.
+        trie: whether its transcripts share what they begin with; else each is one piece.
+
+    Returns:
+        Of each: its first place in the sequence and its end, the place of position 0, whether it goes on with the first
+        piece, which is the trunk's, and whether it sees it.
+    """
+    bounds = list(pairwise((0, *sequence.restarts, len(sequence.tokens))))
+    if not trie or len(bounds) == 1:
+        return [(zero, end, zero, False, False) for zero, end in bounds]
+    read = sequence.loss_mask.astype(bool) | (sequence.per_token.get(OBSERVED, 0.0) > 0)
+
+    def leaves(trunk: int) -> list[int]:
+        """The place in the trunk where each transcript leaves it; 0 for the trunk."""
+        places = []
+        begin, trunk_end = bounds[trunk]
+        for zero, end in bounds:
+            most = min(end - zero, trunk_end - begin) if zero != begin else 0
+            this, other = np.s_[zero : zero + most], np.s_[begin : begin + most]
+            ends = np.append((sequence.tokens[this] != sequence.tokens[other]) | read[this], True)
+            shared = int(np.argmax(ends))
+            # The last shared token is repeated.
+            places.append(max([0, *np.flatnonzero(~read[begin : begin + shared]).tolist()]))
+        return places
+
+    trunk = max(range(len(bounds)), key=lambda i: sum(leaves(i)))
+    begin, end = bounds[trunk]
+    pieces, alone, done = [], [], 0
+    for place, (zero, stop) in sorted(zip(leaves(trunk), bounds, strict=True)):
+        if place > done:
+            pieces.append((begin + done, begin + place, begin, True, False))
+            done = place
+        if place:
+            pieces.append((zero + place, stop, zero, False, True))
+        elif zero != begin:
+            alone.append((zero, stop, zero, False, False))
+    return [*pieces, (begin + done, end, begin, True, False), *alone]
 
 
 def shared_tokens(group: List[Sequence]) -> int:

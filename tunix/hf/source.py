@@ -40,7 +40,7 @@ from tunix.hf.picture_settings import with_reader
 from tunix.hf.run_export import exported
 from tunix.hf.safetensors_io import check_tensors, some
 from tunix.lora.adapt import adapt, merge, quantization
-from tunix.lora.config import AdapterConfig
+from tunix.lora.config import NOT_IN_FP8, AdapterConfig
 from tunix.models.config import DecoderConfig, is_own, trains
 from tunix.models.families.table import (
     FAMILIES,
@@ -408,6 +408,8 @@ def adapted(
     """
     adaptation, rounding = adapt(adapter, decoder) if adapter else None, quantization(adapter)
     if rounding is not None:
+        if config.quantization is not None:  # an adapter's folder may say qlora where the recipe does not
+            raise UserError(f"model.quantization: compute {config.quantization.compute}: {NOT_IN_FP8}")
         check_supported(rounding)
     if config.router_aux_loss_coef and decoder.experts is None:
         raise UserError(f"model.router_aux_loss_coef: {decoder.family} has no experts whose use it would even out")
@@ -417,6 +419,7 @@ def adapted(
         attention=config.attention,
         remat="block" if config.remat == "auto" else config.remat,
         gradient_sums=config.gradient_sums,
+        compute=None if config.quantization is None else config.quantization.compute,
         router_aux_loss_coef=config.router_aux_loss_coef,
         adapt=adaptation,
         quantization=rounding,

@@ -16,6 +16,12 @@ Table = Literal["embed_tokens", "lm_head"]
 TABLES: dict[Table, str] = {"embed_tokens": "embed/w", "lm_head": "head/w"}
 """Hugging Face's names of the tables -> ours."""
 
+NOT_IN_FP8 = (
+    "`adapter.kind: qlora` keeps its base in tiles, which are dequantized before each product: take `kind: lora`, or "
+    "leave one of the two keys out"
+)
+"""Why a rounded base is not multiplied in 8 bits."""
+
 
 class LowRank(NamedTuple):
     """The rank and scale of one module's adapter."""

@@ -114,7 +114,10 @@ def _last_root(ids: Int[Array, "B T"], parents: Int[Array, "B T"]) -> Int[Array,
 
 def before_each(ids: Int[Array, "B T"], parents: Int[Array, "B T"] | None) -> Int[Array, "B T"]:
     """The index of the token before each one in its sequence; -1 for a sequence's first token."""
-    start = -1 if parents is None else jnp.where(parents == ids, -1, _last_root(ids, parents))
+    start: jax.Array | int = -1
+    if parents is not None:  # what goes on behind other segments: a branch, or a trunk
+        root = _later(_last_root(ids, parents), 1, -1)
+        start = jnp.where(jnp.take_along_axis(ids, jnp.maximum(root, 0), axis=1) == parents, root, -1)
     return jnp.where(_later(ids, 1, -1) == ids, jnp.arange(ids.shape[1]) - 1, start)
 
 

@@ -28,7 +28,7 @@ from tunix.models.deltanet import PieceStates, SlotStates, StepView
 from tunix.models.layers import RopeTables, rms_norm, rope_tables
 from tunix.models.model import Model, Params, embedded
 from tunix.models.moe import CHOSEN
-from tunix.models.quantization.formats import in_compute
+from tunix.models.quantization.formats import SCALE, in_compute, rounded_matrix
 from tunix.models.vision import with_pictures
 from tunix.types import Pictures
 from tunix.util.exact import once
@@ -41,7 +41,7 @@ BY_ADAPTER = ("_lora_share", "_lora_gain")
 
 
 class Weights(NamedTuple):
-    """A model's weights for decoding, in the compute dtype; quantized ones as they are."""
+    """A model's weights for decoding, in the dtype in which they are multiplied; quantized ones as they are."""
 
     top: Params
     """The tables, the final norm, the tower that sees pictures, and the head that drafts tokens."""
@@ -56,30 +56,45 @@ def is_top(name: str) -> bool:
 
 
 def unstack(model: Model, params: Params) -> Weights:
-    """Copies of the weights (or of some), layer by layer, in the compute dtype.
+    """Copies of the weights (or of some), layer by layer, in the compute dtype, or in the 8 bits that are multiplied.
 
     Wide matrices are stored with their contracted axes last (`Model.turned`).
     """
 
-    def view(name: str, x: jax.Array) -> jax.Array:
-        w = in_compute(name, model.on_grid(name, x), model.dtype)
-        if name.removeprefix(LAYERS).removesuffix("/w") in model.turned:
-            w = jnp.moveaxis(w, 0, -1)
-        return constrain(jnp.copy(w), *view_axes(model, name))
+    def view(name: str, x: jax.Array) -> Params:
+        """A parameter as it is stored, and its scales where it is in 8 bits."""
+        views, module = {name: in_compute(name, model.on_grid(name, x), model.dtype)}, module_of(name)
+        if module in model.in_fp8:
+            views[name], views[name + SCALE] = rounded_matrix(views[name], model.matrices[module].contracted)
+        if module in model.turned:
+            inputs = range(model.matrices[module].contracted)
+            views[name] = jnp.moveaxis(views[name], inputs, range(-len(inputs), 0))
+        return {name: constrain(jnp.copy(view), *view_axes(model, name)) for name, view in views.items()}
 
-    top = {name: view(name, x) for name, x in params.items() if is_top(name)}
+    top = {name: view(name, x)[name] for name, x in params.items() if is_top(name)}
     stacked = [name for name in params if name.startswith(LAYERS)]
     layers: list[Params] = [{} for _ in range(model.config.num_layers)]
     for name in stacked:
         for index, number in enumerate(model.layers_of[name]):
-            layers[number][name.removeprefix(LAYERS)] = view(name, params[name][index])
+            views = view(name, params[name][index])
+            layers[number] |= {stored.removeprefix(LAYERS): x for stored, x in views.items()}
     return Weights(top, tuple(layers))
+
+
+def module_of(name: str) -> str:
+    """The module whose matrix a stacked parameter is, as `q` of `layers/q/w`."""
+    return name.removeprefix(LAYERS).removesuffix("/w")
 
 
 def view_axes(model: Model, name: str) -> Axes:
     """Logical axes of a parameter as `unstack` stores it, given its stacked name."""
-    axes = model.axes[name][name.startswith(LAYERS) :]
-    return (*axes[1:], axes[0]) if name.removeprefix(LAYERS).removesuffix("/w") in model.turned else axes
+    of_scales = name not in model.axes  # of a matrix in 8 bits, one for each output
+    name = name.removesuffix(SCALE) if of_scales else name
+    axes, module = model.axes[name][name.startswith(LAYERS) :], module_of(name)
+    if not (of_scales or module in model.turned):
+        return axes
+    inputs = model.matrices[module].contracted
+    return (None, *axes[inputs:]) if of_scales else (*axes[inputs:], *axes[:inputs])
 
 
 def magnified(model: Model) -> bool:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -62,6 +62,8 @@ PAGE = 4096
 """Bytes of a page of memory."""
 READ_LATER = "kept by "
 """Begins the names under which a stage returns keys and values that later layers read, beside auxiliary terms."""
+IN_DTYPE = ("beta", "decay")
+"""Projections that are never multiplied in 8 bits: the rates of a DeltaNet's states, a number for each head."""
 Adapt = Callable[["Block", nnx.Rngs], "Block"]
 
 
@@ -130,6 +132,8 @@ class Decoder(nnx.Module):
                 if model.quantization is not None:
                     for name, matrix in matrices.items():
                         matrix.quantize(name, model.quantization)
+                for name, projection in block.projections().items():
+                    projection.fp8 = model.compute == "fp8" and name not in IN_DTYPE
                 return block
 
             return made(rngs)
@@ -177,6 +181,9 @@ class Model:
     """How the layers' matrices are stored in few bits, norms and tables never; None stores them as they are."""
     simulated: tuple[tuple[str, Simulated], ...] = ()
     """Projections with simulated rounding (QAT) by name, and what each rounds; made by `formats.simulated`."""
+    compute: Literal["fp8"] | None = None
+    """In what the layers' matrices are multiplied (`layers.project_in_fp8`), but for `IN_DTYPE` and experts; None: in
+    `dtype`."""
     cache_dtype: CacheType | None = None
     """What attention in packed rows rounds keys and values to, as a sampler's cache does, with gradients as if it did
     not; None: nothing. What reads a cache rounds as that says."""
@@ -273,6 +280,7 @@ class Model:
         segment_ids: Int[Array, "B T"],
         *,
         parents: Int[Array, "B T"] | None = None,
+        interleaved: bool = False,
         noise: Float[Array, "B T D"] | None = None,
         dropout_keys: TokenKeys | None = None,
         pictures: Pictures | None = None,
@@ -281,12 +289,12 @@ class Model:
         """Hidden states after the final norm, and auxiliary terms, stacked over the layers that have them at all.
 
         Args:
-            parents, pictures, experts: as in `types.Batch`.
+            parents, interleaved, pictures, experts: as in `types.Batch`.
             noise: added to the embeddings (NEFTune).
             dropout_keys: a key for each token, by which adapters drop inputs; None drops nothing.
         """
         c, dtype, structures, matrices = self.config, self.dtype, self._decoder.structures, self.matrices
-        segments = Segments(segment_ids, positions, parents, **seen_ahead(pictures, c.vision))
+        segments = Segments(segment_ids, positions, parents, **seen_ahead(pictures, c.vision), interleaved=interleaved)
         x = embedded(c, params["embed/w"], tokens, dtype)
         if noise is not None:
             x = x + noise.astype(dtype)
@@ -537,26 +545,35 @@ class Model:
             mixer: the layer's (`LayerKind.mixer`).
             has_gains: the weights hold DoRA's gains in place of its magnitudes, as weights for decoding do.
         """
-        placed = {self._paths[f"layers/{name}"][1:]: x for name, x in weights.items()}
+        paths = {name: self._paths.get(f"layers/{name}") for name in weights}
+        placed = {path[1:]: weights[name] for name, path in paths.items() if path is not None}
         block, turned = self._decoder.structures[mixer].block(placed), self.turned
         for name, projection in block.projections().items():
             projection.has_gains, projection.turned = has_gains, name in turned
+            if projection.fp8:  # `kv_cache.unstack` rounded it
+                projection.w_scale, projection.quantized = nnx.Param(weights[f"{name}/w{SCALE}"]), True
         return block
 
     @property
     def turned(self) -> frozenset[str]:
-        """Projections whose matrix is stored with its contracted axes last for sampling: wide ones, on a CPU.
+        """Projections whose matrix is stored with its contracted axes last for sampling: those in 8-bit floats on a
+        GPU, whose kernels read inputs side by side, and wide ones on a CPU.
 
-        There the product of a few rows with a matrix whose rows are longer than a memory page takes 1.2 to 1.9 times
+        On a CPU the product of a few rows with a matrix whose rows are longer than a memory page takes 1.2 to 1.9 times
         as long as with the transposed matrix, whose rows are shorter.
         """
         if platform() != "cpu":
-            return frozenset()
+            return self.in_fp8 if platform() == "gpu" else frozenset()
         narrow = [name for name, x in self.matrices.items() if isinstance(x, Projection) and x.contracted == 1]
         matrices = {name: self.shapes[f"layers/{name}/w"][1:] for name in narrow}
         page = PAGE // jnp.dtype(self.dtype).itemsize
         wide = [name for name, (inputs, *rest) in matrices.items() if math.prod(rest) > max(page, inputs)]
-        return frozenset(name for name in wide if f"layers/{name}/w" not in self.quantized)
+        return frozenset(x for x in wide if f"layers/{x}/w" not in self.quantized and x not in self.in_fp8)
+
+    @cached_property
+    def in_fp8(self) -> frozenset[str]:
+        """Projections whose product is one of 8-bit floats."""
+        return frozenset(name for name, x in self.matrices.items() if isinstance(x, Projection) and x.fp8)
 
 
 @lru_cache(maxsize=16)

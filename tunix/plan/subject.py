@@ -177,7 +177,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
     teacher, config = None, recipe.teacher
     if config is not None and config.is_policy:
         teacher = Frozen(spec.model, policy.all, spec.microbatcher)
-    elif config is not None:
+    elif config is not None and not config.is_served:
         random = ModelConfig(init="random", family=config.family, sizes=config.sizes) if config.path is None else None
         model = Model(structure(random or ModelConfig(path=config.path)).decoder, dtype=config.dtype)
         teachers = mesh if config.mesh is None else build_mesh(config.mesh, divided(config, devices)[1])
@@ -194,8 +194,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
         params = model.abstract(dict.fromkeys(model.shapes, dtype), sampling_mesh or mesh)
         reward_model = Frozen(model, params, spec.microbatcher)
 
-    branched = setup.microbatcher.unit > 1
-    _, attention = attention_of(source.decoder, recipe.model, mesh, setup.length, branched=branched, tried=False)
+    _, attention = attention_of(source.decoder, recipe.model, mesh, setup.length, branched=setup.branched, tried=False)
     chosen = (
         setup.mesh_reason if mesh.size > 1 else None,
         attention,

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from tunix.algorithms.distill.config import POLICY, PROMPTS, TeacherConfig
+from tunix.algorithms.distill.config import POLICY, PROMPTS, DistillConfig, TeacherConfig
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import AlgorithmConfig, Config, MeshConfig, ModelConfig, Place, Positive, RowKind
 from tunix.data.config import EPISODES
 from tunix.errors import UserError, nearest
-from tunix.lora.config import AdapterConfig
+from tunix.lora.config import NOT_IN_FP8, AdapterConfig
 from tunix.models.families.table import from_recipe
 from tunix.models.quantization.rules import QuantizationConfig
 from tunix.recipe.algorithms import ALGORITHMS, algorithm_config
@@ -195,6 +195,17 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
         yield "adapter.from: an adapter belongs to the base that it was trained on; this one is random: set model.path"
     if recipe.optimizer.lora_plus and recipe.adapter is None:
         yield "optimizer.lora_plus: changes nothing without an adapter section, whose B it is about"
+    if model.quantization is not None:
+        key = f"model.quantization: compute {model.quantization.compute}"
+        if recipe.quantization is not None:
+            yield (
+                f"{key} and quantization: {recipe.quantization.mode} round the same matrices: the first is for speed, "
+                "the second for a model that is rounded later; leave one of them out"
+            )
+        if recipe.adapter is not None and recipe.adapter.kind == "qlora":
+            yield f"{key}: {NOT_IN_FP8}"
+        if recipe.rollout.engine == "vllm":
+            yield f"{key}: servers multiply these weights in their own dtype: sample with rollout.engine: tunix"
     if recipe.adapter is not None and recipe.adapter.dropout and recipe.algorithm.reads == RowKind.PROMPT:
         yield (
             f"adapter.dropout: {recipe.adapter.dropout:g} would have the trainer compute other log-probs than the "
@@ -214,8 +225,29 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
     if recipe.algorithm.learns_from_teacher:
         if recipe.teacher is None:
             yield f"teacher: {name} learns from one: name it, as in `teacher: {{path: google/gemma-3-4b-it}}`"
+        elif recipe.teacher.is_served:
+            yield from _unserved(recipe)
     elif recipe.teacher is not None and name in ALGORITHMS and not staged:
-        yield f"teacher: changes nothing for {name}; algorithm: {{name: distill}} learns from one"
+        follow = "; set algorithm.teacher_kl, or leave it out" if name == "grpo" else ""
+        yield f"teacher: changes nothing for {name}; algorithm: {{name: distill}} learns from one{follow}"
+
+
+def _unserved(recipe: Sections) -> Iterator[str]:
+    """Settings that need more of a teacher than a server tells: log-probs of given tokens, at temperature 1."""
+    algorithm, rollout = recipe.algorithm, recipe.rollout
+    if isinstance(algorithm, DistillConfig) and algorithm.divergence != "sampled":
+        yield (
+            f"teacher.path: a server tells log-probs of tokens, and divergence: {algorithm.divergence} compares whole "
+            "distributions: set algorithm.on_policy: true and divergence: sampled, or load the teacher here"
+        )
+    elif isinstance(algorithm, DistillConfig) and recipe.data.eval is not None:
+        yield "data.eval: held-out rows are compared by whole distributions, which a teacher on a server does not tell"
+    cuts = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
+    for key, whole in cuts.items():
+        if getattr(rollout, key) != whole:
+            yield f"rollout.{key}: a teacher on a server tells log-probs of its whole distribution: leave it at {whole}"
+    if recipe.data.pictures:
+        yield "data.pictures: a teacher on a server is shown none: load it here"
 
 
 def _ineffective_evaluation(recipe: Sections) -> Iterator[str]:

@@ -145,7 +145,7 @@ def shrunk(
             # A random model, wider than the tiny one, on the same devices.
             sizes = {**TEACHER, "vocab_size": toy["sizes"]["vocab_size"]}
             random = {"path": None, "family": toy["family"], "sizes": sizes}
-            tiny["teacher"] |= {**random, "chat_template": None, "max_length": None}
+            tiny["teacher"] |= {**random, **dict.fromkeys(("chat_template", "max_length", "served", "key_variable"))}
     if reward := sections["reward"]:
         # Generated rows have none of the columns that the recipe names.
         functions = [{**function, "columns": {}} if generated else function for function in reward["functions"]]

@@ -69,8 +69,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     setup = Setup.on(devices, recipe, source, algorithm, memory_of(devices), sampling_mesh)
     mesh = setup.mesh
     check_staleness(setup)
-    branched = setup.microbatcher.unit > 1
-    model, attention = attention_of(source.decoder, recipe.model, mesh, setup.length, branched=branched)
+    model, attention = attention_of(source.decoder, recipe.model, mesh, setup.length, branched=setup.branched)
     check_products(source.decoder, model.dtype, mesh)
     check_exchange(source.decoder, mesh)
     recipe = recipe.model_copy(update={"model": model})

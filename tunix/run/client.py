@@ -144,7 +144,7 @@ def client_of(setup: Setup, sampler: Sampler | None = None, teacher: Source | No
         critic = Learner(critic_spec, copies, {name: x for name, x in frozen.items() if name in shapes})
     client = local_client(spec, params, frozen, setup.keeps_reference, sampler, exporter, critic)
     learner = client.learner
-    if teacher is not None:
+    if setup.recipe.teacher is not None:
         learner.teacher = build_teacher(setup.recipe, teacher, source, learner)
     return client
 

@@ -17,6 +17,7 @@ from tunix.rollout.servers.handover import moves_alone
 from tunix.run.inputs import Inputs, held_out_line
 from tunix.run.kernels import experts_line
 from tunix.run.setup import Setup
+from tunix.trainer.frozen_model import Teacher
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.microbatches import TrainerSpec
@@ -53,9 +54,11 @@ def details(setup: Setup, learner: Learner, inputs: Inputs, total: int, attentio
     trained = sum(x.size for x in learner.state.params.values())
     frozen = sum(x.size for name, x in learner.frozen.items() if not is_scale(name))
     weights = f"{readable(trained)} weights train" + (f", {readable(frozen)} are frozen" if frozen else "")
-    if teacher is not None and teacher.policy is not None:
+    if isinstance(teacher, Teacher) and teacher.policy is not None:
         weights += ", which teach themselves"
-    elif teacher is not None:
+    elif not isinstance(teacher, Teacher):
+        weights += "" if recipe.teacher is None else f"; a teacher at {recipe.teacher.path}"
+    else:
         unshared = [x.size for name, x in teacher.params.items() if learner.frozen.get(name) is not x]
         shared = " on the same base" if len(unshared) < len(teacher.params) else ""
         weights += f"; a teacher of {readable(sum(unshared))}{shared} ({teacher.model.config.family})"
@@ -76,7 +79,9 @@ def details(setup: Setup, learner: Learner, inputs: Inputs, total: int, attentio
     if rules is not None:
         products = matmuls_line(rules.kinds, model.dtype, simulated=True)
     else:
-        products = matmuls_line([] if rounding is None else [(rounding.base, None)], model.dtype)
+        products = matmuls_line(
+            [] if rounding is None else [(rounding.base, None)], model.dtype, fp8=model.compute == "fp8"
+        )
     experts = experts_line(decoder, recipe.model.dtype, mesh)
     yield "; ".join(filter(None, (products, attention, experts, remat_line(setup.spec))))
     if setup.samples:

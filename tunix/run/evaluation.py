@@ -183,6 +183,8 @@ class Samples:
     path: Path
     """`samples.jsonl` of the run folder."""
     display: Display
+    texts: dict[int, str] = field(default_factory=dict)
+    """Token id -> its text, of those that were written."""
 
     def take(self, step: int) -> None:
         """Answers all prompts with the current weights; writes and displays the answers."""
@@ -212,8 +214,16 @@ class Samples:
             self.display.say(f"     expected: {_shortened(repr(str(sample['expected']).strip()))}")
 
     def add(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Writes rollouts of a step to the file, without displaying them."""
-        if listed := [{"step": step, **row} for row in rows]:
+        """Writes rollouts of a step to the file, without displaying them; ids among the values of tokens as texts."""
+        listed = [{"step": step, **values} for values in rows]
+        if tokenizer := self.tokenizer:
+            for sample in (sample for sample in listed if "per_token" in sample):
+                ids = sample["per_token"]["tokens"]
+                for i in set(ids) - self.texts.keys():
+                    # After another token, where a tokenizer keeps the space before it.
+                    self.texts[i] = tokenizer.decode([i], previous=[i]) or tokenizer.decode([i])
+                sample["per_token"] = {**sample["per_token"], "tokens": [self.texts[i] for i in ids]}
+        if listed:
             append_rows(self.path, listed)
 
 

@@ -1,9 +1,15 @@
 """Loads the teacher of a recipe: its vocabulary is checked, and its weights are placed on devices."""
 
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
+from typing import Any, overload
 
 import jax
+import numpy as np
 
+from tunix import types
 from tunix.algorithms.distill.config import TeacherConfig
 from tunix.config import ModelConfig, RowKind
 from tunix.data.chat import turn_end, with_template
@@ -11,13 +17,16 @@ from tunix.data.teacher import TeacherReader
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import NOT_THE_TEACHERS, Dropped
 from tunix.distributed import processes
-from tunix.errors import UserError
+from tunix.errors import Failure, UserError
 from tunix.hf.source import Source, beside, check_tokens, from_scratch, loaded, pretrained
 from tunix.lora.adapt import adapt
 from tunix.mesh import build_mesh
 from tunix.recipe.sections import Sections
+from tunix.rollout.servers.chat import Endpoint
+from tunix.rollout.servers.probe import TEXT
+from tunix.rollout.servers.protocol import ID
 from tunix.run.inputs import Inputs
-from tunix.trainer.frozen_model import Teacher
+from tunix.trainer.frozen_model import AtTheStudents, Teacher
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import Demand, require
 from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
@@ -49,7 +58,8 @@ def divided(teacher: TeacherConfig | None, devices: Devices | None = None) -> tu
 
 
 def teacher_source(recipe: Sections, student: Source) -> Source | None:
-    """The structure of the teacher and the location of its weights; None where the recipe has no teacher.
+    """The structure of the teacher and the location of its weights; None where the recipe has no teacher, or a server
+    has it, which is asked for the ids of a text.
 
     Raises:
         UserError: there is no such model, its vocabulary is not the student's, or its mesh does not divide it.
@@ -59,6 +69,14 @@ def teacher_source(recipe: Sections, student: Source) -> Source | None:
         return None
     if config.is_policy:
         return student
+    if config.is_served:
+        if processes.number() > 1:
+            raise UserError(
+                f"teacher.path: a server is asked by one process, and there are {processes.number()}: load it here"
+            )
+        with closing(endpoint_of(config)) as endpoint:
+            check_tokens_of(endpoint, student)
+        return None
     if config.path is None:
         source = from_scratch(ModelConfig(init="random", family=config.family, sizes=config.sizes))
     else:
@@ -103,6 +121,7 @@ def read_by_teacher(
     if config is None:
         return inputs, ()
     examples, name = inputs.examples(inputs.train, data, kind), config.path or "the random teacher"
+    notes = list[str]()
     are_chats = recipe.plays or any(part.settings.chat for part in examples.parts or [examples])
     if config.prompt and ours is None:
         raise UserError("teacher.prompt: changes nothing where rows are token ids: leave it out")
@@ -110,11 +129,18 @@ def read_by_teacher(
         if config.chat_template:
             raise UserError("teacher.chat_template: changes nothing where no chats are rendered for it: leave it out")
         reader = ours
+    elif config.is_served and config.chat_template in (None, "student"):
+        reader = ours
+        if config.chat_template is None:
+            notes.append(
+                f"teacher.path: {name} reads the student's chat format, as a server does not tell its own: name it in "
+                "teacher.chat_template where it is another, or say student"
+            )
     elif config.chat_template in (None, "student"):
         reader = theirs
     else:
         reader = with_template(ours if theirs is None else theirs, config.chat_template, "teacher.chat_template")
-    same, notes = reader is ours or (reader and ours and _format(reader) == _format(ours)), list[str]()
+    same = reader is ours or (reader and ours and _format(reader) == _format(ours))
     if config.chat_template == "student" and not same:
         notes.append(
             f"teacher.chat_template: {name} reads the student's chat format, not that of its folder, so that its "
@@ -165,13 +191,129 @@ def _format(tokenizer: Tokenizer) -> tuple[object, ...]:
     return tokenizer.hf.chat_template, tokenizer.hf.bos_token, tokenizer.hf.eos_token, tokenizer.adds_bos
 
 
-def build_teacher(recipe: Sections, source: Source, student: Source, learner: Learner) -> Teacher:
+CONCURRENCY, DEADLINE = 32, 120.0
+"""Sequences that a server scores at a time, and seconds in which each has to be scored, further attempts included."""
+
+
+def endpoint_of(config: TeacherConfig) -> Endpoint:
+    """The server of a teacher.
+
+    Raises:
+        UserError: it cannot be asked.
+    """
+    return Endpoint(
+        str(config.path).rstrip("/"),
+        "teacher",
+        key="path",
+        served=config.served,
+        key_variable=config.key_variable,
+        deadline=DEADLINE,
+        concurrency=CONCURRENCY,
+    )
+
+
+def check_tokens_of(endpoint: Endpoint, student: Source) -> None:
+    """Compares how a teacher's server and the student write a text in tokens.
+
+    Raises:
+        UserError: they have other tokens, or the server does not repeat a prompt with its log-probs.
+    """
+    where = f"teacher.path: {endpoint.url}"
+    asked = {"prompt": TEXT, "return_tokens_as_token_ids": True}
+    (answer,) = endpoint.begin("/completions", [{**SCORED, **asked, "model": endpoint.served}]).result()
+    listed = answer["choices"][0].get("logprobs") if isinstance(answer, dict) and answer.get("choices") else None
+    names = (listed or {}).get("tokens") or []
+    if len(names) < 2:
+        why = answer if isinstance(answer, Failure) else "it repeats no prompt with its log-probs (echo)"
+        raise UserError(f"{where} cannot score tokens: {why}")
+    if student.tokenizer is None or not all(str(name).startswith(ID) for name in names):
+        return
+    theirs, ours = [int(name.removeprefix(ID)) for name in names[:-1]], student.tokenizer.encode(TEXT)
+    if theirs[-len(ours) :] != ours:
+        raise UserError(
+            f"{where} has other tokens: {TEXT!r} has the ids {theirs} there and {ours} here: take a teacher with the "
+            "student's vocabulary"
+        )
+
+
+class ServedTeacher:
+    """A teacher on a server: log-probs of given tokens, at temperature 1, of what each sequence reads for it."""
+
+    policy = None
+
+    def __init__(self, endpoint: Endpoint):
+        """Asks nothing yet."""
+        self.endpoint = endpoint
+
+    def logprobs(
+        self, sequences: Sequence[types.Sequence], temperature: float = 1.0, size: int | None = None
+    ) -> Sequence[np.ndarray]:
+        """As `FrozenModel.logprobs`; returns before the server has answered.
+
+        Raises:
+            UserError: where an array is read, that the server did not score it.
+        """
+        assert temperature == 1, "the recipe was checked"
+        views = [sequence.teacher for sequence in sequences if sequence.teacher is not None]
+        read = [[x.tokens] for x in views] or [np.split(x.tokens, x.restarts) for x in sequences]
+        asked = {**SCORED, "model": self.endpoint.served}
+        bodies = [{**asked, "prompt": tokens.tolist()} for parts in read for tokens in parts]
+        answers = Scores(self.endpoint, self.endpoint.begin("/completions", bodies), read)
+        return AtTheStudents(answers, views) if views else answers
+
+
+SCORED = {"max_tokens": 1, "temperature": 1, "echo": True, "logprobs": 1}
+"""Asks for the log-probs of a prompt's tokens. One token is sampled, which some servers want."""
+
+
+class Scores(Sequence[np.ndarray]):
+    """`[T]` log-probs of each sequence from a server's answers, which may be on their way."""
+
+    def __init__(self, endpoint: Endpoint, answers: Future[list[Any]], read: Sequence[Sequence[np.ndarray]]):
+        """`read` has the parts of each sequence, whose answers follow each other."""
+        self._endpoint, self._answers, self._read = endpoint, answers, read
+        self._first = np.cumsum([0, *map(len, read)])
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+    @overload
+    def __getitem__(self, index: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
+    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        answers, parts = self._answers.result(), self._read[index]
+        first = int(self._first[index])
+        return np.concatenate([self._scored(answers[first + i], len(tokens)) for i, tokens in enumerate(parts)])
+
+    def _scored(self, answer: Any, length: int) -> np.ndarray:
+        try:
+            values = [0.0, *answer["choices"][0]["logprobs"]["token_logprobs"][1:length]]
+            scored = np.asarray(values, np.float32)
+        except (KeyError, IndexError, TypeError, ValueError):
+            scored = np.zeros(0, np.float32)
+        if len(scored) != length or not np.isfinite(scored).all():
+            raise UserError(
+                f"teacher.path: {self._endpoint.url} did not score {length} tokens: {answer!s:.200}. What was trained "
+                "before is saved: start it again, and run the same command"
+            )
+        return scored
+
+
+def build_teacher(
+    recipe: Sections, source: Source | None, student: Source, learner: Learner
+) -> Teacher | ServedTeacher:
     """Loads the teacher onto its mesh; a frozen base that it shares with the student is not loaded twice.
 
     `source` is from `teacher_source`, `student` the source of the weights of `learner`.
     """
     config, students = recipe.teacher, learner.spec.mesh
     assert config is not None
+    if config.is_served:
+        return ServedTeacher(endpoint_of(config))
+    assert source is not None
     read = config.max_length or (0 if config.prompt is None else 2 * recipe.data.max_length)
     length, spec = max(learner.spec.length, read), learner.spec
     size, packing = recipe.sequences_per_update, bool(recipe.data.packing)

@@ -133,6 +133,7 @@ def open_stream(setup: Setup, inputs: Inputs, collector: Collector, total: int) 
                 together=together,
                 multiple=microbatcher.multiple,
                 pictures=pictures_of_row(data, microbatcher.unit),
+                trie=setup.trie,
             ),
             tolerance=setup.tolerance,
             measured_together=MEASURED * microbatcher.rows * microbatcher.unit,

@@ -24,6 +24,7 @@ from tunix.rollout.collect import Collector, Judge, Judged
 from tunix.run.inputs import Inputs, open_stream
 from tunix.run.loop import Stream
 from tunix.run.setup import Setup
+from tunix.trainer.frozen_model import FrozenModel
 from tunix.trainer.learner import Learner
 from tunix.trainer.logprobs import Scores
 from tunix.trainer.trainer import Trainer
@@ -159,6 +160,8 @@ class Compiler(Rehearsal):
         models = {"reference": learner.reference, "teacher": learner.teacher, "critic": self._client.critic or learner}
         model = learner if of == "policy" else models[of]
         assert model is not None, f"the algorithm reads a {of}: it has one"
+        if not isinstance(model, Learner | FrozenModel):  # on a server
+            return [np.zeros(len(x.tokens), np.float32) for x in sequences]
         scorer = model.scorer
         microbatches = scorer.microbatcher.place(scorer.packed(sequences, size))
         params = model.params if isinstance(model, Learner) else model.weights

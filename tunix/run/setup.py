@@ -24,6 +24,7 @@ from tunix.hf.source import Source, adapted, with_stops
 from tunix.mesh import AXES
 from tunix.models.config import is_own, trains
 from tunix.models.model import Model
+from tunix.models.quantization.formats import check_multiplies_fp8
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.sections import Sections
 from tunix.rollout.config import RolloutMeshConfig
@@ -188,7 +189,8 @@ class Setup:
             return rollout.mismatch_tolerance
         if rollout.engine == "vllm":
             return ON_SERVERS[dtype]
-        rounds = self.recipe.quantization is not None and self.recipe.quantization.inputs
+        simulated = self.recipe.quantization is not None and self.recipe.quantization.inputs
+        rounds = simulated or self.recipe.model.quantization is not None
         cache = dtype if rollout.replay.cache else rollout.cache_dtype or dtype
         return max(MISMATCH[kind] for kind in ("bfloat16" if rounds else dtype, cache))
 
@@ -221,6 +223,17 @@ class Setup:
         whole = layout(self.algorithm).length(self.recipe.data)
         return max(whole, self.sampled_row_length(self.answers_together))
 
+    @property
+    def trie(self) -> bool:
+        """Whether transcripts of an episode share what they begin with; see `pack`."""
+        rollout = self.recipe.rollout
+        return rollout.history == "template" or bool(rollout.environment and rollout.environment.agent)
+
+    @property
+    def branched(self) -> bool:
+        """Whether segments of a row see tokens of others; see `types.Batch.parents`."""
+        return self.microbatcher.unit > 1 or self.trie
+
     @cached_property
     def microbatcher(self) -> Microbatcher:
         """How training rows are split into micro-batches."""
@@ -241,6 +254,8 @@ class Setup:
             UserError: this device does not support the requested types.
         """
         recipe, critic = self.recipe, self.critic
+        if recipe.model.quantization is not None:
+            check_multiplies_fp8(self.mesh.devices.flat[0], recipe.model.dtype)
         model = adapted(with_stops(self.source), recipe.model, recipe.adapter, recipe.quantization)
         cache = recipe.rollout.cache_dtype if recipe.rollout.replay.cache else None
         scalar, lm = critic in ("shared", "alone"), critic != "alone"
@@ -271,8 +286,8 @@ class Setup:
         if self.critic != "own":
             return None
         decoder = replace(self.spec.model.config, mtp=None)
-        model = replace(self.spec.model, config=decoder, has_scalar_head=True, has_lm_head=False)
-        model = replace(model, simulated=(), cache_dtype=None)
+        plain = replace(self.spec.model, config=decoder, simulated=(), cache_dtype=None)
+        model = replace(plain, has_scalar_head=True, has_lm_head=False)
         rate, config = self.recipe.algorithm.learning_rate_of_critic, self.recipe.optimizer
         config = config.model_copy(update={"learning_rate": rate}) if rate else config
         trained, _ = self.dtypes(model)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, overload
+from typing import Any, Protocol, overload, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +75,17 @@ def not_shared(base: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[st
 def unreplayed(sequences: List[Sequence]) -> list[Sequence]:
     """Sequences as models other than the policy read them: without the policy's experts."""
     return [replace(sequence, experts=None) for sequence in sequences]
+
+
+@runtime_checkable
+class TellsLogprobs(Protocol):
+    """A model that may be elsewhere."""
+
+    def logprobs(
+        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
+    ) -> List[np.ndarray]:
+        """As `FrozenModel.logprobs`."""
+        ...
 
 
 class AtTheStudents(List[np.ndarray]):

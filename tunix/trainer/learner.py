@@ -18,14 +18,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tunix.distributed.global_arrays import placed
 from tunix.mesh import compiler_options
 from tunix.models.model import Params
-from tunix.trainer.frozen_model import FrozenModel, Teacher, not_shared
+from tunix.trainer.frozen_model import FrozenModel, Teacher, TellsLogprobs, not_shared
 from tunix.trainer.logprobs import Scorer
 from tunix.trainer.microbatches import Microbatches, TrainerSpec
 from tunix.trainer.step import FrozenInputs, TrainState, apply, evaluate, gradients_of, step
 from tunix.types import Batch, Loss, Metrics
 from tunix.util.exact import jit
 
-Frozen = TypeVar("Frozen", bound=FrozenModel)
+Frozen = TypeVar("Frozen", bound=TellsLogprobs)
 
 
 class Learner:
@@ -40,8 +40,8 @@ class Learner:
             reference: for losses that read reference log-probs.
         """
         self.spec, self.frozen, self.reference = spec, frozen, reference
-        self.teacher: Teacher | None = None
-        """For losses that read a divergence from a teacher; set after construction."""
+        self.teacher: Teacher | TellsLogprobs | None = None
+        """For losses that read a divergence from a teacher, or log-probs alone; set after construction."""
         self.gradients: Params | None = None
         """The sum of gradients that `forward_backward` added since the last `optim_step`; None without any."""
         self.scorer = Scorer(spec.model, spec.microbatcher, spec.length)
@@ -132,7 +132,9 @@ class Learner:
         if loss.reference:
             reference = not_shared(self.frozen, required("reference", self.reference).params)
         if loss.divergence:
-            states = required("teacher", self.teacher).states(batch, microbatches)
+            teacher = required("teacher", self.teacher)
+            assert isinstance(teacher, Teacher), "a divergence is of a teacher that is loaded here"
+            states = teacher.states(batch, microbatches)
         return microbatches, FrozenInputs(self.frozen, reference, states)
 
 

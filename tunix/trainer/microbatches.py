@@ -7,7 +7,7 @@ Axes: B rows (as packed), M micro-batches, R rows of a micro-batch, T time, S se
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, no_type_check
 
 import jax
@@ -60,6 +60,8 @@ class Microbatches:
     """Number of micro-batches that hold rows, e.g. 3; the loop stops there."""
     pictures: Pictures | None = None
     """The batch's pictures, by micro-batches: each array is `[M R ...]`; None without any."""
+    interleaved: bool = field(default=False, metadata={"static": True})
+    """As the batch has it."""
 
     @property
     def number(self) -> int:
@@ -76,6 +78,7 @@ class Microbatches:
             per_token={name: values[index] for name, values in self.values.items()},
             per_sequence=self.per_sequence,
             pictures=jax.tree.map(lambda x: x[index], self.pictures),
+            interleaved=self.interleaved,
             teacher=None,  # it has read the batch by then
         )
 
@@ -125,7 +128,12 @@ class Microbatcher:
             pixels, grids = (put(split(np.asarray(x)), by_row) for x in (seen.pixels, seen.grids))
             rope = None if seen.rope is None else put(split(np.asarray(seen.rope)), places)
             pictures = Pictures(pixels, grids, put(split(np.asarray(seen.places)), places), rope)
-        return Microbatches(*put((rows_by_name, values), places), *put(whole, everywhere), pictures=pictures)
+        return Microbatches(
+            *put((rows_by_name, values), places),
+            *put(whole, everywhere),
+            pictures=pictures,
+            interleaved=batch.interleaved,
+        )
 
     def number(self, batch: Batch) -> int:
         """M: the most micro-batches that a batch of this size can need, so that there is one shape."""

@@ -326,6 +326,7 @@ def forward_of(
         positions,
         segments,
         parents=parents,
+        interleaved=batch.interleaved,
         experts=experts,
         pictures=pictures,
         noise=noise,

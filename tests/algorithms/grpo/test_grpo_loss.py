@@ -787,6 +787,7 @@ def test_nulls_become_the_usual_values():
         ({"covariance": ["kl", 0]}, "greater than 0"),
         ({"advantage": "batch", "gamma": 0.9}, "gamma is 0.9.*without token_returns"),
         ({"preset": "gmpo", "advantage": "batch", "token_returns": True}, "one advantage for a completion"),
+        ({"preset": "vespo", "teacher_kl": 0.1}, "one advantage for a completion; leave teacher_kl out"),
         ({"surrogate": "soft", "dual_clip": 3}, "dual_clip is 3.0.*surrogate: clip"),
         ({"trust_region": ["tv", 0]}, "greater than 0"),
         ({"trust_low": 0.1}, r"trust_low is gone: write trust_region: \[tv, 0.2\]"),

@@ -32,6 +32,22 @@ def rows(parents: bool) -> Segments:
     return Segments(*map(jnp.asarray, (ids, positions)), jnp.asarray(above) if parents else None)
 
 
+def trie(rows: int, length: int) -> Segments:
+    """Rows of a trunk that branches leave in its middle, and of a document; the second row begins with the document."""
+    unit = (length - 20) // 11
+    # Segment, parent and tokens of each piece.
+    pieces = [(1, 1, 2), (2, 1, 1), (1, 1, 2), (3, 1, 2), (4, 1, 1), (1, 1, 1), (5, 5, 2)]
+    ids, positions, above = (np.zeros((rows, length), np.int32) for _ in range(3))
+    for row in range(rows):
+        start, trunk = 0, 0
+        for number, parent, size in [*pieces[-row:], *pieces[:-row]] if row else pieces:
+            size, begin = size * unit + number, trunk if parent == 1 else 0
+            span = np.s_[row, start : start + size]
+            ids[span], above[span], positions[span] = number, parent, begin + np.arange(size)
+            start, trunk = start + size, trunk + size * (number == 1)
+    return Segments(*map(jnp.asarray, (ids, positions, above)), interleaved=True)
+
+
 def inputs(dtype: str = "float32") -> tuple[jax.Array, ...]:
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = ((B, T, N, H), (B, T, K, H), (B, T, K, H), (B, T, N, H))
@@ -57,6 +73,22 @@ def test_values_and_gradients_are_those_of_the_einsums(monkeypatch, parents, win
         real = np.asarray(view.ids > 0)
         tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 1e-2, "atol": 3e-2}
         np.testing.assert_allclose(np.float32(one)[real], np.float32(other)[real], **tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 11])
+def test_branches_leave_a_trunk_in_its_middle(monkeypatch, window):
+    monkeypatch.setattr(chunked, "BLOCK", BLOCK)
+    view = trie(B, T)._replace(window=window)
+    found, expected = (jax.jit(partial(results, one, view, "float32", None))() for one in (chunked, einsum))
+    real = np.asarray(view.ids > 0)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one[real], other[real], rtol=1e-5, atol=1e-5)
+    seen = np.asarray(view.seen(0, T))[0]
+    leaf, trunk = (np.flatnonzero(np.asarray(view.ids)[0] == number) for number in (3, 1))
+    if window is None:  # the trunk's first two pieces, and none of what follows
+        assert seen[leaf[0]][trunk].tolist() == [True] * int(view.positions[0, leaf[0]]) + [False] * (
+            len(trunk) - int(view.positions[0, leaf[0]])
+        )
 
 
 def pictured(view: Segments, length: int = 6) -> Segments:

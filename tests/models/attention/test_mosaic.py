@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.marks import slow
-from tests.models.attention.test_chunked import B, H, K, N, T, inputs, rows
+from tests.models.attention.test_chunked import B, H, K, N, T, inputs, rows, trie
 from tunix.models.attention import einsum, mosaic
 from tunix.models.attention.attend import described, implementation, spec_of
 from tunix.models.attention.inputs import Segments, past_sinks
@@ -97,6 +97,17 @@ def test_values_and_gradients_are_those_of_the_einsums(parents, window, softcap,
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 1e-2, "atol": 3e-2}
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.float32(one)[real], np.float32(other)[real], **tolerance)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), *slow([(11, 2.0)])])
+def test_keys_of_interleaved_segments_stand_together(window, softcap, monkeypatch):
+    view, operation = trie(B, T)._replace(window=window), reference(True)
+    monkeypatch.setattr(mosaic, "operation", lambda name: operation)
+    found = jax.jit(partial(results, mosaic, view, "float32", softcap))()
+    expected = jax.jit(partial(results, einsum, view, "float32", softcap))()
+    real = np.asarray(view.ids > 0)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one[real], other[real], rtol=1e-5, atol=1e-5)
 
 
 def test_sinks_are_keys_without_values(monkeypatch):

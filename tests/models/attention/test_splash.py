@@ -11,6 +11,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
 
 from tests.marks import slow
+from tests.models.attention.test_chunked import trie
 from tunix.models.attention import einsum, splash
 from tunix.models.attention.attend import spec_of
 from tunix.models.attention.inputs import Segments, past_sinks
@@ -44,7 +45,7 @@ def results(
     return *result, *module.backward(q, k, v, view, result, pull, **settings)
 
 
-CASES = [(True, None, None, "float32")]
+CASES = [(True, None, None, "float32"), ("trie", None, None, "float32")]
 MORE = [
     (False, None, None, "float32"),
     (False, 40, None, "float32"),
@@ -55,7 +56,7 @@ MORE = [
 
 @pytest.mark.parametrize(("parents", "window", "softcap", "dtype"), [*CASES, *slow(MORE)])
 def test_values_and_gradients_are_those_of_the_einsums(parents, window, softcap, dtype):
-    view = rows(parents)._replace(window=window)
+    view = trie(B, T) if parents == "trie" else rows(parents)._replace(window=window)
     found = results(splash, view, dtype, softcap)
     expected = jax.jit(partial(results, einsum, view, dtype, softcap))()
     real = np.asarray(view.ids > 0)

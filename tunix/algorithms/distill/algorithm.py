@@ -5,9 +5,10 @@ Axes: T time.
 
 from tunix.algorithms.base import Needs, Update
 from tunix.algorithms.distill.config import DistillConfig
-from tunix.algorithms.distill.loss import TEACHER, distill_loss, sampled_loss
+from tunix.algorithms.distill.loss import distill_loss, sampled_loss
 from tunix.algorithms.episodes import as_sequence, flat, row, sampling_report
 from tunix.algorithms.on_policy import Experience, OnPolicy
+from tunix.algorithms.ops import TEACHER
 from tunix.config import RowKind
 from tunix.protocols import Client
 from tunix.types import Divergence, Loss, LossInputs, LossOutputs

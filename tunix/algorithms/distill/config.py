@@ -36,7 +36,6 @@ class DistillConfig(RuledConfig):
     """Which text the student learns on, and which divergence from the teacher is minimised there."""
 
     tiny_caps: ClassVar[Mapping[str, int]] = {"group_size": TINY_GROUP}
-    learns_from_teacher: ClassVar[bool] = True
 
     name: str = "distill"
     preset: Literal["sdft", "opsd"] | None = None
@@ -85,6 +84,10 @@ class DistillConfig(RuledConfig):
         return []
 
     @property
+    def learns_from_teacher(self) -> bool:
+        return True
+
+    @property
     def reads(self) -> RowKind:
         """The completion of a given text; only the prompt where the student samples the completions."""
         return RowKind.PROMPT if self.on_policy else RowKind.COMPLETION
@@ -122,7 +125,9 @@ class TeacherConfig(Config):
 
     path: Place | None = None
     """Hub id, local folder, the folder of a run, or a PEFT folder. A teacher that is an adapter on the student's frozen
-    base shares that base. `policy`: the model that trains, with its present weights, which sees more in `prompt`."""
+    base shares that base. `policy`: the model that trains, with its present weights, which sees more in `prompt`.
+    `http://HOST:8000/v1`: a server that repeats prompts with their log-probs (`echo`), as vLLM and `tunix serve` do,
+    for algorithms that ask for sampled tokens alone."""
     family: Family | None = None
     """Without a path, the family of a random teacher, which has nothing to teach, but everything runs: `--tiny` sets
     it."""
@@ -139,6 +144,10 @@ class TeacherConfig(Config):
     max_length: Positive | None = None
     """Most tokens of a prompt and its completion as the teacher reads them, where these are not the student's. Null:
     `data.max_length`, and twice that with `prompt`."""
+    served: str | None = None
+    """Name of the model on a server; null: the only one that it lists."""
+    key_variable: str | None = None
+    """Environment variable that holds a server's API key; null: none is sent."""
     mesh: TeacherMesh | None = None
     """Devices for the teacher alone, the last ones; `mesh` then has the others. Null: it shares the student's."""
 
@@ -147,6 +156,11 @@ class TeacherConfig(Config):
         """Whether the model that trains is its own teacher."""
         return self.path == POLICY
 
+    @property
+    def is_served(self) -> bool:
+        """Whether a server has it."""
+        return self.path is not None and self.path.startswith(("http://", "https://"))
+
     @model_validator(mode="after")
     def _source(self, info: Any) -> "TeacherConfig":
         if self.path is None and self.family is None:
@@ -154,6 +168,10 @@ class TeacherConfig(Config):
         for key in ("family", "sizes"):
             if self.path is not None and getattr(self, key):
                 raise ValueError(f"{key} is that of a random teacher, and path is {self.path!r}: leave one of them out")
+        if self.is_served and (self.mesh or self.dtype != "bfloat16"):
+            raise ValueError("mesh and dtype are the server's own: leave them out")
+        if idle := [key for key in ("served", "key_variable") if getattr(self, key) and not self.is_served]:
+            raise ValueError(f"{idle[0]} changes nothing without a server in path: leave it out")
         if self.is_policy and (self.mesh or self.chat_template or self.dtype != "bfloat16"):
             raise ValueError("mesh, dtype and chat_template are the student's with path: policy: leave them out")
         if self.is_policy and self.prompt is None:
@@ -169,6 +187,7 @@ class TeacherConfig(Config):
     @property
     def reads_as_student(self) -> bool:
         """Whether it reads the student's tokens, as a random teacher does, which has no chat template of its own."""
-        return self.prompt is None and (self.path is None or self.chat_template == "student")
+        students = (None, "student") if self.path is None or self.is_served else ("student",)
+        return self.prompt is None and self.chat_template in students
 
     gone: ClassVar[Mapping[str, str]] = {"init": "a teacher without a path is random, of the family that is named"}

@@ -12,9 +12,6 @@ from jaxtyping import Array, Float
 from tunix.algorithms.ops import log_ratio, plain_surrogate, policy_ratio
 from tunix.types import Batch, Compared, LossOutputs, Over, Term
 
-TEACHER = "teacher_logprobs"
-"""Name of the teacher's log-probs among the arrays of a sequence."""
-
 
 def distill_loss(
     compared: Compared,

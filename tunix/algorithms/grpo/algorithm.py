@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 
 from tunix.algorithms.advantages import (
@@ -18,6 +19,7 @@ from tunix.algorithms.advantages import (
     of_high_covariance,
     whitened,
 )
+from tunix.algorithms.base import Needs
 from tunix.algorithms.episodes import (
     Groups,
     are_scored,
@@ -32,7 +34,7 @@ from tunix.algorithms.episodes import (
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.grpo.loss import COVARIANT, grpo_loss
 from tunix.algorithms.on_policy import PolicyGradient
-from tunix.algorithms.ops import old_logprobs
+from tunix.algorithms.ops import TEACHER, old_logprobs
 from tunix.protocols import Client, SamplingClient
 from tunix.rollout.types import Rollouts
 from tunix.types import LossInputs, LossOutputs, Sequence
@@ -76,7 +78,17 @@ class GRPO(PolicyGradient):
             covariance=config.covariant and config.covariant[0],
             covariant=arrays.get(COVARIANT),
         )
-        return self.penalised(outputs, inputs)
+        outputs = self.penalised(outputs, inputs)
+        if config.teacher_kl:
+            drift = jnp.asarray(old_logprobs(inputs)) - arrays[TEACHER]
+            outputs = replace(outputs, metrics={**outputs.metrics, "kl/teacher": drift})
+        return outputs
+
+    @property
+    def needs(self) -> Needs:
+        """Those of policy gradients, and the teacher's log-probs where it is followed."""
+        needs = super().needs
+        return replace(needs, measured=(*needs.measured, TEACHER)) if self.config.teacher_kl else needs
 
     def penalties(self, groups: Groups, weights: Mapping[str, float]) -> np.ndarray:
         """`[P G]` the overlong penalty, and what a completion's length is worth among its group's."""
@@ -139,6 +151,11 @@ class GRPO(PolicyGradient):
             else:
                 scores = self.advantages(total_rewards(groups, data.weights) + penalties)
             advantages = [spread(x, value) for x, value in zip(sequences, np.asarray(scores).ravel(), strict=True)]
+        if config.teacher_kl:
+            advantages = [
+                values + np.where(x.loss_mask, config.teacher_kl * (x.per_token[TEACHER] - old_policy_logprobs(x)), 0)
+                for values, x in zip(advantages, sequences, strict=True)
+            ]
         if config.covariant is not None:
             (kind, share), seed = config.covariant, 0
             counted = [x.loss_mask & (x.weight > 0) for x in sequences]

@@ -188,6 +188,10 @@ class GRPOConfig(PolicyConfig):
     off_policy_limit: Above0 | None = None
     """Completions with a negative advantage are left out where the sampler's log-probs are higher than the policy's by
     more nats per token than this; 0.5 is a start (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556). Null: none are."""
+    teacher_kl: NonNegative = 0.0
+    """Coefficient of KL(policy || teacher), which joins the advantages: of each sampled token, by how much its log-prob
+    under the `teacher` is above the sampler's (Thinking Machines 2025,
+    https://thinkingmachines.ai/blog/on-policy-distillation/). 0 for no teacher."""
     dynamic_sampling: bool = False
     """Whether groups whose rewards are all equal are replaced by groups of further prompts (DAPO), in at most eight
     rounds; after them the step has fewer groups."""
@@ -226,6 +230,10 @@ class GRPOConfig(PolicyConfig):
         return {**super().usual(settings), **clips}
 
     @property
+    def learns_from_teacher(self) -> bool:
+        return self.teacher_kl > 0
+
+    @property
     def trust_bound(self) -> tuple[Literal["tv", "kl"], float] | None:
         """`trust_region` as the divergence and its bound; None where there is no trust region."""
         if self.trust_region == "none":
@@ -253,8 +261,9 @@ class GRPOConfig(PolicyConfig):
                 f"group_size: a group of one has nothing to be compared with under advantage: {self.advantage}; "
                 "take 2 or more, or advantage: batch"
             )
-        if self.surrogate in ("geometric", "gamma") and self.token_returns:
-            wrong.append(f"surrogate: {self.surrogate} has one advantage for a completion; leave token_returns out")
+        if self.surrogate in ("geometric", "gamma") and (self.token_returns or self.teacher_kl):
+            idle = "token_returns" if self.token_returns else "teacher_kl"
+            wrong.append(f"surrogate: {self.surrogate} has one advantage for a completion; leave {idle} out")
         if self.ratio == "completion" and self.reduction == "tokens" and self.surrogate not in ("gamma", "log"):
             wrong.append(
                 "ratio: completion takes a completion for one action, which a mean over tokens would count once for "

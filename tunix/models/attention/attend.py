@@ -81,7 +81,8 @@ class _Call(NamedTuple):
     scale: float
     softcap: float | None
     ahead: int
-    """As in `Segments`."""
+    interleaved: bool
+    """Both as in `Segments`."""
 
 
 def attend(
@@ -197,8 +198,9 @@ def _within_rows(
     views, kind, layers = view if isinstance(view, ByKind) else ((view,), None, ())
     specs = [spec_of(q, k, one, softcap) for one in views]
     chosen = tuple(implementation(spec, one.attention) for spec, one in zip(specs, views, strict=True))
-    call = _Call(chosen, tuple(one.window for one in views), layers, scale, softcap, views[0].ahead)
-    tokens, length = views[0].tokens, q.shape[1]
+    windows, first = tuple(one.window for one in views), views[0]
+    call = _Call(chosen, windows, layers, scale, softcap, first.ahead, first.interleaved)
+    tokens, length = first.tokens, q.shape[1]
     if any(one.kernel for one in chosen) and length % LANES and parts_of(length) == 1:
         # Kernels want whole blocks: what is added to rows is a segment of its own.
         def fill(x: jax.Array, value: int) -> jax.Array:
@@ -275,6 +277,7 @@ def _by_kind(call: _Call, name: Literal["forward", "backward"], kind, q, k, v, t
     def branch(method: Implementation, window: int | None) -> Callable:
         def compute(q, k, v, tokens, *more, first=0):
             view = Segments(*tokens[:3], window=window, first=first, pictures=tokens.pictures, ahead=call.ahead)
+            view = view._replace(interleaved=call.interleaved)
             return getattr(method, name)(q, k, v, view, *more, scale=call.scale, softcap=call.softcap)
 
         return _on_each_device(compute, name) if method.local else compute

@@ -118,6 +118,8 @@ class Segments(NamedTuple):
     other. None where there are no pictures."""
     ahead: int = 0
     """The most tokens after itself that a token sees: those of a picture less one, where there are pictures."""
+    interleaved: bool = False
+    """See `types.Batch`."""
 
     def seen(self, start: int, stop: int) -> Bool[Array, "B Q T"]:
         """Whether the queries `start` to `stop` see the keys before `end(stop)`."""

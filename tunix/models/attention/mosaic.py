@@ -79,8 +79,9 @@ def lacks_hopper(spec: AttentionSpec) -> str | None:
 def forward(q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None) -> Mixed:
     """As `attend.Implementation.forward`."""
     op, parts = operation("attention"), []
+    k, v = (_by_segment(x, view) for x in (k, v))
     for interval in intervals(view, q.shape[1]):
-        call = partial(op, mask=_mask(interval, q, k), logits_scale=scale, logits_soft_cap=softcap)
+        call = partial(op, mask=_mask(interval, q, k, view), logits_scale=scale, logits_soft_cap=softcap)
         with for_the_device_in_use():
             mixed, (top, total) = call(q, k, v, return_residuals=True)
         lse = (top + jnp.log(total)).swapaxes(1, 2)
@@ -107,11 +108,12 @@ def backward(
 
     mixed, lse = result
     inner, parts = inner_products(mixed, d_mixed), []
+    k, v = (_by_segment(x, view) for x in (k, v))
     for interval in intervals(view, q.shape[1]):
         stop = interval.stop if interval.some is None else jnp.where(interval.some, interval.stop, interval.start)
         inputs = (q, k, v, d_mixed, lse, inner, interval.start, stop)
         parts.append(gradients(*inputs, scale=scale, softcap=softcap))
-    return _added(parts, q, k, v)
+    return _added(parts, q, k, v, view)
 
 
 def backward_of_tokamax(
@@ -128,27 +130,42 @@ def backward_of_tokamax(
     """As `backward`, by tokamax's kernels."""
     op, parts = operation("attention"), []
     mixed, lse = result
+    k, v = (_by_segment(x, view) for x in (k, v))
     for interval in intervals(view, q.shape[1]):
         mass = lse if interval.some is None else jnp.where(interval.some[..., None], lse, NEVER)
         # The kernel takes the largest score and the sum of the others by it; of all that is known, the sum is 1.
         residuals = (mass.swapaxes(1, 2), jnp.ones_like(mass.swapaxes(1, 2)))
         with for_the_device_in_use():
-            call = op.bind(q, k, v, mask=_mask(interval, q, k), logits_scale=scale, logits_soft_cap=softcap)
+            call = op.bind(q, k, v, mask=_mask(interval, q, k, view), logits_scale=scale, logits_soft_cap=softcap)
             settings = {name: value for name, value in call.kwargs.items() if name != "return_residuals"}
             by_name = op.vjp(residuals, mixed, d_mixed, *call.args, **settings)
         parts.append((by_name["q"], by_name["k"], by_name["v"]))
-    return _added(parts, q, k, v)
+    return _added(parts, q, k, v, view)
 
 
-def _added(parts: Iterable[Gradients], q: jax.Array, k: jax.Array, v: jax.Array) -> Gradients:
+def _added(parts: Iterable[Gradients], q: jax.Array, k: jax.Array, v: jax.Array, view: Segments) -> Gradients:
     d_q, d_k, d_v = (reduce(jnp.add, part) for part in zip(*parts, strict=True))
+    d_k, d_v = (_by_segment(x, view, back=True) for x in (d_k, d_v))
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
 
 
+def _by_segment(x: jax.Array, view: Segments, back: bool = False) -> jax.Array:
+    """`[B T ...]` of the keys with each segment's tokens side by side, or as they were before that."""
+    if not view.interleaved:
+        return x
+    order = jnp.argsort(view.ids, axis=1, stable=True)
+    order = jnp.argsort(order, axis=1) if back else order
+    return jnp.take_along_axis(x, order.reshape(*order.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
 def intervals(view: Segments, queries: int) -> list[_Interval]:
-    """What each of the queries sees: of its own segment and, where prompts are shared, of its prompt."""
+    """What each of the queries sees: of its own segment and, where prompts are shared, of its prompt.
+
+    Where segments are interleaved, columns are those of the keys `_by_segment`.
+    """
     columns = jnp.broadcast_to(jnp.arange(view.ids.shape[1]), view.ids.shape)
-    new = jnp.concatenate([jnp.ones_like(view.ids[:, :1]), jnp.diff(view.ids)], axis=1) != 0
+    ids, positions = (_by_segment(x, view) for x in (view.ids, view.positions))
+    new = jnp.concatenate([jnp.ones_like(ids[:, :1]), jnp.diff(ids)], axis=1) != 0
     start = jax.lax.cummax(jnp.where(new, columns, 0), axis=1)
     first = start if view.window is None else jnp.maximum(start, columns - view.window + 1)
     seen = [_Interval(first, columns + 1)]
@@ -159,20 +176,25 @@ def intervals(view: Segments, queries: int) -> list[_Interval]:
         """The columns of each token's prompt in a row, within its window by positions."""
         begin = jax.ops.segment_min(start, ids, num_segments=length + 1)[parents]
         stop = jax.ops.segment_max(jnp.arange(length), ids, num_segments=length + 1)[parents] + 1
-        # A prompt's positions are its columns, moved.
+        # A prompt's positions are its columns, moved. A branch sees those before its own.
         moved = begin - positions[jnp.clip(begin, 0, length - 1)]
+        stop = jnp.minimum(stop, positions[start] + moved)
         near = begin if view.window is None else jnp.maximum(begin, positions - view.window + 1 + moved)
         some = (parents != ids) & (near < stop)
         return _Interval(jnp.where(some, near, 0), jnp.where(some, stop, 1), some)
 
     if view.parents is not None:
-        seen.append(of_prompt(view.ids, view.parents, view.positions, start))
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, view.first, queries, axis=1), seen)
+        seen.append(of_prompt(ids, _by_segment(view.parents, view), positions, start))
+
+    def of_queries(x: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(_by_segment(x, view, back=True), view.first, queries, axis=1)
+
+    return jax.tree.map(of_queries, seen)
 
 
-def _mask(interval: _Interval, q: jax.Array, k: jax.Array) -> Any:
+def _mask(interval: _Interval, q: jax.Array, k: jax.Array, view: Segments) -> Any:
     """tokamax's mask. Where queries are the keys' tokens it is said to be causal, so that later blocks are left out."""
-    same_tokens = interval.some is None and q.shape[1] == k.shape[1]
+    same_tokens = interval.some is None and q.shape[1] == k.shape[1] and not view.interleaved
     return attention_mask(
         k_start=interval.start[:, None], k_end=None if same_tokens else interval.stop[:, None], is_causal=same_tokens
     )

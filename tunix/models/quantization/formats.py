@@ -10,10 +10,14 @@ rounded by the same arithmetic and dequantized at once, so that everything after
 pass the rounding as if it were not there (straight-through: Bengio et al. 2013, https://arxiv.org/abs/1308.3432).
 Nothing is clipped, since a tile's largest value is within its range.
 
+With `model.quantization: {compute: fp8}` projections multiply the few bits themselves (`layers.project_in_fp8`): the
+matrix by `rounded_matrix`, activations and their gradients by `rounded_tokens`, in trainer and sampler alike.
+
 Axes: B rows, T time, I inputs, O outputs, L layers.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +28,7 @@ import jax.numpy as jnp
 import qwix
 from jaxtyping import Array, Float, Shaped
 
-from tunix.config import BaseType
+from tunix.config import BaseType, DType
 from tunix.errors import UserError
 from tunix.mesh import platform
 from tunix.models.quantization.modules import BANKS
@@ -200,6 +204,86 @@ beyond the last integer, between two numbers: trainer and sampler, which sum in 
 the same one."""
 WHOLE = 1 << 31
 """A tile that is larger than any matrix: all inputs share a scale."""
+
+
+OLDEST_FP8 = 8.9, 7
+"""The first compute capability of NVIDIA's GPUs, and the first generation of TPUs, that multiply 8-bit floats."""
+LARGEST_EXPONENT = {jnp.float8_e4m3fn: 8, jnp.float8_e5m2: 15}
+"""e4m3's last number is 448, 1.75 x 2^8, and e5m2's 57344, 1.75 x 2^15."""
+
+
+def in_own_digits(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`x` in float32, with the digits of its own dtype.
+
+    XLA takes a cast to bfloat16 and back for nothing where it fuses both, and would round other numbers to 8 bits in
+    one program than in another.
+    """
+    digits = jnp.finfo(x.dtype)
+    return jax.lax.reduce_precision(x.astype(jnp.float32), digits.nexp, digits.nmant)
+
+
+def rounded_to_fp8(x: Float[Array, "..."], kind: Any, summed: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    """`x` in an 8-bit float, and float32 scales for it, whose `summed` axes have one entry.
+
+    A scale is the least power of two with which the largest number along these axes fits. Floats have as many digits at
+    half their range as at the whole, and both the division and its inverse are exact: numbers are rounded alike
+    however a program divides, and where trainer and sampler differ in the last bit of a token's largest number, its
+    others stay.
+
+    Args:
+        kind: `jnp.float8_e4m3fn` or `jnp.float8_e5m2`.
+        summed: axes that share a scale, those which a product sums over.
+    """
+    x = in_own_digits(x)
+    bits = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=tuple(summed), keepdims=True), jnp.int32)
+    # The exponent of the largest number, and one more where its first digits are above 1.75. Scales and their inverse
+    # are normal numbers.
+    exponent = jnp.clip((bits + 0x1FFFFF >> 23) - LARGEST_EXPONENT[kind], 1, 253)
+    scale, inverse = (jax.lax.bitcast_convert_type(e << 23, jnp.float32) for e in (exponent, 254 - exponent))
+    return (x * inverse).astype(kind), scale
+
+
+def rounded_matrix(w: Float[Array, "..."], contracted: int) -> tuple[jax.Array, jax.Array]:
+    """A matrix in e4m3, and the scales `[1, *O]` of its outputs.
+
+    Args:
+        contracted: how many of its first axes are inputs.
+    """
+    values, scales = rounded_to_fp8(w, jnp.float8_e4m3fn, range(contracted))
+    return values, scales.reshape(1, *w.shape[contracted:])
+
+
+def rounded_tokens(x: Float[Array, "B T ..."], kind: Any) -> tuple[jax.Array, jax.Array]:
+    """Each token's numbers in an 8-bit float and their scales `[B T]`: nothing of a token depends on its neighbours."""
+    values, scales = rounded_to_fp8(x, kind, range(2, x.ndim))
+    return values, scales.reshape(x.shape[:2])
+
+
+def check_multiplies_fp8(device: Any, dtype: DType) -> None:
+    """Refuses products of 8-bit floats on devices without them; a CPU computes the same from float32.
+
+    Args:
+        device: of those that train or sample.
+        dtype: what would be multiplied without them.
+
+    Raises:
+        UserError: the device has no such products.
+    """
+    gpu, tpu = OLDEST_FP8
+    kind, reason = device.device_kind, None
+    if (generation := re.match(r"TPU\D*(\d+)", kind)) is not None:
+        reason = f"they begin with v{tpu}x" if int(generation[1]) < tpu else None
+    elif device.platform != "cpu":
+        version = str(getattr(device, "compute_capability", None))
+        if not re.fullmatch(r"\d+\.\d+", version):
+            reason = "NVIDIA's GPUs and TPUs are known to have them"
+        elif float(version) < gpu:
+            reason = f"its compute capability is {version}, and they begin with {gpu}: L4, L40, H100, H200, Blackwell"
+    if reason is not None:
+        raise UserError(
+            f"model.quantization: compute fp8: {kind} has no products of 8-bit floats ({reason}): leave the key out, "
+            f"and it multiplies in {dtype}"
+        )
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,11 @@ def read_rules(folder: Path) -> Rules | None:
 
 
 def matmuls_line(
-    kinds: Sequence[tuple[BaseType | None, BaseType | None]], compute: DType, *, simulated: bool = False
+    kinds: Sequence[tuple[BaseType | None, BaseType | None]],
+    compute: DType,
+    *,
+    simulated: bool = False,
+    fp8: bool = False,
 ) -> str:
     """What a run logs about how its products are computed, e.g. `products of the layers: nf4 weights, each matrix
     dequantized to float32`; docs/kernels.md says how each platform multiplies that.
@@ -162,7 +166,10 @@ def matmuls_line(
         kinds: what the weights and the activations of its layers are rounded to; nothing for a run that rounds nothing.
         compute: dtype of the computation.
         simulated: the weights are stored unrounded, and rounded in each forward pass; so are activations always.
+        fp8: products are those of 8-bit floats, gradients of weights aside.
     """
+    if fp8:
+        return f"products of the layers: e4m3 x e4m3, for gradients e5m2 x e4m3, for those of weights {compute}"
     described = []
     for weights, activations in kinds or [(None, None)]:
         if weights is None:
