@@ -244,7 +244,7 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 60_705,
+    "lines": 60_713,
     "files": 294,
     "functions": 3_144,
     "short functions used once": 114,
