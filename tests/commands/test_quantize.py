@@ -284,7 +284,7 @@ def test_a_type_that_the_device_does_not_know_is_told(monkeypatch):
 
 
 def test_the_page_s_section_reaches_every_matrix():
-    (block,) = blocks("docs/guide/quantization.md", "yaml")
+    block, *_ = blocks("docs/guide/quantization.md", "yaml")
     section = parse_yaml(block.text, "quantization.md")["quantization"]
     assert set(QuantizationConfig.model_validate(section).modules) == {
         name for ours in PROJECTIONS.values() for name in ours
