@@ -36,7 +36,7 @@ def test_the_wheel_holds_the_package_the_recipes_and_nothing_else(wheel: Path):
     assert len(recipes) >= 5
     assert package | recipes <= names
     others = {name for name in names - package - recipes if not name.endswith(".md")}
-    assert others == {"tunix/py.typed", "tunix/util/h100.textproto"}
+    assert others == {"tunix/py.typed", "tunix/util/h100.textproto", "tunix/commands/report.html"}
     assert len(licences) == 1
 
 

@@ -376,7 +376,7 @@ def test_a_failure_has_weight_0_and_no_influence():
     assert note.startswith(
         "1 rewards failed and are left out, for instance worth raised ValueError: as the script says ("
     )
-    assert note.endswith("test_on_policy.py, line 132)")
+    assert note.endswith("test_on_policy.py, line 133)")
     last = update.samples[-1]
     assert last["rewards"] == {"worth": None}
     assert last["failures"] == {"worth": note.partition("for instance ")[2]}

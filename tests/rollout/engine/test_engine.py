@@ -613,7 +613,7 @@ def test_slots_that_need_no_further_page_wait_for_none(params, monkeypatch: pyte
     """57 + 7 tokens take the eight pages of their prompt to the end: all three slots, and so all pages there are, are
     at work from the start. Seven tokens at five a dispatch are two dispatches."""
     widths, real = list[int](), batch_file.decode
-    monkeypatch.setattr(batch_file, "decode", lambda *given: widths.append(len(given[4].request)) or real(*given))
+    monkeypatch.setattr(batch_file, "decode", lambda *given: widths.append(len(given[5].request)) or real(*given))
     engine = make()
     engine.publish(params, 1)
     engine.run(
