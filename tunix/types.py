@@ -174,7 +174,7 @@ class Batch:
     per_sequence: Mapping[str, Num[Array | np.ndarray, "S"]] = field(default_factory=dict)
     """Named values of `Sequence.per_sequence`, e.g. `{"advantage": [0.5, -0.5, 0.0]}`."""
     parents: Int[Array | np.ndarray, "B T"] | None = None
-    """The segment that a token sees besides its own (all of it comes earlier in the row), or its own again, e.g.
+    """The segment that a token sees besides its own, what of it comes earlier in the row, or its own again, e.g.
     `[1, 1, 1, 1, 1, 1, 0, 0]`: a prompt is computed once for the completions that are compared. None where no sequence
     shares anything."""
     interleaved: bool = field(default=False, metadata={"static": True})

@@ -23,6 +23,7 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 from tunix.errors import UserError
+from tunix.recipe.recipe import flattened
 from tunix.util.atomic_io import refuse_out, write_text_atomic
 from tunix.util.yaml_io import read_mapping
 
@@ -204,7 +205,7 @@ def facts_of(run: Path, share: int = 1) -> Row:
     if not (run / "metrics.jsonl").is_file() and (stages := sorted(run.glob("*/metrics.jsonl"))):
         names = ", ".join(str(path.parent) for path in stages)
         raise UserError(f"{run} is a run of several stages, each of which has a report: {names}")
-    recipe = dict(_flat(read_mapping(run / "recipe.yaml")))
+    recipe = {key: _shortened(x) for key, x in flattened(read_mapping(run / "recipe.yaml"))}
     series = defaultdict[str, list[tuple[int, float]]](list)
     try:
         rows, every = _rows(run / "metrics.jsonl")
@@ -382,12 +383,3 @@ def _json(value: Any) -> str:
     """JSON that cannot end the element which it is in, nor begin another."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=str)
     return UNSAFE.sub(lambda letter: f"\\u{ord(letter[0]):04x}", text)
-
-
-def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of a recipe."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", _shortened(value)

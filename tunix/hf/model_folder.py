@@ -308,7 +308,7 @@ def save_folder(
         UserError: something exists at `path`, the disk refuses a write, or a type has no packed format.
     """
     assert not any(map(is_adapter, params)), "merge the adapters first"
-    params = {name: x for name, x in params.items() if (scores or not is_own(name))}
+    params = {name: x for name, x in params.items() if scores or not is_own(name)}
     has_trained = config.mtp == "train" and not scores
     params = {name: x for name, x in params.items() if has_trained or not name.startswith(MTP)}
     family = FAMILIES[config.family]

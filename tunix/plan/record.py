@@ -158,6 +158,8 @@ class Recorder(Rehearsal):
             of = "policy"
         models = {"reference": subject.reference, "teacher": subject.teacher, "critic": subject.critic}
         scored = subject.policy if of == "policy" else models[of]
+        if of == "teacher" and scored is None:  # on a server
+            return [np.zeros(len(x.tokens), np.float32) for x in sequences]
         assert scored is not None, f"the algorithm reads a {of}: it has one"
         spec, params = (scored.spec, scored.all) if isinstance(scored, Trained) else (scored, scored.params)
         model, microbatcher = spec.model, spec.microbatcher

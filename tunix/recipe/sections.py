@@ -240,8 +240,9 @@ def _unserved(recipe: Sections) -> Iterator[str]:
             f"teacher.path: a server tells log-probs of tokens, and divergence: {algorithm.divergence} compares whole "
             "distributions: set algorithm.on_policy: true and divergence: sampled, or load the teacher here"
         )
-    elif isinstance(algorithm, DistillConfig) and recipe.data.eval is not None:
-        yield "data.eval: held-out rows are compared by whole distributions, which a teacher on a server does not tell"
+    elif isinstance(algorithm, DistillConfig) and (recipe.data.eval or recipe.data.eval_split):
+        key = "data.eval" if recipe.data.eval else "data.eval_split"
+        yield f"{key}: held-out rows are compared by whole distributions, which a teacher on a server does not tell"
     cuts = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
     for key, whole in cuts.items():
         if getattr(rollout, key) != whole:

@@ -239,8 +239,6 @@ def check_tokens_of(endpoint: Endpoint, student: Source) -> None:
 class ServedTeacher:
     """A teacher on a server: log-probs of given tokens, at temperature 1, of what each sequence reads for it."""
 
-    policy = None
-
     def __init__(self, endpoint: Endpoint):
         """Asks nothing yet."""
         self.endpoint = endpoint

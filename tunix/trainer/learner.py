@@ -40,7 +40,7 @@ class Learner:
             reference: for losses that read reference log-probs.
         """
         self.spec, self.frozen, self.reference = spec, frozen, reference
-        self.teacher: Teacher | TellsLogprobs | None = None
+        self.teacher: TellsLogprobs | None = None
         """For losses that read a divergence from a teacher, or log-probs alone; set after construction."""
         self.gradients: Params | None = None
         """The sum of gradients that `forward_backward` added since the last `optim_step`; None without any."""
