@@ -115,6 +115,7 @@ def rename(key: str, prefixes: Sequence[tuple[str, str | None]]) -> str | None:
     return key
 
 
+CARD = "README.md"
 TOKENIZER_FILES = (
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -286,6 +287,7 @@ def save_folder(
     packed: bool = False,
     base: Path | None = None,
     stops: Sequence[int] = (),
+    card: str | None = None,
 ) -> None:
     """Writes a folder that transformers loads: config.json, safetensors, and the tokenizer's files of `source`.
 
@@ -303,6 +305,7 @@ def save_folder(
         base: the folder that the weights were loaded from; tensors in it that its family has and that do not train
             are taken along (`FamilyText.passengers`). None for none.
         stops: ids that end a completion, which generation_config.json will contain.
+        card: the text of README.md; None for none.
 
     Raises:
         UserError: something exists at `path`, the disk refuses a write, or a type has no packed format.
@@ -333,6 +336,8 @@ def save_folder(
                 inside = fields if config.vision is None else fields["text_config"]
                 inside |= {name: raw[name] for names in family.passengers.values() for name in names if name in raw}
             if processes.lead():
+                if card is not None:
+                    (folder.path / CARD).write_text(card, encoding="utf-8")
                 write_beside(folder.path, config, fields, source, scores, rules, packing, stops, base)
                 if config.vision is not None:
                     write_settings(folder.path, config.vision, [x for x in (source, base) if x is not None])

@@ -37,7 +37,7 @@ from jaxtyping import Float
 from tunix.distributed import processes
 from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
-from tunix.hf.model_folder import copy_tokenizer, named_tensors, rename, reward_model, write_generation_config
+from tunix.hf.model_folder import CARD, copy_tokenizer, named_tensors, rename, reward_model, write_generation_config
 from tunix.hf.safetensors_io import DTYPES, Entry, check_tensors, some, tensors_of_file, write_share
 from tunix.hf.tensor_transfer import entry_of
 from tunix.lora.adapt import plain_pairs, quantization
@@ -322,6 +322,7 @@ def save_adapter(
     fingerprint: str | None = None,
     tokenizer: Path | None = None,
     stops: Sequence[int] = (),
+    card: str | None = None,
 ) -> None:
     """Writes a PEFT folder that loads on transformers' model of the family.
 
@@ -336,6 +337,7 @@ def save_adapter(
         tokenizer: folder of a tokenizer that is not the base's, or has another chat template; None where it is the
             base's.
         stops: ids that end a completion; generation_config.json goes with the tokenizer.
+        card: the text of README.md; None for none.
 
     Raises:
         UserError: something is at `path`, or the disk refuses.
@@ -394,6 +396,8 @@ def save_adapter(
             if processes.lead():
                 text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
                 (folder.path / CONFIG).write_text(text, encoding="utf-8")
+                if card is not None:
+                    (folder.path / CARD).write_text(card, encoding="utf-8")
                 if fingerprint is not None:
                     (folder.path / FILE).write_text(fingerprint, encoding="utf-8")
                 if tokenizer is not None:

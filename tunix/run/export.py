@@ -5,6 +5,7 @@ Other formats begin from the first: it is written next to the output, converted,
 
 import tempfile
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,7 @@ from tunix.mesh import build_mesh
 from tunix.models.quantization.schemes import check_packs
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe, recipe_of_run
+from tunix.run.card import model_card
 from tunix.run.client import initial_weights
 from tunix.run.folder import checkpoint_folder, refuse_foreign_checkpoints
 from tunix.run.setup import Setup
@@ -87,7 +89,8 @@ def export(
             dtypes = dict.fromkeys(dtypes, model.dtype)
         reads_frozen = model.config.vision or (adapted and not adapter)  # no base of an adapter that is written alone
         frozen = initial_weights(setup)[1] if reads_frozen else {}
-        policy = StoredPolicy(setup.exporter, setup.spec, dtypes, frozen)
+        exporter = replace(setup.exporter, card=partial(model_card, recipe, source.name, step=chosen))
+        policy = StoredPolicy(exporter, setup.spec, dtypes, frozen)
         checkpoints.restore(chosen, policy)
         report_merging(policy.export(out, adapter=adapter, packed=packed), recipe, display)
         display.say(f"converting step {chosen} of {run}" if converts else f"step {chosen} of {run} is in {out}")

@@ -55,7 +55,7 @@ def local_engine(setup: Setup) -> Engine:
 def servers_of(setup: Setup) -> ServerSampler:
     """The sampler of a run whose completions come from servers, for which its exporter writes weights: in the run
     folder, unless the recipe names another."""
-    recipe, rollout, spec, exporter = setup.recipe, setup.recipe.rollout, setup.spec, setup.exporter
+    recipe, rollout, spec, exporter = setup.recipe, setup.recipe.rollout, setup.spec, replace(setup.exporter, card=None)
     bare = replace(exporter, files=exporter.folder)  # an adapter alone, as often as it is published
 
     def write(path: Path, params: Mapping[str, jax.Array], adapter: bool) -> None:

@@ -7,7 +7,7 @@ Axes: T time.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from tunix.models.quantization.formats import check_multiplies_fp8
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.sections import Sections
 from tunix.rollout.config import RolloutMeshConfig
+from tunix.run.card import model_card
 from tunix.trainer.export import Exporter
 from tunix.trainer.mesh_choice import Demand, placed, state_bytes
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec, answers_per_row, rows_per_microbatch
@@ -298,10 +299,11 @@ class Setup:
     def exporter(self) -> Exporter:
         """Writes folders of the policy; an adapter records its base's fingerprint only where that is an unchanged
         folder."""
-        source, digest = self.source, None
+        source, digest, card = self.source, None, partial(model_card, self.recipe, self.source.name)
         if self.recipe.adapter is not None and source.folder is not None and source.stands_alone:
             digest = fingerprint(source.name, source.folder, source.decoder, self.spec.model.quantization)
-        return Exporter(source.files, self.recipe.quantization, source.name, source.folder, digest, source.stop_ids)
+        files, rules, stops = source.files, self.recipe.quantization, source.stop_ids
+        return Exporter(files, rules, source.name, source.folder, digest, stops, card)
 
     @property
     def trained_dtype(self) -> DType:

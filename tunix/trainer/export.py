@@ -1,6 +1,6 @@
 """Exports trained weights as a Hugging Face folder, or its adapter alone as a PEFT folder."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,8 @@ class Exporter:
     """Fingerprint of that base (`hf.peft_folder`), as text; None where no folder holds the base."""
     stops: tuple[int, ...] = ()
     """Ids that end a completion, e.g. `(1, 106)`: where the folder is used, turns end as they did in training."""
+    card: Callable[[bool], str] | None = None
+    """The text of README.md, by whether the adapter is written alone; None for none."""
 
     def __call__(
         self,
@@ -80,6 +82,7 @@ class Exporter:
                 scores=scores,
                 fingerprint=self.fingerprint,
                 stops=self.stops,
+                card=self.card and self.card(adapter),
             )
             return None
         whole, moved = {**frozen, **params}, None
@@ -102,6 +105,7 @@ class Exporter:
             packed=packed,
             base=self.folder,
             stops=() if scores else self.stops,
+            card=self.card and self.card(adapter),
         )
         return moved
 
