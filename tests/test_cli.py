@@ -230,7 +230,7 @@ def test_each_command_reaches_its_room(monkeypatch: pytest.MonkeyPatch):
     stub(
         monkeypatch,
         "run.train",
-        run=lambda recipe, fresh, verbose: calls.append(("run", recipe.steps, fresh, verbose)),
+        run=lambda recipe, fresh, minutes, verbose: calls.append(("run", recipe.steps, fresh, minutes, verbose)),
     )
     stub(
         monkeypatch,
@@ -250,12 +250,12 @@ def test_each_command_reaches_its_room(monkeypatch: pytest.MonkeyPatch):
             ("score", model, data, out, adapter, batch_size, max_length, dtype)
         ),
     )
-    assert main(["run", "r.yaml", "--fresh", "steps=7", "-v"]) == 0
+    assert main(["run", "r.yaml", "--fresh", "steps=7", "-v", "--minutes", "30"]) == 0
     assert main(["inspect", "r.yaml", "--rows", "2"]) == 0
     assert main(["export", "runs/r", "out", "--adapter", "--step", "5"]) == 0
     assert main(["score", "m", "d.jsonl", "--out", "o.jsonl", "--adapter", "a"]) == 0
     assert calls == [
-        ("run", 7, True, True),
+        ("run", 7, True, 30, True),
         ("inspect", 50, 2),
         ("export", Path("runs/r"), Path("out"), True, False, 5),
         ("score", "m", "d.jsonl", Path("o.jsonl"), Path("a"), 8, 1024, "float32"),

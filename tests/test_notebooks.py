@@ -231,3 +231,15 @@ def test_qlora(tmp_path: Path):
     merged = literal_eval(shown(cells["merge"]))
     assert merged["left over"] < 1e-6 < merged["moved by the adapter"]
     assert merged["moved by rounding"] > 1e-3
+
+
+@pytest.mark.slow
+def test_a_day_at_a_time(tmp_path: Path):
+    settings = f"""\
+overrides = ["output={tmp_path}/days", "model.sizes={{vocab_size: 512, d_model: 32, num_layers: 2, num_heads: 2, \
+num_kv_heads: 1, head_dim: 16, ffn: 64}}", "steps=4", "batch_size=16", "eval={{every: 4, rows: 16, samples: 0}}"]
+minutes = 0
+"""
+    cells = executed("06", ROOT, settings)
+    assert "stopped at step 0 of 4" in shown(cells["today"], "text/markdown")
+    assert f"`{tmp_path}/days/export`" in shown(cells["tomorrow"], "text/markdown")

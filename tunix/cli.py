@@ -248,6 +248,7 @@ def sampling(max_tokens: int) -> Argument:
     "tunix run recipes/sft_gemma.yaml steps=100 --tiny",
     RECIPE,
     switch("--fresh", text="start again even where the run folder could be resumed"),
+    value("--minutes N", "stop after so many minutes, with a checkpoint; the same command goes on", count),
     VERBOSE,
     switch("--no-plan", text="do not compile the programs first to see whether they fit (`tunix plan`)"),
     value(
@@ -280,7 +281,7 @@ def _run(parsed: Parsed) -> None:
     from tunix.run.train import run
 
     meet(parsed.coordinator, parsed.processes, parsed.process)
-    run(recipe, fresh=parsed.fresh, verbose=parsed.verbose)
+    run(recipe, fresh=parsed.fresh, minutes=parsed.minutes, verbose=parsed.verbose)
 
 
 @command(

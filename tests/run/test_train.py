@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 import tunix
-from tunix.errors import UserError
+from tests.tiny_runs import files, write_recipe
+from tunix.errors import Interrupted, UserError
 from tunix.recipe.recipe import Recipe
 from tunix.run import train as module
 from tunix.run.train import RunResult
@@ -18,7 +19,7 @@ def ran(monkeypatch) -> list[Recipe]:
     """The recipes that would have been trained."""
     recipes: list[Recipe] = []
 
-    def record(recipe: Recipe, folder: Path, root: Path, *, verbose: bool) -> RunResult:
+    def record(recipe: Recipe, folder: Path, root: Path, *, deadline: float | None, verbose: bool) -> RunResult:
         recipes.append(recipe)
         return RunResult(folder, [], [], None)
 
@@ -60,3 +61,15 @@ def test_a_file_is_loaded_with_its_overrides(recipe, ran, tmp_path, tiny):
 def test_a_name_is_a_recipe_of_ours(ran, tmp_path):
     tunix.train("sft_qwen", [f"output={tmp_path}/run", "steps=3"])
     assert ran == [Recipe.load("sft_qwen", [f"output={tmp_path}/run", "steps=3"])]
+
+
+def test_a_run_whose_time_is_up_stops_with_a_checkpoint_and_goes_on(tmp_path):
+    recipe, whole = (
+        Recipe.load(write_recipe(tmp_path / "recipe.yaml"), [f"output={name}", "checkpoint.every=1"])
+        for name in ("run", "whole")
+    )
+    expected = tunix.train(whole)
+    with pytest.raises(Interrupted, match="stopped at step 0 of 4, before the first update"):
+        tunix.train(recipe, minutes=0)
+    result = tunix.train(recipe, minutes=60)
+    assert files(result.export) == files(expected.export)

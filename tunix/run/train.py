@@ -11,6 +11,8 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -121,6 +123,7 @@ def train(
     *,
     tiny: bool = False,
     fresh: bool = False,
+    minutes: int | None = None,
     verbose: bool = False,
 ) -> RunResult:
     """Trains a recipe, or resumes it where its run folder holds the same one.
@@ -130,20 +133,23 @@ def train(
         overrides: as on the command line, such as `optimizer.learning_rate=1e-4`; only for a file or a name.
         tiny: uses a random model of a few thousand weights, generated rows and a few steps.
         fresh: starts again; an existing run folder is moved aside.
+        minutes: after which it stops with a checkpoint, such as before a notebook's time is up; called again it goes on
+            from there. None for no limit.
         verbose: also displays how it is computed, which is otherwise in the run's log.txt alone.
 
     Raises:
         UserError: a mistake that the user can fix; none of their files was changed.
-        Interrupted: after SIGINT or SIGTERM, with a checkpoint.
+        Interrupted: after SIGINT or SIGTERM, or when the time is up, with a checkpoint.
     """
     recipe, line = opened(recipe, overrides, tiny, alone=processes.number() == 1)
     if processes.lead():  # where displays print theirs, before the run has one
         print(line, file=sys.stdout if Console().is_jupyter else sys.stderr, flush=True)
-    return run(recipe, fresh=fresh, verbose=verbose)
+    return run(recipe, fresh=fresh, minutes=minutes, verbose=verbose)
 
 
-def run(recipe: Recipe, *, fresh: bool, verbose: bool) -> RunResult:
+def run(recipe: Recipe, *, fresh: bool, minutes: int | None, verbose: bool) -> RunResult:
     """As `train`, of a recipe about which the first line has been said."""
+    deadline = None if minutes is None else time.monotonic() + 60 * minutes
     prepare_jax()
     # SIGTERM is handled like Ctrl-C, so that everything is cleaned up, also outside of the training loop.
     with (
@@ -161,7 +167,7 @@ def run(recipe: Recipe, *, fresh: bool, verbose: bool) -> RunResult:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tunix-")))
         processes.barrier("folder")
         if not recipe.stages:
-            return _run(recipe, folder, folder, verbose=verbose)
+            return _run(recipe, folder, folder, deadline=deadline, verbose=verbose)
         # In folders within that one; finished stages only report that they are.
         places = [folder / Path(stage.output).name for stage in recipe.stages]
         results: list[RunResult] = []
@@ -169,7 +175,7 @@ def run(recipe: Recipe, *, fresh: bool, verbose: bool) -> RunResult:
             place.mkdir(exist_ok=True)
             write_text_atomic(place / "recipe.yaml", stage.to_yaml())
             name, after = f"stage {number} of {len(places)}, ", (*places, None)[number]
-            results.append(_run(stage, place, folder, name, results, after, verbose=verbose))
+            results.append(_run(stage, place, folder, name, results, after, deadline=deadline, verbose=verbose))
         return results[-1]
 
 
@@ -181,6 +187,7 @@ def _run(
     before: Sequence[RunResult] = (),
     after: Path | None = None,
     *,
+    deadline: float | None,
     verbose: bool,
 ) -> RunResult:
     """Runs one stage from its last checkpoint to its end.
@@ -190,6 +197,7 @@ def _run(
         name: what the line about the stage begins with, e.g. `stage 1 of 2, `.
         before: the results of the stages before it.
         after: the folder of the next stage, which starts from this one's export; None without one.
+        deadline: when to stop with a checkpoint, by `time.monotonic`; None for no limit.
     """
     with ExitStack() as stack:
         place = checkpoint_folder(recipe, Path(recipe.output).expanduser())
@@ -220,6 +228,11 @@ def _run(
             sinks.append(TensorBoard(folder, start))
         recorder = Recorder(sinks, display, recipe.logging, job.work)
         stack.enter_context(closing(recorder))
+        if deadline is not None:
+            timer = threading.Timer(max(deadline - time.monotonic(), 0), job.stop.set)
+            timer.daemon = True
+            timer.start()
+            stack.callback(timer.cancel)
         before_run = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
         def stop_after_step(number: int, _: object) -> None:  # a second signal acts at once
