@@ -182,6 +182,7 @@ def test_pairs_of_a_policy_are_those_of_transformers(base: Path):
     np.testing.assert_allclose(list(values(found).values()), expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_pass_at_k_of_drawn_answers(base: Path):
     """The answers are those of `tunix generate`; an answer is right where at least two thirds of its ids are even."""
     Path("rewards.py").write_text(REWARDS)
@@ -225,6 +226,7 @@ def test_rows_alone_as_json_lines(base: Path):
     np.testing.assert_allclose([row["loss"] for row in found], losses, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_and_its_export_read_strings_alike_and_say_how(base: Path, capsys: pytest.CaptureFixture[str]):
     """Of rows that are strings and a tokenizer with a chat template: a run of strings, and one of chats."""
     rows = [{"prompt": f"say {word}", "completion": word} for word in ("yes", "no")]

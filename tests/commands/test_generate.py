@@ -244,6 +244,7 @@ def a_run(base: Path, folder: Path, **data: Any) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_is_asked_as_it_was_trained(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     as_text, as_chat = (generated(base, [{"prompt": "hi"}], *GREEDY, *raw)[0]["tokens"] for raw in (["--raw"], []))
     told = generated(base, [user("hi", said("system", "be brief"))], *GREEDY)[0]["tokens"]

@@ -250,6 +250,7 @@ def test_a_killed_call_goes_on_to_the_same_bytes(base: Path, monkeypatch: pytest
     assert Path("out.jsonl").read_bytes() == resumed
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_there(base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     write_rows(Path("rows.jsonl"), [{"input_ids": [7 + i]} for i in range(10)])
     words = ["generate", str(base), *CALL, "--slots", "1"]

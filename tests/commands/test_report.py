@@ -125,6 +125,7 @@ def test_hostile_text_stays_text(tmp_path: Path):
     assert "http" not in re.sub(r"http://www\.w3\.org/2000/svg", "", html.replace("http-equiv", ""))
 
 
+@pytest.mark.slow
 def test_a_long_run_is_small_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Every n-th step of a long file is parsed, and the last; the page has room for the worst samples and a few steps
     from all of the run."""

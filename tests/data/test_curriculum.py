@@ -61,6 +61,7 @@ def test_the_chance_of_a_prompt():
     assert curriculum.state["rates"]["5"] == [0.8125, 2]
 
 
+@pytest.mark.slow
 def test_easy_and_hard_prompts_are_taken_less_and_none_dies():
     prompts = stream(by="success", floor=0.1)
     counts = Counter(number for step in steps(prompts, 150, half) for number in step)
@@ -79,6 +80,7 @@ def test_easy_and_hard_prompts_are_taken_less_and_none_dies():
     assert metrics["curriculum/taken"] == pytest.approx((1 + 2 * 0.1) / 3, abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["success", "level", "words"])
 def test_a_run_that_is_killed_takes_the_same_prompts(by: str):
     whole = stream(by=by)

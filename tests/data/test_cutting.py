@@ -141,6 +141,7 @@ def test_every_target_is_trained_once_but_those_that_begin_a_piece(packing):
             assert ((ids == 0).sum(1)[:-1] <= 1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", MODES)
 def test_resume_is_exact_within_a_text(packing):
     rows, settings = ragged(), config(packing, max_length=8, shuffle=True)

@@ -140,6 +140,7 @@ print(json.dumps([flat(one.batch) for one in batches]))
 """
 
 
+@pytest.mark.slow
 def test_resume_in_a_new_process():
     batches = stream(epochs=3)
     for _ in range(4):
@@ -150,6 +151,7 @@ def test_resume_in_a_new_process():
     assert json.loads(found.stdout) == json.loads(json.dumps([flat(one.batch) for one in batches]))
 
 
+@pytest.mark.slow
 def test_streams_left_open_do_not_disturb_the_exit():
     script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import tests.data.test_pipeline as t; "
     script += "kept = t.stream(epochs=None); next(kept); next(t.stream(epochs=None))"

@@ -13,6 +13,7 @@ import pytest
 from tests.data import rendered_as
 from tests.data.test_chat import made
 from tests.data.test_chat_manners import CALL, DEVELOPER, IM, NAMED, THOUGHT, THOUGHTS, TOKENIZERS
+from tests.marks import slow
 from tunix.cli import main
 from tunix.config import RowKind
 from tunix.data.chat import render_chat
@@ -198,7 +199,7 @@ def test_an_outline_gives_what_two_renderings_give():
     assert remembers.outlines
 
 
-@pytest.mark.parametrize("name", ["qwen3", "deepseek", "nemotron", "qwen35", "glm", "chatml"])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek", *slow(["nemotron", "qwen35", "glm", "chatml"])])
 def test_an_outline_leaves_out_the_thoughts_that_two_renderings_do(name: str):
     """In the content and as a field, with answers that begin and end in all ways."""
     template, thoughts = TOKENIZERS[name].chat_template, ["easy", "", " x "]

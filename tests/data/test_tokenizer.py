@@ -10,6 +10,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
+from tests.marks import slow
 from tunix.data.templates import MARKERS
 from tunix.data.tokenizer import bpe_tokenizer, bytes_tokenizer, load_tokenizer
 from tunix.errors import UserError
@@ -48,7 +49,7 @@ def test_made_tokenizers_survive_saving(tmp_path, template, kind):
             assert getattr(ours, field) == getattr(made, field)
 
 
-@pytest.mark.parametrize("template", MODEL_TYPES)
+@pytest.mark.parametrize("template", ["gemma", *slow(name for name in MODEL_TYPES if name != "gemma")])
 def test_a_run_reads_its_own_tokenizer_without_torch(tmp_path, template):
     """A folder that names no type of model: AutoTokenizer would choose the same class, and import torch to do so."""
     bytes_tokenizer(template).save(tmp_path)

@@ -154,6 +154,7 @@ def test_all_sample_from_the_same_weights_and_one_process_replays_it(
         assert len(store.values) < 30, "what was exchanged is forgotten"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
 def test_where_one_is_stopped_all_are_at_the_same_step_and_go_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, who: int

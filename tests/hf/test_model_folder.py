@@ -247,6 +247,7 @@ def test_sizes_replace_and_what_follows_follows():
         preset("gemma-3-1b")
 
 
+@pytest.mark.models
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_small_shape_exports_and_returns(family, tmp_path):
     config = small(family)

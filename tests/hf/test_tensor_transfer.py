@@ -58,6 +58,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("sizes", [MESHES[2], *slow([MESHES[0], MESHES[1], MESHES[3], MESHES[4]])], ids=str)
 def test_each_byte_is_read_once_whatever_the_mesh(sizes, host, folder, ranges, monkeypatch):
@@ -72,6 +73,7 @@ def test_each_byte_is_read_once_whatever_the_mesh(sizes, host, folder, ranges, m
         np.testing.assert_array_equal(ours[name], array, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"fsdp": 1}, {"fsdp": 4, "tensor": 2}], ids=str)
 def test_a_base_that_is_rounded_is_read_once_too(sizes, folder, ranges):
     model = Model(read_config(folder), quantization=Quantization("int8", 16))

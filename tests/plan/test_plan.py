@@ -259,6 +259,7 @@ def test_a_worker_answers_over_its_pipe():
     assert [one["name"] for one in found.verdicts[0]["programs"]] == ["step"]
 
 
+@pytest.mark.slow
 def test_a_tower_and_its_pictures_are_held_and_computed():
     """The tower is frozen in bfloat16; two pictures of 16 x 16 pixels come with each of 8 rows."""
     model = {**SFT["model"], "family": "gemma3"}

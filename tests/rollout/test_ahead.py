@@ -370,6 +370,7 @@ def test_a_position_does_not_wait_for_a_call_that_waits_for_the_learner(tmp_path
     assert list(rest(path, 2, states[0], twice)) == list(range(2, STEPS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("staleness", "in_flight"), [(1, "finish"), (1, "continue"), (2, "finish"), (3, "continue")])
 def test_stopped_again_and_again_every_step_is_learned_from_once_and_can_be_replayed(
     tmp_path: Path, staleness: int, in_flight: str

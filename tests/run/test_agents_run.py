@@ -24,6 +24,7 @@ def write(folder: Path, what: str, agent: dict[str, Any] | None = None, **change
     )
 
 
+@pytest.mark.slow
 def test_a_program_is_the_environment(tmp_path: Path):
     """Two turns of one transcript: recorded log-probs are the trainer's, and each episode has its own reward."""
     (tmp_path / "rewards.py").write_text(

@@ -500,6 +500,7 @@ def test_two_processes_do_not_share_a_run(words: list[str], done: Path, capsys: 
     assert files(done) == before
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(done: Path, capsys: pytest.CaptureFixture[str]):
     whole = losses("run")
     stored = list((done / "run/checkpoints/4/state").rglob("d/*"))  # which of them hold weights is not known
@@ -536,6 +537,7 @@ def test_a_checkpoint_of_other_rows_or_another_model_is_refused(done: Path, caps
     assert files(done / "run/checkpoints") == before
 
 
+@pytest.mark.slow
 def test_a_bad_row_late_in_the_data_keeps_what_was_trained(done: Path, capsys: pytest.CaptureFixture[str]):
     good = (done / "train.jsonl").read_text()
     train("r.yaml", "data.shuffle=false", "--fresh", "steps=4", "checkpoint.every=100")

@@ -59,6 +59,7 @@ def checkpoints(*, keep: int = 3, read_only: bool = False) -> closing[Checkpoint
     return closing(Checkpoints(Path(URL), CheckpointConfig(folder=URL, keep=keep), read_only=read_only))
 
 
+@pytest.mark.slow
 def test_the_last_and_the_best_are_kept_and_read_by_another_process(store: FakeStore):
     measured = {1: {"eval/loss": 3.0}, 2: {"eval/loss": 1.0}, 3: {}, 4: {"eval/loss": 2.0}}
     for steps, kept in (([1, 2, 3], [2, 3]), ([4, 5, 6], [2, 5, 6])):
@@ -184,6 +185,7 @@ def test_no_other_run_takes_the_checkpoints(
     assert "but not the recipe.yaml of their run" in refused(["run", "r.yaml", "output=other"], capsys)
 
 
+@pytest.mark.slow
 def test_a_run_does_not_leave_its_checkpoints_behind(
     store: FakeStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -91,6 +91,7 @@ def test_on_its_own_text_it_is_measured_on_given_answers_too(tmp_path: Path, tea
     assert len(drawn) == 4 * 2  # steps, answers to the one prompt that is shown
 
 
+@pytest.mark.slow
 def test_a_teacher_on_a_server_tells_what_it_tells_here(tmp_path: Path, teacher: Path):
     few = {"steps": 2, "batch_size": 4, "logging": {"every": 1}}
     train(recipe(tmp_path, OWN, few), "output=here")
@@ -357,6 +358,7 @@ def test_a_preset_names_the_teacher_and_what_it_sees(chats: Path):
     assert (made.teacher.path, made.teacher.prompt) == ("teacher", "{prompt}?")
 
 
+@pytest.mark.slow
 def test_a_run_that_teaches_itself_ends_where_it_ends_when_it_is_stopped(chats: Path):
     shorter = {"teacher": {"path": "policy", "prompt": "{prompt} ({completion})"}, "rollout.samples": 1}
     small = {**shorter, "data.max_length": 80, "data.completion_length": 12, "model": CHATS["model"]}

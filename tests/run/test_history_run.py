@@ -55,6 +55,7 @@ def write(folder: Path, **changes: Any) -> Path:
     return write_policy(folder, **HISTORY, **changes)
 
 
+@pytest.mark.slow
 def test_transcripts_of_an_episode_are_trained_as_they_were_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     seen: list[Sequence] = []

@@ -183,6 +183,7 @@ def test_a_toy_run_asks_nobody(tmp_path, capsys):
     assert "judge: the length of the answers" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_guide_runs(tmp_path):
     """Its rubric and its recipe as they stand, but for the model and the server's address."""
     page = (ROOT / "docs/guide/judges.md").read_text(encoding="utf-8")

@@ -84,6 +84,7 @@ def test_a_form_without_reference_holds_none(tmp_path, monkeypatch):
     assert "eval/kl/reference" not in last
 
 
+@pytest.mark.slow
 def test_a_run_ends_where_held_out_pairs_are_told_apart(tmp_path, capfd):
     until = {"eval.until": {"eval/rewards/accuracy": 0.9}, "eval.every": 2}
     train(write_preferences(tmp_path, **until))

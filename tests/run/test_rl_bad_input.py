@@ -160,6 +160,7 @@ def test_failures_are_counted_and_the_run_goes_on(tmp_path: Path, capsys: pytest
     assert "12 rewards failed and are left out, for instance odd raised ZeroDivisionError" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_reward_that_always_fails_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_policy(tmp_path, reward__functions=["odd.py:never"])
     assert main(["run", "r.yaml"]) == 2
@@ -284,6 +285,7 @@ def test_episodes_that_end_their_process_are_lost_alone(tmp_path: Path):
     assert losses("exits") == pytest.approx(losses("raises"), rel=1e-5)  # eight devices add in any order
 
 
+@pytest.mark.slow
 def test_an_environment_that_never_ends_stops_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "env.py").write_text(ENVIRONMENT)
     write_policy(tmp_path, reward=None, rollout__environment={"name": "env.py:Endless", "turns": 1}, steps=1)
@@ -341,6 +343,7 @@ def test_an_environments_prompt_that_is_too_long(tmp_path: Path, capsys: pytest.
     assert "data.max_length" in told
 
 
+@pytest.mark.slow
 def test_a_row_that_an_environment_cannot_start_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"question": x}) + "\n" for x in "ab"))
     (tmp_path / "env.py").write_text(ENVIRONMENT)

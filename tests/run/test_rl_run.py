@@ -79,6 +79,7 @@ def test_mesh_passes_and_recomputing_do_not_change_the_losses(plain: Path, tmp_p
 CUT = {"rollout__temperature": 0.8, "rollout__top_k": 20, "rollout__top_p": 0.9, "rollout__min_p": 0.01}
 
 
+@pytest.mark.slow
 def test_truncated_sampling_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Log-probs, the reference's and the entropy are over the ids that each token was drawn from, at every update."""
     monkeypatch.chdir(tmp_path)

@@ -202,6 +202,7 @@ def test_more_steps_go_on_from_the_end(here: Path, capsys: pytest.CaptureFixture
     assert loss < earlier[-1]["eval/loss"]
 
 
+@pytest.mark.slow
 def test_fresh_starts_again_and_loses_nothing(here: Path):
     before = files(here / "run")
     train("r.yaml", "--fresh", "epochs=null", "steps=2")
@@ -210,6 +211,7 @@ def test_fresh_starts_again_and_loses_nothing(here: Path):
     assert metrics("run")[1]["train/loss"] == metrics("run.old-1")[1]["train/loss"]
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_another_run(here: Path):
     model = {"path": "run", "dtype": "float32"}
     write_recipe(here / "next.yaml", {"model": model, "output": "next", "steps": 1, **EVAL})
@@ -420,6 +422,7 @@ def test_a_folder_without_a_tokenizer_serves_token_ids(tmp_path: Path):
         np.testing.assert_allclose(one["logprobs"], their_logprobs(hf, told["input_ids"]), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_chat_template_of_the_recipe_goes_with_the_export(tmp_path: Path):
     model_folder(tmp_path / "base")
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}")
@@ -467,6 +470,7 @@ def test_wandb_offline_and_tensorboard_get_every_row(tmp_path: Path):
     assert (tmp_path / "run/wandb/run-id").read_text() == identity
 
 
+@pytest.mark.slow
 def test_rows_can_be_further_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     train(str(write_recipe(tmp_path / "r.yaml", {"logging.every": 3, "steps": 5})))
     assert [one["step"] for one in metrics("run")] == [3]

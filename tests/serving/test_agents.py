@@ -49,6 +49,7 @@ def play(inference: InferenceModel) -> Iterator[Play]:
         yield played
 
 
+@pytest.mark.slow
 def test_what_is_sampled_follows_from_the_seed(play: Play):
     """Each episode has random numbers of its own, whoever else plays; log-probs are those of the engine."""
     _, first = play("two turns", 3)

@@ -51,6 +51,7 @@ def finished(process: subprocess.Popen) -> tuple[float, int, str]:
     return float(value), int(number), said
 
 
+@pytest.mark.slow
 def test_processes_share_a_folder_of_programs_and_survive_a_broken_one(tmp_path: Path):
     folder = tmp_path / "compiled"
     (value, _, _), (other, _, _) = [finished(one) for one in [compiling(folder), compiling(folder)]]

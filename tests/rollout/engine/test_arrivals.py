@@ -240,6 +240,7 @@ def test_who_comes_to_a_free_slot_waits_for_a_short_dispatch(monkeypatch: pytest
     assert sent[0] == most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", ["triton", "gathered"])
 def test_kept_sequences_make_room_wherever_pages_are_read(monkeypatch, reader):
     """Ten sequences of three pages come one by one, and eight pages are there: kept ones go, the first ones first."""

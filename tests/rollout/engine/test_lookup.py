@@ -106,6 +106,7 @@ def test_no_guess_stands_behind_a_stop_id(params, monkeypatch):
     assert (found.tokens.tolist(), found.finish) == (text.tokens[: first + 1].tolist(), "stop")
 
 
+@pytest.mark.slow
 def test_right_guesses_save_steps(params, monkeypatch):
     """A greedy text that runs in a circle is guessed from its second round on, four tokens a step."""
     dispatches: list[int] = []

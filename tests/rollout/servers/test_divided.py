@@ -128,6 +128,7 @@ def test_a_server_that_one_process_asks_no_more_is_looked_at_again_for_all(
     assert caplog.text.count(f"{servers.urls[0]} is asked again") == NUMBER
 
 
+@pytest.mark.slow
 def test_one_that_lies_is_drained_by_all_and_where_none_is_left_all_say_so(
     policy: Policy, servers: Servers, monkeypatch: pytest.MonkeyPatch
 ):
@@ -157,6 +158,7 @@ def test_one_that_lies_is_drained_by_all_and_where_none_is_left_all_say_so(
     assert "still has the earlier ones" in said
 
 
+@pytest.mark.slow
 def test_one_that_does_not_fit_is_refused_by_all(policy: Policy, servers: Servers, monkeypatch: pytest.MonkeyPatch):
     for manner, says in (("odd_tokens", "another tokenizer"), ("offset", "log-probs of a probe differ")):
         setattr(servers.fakes[1].manners, manner, -0.5 if manner == "offset" else True)

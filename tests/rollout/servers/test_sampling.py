@@ -258,6 +258,7 @@ def test_where_no_server_is_left_one_error_says_why(policy: Policy, start: Any):
     assert "run the same command" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_server_that_was_started_anew_is_not_asked_with_its_first_weights(policy: Policy, start: Any):
     sampler, fakes = start(2)
     sampler.publish(policy.moved(0.05), 1)
