@@ -35,7 +35,8 @@ def read_config(folder: Path, pictures: bool = False, mtp: MtpUse | None = None)
 
     Args:
         folder: has config.json.
-        pictures, mtp: as in `from_hf`.
+        pictures: as in `from_hf`.
+        mtp: likewise.
 
     Raises:
         UserError: config.json is missing or broken, the model type is not supported, or a field is not handled.
