@@ -33,6 +33,8 @@ FINDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a base of 400 digits": ("llama", {"rope_theta": BIG}, r"rope_theta = 10+ must be a positive number|rope_theta"),
     "a norm of 400 digits": ("gemma2", {"rms_norm_eps": BIG}, "rms_norm_eps = 1.* must be a positive number"),
     "a scale of 400 digits": ("gemma2", {"query_pre_attn_scalar": BIG}, "query_pre_attn_scalar = 1.* positive integer"),
+    "a stop that is half a token": ("llama", {"eos_token_id": 0.5}, "eos_token_id = 0.5 must be a token id"),
+    "a list of texts for a stop": ("llama", {"bos_token_id": ["a"]}, r"bos_token_id = \['a'\] must be a token id"),
     "a mapping for a layer's type": ("qwen3", {"layer_types": [{}, "full_attention"]}, "layer_types = .* must name"),
 }
 
@@ -154,6 +156,14 @@ def test_no_index_is_a_traceback_or_leads_elsewhere(number: int, tmp_path: Path)
             read_folder(folder)
 
     attack(reads, st.tuples(CHANGES, st.integers(0, 99), st.none() | st.sampled_from(names)), number)
+
+
+def test_a_tokenizer_whose_length_is_a_text(tmp_path: Path):
+    bytes_tokenizer("llama3").save(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_max_length": "long"}))
+    with pytest.raises(UserError, match="the tokenizer does not load: '>' not supported"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("number", [15, *slow([20_000])])

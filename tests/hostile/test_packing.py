@@ -61,7 +61,7 @@ def packs(case: tuple[list[list[bool]], Packing, int, int, bool]) -> None:
         assert batch.positions[place].tolist() == list(range(len(sequence.tokens)))
         assert batch.per_token["x"][place].tolist() == sequence.per_token["x"].tolist()
         assert batch.per_sequence["advantage"][i] == sequence.per_sequence["advantage"]
-        assert batch.lengths[i] == len(trained[i])
+        assert batch.lengths[i] == max(len(trained[i]), 1)
     assert batch.tokens.shape[0] % multiple == 0
     assert batch.weights.sum() == len(sequences)
 

@@ -370,6 +370,7 @@ def load_tokenizer(folder_or_id: str | Path) -> Tokenizer | None:
             # says: that of qwen2 puts its own splitter of words into every tokenizer.
             hf = transformers.PreTrainedTokenizerFast.from_pretrained(source)
             _name_special_tokens(hf, source)
+        hf.encode("a")  # which reads settings of a wrong type
     except Exception as error:  # the Rust library raises bare Exceptions for a broken tokenizer.json
         reason = str(error).strip().split("\n")[0]
         raise UserError(

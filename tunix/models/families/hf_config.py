@@ -138,6 +138,9 @@ class Fields:
     def stops(self) -> Stops:
         """The ids that the folder names, lists as tuples."""
         stated = {name: self.get(name) for name in STOPS if name in self.raw}
+        for name, ids in stated.items():
+            if any(type(i) is not int for i in (ids if isinstance(ids, list) else [] if ids is None else [ids])):
+                self.refuse(name, "must be a token id, a list of them, or null.")
         return tuple((name, tuple(ids) if isinstance(ids, list) else ids) for name, ids in stated.items())
 
     def local_layers(self, layers: int, default: tuple[bool, ...]) -> tuple[bool, ...]:
