@@ -20,6 +20,7 @@ NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
 SITE_PATHS = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
     **{f"tunix/algorithms/{name}/README.md": f"algorithms/{name}.md" for name in ALGORITHMS},
     **{f"notebooks/{name}.ipynb": f"notebooks/{name}.md" for name in NOTEBOOKS},
 }

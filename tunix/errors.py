@@ -11,16 +11,19 @@ from dataclasses import dataclass
 
 LONGEST_WORD, LONGEST_LINE = 240, 600
 """Characters of a message's word, and of its line, at most: a value may have thousands."""
+PASSWORD = re.compile(r"(?<=://)[^/\s@]+@")
+"""User and password in an address."""
 
 
 class UserError(ValueError):
     """A user error: something that the user can fix. The message names the key or file, the value and the remedy.
 
     Of very long words and lines of the message the middle is left out: its beginning says where, its end what to do.
+    So are passwords in addresses.
     """
 
     def __init__(self, message: str):
-        super().__init__("\n".join(_shortened(line) for line in message.split("\n")))
+        super().__init__("\n".join(_shortened(PASSWORD.sub("...@", line)) for line in message.split("\n")))
 
 
 class Doubtful(UserError):

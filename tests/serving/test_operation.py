@@ -239,7 +239,7 @@ def test_a_request_whose_client_has_gone_is_given_up(shared: Shared, streams: bo
     host, port = url.removeprefix("http://").split(":")
     body = json.dumps(long(service, n=4, stream=streams)).encode()
     with socket.create_connection((host, int(port))) as client:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
         until(lambda: service.batches.load[0] == 4)
     until(lambda: service.batches.load == (0, 0))

@@ -234,26 +234,28 @@ def facts_of(run: Path, share: int = 1) -> Row:
         # What it said of rows that were dropped or cut.
         log = (run / "log.txt").read_text("utf-8", "replace").splitlines() if (run / "log.txt").is_file() else []
         shown = _shown_samples(samples, SAMPLES // share)
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        if not series:
+            raise UserError(f"{run} has recorded no metrics yet: the first row is written after the first step")
+        return {
+            "step": rows[-1]["step"],
+            "steps": recipe.get("steps"),
+            "every": every,
+            "curves": _curves(series, POINTS_OF_ALL // share),
+            "recipe": dict(_within(list(recipe.items()), RECIPE // share)),
+            "data": {name: points[-1][1] for name, points in series.items() if name.startswith("data/")},
+            "rows": [_shortened(match[1]) for line in log if (match := ROWS_OF_DATA.search(line))][:100],
+            "spans": _within(_coarse_to_fine([_shortened(row) for row in spans]), SPANS // share),
+            "samples": shown,
+            "samples_read": len(samples),
+            "samples_every": samples_every,
+            "verdicts": _within([_shortened(verdict) for verdict in reversed(verdicts)], VERDICTS // share),
+            "alarms": alarms_of(series),
+        }
+    except UserError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise UserError(f"{run} is damaged, or of another version of tunix: {reason}") from error
-    if not series:
-        raise UserError(f"{run} has recorded no metrics yet: the first row is written after the first step")
-    return {
-        "step": rows[-1]["step"],
-        "steps": recipe.get("steps"),
-        "every": every,
-        "curves": _curves(series, POINTS_OF_ALL // share),
-        "recipe": dict(_within(list(recipe.items()), RECIPE // share)),
-        "data": {name: points[-1][1] for name, points in series.items() if name.startswith("data/")},
-        "rows": [_shortened(match[1]) for line in log if (match := ROWS_OF_DATA.search(line))][:100],
-        "spans": _within(_coarse_to_fine([_shortened(row) for row in spans]), SPANS // share),
-        "samples": shown,
-        "samples_read": len(samples),
-        "samples_every": samples_every,
-        "verdicts": _within([_shortened(verdict) for verdict in reversed(verdicts)], VERDICTS // share),
-        "alarms": alarms_of(series),
-    }
 
 
 def alarms_of(series: Mapping[str, List[tuple[int, float]]]) -> list[dict[str, Any]]:

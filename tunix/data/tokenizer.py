@@ -207,16 +207,19 @@ class Tokenizer:
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation by the chat template, soft tokens of pictures included, and the first and end
         character of each part that the template marks as generated, where these are asked for. It is that of
-        `apply_chat_template`, for messages without null; errors of Jinja are not caught."""
+        `apply_chat_template`, for messages without null, within limits; errors of Jinja are not caught."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        texts, marks = render_jinja_template(
-            conversations=[[dict(message) for message in messages]],
-            chat_template=self.hf.get_chat_template(tools=template_kwargs.get("tools")),
-            add_generation_prompt=add_generation_prompt,
-            return_assistant_tokens_mask=return_assistant_tokens_mask,
-            **{**self.hf.special_tokens_map, **template_kwargs},
-        )
+        from tunix.data.template_limits import limited
+
+        with limited():
+            texts, marks = render_jinja_template(
+                conversations=[[dict(message) for message in messages]],
+                chat_template=self.hf.get_chat_template(tools=template_kwargs.get("tools")),
+                add_generation_prompt=add_generation_prompt,
+                return_assistant_tokens_mask=return_assistant_tokens_mask,
+                **{**self.hf.special_tokens_map, **template_kwargs},
+            )
         text: str = texts[0]  # pyright: ignore[reportAssignmentType]
         spans: list[Any] = list(marks[0]) if marks else []
         return self.expanded(text), [(len(self.expanded(text[:i])), len(self.expanded(text[:j]))) for i, j in spans]
@@ -367,6 +370,7 @@ def load_tokenizer(folder_or_id: str | Path) -> Tokenizer | None:
             # says: that of qwen2 puts its own splitter of words into every tokenizer.
             hf = transformers.PreTrainedTokenizerFast.from_pretrained(source)
             _name_special_tokens(hf, source)
+        hf.encode("a")  # which reads settings of a wrong type
     except Exception as error:  # the Rust library raises bare Exceptions for a broken tokenizer.json
         reason = str(error).strip().split("\n")[0]
         raise UserError(

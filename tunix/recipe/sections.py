@@ -15,7 +15,7 @@ from tunix.algorithms.distill.config import POLICY, PROMPTS, DistillConfig, Teac
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import AlgorithmConfig, Config, MeshConfig, ModelConfig, Place, Positive, RowKind
 from tunix.data.config import EPISODES
-from tunix.errors import UserError, nearest
+from tunix.errors import PASSWORD, UserError, nearest
 from tunix.lora.config import NOT_IN_FP8, AdapterConfig
 from tunix.models.families.table import from_recipe
 from tunix.models.quantization.rules import QuantizationConfig
@@ -124,6 +124,10 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
     """Messages about sections that do not fit together, each with its key. The keys of a stage (`staged`) may be meant
     for another one."""
     model = recipe.model
+    for section, value in recipe.model_dump(mode="json").items():
+        if address := PASSWORD.search(str(value)):
+            end = str(value)[address.end() :][:40].partition("'")[0]
+            yield f"{section}: the address of {end} has a password, which the run folder would keep: leave it out"
     if url := url_of(recipe.output):
         yield (
             f"output: {url} is on an object store, which holds no lock and appends to no file: keep the run on a disk, "

@@ -163,7 +163,12 @@ def server_of(service: Service, gate: Gate | None = None, others: Sequence[BaseR
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         """Lets those in who have the key; whether the server is well is told to everybody."""
-        if scope["type"] == "http" and scope["path"] != "/health" and not gate.admits(dict(scope["headers"])):
+        if scope["type"] == "http" and gate.is_foreign(dict(scope["headers"])):
+            said = (
+                f"a page of another host asks a server without a key: reach it as localhost, or give it a key in {KEY}"
+            )
+            await outside(scope["path"], Refusal(403, said, code="foreign_origin"))(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"] != "/health" and not gate.admits(dict(scope["headers"])):
             said = f"the key lacks or is wrong: send it as Authorization: Bearer KEY (a run takes it from {KEY})"
             await outside(scope["path"], Refusal(401, said, code="invalid_api_key"))(scope, receive, send)
         else:
@@ -199,10 +204,14 @@ async def body_of(request: Request, gate: Gate) -> dict[str, Any]:
         Refusal: it is too long, or no JSON mapping.
     """
     raw = bytearray()
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > gate.body:
-            raise Refusal(413, f"the body has more than {gate.body} bytes", code="request_too_large")
+    try:
+        async with asyncio.timeout(gate.seconds):
+            async for chunk in request.stream():
+                raw += chunk
+                if len(raw) > gate.body:
+                    raise Refusal(413, f"the body has more than {gate.body} bytes", code="request_too_large")
+    except TimeoutError:
+        raise Refusal(408, f"the body takes more than {gate.seconds:g} seconds", code="timeout") from None
     try:
         body = json.loads(raw or b"{}")
     except RecursionError:

@@ -6,6 +6,7 @@ that has ended is answered no more: what it says would not be trained on.
 
 import hmac
 import os
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ session's transcripts, at most."""
 REMEMBERED = 1 << 17
 """Names of sessions that have ended which are known, the last ones."""
 
+_LOOPBACK = re.compile(rb"(https?://)?(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.IGNORECASE)
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -37,6 +40,12 @@ class Gate:
     """Answers that are streamed at a time, at most."""
     seconds: float = 3600.0
     """From a request to its whole answer at most; then it is given up."""
+
+    def is_foreign(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether a page in a browser sent a request with these headers, where no key tells it from this machine's own
+        programs: it names its origin, or a name that its owner has made one of this machine (DNS rebinding)."""
+        sent = (headers[name] for name in (b"host", b"origin") if name in headers)
+        return self.key is None and not all(_LOOPBACK.fullmatch(place) for place in sent)
 
     def admits(self, headers: Mapping[bytes, bytes]) -> bool:
         """Whether a request with these headers has the key; how long that takes says nothing of it."""

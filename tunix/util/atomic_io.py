@@ -9,6 +9,7 @@ lines, most of them a JSON object each: read after a kill, cut back to a checkpo
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -139,7 +140,7 @@ def refuse_foreign(folder: Path, name: str) -> None:
         UserError: the file is outside of the folder (the message says where), or is a pipe or a device.
     """
     file = folder / name
-    if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
+    if os.path.isabs(name) or ".." in Path(name).parts or re.search("[\0\ud800-\udc7f\udd00-\udfff]", name):
         raise UserError(
             f"{folder} names the file {name!r}, which is none of its own: only files of the folder are read."
         )

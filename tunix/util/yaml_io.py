@@ -32,16 +32,25 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML's own name; `add_implicit_resolver` copies it per class)
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Any, Any]:
         """Builds a mapping and refuses duplicate keys, of which PyYAML by itself keeps the last."""
         lines: dict[str, int] = {}
-        for key, _ in node.value:
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else []:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # refused below
             if key.value in lines:
                 problem = f"key {key.value!r} is given twice; the first is in line {lines[key.value]}"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            if isinstance(key, yaml.ScalarNode):
-                lines[key.value] = key.start_mark.line + 1
+            lines[key.value] = key.start_mark.line + 1
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """The value of a node; PyYAML lets the errors of Python's own conversions rise, as that of `!!int x`."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError) as error:
+            problem = f"{shown(node.value)} cannot be read as {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
 
 
 def _expanded(node: yaml.Node, known: dict[int, float]) -> float:
@@ -62,13 +71,18 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-_Dumper.add_representer(  # text of several lines as a block, which is readable where a quoted one is not
-    str,
-    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+def _style(text: str) -> str | None:
+    """Text of several lines as a block, which is readable where a quoted one is not. Unicode's line ends are escaped:
+    PyYAML would write them as they are, and read spaces."""
+    return '"' if re.search("[\x85\u2028\u2029\ufeff]", text) else "|" if "\n" in text else None
+
+
+_Dumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style=_style(text))
 )
 
 # PyYAML follows YAML 1.1, where 1e-4 is text, 010 is eight and `on` is true.
-_FLOAT = r"[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.\d[\d_]*([eE][-+]?\d+)?)$"
+_FLOAT = r"[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.\d[\d_]*([eE][-+]?\d+)?|\.(inf|nan))$"
 for _tag, _pattern, _first in (
     ("bool", r"(true|True|TRUE|false|False|FALSE)$", "tTfF"),
     ("null", r"(~|null|Null|NULL|)$", ["~", "n", "N", ""]),
@@ -93,7 +107,7 @@ def parse_yaml(text: str, where: str) -> Any:
         mark = error.problem_mark or error.context_mark
         place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
         raise UserError(f"{place}: {error.problem or error.context}") from error
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as error:  # the last two: "\\UFFFFFFFF"
         raise UserError(f"{where}: not readable as YAML: {str(error).splitlines()[0]}") from error
 
 
@@ -137,7 +151,7 @@ def overridden(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
         for depth, part in enumerate(parts, start=1):
             key_there: Any = part
             if isinstance(place, list):
-                if not part.isdigit() or int(part) >= len(place):
+                if not re.fullmatch(r"\d{1,9}", part) or int(part) >= len(place):
                     names = f"{part!r} names none of the {len(place)} items there; they count from 0"
                     raise UserError(f"{override!r}: {names}")
                 key_there = int(part)
@@ -195,8 +209,10 @@ def problems(error: ValidationError, keys: Keys) -> list[str]:
     wanted: dict[str, tuple[Any, list[str]]] = {}
     lines: list[tuple[str, str]] = []  # (what they are about but for the item of a list, message)
     for item in error.errors(include_url=False):
-        # The branches of a union add parts such as "tuple[str, ...]", which are no keys.
-        path = tuple(str(part) for part in item["loc"] if "[" not in str(part))
+        # The branches of a union add parts such as "tuple[str, ...]", no keys; an unknown key may be any text.
+        unknown = item["loc"][-1:] if item["type"] == "extra_forbidden" else ()
+        known = item["loc"][: len(item["loc"]) - len(unknown)]
+        path = tuple(str(part) for part in (*(part for part in known if "[" not in str(part)), *unknown))
         key = ".".join(path)
         prefix, section = f"{key}: " if path else "", _without_items(key)
         context = item.get("ctx", {})

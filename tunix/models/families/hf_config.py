@@ -6,6 +6,7 @@ both may be present, as in the files that we write, if they agree.
 """
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -77,7 +78,7 @@ class Fields:
     def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
         """An integer of at least 1, or 0; missing and null mean `default`, and are an error where there is none."""
         value = self._stated(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 63:
             self.refuse(name, "must be a positive integer.")
         return value
 
@@ -88,7 +89,7 @@ class Fields:
     def number(self, name: str, default: float | None = None) -> float:
         """A positive number; missing and null mean `default`, and are an error where there is none."""
         value = self._stated(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             self.refuse(name, "must be a positive number.")
         return float(value)
 
@@ -137,6 +138,9 @@ class Fields:
     def stops(self) -> Stops:
         """The ids that the folder names, lists as tuples."""
         stated = {name: self.get(name) for name in STOPS if name in self.raw}
+        for name, ids in stated.items():
+            if any(type(i) is not int for i in (ids if isinstance(ids, list) else [] if ids is None else [ids])):
+                self.refuse(name, "must be a token id, a list of them, or null.")
         return tuple((name, tuple(ids) if isinstance(ids, list) else ids) for name, ids in stated.items())
 
     def local_layers(self, layers: int, default: tuple[bool, ...]) -> tuple[bool, ...]:
@@ -149,7 +153,7 @@ class Fields:
         types = self.get("layer_types")
         if types is None:
             return None
-        if not isinstance(types, list) or len(types) != layers or any(name not in names for name in types):
+        if not isinstance(types, list) or len(types) != layers or any(name not in list(names) for name in types):
             self.refuse("layer_types", f"must name {' or '.join(names)} for each of the {layers} layers.")
         return tuple(names[name] for name in types)
 

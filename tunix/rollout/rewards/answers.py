@@ -12,7 +12,7 @@ from fractions import Fraction
 from itertools import pairwise
 from math import isfinite
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 _PLAIN = str.maketrans(
     {
@@ -52,6 +52,7 @@ _DIGITS = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?")
 _LONGEST = 4000
 """Characters of a number; Python refuses to convert more than 4300 digits."""
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_BRACE = re.compile(r"(?<!\\)[{}]")
 _UNBRACED = re.compile(r"(?:\{[^{}]*\}|[^\s${}])+")
 
 
@@ -194,19 +195,23 @@ def plain_number(text: str) -> Fraction | None:
 def last_box(text: str) -> str | None:
     r"""The content of the last `\boxed{...}` or `\fbox{...}` of a text, braces balanced; of `\boxed 5` what stands
     before the next white space. None where there is no complete one."""
-    content = None
-    for match in _BOX.finditer(text):
-        if not text.startswith("{", match.end()):
-            if unbraced := _UNBRACED.match(text, match.end()):
-                content = re.sub(r"(?:\\[)\]]|[.,;:!?])+$", "", unbraced.group())
-            continue
-        depth, end = 1, match.end() + 1
-        while end < len(text) and depth:
-            depth += {"{": 1, "}": -1}.get(text[end], 0) * (text[end - 1] != "\\")
-            end += 1
-        if not depth:
-            content = text[match.end() + 1 : end - 1].strip()
-    return content
+    closing, opened = dict[int, int](), list[int]()  # each brace is looked at once, however boxes are nested
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif opened:
+            closing[opened.pop()] = brace.start()
+    last = None
+    for box in _BOX.finditer(text):
+        if box.end() in closing or _UNBRACED.match(text, box.end(), box.end() + 1):
+            last = box.end()
+    if last is None:
+        return None
+    if last in closing:
+        return text[last + 1 : closing[last]].strip()
+    content = cast("re.Match[str]", _UNBRACED.match(text, last)).group()
+    end = re.match(r"(?:[)\]]\\|[.,;:!?])*", content[::-1])  # from behind, where it cannot begin at every mark
+    return content[: len(content) - len(cast("re.Match[str]", end).group())]
 
 
 def _required(answer: str) -> Number:

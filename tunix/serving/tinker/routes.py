@@ -467,6 +467,8 @@ async def _json(request: HttpRequest) -> dict[str, Any]:
     """The JSON values of a body, or a Refusal."""
     try:
         values = json.loads(await _body(request) or b"{}")
+    except RecursionError:
+        raise Refusal(400, "the body is nested too deeply") from None
     except ValueError as error:
         raise Refusal(400, f"the body is no JSON: {error}") from None
     if not isinstance(values, dict):
