@@ -402,15 +402,26 @@ def _inspect(parsed: Parsed) -> None:
 
 
 @command(
-    "what a step of a run spent its time on, as a chart for Perfetto",
+    "what a run's profile says of kernels, or what a step spent its time on, as a chart",
     "tunix trace runs/grpo_gemma 12",
     value("run RUN", "run folder", Path),
-    value("step STEP", "number of the step, from 1", count),
-    value("--out FILE", ".json to write (RUN/trace-STEP.json)", Path),
+    value(
+        "step STEP",
+        "of a run on completions the number of a step, from 1, which is drawn for Perfetto; by default the kernels of "
+        "the profile are listed (logging.profile)",
+        count,
+        nargs="?",
+    ),
+    value("--out FILE", ".json to write for a STEP (RUN/trace-STEP.json)", Path),
 )
 def _trace(parsed: Parsed) -> None:
-    from tunix.commands.trace import trace
+    from tunix.commands.trace import profiled, trace
 
+    if parsed.step is None:
+        if parsed.out is not None:
+            raise UserError("--out belongs to a STEP: a profile is printed, and its files are in RUN/profile")
+        print("\n".join(profiled(parsed.run)))
+        return
     print(f"{trace(parsed.run, parsed.step, parsed.out)}: open it at https://ui.perfetto.dev")
 
 

@@ -145,6 +145,9 @@ def train(
 def run(recipe: Recipe, *, fresh: bool, verbose: bool) -> RunResult:
     """As `train`, of a recipe about which the first line has been said."""
     prepare_jax()
+    if any(stage.logging.profile is not None for stage in recipe.stages or (recipe,)):
+        # Else a program that the cache has from before, of the same text, would say where that one was written.
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     # SIGTERM is handled like Ctrl-C, so that everything is cleaned up, also outside of the training loop.
     with (
         handling((signal.SIGTERM,), signal.default_int_handler),
