@@ -284,6 +284,25 @@ def _run(parsed: Parsed) -> None:
 
 
 @command(
+    "write a recipe for a model and rows of yours, with the reason for each value",
+    "tunix init models/qwen rows.jsonl --on h100:1",
+    value("model MODEL", "model folder, run, or hub id that was downloaded before"),
+    value("data DATA", ".jsonl, .csv, .parquet, folder, hub id or file.py:function, as in data.train"),
+    value(
+        "--algorithm",
+        "by default what the columns are for",
+        choices=("sft", "dpo", "reward", "kto", "grpo"),
+    ),
+    value("--on CHIP:SHAPE", "devices that it has to fit, as --topology of `tunix plan`, e.g. h200:1 (those at hand)"),
+    value("--out FILE", ".yaml to write (ALGORITHM_MODEL.yaml); nothing is overwritten", Path),
+)
+def _init(parsed: Parsed) -> None:
+    from tunix.commands.init import init
+
+    print(init(parsed.model, parsed.data, parsed.out, parsed.algorithm, parsed.on))
+
+
+@command(
     "validate a recipe with its rows, rewards and folders, and print what it says",
     "tunix check recipes/sft_gemma.yaml optimizer.name=lion --all",
     RECIPE,
@@ -714,6 +733,7 @@ def _import(parsed: Parsed) -> None:
 
 COMMANDS = {
     "run": _run,
+    "init": _init,
     "check": _check,
     "recipes": _recipes,
     "doctor": _doctor,
