@@ -285,6 +285,25 @@ def _run(parsed: Parsed) -> None:
 
 
 @command(
+    "write a recipe for a model and rows of yours, with the reason for each value",
+    "tunix init models/qwen rows.jsonl --on h100:1",
+    value("model MODEL", "model folder, run, or hub id that was downloaded before"),
+    value("data DATA", ".jsonl, .csv, .parquet, folder, hub id or file.py:function, as in data.train"),
+    value(
+        "--algorithm",
+        "by default what the columns are for",
+        choices=("sft", "dpo", "reward", "kto", "grpo"),
+    ),
+    value("--on CHIP:SHAPE", "devices that it has to fit, as --topology of `tunix plan`, e.g. h200:1 (those at hand)"),
+    value("--out FILE", ".yaml to write (ALGORITHM_MODEL.yaml); nothing is overwritten", Path),
+)
+def _init(parsed: Parsed) -> None:
+    from tunix.commands.init import init
+
+    print(init(parsed.model, parsed.data, parsed.out, parsed.algorithm, parsed.on))
+
+
+@command(
     "validate a recipe with its rows, rewards and folders, and print what it says",
     "tunix check recipes/sft_gemma.yaml optimizer.name=lion --all",
     RECIPE,
@@ -403,15 +422,26 @@ def _inspect(parsed: Parsed) -> None:
 
 
 @command(
-    "what a step of a run spent its time on, as a chart for Perfetto",
+    "what a run's profile says of kernels, or what a step spent its time on, as a chart",
     "tunix trace runs/grpo_gemma 12",
     value("run RUN", "run folder", Path),
-    value("step STEP", "number of the step, from 1", count),
-    value("--out FILE", ".json to write (RUN/trace-STEP.json)", Path),
+    value(
+        "step STEP",
+        "of a run on completions the number of a step, from 1, which is drawn for Perfetto; by default the kernels of "
+        "the profile are listed (logging.profile)",
+        count,
+        nargs="?",
+    ),
+    value("--out FILE", ".json to write for a STEP (RUN/trace-STEP.json)", Path),
 )
 def _trace(parsed: Parsed) -> None:
-    from tunix.commands.trace import trace
+    from tunix.commands.trace import profiled, trace
 
+    if parsed.step is None:
+        if parsed.out is not None:
+            raise UserError("--out belongs to a STEP: a profile is printed, and its files are in RUN/profile")
+        print("\n".join(profiled(parsed.run)))
+        return
     print(f"{trace(parsed.run, parsed.step, parsed.out)}: open it at https://ui.perfetto.dev")
 
 
@@ -704,6 +734,7 @@ def _import(parsed: Parsed) -> None:
 
 COMMANDS = {
     "run": _run,
+    "init": _init,
     "check": _check,
     "recipes": _recipes,
     "doctor": _doctor,

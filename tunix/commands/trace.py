@@ -1,18 +1,38 @@
-"""`tunix trace`: what a step of a run on completions spent its time on, as a chart for https://ui.perfetto.dev.
+"""`tunix trace`: what a run spent its time on.
 
-A run writes `spans.jsonl`: for each step its activities, such as sampling, waiting for rewards and updates, each with
-the thread that was busy with it. The chart has a row for each thread. Of an asynchronous run a step's completions were
-sampled while earlier steps were learned from: its own sampling is shown, and all that happened while it was learned
-from.
+Of a step of a run on completions it is a chart for https://ui.perfetto.dev. Such a run writes `spans.jsonl`: for each
+step its activities, such as sampling, waiting for rewards and updates, each with the thread that was busy with it. The
+chart has a row for each thread. Of an asynchronous run a step's completions were sampled while earlier steps were
+learned from: its own sampling is shown, and all that happened while it was learned from.
+
+Of a profile (`logging.profile`) it is a table of kernels: a GPU's streams, a TPU's operations, or a CPU's threads, read
+by `jax.profiler.ProfileData`. Which part of the model a kernel belongs to is in the compiled programs, which the same
+file holds as HLO (`_parts`); `PARTS` are the scopes that tunix's programs name.
 """
 
 import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tunix.errors import UserError
+from tunix.recipe.recipe import recipe_of_run
 from tunix.rollout.types import SPANS, Span
+from tunix.trainer.config import PROFILE
 from tunix.util.atomic_io import read_rows, refuse_out, write_text_atomic
+
+PARTS = (
+    *("embed", "norm", "attention", "deltanet", "ffn", "experts", "vision", "head", "loss", "optimizer", "draw"),
+    r"layer\d+",
+)
+"""Scopes (`jax.named_scope`) of the parts of tunix's programs; layers have theirs where they run unrolled."""
+SCOPE = re.compile(rf"(?<![^/(])(?:{'|'.join(PARTS)})(?![^/)])")
+HOLDERS = re.compile(r"(while|conditional|call)(\.|$)")
+"""Operations that only run others, which a CPU and a TPU list too."""
+SHOWN = 20
+"""Kernels in the table."""
 
 
 def trace(run: Path, step: int, out: Path | None = None) -> Path:
@@ -56,3 +76,194 @@ def trace(run: Path, step: int, out: Path | None = None) -> Path:
     file = out or run / f"trace-{step}.json"
     write_text_atomic(file, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     return file
+
+
+class Kernel(NamedTuple):
+    """One execution of a kernel or, on a TPU and a CPU, of an operation."""
+
+    name: str
+    """Without the number by which a compiler tells copies apart, e.g. `fusion` of `fusion.3.clone`."""
+    start: float
+    """Nanoseconds, as is `end`."""
+    end: float
+    program: str
+    """The compiled program, e.g. `step`; empty where the profile does not say."""
+    scope: str
+    """Where in the program it was written, e.g. `jit(step)/.../transpose(jvp(head))/dot_general`, or empty."""
+
+
+def profiled(run: Path) -> Iterator[str]:
+    """Yields the lines of the table of a run's newest profile: busy share, host's gaps, parts, kernels.
+
+    Raises:
+        UserError: the folder is no run, has no profile yet, or one that is damaged.
+    """
+    if not (run / "recipe.yaml").is_file():
+        raise UserError(f"{run} is no run folder: it has no recipe.yaml")
+    folders = [run / PROFILE, *run.glob(f"*/{PROFILE}")]  # with stages, of each stage
+    files = sorted(
+        (file for folder in folders for file in folder.rglob("*.xplane.pb")), key=lambda x: x.stat().st_mtime
+    )
+    if not files:
+        recipe = recipe_of_run(run)
+        window = None if recipe is None else recipe.logging.profile
+        if window is None:
+            raise UserError(
+                f"{run} has no profile: set logging.profile.steps=[10,12] before those steps; of a run on completions "
+                f"`tunix trace {run} STEP` draws a step"
+            )
+        raise UserError(f"{run} has no profile yet: it is written after step {window.steps[1]}")
+    import jax  # reading needs no device
+
+    data = files[-1].read_bytes()
+    try:
+        planes = jax.profiler.ProfileData.from_serialized_xspace(data).planes
+        devices, steps = kernels_of(planes, _scopes(data))
+    except (RuntimeError, IndexError, UnicodeDecodeError) as error:
+        raise UserError(f"{files[-1]} is damaged, or still being written: {str(error).splitlines()[0]}") from error
+    if not devices:
+        raise UserError(f"{files[-1]} has no kernel in it: the profiler saw no device at work")
+    yield f"{files[-1]}" + f", the newest of {len(files)}" * (len(files) > 1)
+    yield from table(devices, steps)
+
+
+def kernels_of(
+    planes: Iterable[Any], scopes: Mapping[tuple[str, str], str]
+) -> tuple[dict[str, list[Kernel]], dict[int, float]]:
+    """The kernels of each device, in the order of time, and when each step began, in nanoseconds.
+
+    Args:
+        planes: as `jax.profiler.ProfileData` has them. That of `/device:GPU:0` has lines such as `Stream #13(Compute)`,
+            that of `/device:TPU:0` a line `XLA Ops`; without any the operations of the host's threads count.
+        scopes: see `_scopes`.
+    """
+    devices, host, steps = defaultdict[str, list[Kernel]](list), list[Kernel](), dict[int, float]()
+    for plane in planes:
+        on_device = plane.name.startswith("/device:")
+        for line in plane.lines:
+            if on_device and not line.name.startswith(("Stream", "XLA Ops")):
+                continue
+            for event in line.events:
+                stats = {name: value for name, value in event.stats if name is not None}
+                if event.name == "step" and "step_num" in stats:
+                    steps[int(stats["step_num"])] = event.start_ns
+                if not on_device and "hlo_op" not in stats:
+                    continue
+                name = event.name.removeprefix("%").partition(" = ")[0]
+                if HOLDERS.match(operation := str(stats.get("hlo_op", name))):
+                    continue
+                program, number = str(stats.get("hlo_module", "")), str(stats.get("program_id", ""))
+                scope = stats.get("tf_op") or scopes.get((number, operation)) or scopes.get((program, operation), "")
+                name = re.sub(r"(\.(\d+|clone|remat\d*))+$", "", name)
+                kernel = Kernel(name, event.start_ns, event.end_ns, program.removeprefix("jit_"), str(scope))
+                (devices[plane.name] if on_device else host).append(kernel)
+    if not devices and host:
+        devices["/host:CPU"] = host
+    return {name: sorted(kernels, key=lambda kernel: kernel.start) for name, kernels in devices.items()}, steps
+
+
+def table(devices: Mapping[str, list[Kernel]], steps: Mapping[int, float]) -> Iterator[str]:
+    """Yields lines of at most 80 columns; numbers are for one step of one device, in the mean.
+
+    Args:
+        devices: of each device its kernels, at least one, in the order of time.
+        steps: when each step began.
+    """
+    number, busy, window = max(len(steps), 1) * len(devices), 0.0, 0.0
+    share = 1e6 * number  # what is nanoseconds of them all, divided by this, is milliseconds of a step
+    gaps: list[tuple[float, float, str]] = []
+    for kernels in devices.values():
+        # From the first step's beginning: the device waits for the host there, too.
+        reached = begin = min([kernels[0].start, *steps.values()])
+        for kernel in kernels:
+            if kernel.start > reached:
+                gaps.append((kernel.start - reached, reached, kernel.name))
+            busy += max(0.0, kernel.end - max(reached, kernel.start))
+            reached = max(reached, kernel.end)
+        window += reached - begin
+    every = [kernel for kernels in devices.values() for kernel in kernels]
+    of = f"steps {min(steps)} to {max(steps)}" if steps else "all that was traced, as one step"
+    kind = next(iter(devices)).partition(":")[2]
+    yield f"{of}; {len(devices)} x {kind}; {len(every) / number:,.0f} kernels a step"
+    yield f"busy {busy / window:.1%}: {busy / share:,.3f} of {window / share:,.3f} ms a step"
+    if gaps:
+        longest, at, name = max(gaps)
+        step = max((step for step, start in steps.items() if start <= at), default=None)
+        where = f" in step {step}" * (step is not None)
+        yield f"idle {(window - busy) / share:,.3f} ms a step, in {len(gaps) / number:,.0f} gaps between kernels"
+        yield f"the longest: {longest / 1e6:,.3f} ms{where}, before {name[:40]}"
+    parts, names, launches = defaultdict[str, float](float), defaultdict[str, float](float), Counter[str]()
+    layers = defaultdict[str, defaultdict[str, float]](lambda: defaultdict(float))
+    for kernel in every:
+        spent, named = kernel.end - kernel.start, SCOPE.findall(kernel.scope)
+        part = next((name for name in reversed(named) if not name.startswith("layer")), "other")
+        backward = ", backward" if "transpose(" in kernel.scope else ""
+        parts[f"{kernel.program or 'unknown'}: {part}{backward}"] += spent
+        names[kernel.name] += spent
+        launches[kernel.name] += 1
+        for layer in (name for name in named if name.startswith("layer")):
+            layers[kernel.program][layer] += spent
+    whole = sum(parts.values())
+    for title, times in (("  program: part", parts), ("launches  kernel", names)):
+        yield f"\n   ms a step   share  {title}"
+        for name, spent in sorted(times.items(), key=lambda item: -item[1])[:SHOWN]:
+            number_of = f"{launches[name] / number:8,.0f}" if times is names else ""
+            yield f"{spent / share:12,.3f}  {spent / whole:6.1%}  {number_of}  {name}"[:80]
+    for program, times in layers.items():
+        fastest, slowest = min(times, key=times.__getitem__), max(times, key=times.__getitem__)
+        least, most = times[fastest] / share, times[slowest] / share
+        yield f"\n{program}: {len(times)} layers of {least:,.3f} ms ({fastest}) to {most:,.3f} ms ({slowest})"
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:
+    """Number and value of each field of a message in protobuf's wire format: a number, or bytes
+    (https://protobuf.dev/programming-guides/encoding/)."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte, at = data[at], at + 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while at < len(data):
+        number, kind = divmod(varint(), 8)
+        if kind == 0:
+            yield number, varint()
+            continue
+        size = {1: 8, 5: 4}.get(kind) or varint()
+        yield number, data[at : at + size]
+        at += size
+
+
+def _all(messages: Iterable[Any], *path: int) -> list[Any]:
+    """Values of the fields at a path of field numbers."""
+    for number in path:
+        messages = [value for message in messages for field, value in _fields(message) if field == number]
+    return list(messages)
+
+
+def _text(message: memoryview, *path: int) -> str:
+    """The first text at a path; empty without one."""
+    return "".join(bytes(value).decode() for value in _all([message], *path)[:1])
+
+
+def _scopes(data: bytes) -> dict[tuple[str, str], str]:
+    """Program (its number, and its name) and operation -> where it was written, of all programs in a profile.
+
+    Its plane `/host:metadata` has an `HloProto` as a stat of each program's event metadata (openxla's `xplane.proto`,
+    `hlo.proto`), which `ProfileData` does not give.
+    """
+    scopes: dict[tuple[str, str], str] = {}
+    for plane in _all([memoryview(data)], 1):
+        for program in _all([plane], 4, 2) if _text(plane, 2) == "/host:metadata" else ():
+            module, _, number = _text(program, 2).removesuffix(")").rpartition("(")
+            for instruction in _all([program], 5, 6, 1, 3, 2):  # stats, bytes, module, computations, instructions
+                if scope := _text(instruction, 7, 2):
+                    operation = _text(instruction, 1)
+                    scopes[number, operation] = scopes[module, operation] = scope
+    return scopes

@@ -150,6 +150,7 @@ class Attention(nnx.Module):
             setattr(self, name, part)
         self.sinks = nnx.Param(jnp.zeros(n, jnp.float32), axes=("heads",)) if c.sinks else None
 
+    @jax.named_scope("attention")
     def __call__(
         self,
         x: Float[Array, "B T D"],

@@ -421,6 +421,7 @@ class GatedDeltaNet(nnx.Module):
         self.rate = Rate(c, rngs)
         self.out_norm = Norm(c.value_dim, "head", eps=config.norm_eps, offset=False)
 
+    @jax.named_scope("deltanet")
     def __call__(
         self,
         x: Float[Array, "B T D"],

@@ -83,6 +83,7 @@ class _Results(NamedTuple):
     """`p g` of all other ids together."""
 
 
+@jax.named_scope("head")
 def compared(
     student: Side, teacher: Side, targets: Int[Array, "B T"], needed: Bool[Array, "B T"], settings: Divergence
 ) -> Compared:

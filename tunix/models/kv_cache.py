@@ -221,9 +221,10 @@ def extend(
         assert view is not None, "layers with states have a view of them"
         rope = ropes[c.distinct_kinds.index(kind)]
         read = kept[kind.source] if kind.mixer in SHARED else cache
-        x, cache, experts = _layer(
-            model, platform(), kind.mixer, layer_weights, x, rope, view, read, layer_input, adapters
-        )
+        with jax.named_scope(f"layer{len(new)}"):
+            x, cache, experts = _layer(
+                model, platform(), kind.mixer, layer_weights, x, rope, view, read, layer_input, adapters
+            )
         if isinstance(cache, Kept):
             kept[kind], cache = cache, cache.pages
         new.append(cache)

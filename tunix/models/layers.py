@@ -384,6 +384,7 @@ class Norm(nnx.Module):
         return rms_norm(x, self.w[...], eps=self.eps, offset=self.offset)
 
 
+@jax.named_scope("norm")
 def rms_norm(x: jax.Array, w: jax.Array, *, eps: float, offset: bool) -> jax.Array:
     """`x / rms(x) * w` over the last axis, or `* (1 + w)`, in float32."""
     x32 = x.astype(jnp.float32)
@@ -480,6 +481,7 @@ class GatedFFN(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], dict[str, jax.Array]]:
         return self.gated(x, dropout_keys), {}
 
+    @jax.named_scope("ffn")
     def gated(self, x: Float[Array, "B T D"], dropout_keys: TokenKeys | None) -> Float[Array, "B T D"]:
         """The output alone."""
         of_gate, of_up, of_down = (getattr(self, name) for name in self.names)

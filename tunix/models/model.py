@@ -67,6 +67,7 @@ IN_DTYPE = ("beta", "decay")
 Adapt = Callable[["Block", nnx.Rngs], "Block"]
 
 
+@jax.named_scope("embed")
 def embedded(config: DecoderConfig, table: jax.Array, tokens: Int[Array, "B T"], dtype: DType) -> Float[Array, "B T D"]:
     """The embedded tokens: the residual stream before the first layer."""
     x = table[tokens].astype(dtype)
@@ -383,6 +384,7 @@ class Model:
         auxiliary = {name: jnp.concatenate(terms) for name, terms in by_name.items()}
         return rms_norm(x, norm, eps=c.norm_eps, offset=c.norm_offset), auxiliary
 
+    @jax.named_scope("vision")
     def soft_tokens(self, params: Params, pictures: Pictures) -> Float[Array, "B Pi So D"]:
         """The embeddings of the soft tokens of pictures, by the tower among these parameters."""
         tower = {self._paths[name][1:]: x for name, x in params.items() if name.startswith(TOWER)}
@@ -418,6 +420,7 @@ class Model:
         states, _ = self.draft_head(params)(x, earlier, rope_tables(places, kind.rope, kind.head_dim), view)
         return states
 
+    @jax.named_scope("head")
     def logits(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """All logits, float32. For few tokens: sampling and tests."""
         logits = jnp.einsum("BTD,VD->BTV", hidden, self.table(params), preferred_element_type=jnp.float32)
@@ -458,6 +461,7 @@ class Model:
             candidates=candidates,
         )
 
+    @jax.named_scope("head")
     def logprobs_of(
         self,
         params: Params,
@@ -486,6 +490,7 @@ class Model:
         logprobs, spread = (jnp.pad(x, ((0, 0), (1, 0))) for x in shifted)
         return logprobs, spread
 
+    @jax.named_scope("head")
     def above_mean_of(
         self,
         params: Params,
@@ -510,6 +515,7 @@ class Model:
         above = product("BTD,BTD->BT", hidden[:, :-1], table[tokens[:, 1:]]) - mean
         return jnp.where(positions > 0, jnp.pad(above, ((0, 0), (1, 0))), 0.0)
 
+    @jax.named_scope("head")
     def values_of(
         self, params: Params, hidden: Float[Array, "B T D"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T"]:

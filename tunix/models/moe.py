@@ -291,6 +291,7 @@ class MixtureOfExperts(GatedFFN):
             y = y + jax.nn.sigmoid(jnp.einsum("BTD,D->BT", x, self.shared_gate.w[...])[..., None]) * shared
         return y, auxiliary
 
+    @jax.named_scope("experts")
     def routed(
         self,
         x: Float[Array, "B T D"],

@@ -246,31 +246,40 @@ STATE = 20
 
 def ample(recipe: Recipe, memory: float) -> bool:
     """Whether all stages of a recipe take at most SHARE of one device's memory, of the bytes that JAX may take of the
-    smallest, by an estimate that is above what they need.
+    smallest, by `estimated`; False too where that is not known."""
+    needed = estimated(recipe)
+    return needed is not None and needed <= SHARE * memory
 
-    False too where that is not known: a model of no known sizes, an adapter from a folder, an algorithm of the
-    user's, a critic, a teacher, a reward model, pictures.
+
+def estimated(recipe: Recipe, devices: int = 1) -> float | None:
+    """Bytes of each device, above what any stage of a recipe needs; None where that is not known.
+
+    It is not of a model of no known sizes, an adapter from a folder, an algorithm of the user's, a critic, a teacher, a
+    reward model, pictures.
+
+    Args:
+        devices: among how many the weights are divided.
     """
     model = recipe.model
     try:
         config = structure(model, recipe.data.pictures is not None).decoder
     except UserError:
-        return False
+        return None
     if config.vision is not None:
-        return False
-    item, stored = BYTES[model.dtype], BYTES[model.param_dtype or model.dtype]
+        return None
+    largest, item, stored = 0.0, BYTES[model.dtype], BYTES[model.param_dtype or model.dtype]
     remat = "block" if model.remat == "auto" else model.remat
     for stage in recipe.stages or (recipe,):
         trained, total = weight_counts(stage, config)
         name, judged = stage.algorithm.name, stage.reward and stage.reward.model
         if trained is None or stage.teacher or judged or name == "ppo" or ":" in name or remat == "offload":
-            return False
+            return None
         # A pair is packed into one row.
         length = stage.data.max_length * (2 if name in ("dpo", "reward") else 1)
         tokens = max(TOKENS_ELSEWHERE, (stage.micro_batch_size or 1) * length)
         needed = sum(activations(config, remat, item, tokens, min(length, SHORT)))
         # Beside a weight that trains there may be a reference's and the sampler's copy, beside a frozen one the latter.
         frozen = total - trained if stage.adapter is None else total
-        if (STATE + 2 * item) * trained + (stored + item) * frozen + needed > SHARE * memory:
-            return False
-    return True
+        weights = (STATE + 2 * item) * trained + (stored + item) * frozen
+        largest = max(largest, weights / devices + needed)
+    return largest

@@ -156,6 +156,8 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
         yield "data.pictures: not seen by the head that model.mtp drafts with; leave one of the two out"
     if recipe.steps and recipe.epochs:
         yield f"steps and epochs: {recipe.steps} and {recipe.epochs}; give one, or clear one with `epochs=null`"
+    if recipe.steps and recipe.logging.profile and (beyond := recipe.logging.profile.beyond(recipe.steps)):
+        yield beyond
     if recipe.micro_batch_size and recipe.micro_batch_size > (largest := recipe.sequences_per_update):
         named = "batch_size, which is" if largest == recipe.batch_size else "the sequences of an update, which are"
         yield f"micro_batch_size: {recipe.micro_batch_size} is above {named} {largest}"

@@ -120,6 +120,9 @@ def shrunk(
         if reward := task["reward"]:
             task["reward"] = {**reward, "functions": [{**function, "columns": {}} for function in reward["functions"]]}
     tiny["eval"] = {**tiny["eval"], "tasks": tasks}
+    profile = sections["logging"]["profile"]
+    if tiny["steps"] and profile and profile["steps"][1] > steps and "logging.profile.steps" not in said:
+        tiny["logging"] = {**sections["logging"], "profile": None}
     # A warm-up in steps has to end before the run does; below 1 it is a share of the steps.
     if (warmup := sections["optimizer"]["warmup"]) >= 1:
         tiny["optimizer"] = {**sections["optimizer"], "warmup": min(warmup, steps // 2)}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tunix.data.mixing import rows_read
 from tunix.data.pipeline import shuffled
+from tunix.distributed import processes
 from tunix.errors import UserError
 from tunix.hf.source import settled
 from tunix.models.families.table import FAMILIES
@@ -32,6 +33,7 @@ from tunix.run.inputs import (
 from tunix.run.judges import judges_of
 from tunix.run.kernels import attention_of, check_exchange, check_products
 from tunix.run.loop import Job
+from tunix.run.profiler import Profiler
 from tunix.run.reference_cache import reference_logprobs
 from tunix.run.rehearsal import compiled_ahead
 from tunix.run.setup import Setup, algorithm_of, apart, row_kind_of
@@ -92,6 +94,9 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
         total = sum(1 for _ in shuffled(examples, recipe.batch_size, recipe.seed, epochs))
     elif total is None:  # if no row is dropped
         total = total_steps(rows, recipe.batch_size, 1)
+    profile = recipe.logging.profile
+    if profile is not None and (wrong := profile.beyond(total)):
+        raise UserError(wrong)
     stream = open_stream(setup, inputs, collector, total)
     for note in (*device_notes(mesh), *update_notes(recipe, rows // epochs, total), *notes):
         display.say(f"note: {note}")
@@ -127,5 +132,6 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
         collector=collector,
         workload=setup.workload(len(evaluation.prompts)),
         compile_update=partial(compiled_ahead, setup, client),
+        profiler=Profiler(folder, profile, display) if profile is not None and processes.lead() else None,
         stop=stop,
     )

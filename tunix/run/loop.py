@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -21,6 +21,7 @@ from tunix.protocols import Client
 from tunix.rollout.collect import Collector
 from tunix.rollout.types import SPANS
 from tunix.run.evaluation import Evaluation, HarnessEvaluation, Samples, TaskEvaluation
+from tunix.run.profiler import Profiler
 from tunix.run.recorder import Recorder
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.config import CheckpointConfig
@@ -83,11 +84,15 @@ class Job:
     """Largest workload of the sampler at a step or an evaluation; None where neither samples."""
     compile_update: Callable[[], None] = lambda: None
     """Compiles the programs of the first update, as far as their shapes are known before it is sampled."""
+    profiler: Profiler | None = None
+    """Traces the steps of `logging.profile`; None without any."""
     stop: threading.Event = field(default_factory=threading.Event)
     """Happens where the run is to stop after the present update, such as by a signal."""
 
     def close(self) -> None:
-        """Ends the threads and processes of the run."""
+        """Ends the threads, processes and the profile of the run."""
+        if self.profiler is not None:
+            self.profiler.close()
         self.stream.close()
         played = (task.collector for task in self.tasks if isinstance(task, TaskEvaluation))
         for collector in (self.collector, *played):
@@ -157,10 +162,12 @@ class Loop:
     def _update(self, item: Any) -> None:
         """One update, and the evaluation, samples and checkpoint that are due after it."""
         job = self.job
-        with self._saving_on_error(), self.recorder.first("update"):
-            update = job.algorithm.update(job.client, item)
-        self.step += 1
-        self.recorder.push(self.step, update, item.accounting)
+        profiler = job.profiler
+        with nullcontext() if profiler is None else profiler.step(self.step + 1, self.recorder.aside):
+            with self._saving_on_error(), self.recorder.first("update"):
+                update = job.algorithm.update(job.client, item)
+            self.step += 1
+            self.recorder.push(self.step, update, item.accounting)
         job.samples.add(self.step, update.samples)
         if update.spans:
             append_rows(job.folder / SPANS, [{"step": self.step, "spans": list(map(astuple, update.spans))}])

@@ -151,6 +151,9 @@ def run(recipe: Recipe, *, fresh: bool, minutes: int | None, verbose: bool) -> R
     """As `train`, of a recipe about which the first line has been said."""
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
     prepare_jax()
+    if any(stage.logging.profile is not None for stage in recipe.stages or (recipe,)):
+        # Else a program that the cache has from before, of the same text, would say where that one was written.
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     # SIGTERM is handled like Ctrl-C, so that everything is cleaned up, also outside of the training loop.
     with (
         handling((signal.SIGTERM,), signal.default_int_handler),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tunix.config import Config, DType, Fraction, Place, Positive
 
@@ -103,6 +103,29 @@ class CheckpointConfig(Config):
     in there each. Null for `checkpoints/` in the run folder."""
 
 
+PROFILE = "profile"
+"""The folder of a run's profiles."""
+
+
+class ProfileConfig(Config):
+    """Steps of which JAX's profiler writes a trace into the run folder's `profile/`, of the first process's devices."""
+
+    steps: tuple[Positive, Positive]
+    """The first and the last step of the window, from 1; the first two steps also compile."""
+
+    @field_validator("steps")
+    @classmethod
+    def _ordered(cls, steps: tuple[int, int]) -> tuple[int, int]:
+        if steps[0] > steps[1]:
+            raise ValueError(f"{list(steps)} ends before it begins: write the first step, then the last")
+        return steps
+
+    def beyond(self, total: int) -> str | None:
+        """What is wrong where the window ends after the last of `total` steps."""
+        text = f"logging.profile.steps: {list(self.steps)} ends after the run's last step, {total}; choose earlier ones"
+        return text if self.steps[1] > total else None
+
+
 class LoggingConfig(Config):
     """Where metrics are logged besides metrics.jsonl, which is always written."""
 
@@ -112,3 +135,5 @@ class LoggingConfig(Config):
     """Name of a Weights & Biases project; WANDB_MODE=offline works."""
     tensorboard: bool = False
     """Writes event files to the run folder's `tensorboard/`; requires the extra `tensorboard`."""
+    profile: ProfileConfig | None = None
+    """Steps that are profiled, as `profile: {steps: [10, 12]}`; `tunix trace RUN` shows where their time went."""

@@ -196,6 +196,7 @@ def gradients_of(
     return gradients, to_scalars(sums)
 
 
+@jax.named_scope("optimizer")
 def apply(spec: TrainerSpec, state: TrainState, gradients: Params) -> tuple[TrainState, dict[str, jax.Array]]:
     """Applies the optimizer; returns the new state and its metrics."""
     updates, moments = spec.optimizer.update(gradients, state.moments, state.params)
@@ -334,6 +335,7 @@ def forward_of(
     )
 
 
+@jax.named_scope("loss")
 def loss_sums(function: Callable[[LossInputs], LossOutputs], inputs: LossInputs) -> Sums:
     """Evaluates and reduces a loss to `train/loss` (the sum of the terms), each of several terms, and its metrics.
 

@@ -61,6 +61,7 @@ class Draw(NamedTuple):
     """Log-probs of the most likely ids."""
 
 
+@jax.named_scope("draw")
 def draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], settings: Transform, live: Bool[Array, "B"]) -> Draw:
     """Samples one token a row, with keys that are used for nothing else.
 
