@@ -176,7 +176,7 @@ def test_grpo_by_hand_is_grpo(tmp_path: Path):
 @pytest.mark.slow
 def test_an_algorithm_of_ones_own(tmp_path: Path):
     then = f'folder = "{tmp_path}"\nsteps = 2'
-    cells = executed("03", ROOT, small('"rollout.samples=1"', then, sft=30))
+    cells = executed("03", ROOT, small('"logging.samples.groups=1"', then, sft=30))
     terms = literal_eval(shown(cells["terms"]))
     assert terms["loss/entropy"] == pytest.approx(-0.001 * terms["policy/entropy"], rel=1e-5)
     assert terms["train/loss"] == pytest.approx(terms["loss/policy"] + terms["loss/entropy"], abs=1e-7)

@@ -21,7 +21,7 @@ POLICY: dict[str, Any] = {
     "optimizer.learning_rate": 1e-3,
     "algorithm": {"name": "grpo", "group_size": 4},
     "reward.functions": ["rewards.py:letters"],
-    "rollout.samples": 4,
+    "logging.samples.groups": 4,
 }
 
 

@@ -14,6 +14,7 @@ import yaml
 from tests.tiny_models import randomise
 from tunix.cli import main
 from tunix.data.tokenizer import bytes_tokenizer
+from tunix.util.atomic_io import read_rows
 
 VOCAB = 272
 """256 bytes and the specials of the llama3 and gemma templates have room in it."""
@@ -81,8 +82,8 @@ def train(*words: str) -> None:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The objects of a JSONL file, all of whose lines are whole; of a packed one those of its whole members."""
+    return read_rows(path) if path.suffix == ".gz" else [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def metrics(run: str | Path) -> list[dict[str, Any]]:

@@ -672,14 +672,15 @@ def _serve(parsed: Parsed) -> None:
 
 
 @command(
-    "write a run's weights as a Hugging Face folder, a PEFT adapter, or for MaxText or StableHLO",
+    "write a run's weights as a Hugging Face folder, a PEFT adapter, for MaxText or StableHLO; or its trajectories",
     "tunix export runs/quickstart exported --format maxtext",
     value("run RUN", "run folder; for other formats also a model folder or id", Path),
     NEW_FOLDER,
     value(
         "--format",
-        "a model folder (huggingface), a checkpoint of MaxText, or compiled programs that run without tunix",
-        choices=("huggingface", "maxtext", "stablehlo"),
+        "a model folder (huggingface), a checkpoint of MaxText, or compiled programs that run without tunix; or, in "
+        "place of weights, the completions that the run recorded, a JSON file each (atif)",
+        choices=("huggingface", "maxtext", "stablehlo", "atif"),
         default="huggingface",
     ),
     switch("--adapter", text="the adapter alone, as a PEFT folder"),
@@ -697,6 +698,13 @@ def _export(parsed: Parsed) -> None:
                 f"--{name.replace('_', '-')} belongs to --format {format}, and changes nothing of "
                 f"--format {parsed.format}: leave it out"
             )
+    if parsed.format == "atif":
+        from tunix.interop.atif import export_trajectories
+
+        if parsed.step:
+            raise UserError("--step names a checkpoint, and --format atif reads none: leave it out")
+        print(f"{export_trajectories(parsed.run, parsed.out)} trajectories are in {parsed.out}")
+        return
     from tunix.run.export import export, export_as
 
     if parsed.format == "huggingface":

@@ -37,7 +37,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "data": {"train": "benchmarks.scale.tiny:rows", "max_length": 32, "completion_length": 12},
         "algorithm": {"name": "grpo", "group_size": 4},
         "reward": {"functions": ["benchmarks.scale.tiny:letters"]},
-        "rollout": {"samples": 0},
+        "logging": {"samples": {"groups": 0}},
         "batch_size": 8,
     },
 }

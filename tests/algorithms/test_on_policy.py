@@ -377,7 +377,7 @@ def test_a_failure_has_weight_0_and_no_influence():
         "1 rewards failed and are left out, for instance worth raised ValueError: as the script says ("
     )
     assert note.endswith("test_on_policy.py, line 133)")
-    last = update.samples[-1]
+    *_, last = update.samples
     assert last["rewards"] == {"worth": None}
     assert last["failures"] == {"worth": note.partition("for instance ")[2]}
     # PPO whitens over what counts: 1 - .3 and 2 - .3 become -1 and 1.
@@ -516,7 +516,7 @@ def test_completions_on_which_trainer_and_sampler_disagree_are_left_out():
     assert update.metrics["mismatch/dropped"] == pytest.approx(1 / 3)
     assert [call for call in client.calls if call.startswith("logprobs")] == ["logprobs of policy"]
     # What is written of the last one's tokens, for `tunix report`: log 3 is 1.0986.
-    assert update.samples[2]["per_token"] == {
+    assert list(update.samples)[2]["per_token"] == {
         "tokens": TOKENIZER.encode("003"),
         "trained": [1, 1, 1],
         "advantages": [1, 1, 1],
@@ -827,13 +827,13 @@ def test_rewards_that_began_early_change_nothing(make: Callable[..., PolicyGradi
     updates = []
     for kind in (Fake, Reporting):
         client = kind("1", "0", "3.", "9!", "2..", "4")
-        with Scorer([scripted(), awaited, placed]) as scorer, rollouts(prompts=3, scored=False, shown=3) as data:
+        with Scorer([scripted(), awaited, placed]) as scorer, rollouts(prompts=3, scored=False) as data:
             data.collector = replace(data.collector, scorer=scorer)
             updates.append((make(group_size=2).update(client, data), client.steps))
     (early, its_steps), (late, their_steps) = updates
     numbers = [{k: v for k, v in x.metrics.items() if not k.startswith("perf/")} for x in (early, late)]
     assert numbers[0] == numbers[1]
-    assert (early.samples, early.notes) == (late.samples, late.notes)
+    assert (list(early.samples), early.notes) == (list(late.samples), late.notes)
     assert "worth raised ValueError" in early.notes[0]
     for (_, mine), (_, theirs) in zip(its_steps, their_steps, strict=True):
         for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):

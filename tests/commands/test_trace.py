@@ -1,6 +1,7 @@
 """`tunix trace`: a step's activities as Perfetto reads them."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from tunix.cli import main
 from tunix.commands.trace import trace
 from tunix.errors import UserError
+from tunix.util.atomic_io import SAMPLES, append_member
 
 STEPS = [
     {"step": 1, "spans": [["rollout", "MainThread", 100.0, 101.0], ["update", "MainThread", 101.0, 101.5]]},
@@ -52,3 +54,63 @@ def test_a_step_that_was_not_recorded(run: Path):
     (run / "spans.jsonl").unlink()
     with pytest.raises(UserError, match="only runs on completions record any"):
         trace(run, 1)
+
+
+def test_trajectories_of_recorded_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """In the Agent Trajectory Interchange Format: turns of the model are steps, what the environment wrote between them
+    is an observation, the rest of the row is `extra`. Required and allowed fields are those of the pydantic models in
+    harbor 0.26.0 (`harbor/models/trajectories`), whose own validator is tried where it is installed."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text("model: {path: some/model}\n")
+    common = {"step": 3, "group": 1, "prompt": "2+2?", "rewards": {"math": 1.0}, "finish": "stop", "tokens": 5}
+    values = {"tokens": ["<a>", "x", "[4]", "4", "."], "trained": [1, 1, 0, 1, 1], "advantages": [1, 1, 0, 2, 2]}
+    rows = [
+        {**common, "completion": "x[4]4.", "per_token": {**values, "logprobs": [-0.1, -0.2, 0, -0.3, -0.4]}},
+        {**common, "completion": [5, 7]},
+        {"step": 0, "prompt": [1], "completion": "b", "expected": "c", "finish": "length"},
+        {"step": 3, "task": "a/b", "prompt": "p", "completion": "q"},
+    ]
+    for row in rows:
+        append_member(folder / SAMPLES, [row], 10**9)
+    assert main(["export", str(folder), str(tmp_path / "out"), "--format", "atif"]) == 0
+    files = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").iterdir()}
+    assert files.keys() == {"3-1-0", "3-1-1", "0-0", "3-a_b-0"}
+    first = files["3-1-0"]
+    assert first["steps"] == [
+        {"step_id": 1, "source": "user", "message": "2+2?"},
+        {
+            "step_id": 2,
+            "source": "agent",
+            "message": "<a>x",
+            "metrics": {"completion_tokens": 2, "logprobs": [-0.1, -0.2]},
+            "extra": {"advantages": [1, 1]},
+            "observation": {"results": [{"content": "[4]"}]},
+        },
+        {
+            "step_id": 3,
+            "source": "agent",
+            "message": "4.",
+            "metrics": {"completion_tokens": 2, "logprobs": [-0.3, -0.4]},
+            "extra": {"advantages": [2, 2]},
+        },
+    ]
+    assert first["extra"] == {"step": 3, "group": 1, "rewards": {"math": 1.0}, "finish": "stop", "tokens": 5}
+    assert files["3-1-1"]["steps"][1]["message"] == "[5, 7]"
+    for trajectory in files.values():
+        assert (trajectory["schema_version"], trajectory["session_id"]) == ("ATIF-v1.7", "run")
+        assert trajectory["agent"].keys() == {"name", "version", "model_name"}
+        assert [step["step_id"] for step in trajectory["steps"]] == list(range(1, len(trajectory["steps"]) + 1))
+        for step in trajectory["steps"]:
+            assert step.keys() - {"metrics", "extra", "observation"} == {"step_id", "source", "message"}
+            assert step["source"] == "agent" or not step.keys() & {"metrics", "tool_calls"}
+    with suppress(ImportError):
+        from harbor.models.trajectories import Trajectory  # pyright: ignore
+
+        for trajectory in files.values():
+            Trajectory.model_validate(trajectory)
+    assert main(["export", str(folder), str(tmp_path / "out"), "--format", "atif"]) == 2
+    assert main(["export", str(folder), str(tmp_path / "new"), "--format", "atif", "--step", "3"]) == 2
+    (folder / SAMPLES).unlink()
+    assert main(["export", str(folder), str(tmp_path / "new"), "--format", "atif"]) == 2
+    assert "has recorded no samples: logging.samples" in capsys.readouterr().err

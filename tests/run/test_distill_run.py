@@ -39,7 +39,7 @@ OWN: dict[str, Any] = {
     "teacher": TEACHER,
     "data.max_length": 32,
     "data.completion_length": 12,
-    "rollout.samples": 1,
+    "logging.samples.groups": 1,
 }
 
 
@@ -87,7 +87,7 @@ def test_on_its_own_text_it_is_measured_on_given_answers_too(tmp_path: Path, tea
         assert 0 < row["rollout/length"] <= 12
         assert row["policy/ratio"] == pytest.approx(1, abs=1e-3)
         assert row["perf/logprobs_seconds"] > 0
-    drawn = [row for row in lines(tmp_path / "run/samples.jsonl") if "completion" in row and "group" in row]
+    drawn = [row for row in lines(tmp_path / "run/samples.jsonl.gz") if "completion" in row and "group" in row]
     assert len(drawn) == 4 * 2  # steps, answers to the one prompt that is shown
 
 
@@ -360,7 +360,7 @@ def test_a_preset_names_the_teacher_and_what_it_sees(chats: Path):
 
 @pytest.mark.slow
 def test_a_run_that_teaches_itself_ends_where_it_ends_when_it_is_stopped(chats: Path):
-    shorter = {"teacher": {"path": "policy", "prompt": "{prompt} ({completion})"}, "rollout.samples": 1}
+    shorter = {"teacher": {"path": "policy", "prompt": "{prompt} ({completion})"}, "logging.samples.groups": 1}
     small = {**shorter, "data.max_length": 80, "data.completion_length": 12, "model": CHATS["model"]}
     changes = {"steps": 3, "batch_size": 4, "checkpoint.every": 1, "data.train": "chats.jsonl"}
     words = recipe(chats, small, changes, algorithm={"name": "distill", "preset": "sdft"})

@@ -22,11 +22,12 @@ import orbax.checkpoint as ocp
 import pytest
 
 from tests.marks import slow
-from tests.tiny_runs import EVAL, RECIPE, files, lines, metrics, write_recipe, write_rows
+from tests.tiny_runs import EVAL, RECIPE, files, metrics, write_recipe, write_rows
 from tests.trainer.test_step import SFT_LOSS
 from tests.trainers import sequences, trainer
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
+from tunix.util.atomic_io import SAMPLES
 
 STEPS = 30
 # Everything that a resumed run could lose is in use: order, packing, noise, moments, schedule, samples. The vocabulary
@@ -180,7 +181,9 @@ def state(run: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
 def assert_same_end(one: Path, other: Path) -> None:
     """Weights, optimizer, data position, numbers and samples of two runs are equal to the last bit."""
     assert lasting(one) == lasting(other)
-    assert lines(one / "samples.jsonl") == lines(other / "samples.jsonl")
+    assert lines(one / SAMPLES) == lines(other / SAMPLES)
+    packed = [path.read_bytes() for path in (one / SAMPLES, other / SAMPLES) if path.exists()]
+    assert packed[:1] == packed[1:]
     assert files(one / "export") == files(other / "export")
     assert state(one) == state(other)
     assert sorted(os.listdir(one / "checkpoints")) == sorted(os.listdir(other / "checkpoints"))

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.tiny_rl import write_policy
-from tests.tiny_runs import losses, metrics, train, write_recipe, write_rows
+from tests.tiny_runs import lines, losses, metrics, train, write_recipe, write_rows
 from tunix.cli import main
 
 MIXED: dict[str, Any] = {
@@ -59,7 +59,7 @@ def write(folder: Path, **changes: Any) -> None:
 def assert_same_but_for_times(run: str, other: str, keys: Sequence[str]) -> None:
     for one, two in zip(metrics(run), metrics(other), strict=True):
         assert {key: one.get(key) for key in keys} == {key: two.get(key) for key in keys}
-    samples = [Path(name, "samples.jsonl").read_text() for name in (run, other)]
+    samples = [Path(name, "samples.jsonl.gz").read_bytes() for name in (run, other)]
     assert samples[0] == samples[1]
 
 
@@ -73,7 +73,7 @@ def test_a_mixture_of_rewards_and_an_environment(tmp_path: Path, capsys: pytest.
         [2 * n, n, n] for n in range(1, 5)
     ]
     assert all(f"reward/source/{name}" in rows[0] for name in ("sums", "verl", "game"))
-    samples = [json.loads(line) for line in Path("run/samples.jsonl").read_text().splitlines()]
+    samples = lines(Path("run/samples.jsonl.gz"))
     scored = {"sums": "letters", "verl": "compute_score", "game": "environment"}
     for row in samples:
         assert [name for name, x in row["rewards"].items() if x is not None] == [scored[row["source"]]]

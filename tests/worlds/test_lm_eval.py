@@ -14,7 +14,7 @@ from lm_eval.models.huggingface import HFLM
 
 from tests.serving.conftest import listening
 from tests.test_pages import HUB_ID, blocks
-from tests.tiny_runs import RECIPE, model_folder, rows, write_rows
+from tests.tiny_runs import RECIPE, lines, model_folder, rows, write_rows
 from tunix.cli import main
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.serving.service import Service
@@ -171,11 +171,10 @@ def test_a_task_while_training(folder: Path):
     """Before the first update and after the last; the last numbers are those of `tunix eval` of what was exported."""
     tasks = [{"name": "sums", "data": "lm-eval:choose.yaml", "n": 4}, {"name": "said", "data": "lm-eval:answer.yaml"}]
     assert run(folder, eval={"every": 2, "tasks": tasks, "until": {"eval/sums/acc": 2.0}}) == 0
-    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    first, last = (line for line in lines if "eval/sums/acc" in line)
+    first, last = (line for line in lines(folder / "run/metrics.jsonl") if "eval/sums/acc" in line)
     assert (first["step"], last["step"]) == (0, 2)
     assert {"eval/sums/acc_norm", "eval/sums/acc_se", "eval/said/exact_match"} <= last.keys()
-    samples = [json.loads(line) for line in (folder / "run/samples.jsonl").read_text().splitlines()]
+    samples = lines(folder / "run/samples.jsonl.gz")
     assert [x["step"] for x in samples if x.get("task") == "sums"] == [0] * 4 + [2] * 4
     metrics, answers = ours(folder / "run", "--raw", "--tasks", "choose.yaml", "--rows", "4")
     assert metrics["choose/acc"] == last["eval/sums/acc"]

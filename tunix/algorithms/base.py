@@ -5,7 +5,7 @@ per step with an item of the data stream: a packed batch of given sequences, or 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -56,8 +56,9 @@ class Update:
     """Scalars by name."""
     batches: tuple[Batch, ...]
     """The batches that were trained on, from which tokens and FLOPs are counted."""
-    samples: tuple[Mapping[str, Any], ...] = ()
-    """Rows for `samples.jsonl`."""
+    samples: Iterable[Mapping[str, Any]] = ()
+    """What may be recorded of it (`logging.samples`), a row for each completion in the order of their groups; made
+    where they are read, by another thread."""
     notes: tuple[str, ...] = ()
     """Messages for the user, e.g. about rewards that failed."""
     spans: tuple[Span, ...] = ()

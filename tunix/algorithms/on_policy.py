@@ -54,7 +54,7 @@ from tunix.algorithms.ops import (
 from tunix.config import OBSERVED, RowKind
 from tunix.errors import Doubtful
 from tunix.protocols import Client, SamplingClient
-from tunix.rollout.types import Rollouts, sequence_of
+from tunix.rollout.types import Rollouts, Scored, sequence_of
 from tunix.types import Batch, Loss, LossInputs, LossOutputs, Metrics, Sampling, Sequence, Term
 
 LOGPROBS: Mapping[str, Literal["policy", "reference", "teacher"]] = {
@@ -299,28 +299,32 @@ class PolicyGradient(OnPolicy):
             numbers["policy/entropy_coefficient"] = held = self.entropy_coefficient if missing >= 0 else 0.0
             sequences = [replace(x, per_sequence={**x.per_sequence, ENTROPY_COEFFICIENT: held}) for x in sequences]
         require_numbers(groups, sequences)
-        samples = []
-        for place, (episode, sequence) in enumerate(zip(flat(groups[: data.shown]), sequences, strict=False)):
-            mean = float(sequence.per_token["advantages"][sequence.loss_mask].mean())
-            # Of a sample of weight 0 it need not be a finite number.
-            advantage = mean if math.isfinite(mean) else 0.0
-            arrays, begin = sequence.per_token, len(episode.prompt.tokens)
-            shown = {"advantages": arrays["advantages"][begin:], "logprobs": episode.completion.logprobs}
-            if "old_logprobs" in arrays and "sampler_logprobs" in arrays:
-                shown["mismatch"] = (arrays["old_logprobs"] - arrays["sampler_logprobs"])[begin:]
-            per_token = {
-                "tokens": episode.completion.tokens.tolist(),
-                "trained": sequence.loss_mask[begin:].astype(int).tolist(),
-                **{name: np.nan_to_num(np.asarray(x, np.float64)).round(4).tolist() for name, x in shown.items()},
-            }
-            common = row(place // len(groups[0]), episode)
-            samples.append({**common, "advantage": advantage, "per_token": per_token})
+        samples = (
+            self._sample(place // len(groups[0]), episode, sequence)
+            for place, (episode, sequence) in enumerate(zip(flat(groups), sequences, strict=True))
+        )
         # `updates` parts of the prompts, `epochs` times; parts in which nothing counts are left out.
         prompts = np.array_split(np.arange(len(groups)), min(config.updates, len(groups)))
         parts = [[sequences[p * len(groups[0]) + i] for p in part for i in range(len(groups[0]))] for part in prompts]
         size = config.sequences_per_update(data.size)  # of the largest part: the only shape that is compiled
         batches = [data.packed(x, size) for x in parts if any(y.weight > 0 and y.loss_mask.any() for y in x)]
-        return Update(numbers, tuple(batches) * config.epochs, tuple(samples), notes)
+        return Update(numbers, tuple(batches) * config.epochs, samples, notes)
+
+    def _sample(self, group: int, episode: Scored, sequence: Sequence) -> dict[str, Any]:
+        """What may be recorded of an episode of a group, with the values of its tokens."""
+        arrays, begin = sequence.per_token, len(episode.prompt.tokens)
+        mean = float(arrays["advantages"][sequence.loss_mask].mean())
+        shown = {"advantages": arrays["advantages"][begin:], "logprobs": episode.completion.logprobs}
+        if "old_logprobs" in arrays and "sampler_logprobs" in arrays:
+            shown["mismatch"] = (arrays["old_logprobs"] - arrays["sampler_logprobs"])[begin:]
+        per_token = {
+            "tokens": episode.completion.tokens.tolist(),
+            "trained": sequence.loss_mask[begin:].astype(int).tolist(),
+            **{name: np.nan_to_num(np.asarray(x, np.float64)).round(4).tolist() for name, x in shown.items()},
+        }
+        # Of a sample of weight 0 it need not be a finite number.
+        advantage = mean if math.isfinite(mean) else 0.0
+        return {**row(group, episode), "advantage": advantage, "per_token": per_token}
 
     def learn(self, client: Client, experience: Experience) -> Update:
         """Makes the updates on an experience; the entropy's coefficient then follows that of its completions."""

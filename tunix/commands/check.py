@@ -32,6 +32,7 @@ from tunix.rollout.rewards.base import ADDED, read_reward
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.rollout.rewards.rubric import read_rubric
 from tunix.run.folder import refuse_foreign_checkpoints, refuse_no_run, refuse_other_run
+from tunix.trainer.metrics import require_trackers
 from tunix.util.object_store import url_of
 from tunix.util.yaml_io import write_yaml
 
@@ -149,6 +150,8 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
     if data.pictures:
         with report.noting("data.pictures"):
             needed_pillow()
+    with report.noting("logging"):
+        require_trackers(recipe.logging)
     # The environments and the rewards of the run, of its data sets and of each task; rewards' arguments are columns of
     # the rows.
     _check_environment("rollout.environment", environment, report)

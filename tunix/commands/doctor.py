@@ -33,6 +33,8 @@ EXTRAS = {
     "serve": "tunix serve",
     "pictures": "rows with pictures",
     "tensorboard": "logging.tensorboard",
+    "trackio": "logging.trackio",
+    "mlflow": "logging.mlflow",
     "stablehlo": "tunix export --format stablehlo",
     "gcs": "model folders and checkpoints on gs://",
     "s3": "model folders on s3://",

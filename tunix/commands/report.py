@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from tunix.errors import UserError
 from tunix.recipe.recipe import flattened
-from tunix.util.atomic_io import refuse_out, write_text_atomic
+from tunix.util.atomic_io import SAMPLES, complete_lines, refuse_out, write_text_atomic
 from tunix.util.yaml_io import read_mapping
 
 Row = dict[str, Any]
@@ -33,15 +33,15 @@ Ends = Mapping[str, tuple[float, float]]
 Item = TypeVar("Item")
 
 TEMPLATE = Path(__file__).with_name("report.html")
-READ = {"metrics.jsonl": 12_000_000, "samples.jsonl": 32_000_000, "spans.jsonl": 4_000_000, "judge.jsonl": 4_000_000}
-"""Bytes of each file that are parsed, about; of a longer one every n-th step is."""
+READ = {"metrics.jsonl": 12_000_000, SAMPLES: 8_000_000, "spans.jsonl": 4_000_000, "judge.jsonl": 4_000_000}
+"""Bytes of each file that are parsed, about; of a longer one every n-th step is. Packed, samples have a quarter."""
 MOST_EVALUATIONS = 1_000
 """Rows with evaluations that are read whatever their step."""
 POINTS, POINTS_OF_ALL = 400, 30_000
 """Maximum points of a curve, and of all curves of the page."""
 TEXT, ITEMS = 6_000, 1_500
 """Characters of a text and items of a list beyond which the page leaves the rest out."""
-SAMPLES, SPANS, VERDICTS, RECIPE = 2_000_000, 300_000, 200_000, 200_000
+SAMPLE_BYTES, SPAN_BYTES, VERDICT_BYTES, RECIPE_BYTES = 2_000_000, 300_000, 200_000, 200_000
 """Bytes of the page for each, of all runs together."""
 STEP = re.compile(rb'\{"step": (\d+)[,}]')
 UNSAFE = re.compile("[<>&\u2028\u2029\ud800-\udfff]")
@@ -213,7 +213,7 @@ def facts_of(run: Path, share: int = 1) -> Row:
             for name in sorted(row.keys() - {"step"}):
                 if isinstance(value := row[name], int | float) and math.isfinite(value):
                     series[name].append((row["step"], float(value)))
-        samples, samples_every = _rows(run / "samples.jsonl")
+        samples, samples_every = _rows(run / SAMPLES)
         repetition = defaultdict[int, list[float]](list)
         for row in samples:
             words = row["completion"].split() if isinstance(row["completion"], str) else row["completion"]
@@ -233,7 +233,7 @@ def facts_of(run: Path, share: int = 1) -> Row:
         verdicts = [row["verdict"] for row in _rows(run / "judge.jsonl")[0]]
         # What it said of rows that were dropped or cut.
         log = (run / "log.txt").read_text("utf-8", "replace").splitlines() if (run / "log.txt").is_file() else []
-        shown = _shown_samples(samples, SAMPLES // share)
+        shown = _shown_samples(samples, SAMPLE_BYTES // share)
         if not series:
             raise UserError(f"{run} has recorded no metrics yet: the first row is written after the first step")
         return {
@@ -241,14 +241,14 @@ def facts_of(run: Path, share: int = 1) -> Row:
             "steps": recipe.get("steps"),
             "every": every,
             "curves": _curves(series, POINTS_OF_ALL // share),
-            "recipe": dict(_within(list(recipe.items()), RECIPE // share)),
+            "recipe": dict(_within(list(recipe.items()), RECIPE_BYTES // share)),
             "data": {name: points[-1][1] for name, points in series.items() if name.startswith("data/")},
             "rows": [_shortened(match[1]) for line in log if (match := ROWS_OF_DATA.search(line))][:100],
-            "spans": _within(_coarse_to_fine([_shortened(row) for row in spans]), SPANS // share),
+            "spans": _within(_coarse_to_fine([_shortened(row) for row in spans]), SPAN_BYTES // share),
             "samples": shown,
             "samples_read": len(samples),
             "samples_every": samples_every,
-            "verdicts": _within([_shortened(verdict) for verdict in reversed(verdicts)], VERDICTS // share),
+            "verdicts": _within([_shortened(verdict) for verdict in reversed(verdicts)], VERDICT_BYTES // share),
             "alarms": alarms_of(series),
         }
     except UserError:
@@ -292,23 +292,20 @@ def _rows(path: Path) -> tuple[list[Row], int]:
     Raises:
         ValueError: a line is no JSON object with its step, or not UTF-8.
     """
-    if not path.is_file():
-        return [], 1
-    every = math.ceil(path.stat().st_size / READ[path.name]) or 1
+    plain = path.with_suffix("")  # of samples of an earlier version
+    size = path.stat().st_size if path.is_file() else plain.stat().st_size // 4 if plain.is_file() else 0
+    every = math.ceil(size / READ[path.name]) or 1
     chosen, pending = list[tuple[int, bytes]](), list[tuple[int, bytes]]()
     evaluations, latest = 0, -1
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
-            step = int(match[1]) if (match := STEP.match(line)) else number
-            if step != latest:
-                latest, pending = step, []
-            wanted = step % every == 0
-            if not wanted and b'"eval/' in line:
-                evaluations += 1
-                wanted = evaluations <= MOST_EVALUATIONS or evaluations % every == 0
-            (chosen if wanted else pending).append((number, line))
+    for number, line in enumerate(complete_lines(path), start=1):
+        step = int(match[1]) if (match := STEP.match(line)) else number
+        if step != latest:
+            latest, pending = step, []
+        wanted = step % every == 0
+        if not wanted and b'"eval/' in line:
+            evaluations += 1
+            wanted = evaluations <= MOST_EVALUATIONS or evaluations % every == 0
+        (chosen if wanted else pending).append((number, line))
     rows = list[Row]()
     for number, line in chosen + pending:
         try:

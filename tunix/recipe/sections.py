@@ -346,6 +346,9 @@ def _of_rows(recipe: Sections, staged: bool) -> Iterator[str]:
 
 def _ineffective_rewards(recipe: Sections, staged: bool) -> Iterator[str]:
     """Messages about settings of rewards and rollouts that are missing or have no effect."""
+    if recipe.algorithm.reads != RowKind.PROMPT and not staged:
+        for key in recipe.logging.samples.changed(("every", "groups")):
+            yield f"logging.samples.{key}: changes nothing for {recipe.algorithm.name}, which trains on no completions"
     # Limits that have no effect where the model writes no completions; given pairs have a `completion_length`.
     pairs = recipe.algorithm.reads == RowKind.PAIRS
     lengths = ("prompt_length",) if pairs else ("prompt_length", "completion_length")

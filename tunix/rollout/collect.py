@@ -47,7 +47,7 @@ class Judged:
 
     score: Score
     logged: Mapping[str, Any] = field(default_factory=dict)
-    """What `samples.jsonl` is to have of it, e.g. `{"judge": {"short": {"score": 1, "reason": "..."}}}`."""
+    """What `samples.jsonl.gz` is to have of it, e.g. `{"judge": {"short": {"score": 1, "reason": "..."}}}`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Values of which a step has the means, as `reward/name`, e.g. `{"judge/short": 1.0}`."""
     counted: Mapping[str, int] = field(default_factory=dict)
@@ -569,7 +569,6 @@ class RolloutStep:
     first: bool = True
     measured_together: int = 64
     """Completions of which log-probs and values are computed at a time, while others are sampled."""
-    shown: int = 1
     clock: Clock = field(default_factory=Clock)
     version: int = 0
     backlog: Backlog | None = None

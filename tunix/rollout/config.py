@@ -2,7 +2,8 @@
 
 import math
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -110,8 +111,8 @@ class RolloutConfig(Config):
     """Ends the run when so many episodes of `environment` in a row have failed, with the reason of the last, such as 32
     where it is a server that may die. Counting begins anew where a run is resumed. Null: a run ends where all episodes
     of a step have failed."""
-    samples: Annotated[int, Field(ge=0)] = 1
-    """Groups of completions of each step that are written to samples.jsonl."""
+
+    gone: ClassVar[Mapping[str, str]] = {"samples": "logging.samples says what is recorded, as in {groups: 4}"}
 
     @property
     def devices(self) -> RolloutMeshConfig | None:
@@ -220,7 +221,7 @@ class EvalTask(Config):
     """A task of `eval.tasks`: prompts that are answered and scored at every evaluation, in addition to `data.eval`."""
 
     name: str
-    """What its metrics begin with, `eval/NAME/reward`, and what its rows of samples.jsonl are called."""
+    """What its metrics begin with, `eval/NAME/reward`, and what its rows of samples.jsonl.gz are called."""
     environment: EnvironmentConfig | None = None
     """What answers the model, as in `rollout.environment`. A task that sets neither this nor `reward` has the run's."""
     reward: RewardConfig | None = None
@@ -298,7 +299,7 @@ class EvalConfig(Config):
     """Tokens of such a completion at most."""
     tasks: tuple[EvalTask, ...] = ()
     """Further prompts that are answered and scored, each task under its name, with standard errors
-    (`eval/NAME/reward_se`); all answers are written to samples.jsonl."""
+    (`eval/NAME/reward_se`); all answers are written to samples.jsonl.gz."""
     until: dict[str, float] = {}
     """Ends the run as soon as an evaluation reaches one of these, such as {eval/reward: 0.9}, {eval/loss: 1.5} or
     {eval/NAME/pass@8: 0.5}."""

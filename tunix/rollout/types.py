@@ -172,8 +172,6 @@ class Rollouts(Protocol):
     """Whether this is the first step of the run: the policy is still the reference."""
     tolerance: float
     """Largest difference between the trainer's and the sampler's log-probs with which a run goes on, e.g. 1e-3."""
-    shown: int
-    """Groups that are written to `samples.jsonl`."""
     clock: Clock
     """Seconds spent in each part of this step."""
     version: int

@@ -1,5 +1,5 @@
 """A run on held-out rows: the loss of given completions and the reward of sampled ones (`Evaluation`), rewards and
-pass@k of tasks (`TaskEvaluation`), and greedy answers before and after training, displayed and in `samples.jsonl`
+pass@k of tasks (`TaskEvaluation`), and greedy answers before and after training, displayed and in `samples.jsonl.gz`
 (`Samples`).
 
 Axes: B rows, T time, S sequences.
@@ -8,6 +8,7 @@ Axes: B rows, T time, S sequences.
 import itertools
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,10 @@ from tunix.rollout.collect import Collector
 from tunix.rollout.config import EvalTask
 from tunix.rollout.environments.remote import Player
 from tunix.run.estimates import mean_of, means_of, passes
+from tunix.trainer.config import SamplesConfig
 from tunix.trainer.progress import Display
 from tunix.types import Batch, Pictures, Request, Sequence
-from tunix.util.atomic_io import append_rows
+from tunix.util.atomic_io import SAMPLES, append_member
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class TaskEvaluation:
     """`rollout.temperature`, e.g. 1.0."""
 
     def measure(self, client: Client) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Its metrics, and the rows of all answers for `samples.jsonl`.
+        """Its metrics, and the rows of all answers for `samples.jsonl.gz`.
 
         The seed is the same at every evaluation, so that two of them differ by the weights alone.
 
@@ -137,7 +139,7 @@ class HarnessEvaluation:
     """The system message and the variables of the chat template."""
 
     def measure(self, client: Client) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Its metrics, and the rows of all answers for `samples.jsonl`; one process asks for all of them.
+        """Its metrics, and the rows of all answers for `samples.jsonl.gz`; one process asks for all of them.
 
         Raises:
             UserError: its file cannot be read, or asks for what is not computed.
@@ -170,9 +172,12 @@ SHOWN = 240
 """Characters of a prompt or an answer that are displayed, of a longer one its beginning and its end."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Samples:
-    """Prompts of a run, and the file and display that receive their answers."""
+    """Prompts of a run, and the file and display that receive their answers; the file that receives rollouts.
+
+    A thread writes rollouts while the device goes on, one step at a time: who hands it a step waits for the one before.
+    """
 
     requests: List[Request]
     """The prompts: token ids up to the first trained token."""
@@ -181,10 +186,13 @@ class Samples:
     client: Client
     tokenizer: Tokenizer | None
     path: Path
-    """`samples.jsonl` of the run folder."""
+    """`samples.jsonl.gz` of the run folder."""
     display: Display
+    config: SamplesConfig = field(default_factory=SamplesConfig)
     texts: dict[int, str] = field(default_factory=dict)
     """Token id -> its text, of those that were written."""
+    _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "samples"))
+    _writing: Future[None] | None = None
 
     def take(self, step: int) -> None:
         """Answers all prompts with the current weights; writes and displays the answers."""
@@ -196,7 +204,6 @@ class Samples:
             answers = self.client.run(self.requests)
             return [
                 {
-                    "step": step,
                     "prompt": readable_tokens(request.prompt, self.tokenizer),
                     "completion": readable_tokens(answer.tokens, self.tokenizer),
                     "expected": expected,
@@ -207,14 +214,41 @@ class Samples:
 
         # No more than one process writes them down.
         rows = processes.broadcast("samples", answered)
-        append_rows(self.path, rows)
+        self.add(step, rows)
         for sample in rows:  # shortened; the file has all of it
-            self.display.say(f"  step {sample['step']}  {_shortened(' '.join(str(sample['prompt']).split()))}")
+            self.display.say(f"  step {step}  {_shortened(' '.join(str(sample['prompt']).split()))}")
             self.display.say(f"      answers: {_shortened(repr(str(sample['completion']).strip()))}")
             self.display.say(f"     expected: {_shortened(repr(str(sample['expected']).strip()))}")
 
+    def record(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Has rollouts of a step written, those that the config asks for."""
+        if step % self.config.every == 0:
+            groups = self.config.groups
+            self.add(step, rows if groups == "all" else itertools.takewhile(lambda row: row["group"] < groups, rows))
+
     def add(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Writes rollouts of a step to the file, without displaying them; ids among the values of tokens as texts."""
+        """Has rows of a step written, without displaying them; errors as of `wait`."""
+        self.wait()
+        self._writing = self._writer.submit(self._write, step, rows)
+
+    def wait(self) -> None:
+        """Waits until all rows are in the file.
+
+        Raises:
+            UserError: it could not be written.
+        """
+        if self._writing is not None:
+            self._writing.result()
+
+    def close(self) -> None:
+        """Ends the thread, after what it was handed."""
+        self._writer.shutdown()
+
+    def _write(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Writes rows, ids among the values of tokens as texts; nothing where the file is full."""
+        limit = int(self.config.megabytes * 1e6)
+        if self.path.exists() and self.path.stat().st_size >= limit:
+            return
         listed = [{"step": step, **values} for values in rows]
         if tokenizer := self.tokenizer:
             for sample in (sample for sample in listed if "per_token" in sample):
@@ -223,8 +257,11 @@ class Samples:
                     # After another token, where a tokenizer keeps the space before it.
                     self.texts[i] = tokenizer.decode([i], previous=[i]) or tokenizer.decode([i])
                 sample["per_token"] = {**sample["per_token"], "tokens": [self.texts[i] for i in ids]}
-        if listed:
-            append_rows(self.path, listed)
+        if listed and not append_member(self.path, listed, limit):
+            self.display.say(
+                f"step {step}: {self.path.name} has reached logging.samples.megabytes, {self.config.megabytes:g}: from "
+                "here on no samples are recorded"
+            )
 
 
 def _shortened(text: str) -> str:
@@ -274,7 +311,7 @@ def samples_of(
     greedy = replace(evaluation.algorithm.sampling, max_tokens=recipe.eval.sample_tokens, temperature=0.0)
     asked = enumerate(zip(prompts, pictures, strict=True))
     requests = [Request(prompt, greedy, 0, index, pictures=seen) for index, (prompt, seen) in asked]
-    return Samples(requests, expected, client, tokenizer, folder / "samples.jsonl", display)
+    return Samples(requests, expected, client, tokenizer, folder / SAMPLES, display, recipe.logging.samples)
 
 
 def unigram_entropy(batches: List[Batch]) -> float:

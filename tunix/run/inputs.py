@@ -137,7 +137,6 @@ def open_stream(setup: Setup, inputs: Inputs, collector: Collector, total: int) 
             ),
             tolerance=setup.tolerance,
             measured_together=MEASURED * microbatcher.rows * microbatcher.unit,
-            shown=recipe.rollout.samples,
         )
     )
 

@@ -168,7 +168,7 @@ class Loop:
                 update = job.algorithm.update(job.client, item)
             self.step += 1
             self.recorder.push(self.step, update, item.accounting)
-        job.samples.add(self.step, update.samples)
+        job.samples.record(self.step, update.samples)
         if update.spans:
             append_rows(job.folder / SPANS, [{"step": self.step, "spans": list(map(astuple, update.spans))}])
         # Fetched now, so that the last step is known to be the last, and is evaluated before it is saved.
@@ -230,8 +230,9 @@ class Loop:
                 )
 
     def _save(self) -> None:
-        """Starts to write a checkpoint of this step, unless it has one; its metrics are written before."""
+        """Starts to write a checkpoint of this step, unless it has one; its metrics and samples are written before."""
         self.recorder.flush()
+        self.job.samples.wait()
         if self.step > self._saved:
             step, metrics = self._evaluated
             record = {"data": self._position(), "algorithm": self.job.algorithm.get_state(), "reached": self._reached}

@@ -15,6 +15,7 @@ from tunix.models.config import DecoderConfig, trains
 from tunix.models.families.table import count_weights, from_recipe, read_config
 from tunix.recipe.notes import hardware_note
 from tunix.recipe.recipe import Recipe, recipe_file
+from tunix.trainer.metrics import require_trackers
 from tunix.util.accelerators import accelerated, cpu_devices
 
 NAMES = {
@@ -42,16 +43,18 @@ def opened(recipe: Recipe | str | Path, overrides: Iterable[str], tiny: bool, al
     command line; `alone`: whether one process trains it.
 
     Raises:
-        UserError: the recipe is wrong, or a local file that it names.
+        UserError: the recipe is wrong, or a local file that it names, or a tracker lacks its package or key.
     """
     overrides = list(overrides)
     if isinstance(recipe, Recipe) and overrides:
         raise UserError("overrides belong to a file or a name: give them to Recipe.load, or the file to tunix.train")
     if isinstance(recipe, Recipe):
-        trained = recipe.tiny() if tiny else recipe
-        return trained, opening(trained, tiny, alone=alone)
-    trained = Recipe.load(recipe, overrides, tiny)
-    note = None if tiny else hardware_note(recipe_file(recipe), overrides)
+        trained, note = recipe.tiny() if tiny else recipe, None
+    else:
+        trained = Recipe.load(recipe, overrides, tiny)
+        note = None if tiny else hardware_note(recipe_file(recipe), overrides)
+    for stage in (trained.stages or (trained,)) if alone else ():  # of several processes only the first needs keys
+        require_trackers(stage.logging)
     return trained, opening(trained, tiny, alone=alone) + (f"\nnote: {note}" if note else "")
 
 

@@ -1,6 +1,6 @@
 """Trains a recipe: starts or resumes the run, finishes it, exports its weights.
 
-The run folder holds `recipe.yaml` (resolved), `log.txt`, `metrics.jsonl`, `samples.jsonl`, `checkpoints/` (unless
+The run folder holds `recipe.yaml` (resolved), `log.txt`, `metrics.jsonl`, `samples.jsonl.gz`, `checkpoints/` (unless
 `checkpoint.folder` is elsewhere) and at the end `curves.svg` and `export/`: a Hugging Face folder, or a PEFT adapter
 where an adapter was trained on a published base. A recipe with stages has one such folder per stage, each starting from
 the export of the one before.
@@ -40,9 +40,10 @@ from tunix.run.loop import Loop, handling
 from tunix.run.opening import opened
 from tunix.run.recorder import Recorder
 from tunix.trainer.checkpoint import Checkpoints
-from tunix.trainer.metrics import JsonLines, Sink, TensorBoard, Wandb, perplexity
+from tunix.trainer.metrics import JsonLines, Sink, perplexity, require_trackers
 from tunix.trainer.progress import Display, readable
-from tunix.util.atomic_io import forget_after, read_rows, write_text_atomic
+from tunix.trainer.trackers import trackers
+from tunix.util.atomic_io import SAMPLES, forget_after, read_rows, write_text_atomic
 from tunix.util.startup import prepare_jax
 
 
@@ -55,7 +56,7 @@ class RunResult:
     metrics: list[dict[str, Any]]
     """The rows of metrics.jsonl, e.g. `{"step": 7, "train/loss": 2.04}`."""
     samples: list[dict[str, Any]]
-    """The rows of samples.jsonl."""
+    """The rows of samples.jsonl.gz."""
     unigram_entropy: float | None
     """Held-out loss in nats of predicting tokens by their frequency alone; None where it is not computed."""
 
@@ -67,7 +68,7 @@ class RunResult:
 
 def result_of(folder: Path, entropy: float | None) -> RunResult:
     """Reads the result of a finished run from its folder."""
-    return RunResult(folder, read_rows(folder / "metrics.jsonl"), read_rows(folder / "samples.jsonl"), entropy)
+    return RunResult(folder, read_rows(folder / "metrics.jsonl"), read_rows(folder / SAMPLES), entropy)
 
 
 def summary(result: RunResult, recipe: Recipe, picture: Path | None) -> list[str]:
@@ -165,6 +166,8 @@ def run(recipe: Recipe, *, fresh: bool, minutes: int | None, verbose: bool) -> R
         values = {f"recipe, {name}": str(value) for name, value in flattened(recipe.sections())}
         processes.agree({"version of tunix": __version__, "version of jax": jax.__version__, **values})
         if processes.lead():  # the others write into folders of their own
+            for stage in recipe.stages or (recipe,):
+                require_trackers(stage.logging)
             folder = stack.enter_context(claimed(recipe, fresh))
         else:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tunix-")))
@@ -215,7 +218,7 @@ def _run(
         # What earlier starts wrote after that checkpoint is deleted, or was being written when a process was killed.
         for path in folder.glob("*.tmp-*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        forget_after(folder / "samples.jsonl", start)
+        forget_after(folder / SAMPLES, start)
         if (folder / SPANS).exists():  # of runs on completions alone
             forget_after(folder / SPANS, start)
         if start is None and (folder / TOKENIZER).is_dir():
@@ -225,10 +228,9 @@ def _run(
         display.total = job.total
         # A process that does not lead its run writes the file alone.
         sinks: list[Sink] = [JsonLines(folder / "metrics.jsonl", start)]
-        if recipe.logging.wandb and processes.lead():
-            sinks.append(Wandb(folder, recipe.logging.wandb, recipe.sections()))
-        if recipe.logging.tensorboard and processes.lead():
-            sinks.append(TensorBoard(folder, start))
+        if processes.lead():
+            sections = recipe.sections()
+            sinks += trackers(recipe.logging, folder, sections, dict(flattened(sections)), display, start)
         recorder = Recorder(sinks, display, recipe.logging, job.work)
         stack.enter_context(closing(recorder))
         if deadline is not None:
@@ -236,6 +238,7 @@ def _run(
             timer.daemon = True
             timer.start()
             stack.callback(timer.cancel)
+        stack.enter_context(closing(job.samples))
         before_run = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
         def stop_after_step(number: int, _: object) -> None:  # a second signal acts at once

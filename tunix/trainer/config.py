@@ -126,14 +126,41 @@ class ProfileConfig(Config):
         return text if self.steps[1] > total else None
 
 
+class SamplesConfig(Config):
+    """What is recorded of the completions that a run learns from; `tunix report` shows it."""
+
+    every: Positive = 1
+    """Steps between recorded ones."""
+    groups: Annotated[int, Field(ge=0)] | Literal["all"] = 1
+    """How many groups of completions of such a step are recorded, its first ones or all; 0 for none."""
+    megabytes: Annotated[float, Field(gt=0)] = 1000.0
+    """Size of samples.jsonl.gz beyond which nothing is recorded any more, be it completions or answers to held-out
+    prompts and tasks."""
+
+    @model_validator(mode="after")
+    def _read(self) -> "SamplesConfig":
+        if self.groups == 0 and self.every != 1:
+            raise ValueError("every changes nothing with groups: 0, which records no step: leave it out")
+        return self
+
+
 class LoggingConfig(Config):
-    """Where metrics are logged besides metrics.jsonl, which is always written."""
+    """Where metrics are logged besides metrics.jsonl, which is always written, and which samples are recorded."""
 
     every: Positive = 1
     """Steps between logged rows."""
+    samples: SamplesConfig = SamplesConfig()
+    """Which completions are recorded in samples.jsonl.gz, and handed to the trackers below."""
     wandb: str | None = None
-    """Name of a Weights & Biases project; WANDB_MODE=offline works."""
+    """Name of a Weights & Biases project, whose key is in WANDB_API_KEY; WANDB_MODE=offline works. Samples are tables.
+    """
+    trackio: str | None = None
+    """Name of a trackio project, on this machine or at TRACKIO_SPACE_ID or TRACKIO_SERVER_URL; requires the extra
+    `trackio`. Samples are traces."""
+    mlflow: str | None = None
+    """Name of an MLflow experiment at MLFLOW_TRACKING_URI; requires the extra `mlflow`. Samples are tables, one file a
+    step."""
     tensorboard: bool = False
-    """Writes event files to the run folder's `tensorboard/`; requires the extra `tensorboard`."""
+    """Writes event files to the run folder's `tensorboard/`; requires the extra `tensorboard`. Samples are texts."""
     profile: ProfileConfig | None = None
     """Steps that are profiled, as `profile: {steps: [10, 12]}`; `tunix trace RUN` shows where their time went."""

@@ -1,17 +1,22 @@
-"""Destinations of metrics: `metrics.jsonl` always, wandb and TensorBoard where configured, with the same names.
+"""Destinations of metrics: `metrics.jsonl` always, trackers (`trackers.py`) where configured, with the same names.
 
 A row is one JSON object per logged step, `{"step": 7, "time/seconds": 3.1, "train/loss": 2.04, ...}`. A resumed run
 first drops the rows after its checkpoint, so that every step is logged once.
 """
 
+import importlib.util
 import math
-import secrets
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from tunix.errors import UserError, install_command
-from tunix.util.atomic_io import append_rows, forget_after, write_text_atomic
+from tunix.trainer.config import LoggingConfig
+from tunix.util.atomic_io import append_rows, forget_after
+
+PACKAGES = {"wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow", "tensorboard": "tensorboardX"}
+"""Key of `logging`, which is also the extra's name, -> the module that it needs."""
 
 
 @runtime_checkable
@@ -44,57 +49,32 @@ class JsonLines:
         """Does nothing: no file is held open, and every row has been written."""
 
 
-class Wandb:
-    """A Weights & Biases run; with `WANDB_MODE=offline` it is stored locally."""
+def require_trackers(config: LoggingConfig) -> None:
+    """Checks what can be checked of the trackers without a network.
 
-    def __init__(self, folder: Path, project: str, settings: Mapping[str, Any]):
+    Raises:
+        UserError: a package is not installed, or a key or an address is not set.
+    """
+    for name, module in PACKAGES.items():
+        if getattr(config, name) and importlib.util.find_spec(module) is None:
+            raise UserError(f"logging.{name}: {module} is not installed: {install_command(name)}")
+    if config.wandb:
         import wandb
 
-        # The id is stored in the folder: a resumed run continues its curves, and no other run of that name joins them.
-        id_file = folder / "wandb" / "run-id"
-        if not id_file.is_file():
-            id_file.parent.mkdir(exist_ok=True)
-            write_text_atomic(id_file, secrets.token_hex(4))
-        name, run_id = folder.name, id_file.read_text()
-        try:
-            self._run = wandb.init(
-                project=project, dir=folder, name=name, config=dict(settings), id=run_id, resume="allow"
+        if wandb.setup().settings.mode in ("online", "shared", None) and not wandb.login(prompt=False, verify=False):
+            raise UserError(
+                f"logging.wandb: {config.wandb} needs a key: set WANDB_API_KEY, run `wandb login`, or set "
+                "WANDB_MODE=offline"
             )
-        except wandb.Error as error:
-            raise UserError(
-                f"logging.wandb: {project!r} cannot be logged to ({error}). Log in (`wandb login`), or set "
-                "WANDB_MODE=offline, or logging.wandb=null"
-            ) from error
+    if config.trackio and os.environ.get("TRACKIO_SPACE_ID"):
+        from huggingface_hub import get_token
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Queues one row; wandb sends it in the background."""
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Waits until all rows are sent or stored."""
-        self._run.finish()
-
-
-class TensorBoard:
-    """TensorBoard event files in the run folder's `tensorboard/`."""
-
-    def __init__(self, folder: Path, resume_at: int | None):
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise UserError(
-                f"logging.tensorboard: tensorboardX is not installed: {install_command('tensorboard')}"
-            ) from error
-        # Hides steps after the checkpoint of an interrupted start, as they are dropped from metrics.jsonl.
-        purged = None if resume_at is None else resume_at + 1
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purged)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
+        if get_token() is None:
+            raise UserError("logging.trackio: TRACKIO_SPACE_ID needs a key: set HF_TOKEN, or run `hf auth login`")
+    if config.mlflow and not os.environ.get("MLFLOW_TRACKING_URI"):
+        raise UserError(
+            f"logging.mlflow: {config.mlflow} needs an address: set MLFLOW_TRACKING_URI, as in http://localhost:5000"
+        )
 
 
 def perplexity(loss: float) -> float:

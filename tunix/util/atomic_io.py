@@ -3,15 +3,17 @@
 `atomic_folder` is for exports, `write_text_atomic`, `write_lines_atomic` and `replacing` are for single files.
 A folder never replaces anything; on a failure the temporary is removed and the target is unchanged. `refuse_foreign`
 guards reading: a folder from elsewhere cannot name files outside of it. At the end are the files to which a run appends
-lines, most of them a JSON object each: read after a kill, cut back to a checkpoint.
+lines, most of them a JSON object each, plain or as members of a gzip file: read after a kill, cut back to a checkpoint.
 """
 
 import errno
+import gzip
 import json
 import os
 import re
 import secrets
 import shutil
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +26,8 @@ REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """No space is left on the disk, or in the user's quota; a file is larger than its file system or its limit allows."""
 ROOM = "Make room and run the same command"
 """The remedy."""
+SAMPLES = "samples.jsonl.gz"
+"""File of a run folder with what its model wrote; in folders of earlier versions without `.gz`."""
 
 
 def is_full(error: BaseException | None) -> bool:
@@ -172,12 +176,61 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def complete_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file without what a kill cut short; none without a file. Of `x.jsonl.gz` those of its members, or
+    where there is none the lines of `x.jsonl`; errors as of `members`."""
+    if path.suffix == ".gz" and path.exists():
+        for content, _ in members(path):
+            yield from content.splitlines(keepends=True)
+    elif (plain := path.with_suffix("") if path.suffix == ".gz" else path).exists():
+        with plain.open("rb") as file:
+            yield from (line for line in file if line.endswith(b"\n"))
+
+
+def members(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
+    """The content of each complete member of a gzip file (RFC 1952) from byte `start` on, and the byte where it ends.
+
+    Raises:
+        UserError: what is there is no gzip member.
+    """
+    with path.open("rb") as file:
+        while True:
+            file.seek(start)
+            unpacking, parts = zlib.decompressobj(wbits=31), list[bytes]()
+            try:
+                while not unpacking.eof and (packed := file.read(1 << 16)):
+                    if not parts and packed[:1] == b"\0":  # padding, see `append_member`
+                        return
+                    parts.append(unpacking.decompress(packed))
+            except zlib.error as error:
+                raise UserError(
+                    f"{path} is damaged at byte {start} ({error}): move it away, nothing is trained from it"
+                ) from error
+            if not unpacking.eof:
+                return
+            start = file.tell() - len(unpacking.unused_data)
+            yield b"".join(parts), start
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The complete rows of a file, without a last line that a kill cut short; empty without a file."""
-    if not path.exists():
-        return []
-    complete = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [json.loads(line) for line in complete]
+    """The rows of a file, by `complete_lines`."""
+    return [json.loads(line) for line in complete_lines(path)]
+
+
+def append_member(path: Path, rows: Iterable[Mapping[str, Any]], limit: int) -> bool:
+    """Appends rows of one step as a gzip member, if the file then has at most `limit` bytes; returns whether it has.
+
+    If not, the file grows to `limit` by zeros, which readers of gzip pass over and which need no room on the disk: a
+    file of that size is full, and nothing else says so. Errors as of `append_text`.
+    """
+    packed = gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode(), 6, mtime=0)
+    with _appending(path) as file:
+        fits = file.tell() + len(packed) <= limit
+        if fits:
+            file.write(packed)
+        else:
+            file.truncate(max(file.tell(), limit))
+    return fits
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -187,9 +240,15 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def append_text(path: Path, text: str) -> None:
     """Appends whole lines and closes the file; raises UserError where it cannot be written."""
+    with _appending(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def _appending(path: Path) -> Iterator[IO[bytes]]:
     try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(text)
+        with path.open("ab") as file:
+            yield file
     except OSError as error:
         raise UserError(
             f"{path} could not be written: {error.strerror}. {ROOM}: it goes on from the last checkpoint."
@@ -197,6 +256,20 @@ def append_text(path: Path, text: str) -> None:
 
 
 def forget_after(path: Path, step: int | None) -> None:
-    """Atomically drops the rows of steps after `step`, which will be repeated; all rows where it is None."""
+    """Atomically drops the rows of steps after `step`, which will be repeated; all rows where it is None.
+
+    Of a gzip file, whose members have the rows of one step each, the later members are cut off.
+    """
+    if path.suffix == ".gz":
+        end = 0
+        for content, end_of_member in members(path) if path.exists() and step is not None else ():
+            if json.loads(content.splitlines()[0])["step"] > step:
+                break
+            end = end_of_member
+        if end:
+            os.truncate(path, end)
+        else:
+            path.unlink(missing_ok=True)
+        return
     rows = [row for row in read_rows(path) if step is not None and row["step"] <= step]
     write_text_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -75,5 +75,5 @@ class Distill(OnPolicy):
         groups, data = self.all_measured(client, experience), experience.data
         sequences = [as_sequence(episode) for episode in flat(groups)]
         batch = data.packed(sequences, self.config.sequences_per_update(data.size))
-        shown = (row(place, episode) for place, group in enumerate(groups[: data.shown]) for episode in group)
-        return Update(sampling_report(groups), (batch,), tuple(shown))
+        samples = (row(place, episode) for place, group in enumerate(groups) for episode in group)
+        return Update(sampling_report(groups), (batch,), samples)

@@ -152,9 +152,9 @@ class DPO(OnPolicy):
         sides = [as_sequence(group[i]) for group, rank in zip(groups, ranks, strict=True) for i in rank or ()]
         signal = np.array([rank is not None for rank in ranks])
         batches = [self.prepare_batch(client, data.packed(sides, 2 * data.size), sides)] if sides else []
-        samples = tuple(
+        samples = (
             {**row(place, episode), "side": ("chosen", "rejected")[rank.index(i)] if rank and i in rank else None}
-            for place, (group, rank) in enumerate(zip(groups[: data.shown], ranks, strict=False))
+            for place, (group, rank) in enumerate(zip(groups, ranks, strict=True))
             for i, episode in enumerate(group)
         )
         numbers, notes = report(groups, data.weights, signal)

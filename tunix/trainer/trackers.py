@@ -1,0 +1,341 @@
+"""Trackers of a run: wandb, trackio, MLflow and TensorBoard, as far as `logging` asks for them.
+
+The run writes `metrics.jsonl` and its samples whatever a tracker does; these files are the queue. A thread for each
+tracker reads them, hands over step by step, and remembers the last step in `trackers/NAME.json`. So a run never waits
+for a tracker before its end, and what one misses while it is down, or since the run was killed, it gets later, also
+from the next start. What was in a tracker's own buffers when the process was killed is the tracker's to recover.
+"""
+
+import heapq
+import json
+import math
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as List
+from contextlib import suppress
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Protocol
+
+from tunix.errors import UserError
+from tunix.trainer.config import LoggingConfig
+from tunix.trainer.progress import Display
+from tunix.util.atomic_io import SAMPLES, members, write_text_atomic
+
+Row = dict[str, Any]
+Item = tuple[int, bool, List[Row], int]
+"""Step, whether these are samples, rows of it, and the byte of their file where they end."""
+
+SECONDS = 30.0
+"""What each tracker gets at the end of a run to be handed what it has not, and what it gets to connect."""
+PAUSE, LONGEST_PAUSE = 1.0, 300.0
+"""Seconds before what failed is tried again: the first time, and at most, each time twice as many."""
+SHOWN = 4
+"""Samples of a step in TensorBoard, which shows them one below the other."""
+
+
+class Connection(Protocol):
+    """A tracker that was reached, in the thread that uses it."""
+
+    last: float
+    """The last step that it has of this run, as far as it can tell; infinite where it cannot."""
+
+    def send(self, step: int, values: Mapping[str, float], samples: List[Row]) -> None:
+        """Hands over the metrics of a step and the samples that were recorded of it."""
+        ...
+
+    def close(self) -> None:
+        """Waits until it has everything."""
+        ...
+
+
+class Tracker:
+    """A sink whose thread hands the rows of the run folder to a tracker."""
+
+    def __init__(
+        self, name: str, connect: Callable[[str, float], Connection], folder: Path, display: Display, start: int | None
+    ):
+        """`connect`: reaches the tracker, from the run's identity there, e.g. `9f86d081`, which a start from no
+        checkpoint (`start` is None) gets anew, and the last step that it was handed."""
+        self._name, self._connect, self._folder, self._display = name, connect, folder, display
+        self._file = folder / "trackers" / f"{name}.json"
+        state: dict[str, Any] = {"id": secrets.token_hex(4), "sent": -1}
+        if start is not None and self._file.is_file():
+            state = json.loads(self._file.read_text())
+        self.identity, self.sent = str(state["id"]), float(state["sent"])
+        self.failures = 0
+        self._complete = -1.0
+        """The last step of which all rows are in the files."""
+        self._ends = [0, 0]
+        """How far the files of metrics and of samples were handed over, in bytes."""
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._remember()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Says that `metrics.jsonl` has a row of this step: all that there is of earlier ones is in the files."""
+        self._complete = step - 1
+        self._wake.set()
+
+    def close(self) -> None:
+        """Gives the tracker `SECONDS` to be handed everything, once nothing more will be written."""
+        self._complete = math.inf
+        self._closing.set()
+        self._wake.set()
+        self._thread.join(SECONDS)
+        failed = f" ({self.failures} attempts failed)" if self.failures else ""
+        if self._thread.is_alive():
+            self._display.say(
+                f"logging.{self._name}: not everything was sent within {SECONDS:g} s of the run's end{failed}: the "
+                "same command sends the rest"
+            )
+        elif failed:
+            self._display.say(f"logging.{self._name}: everything was sent in the end{failed}")
+
+    def _run(self) -> None:
+        connection, pause = None, PAUSE
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            closing = self._closing.is_set()  # read before the files, which are complete where it is set
+            try:
+                if connection is None:
+                    connection = self._connect(self.identity, self.sent)
+                    self.sent = min(self.sent, connection.last)
+                self._send(connection)
+                if closing:
+                    connection.close()
+                    return
+                pause = PAUSE
+            except Exception as error:
+                self.failures += 1
+                if self.failures == 1:
+                    said = " ".join(str(error).split()) or type(error).__name__
+                    with suppress(UserError):  # of a log that cannot be written: the main thread finds that out, too
+                        self._display.say(
+                            f"logging.{self._name}: {said[:300]}. The run goes on; what is missed is sent later"
+                        )
+                if self._closing.wait(pause):
+                    time.sleep(PAUSE)
+                pause = min(2 * pause, LONGEST_PAUSE)
+                self._wake.set()
+
+    def _send(self, connection: Connection) -> None:
+        """Hands over the complete steps that it has not, in their order."""
+        remembered, ends = time.monotonic(), list(self._ends)
+        merged = heapq.merge(self._metrics(), self._samples(), key=itemgetter(0))
+        for step, items in groupby(merged, key=itemgetter(0)):
+            values, samples = dict[str, float](), list[Row]()
+            for _, sampled, rows, end in items:
+                ends[sampled] = end
+                if sampled:
+                    samples += rows
+                else:
+                    values |= {name: value for name, value in rows[0].items() if name != "step" and value is not None}
+            if step > self.sent:
+                connection.send(step, values, samples)
+                self.sent = step
+            self._ends = list(ends)
+            if time.monotonic() - remembered > 1:
+                self._remember()
+                remembered = time.monotonic()
+        self._remember()
+
+    def _metrics(self) -> Iterator[Item]:
+        if not (path := self._folder / "metrics.jsonl").exists():
+            return
+        with path.open("rb") as file:
+            file.seek(end := self._ends[0])
+            for line in file:
+                end += len(line)
+                if not line.endswith(b"\n") or (row := json.loads(line))["step"] > self._complete:
+                    return
+                yield row["step"], False, [row], end
+
+    def _samples(self) -> Iterator[Item]:
+        path = self._folder / SAMPLES
+        for content, end in members(path, self._ends[1]) if path.exists() else ():
+            rows = [json.loads(line) for line in content.splitlines()]
+            if rows[0]["step"] > self._complete:
+                return
+            yield rows[0]["step"], True, rows, end
+
+    def _remember(self) -> None:
+        self._file.parent.mkdir(exist_ok=True)
+        write_text_atomic(self._file, json.dumps({"id": self.identity, "sent": self.sent}))
+
+
+class Wandb:
+    """A Weights & Biases run; with `WANDB_MODE=offline` it is stored in the run folder's `wandb/`."""
+
+    def __init__(self, project: str, folder: Path, settings: Row, identity: str, sent: float):
+        import wandb
+
+        self._wandb = wandb
+        limits = wandb.Settings(init_timeout=SECONDS, finish_timeout=SECONDS)
+        self._run = wandb.init(
+            project=project,
+            dir=folder,
+            name=folder.name,
+            config=settings,
+            id=identity,
+            resume="allow",
+            settings=limits,
+        )
+        self.last = math.inf if self._run.offline else self._run.step - 1
+
+    def send(self, step: int, values: Mapping[str, float], samples: List[Row]) -> None:
+        table = {}
+        if samples:
+            names, rows = columns(samples)
+            table["samples"] = self._wandb.Table(columns=names, data=rows, allow_mixed_types=True)
+        self._run.log({**values, **table}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """A run of trackio: on this machine, or where `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` says."""
+
+    last = math.inf
+
+    def __init__(self, project: str, folder: Path, settings: Row, identity: str, sent: float):
+        import trackio
+
+        self._trace = trackio.Trace
+        self._run = trackio.init(
+            project=project,
+            name=f"{folder.name}-{identity}",
+            config=settings,
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def send(self, step: int, values: Mapping[str, float], samples: List[Row]) -> None:
+        traces = {}
+        if samples:
+            traces["samples"] = [
+                self._trace(
+                    messages=[
+                        {"role": "user", "content": _text(row["prompt"])},
+                        {"role": "assistant", "content": _text(row["completion"])},
+                    ],
+                    metadata={name: x for name, x in row.items() if name not in ("prompt", "completion", "per_token")},
+                )
+                for row in samples
+            ]
+        self._run.log({**values, **traces}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """A run of the MLflow server, or the folder, that `MLFLOW_TRACKING_URI` names."""
+
+    last = math.inf
+
+    def __init__(self, experiment: str, name: str, settings: Row, identity: str, sent: float):
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+        from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
+
+        self._client, self._metric, self._tables = MlflowClient(), Metric, MLFLOW_LOGGED_ARTIFACTS
+        known = self._client.get_experiment_by_name(experiment)
+        number = known.experiment_id if known else self._client.create_experiment(experiment)
+        runs = self._client.search_runs([number], f"tags.`tunix.run` = '{identity}'")
+        if runs:
+            self._run: str = runs[0].info.run_id
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        self._run = self._client.create_run(number, run_name=name, tags={"tunix.run": identity}).info.run_id
+        params = [Param(_named(key), str(value)[:6000]) for key, value in settings.items()]
+        for i in range(0, len(params), 100):  # the most that a server takes at once
+            self._client.log_batch(self._run, params=params[i : i + 100])
+
+    def send(self, step: int, values: Mapping[str, float], samples: List[Row]) -> None:
+        now = int(1000 * time.time())
+        self._client.log_batch(self._run, [self._metric(_named(name), x, now, step) for name, x in values.items()])
+        if samples:
+            # As `log_table` writes them, which would send all earlier ones again, or fill its tag with their names.
+            names, rows = columns(samples)
+            path = f"samples/{step:08}.json"
+            self._client.log_text(self._run, json.dumps({"columns": names, "data": rows}), path)
+            self._client.set_tag(self._run, self._tables, json.dumps([{"path": path, "type": "table"}]))
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+class TensorBoard:
+    """TensorBoard event files in the run folder's `tensorboard/`."""
+
+    last = math.inf
+
+    def __init__(self, folder: Path, identity: str, sent: float):
+        from tensorboardX import SummaryWriter
+
+        # Hides what an earlier start wrote of steps that are handed over again.
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=int(sent) + 1)
+
+    def send(self, step: int, values: Mapping[str, float], samples: List[Row]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        for number, row in enumerate(samples[:SHOWN]):
+            rest = {name: x for name, x in row.items() if name not in ("prompt", "completion", "per_token", "step")}
+            parts = {"prompt": _text(row["prompt"]), "completion": _text(row["completion"]), "": json.dumps(rest)}
+            # Indented, it is shown as it stands, whatever it is.
+            texts = [f"{name}\n\n    {text}".replace("\n", "\n    ").lstrip() for name, text in parts.items()]
+            self._writer.add_text(f"samples/{number}", "\n\n".join(texts), step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def columns(samples: List[Row]) -> tuple[list[str], list[list[Any]]]:
+    """Samples as a table: the names of its columns, and its rows; without the values of tokens, lists as JSON."""
+    names = [name for name in dict.fromkeys(name for row in samples for name in row) if name != "per_token"]
+    plain = (str, int, float, type(None))
+    return names, [[x if isinstance(x := row.get(name), plain) else json.dumps(x) for name in names] for row in samples]
+
+
+def _text(value: Any) -> str:
+    """A prompt or a completion as text; ids where there is no tokenizer."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _named(name: str) -> str:
+    """A name that MLflow accepts."""
+    return re.sub(r"[^\w\-./ :]", "_", name)[:250]
+
+
+def trackers(
+    config: LoggingConfig, folder: Path, sections: Row, values: Row, display: Display, start: int | None
+) -> list[Tracker]:
+    """The trackers of a run.
+
+    Args:
+        folder: the run folder.
+        sections: those of the recipe.
+        values: the same by dotted key.
+        start: the step of the checkpoint that the run goes on from; None without one.
+    """
+    connects: dict[str, Callable[[str, float], Connection]] = {
+        "wandb": partial(Wandb, str(config.wandb), folder, sections),
+        "trackio": partial(Trackio, str(config.trackio), folder, sections),
+        "mlflow": partial(MLflow, str(config.mlflow), folder.name, values),
+        "tensorboard": partial(TensorBoard, folder),
+    }
+    return [
+        Tracker(name, connect, folder, display, start) for name, connect in connects.items() if getattr(config, name)
+    ]
