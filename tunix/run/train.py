@@ -218,7 +218,7 @@ def _run(
             sinks.append(Wandb(folder, recipe.logging.wandb, recipe.sections()))
         if recipe.logging.tensorboard and processes.lead():
             sinks.append(TensorBoard(folder, start))
-        recorder = Recorder(sinks, display, recipe.logging, job.work)
+        recorder = Recorder(sinks, display, recipe.logging, job.work, recipe.optimizer.on_nonfinite, folder)
         stack.enter_context(closing(recorder))
         before_run = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
