@@ -2,16 +2,14 @@
 
 The run's own parts are built in a temporary folder and go on from the last checkpoint before the step; the run folder
 is only read. Asynchronous runs and servers are refused: what they sample depends on when.
-
-Axes: S sequences.
 """
 
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +22,11 @@ from tunix.hf.source import TOKENIZER
 from tunix.recipe.recipe import recipe_of_run
 from tunix.run.build import assemble
 from tunix.run.folder import checkpoint_folder
-from tunix.run.loop import Job
 from tunix.run.recorder import Recorder
 from tunix.run.sequences import sequences_of
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.config import LoggingConfig
+from tunix.trainer.metrics import JsonLines
 from tunix.trainer.progress import Display
 from tunix.trainer.trainer import Trainer
 from tunix.types import Loss, LossOutputs, Term
@@ -36,9 +34,9 @@ from tunix.util.atomic_io import read_rows
 from tunix.util.startup import prepare_jax
 
 OTHERS = ("time/", "perf/", "compile/", "eval/")
-"""Prefixes of metrics that no other process has, or that are no part of a step."""
-COLUMNS = ("sequence", "loss", "log-prob", "advantage", "reward", "log ratio", "length")
-WIDTHS = (9, 12, 11, 12, 12, 12, 10)
+"""Prefixes of metrics that each process has of its own, or that are no part of a step."""
+COLUMNS = {"sequence": 9, "loss": 12, "log-prob": 11, "advantage": 12, "reward": 12, "log ratio": 12, "length": 10}
+"""Names and widths, 78 characters in all."""
 
 
 def replay(run: Path, step: int) -> bool:
@@ -50,90 +48,74 @@ def replay(run: Path, step: int) -> bool:
     recipe = recipe_of_run(run)
     if recipe is None:
         raise UserError(f"{run} is no run: there is no recipe.yaml in it")
-    folder, metrics = Path(recipe.output).expanduser(), Path(recipe.output).expanduser() / "metrics.jsonl"
-    judge = recipe.reward and recipe.reward.judge
+    folder, rewards, teacher = Path(recipe.output).expanduser(), recipe.reward, recipe.teacher
     for key, varies in {
         "rollout.max_staleness": recipe.rollout.max_staleness > 0,
         "rollout.engine": recipe.rollout.engine != "tunix",
-        "reward.judge": judge is not None and judge.is_server,
-        "teacher.path": recipe.teacher is not None and recipe.teacher.is_served,
+        "reward.judge": rewards is not None and rewards.judge is not None and rewards.judge.is_server,
+        "teacher.path": teacher is not None and teacher.is_served,
     }.items():
         if varies:
             raise UserError(
                 f"{folder}: {key}: what is sampled or scored depends on when: no step of it can be repeated"
             )
     try:
-        rows = {row["step"]: row for row in read_rows(metrics) if row["step"]}
+        rows = {row["step"]: row for row in read_rows(folder / "metrics.jsonl")}
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{metrics} is damaged: {error}") from error
-    if step > max(rows, default=0) and not (folder / f"nonfinite-{step}.jsonl").exists():
-        raise UserError(f"{folder}: there is no step {step}: the run has done {max(rows, default=0)} so far")
+        raise UserError(f"{folder / 'metrics.jsonl'} is damaged: {error}") from error
+    if step > (done := max(rows, default=0)) and not (folder / f"nonfinite-{step}.jsonl").exists():
+        raise UserError(f"{folder}: there is no step {step}: the run has done {done} so far")
     prepare_jax()
-    with closing(Checkpoints(checkpoint_folder(recipe, folder), recipe.checkpoint, read_only=True)) as checkpoints:
+    with ExitStack() as stack:
+        place = checkpoint_folder(recipe, folder)
+        checkpoints = stack.enter_context(closing(Checkpoints(place, recipe.checkpoint, read_only=True)))
         steps = checkpoints.steps()
-        start = max((number for number in steps if number < step), default=None)
-        if start is None and step > (recipe.checkpoint.every or 0):
+        start = max((number for number in steps if number < step), default=0)
+        if not start and step > (recipe.checkpoint.every or 0):
             kept = f"the first that is kept is that of step {steps[0]}" if steps else "there is none"
             raise UserError(f"{folder}: no checkpoint is early enough for step {step}: {kept} (checkpoint.keep)")
-        with tempfile.TemporaryDirectory(prefix="tunix-replay-") as scratch:
-            if (folder / TOKENIZER).is_dir():
-                shutil.copytree(folder / TOKENIZER, Path(scratch) / TOKENIZER)
-            with closing(Display(folder.name, step, start or 0)) as display:
-                job = assemble(recipe, Path(scratch), display)
-                with closing(job):
-                    return _repeated(job, checkpoints, display, start, step, rows.get(step))
-
-
-def _repeated(
-    job: Job, checkpoints: Checkpoints, display: Display, start: int | None, step: int, recorded: dict[str, Any] | None
-) -> bool:
-    """Goes on from a checkpoint (None: the first weights) to a step, and prints it; whether it is as `recorded`."""
-    client, row = job.client, Kept({})
-    assert isinstance(client, Trainer)
-    if start is not None:
-        record = checkpoints.restore(start, client)
-        job.stream.set_state(record["data"])
-        job.algorithm.set_state(record["algorithm"])
-    for _ in range(start or 0, step - 1):
-        job.algorithm.update(client, next(job.stream))
-    item, before = next(job.stream), jax.tree.map(jax.numpy.copy, client.state)
-    update = job.algorithm.update(client, item)
-    recorder = Recorder([row], display, LoggingConfig(), job.work)
-    print(f"step {step}, from {'the first weights' if start is None else f'the checkpoint of step {start}'}")
-    differing: list[str] = []
-    try:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tunix-replay-")))
+        if (folder / TOKENIZER).is_dir():
+            shutil.copytree(folder / TOKENIZER, scratch / TOKENIZER)
+        display = stack.enter_context(closing(Display(folder.name, step, start)))
+        job = stack.enter_context(closing(assemble(recipe, scratch, display)))
+        client, algorithm = job.client, job.algorithm
+        assert isinstance(client, Trainer)
+        if start:
+            record = checkpoints.restore(start, client)
+            job.stream.set_state(record["data"])
+            algorithm.set_state(record["algorithm"])
+        for _ in range(start, step - 1):
+            algorithm.update(client, next(job.stream))
+        item, before = next(job.stream), jax.tree.map(jax.numpy.copy, client.state)
+        update = algorithm.update(client, item)
+        print(f"step {step}, from {f'the checkpoint of step {start}' if start else 'the first weights'}")
+        sinks, way = [JsonLines(scratch / "metrics.jsonl", None)], recipe.optimizer.on_nonfinite
+        recorder = Recorder(sinks, display, LoggingConfig(), job.work, way)
         recorder.push(step, update, item.accounting)
-        recorder.flush()
-    except NonFinite as error:
-        print(str(error).partition(". ")[0])
-    if recorded is None:
-        print("nothing was recorded of this step to compare it with")
-    else:
-        ours, theirs = ({k: v for k, v in x.items() if not k.startswith(OTHERS)} for x in (row.values, recorded))
-        differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-        print(f"{len(theirs) - len(differing)} of {len(theirs)} metrics are equal to the last bit")
-        for name in differing:
-            print(f"differs: {name}: {ours.get(name)}, recorded {theirs.get(name)}")
-    client.state = before  # the weights that the step began with
-    print("\n" + "".join(f"{name:>{width}}" for name, width in zip(COLUMNS, WIDTHS, strict=True)))
-    lines = terms_of(client, job.algorithm.objective, update)
-    for line in sorted(lines, key=lambda line: -line[1] if math.isfinite(line[1]) else -math.inf):
-        cells = [line[0], *("-" if x is None else f"{x:.5g}" for x in line[1:])]
-        print("".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True)))
-    return not differing
-
-
-@dataclass
-class Kept:
-    """Keeps the last row of metrics, as `metrics.jsonl` would have it."""
-
-    values: dict[str, Any]
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self.values = {"step": step, **{name: x if math.isfinite(x) else None for name, x in values.items()}}
-
-    def close(self) -> None:
-        """Does nothing."""
+        try:
+            recorder.flush()
+        except NonFinite as error:
+            print(str(error).partition(". ")[0])
+        (computed,) = read_rows(scratch / "metrics.jsonl") or [{}]
+        again, known = (
+            {name: x for name, x in row.items() if not name.startswith(OTHERS)}
+            for row in (computed, rows.get(step, {}))
+        )
+        differing = sorted(name for name in again.keys() | known.keys() if again.get(name) != known.get(name))
+        if known:
+            print(f"{len(known) - len(differing)} of {len(known)} metrics are equal to the last bit")
+            for name in differing:
+                print(f"differs: {name}: {again.get(name)}, recorded {known.get(name)}")
+        else:
+            print("nothing was recorded of this step to compare it with")
+        client.state = before  # the weights that the step began with
+        print("\n" + "".join(f"{name:>{width}}" for name, width in COLUMNS.items()))
+        lines = terms_of(client, algorithm.objective, update)
+        for name, *values in sorted(lines, key=lambda line: -line[1] if math.isfinite(line[1]) else -math.inf):
+            cells = [name, *("-" if x is None else f"{x:.5g}" for x in values)]
+            print("".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values(), strict=True)))
+        return not (known and differing)
 
 
 def terms_of(client: Trainer, loss: Loss, update: Update) -> Iterator[tuple[Any, ...]]:
@@ -143,9 +125,7 @@ def terms_of(client: Trainer, loss: Loss, update: Update) -> Iterator[tuple[Any,
     of a pair is its first sequence's. The others are means over its trained tokens; the log ratio is to the
     sampler's, or to those before the updates.
     """
-    probe = Loss(
-        lambda inputs: LossOutputs({"logprob": Term(inputs.logprobs, "sequences")}), temperature=loss.temperature
-    )
+    probe = replace(loss, function=lambda inputs: LossOutputs({"x": Term(inputs.logprobs, "sequences")}))
     computed: list[list[np.ndarray]] = []
     for row in sequences_of(update):
         if row["update"] == len({id(batch) for batch in update.batches}):
@@ -156,16 +136,11 @@ def terms_of(client: Trainer, loss: Loss, update: Update) -> Iterator[tuple[Any,
         weight, trained = float(batch.weights[sequence]), np.array(row["trained"]) > 0
         names = {"advantages", "sampler_logprobs", "old_logprobs"} & row.keys() if trained.any() else ()
         means = {name: float(np.mean(np.array(row[name], float)[trained])) for name in names}
-        logprob = None
+        shares, logprob = [x[sequence] for x in computed[-1]], None
         if loss.logprobs and weight:
-            logprob = float(computed[-1][1][sequence] * batch.counts["sequences"] / weight)
+            logprob = float(shares[1] * batch.counts["sequences"] / weight)
         old = means.get("sampler_logprobs", means.get("old_logprobs"))
-        yield (
-            str(sequence) if len(update.batches) == 1 else f"{row['update']}.{sequence}",
-            float(computed[-1][0][sequence]),
-            logprob,
-            means.get("advantages"),
-            float(row["reward"]) if "reward" in row else None,
-            None if logprob is None or old is None else logprob - old,
-            float(batch.lengths[sequence]),
-        )
+        ratio = None if logprob is None or old is None else logprob - old
+        name = str(sequence) if len(update.batches) == 1 else f"{row['update']}.{sequence}"
+        reward = float(row["reward"]) if "reward" in row else None
+        yield name, float(shares[0]), logprob, means.get("advantages"), reward, ratio, float(batch.lengths[sequence])

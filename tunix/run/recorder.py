@@ -1,5 +1,6 @@
 """Records the metrics of a run: reads them one step late, adds speed and accounting, logs and displays them."""
 
+import json
 import math
 import time
 from collections import defaultdict
@@ -13,11 +14,12 @@ import numpy as np
 from tunix.algorithms.base import Update
 from tunix.data.types import Accounting
 from tunix.errors import NonFinite
-from tunix.run.sequences import write_sequences
+from tunix.run.sequences import sequences_of
 from tunix.trainer.config import MOST_SKIPS, LoggingConfig, OnNonfinite
 from tunix.trainer.metrics import Sink
 from tunix.trainer.perf import Compilations, Work, peak_memory, training_flops
 from tunix.trainer.progress import Display, evaluated
+from tunix.util.atomic_io import write_lines_atomic
 from tunix.util.chips import chip_named
 
 CHECKED = ("train/loss", "train/grad_norm", "critic/loss", "critic/grad_norm", "eval/loss")
@@ -36,16 +38,8 @@ class Recorder:
         on_nonfinite: OnNonfinite = "stop",
         folder: Path | None = None,
     ):
-        """A record without rows yet.
-
-        Args:
-            sinks: where rows are written.
-            display: of the run.
-            config: how often rows are written.
-            work: what an update computes, for the counts of FLOPs and padding.
-            on_nonfinite: what is done where a loss or a gradient norm is not finite.
-            folder: the run folder, to which the sequences of such a step are written; None for nowhere.
-        """
+        """`work`: what an update computes, for the counts of FLOPs and padding. `folder`: the run folder, to which the
+        sequences of a step that is not finite are written; None for nowhere."""
         self._sinks, self.display, self._every = sinks, display, config.every
         self._work = work
         self.on_nonfinite, self._folder = on_nonfinite, folder
@@ -221,7 +215,8 @@ class Recorder:
             return
         said, sequences = f"step {step}: {wrong or 'a gradient'} is {values.get(wrong or '', 'not finite')}", ""
         if update is not None and self._folder is not None and update.batches:
-            write_sequences(self._folder / f"nonfinite-{step}.jsonl", step, update)
+            rows = (json.dumps({"step": step, **row}) + "\n" for row in sequences_of(update))
+            write_lines_atomic(self._folder / f"nonfinite-{step}.jsonl", rows)
             sequences = f" The step's sequences are in nonfinite-{step}.jsonl of the run folder."
         if skipped and wrong != "eval/loss":
             last, number = self.skipped

@@ -1,15 +1,12 @@
 """The sequences of a step one by one, as its batches hold them: for a step that failed, and for `tunix replay`."""
 
-import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tunix.algorithms.base import Update
-from tunix.util.atomic_io import write_lines_atomic
 
 
 def sequences_of(update: Update) -> Iterator[dict[str, Any]]:
@@ -39,8 +36,3 @@ def sequences_of(update: Update) -> Iterator[dict[str, Any]]:
 def finite_or_text(value: float | int) -> float | int | str:
     """The number, or its name (`nan`, `inf`) where JSON has none."""
     return value if math.isfinite(value) else str(value)
-
-
-def write_sequences(path: Path, step: int, update: Update) -> None:
-    """Writes the sequences of a step to a file, a JSON object each."""
-    write_lines_atomic(path, (json.dumps({"step": step, **row}) + "\n" for row in sequences_of(update)))

@@ -6,6 +6,7 @@ dies before that leaves the previous step intact.
 """
 
 import json
+import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from tunix.trainer.checkpoint_folder import folder_of
 from tunix.trainer.config import CheckpointConfig
 from tunix.trainer.state_files import Unreadable
 from tunix.util.atomic_io import ROOM, is_full
-from tunix.util.faults import SLOW, halve, planned
+from tunix.util.faults import SLOW, planned
 
 BEST = "eval/loss"
 """The metric that is lowest at the best checkpoint."""
@@ -151,7 +152,8 @@ class Checkpoints:
             )
         self._folder.finish(step, texts)
         if planned("checkpoint", step):
-            halve(self._folder.place(step))
+            files = [file for file in self._folder.place(step).rglob("*") if file.is_file()]
+            os.truncate(max(files, key=lambda file: file.stat().st_size), 1)
         steps = self.steps()
         # The last ones stay, and the one with the lowest evaluated loss (the newest of equal ones).
         texts_by_step = {step: self._folder.find(f"{step}/metrics/metrics") for step in steps if self._config.best}

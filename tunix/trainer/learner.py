@@ -84,8 +84,9 @@ class Learner:
         microbatches, frozen = self._inputs(batch, loss)
         compute = jit(partial(shares, self.spec), static_argnames="loss")
         with jax.set_mesh(self.spec.mesh):
-            numbers = range(int(microbatches.filled))
-            return sum(np.asarray(compute(self.state, frozen, microbatches, i, self._key, loss=loss)) for i in numbers)
+            filled = range(int(microbatches.filled))
+            parts = [compute(self.state, frozen, microbatches, i, self._key, loss=loss) for i in filled]
+        return np.sum(jax.device_get(parts), axis=0)
 
     def lowered(self, batch: Batch, loss: Loss) -> jax.stages.Lowered:
         """The program that `step` runs on such a batch, lowered but not compiled."""

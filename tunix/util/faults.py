@@ -7,7 +7,6 @@ Without the variable nothing is read, counted or slower.
 
 import os
 from collections import Counter
-from pathlib import Path
 
 from tunix.errors import UserError
 
@@ -48,9 +47,3 @@ def planned(point: str, number: int | None = None) -> str | None:
         if name == point and int(at) == (_passed[point] if number is None else number):
             return kind
     return None
-
-
-def halve(folder: Path) -> None:
-    """Cuts off half of the largest file below a folder, as a disk may that has lost it."""
-    largest = max((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
-    os.truncate(largest, largest.stat().st_size // 2)
