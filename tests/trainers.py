@@ -129,6 +129,7 @@ def trainer(
         length=length,
         seed=seed,
         adapter=adapter,
+        skips_nonfinite=optimizer.on_nonfinite == "skip",
     )
     return local_client(spec, trained, frozen, keep_reference=reference, exporter=Exporter(rules=rules))
 

@@ -446,6 +446,19 @@ def _trace(parsed: Parsed) -> None:
 
 
 @command(
+    "compute a step of a run again, compare it with what was recorded, and show its sequences, the worst first",
+    "tunix replay runs/grpo_gemma 12",
+    value("run RUN", "run folder, which is only read", Path),
+    value("step STEP", "number of the step, from 1", count),
+)
+def _replay(parsed: Parsed) -> None:
+    from tunix.commands.replay import replay
+
+    if not filled(replay, parsed):
+        raise SystemExit(1)
+
+
+@command(
     "one HTML file about a run, or two: curves, recipes, time, samples with their tokens, alarms",
     "tunix report runs/grpo_gemma --watch",
     value("run RUN", "run folder", Path),
@@ -750,6 +763,7 @@ COMMANDS = {
     "launch": _launch,
     "inspect": _inspect,
     "trace": _trace,
+    "replay": _replay,
     "report": _report,
     "score": _score,
     "generate": _generate,

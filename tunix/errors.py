@@ -30,6 +30,10 @@ class Doubtful(UserError):
     """An update whose result cannot be trusted: the weights after it must not be saved."""
 
 
+class NonFinite(Doubtful):
+    """A loss or a gradient norm that is not a finite number."""
+
+
 class Interrupted(Exception):
     """A run that SIGINT or SIGTERM stopped after a checkpoint; the command line exits with 130."""
 

@@ -348,3 +348,78 @@ def test_every_optimizer_learns_by_heart(name):
     batch = pack(sequences(4), 4, 24, packing=True)
     losses = [float(client.step(batch, SFT_LOSS)["train/loss"]) for _ in range(40)]
     assert losses[-1] < 0.5 * losses[0]
+
+
+HUGE = 3e38
+"""A weight with which the loss of a sequence, and its gradients, are not finite in float32."""
+SKIPS = {
+    "adamw": {},
+    "muon": {"name": "muon", "clip_norm": None},
+    "an adapter": {"moments_dtype": "bfloat16", "b2": 0.99},
+}
+
+
+def skipper(kind: str):
+    """A trainer that skips, with a rate that rises so that a schedule that has moved on would be seen."""
+    config = OptimizerConfig(learning_rate=1e-2, warmup=5, on_nonfinite="skip", **SKIPS[kind])
+    adapter = AdapterConfig(rank=2) if kind == "an adapter" else None
+    return trainer(optimizer=config, adapter=adapter, rows=2)
+
+
+def spoiled(batch: Batch) -> Batch:
+    """The batch with a weight with which nothing is finite."""
+    return replace(batch, weights=np.where(batch.weights > 0, HUGE, 0.0).astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", SKIPS)
+def test_an_update_that_is_not_finite_changes_nothing(kind: str):
+    """Weights, moments and counts of the optimizer are those before, bit for bit, in a step of several micro-batches;
+    the next update is then the one that would have been made without it."""
+    first = pack(sequences(6), 6, 24)
+    second = replace(first, tokens=(np.asarray(first.tokens) + 1) % 96)
+    client, plain = skipper(kind), skipper(kind)
+    plain.step(first, SFT_LOSS)
+    client.step(first, SFT_LOSS)
+    before = jax.device_get((client.state.params, client.state.moments))
+    compilations = Compilations()
+    compilations.settled()
+    metrics = client.step(spoiled(first), SFT_LOSS)
+    assert not np.isfinite(metrics["train/loss"])
+    assert float(metrics["train/skipped"]) == 1.0
+    after = jax.device_get((client.state.params, client.state.moments))
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert int(client.state.step) == 2
+    one, other = client.step(second, SFT_LOSS), plain.step(second, SFT_LOSS)
+    assert compilations.since_warmup == 0
+    assert {name: float(x) for name, x in one.items()} == {name: float(x) for name, x in other.items()}
+    assert one["train/skipped"] == 0.0
+    # Two of five updates of warm-up are done: the one that was skipped is none of them.
+    assert float(one["train/learning_rate"]) == pytest.approx(2 / 5 * 1e-2)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(client.state.params), jax.device_get(plain.state.params))
+
+
+def test_gradients_that_were_added_up_are_skipped_as_a_whole():
+    """One of two parts is not finite; a loss that is none without gradients that tell counts too."""
+    batch = pack(sequences(6), 6, 24)
+    client = skipper("adamw")
+    before = jax.device_get(client.state.params)
+    for spoils in (spoiled, lambda batch: batch):
+        client.forward_backward(spoils(batch), SFT_LOSS)
+    assert client.optim_step()["train/skipped"] == 1.0
+    flat = replace(SFT_LOSS, function=lambda inputs: LossOutputs({"x": Term(0 * inputs.logprobs + jnp.inf)}))
+    for result in (client.step(batch, flat), (client.forward_backward(batch, flat), client.optim_step())[1]):
+        assert result["train/skipped"] == 1.0
+        assert np.isfinite(result["train/grad_norm"])
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(client.state.params), before)
+
+
+def test_without_an_accident_skip_trains_as_stop_does():
+    batch = pack(sequences(6), 6, 24)
+    clients = [trainer(optimizer=OptimizerConfig(learning_rate=1e-2, on_nonfinite=x), rows=2) for x in ("stop", "skip")]
+    for client in clients:
+        for _ in range(2):
+            client.step(batch, SFT_LOSS)
+    assert "train/skipped" not in clients[0].step(batch, SFT_LOSS)
+    clients[1].step(batch, SFT_LOSS)
+    one, other = (jax.device_get(client.state) for client in clients)
+    jax.tree.map(np.testing.assert_array_equal, one, other)

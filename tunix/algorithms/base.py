@@ -63,6 +63,8 @@ class Update:
     """Messages for the user, e.g. about rewards that failed."""
     spans: tuple[Span, ...] = ()
     """When each activity of the step went on, for `tunix trace`."""
+    rewards: tuple[np.ndarray, ...] = ()
+    """The total reward of each sequence of each batch, NaN without a score; empty where the loss reads none."""
 
 
 class Algorithm(ABC):

@@ -307,8 +307,11 @@ class PolicyGradient(OnPolicy):
         prompts = np.array_split(np.arange(len(groups)), min(config.updates, len(groups)))
         parts = [[sequences[p * len(groups[0]) + i] for p in part for i in range(len(groups[0]))] for part in prompts]
         size = config.sequences_per_update(data.size)  # of the largest part: the only shape that is compiled
-        batches = [data.packed(x, size) for x in parts if any(y.weight > 0 and y.loss_mask.any() for y in x)]
-        return Update(numbers, tuple(batches) * config.epochs, samples, notes)
+        counted = [any(x.weight > 0 and x.loss_mask.any() for x in part) for part in parts]
+        batches = tuple(data.packed(part, size) for part, counts in zip(parts, counted, strict=True) if counts)
+        totals = total_rewards(groups, data.weights)
+        rewards = tuple(totals[part].ravel() for part, counts in zip(prompts, counted, strict=True) if counts)
+        return Update(numbers, batches * config.epochs, samples, notes, rewards=rewards * config.epochs)
 
     def _sample(self, group: int, episode: Scored, sequence: Sequence) -> dict[str, Any]:
         """What may be recorded of an episode of a group, with the values of its tokens."""
@@ -378,6 +381,8 @@ def gate(metrics: Metrics, batch: Batch, data: Rollouts, reference: bool) -> Non
         Doubtful: the log-probs of a sampled token differ by more than the tolerance; or, in a run's first step, the
             policy is not the reference.
     """
+    if not math.isfinite(float(metrics.get("train/loss", 0.0))):
+        return  # `optimizer.on_nonfinite` says what follows
     worst = float(metrics.get("mismatch/max", 0.0))  # absent while only a critic is trained
     if not worst <= data.tolerance:
         place = int(metrics["mismatch/max/at"])

@@ -82,7 +82,7 @@ def resolved_stages(sections: Mapping[str, Any], where: str) -> list[dict[str, A
 # Keys that may change when a run is resumed: none of them affects the weights up to the step that was reached.
 _FREE = re.compile(
     r"(stages\.\d+\.)?(output|logging|checkpoint\.(every|every_minutes|keep|best)|mesh|teacher\.mesh|micro_batch_size|steps|epochs|eval"
-    r"|data\.eval|data\.eval_split|rollout\.(servers|weights_folder|timeout))(\.|$)"
+    r"|data\.eval|data\.eval_split|optimizer\.on_nonfinite|rollout\.(servers|weights_folder|timeout))(\.|$)"
 )
 
 

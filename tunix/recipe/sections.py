@@ -199,6 +199,18 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
                 yield f"data.pictures: not seen by {what}; leave one of the two out"
     if recipe.adapter is not None and recipe.adapter.source and model.init == "random":
         yield "adapter.from: an adapter belongs to the base that it was trained on; this one is random: set model.path"
+    if recipe.optimizer.on_nonfinite == "rollback":
+        saving, rollout = recipe.checkpoint, recipe.rollout
+        wrong = {
+            "there are none before the end with checkpoint.every: null: set it": not (
+                saving.every or saving.every_minutes
+            ),
+            "what rollout.max_staleness samples ahead would be of weights that are gone": rollout.max_staleness > 0,
+            "servers (rollout.engine: vllm) would be sent other weights under the same number": rollout.engine
+            != "tunix",
+        }
+        for why in (why for why, is_so in wrong.items() if is_so):
+            yield f"optimizer.on_nonfinite: rollback goes back to a checkpoint, and {why}; or take skip"
     if recipe.optimizer.lora_plus and recipe.adapter is None:
         yield "optimizer.lora_plus: changes nothing without an adapter section, whose B it is about"
     if model.quantization is not None:

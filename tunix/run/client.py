@@ -98,6 +98,8 @@ def client(
     except ValidationError as error:
         raise UserError("\n".join(problems(error, known_keys(None)))) from error
     rule, config = recipe.optimizer, recipe.model
+    if rule.on_nonfinite == "rollback":
+        raise UserError("optimizer.on_nonfinite: rollback is for runs, and a loop of yours loads its own checkpoints")
     if steps is None and (rule.schedule != "constant" or 0 < rule.warmup < 1):
         raise UserError(f"optimizer: schedule {rule.schedule} and warmup {rule.warmup:g} follow from `steps`: give it")
     if config.path is not None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from tunix.algorithms.base import Algorithm
 from tunix.distributed import processes
-from tunix.errors import Doubtful, Interrupted, UserError
+from tunix.errors import Doubtful, Interrupted, NonFinite, UserError
 from tunix.protocols import Client
 from tunix.rollout.collect import Collector
 from tunix.rollout.types import SPANS
@@ -24,10 +24,10 @@ from tunix.run.evaluation import Evaluation, HarnessEvaluation, Samples, TaskEva
 from tunix.run.profiler import Profiler
 from tunix.run.recorder import Recorder
 from tunix.trainer.checkpoint import Checkpoints
-from tunix.trainer.config import CheckpointConfig
+from tunix.trainer.config import MOST_ROLLBACKS, CheckpointConfig
 from tunix.trainer.perf import Work
 from tunix.types import Workload
-from tunix.util.atomic_io import append_rows
+from tunix.util.atomic_io import append_rows, forget_after
 
 NOT_AWAITED = object()
 """Stands for an input that is not there when the run is to stop."""
@@ -112,13 +112,13 @@ class Loop:
         self._evaluated: tuple[int, dict[str, float]] = (-1, {})
         self._position = job.stream.mark()
         self._reached: str | None = None
+        self._rollbacks = 0
+        """How often the run has gone back to a checkpoint."""
         if start is not None:
-            record = checkpoints.restore(start, job.client)
+            record = self._restore(start)
             job.stream.set_state(record["data"])
-            recorder.resume(record["seconds"])
-            job.algorithm.set_state(record["algorithm"])
-            self._reached = record["reached"] if job.evaluation.until else None
-            self.step = self._saved = start
+            recorder.resume(record["seconds"], tuple(record.get("skipped", (0, 0))))
+            self._rollbacks = record.get("rollbacks", 0)
             # Before the fetch, which may have to sample.
             self._warm()
         self._next = self._fetch()
@@ -139,9 +139,14 @@ class Loop:
             self._warm()
             self._evaluate()
             self.job.samples.take(0)
-        while self._next is not None and not processes.any_of("stop", self.job.stop.is_set()):
-            self._update(self._next)
-        self._save()
+        while True:
+            try:
+                while self._next is not None and not processes.any_of("stop", self.job.stop.is_set()):
+                    self._update(self._next)
+                self._save()
+                break
+            except NonFinite as error:
+                self._go_back(error)
         self.checkpoints.wait()
         if not self.finished:
             place = self.job.saving.folder or self.job.folder
@@ -149,6 +154,44 @@ class Loop:
             raise Interrupted(
                 f"stopped at step {self.step} of {self.job.total}, {state}. The same command goes on from there."
             )
+
+    def _restore(self, step: int) -> dict[str, Any]:
+        """Takes weights and the algorithm's state from a checkpoint; returns its record."""
+        record = self.checkpoints.restore(step, self.job.client)
+        self.job.algorithm.set_state(record["algorithm"])
+        self._reached = record["reached"] if self.job.evaluation.until else None
+        self.step = self._saved = step
+        return record
+
+    def _go_back(self, error: NonFinite) -> None:
+        """Goes back to the last checkpoint that was due, and on from there with the rows after the step that failed.
+
+        Raises:
+            NonFinite: the recipe does not ask for it, it was done too often, or there is no checkpoint yet.
+        """
+        if self.recorder.on_nonfinite != "rollback":
+            raise error
+        # The step that failed is the last one before this position, noticed a step late or not.
+        position, said = self._position(), str(error).partition(". ")[0]
+        self._rollbacks += 1
+        if self._rollbacks > MOST_ROLLBACKS:
+            raise NonFinite(f"{error} The run has gone back {MOST_ROLLBACKS} times already.") from error
+        start = self.checkpoints.back(self.job.saving.every)
+        if start is None:
+            raise NonFinite(f"{error} There is no checkpoint yet to go back to.") from error
+        self._restore(start)
+        self.recorder.forget()
+        self._evaluated = (-1, {})
+        if processes.lead():
+            for name in ("metrics.jsonl", "samples.jsonl", SPANS):
+                if (self.job.folder / name).exists():
+                    forget_after(self.job.folder / name, start)
+        self.recorder.display.say(
+            f"{said}: back to the checkpoint of step {start}, and on with the rows that follow "
+            f"({self._rollbacks} of at most {MOST_ROLLBACKS} times)"
+        )
+        self.job.stream.set_state(position)
+        self._next = self._fetch()
 
     def _warm(self) -> None:
         """Has the sampler prepare, where there are further steps, and compiles the update meanwhile."""
@@ -173,6 +216,7 @@ class Loop:
             append_rows(job.folder / SPANS, [{"step": self.step, "spans": list(map(astuple, update.spans))}])
         # Fetched now, so that the last step is known to be the last, and is evaluated before it is saved.
         self._next = self._fetch()
+        self.recorder.check()
         if self.finished or self.step % job.eval_every == 0:
             self._evaluate()
         if self.finished:
@@ -236,6 +280,7 @@ class Loop:
         if self.step > self._saved:
             step, metrics = self._evaluated
             record = {"data": self._position(), "algorithm": self.job.algorithm.get_state(), "reached": self._reached}
+            record |= {"skipped": list(self.recorder.skipped), "rollbacks": self._rollbacks}
             record["seconds"] = self.recorder.seconds
             self.checkpoints.save(self.step, self.job.client, record, metrics if step == self.step else {})
             self._saved, self._saved_at = self.step, time.monotonic()

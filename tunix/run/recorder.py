@@ -1,31 +1,50 @@
 """Records the metrics of a run: reads them one step late, adds speed and accounting, logs and displays them."""
 
+import json
 import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import jax
 import numpy as np
 
 from tunix.algorithms.base import Update
 from tunix.data.types import Accounting
-from tunix.errors import UserError
-from tunix.trainer.config import LoggingConfig
+from tunix.errors import NonFinite
+from tunix.run.sequences import sequences_of
+from tunix.trainer.config import MOST_SKIPS, LoggingConfig, OnNonfinite
 from tunix.trainer.metrics import Sink
 from tunix.trainer.perf import Compilations, Work, peak_memory, training_flops
 from tunix.trainer.progress import Display, evaluated
+from tunix.util.atomic_io import write_lines_atomic
 from tunix.util.chips import chip_named
+
+CHECKED = ("train/loss", "train/grad_norm", "critic/loss", "critic/grad_norm", "eval/loss")
+"""Metrics that a run does not go on without."""
 
 
 class Recorder:
     """Logs one row per step. `push` registers a step, `add` adds values to it, `flush` completes it."""
 
-    def __init__(self, sinks: list[Sink], display: Display, config: LoggingConfig, work: Work):
-        """`work`: what an update computes, for the counts of FLOPs and padding."""
+    def __init__(
+        self,
+        sinks: list[Sink],
+        display: Display,
+        config: LoggingConfig,
+        work: Work,
+        on_nonfinite: OnNonfinite = "stop",
+        folder: Path | None = None,
+    ):
+        """`work`: what an update computes, for the counts of FLOPs and padding. `folder`: the run folder, to which the
+        sequences of a step that is not finite are written; None for nowhere."""
         self._sinks, self.display, self._every = sinks, display, config.every
         self._work = work
+        self.on_nonfinite, self._folder = on_nonfinite, folder
+        self.skipped = (0, 0)
+        """The last step in which an update was skipped, and how many such steps there were in a row."""
         self._compilations = Compilations()
         self._pending: tuple[int, Update, Accounting, dict[str, float]] | None = None
         self._extra: dict[str, float] = {}
@@ -43,9 +62,13 @@ class Recorder:
         """Seconds spent on this run, earlier starts included."""
         return self._before + time.monotonic() - self._started
 
-    def resume(self, seconds: float) -> None:
-        """Continues a run on which `seconds` were spent before."""
-        self._before = seconds
+    def resume(self, seconds: float, skipped: tuple[int, int] = (0, 0)) -> None:
+        """Continues a run on which `seconds` were spent before, and whose updates were `skipped` as this says."""
+        self._before, self.skipped = seconds, skipped
+
+    def forget(self) -> None:
+        """Drops the step last pushed: the run has gone back to before it."""
+        self._pending, self._extra = None, {}
 
     def push(self, step: int, update: Update, accounting: Accounting) -> None:
         """Registers a dispatched step; completes the one before it, and waits for that one only.
@@ -82,7 +105,7 @@ class Recorder:
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Adds the values of an evaluation to a step's row, or logs a new row where no step is pending."""
         self._count_warmup("evaluation")
-        _check(step, values)
+        self._check(step, values)
         self._extra |= values
         self.display.say(f"step {step}: {evaluated(values)}")
         if self._pending is None:
@@ -115,13 +138,20 @@ class Recorder:
         with nullcontext() if kind in self._warmed_up else progress:
             yield
 
+    def check(self) -> None:
+        """As `flush` refuses the step last pushed, where its metrics have arrived: nothing is sampled after it."""
+        if self._pending is not None and self.on_nonfinite != "skip":
+            step, update, *_ = self._pending
+            if not any(isinstance(value, jax.Array) for value in update.metrics.values()):
+                self._check(step, {name: float(value) for name, value in update.metrics.items()}, update)
+
     def flush(self) -> None:
         """Completes and logs the row of the step last pushed; waits for the device."""
         if self._pending is None:
             return
         (step, update, accounting, speed), self._pending = self._pending, None
         values = {name: float(value) for name, value in jax.device_get(dict(update.metrics)).items()}
-        _check(step, values)
+        self._check(step, values, update)
         # Counts of the rows read so far by outcome, and of the tokens trained by this update.
         values |= {
             "data/kept": float(accounting.kept),
@@ -173,24 +203,38 @@ class Recorder:
         for sink in self._sinks:
             sink.write(step, row)
 
+    def _check(self, step: int, values: Mapping[str, float], update: Update | None = None) -> None:
+        """Stops a run that has diverged before a checkpoint of its weights is written; says what was skipped.
+
+        Raises:
+            NonFinite: a loss or the gradient norm is not finite, and the update was not skipped; or too many were.
+        """
+        wrong = next((name for name in CHECKED if not math.isfinite(values.get(name, 0.0))), None)
+        skipped = any(values.get(name, 0.0) > 0 for name in ("train/skipped", "critic/skipped"))
+        if wrong is None and not skipped:
+            return
+        said, sequences = f"step {step}: {wrong or 'a gradient'} is {values.get(wrong or '', 'not finite')}", ""
+        if update is not None and self._folder is not None and update.batches:
+            rows = (json.dumps({"step": step, **row}) + "\n" for row in sequences_of(update))
+            write_lines_atomic(self._folder / f"nonfinite-{step}.jsonl", rows)
+            sequences = f" The step's sequences are in nonfinite-{step}.jsonl of the run folder."
+        if skipped and wrong != "eval/loss":
+            last, number = self.skipped
+            self.skipped = step, number + 1 if last == step - 1 else 1
+            if self.skipped[1] < MOST_SKIPS:
+                self.display.say(f"{said}: the update was skipped.{sequences}")
+                return
+            said += f", and so in {MOST_SKIPS} steps in a row, which were skipped"
+        raise NonFinite(
+            f"{said}. The checkpoints before it are intact. Start again with a lower optimizer.learning_rate and "
+            "another output (or --fresh), or look at the rows with tunix inspect; "
+            f"optimizer.on_nonfinite says what else can be done.{sequences}"
+        )
+
     def close(self) -> None:
         """Closes the sinks."""
         for sink in self._sinks:
             sink.close()
-
-
-def _check(step: int, values: Mapping[str, float]) -> None:
-    """Stops a run that has diverged before a checkpoint of its weights is written.
-
-    Raises:
-        UserError: a loss or the gradient norm is not finite.
-    """
-    for name in ("train/loss", "train/grad_norm", "critic/loss", "critic/grad_norm", "eval/loss"):
-        if name in values and not math.isfinite(values[name]):
-            raise UserError(
-                f"step {step}: {name} is {values[name]}. The checkpoints before it are intact. Start again with a "
-                "lower optimizer.learning_rate and another output (or --fresh), or look at the rows with tunix inspect."
-            )
 
 
 _DIGITS = str.maketrans("", "", "0123456789.")

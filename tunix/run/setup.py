@@ -271,6 +271,7 @@ class Setup:
             length=self.length,
             seed=recipe.seed,
             adapter=recipe.adapter,
+            skips_nonfinite=recipe.optimizer.on_nonfinite == "skip",
         )
         if recipe.model.remat != "auto":
             return spec

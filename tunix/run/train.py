@@ -231,7 +231,7 @@ def _run(
         if processes.lead():
             sections = recipe.sections()
             sinks += trackers(recipe.logging, folder, sections, dict(flattened(sections)), display, start)
-        recorder = Recorder(sinks, display, recipe.logging, job.work)
+        recorder = Recorder(sinks, display, recipe.logging, job.work, recipe.optimizer.on_nonfinite, folder)
         stack.enter_context(closing(recorder))
         if deadline is not None:
             timer = threading.Timer(max(deadline - time.monotonic(), 0), job.stop.set)

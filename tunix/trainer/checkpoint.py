@@ -6,7 +6,9 @@ dies before that leaves the previous step intact.
 """
 
 import json
+import os
 import secrets
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from tunix.trainer.checkpoint_folder import folder_of
 from tunix.trainer.config import CheckpointConfig
 from tunix.trainer.state_files import Unreadable
 from tunix.util.atomic_io import ROOM, is_full
+from tunix.util.faults import SLOW, planned
 
 BEST = "eval/loss"
 """The metric that is lowest at the best checkpoint."""
@@ -107,6 +110,15 @@ class Checkpoints:
             ) from error
         return record
 
+    def back(self, every: int | None) -> int | None:
+        """The newest step that is due every so many steps, or the newest of all; deletes those after it."""
+        self.wait()
+        steps = processes.broadcast("back", self.steps)
+        due = [step for step in steps if every and step % every == 0] or steps
+        for later in (step for step in steps if step > due[-1]) if processes.lead() else ():
+            self._folder.delete(later)
+        return due[-1] if due else None
+
     def wait(self) -> None:
         """Waits until the checkpoint being written is on disk.
 
@@ -129,6 +141,8 @@ class Checkpoints:
     def _finish(self, step: int, saving: Saving, texts: dict[str, str]) -> None:
         """Runs in the thread: waits for the state, completes the checkpoint, deletes older ones."""
         saving.result()
+        if planned("disk", step):
+            time.sleep(SLOW)
         if not processes.lead():
             return
         if self._config.folder is not None and self._folder.find(WRITER) != self._writer:
@@ -137,6 +151,9 @@ class Checkpoints:
                 f"before step {step} is saved there: let one of them go on, or give each its own checkpoint.folder"
             )
         self._folder.finish(step, texts)
+        if planned("checkpoint", step):
+            files = [file for file in self._folder.place(step).rglob("*") if file.is_file()]
+            os.truncate(max(files, key=lambda file: file.stat().st_size), 1)
         steps = self.steps()
         # The last ones stay, and the one with the lowest evaluated loss (the newest of equal ones).
         texts_by_step = {step: self._folder.find(f"{step}/metrics/metrics") for step in steps if self._config.best}

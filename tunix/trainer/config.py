@@ -15,6 +15,9 @@ DEFAULTS = {
     "sgd": {"b1": 0.0},
 }
 """The keys among b1, b2 and eps that each rule reads, and what null is for each."""
+OnNonfinite = Literal["stop", "skip", "rollback"]
+MOST_SKIPS, MOST_ROLLBACKS = 8, 3
+"""Steps in a row in which an update may be skipped, and how often a run may go back, before it stops."""
 LARGEST_DECAY = 1 - 2**-8
 """The largest decay of a moment in bfloat16. Neighbouring bfloat16 numbers differ by up to 2**-7 of their value: a
 decay that subtracts less than half of that never changes them."""
@@ -49,6 +52,10 @@ class OptimizerConfig(Config):
     https://arxiv.org/abs/2402.12354, who take 16); null for the same rate."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Maximum global norm of the gradients; null for no clipping."""
+    on_nonfinite: OnNonfinite = "stop"
+    """What is done where a loss or a gradient norm is not finite: `stop` ends the run before such weights are saved;
+    `skip` leaves weights and optimizer as they are and goes on, `rollback` goes back to the last checkpoint and on from
+    there with the rows that follow. The step's sequences are written to the run folder."""
     moments_dtype: DType = "float32"
     """Type in which momentum and mean squares are stored, independent of the weights. bfloat16 halves their memory and
     requires decays of at most 0.996: closer to 1, a moment rounds back to its old value. adafactor's stay float32."""

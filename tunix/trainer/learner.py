@@ -21,9 +21,10 @@ from tunix.models.model import Params
 from tunix.trainer.frozen_model import FrozenModel, Teacher, TellsLogprobs, not_shared
 from tunix.trainer.logprobs import Scorer
 from tunix.trainer.microbatches import Microbatches, TrainerSpec
-from tunix.trainer.step import FrozenInputs, TrainState, apply, evaluate, gradients_of, step
+from tunix.trainer.step import FrozenInputs, TrainState, apply, evaluate, gradients_of, shares, step
 from tunix.types import Batch, Loss, Metrics
 from tunix.util.exact import jit
+from tunix.util.faults import planned
 
 Frozen = TypeVar("Frozen", bound=TellsLogprobs)
 
@@ -44,6 +45,8 @@ class Learner:
         """For losses that read a divergence from a teacher, or log-probs alone; set after construction."""
         self.gradients: Params | None = None
         """The sum of gradients that `forward_backward` added since the last `optim_step`; None without any."""
+        self._loss: Any = 0.0
+        """The sum of their losses."""
         self.scorer = Scorer(spec.model, spec.microbatcher, spec.length)
         everywhere = NamedSharding(spec.mesh, PartitionSpec())
         with jax.set_mesh(spec.mesh):
@@ -69,10 +72,21 @@ class Learner:
 
     def step(self, batch: Batch, loss: Loss) -> Metrics:
         """One update, compiled as a single program with a donated state."""
+        if planned("compile"):
+            raise jax.errors.JaxRuntimeError("INTERNAL: a program cannot be compiled, as planned")
         microbatches, frozen = self._inputs(batch, loss)
         with jax.set_mesh(self.spec.mesh):
             self.state, metrics = self._step(self.state, frozen, microbatches, self._key, loss)
         return metrics
+
+    def shares(self, batch: Batch, loss: Loss) -> np.ndarray:
+        """`[S]` what each sequence adds to the loss of the next update on this batch; that of a pair is its first's."""
+        microbatches, frozen = self._inputs(batch, loss)
+        compute = jit(partial(shares, self.spec), static_argnames="loss")
+        with jax.set_mesh(self.spec.mesh):
+            filled = range(int(microbatches.filled))
+            parts = [compute(self.state, frozen, microbatches, i, self._key, loss=loss) for i in filled]
+        return np.sum(jax.device_get(parts), axis=0)
 
     def lowered(self, batch: Batch, loss: Loss) -> jax.stages.Lowered:
         """The program that `step` runs on such a batch, lowered but not compiled."""
@@ -85,7 +99,10 @@ class Learner:
         microbatches, frozen = self._inputs(batch, loss)
         with jax.set_mesh(self.spec.mesh):
             gradients, metrics = self._gradients(self.state, frozen, microbatches, self._key, loss)
-            self.gradients = gradients if self.gradients is None else self._add(self.gradients, gradients)
+            if self.gradients is None:
+                self.gradients, self._loss = gradients, metrics["train/loss"]
+            else:
+                self.gradients, self._loss = self._add(self.gradients, gradients), self._loss + metrics["train/loss"]
         return metrics
 
     def optim_step(self) -> Metrics:
@@ -97,7 +114,7 @@ class Learner:
         if self.gradients is None:
             raise ValueError("optim_step without gradients: call forward_backward first")
         with jax.set_mesh(self.spec.mesh):
-            self.state, metrics = self._apply(self.state, self.gradients)
+            self.state, metrics = self._apply(self.state, self.gradients, self._loss)
         self.gradients = None
         return metrics
 

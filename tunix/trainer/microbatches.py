@@ -218,5 +218,7 @@ class TrainerSpec:
     """Seed of everything random during training, e.g. 0."""
     adapter: AdapterConfig | None = None
     """The adapter that trains on a frozen base; None where all weights train."""
+    skips_nonfinite: bool = False
+    """Whether an update whose loss or gradients are not finite changes nothing."""
     remat_reason: str | None = None
     """Why the model's `remat` was chosen, for the run's first lines; None where the recipe names it."""

@@ -158,7 +158,7 @@ def step(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One update: the new state and the metrics. The caller's jit donates `state`."""
     gradients, metrics = gradients_of(spec, state, frozen, microbatches, key, loss)
-    state, more = apply(spec, state, gradients)
+    state, more = apply(spec, state, gradients, metrics["train/loss"])
     return state, metrics | more
 
 
@@ -196,18 +196,54 @@ def gradients_of(
     return gradients, to_scalars(sums)
 
 
+def shares(
+    spec: TrainerSpec,
+    state: TrainState,
+    frozen: FrozenInputs,
+    microbatches: Microbatches,
+    index: Index,
+    key: PRNGKeyArray,
+    loss: Loss,
+) -> Float[Array, "S"]:
+    """What each sequence of a micro-batch adds to the loss of the next update.
+
+    With its denominators fixed, the loss is linear in the weights of sequences: a share is weight times derivative.
+    """
+    key = jax.random.fold_in(key, state.step)
+
+    def weighted(weights: Float[Array, "S"]) -> jax.Array:
+        rows = replace(microbatches, weights=weights)
+        return cast(jax.Array, sums_of(spec, state.params, frozen, rows, index, loss, key)["train/loss"])
+
+    return microbatches.weights * jax.grad(weighted)(microbatches.weights)
+
+
 @jax.named_scope("optimizer")
-def apply(spec: TrainerSpec, state: TrainState, gradients: Params) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Applies the optimizer; returns the new state and its metrics."""
+def apply(
+    spec: TrainerSpec, state: TrainState, gradients: Params, loss: Float[Array, ""]
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Applies the optimizer; returns the new state and its metrics.
+
+    With `skips_nonfinite`, where the `loss` or a gradient is not finite, weights and optimizer state are the old ones,
+    bit for bit, and only the count of updates goes on.
+    """
     updates, moments = spec.optimizer.update(gradients, state.moments, state.params)
-    metrics = {
-        # As the optimizer clips by it: in bfloat16 it would have three digits, and on CPUs memory of its own.
-        "train/grad_norm": optax.tree.norm(
-            optax.tree.cast({name: x for name, x in gradients.items() if not name.startswith(MTP)}, jnp.float32)
-        ),
-        "train/learning_rate": jnp.asarray(spec.schedule(state.step), jnp.float32),
-    }
-    params = cast(Params, optax.apply_updates(state.params, updates))
+    params, done = cast(Params, optax.apply_updates(state.params, updates)), state.step
+    # As the optimizer clips by it: in bfloat16 it would have three digits, and on CPUs memory of its own.
+    wide = {name: x.astype(jnp.float32) for name, x in gradients.items()}
+    metrics = {"train/grad_norm": optax.tree.norm({name: x for name, x in wide.items() if not name.startswith(MTP)})}
+    if spec.skips_nonfinite:
+        finite = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(wide))
+        # Chosen, not multiplied by 0: 0 times NaN is NaN.
+        old = (state.params, state.moments)
+        params, moments = jax.tree.map(lambda new, kept: jnp.where(finite, new, kept), (params, moments), old)
+        metrics["train/skipped"] = 1.0 - finite.astype(jnp.float32)
+        # The schedule waits too, so that its count is the optimizer's.
+        counts = optax.tree.get_all_with_path(
+            state.moments, "count", lambda path, _: "ScaleBySchedule" in str(path[-1])
+        )
+        done = counts[0][1]
+    metrics["train/learning_rate"] = jnp.asarray(spec.schedule(done), jnp.float32)
     return TrainState(params, moments, state.step + 1), metrics
 
 

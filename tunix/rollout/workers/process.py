@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tunix.errors import UserError
+from tunix.util.faults import planned
 
 START = 120.0
 """Seconds that a worker has to import what it runs: a user's module may import torch from a cold disk."""
@@ -193,10 +194,13 @@ class WorkerProcess:
             Lost: the process hung or died; it is no more.
         """
         assert self._connection is not None, "call ensure() first"
-        message = encode(request)
+        message, fault = encode(request), planned("worker")
         limit = time.monotonic() + deadline + grace
+        if fault == "die":
+            self.kill()
         try:
-            self._connection.send_bytes(message)
+            if fault != "hang":
+                self._connection.send_bytes(message)
             return self._answer(limit)
         except TimeoutError:
             self.close()

@@ -1,0 +1,161 @@
+"""Disturbed at moments drawn anew each time, a run of every kind ends bit for bit like the one that nobody disturbs.
+
+The moments follow from a seed, which is printed: EXACTNESS_SEED=... before pytest draws the same ones again, as far as
+another machine is as fast. One row of `ROWS` is a kind of run; a new kind adds a row.
+"""
+
+import os
+import random
+import resource
+import secrets
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run.test_ahead_run import does_what_is_recorded
+from tests.run.test_distill_run import GIVEN
+from tests.run.test_kill import Run, assert_same_end, no_process_left
+from tests.run.test_oversample_run import OVER
+from tests.run.test_preference_run import labelled, write_preferences
+from tests.run.test_reward_run import write_reward
+from tests.tiny_rl import write_policy
+from tests.tiny_runs import EVAL, model_folder, write_recipe
+
+STEPS = 8
+COMMON: dict[str, Any] = {"steps": STEPS, "checkpoint": {"every": 2, "keep": 3}, "eval.every": 3}
+QLORA = {"kind": "qlora", "rank": 4, "alpha": 8.0, "tile": 16}
+
+
+def given(changes: dict[str, Any]) -> Callable[[Path], object]:
+    """Rows of text."""
+    return lambda folder: write_recipe(folder / "r.yaml", {**EVAL, **COMMON, **changes})
+
+
+def on_base(write: Callable[[Path], object], name: str = "base", **sizes: int) -> Callable[[Path], object]:
+    """A run with a model folder beside it."""
+
+    def both(folder: Path) -> None:
+        model_folder(folder / name, **sizes)
+        write(folder)
+
+    return both
+
+
+def policy(**changes: Any) -> Callable[[Path], object]:
+    """Completions of the policy."""
+    common = {key.replace(".", "__"): x for key, x in {**COMMON, "data.eval": "held.jsonl", "eval.rows": 4}.items()}
+    return lambda folder: write_policy(folder, **{**common, **changes})
+
+
+GAME = "tunix.rollout.environments.guessing:secrets"
+ROWS: dict[str, Callable[[Path], object]] = {
+    "sft": given({"algorithm": {"name": "sft", "neftune_alpha": 5}, "optimizer.schedule": "cosine"}),
+    "sft that skips": given({"optimizer.on_nonfinite": "skip"}),
+    "lora": given({"adapter": {"rank": 4, "dropout": 0.1}}),
+    "qlora": on_base(given({"model": {"path": "base"}, "adapter": QLORA})),
+    "dpo": lambda folder: write_preferences(folder, **COMMON),
+    "kto": lambda folder: write_preferences(folder, rows=labelled, algorithm={"name": "kto"}, **COMMON),
+    "reward": lambda folder: write_reward(folder, "r.yaml", output="run", **COMMON),
+    "distill": on_base(given(GIVEN), "teacher", hidden_size=48, vocab_size=288),
+    "ppo": policy(algorithm={"name": "ppo", "critic_warmup": 1, "kl": 0.05, "kl_target": 2.0, "updates": 2}),
+    "grpo": policy(algorithm={"name": "grpo", "group_size": 4, "updates": 2, "kl": 0.01}),
+    "dapo with oversample": policy(**{key: x for key, x in OVER.items() if key not in COMMON}),
+    "environments": policy(
+        reward=None, rollout__environment={"name": "guessing"}, data__train=GAME, data__eval=GAME, batch_size=8
+    ),
+    "curriculum": policy(data__curriculum={"by": "success", "success": 0.6}),
+    "asynchronous": policy(rollout__max_staleness=2, rollout__in_flight="continue"),
+}
+
+
+def killed(run: Run, draw: random.Random) -> None:
+    """At a step, or a moment after it."""
+    step, moment = draw.randint(1, STEPS - 1), draw.uniform(0, 0.3)
+    if run.caught_while(lambda: run.steps >= step):
+        run.process.send_signal(signal.SIGCONT)
+        time.sleep(moment)
+    run.process.kill()
+    run.wait()
+
+
+def killed_early(run: Run, draw: random.Random) -> None:
+    """While it reads, compiles, restores or takes its first steps."""
+    said, moment = len(run.log), draw.uniform(0, 4)
+    run.caught_while(lambda: len(run.log) > said)
+    run.process.send_signal(signal.SIGCONT)
+    time.sleep(moment)
+    run.process.kill()
+    run.wait()
+
+
+def killed_while_it_writes(run: Run, draw: random.Random) -> None:
+    """A checkpoint, or the export, if it is caught at that."""
+    exports = draw.random() < 0.3
+    run.caught_while(lambda: any(run.run.glob("export.tmp-*")) if exports else bool(run.unfinished))
+    run.process.kill()
+    run.wait()
+
+
+def asked_to_stop(run: Run, draw: random.Random) -> None:
+    step = draw.randint(1, STEPS - 1)
+    run.caught_while(lambda: run.steps >= step)
+    run.process.send_signal(signal.SIGCONT)
+    run.process.send_signal(draw.choice([signal.SIGTERM, signal.SIGINT]))
+    assert run.wait() in (0, 130), run.log
+
+
+def without_room(run: Run, draw: random.Random) -> None:
+    """No file of the process can grow any more, from some step on: as on a full disk."""
+    step = draw.randint(1, STEPS - 1)
+    if run.caught_while(lambda: run.steps >= step):
+        resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (100, 100))
+        run.process.send_signal(signal.SIGCONT)
+    assert run.wait() in (0, 2), run.log
+
+
+def cut(run: Run, draw: random.Random) -> None:
+    """Killed, and the newest of several checkpoints has lost the end of its largest file: refused, and deleted."""
+    killed(run, draw)
+    if len(run.saved) < 2:
+        return
+    newest = run.run / "checkpoints" / max(run.saved, key=int)
+    largest = max((file for file in newest.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    os.truncate(largest, draw.randrange(largest.stat().st_size))
+    again = Run(run.folder)
+    assert again.wait() == 2, run.log
+    assert "the checkpoint cannot be read" in run.log
+    shutil.rmtree(newest)
+
+
+DISTURBANCES = (killed, killed_early, killed_while_it_writes, asked_to_stop, without_room, cut)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ROWS)
+def test_disturbed_anywhere_it_ends_like_the_uninterrupted_run(kind: str, tmp_path: Path):
+    seed = int(os.environ.get("EXACTNESS_SEED", secrets.randbelow(10**6)))
+    draw = random.Random(seed)
+    ways = draw.sample(DISTURBANCES, 3)
+    print(f"EXACTNESS_SEED={seed}: {kind}: {', '.join(way.__name__ for way in ways)}")
+    whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
+    with no_process_left() as runs:
+        for folder in (disturbed,) if kind == "asynchronous" else (whole, disturbed):
+            folder.mkdir()
+            ROWS[kind](folder)
+        if kind != "asynchronous":
+            runs.append(Run(whole))
+            assert runs[-1].wait() == 0, runs[-1].log
+        for way in ways:
+            runs.append(Run(disturbed))
+            way(runs[-1], draw)
+        runs.append(Run(disturbed))
+        assert runs[-1].wait() == 0, runs[-1].log
+    if kind == "asynchronous":  # what was sampled when is no promise: what its record says is
+        does_what_is_recorded(disturbed)
+    else:
+        assert_same_end(disturbed / "run", whole / "run")
