@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from tests.marks import slow
-from tests.tiny_runs import EVAL, RECIPE, files, metrics, write_recipe, write_rows
+from tests.tiny_runs import EVAL, RECIPE, files, lines, metrics, write_recipe, write_rows
 from tests.trainer.test_step import SFT_LOSS
 from tests.trainers import sequences, trainer
 from tunix.config import MeshConfig

@@ -464,10 +464,10 @@ def test_wandb_offline_and_tensorboard_get_every_row(tmp_path: Path):
         assert shown[(one["step"], "train/loss")] == pytest.approx(one["train/loss"])
     (offline,) = (tmp_path / "run/wandb").glob("offline-run-*/*.wandb")
     assert b"train/loss" in offline.read_bytes()
-    identity = (tmp_path / "run/wandb/run-id").read_text()
+    identity = json.loads((tmp_path / "run/trackers/wandb.json").read_text())["id"]
     assert identity in offline.name
     train("r.yaml", "steps=3")
-    assert (tmp_path / "run/wandb/run-id").read_text() == identity
+    assert json.loads((tmp_path / "run/trackers/wandb.json").read_text())["id"] == identity
 
 
 @pytest.mark.slow

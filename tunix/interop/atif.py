@@ -36,8 +36,8 @@ def export_trajectories(run: Path, out: Path) -> int:
             group = "-".join(str(row[key]) for key in ("step", "task", "group") if key in row).replace("/", "_")
             name = f"{group}-{counts[group]}"
             counts[group] += 1
-            told = {"schema_version": ATIF, "session_id": run.resolve().name, "trajectory_id": name, "agent": agent}
-            (folder / f"{name}.json").write_text(json.dumps({**told, **_trajectory(row)}, indent=1))
+            begin = {"schema_version": ATIF, "session_id": run.resolve().name, "trajectory_id": name, "agent": agent}
+            (folder / f"{name}.json").write_text(json.dumps({**begin, **_trajectory(row)}, indent=1))
     return len(samples)
 
 

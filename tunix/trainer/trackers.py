@@ -20,7 +20,7 @@ from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tunix.errors import UserError
 from tunix.trainer.config import LoggingConfig
@@ -39,6 +39,7 @@ SHOWN = 4
 """Samples of a step in TensorBoard, which shows them one below the other."""
 
 
+@runtime_checkable
 class Connection(Protocol):
     """A tracker that was reached, in the thread that uses it."""
 
@@ -292,9 +293,9 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         for number, row in enumerate(samples[:SHOWN]):
             rest = {name: x for name, x in row.items() if name not in ("prompt", "completion", "per_token", "step")}
-            parts = {"prompt": _text(row["prompt"]), "completion": _text(row["completion"]), "": json.dumps(rest)}
-            # Indented, it is shown as it stands, whatever it is.
-            texts = [f"{name}\n\n    {text}".replace("\n", "\n    ").lstrip() for name, text in parts.items()]
+            parts = {"prompt": _text(row["prompt"]), "completion": _text(row["completion"]), "rest": json.dumps(rest)}
+            # Indented, Markdown shows it as it stands, whatever it is.
+            texts = [f"{name}:\n\n    " + text.replace("\n", "\n    ") for name, text in parts.items()]
             self._writer.add_text(f"samples/{number}", "\n\n".join(texts), step)
         self._writer.flush()
 

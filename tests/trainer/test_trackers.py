@@ -1,0 +1,317 @@
+"""Trackers: each step once and in order, whatever fails, also after a kill; what the packages are called with."""
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import wandb
+
+from tests.tiny_runs import write_recipe
+from tunix.cli import main
+from tunix.errors import UserError
+from tunix.trainer import metrics, trackers
+from tunix.trainer.config import LoggingConfig
+from tunix.trainer.metrics import require_trackers
+from tunix.trainer.progress import Display
+from tunix.trainer.trackers import MLflow, TensorBoard, Tracker, Trackio, Wandb
+from tunix.util.atomic_io import SAMPLES, append_member, append_rows
+
+
+class Said(Display):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+class Fake:
+    """A tracker that keeps what it is handed; `fail` may raise or wait before."""
+
+    last = float("inf")
+
+    def __init__(self, fail: Callable[[], object] = lambda: None):
+        self.steps: list[tuple[int, dict[str, float], list[str]]] = []
+        self.identities: list[str] = []
+        self.closed, self.fail = False, fail
+
+    def connect(self, identity: str, sent: float) -> "Fake":
+        self.fail()
+        self.identities.append(identity)
+        return self
+
+    def send(self, step, values, samples) -> None:
+        self.fail()
+        self.steps.append((step, dict(values), [row["completion"] for row in samples]))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def write(folder: Path, step: int, *, metrics: bool = True) -> None:
+    """What a run writes of a step: two samples, then its metrics, one of which is no number."""
+    append_member(folder / SAMPLES, [{"step": step, "completion": f"{step} {i}"} for i in range(2)], 10**9)
+    if metrics:
+        append_rows(folder / "metrics.jsonl", [{"step": step, "loss": 1 / step, "nan": None}])
+
+
+def handed(*steps: int) -> list[tuple[int, dict[str, float], list[str]]]:
+    return [(step, {"loss": 1 / step}, [f"{step} 0", f"{step} 1"]) for step in steps]
+
+
+def awaited(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def start(fake: Fake, folder: Path, display: Any, checkpoint: int | None) -> Tracker:
+    return Tracker("fake", fake.connect, folder, display, checkpoint)
+
+
+def test_each_step_is_handed_over_once_and_in_order(tmp_path: Path):
+    """A step when the next one's row is there. A run that is killed after step 4 and goes on from 2 writes 3 and 4
+    again, which the tracker has, as the same run; one that starts from no checkpoint is another run, with all of it."""
+    fake, display = Fake(), Said()
+    tracker = start(fake, tmp_path, display, None)
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+        tracker.write(step, {})
+    awaited(lambda: len(fake.steps) == 2)
+    write(tmp_path, 4, metrics=False)  # `logging.every`
+    write(tmp_path, 5)
+    tracker.write(5, {})
+    awaited(lambda: len(fake.steps) == 4)
+    expected = [*handed(1, 2, 3), (4, {}, ["4 0", "4 1"])]
+    assert fake.steps == expected
+    awaited(lambda: json.loads((tmp_path / "trackers/fake.json").read_text())["sent"] == 4)
+    # Killed: its thread is left alone. Step 5 was not handed over.
+    again = Fake()
+    tracker = start(again, tmp_path, display, 2)
+    tracker.close()
+    assert again.steps == handed(5)
+    assert again.closed
+    assert again.identities == fake.identities
+    other = Fake()
+    start(other, tmp_path, display, None).close()
+    assert other.steps == expected + handed(5)
+    assert other.identities != fake.identities
+    assert display.said == []
+
+
+def test_a_tracker_that_has_less_gets_the_rest(tmp_path: Path):
+    for step in range(1, 6):
+        write(tmp_path, step)
+    start(Fake(), tmp_path, Said(), None).close()
+    forgetful = Fake()
+    forgetful.last = 3
+    start(forgetful, tmp_path, Said(), 5).close()
+    assert forgetful.steps == handed(4, 5)
+
+
+def test_what_is_missed_while_it_is_down_is_sent_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Neither an error nor an endless wait is noticed by who writes; an error is said once, and counted."""
+    monkeypatch.setattr(trackers, "PAUSE", 0.01)
+    failing = iter([True, True, False, False, True])
+
+    def fail() -> None:
+        if next(failing, False):
+            raise OSError("no  route\nto host")
+
+    fake, display = Fake(fail), Said()
+    tracker = start(fake, tmp_path, display, None)
+    for step in range(1, 5):
+        write(tmp_path, step)
+        tracker.write(step, {})
+    tracker.close()
+    assert fake.steps == handed(1, 2, 3, 4)
+    assert display.said == [
+        "logging.fake: no route to host. The run goes on; what is missed is sent later",
+        "logging.fake: everything was sent in the end (3 attempts failed)",
+    ]
+
+
+def test_a_tracker_that_hangs_gets_its_seconds_and_the_next_start_sends_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(trackers, "SECONDS", 0.2)
+    hung, display = threading.Event(), Said()
+    fake = Fake(lambda: fake.identities and hung.wait(60))
+    tracker = start(fake, tmp_path, display, None)
+    began = time.monotonic()
+    for step in range(1, 4):
+        write(tmp_path, step)
+        tracker.write(step, {})
+    tracker.close()
+    assert time.monotonic() - began < 30
+    (line,) = display.said
+    assert line.startswith("logging.fake: not everything was sent within 0.2 s of the run's end: the same command")
+    monkeypatch.setattr(trackers, "SECONDS", 60.0)
+    later = Fake()
+    start(later, tmp_path, display, 3).close()
+    assert later.steps == handed(1, 2, 3)
+    hung.set()
+
+
+SAMPLE = {
+    "step": 7,
+    "group": 0,
+    "prompt": "2+2?",
+    "completion": "# 4\nby `hand`",
+    "rewards": {"math": 1.0},
+    "per_token": {"tokens": ["#"]},
+}
+
+
+def test_tensorboard_has_numbers_and_texts(tmp_path: Path):
+    from tensorboardX.proto.event_pb2 import Event
+
+    board = TensorBoard(tmp_path, "id", 6.0)
+    board.send(7, {"loss": 0.5}, [SAMPLE])
+    board.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    data, at, values = file.read_bytes(), 0, {}
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 8], "little")
+        event = Event.FromString(data[at + 12 : at + 12 + size])
+        values |= {value.tag: (event.step, value) for value in event.summary.value}
+        at += 16 + size
+    assert (values["loss"][0], values["loss"][1].simple_value) == (7, 0.5)
+    ((step, text),) = [value for tag, value in values.items() if tag.startswith("samples/0")]
+    assert step == 7
+    assert text.tensor.string_val[0].decode() == (
+        "prompt:\n\n    2+2?\n\ncompletion:\n\n    # 4\n    by `hand`\n\nrest:\n\n"
+        '    {"group": 0, "rewards": {"math": 1.0}}'
+    )
+
+
+def test_wandb_has_numbers_and_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = Wandb("tests", tmp_path, {"seed": 0}, "abcd1234", -1.0)
+    run.send(7, {"loss": 0.5}, [SAMPLE, {"step": 7, "prompt": [1, 2], "completion": "b", "expected": 4}])
+    run.close()
+    (stored,) = (tmp_path / "wandb").glob("offline-run-*-abcd1234/*.wandb")
+    assert b"samples" in stored.read_bytes()
+    (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/*.json")
+    assert json.loads(table.read_text()) == {
+        "columns": ["step", "group", "prompt", "completion", "rewards", "expected"],
+        "data": [
+            [7, 0, "2+2?", "# 4\nby `hand`", '{"math": 1.0}', None],
+            [7, None, "[1, 2]", "b", None, 4],
+        ],
+    }
+
+
+def test_what_trackio_is_called_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As trackio 0.43 takes it: tried against it by hand."""
+    calls: list[Any] = []
+    run = SimpleNamespace(log=lambda values, step: calls.append((values, step)), finish=lambda: calls.append("finish"))
+    module: Any = ModuleType("trackio")
+    module.Trace = lambda messages, metadata: (messages, metadata)
+    module.init = lambda **settings: calls.append(settings) or run
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    connection = Trackio("project", tmp_path / "small", {"seed": 0}, "abcd", -1.0)
+    connection.send(7, {"loss": 0.5}, [SAMPLE])
+    connection.close()
+    begun, (values, step), end = calls
+    assert (begun["project"], begun["name"], begun["resume"]) == ("project", "small-abcd", "allow")
+    said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "# 4\nby `hand`"}]
+    assert values == {"loss": 0.5, "samples": [(said, {"step": 7, "group": 0, "rewards": {"math": 1.0}})]}
+    assert (step, end) == (7, "finish")
+
+
+def test_what_mlflow_is_called_with(monkeypatch: pytest.MonkeyPatch):
+    """As mlflow-skinny 3.17 takes it: tried against it by hand. A run goes on where it has the tag."""
+    calls: list[Any] = []
+
+    class Client:
+        runs: ClassVar[list[Any]] = []
+
+        def get_experiment_by_name(self, name):
+            return SimpleNamespace(experiment_id="5") if self.runs else None
+
+        def create_experiment(self, name):
+            return "5"
+
+        def search_runs(self, experiments, text):
+            calls.append((experiments, text))
+            return self.runs
+
+        def create_run(self, experiment, run_name, tags):
+            run = SimpleNamespace(info=SimpleNamespace(run_id="r1"))
+            self.runs.append(run)
+            calls.append((experiment, run_name, tags))
+            return run
+
+        def __getattr__(self, name):
+            return lambda *words, **named: calls.append((name, *words, *named.values()))
+
+    for name, members in {
+        "mlflow": {"MlflowClient": Client},
+        "mlflow.entities": {"Metric": lambda *x: (x[0], x[1], x[3]), "Param": lambda *x: x},
+        "mlflow.utils": {},
+        "mlflow.utils.mlflow_tags": {"MLFLOW_LOGGED_ARTIFACTS": "tables"},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    settings = {f"key{i}": i for i in range(101)}
+    for _ in range(2):
+        connection = MLflow("experiment", "small", settings, "abcd", -1.0)
+        connection.send(7, {"reward/wörd!": 0.5}, [SAMPLE])
+        connection.close()
+    table = {
+        "columns": ["step", "group", "prompt", "completion", "rewards"],
+        "data": [[7, 0, "2+2?", "# 4\nby `hand`", '{"math": 1.0}']],
+    }
+    sent = [
+        ("log_batch", "r1", [("reward/wörd_", 0.5, 7)]),
+        ("log_text", "r1", json.dumps(table), "samples/00000007.json"),
+        ("set_tag", "r1", "tables", '[{"path": "samples/00000007.json", "type": "table"}]'),
+        ("set_terminated", "r1"),
+    ]
+    looked = (["5"], "tags.`tunix.run` = 'abcd'")
+    params = list(settings.items())
+    assert calls == [
+        looked,
+        ("5", "small", {"tunix.run": "abcd"}),
+        ("log_batch", "r1", [(key, str(x)) for key, x in params[:100]]),
+        ("log_batch", "r1", [("key100", "100")]),
+        *sent,
+        looked,
+        ("update_run", "r1", "RUNNING"),
+        *sent,
+    ]
+
+
+def test_a_tracker_without_package_or_key_is_said_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "MLFLOW_TRACKING_URI", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    for name in ("HOME", "WANDB_CONFIG_DIR", "HF_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    wandb.teardown()  # of what it read in a test before
+    recipe = str(write_recipe(tmp_path / "r.yaml"))
+    assert main(["check", recipe, "logging.mlflow=a"]) == 2
+    assert "logging.mlflow: mlflow is not installed: `pip install '.[mlflow]'`" in capsys.readouterr().err
+    assert main(["run", recipe, "logging.trackio=a", "--no-plan"]) == 2
+    assert "logging.trackio: trackio is not installed: `pip install '.[trackio]'`" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UserError, match=r"logging\.wandb: a needs a key: set WANDB_API_KEY"):
+        require_trackers(LoggingConfig(wandb="a"))
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda _: True)
+    with pytest.raises(UserError, match=r"logging\.mlflow: a needs an address: set MLFLOW_TRACKING_URI"):
+        require_trackers(LoggingConfig(mlflow="a"))
+    monkeypatch.setenv("TRACKIO_SPACE_ID", "me/space")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    with pytest.raises(UserError, match=r"logging\.trackio: TRACKIO_SPACE_ID needs a key: set HF_TOKEN"):
+        require_trackers(LoggingConfig(trackio="a"))
