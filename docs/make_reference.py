@@ -34,7 +34,7 @@ from tunix.recipe.recipe import Recipe
 from tunix.rollout.config import EvalConfig, EvalTask, ReplayConfig, RolloutConfig, RolloutMeshConfig
 from tunix.rollout.environments.config import AgentConfig, EnvironmentConfig, MCPConfig, MixtureConfig, RolloutSource
 from tunix.rollout.rewards.config import JudgeConfig, RewardConfig, RewardFunction
-from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig
+from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig, ProfileConfig
 
 PAGE = Path(__file__).with_name("recipe.md")
 SECTIONS: dict[str, type[Config]] = {
@@ -69,6 +69,7 @@ SECTIONS: dict[str, type[Config]] = {
     "mesh": MeshConfig,
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
+    "logging profile": ProfileConfig,
     "eval": EvalConfig,
     "eval tasks": EvalTask,
 }
