@@ -34,7 +34,7 @@ from tunix.recipe.recipe import Recipe
 from tunix.rollout.config import EvalConfig, EvalTask, ReplayConfig, RolloutConfig, RolloutMeshConfig
 from tunix.rollout.environments.config import AgentConfig, EnvironmentConfig, MCPConfig, MixtureConfig, RolloutSource
 from tunix.rollout.rewards.config import JudgeConfig, RewardConfig, RewardFunction
-from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplesConfig
+from tunix.trainer.config import CheckpointConfig, LoggingConfig, OptimizerConfig, ProfileConfig, SamplesConfig
 
 PAGE = Path(__file__).with_name("recipe.md")
 SECTIONS: dict[str, type[Config]] = {
@@ -70,6 +70,7 @@ SECTIONS: dict[str, type[Config]] = {
     "checkpoint": CheckpointConfig,
     "logging": LoggingConfig,
     "logging samples": SamplesConfig,
+    "logging profile": ProfileConfig,
     "eval": EvalConfig,
     "eval tasks": EvalTask,
 }

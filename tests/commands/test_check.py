@@ -1,5 +1,6 @@
 """`tunix check` finds what a run would refuse, without jax, and prints a recipe that means the same."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from tunix.cli import main
+from tunix.commands import doctor
 from tunix.commands.check import check, recipe_lines
 from tunix.errors import UserError
 from tunix.recipe.notes import hardware_note, read_header
@@ -189,6 +191,29 @@ def test_neither_rewards_nor_environments_wake_jax():
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("python", "other", "said"),
+    [
+        ((3, 11, 7), {}, ("ok", "were tried together")),
+        ((3, 13, 2), {"jax": "0.12.0.1", "flax": "0.12.12", "tokamax": "0.0.17"}, ("ok", "were tried together")),
+        (
+            (3, 11, 7),
+            {"jax": "0.10.9"},
+            ("note", "never tried together; nearest to what was: jax 0.10.9 (with 0.10.2)"),
+        ),
+    ],
+)
+def test_doctor_says_which_versions_were_never_tried_together(
+    python: tuple[int, ...], other: dict[str, str], said: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    """A row of `TRIED` has to have all that is installed of it; of the others the one with the fewest differences."""
+    installed = {**doctor.TRIED[0], **other}
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: installed.get(name) or real(name))
+    monkeypatch.setattr(sys, "version_info", python)
+    assert [(state, text) for state, what, text in doctor._packages() if what == "versions"] == [said]
 
 
 def test_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +43,14 @@ EXTRAS = {
     "notebooks": "the notebooks",
 }
 """Extras that a user may want -> what for."""
+TRIED = (
+    {"Python": "3.11", "jax": "0.10.2", "flax": "0.12.8", "optax": "0.2.8", "orbax-checkpoint": "0.12.8"}
+    | {"grain": "0.2.18", "qwix": "0.1.8", "tokamax": "0.0.12"},
+    {"Python": "3.12", "jax": "0.11.2", "flax": "0.12.12", "optax": "0.2.8", "tokamax": "0.0.17"},
+    {"Python": "3.13", "jax": "0.12.0.1", "flax": "0.12.12", "tokamax": "0.0.17"},
+)
+"""Versions that ran together: the whole suite on CPUs (Python 3.11 and 3.13), kernels, parity and speed on an H200
+(3.12, docs/devices). What a row lacks was not written down, and what is not installed does not count."""
 _ASK = """
 import json
 from tunix.util.startup import prepare_jax
@@ -67,7 +76,7 @@ def doctor() -> bool:
 
 
 def _packages() -> Iterator[Finding]:
-    """Python, what tunix asks for, and its extras, by its installed metadata."""
+    """Python, what tunix asks for, its extras, and whether such versions ever ran together, by installed metadata."""
     from packaging.requirements import Requirement
 
     version = ".".join(map(str, sys.version_info[:3]))
@@ -93,6 +102,16 @@ def _packages() -> Iterator[Finding]:
             yield "note", f"[{extra}]", text
         else:
             yield "ok", f"[{extra}]", f"installed, for {purpose}"
+    untried: list[str] | None = None
+    for row in TRIED:
+        differing: list[str] = []
+        for name, tried in row.items():
+            with suppress(importlib.metadata.PackageNotFoundError):
+                there = version.rpartition(".")[0] if name == "Python" else importlib.metadata.version(name)
+                differing += [] if there == tried else [f"{name} {there} (with {tried})"]
+        untried = differing if untried is None or len(differing) < len(untried) else untried
+    text = f"never tried together; nearest to what was: {', '.join(untried)}" if untried else "were tried together"
+    yield "note" if untried else "ok", "versions", text
 
 
 def _applies(need: Any, extra: str) -> bool:

@@ -94,12 +94,10 @@ def chosen(rows: Rows, algorithm: str | None) -> tuple[str, dict[str, str]]:
 
 
 def init(model: str, data: str, out: Path | None, algorithm: str | None, topology: str | None) -> str:
-    """Writes the recipe, and returns a line about it.
+    """Writes the recipe to `out`, or to a file named by the algorithm and the model, and returns a line about it.
 
     Args:
-        model: a folder, a run, or a hub id that was downloaded before.
-        data: as in `data.train`.
-        out: the file; None for the algorithm's and the model's name in this folder.
+        model, data: as in `model.path` and `data.train`.
         algorithm: one of `TASKS`; None to go by the columns.
         topology: such as `h100:8`; None for the devices at hand.
 
@@ -115,18 +113,16 @@ def init(model: str, data: str, out: Path | None, algorithm: str | None, topolog
     from tunix.plan.arithmetic import estimated
     from tunix.plan.subject import decoder_of
     from tunix.run.inputs import open_inputs
+    from tunix.trainer.mesh_choice import memory_of
     from tunix.util.startup import prepare_jax
 
     limit = decoder_of(model).max_positions
     if topology is not None:
-        memory, number, where = limit_of(topology), number_of(topology), topology
+        memory, number, where, on_cpu = limit_of(topology), number_of(topology), topology, False
     else:
         prepare_jax()
-        device = jax.devices()[0]
-        stats, where = device.memory_stats() or {}, device.device_kind
-        memory = stats.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        number = len(jax.devices()) if stats else 1
-    on_cpu = topology is None and jax.devices()[0].platform == "cpu"
+        where, number, on_cpu = jax.devices()[0].device_kind, jax.device_count(), jax.default_backend() == "cpu"
+        memory = memory_of(jax.devices()) or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / number
     samples = name == "grpo"
     sections: dict[str, Any] = {
         "model": {"path": model, "dtype": "float32" if on_cpu else "bfloat16"},
@@ -139,9 +135,8 @@ def init(model: str, data: str, out: Path | None, algorithm: str | None, topolog
     if samples:
         sections["data"]["prompt_length"] = limit // 2
         texts = [str(rows[i]["answer"]) for i in range(min(len(rows), ROUND))]
-        reward = "gsm8k" if all("####" in text for text in texts) else "exact_match"
-        reward = "number" if reward == "exact_match" and all(map(last_number, texts)) else reward
-        sections |= {"reward": {"functions": [reward]}}
+        plain = "number" if all(map(last_number, texts)) else "exact_match"
+        sections["reward"] = {"functions": ["gsm8k" if all("####" in text for text in texts) else plain]}
     with tempfile.TemporaryDirectory() as folder:
         inputs = open_inputs(Recipe.build(sections), Path(folder))
         tokenizer = inputs.source.tokenizer
@@ -172,7 +167,7 @@ def init(model: str, data: str, out: Path | None, algorithm: str | None, topolog
         if estimates[-1] <= memory:
             break
     takes, has = (f"{size / GIB:.2f} GiB" for size in (estimates[-1], memory))
-    has += f" of {'this machine' if on_cpu else f'each of {number} x {where}'}"
+    has += f" of each of {number} x {where}"
     if estimates[-1] > memory:
         raise UserError(
             f"{model} does not fit: LoRA on one sequence at a time takes up to {takes}, of {has}, by `tunix plan`'s "
