@@ -214,7 +214,8 @@ class Recorder:
         if wrong is None and not skipped:
             return
         said, sequences = f"step {step}: {wrong or 'a gradient'} is {values.get(wrong or '', 'not finite')}", ""
-        if update is not None and self._folder is not None and update.batches:
+        room = self._folder is not None and (not skipped or len([*self._folder.glob("nonfinite-*")]) < MOST_SKIPS)
+        if update is not None and self._folder is not None and room and update.batches:
             rows = (json.dumps({"step": step, **row}) + "\n" for row in sequences_of(update))
             write_lines_atomic(self._folder / f"nonfinite-{step}.jsonl", rows)
             sequences = f" The step's sequences are in nonfinite-{step}.jsonl of the run folder."
