@@ -13,7 +13,8 @@ from functools import cache
 from typing import Any
 
 from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 LONGEST, LARGEST = 10.0, 1_000_000
@@ -47,7 +48,7 @@ class Limited(ImmutableSandboxedEnvironment):
 
 # transformers compiles a template in an environment that it makes itself, of this class, where constants are multiplied
 # already.
-vars(chat_template_utils)["ImmutableSandboxedEnvironment"] = Limited
+setattr(chat_template_utils, "ImmutableSandboxedEnvironment", Limited)  # noqa: B010 (a name that it imports)
 
 
 class _Watch(threading.Thread):

@@ -303,7 +303,7 @@ class TensorBoard:
         self._writer.close()
 
 
-def columns(samples: List[Row]) -> tuple[list[str], list[list[Any]]]:
+def columns(samples: List[Row]) -> tuple[list[Any], list[Any]]:
     """Samples as a table: the names of its columns, and its rows; without the values of tokens, lists as JSON."""
     names = [name for name in dict.fromkeys(name for row in samples for name in row) if name != "per_token"]
     plain = (str, int, float, type(None))
