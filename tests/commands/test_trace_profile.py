@@ -57,7 +57,7 @@ def test_kernels_of_a_gpu():
         Event("flash.3", 11 * MS, 3 * MS, flash),
         Event("gemm", 14 * MS, 1 * MS, [("hlo_op", "dot.1"), ("hlo_module", "jit_step"), ("program_id", 4)]),
     ]
-    copies = [Event("MemcpyD2D", 4 * MS, 2 * MS), Event("MemcpyD2D", 15 * MS, 1 * MS)]
+    copies = [Event("MemcpyD2D", 4 * MS, 2 * MS, [("hlo_op", "while.2")]), Event("MemcpyD2D", 15 * MS, 1 * MS)]
     device = plane("/device:GPU:0", **{"Stream #13(Compute)": compute, "Stream #14(Memcpy)": copies})
     device.lines.append(SimpleNamespace(name="XLA Modules", events=[Event("jit_step", 0, 16 * MS)]))
     host = plane("/host:CPU", python=[step(1, 0.0), step(2, 10 * MS), Event("dot", 0, 9 * MS, [("hlo_op", "dot.1")])])
@@ -81,9 +81,9 @@ def test_kernels_of_a_gpu():
         ["0.500", "7.7%", "step:", "head"],
     ]
     assert [line.split() for line in lines[11:]] == [
-        ["4.500", "69.2%", "2", "flash"],  # 1.5 launches
-        ["1.500", "23.1%", "1", "MemcpyD2D"],
-        ["0.500", "7.7%", "0", "gemm"],
+        ["4.500", "69.2%", "1.5", "flash"],
+        ["1.500", "23.1%", "1.0", "MemcpyD2D"],
+        ["0.500", "7.7%", "0.5", "gemm"],
     ]
     assert max(map(len, lines)) <= 80
 
@@ -110,7 +110,7 @@ def test_operations_of_two_tpus():
         "busy 50.0%: 2.000 of 4.000 ms a step",
     ]
     assert lines[-1] == "decode: 2 layers of 0.500 ms (layer1) to 1.500 ms (layer0)"
-    assert [line.split() for line in lines if "fusion" in line][1:] == [["2.000", "100.0%", "2", "fusion"]]
+    assert [line.split() for line in lines if "fusion" in line][1:] == [["2.000", "100.0%", "2.0", "fusion"]]
 
 
 def test_parts_are_those_that_programs_name():

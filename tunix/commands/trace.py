@@ -30,7 +30,7 @@ PARTS = (
 """Scopes (`jax.named_scope`) of the parts of tunix's programs; layers have theirs where they run unrolled."""
 SCOPE = re.compile(rf"(?<![^/(])(?:{'|'.join(PARTS)})(?![^/)])")
 HOLDERS = re.compile(r"(while|conditional|call)(\.|$)")
-"""Operations that only run others, which a CPU and a TPU list too."""
+"""Operations that only run others, which a CPU and a TPU list too; what a GPU lists of them are kernels, or copies."""
 SHOWN = 20
 """Kernels in the table."""
 
@@ -150,7 +150,8 @@ def kernels_of(
                 if not on_device and "hlo_op" not in stats:
                     continue
                 name = event.name.removeprefix("%").partition(" = ")[0]
-                if HOLDERS.match(operation := str(stats.get("hlo_op", name))):
+                operation = str(stats.get("hlo_op", name))
+                if not line.name.startswith("Stream") and HOLDERS.match(operation):
                     continue
                 program, number = str(stats.get("hlo_module", "")), str(stats.get("program_id", ""))
                 scope = stats.get("tf_op") or scopes.get((number, operation)) or scopes.get((program, operation), "")
@@ -207,7 +208,7 @@ def table(devices: Mapping[str, list[Kernel]], steps: Mapping[int, float]) -> It
     for title, times in (("  program: part", parts), ("launches  kernel", names)):
         yield f"\n   ms a step   share  {title}"
         for name, spent in sorted(times.items(), key=lambda item: -item[1])[:SHOWN]:
-            number_of = f"{launches[name] / number:8,.0f}" if times is names else ""
+            number_of = f"{launches[name] / number:8,.1f}" if times is names else ""
             yield f"{spent / share:12,.3f}  {spent / whole:6.1%}  {number_of}  {name}"[:80]
     for program, times in layers.items():
         fastest, slowest = min(times, key=times.__getitem__), max(times, key=times.__getitem__)
