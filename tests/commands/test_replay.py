@@ -47,7 +47,7 @@ def test_a_step_on_given_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert main(["replay", "run", "5"]) == 0
     printed = capsys.readouterr().out
     assert "step 5: train/loss is inf\nnothing was recorded of this step to compare it with" in printed
-    # The mean over tokens by their weights is that of the heavy row: its loss is minus its mean log-prob, the others' 0.
+    # The mean over tokens by their weights is that of the heavy row: minus its mean log-prob, and 0 of the others.
     worst, *others = table(printed)
     assert worst[0] == "2"
     assert float(worst[1]) == pytest.approx(-float(worst[2]), rel=1e-3)

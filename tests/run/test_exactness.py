@@ -55,7 +55,6 @@ def policy(**changes: Any) -> Callable[[Path], object]:
 GAME = "tunix.rollout.environments.guessing:secrets"
 ROWS: dict[str, Callable[[Path], object]] = {
     "sft": given({"algorithm": {"name": "sft", "neftune_alpha": 5}, "optimizer.schedule": "cosine"}),
-    "sft that skips": given({"optimizer.on_nonfinite": "skip"}),
     "lora": given({"adapter": {"rank": 4, "dropout": 0.1}}),
     "qlora": on_base(given({"model": {"path": "base"}, "adapter": QLORA})),
     "dpo": lambda folder: write_preferences(folder, **COMMON),

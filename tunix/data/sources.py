@@ -237,7 +237,7 @@ class JsonLines:
 
     def line(self, i: int) -> bytes:
         """The bytes of row `i`."""
-        if planned("data", i + 1):
+        if planned("data"):
             return b""
         # Opened again for each row: that costs 10 us, and needs no lock between the prefetch thread and the main one.
         with self._opened() as file:

@@ -82,7 +82,7 @@ class Learner:
     def shares(self, batch: Batch, loss: Loss) -> np.ndarray:
         """`[S]` what each sequence adds to the loss of the next update on this batch; that of a pair is its first's."""
         scale = float(batch.weights.max())  # a huge weight must not hide whose it is
-        counts = {name: np.float32(count / scale) for name, count in batch.counts.items()}
+        counts = {name: np.asarray(count / scale, np.float32) for name, count in batch.counts.items()}
         batch = replace(batch, weights=batch.weights / np.float32(scale), counts=counts)
         microbatches, frozen = self._inputs(batch, loss)
         compute = jit(partial(shares, self.spec), static_argnames="loss")
