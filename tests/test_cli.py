@@ -113,7 +113,7 @@ BAD_OVERRIDES = [
 ]
 BAD_CALLS = [
     (["chek", "r.yaml"], ["'chek' is no command. Did you mean 'check'?"]),
-    (["zzz"], ["'zzz' is no command.", "run, check"]),
+    (["zzz"], ["'zzz' is no command.", "run, init, check"]),
     (["check"], ["required: RECIPE", "`tunix check --help`"]),
     (["check", "r.yaml", "--tinny"], ["--tinny", "Did you mean '--tiny'?"]),
     (["run", "r.yaml", "--fres"], ["--fres", "Did you mean '--fresh'?"]),
