@@ -14,7 +14,6 @@ from typing import Any
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
-from transformers.utils import chat_template_utils
 
 LONGEST, LARGEST = 10.0, 1_000_000
 """Seconds of a rendering, and characters, items or bits of a product, at most."""
@@ -45,11 +44,6 @@ class Limited(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-# transformers compiles a template in an environment that it makes itself, of this class, where constants are multiplied
-# already.
-vars(chat_template_utils)["ImmutableSandboxedEnvironment"] = Limited
-
-
 class _Watch(threading.Thread):
     """Raises `Late` in threads whose rendering has had its time: a template need not call anything that could look."""
 
@@ -74,7 +68,14 @@ def _raise(thread: int, error: type[Exception] | None) -> None:
     )
 
 
-_watch = cache(_Watch)
+@cache
+def _watch() -> _Watch:
+    """What watches. transformers compiles a template in an environment that it makes itself, where constants are
+    multiplied already: from here on of our class."""
+    from transformers.utils import chat_template_utils
+
+    vars(chat_template_utils)["ImmutableSandboxedEnvironment"] = Limited
+    return _Watch()
 
 
 @contextmanager
