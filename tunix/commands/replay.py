@@ -119,7 +119,7 @@ def replay(run: Path, step: int) -> bool:
 
 
 def terms_of(client: Trainer, loss: Loss, update: Update) -> Iterator[tuple[Any, ...]]:
-    """Yields the values of `COLUMNS` for each sequence of a step, with the client's present weights; None for those that
+    """Yields the values of `COLUMNS` for each sequence of a step, with the client's present weights; None for what
     it lacks.
 
     The loss is its part of the update's, so that all of them add up to it (without an auxiliary loss of routers); that
