@@ -1,7 +1,7 @@
 """Faults that a test plans, to see what a run then does: `TUNIX_FAULTS=worker:die@3,checkpoint:truncate@4`.
 
 Each is `POINT:KIND@NUMBER`. The number is what the point counts: updates and checkpoints by their numbers, so that a
-run that is started again meets the same fault; reads of rows, calls of workers and updates (`compile`) as they come in a
+run that is started again meets the same fault; reads of rows, calls of workers and compiled updates as they come in a
 process. Without the variable nothing is read, counted or slower.
 """
 
