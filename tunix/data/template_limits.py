@@ -13,13 +13,8 @@ from functools import cache
 from typing import Any
 
 from jinja2 import TemplateError
-<<<<<<< HEAD
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from transformers.utils import chat_template_utils
-=======
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
->>>>>>> hostile
 
 LONGEST, LARGEST = 10.0, 1_000_000
 """Seconds of a rendering, and characters, items or bits of a product, at most."""
@@ -50,14 +45,6 @@ class Limited(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-<<<<<<< HEAD
-# transformers compiles a template in an environment that it makes itself, of this class, where constants are multiplied
-# already.
-setattr(chat_template_utils, "ImmutableSandboxedEnvironment", Limited)  # noqa: B010 (a name that it imports)
-
-
-=======
->>>>>>> hostile
 class _Watch(threading.Thread):
     """Raises `Late` in threads whose rendering has had its time: a template need not call anything that could look."""
 
@@ -88,7 +75,7 @@ def _watch() -> _Watch:
     multiplied already: from here on of our class."""
     from transformers.utils import chat_template_utils
 
-    vars(chat_template_utils)["ImmutableSandboxedEnvironment"] = Limited
+    setattr(chat_template_utils, "ImmutableSandboxedEnvironment", Limited)  # noqa: B010 (a name that it imports)
     return _Watch()
 
 
