@@ -27,7 +27,7 @@ from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.config import MOST_ROLLBACKS, CheckpointConfig
 from tunix.trainer.perf import Work
 from tunix.types import Workload
-from tunix.util.atomic_io import append_rows, forget_after
+from tunix.util.atomic_io import SAMPLES, append_rows, forget_after
 
 NOT_AWAITED = object()
 """Stands for an input that is not there when the run is to stop."""
@@ -181,9 +181,10 @@ class Loop:
             raise NonFinite(f"{error} There is no checkpoint yet to go back to.") from error
         self._restore(start)
         self.recorder.forget()
+        self.job.samples.wait()
         self._evaluated = (-1, {})
         if processes.lead():
-            for name in ("metrics.jsonl", "samples.jsonl", SPANS):
+            for name in ("metrics.jsonl", SAMPLES, SPANS):
                 if (self.job.folder / name).exists():
                     forget_after(self.job.folder / name, start)
         self.recorder.display.say(
