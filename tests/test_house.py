@@ -244,17 +244,17 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 60_713,
-    "files": 294,
-    "functions": 3_144,
-    "short functions used once": 114,
-    "short files with one importer": 13,
+    "lines": 62_600,
+    "files": 303,
+    "functions": 3_222,
+    "short functions used once": 117,
+    "short files with one importer": 14,
     "calls with bundles": 40,
-    "imports of the busiest file": 24,
-    "recipe keys": 277,
+    "imports of the busiest file": 27,
+    "recipe keys": 285,
     "recipe keys of GRPO": 38,
     "files in the closure of algorithms/grpo": 15,
-    "lines in the closure of algorithms/grpo": 3_949,
+    "lines in the closure of algorithms/grpo": 3_966,
     "banned local names": 0,
     "files with private names of others": 6,
 }
