@@ -13,7 +13,8 @@ from functools import cache
 from typing import Any
 
 from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 LONGEST, LARGEST = 10.0, 1_000_000
 """Seconds of a rendering, and characters, items or bits of a product, at most."""
@@ -74,7 +75,7 @@ def _watch() -> _Watch:
     multiplied already: from here on of our class."""
     from transformers.utils import chat_template_utils
 
-    vars(chat_template_utils)["ImmutableSandboxedEnvironment"] = Limited
+    setattr(chat_template_utils, "ImmutableSandboxedEnvironment", Limited)  # noqa: B010 (no name of its interface)
     return _Watch()
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from pydantic import ValidationError
@@ -42,7 +42,7 @@ class _Loader(yaml.SafeLoader):
                 problem = f"key {key.value!r} is given twice; the first is in line {lines[key.value]}"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             lines[key.value] = key.start_mark.line + 1
-        return super().construct_mapping(node, deep)
+        return super().construct_mapping(cast("yaml.MappingNode", node), deep)  # it refuses others
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """The value of a node; PyYAML lets the errors of Python's own conversions rise, as that of `!!int x`."""
