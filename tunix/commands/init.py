@@ -89,7 +89,10 @@ def chosen(rows: Rows, algorithm: str | None) -> tuple[str, dict[str, str]]:
         question = f"{rows.name} has the columns {listed(row)}, which fit {' and '.join(fits)}"
         if not sys.stdin.isatty():
             raise UserError(f"{question}: say which by --algorithm")
-        name = input(f"{question}. Which one? ").strip()
+        try:
+            name = input(f"{question}. Which one? ").strip()
+        except EOFError:
+            raise UserError(f"{question}: say which by --algorithm") from None
     return name, fits[name]
 
 

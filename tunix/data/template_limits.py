@@ -75,7 +75,7 @@ def _watch() -> _Watch:
     multiplied already: from here on of our class."""
     from transformers.utils import chat_template_utils
 
-    setattr(chat_template_utils, "ImmutableSandboxedEnvironment", Limited)  # noqa: B010 (a name that it imports)
+    setattr(chat_template_utils, "ImmutableSandboxedEnvironment", Limited)  # noqa: B010 (no name of its interface)
     return _Watch()
 
 

@@ -42,7 +42,7 @@ class _Loader(yaml.SafeLoader):
                 problem = f"key {key.value!r} is given twice; the first is in line {lines[key.value]}"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             lines[key.value] = key.start_mark.line + 1
-        return super().construct_mapping(cast(yaml.MappingNode, node), deep)
+        return super().construct_mapping(cast("yaml.MappingNode", node), deep)  # it refuses others
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """The value of a node; PyYAML lets the errors of Python's own conversions rise, as that of `!!int x`."""
