@@ -178,7 +178,7 @@ class Wandb:
     def __init__(self, project: str, folder: Path, settings: Row, identity: str, sent: float):
         import wandb
 
-        self._wandb = wandb
+        self._wandb: Any = wandb  # its Table takes lists, and is annotated as taking none
         limits = wandb.Settings(init_timeout=SECONDS, finish_timeout=SECONDS)
         self._run = wandb.init(
             project=project,
