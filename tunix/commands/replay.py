@@ -119,7 +119,7 @@ def replay(run: Path, step: int) -> bool:
 
 
 def terms_of(client: Trainer, loss: Loss, update: Update) -> Iterator[tuple[Any, ...]]:
-    """Of each sequence of a step, with the client's present weights, the values of `COLUMNS`; None where there is none.
+    """Yields the values of `COLUMNS` for each sequence of a step, by the client's present weights; None for no value.
 
     The loss is its part of the update's, so that all of them add up to it (without an auxiliary loss of routers); that
     of a pair is its first sequence's. The others are means over its trained tokens; the log ratio is to the
