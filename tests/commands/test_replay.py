@@ -57,7 +57,8 @@ def test_a_step_on_given_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     # A row that says something else is told.
     rows = [{**row, "train/loss": 1.0} if row["step"] == 4 else row for row in metrics("run")]
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["replay", "run", "4"]) == 1
+    with pytest.raises(SystemExit, match="1"):
+        main(["replay", "run", "4"])
     assert f"differs: train/loss: {told[4]['train/loss']}, recorded 1.0" in capsys.readouterr().out
 
     assert_says(refused(["replay", "run", "6"], capsys), ["run: there is no step 6: the run has done 4 so far"])

@@ -26,7 +26,7 @@ from tunix.run.recorder import Recorder
 from tunix.run.sequences import sequences_of
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.config import LoggingConfig
-from tunix.trainer.metrics import JsonLines, Sink
+from tunix.trainer.metrics import JsonLines
 from tunix.trainer.progress import Display
 from tunix.trainer.trainer import Trainer
 from tunix.types import Loss, LossOutputs, Term
@@ -90,8 +90,8 @@ def replay(run: Path, step: int) -> bool:
         item, before = next(job.stream), jax.tree.map(jax.numpy.copy, client.state)
         update = algorithm.update(client, item)
         print(f"step {step}, from {f'the checkpoint of step {start}' if start else 'the first weights'}")
-        sinks: list[Sink] = [JsonLines(scratch / "metrics.jsonl", None)]
-        recorder = Recorder(sinks, display, LoggingConfig(), job.work, recipe.optimizer.on_nonfinite)
+        sinks, way = [JsonLines(scratch / "metrics.jsonl", None)], recipe.optimizer.on_nonfinite
+        recorder = Recorder(sinks, display, LoggingConfig(), job.work, way)
         recorder.push(step, update, item.accounting)
         try:
             recorder.flush()
@@ -119,8 +119,7 @@ def replay(run: Path, step: int) -> bool:
 
 
 def terms_of(client: Trainer, loss: Loss, update: Update) -> Iterator[tuple[Any, ...]]:
-    """Yields the values of `COLUMNS` for each sequence of a step, with the client's present weights; None for what
-    it lacks.
+    """Yields the values of `COLUMNS` for each sequence of a step, by the client's present weights; None for no value.
 
     The loss is its part of the update's, so that all of them add up to it (without an auxiliary loss of routers); that
     of a pair is its first sequence's. The others are means over its trained tokens; the log ratio is to the

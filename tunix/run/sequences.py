@@ -20,10 +20,10 @@ def sequences_of(update: Update) -> Iterator[dict[str, Any]]:
         segments, owners = np.asarray(batch.segment_ids), np.asarray(batch.sequence_ids)
         arrays = {"tokens": batch.tokens, "trained": np.asarray(batch.loss_mask).astype(int), **batch.per_token}
         for sequence in np.unique(owners[segments > 0]).tolist():
-            whole = shown = (segments > 0) & (owners == sequence)
+            inside = shown = (segments > 0) & (owners == sequence)
             if batch.parents is not None:
-                seen = np.isin(segments, np.asarray(batch.parents)[whole]) & whole.any(axis=1, keepdims=True)
-                shown = whole | (seen & ~np.asarray(batch.loss_mask))
+                seen = np.isin(segments, np.asarray(batch.parents)[inside]) & inside.any(axis=1, keepdims=True)
+                shown = inside | (seen & ~np.asarray(batch.loss_mask))
             values = {"weight": batch.weights[sequence]}
             if update.rewards:
                 values["reward"] = update.rewards[number][sequence]
