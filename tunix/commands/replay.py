@@ -26,7 +26,7 @@ from tunix.run.recorder import Recorder
 from tunix.run.sequences import sequences_of
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.config import LoggingConfig
-from tunix.trainer.metrics import JsonLines
+from tunix.trainer.metrics import JsonLines, Sink
 from tunix.trainer.progress import Display
 from tunix.trainer.trainer import Trainer
 from tunix.types import Loss, LossOutputs, Term
@@ -90,8 +90,8 @@ def replay(run: Path, step: int) -> bool:
         item, before = next(job.stream), jax.tree.map(jax.numpy.copy, client.state)
         update = algorithm.update(client, item)
         print(f"step {step}, from {f'the checkpoint of step {start}' if start else 'the first weights'}")
-        sinks, way = [JsonLines(scratch / "metrics.jsonl", None)], recipe.optimizer.on_nonfinite
-        recorder = Recorder(sinks, display, LoggingConfig(), job.work, way)
+        sinks: list[Sink] = [JsonLines(scratch / "metrics.jsonl", None)]
+        recorder = Recorder(sinks, display, LoggingConfig(), job.work, recipe.optimizer.on_nonfinite)
         recorder.push(step, update, item.accounting)
         try:
             recorder.flush()
