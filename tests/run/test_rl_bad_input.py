@@ -133,7 +133,7 @@ def test_failures_are_counted_and_the_run_goes_on(tmp_path: Path, capsys: pytest
         algorithm={"name": "grpo", "group_size": 2},
         batch_size=8,
         steps=1,
-        rollout__samples=8,
+        logging__samples={"groups": 8},
         data__shuffle=False,
     )
     train("r.yaml")

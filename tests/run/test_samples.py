@@ -24,7 +24,7 @@ def recorded(folder: Path, config: SamplesConfig, steps: range) -> list[tuple[in
     folder.mkdir(exist_ok=True)
     with closing(Samples([], [], FakeClient(), None, folder / SAMPLES, Display("run", 9, 0), config)) as samples:
         for step in steps:
-            samples.record(step, ({"group": i // 2, "completion": f"{step} {i}" * 40} for i in range(6)))
+            samples.record(step, [{"group": i // 2, "completion": f"{step} {i}" * 40} for i in range(6)])
     return [(row["step"], row["group"]) for row in read_rows(folder / SAMPLES)]
 
 

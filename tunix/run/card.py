@@ -17,8 +17,6 @@ from tunix.util.atomic_io import read_rows
 
 PACKAGES = ("jax", "flax", "optax", "transformers")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-USER = re.compile(r"(?<=://)[^/@\s]+@")
-"""Name and password in an address."""
 SECRET = re.compile(r"api_?key|secret|password|authorization|access_?token", re.IGNORECASE)
 """Keys of options whose values are not published."""
 
@@ -26,8 +24,8 @@ SECRET = re.compile(r"api_?key|secret|password|authorization|access_?token", re.
 def model_card(recipe: Sections, base: str, adapter: bool, step: int | None = None) -> str:
     """A run's model card.
 
-    Left out are values of environment variables that a recipe sets and of options that are called a secret, users and
-    passwords in addresses, and where the run wrote its files.
+    Left out are values of environment variables that a recipe sets and of options that are called a secret, and where
+    the run wrote its files. Addresses with a password are in no recipe.
 
     Args:
         recipe: the run's, or the stage's; what was measured is read in its output folder.
@@ -63,7 +61,7 @@ def model_card(recipe: Sections, base: str, adapter: bool, step: int | None = No
         f"## Recipe\n\nWhat differs from the defaults of tunix {__version__}:\n\n```yaml\n{_yaml(_public(chosen))}```",
         f"## Versions\n\ntunix {__version__}, {versions}",
     ]
-    return USER.sub("", "\n\n".join(paragraphs)) + "\n"
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def _yaml(value: Any) -> str:
