@@ -19,6 +19,7 @@ from packaging.specifiers import SpecifierSet
 from hatch_build import RequiredPython
 from tests.marks import QUICKLY
 from tunix.errors import install_command
+from tunix.trainer.metrics import EXTRAS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = sorted((ROOT / "tunix").rglob("*.py"))
@@ -101,6 +102,7 @@ def test_every_extra_that_a_message_names_exists():
     text = "\n".join(path.read_text() for path in PACKAGE)
     named = {extra for match in re.findall(r"\.\[([a-z0-9,-]+)\]'`?", text) for extra in match.split(",")}
     named |= set(re.findall(r"install_command\([\"']([a-z0-9-]+)[\"']\)", text))
+    named |= EXTRAS.keys()
     assert named >= {"serve", "gpu", "tensorboard", "stablehlo", "pictures", "pathways"}
     assert named <= extras
     assert install_command("serve") == "`pip install '.[serve]'` in a clone of tunix"

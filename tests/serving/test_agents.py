@@ -71,7 +71,7 @@ def test_what_is_sampled_follows_from_the_seed(play: Play):
 
 WRONG = [
     ("asks nothing", {}, "the agent asked for nothing and exited with 1, after it printed: no idea what to ask"),
-    ("hangs", {"deadline": 4.0}, "the agent took longer than 4 s, after it printed: waiting for nothing"),
+    ("hangs", {"deadline": 8.0}, "the agent took longer than 8 s, after it printed: waiting for nothing"),
     ("hot", {}, "the agent left a reward.json that returned NaN"),
     ("hot", {}, "temperature: it is 1 here, by the run's recipe: leave it out"),
     ("written", {}, "the agent exited with 0 and left no reward.json, and printed nothing"),

@@ -15,7 +15,7 @@ from tunix.errors import UserError, install_command
 from tunix.trainer.config import LoggingConfig
 from tunix.util.atomic_io import append_rows, forget_after
 
-PACKAGES = {"wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow", "tensorboard": "tensorboardX"}
+EXTRAS = {"trackio": "trackio", "mlflow": "mlflow", "tensorboard": "tensorboardX"}
 """Key of `logging`, which is also the extra's name, -> the module that it needs."""
 
 
@@ -55,7 +55,7 @@ def require_trackers(config: LoggingConfig) -> None:
     Raises:
         UserError: a package is not installed, or a key or an address is not set.
     """
-    for name, module in PACKAGES.items():
+    for name, module in EXTRAS.items():
         if getattr(config, name) and importlib.util.find_spec(module) is None:
             raise UserError(f"logging.{name}: {module} is not installed: {install_command(name)}")
     if config.wandb:
