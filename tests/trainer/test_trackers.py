@@ -20,7 +20,7 @@ from tunix.trainer.config import LoggingConfig
 from tunix.trainer.metrics import require_trackers
 from tunix.trainer.progress import Display
 from tunix.trainer.trackers import MLflow, TensorBoard, Tracker, Trackio, Wandb
-from tunix.util.atomic_io import SAMPLES, append_member, append_rows
+from tunix.util.atomic_io import SAMPLES, append_member, append_rows, forget_after
 
 
 class Said(Display):
@@ -104,6 +104,22 @@ def test_each_step_is_handed_over_once_and_in_order(tmp_path: Path):
     assert other.steps == expected + handed(5)
     assert other.identities != fake.identities
     assert display.said == []
+
+
+def test_steps_after_which_a_run_went_back_are_handed_over_again(tmp_path: Path):
+    fake = Fake()
+    tracker = start(fake, tmp_path, Said(), None)
+    for step in (1, 2, 3, 4):
+        write(tmp_path, step)
+        tracker.write(step, {})
+    awaited(lambda: fake.steps == handed(1, 2, 3))
+    for name in ("metrics.jsonl", SAMPLES):
+        forget_after(tmp_path / name, 1)
+    for step in (2, 3):
+        append_rows(tmp_path / "metrics.jsonl", [{"step": step, "loss": 10.0 + step}])
+        tracker.write(step, {})
+    tracker.close()
+    assert fake.steps == [*handed(1, 2, 3), (2, {"loss": 12.0}, []), (3, {"loss": 13.0}, [])]
 
 
 def test_a_tracker_that_has_less_gets_the_rest(tmp_path: Path):

@@ -74,13 +74,20 @@ class Tracker:
         """The last step of which all rows are in the files."""
         self._ends = [0, 0]
         """How far the files of metrics and of samples were handed over, in bytes."""
+        self._back: int | None = None
+        """The step to which the run went back, until the thread has done so."""
         self._wake, self._closing = threading.Event(), threading.Event()
         self._remember()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Says that `metrics.jsonl` has a row of this step: all that there is of earlier ones is in the files."""
+        """Says that `metrics.jsonl` has a row of this step: all that there is of earlier ones is in the files.
+
+        A step before those that were complete says that the run went back: it is handed over again.
+        """
+        if step <= self._complete:
+            self._back = step - 1
         self._complete = step - 1
         self._wake.set()
 
@@ -129,6 +136,8 @@ class Tracker:
 
     def _send(self, connection: Connection) -> None:
         """Hands over the complete steps that it has not, in their order."""
+        if self._back is not None:
+            self.sent, self._ends, self._back = min(self.sent, self._back), [0, 0], None
         remembered, ends = time.monotonic(), list(self._ends)
         merged = heapq.merge(self._metrics(), self._samples(), key=itemgetter(0))
         for step, items in groupby(merged, key=itemgetter(0)):
