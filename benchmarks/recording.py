@@ -24,7 +24,7 @@ from tunix.protocols import Client
 from tunix.run.evaluation import Samples
 from tunix.trainer.config import SamplesConfig
 from tunix.trainer.progress import Display
-from tunix.util.atomic_io import SAMPLES
+from tunix.util.atomic_io import PACKED
 
 SECONDS, STEPS, GROUP, LENGTH = 1.0, 40, 8, 512
 
@@ -50,7 +50,7 @@ def main(groups: int) -> None:
     taken: dict[bool, list[float]] = {True: [], False: []}
     calls: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        path, display = Path(folder) / SAMPLES, Display("benchmark", STEPS, 0)
+        path, display = Path(folder) / PACKED, Display("benchmark", STEPS, 0)
         client = cast(Client, None)  # asked for nothing here
         samples = Samples([], [], client, bytes_tokenizer("llama3"), path, display, SamplesConfig(groups="all"))
         with closing(samples):

@@ -40,7 +40,7 @@ RECIPE: dict[str, Any] = {
     "steps": 4,
     "output": "run",
 }
-ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "tunix_base.json"}
+ADAPTER = {"README.md", "adapter_config.json", "adapter_model.safetensors", "tunix_base.json"}
 """Files of an exported adapter."""
 EVAL = {"data.eval": "held.jsonl", "eval": {"every": 2, "samples": 2, "sample_tokens": 6}}
 
@@ -83,7 +83,7 @@ def train(*words: str) -> None:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file, all of whose lines are whole; of a packed one those of its whole members."""
-    return read_rows(path) if path.suffix == ".gz" else [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else read_rows(path)
 
 
 def metrics(run: str | Path) -> list[dict[str, Any]]:

@@ -91,7 +91,7 @@ def test_three_lines_from_a_recipe_and_in_process(tmp_path: Path):
     assert 4.5 < of_run[0]["policy/entropy"] < 5.606
     failed = 0
     for step in (1, 2):
-        rows = [row for row in lines(Path("run/samples.jsonl.gz")) if row["step"] == step]
+        rows = [row for row in lines(Path("run/samples.jsonl")) if row["step"] == step]
         rewards_PG = np.array([row["rewards"]["patchy"] for row in rows], float).reshape(3, 4)  # None is NaN
         failed += np.isnan(rewards_PG).sum()
         expected = np.nan_to_num(rewards_PG - np.nanmedian(rewards_PG, axis=1, keepdims=True))

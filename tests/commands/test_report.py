@@ -195,7 +195,7 @@ def test_bad_folders_are_refused_in_a_line(tmp_path: Path, capsys: pytest.Captur
         "damaged": "is damaged, or of another version of tunix: line 2 of metrics.jsonl is no JSON",
         "older": "is damaged, or of another version of tunix: ",
         "broken": "broken/recipe.yaml",
-        "binary": "line 1 of samples.jsonl.gz is no JSON",
+        "binary": "line 1 of samples.jsonl is no JSON",
         "huge": "is damaged, or of another version",
         "staged": "each of which has a report: ",
     }

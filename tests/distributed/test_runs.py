@@ -50,7 +50,7 @@ def assert_same_numbers(one: Path, other: Path, tolerance: float = 1e-5) -> None
 
 def assert_same_samples(one: Path, other: Path) -> None:
     """Texts, tokens, rewards and advantages to the last bit, log-probs to the fourth digit that is written."""
-    ours, theirs = lines(one / "samples.jsonl.gz"), lines(other / "samples.jsonl.gz")
+    ours, theirs = lines(one / "samples.jsonl"), lines(other / "samples.jsonl")
     for mine, yours in zip(ours, theirs, strict=True):
         logprobs = [row["per_token"].pop("logprobs") for row in (mine, yours) if "per_token" in row]
         np.testing.assert_allclose(logprobs[:1], logprobs[1:], atol=1.1e-4)
@@ -73,8 +73,8 @@ def test_given_rows_are_shared_out_and_weights_are_sharded_over_processes(tmp_pa
     one, two = alone_and_together(tmp_path, 2)
     assert_same_numbers(one, two)
     assert_same_export(one, two)
-    assert [row["prompt"] for row in lines(one / "samples.jsonl.gz")] == [
-        row["prompt"] for row in lines(two / "samples.jsonl.gz")
+    assert [row["prompt"] for row in lines(one / "samples.jsonl")] == [
+        row["prompt"] for row in lines(two / "samples.jsonl")
     ]
 
 

@@ -41,7 +41,7 @@ def test_a_program_is_the_environment(tmp_path: Path):
         assert row["reward/answered"] == 1
         assert row["reward/failed"] == 0
         assert row["train/grad_norm"] > 0
-    samples = [row for row in lines(Path("run/samples.jsonl.gz")) if row["step"] == 1]
+    samples = [row for row in lines(Path("run/samples.jsonl")) if row["step"] == 1]
     assert len(samples) == 16
     assert len({sample["rewards"]["environment"] for sample in samples}) > 4
     for sample in samples:
@@ -98,7 +98,7 @@ def test_killed_it_goes_on_with_the_next_episodes(tmp_path: Path):
             run.process.wait()
             run = Run(folder)
         assert run.process.wait() == 0, run.log
-    whole, killed = ([row for row in lines(folder / "run/samples.jsonl.gz") if "rewards" in row] for folder in folders)
+    whole, killed = ([row for row in lines(folder / "run/samples.jsonl") if "rewards" in row] for folder in folders)
     assert (
         [row["step"] for row in whole] == [row["step"] for row in killed] == [i for i in range(1, 7) for _ in range(8)]
     )

@@ -270,5 +270,5 @@ def test_killed_before_a_checkpoint_is_complete_it_ends_like_the_uninterrupted_r
         assert "going on from step 5" in run.log
         assert whole.wait() == 0, whole.log
     assert lasting(run.run) == lasting(whole.run)
-    assert lines(run.run / "samples.jsonl.gz") == lines(whole.run / "samples.jsonl.gz")
+    assert lines(run.run / "samples.jsonl") == lines(whole.run / "samples.jsonl")
     assert files(run.run / "export") == files(whole.run / "export")

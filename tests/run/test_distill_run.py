@@ -87,7 +87,7 @@ def test_on_its_own_text_it_is_measured_on_given_answers_too(tmp_path: Path, tea
         assert 0 < row["rollout/length"] <= 12
         assert row["policy/ratio"] == pytest.approx(1, abs=1e-3)
         assert row["perf/logprobs_seconds"] > 0
-    drawn = [row for row in lines(tmp_path / "run/samples.jsonl.gz") if "completion" in row and "group" in row]
+    drawn = [row for row in lines(tmp_path / "run/samples.jsonl") if "completion" in row and "group" in row]
     assert len(drawn) == 4 * 2  # steps, answers to the one prompt that is shown
 
 

@@ -58,7 +58,7 @@ def test_tasks_are_measured_resumed_and_measured_again(tmp_path: Path):
     assert whole[4]["eval/turns/reward"] != whole[0]["eval/turns/reward"]
     names = ["turns/reward", "turns/pass@1", "turns/pass@2", "plain/reward"]
     assert {f"eval/{name}{end}" for name in names for end in ("", "_se")} < set(whole[4])
-    runs = {run: lines(Path(run) / "samples.jsonl.gz") for run in ("whole", "parts")}
+    runs = {run: lines(Path(run) / "samples.jsonl") for run in ("whole", "parts")}
     samples = {run: [row for row in rows if "task" in row] for run, rows in runs.items()}
     assert samples["parts"] == samples["whole"]
     # Three greedy and six sampled answers, and two of the other task, at three evaluations.
@@ -88,7 +88,7 @@ def test_a_task_ends_a_run_of_given_answers(tmp_path: Path):
     assert "eval/any/pass@2 is 1.0000: the run has reached eval.until" in said
     assert "any: pass@2 1.000 -> 1.000" in said
     assert list(evaluations("run")) == [0]
-    assert {row["temperature"] for row in lines(Path("run/samples.jsonl.gz"))} == {0.0, 0.7}
+    assert {row["temperature"] for row in lines(Path("run/samples.jsonl"))} == {0.0, 0.7}
 
 
 def test_prompts_of_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -153,7 +153,7 @@ def job_in(folder: Path, client: FakeClient, saving: CheckpointConfig, display: 
         evaluation=Evaluation(made("sft", {}), [given(9)]),
         eval_every=2,
         saving=saving,
-        samples=Samples([], [], client, None, folder / "samples.jsonl.gz", display),
+        samples=Samples([], [], client, None, folder / "samples.jsonl", display),
         exports_adapter=False,
     )
 
@@ -163,10 +163,10 @@ def test_tokens_of_samples_are_written_as_texts(tmp_path: Path):
     tokenizer = bytes_tokenizer("llama3")
     ids = tokenizer.encode("a \u00e9")
     rows = [{"group": 0, "per_token": {"tokens": ids, "trained": [1, 1, 1, 1]}}, {"group": 1}]
-    samples = Samples([], [], FakeClient(), tokenizer, tmp_path / "samples.jsonl.gz", Display("run", 4, 0))
+    samples = Samples([], [], FakeClient(), tokenizer, tmp_path / "samples.jsonl", Display("run", 4, 0))
     with closing(samples):
         samples.add(3, rows)
-    assert read_rows(tmp_path / "samples.jsonl.gz") == [
+    assert read_rows(tmp_path / "samples.jsonl") == [
         {"step": 3, "group": 0, "per_token": {"tokens": ["a", " ", "\ufffd", "\ufffd"], "trained": [1, 1, 1, 1]}},
         {"step": 3, "group": 1},
     ]

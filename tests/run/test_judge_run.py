@@ -60,7 +60,7 @@ def test_a_policy_learns_from_a_judge_and_verdicts_that_are_there_are_not_asked_
         assert row["compile/count"] == 0
         assert row["perf/judge_cached"] >= other["perf/judge_cached"]
     assert any("eval/reward" in row for row in metrics("run"))
-    samples = [row for row in lines(Path("run/samples.jsonl.gz")) if "rewards" in row]
+    samples = [row for row in lines(Path("run/samples.jsonl")) if "rewards" in row]
     assert samples[0]["logged"]["judge"]["short"] == {"score": 1, "reason": "y"}
 
 
@@ -110,7 +110,7 @@ def test_dpo_learns_from_pairs_that_a_judge_compares(tmp_path):
         assert all(row["reward/mean"] == 0.5 for row in rows)  # of each pair 1 and 0, or twice 0.5
         assert all(row["reward/judge/ties"] == pytest.approx(1 - row["reward/signal"]) for row in rows)
         assert any(row["reward/signal"] for row in rows)
-        samples = [row for row in lines(Path("run/samples.jsonl.gz")) if row.get("side")]
+        samples = [row for row in lines(Path("run/samples.jsonl")) if row.get("side")]
         for row in samples:
             assert row["rewards"]["judge"] == (row["side"] == "chosen")
             assert {*row["logged"]["judge"]} == {"first", "exchanged"}

@@ -27,7 +27,7 @@ from tests.trainer.test_step import SFT_LOSS
 from tests.trainers import sequences, trainer
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
-from tunix.util.atomic_io import SAMPLES
+from tunix.util.atomic_io import PACKED, SAMPLES
 
 STEPS = 30
 # Everything that a resumed run could lose is in use: order, packing, noise, moments, schedule, samples. The vocabulary
@@ -182,7 +182,7 @@ def assert_same_end(one: Path, other: Path) -> None:
     """Weights, optimizer, data position, numbers and samples of two runs are equal to the last bit."""
     assert lasting(one) == lasting(other)
     assert lines(one / SAMPLES) == lines(other / SAMPLES)
-    packed = [path.read_bytes() for path in (one / SAMPLES, other / SAMPLES) if path.exists()]
+    packed = [path.read_bytes() for path in (one / PACKED, other / PACKED) if path.exists()]
     assert packed[:1] == packed[1:]
     assert files(one / "export") == files(other / "export")
     assert state(one) == state(other)

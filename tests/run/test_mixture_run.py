@@ -59,7 +59,7 @@ def write(folder: Path, **changes: Any) -> None:
 def assert_same_but_for_times(run: str, other: str, keys: Sequence[str]) -> None:
     for one, two in zip(metrics(run), metrics(other), strict=True):
         assert {key: one.get(key) for key in keys} == {key: two.get(key) for key in keys}
-    samples = [Path(name, "samples.jsonl.gz").read_bytes() for name in (run, other)]
+    samples = [Path(name, "samples.jsonl").read_bytes() for name in (run, other)]
     assert samples[0] == samples[1]
 
 
@@ -73,7 +73,7 @@ def test_a_mixture_of_rewards_and_an_environment(tmp_path: Path, capsys: pytest.
         [2 * n, n, n] for n in range(1, 5)
     ]
     assert all(f"reward/source/{name}" in rows[0] for name in ("sums", "verl", "game"))
-    samples = lines(Path("run/samples.jsonl.gz"))
+    samples = lines(Path("run/samples.jsonl"))
     scored = {"sums": "letters", "verl": "compute_score", "game": "environment"}
     for row in samples:
         assert [name for name, x in row["rewards"].items() if x is not None] == [scored[row["source"]]]

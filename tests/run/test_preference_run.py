@@ -166,7 +166,7 @@ def test_online_pairs_are_drawn_ranked_and_learned_from(tmp_path):
     assert all(row["mismatch/max"] < 1e-3 for row in rows)
     assert all(0 < row["reward/signal"] <= 1 for row in rows)
     assert rows[-1]["compile/count"] == rows[1]["compile/count"]
-    drawn = [row for row in lines(Path("run/samples.jsonl.gz")) if "group" in row and row["step"] == 1]
+    drawn = [row for row in lines(Path("run/samples.jsonl")) if "group" in row and row["step"] == 1]
     assert len(drawn) == 8
     for group in (0, 1):
         own = [row for row in drawn if row["group"] == group]

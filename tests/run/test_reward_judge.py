@@ -138,7 +138,7 @@ def test_a_policy_learns_from_a_reward_model(algorithm, tmp_path):
         assert row["reward/mean"] == pytest.approx(row["reward/model"] + row["reward/letters"], abs=1e-5)
         assert abs(row["reward/model"]) > 1e-3
     assert all("eval/reward/model" in row for row in metrics("run") if "eval/reward" in row)
-    samples = [row for row in lines(Path("run/samples.jsonl.gz")) if "rewards" in row]
+    samples = [row for row in lines(Path("run/samples.jsonl")) if "rewards" in row]
     assert len({row["rewards"]["model"] for row in samples}) > 8
 
 

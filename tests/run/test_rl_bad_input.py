@@ -139,7 +139,7 @@ def test_failures_are_counted_and_the_run_goes_on(tmp_path: Path, capsys: pytest
     train("r.yaml")
     row = last()
     assert row["reward/failed"] == 0.75
-    why = {sample["prompt"]: sample for sample in lines(tmp_path / "run/samples.jsonl.gz")}
+    why = {sample["prompt"]: sample for sample in lines(tmp_path / "run/samples.jsonl")}
     reasons = {
         "raise": "odd raised ZeroDivisionError: no digits",
         "hang": "odd took longer than 0.5 s",
@@ -155,7 +155,7 @@ def test_failures_are_counted_and_the_run_goes_on(tmp_path: Path, capsys: pytest
     for prompt in ("fine", "well"):
         assert not why[prompt]["failures"]
         assert why[prompt]["rewards"]["short"] == 0.5
-    samples = [x for x in lines(tmp_path / "run/samples.jsonl.gz") if x["prompt"] in ("fine", "well")]
+    samples = [x for x in lines(tmp_path / "run/samples.jsonl") if x["prompt"] in ("fine", "well")]
     assert row["reward/mean"] == pytest.approx(sum(x["rewards"]["odd"] for x in samples) / 4 + 0.5)
     assert "12 rewards failed and are left out, for instance odd raised ZeroDivisionError" in capsys.readouterr().err
 
@@ -243,7 +243,7 @@ def test_episodes_that_break_or_never_end_are_counted(tmp_path: Path, capsys: py
     (tmp_path / "env.py").write_text(ENVIRONMENT)
     write_policy(tmp_path, reward=None, rollout__environment={"name": "env.py:Odd", "turns": 1}, steps=1)
     train("r.yaml")
-    samples = lines(tmp_path / "run/samples.jsonl.gz")
+    samples = lines(tmp_path / "run/samples.jsonl")
     kinds = {"done": 0, "endless": 0, "broken": 0, "cut": 0}
     for sample in samples:
         (reward,), reason = sample["rewards"].values(), sample["failures"].get("environment")
@@ -275,7 +275,7 @@ def test_episodes_that_end_their_process_are_lost_alone(tmp_path: Path):
         environment = {"name": f"{name}.py:Odd", "turns": 2, "workers": 2}
         write_policy(tmp_path, f"{name}.yaml", **changes, output=name, rollout__environment=environment)
         train(f"{name}.yaml")
-    raised, exited = (lines(tmp_path / name / "samples.jsonl.gz") for name in ("raises", "exits"))
+    raised, exited = (lines(tmp_path / name / "samples.jsonl") for name in ("raises", "exits"))
     reasons = [sample["failures"].get("environment", "") for sample in exited]
     assert "the environment Odd ended its process (exit code 3)" in reasons
     assert [(one["completion"], one["rewards"]) for one in exited] == [

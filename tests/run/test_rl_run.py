@@ -51,7 +51,7 @@ def test_a_run_folder_tells_what_happened(plain: Path):
         assert row["train/loss"] == pytest.approx(row["loss/policy"] + row["loss/kl"], abs=1e-6)
     assert rows[-1]["kl/reference"] > 1e-6
     assert [row["step"] for row in metrics(plain) if "eval/reward" in row] == [0, 2, 3]
-    samples = [row for row in lines(plain / "samples.jsonl.gz") if "rewards" in row]
+    samples = [row for row in lines(plain / "samples.jsonl") if "rewards" in row]
     assert [row["step"] for row in samples] == [1] * 16 + [2] * 16 + [3] * 16
     for step, row in enumerate(rows):
         mine = samples[16 * step : 16 * step + 16]

@@ -108,7 +108,7 @@ def test_a_run_folder_holds_what_is_promised(here: Path):
         "log.txt",
         "metrics.jsonl",
         "curves.svg",
-        "samples.jsonl.gz",
+        "samples.jsonl",
         "checkpoints",
         "export",
         "tokenizer",
@@ -136,7 +136,7 @@ def test_the_last_and_the_best_checkpoints_are_kept(here: Path):
 
 
 def test_samples_are_taken_before_and_after(here: Path):
-    samples = lines(here / "run/samples.jsonl.gz")
+    samples = lines(here / "run/samples.jsonl")
     assert [one["step"] for one in samples] == [0, 0, 8, 8]
     first = rows(6, seed=3)[0]
     assert samples[0]["prompt"] == samples[2]["prompt"] == first["prompt"]
@@ -165,7 +165,7 @@ def test_python_gets_what_the_files_say(here: Path):
     result = tunix.train("r.yaml")
     assert (result.folder, result.export) == (Path("run"), Path("run/export"))
     assert result.metrics == metrics("run")
-    assert result.samples == lines(here / "run/samples.jsonl.gz")
+    assert result.samples == lines(here / "run/samples.jsonl")
     # Trained are the completions, of one letter each, and an EOS behind every one.
     held = [one["completion"] for one in lines(here / "held.jsonl")]
     trained = [*"".join(held), *["EOS"] * len(held)]
@@ -194,7 +194,7 @@ def test_more_steps_go_on_from_the_end(here: Path, capsys: pytest.CaptureFixture
     assert metrics("run")[:9] == earlier
     assert [one["step"] for one in metrics("run")] == list(range(11))
     assert [one["compile/count"] for one in metrics("run")[1:]] == [0] * 10
-    assert [one["step"] for one in lines(here / "run/samples.jsonl.gz")] == [0, 0, 8, 8, 10, 10]
+    assert [one["step"] for one in lines(here / "run/samples.jsonl")] == [0, 0, 8, 8, 10, 10]
     # The export is that of the new end, and the old one is still there.
     assert (here / "run/export.old-1/model.safetensors").read_bytes() == weights
     assert (here / "run/export/model.safetensors").read_bytes() != weights
@@ -410,7 +410,7 @@ def test_a_folder_without_a_tokenizer_serves_token_ids(tmp_path: Path):
     write_rows(tmp_path / "held.jsonl", given[:3])
     write_recipe(tmp_path / "r.yaml", {"model": {"path": "base", "dtype": "float32"}, **EVAL})
     train("r.yaml")
-    samples = lines(tmp_path / "run/samples.jsonl.gz")
+    samples = lines(tmp_path / "run/samples.jsonl")
     assert samples[0]["prompt"] == [0, 1, 2, 3]
     assert samples[0]["expected"] == [4, 5, 6, 7, 8, 9, 10, 11]
     assert len(samples[-1]["completion"]) == 6

@@ -20,7 +20,7 @@ from tunix.trainer.config import LoggingConfig
 from tunix.trainer.metrics import require_trackers
 from tunix.trainer.progress import Display
 from tunix.trainer.trackers import MLflow, TensorBoard, Tracker, Trackio, Wandb
-from tunix.util.atomic_io import SAMPLES, append_member, append_rows, forget_after
+from tunix.util.atomic_io import PACKED, SAMPLES, append_bounded, append_rows, forget_after
 
 
 class Said(Display):
@@ -56,7 +56,11 @@ class Fake:
 
 def write(folder: Path, step: int, *, metrics: bool = True) -> None:
     """What a run writes of a step: two samples, then its metrics, one of which is no number."""
-    append_member(folder / SAMPLES, [{"step": step, "completion": f"{step} {i}"} for i in range(2)], 10**9)
+    append_bounded(
+        folder / (SAMPLES if step % 2 else PACKED),
+        [{"step": step, "completion": f"{step} {i}"} for i in range(2)],
+        10**9,
+    )
     if metrics:
         append_rows(folder / "metrics.jsonl", [{"step": step, "loss": 1 / step, "nan": None}])
 

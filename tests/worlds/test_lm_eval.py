@@ -174,7 +174,7 @@ def test_a_task_while_training(folder: Path):
     first, last = (line for line in lines(folder / "run/metrics.jsonl") if "eval/sums/acc" in line)
     assert (first["step"], last["step"]) == (0, 2)
     assert {"eval/sums/acc_norm", "eval/sums/acc_se", "eval/said/exact_match"} <= last.keys()
-    samples = lines(folder / "run/samples.jsonl.gz")
+    samples = lines(folder / "run/samples.jsonl")
     assert [x["step"] for x in samples if x.get("task") == "sums"] == [0] * 4 + [2] * 4
     metrics, answers = ours(folder / "run", "--raw", "--tasks", "choose.yaml", "--rows", "4")
     assert metrics["choose/acc"] == last["eval/sums/acc"]

@@ -1,6 +1,6 @@
 """Turns scored completions into sequences to train on, and adds the per-token arrays that a loss reads.
 
-Then what a batch of rollouts reports: metrics, rows of `samples.jsonl.gz`, and notes for the user.
+Then what a batch of rollouts reports: metrics, rows of `samples.jsonl`, and notes for the user.
 
 Axes: P prompts, G group, T time.
 """
@@ -250,7 +250,7 @@ def sampling_report(groups: Groups) -> dict[str, float]:
 
 
 def row(place: int, episode: Scored) -> dict[str, Any]:
-    """The row of an episode of group number `place` for `samples.jsonl.gz`."""
+    """The row of an episode of group number `place` for `samples.jsonl`."""
     return {
         "group": place,
         **({"source": episode.prompt.source} if episode.prompt.source else {}),

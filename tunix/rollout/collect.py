@@ -47,7 +47,7 @@ class Judged:
 
     score: Score
     logged: Mapping[str, Any] = field(default_factory=dict)
-    """What `samples.jsonl.gz` is to have of it, e.g. `{"judge": {"short": {"score": 1, "reason": "..."}}}`."""
+    """What `samples.jsonl` is to have of it, e.g. `{"judge": {"short": {"score": 1, "reason": "..."}}}`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Values of which a step has the means, as `reward/name`, e.g. `{"judge/short": 1.0}`."""
     counted: Mapping[str, int] = field(default_factory=dict)

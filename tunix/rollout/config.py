@@ -221,7 +221,7 @@ class EvalTask(Config):
     """A task of `eval.tasks`: prompts that are answered and scored at every evaluation, in addition to `data.eval`."""
 
     name: str
-    """What its metrics begin with, `eval/NAME/reward`, and what its rows of samples.jsonl.gz are called."""
+    """What its metrics begin with, `eval/NAME/reward`, and what its rows of samples.jsonl are called."""
     environment: EnvironmentConfig | None = None
     """What answers the model, as in `rollout.environment`. A task that sets neither this nor `reward` has the run's."""
     reward: RewardConfig | None = None
@@ -299,7 +299,7 @@ class EvalConfig(Config):
     """Tokens of such a completion at most."""
     tasks: tuple[EvalTask, ...] = ()
     """Further prompts that are answered and scored, each task under its name, with standard errors
-    (`eval/NAME/reward_se`); all answers are written to samples.jsonl.gz."""
+    (`eval/NAME/reward_se`); all answers are written to samples.jsonl."""
     until: dict[str, float] = {}
     """Ends the run as soon as an evaluation reaches one of these, such as {eval/reward: 0.9}, {eval/loss: 1.5} or
     {eval/NAME/pass@8: 0.5}."""

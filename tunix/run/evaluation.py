@@ -1,5 +1,5 @@
 """A run on held-out rows: the loss of given completions and the reward of sampled ones (`Evaluation`), rewards and
-pass@k of tasks (`TaskEvaluation`), and greedy answers before and after training, displayed and in `samples.jsonl.gz`
+pass@k of tasks (`TaskEvaluation`), and greedy answers before and after training, displayed and in `samples.jsonl`
 (`Samples`).
 
 Axes: B rows, T time, S sequences.
@@ -32,7 +32,7 @@ from tunix.run.estimates import mean_of, means_of, passes
 from tunix.trainer.config import SamplesConfig
 from tunix.trainer.progress import Display
 from tunix.types import Batch, Pictures, Request, Sequence
-from tunix.util.atomic_io import SAMPLES, append_member
+from tunix.util.atomic_io import PACKED, SAMPLES, append_bounded
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class TaskEvaluation:
     """`rollout.temperature`, e.g. 1.0."""
 
     def measure(self, client: Client) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Its metrics, and the rows of all answers for `samples.jsonl.gz`.
+        """Its metrics, and the rows of all answers for `samples.jsonl`.
 
         The seed is the same at every evaluation, so that two of them differ by the weights alone.
 
@@ -139,7 +139,7 @@ class HarnessEvaluation:
     """The system message and the variables of the chat template."""
 
     def measure(self, client: Client) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Its metrics, and the rows of all answers for `samples.jsonl.gz`; one process asks for all of them.
+        """Its metrics, and the rows of all answers for `samples.jsonl`; one process asks for all of them.
 
         Raises:
             UserError: its file cannot be read, or asks for what is not computed.
@@ -186,13 +186,15 @@ class Samples:
     client: Client
     tokenizer: Tokenizer | None
     path: Path
-    """`samples.jsonl.gz` of the run folder."""
+    """`samples.jsonl` of the run folder, or `samples.jsonl.gz`."""
     display: Display
     config: SamplesConfig = field(default_factory=SamplesConfig)
     texts: dict[int, str] = field(default_factory=dict)
     """Token id -> its text, of those that were written."""
     _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "samples"))
     _writing: Future[None] | None = None
+    _full: bool = False
+    """Whether it was said that there is no room."""
 
     def take(self, step: int) -> None:
         """Answers all prompts with the current weights; writes and displays the answers."""
@@ -245,10 +247,7 @@ class Samples:
         self._writer.shutdown()
 
     def _write(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Writes rows, ids among the values of tokens as texts; nothing where the file is full."""
-        limit = int(self.config.megabytes * 1e6)
-        if self.path.exists() and self.path.stat().st_size >= limit:
-            return
+        """Writes rows, ids among the values of tokens as texts; nothing where they have no room in the file."""
         listed = [{"step": step, **values} for values in rows]
         if tokenizer := self.tokenizer:
             for sample in (sample for sample in listed if "per_token" in sample):
@@ -257,10 +256,11 @@ class Samples:
                     # After another token, where a tokenizer keeps the space before it.
                     self.texts[i] = tokenizer.decode([i], previous=[i]) or tokenizer.decode([i])
                 sample["per_token"] = {**sample["per_token"], "tokens": [self.texts[i] for i in ids]}
-        if listed and not append_member(self.path, listed, limit):
+        if listed and not append_bounded(self.path, listed, int(self.config.megabytes * 1e6)) and not self._full:
+            self._full = True
             self.display.say(
-                f"step {step}: {self.path.name} has reached logging.samples.megabytes, {self.config.megabytes:g}: from "
-                "here on no samples are recorded"
+                f"step {step}: {self.path.name} has reached logging.samples.megabytes, {self.config.megabytes:g}: a "
+                "step that has no room in it is not recorded"
             )
 
 
@@ -311,7 +311,9 @@ def samples_of(
     greedy = replace(evaluation.algorithm.sampling, max_tokens=recipe.eval.sample_tokens, temperature=0.0)
     asked = enumerate(zip(prompts, pictures, strict=True))
     requests = [Request(prompt, greedy, 0, index, pictures=seen) for index, (prompt, seen) in asked]
-    return Samples(requests, expected, client, tokenizer, folder / SAMPLES, display, recipe.logging.samples)
+    config = recipe.logging.samples
+    path = folder / (SAMPLES if config.groups in (0, 1) else PACKED)
+    return Samples(requests, expected, client, tokenizer, path, display, config)
 
 
 def unigram_entropy(batches: List[Batch]) -> float:

@@ -185,8 +185,7 @@ class Loop:
         self._evaluated = (-1, {})
         if processes.lead():
             for name in ("metrics.jsonl", SAMPLES, SPANS):
-                if (self.job.folder / name).exists():
-                    forget_after(self.job.folder / name, start)
+                forget_after(self.job.folder / name, start)
         self.recorder.display.say(
             f"{said}: back to the checkpoint of step {start}, and on with the rows that follow "
             f"({self._rollbacks} of at most {MOST_ROLLBACKS} times)"

@@ -1,6 +1,6 @@
 """Trains a recipe: starts or resumes the run, finishes it, exports its weights.
 
-The run folder holds `recipe.yaml` (resolved), `log.txt`, `metrics.jsonl`, `samples.jsonl.gz`, `checkpoints/` (unless
+The run folder holds `recipe.yaml` (resolved), `log.txt`, `metrics.jsonl`, `samples.jsonl`, `checkpoints/` (unless
 `checkpoint.folder` is elsewhere) and at the end `curves.svg` and `export/`: a Hugging Face folder, or a PEFT adapter
 where an adapter was trained on a published base. A recipe with stages has one such folder per stage, each starting from
 the export of the one before.
@@ -56,7 +56,7 @@ class RunResult:
     metrics: list[dict[str, Any]]
     """The rows of metrics.jsonl, e.g. `{"step": 7, "train/loss": 2.04}`."""
     samples: list[dict[str, Any]]
-    """The rows of samples.jsonl.gz."""
+    """The rows of samples.jsonl."""
     unigram_entropy: float | None
     """Held-out loss in nats of predicting tokens by their frequency alone; None where it is not computed."""
 

@@ -139,10 +139,11 @@ class SamplesConfig(Config):
     every: Positive = 1
     """Steps between recorded ones."""
     groups: Annotated[int, Field(ge=0)] | Literal["all"] = 1
-    """How many groups of completions of such a step are recorded, its first ones or all; 0 for none."""
+    """How many groups of completions of such a step are recorded, its first ones or all; 0 for none. With more
+    than one all samples are packed, in samples.jsonl.gz."""
     megabytes: Annotated[float, Field(gt=0)] = 1000.0
-    """Size of samples.jsonl.gz beyond which nothing is recorded any more, be it completions or answers to held-out
-    prompts and tasks."""
+    """Size that the file never exceeds: a step that has no room in it is not recorded, be it completions or answers
+    to held-out prompts and tasks."""
 
     @model_validator(mode="after")
     def _read(self) -> "SamplesConfig":
@@ -157,7 +158,7 @@ class LoggingConfig(Config):
     every: Positive = 1
     """Steps between logged rows."""
     samples: SamplesConfig = SamplesConfig()
-    """Which completions are recorded in samples.jsonl.gz, and handed to the trackers below."""
+    """Which completions are recorded in samples.jsonl, and handed to the trackers below."""
     wandb: str | None = None
     """Name of a Weights & Biases project, whose key is in WANDB_API_KEY; WANDB_MODE=offline works. Samples are tables.
     """

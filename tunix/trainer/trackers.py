@@ -25,11 +25,12 @@ from typing import Any, Protocol, runtime_checkable
 from tunix.errors import UserError
 from tunix.trainer.config import LoggingConfig
 from tunix.trainer.progress import Display
-from tunix.util.atomic_io import SAMPLES, members, write_text_atomic
+from tunix.util.atomic_io import PACKED, SAMPLES, members, write_text_atomic
 
 Row = dict[str, Any]
-Item = tuple[int, bool, List[Row], int]
-"""Step, whether these are samples, rows of it, and the byte of their file where they end."""
+FILES = ("metrics.jsonl", SAMPLES, PACKED)
+Item = tuple[int, int, List[Row], int]
+"""Step, number of the file in `FILES`, rows of the step in it, and the byte where they end."""
 
 SECONDS = 30.0
 """What each tracker gets at the end of a run to be handed what it has not, and what it gets to connect."""
@@ -72,8 +73,8 @@ class Tracker:
         self.failures = 0
         self._complete = -1.0
         """The last step of which all rows are in the files."""
-        self._ends = [0, 0]
-        """How far the files of metrics and of samples were handed over, in bytes."""
+        self._ends = [0] * len(FILES)
+        """How far `FILES` were handed over, in bytes."""
         self._back: int | None = None
         """The step to which the run went back, until the thread has done so."""
         self._wake, self._closing = threading.Event(), threading.Event()
@@ -88,7 +89,7 @@ class Tracker:
         """
         if step <= self._complete:
             self._back = step - 1
-        self._complete = step - 1
+        self._complete = float(step - 1)
         self._wake.set()
 
     def close(self) -> None:
@@ -137,14 +138,16 @@ class Tracker:
     def _send(self, connection: Connection) -> None:
         """Hands over the complete steps that it has not, in their order."""
         if self._back is not None:
-            self.sent, self._ends, self._back = min(self.sent, self._back), [0, 0], None
+            self.sent, self._ends, self._back = min(self.sent, self._back), [0] * len(FILES), None
         remembered, ends = time.monotonic(), list(self._ends)
-        merged = heapq.merge(self._metrics(), self._samples(), key=itemgetter(0))
+        complete = self._complete  # read once: of a step all files are read, or none
+        parts = [self._items(number, complete) for number in range(len(FILES))]
+        merged = heapq.merge(*parts, key=itemgetter(0))
         for step, items in groupby(merged, key=itemgetter(0)):
             values, samples = dict[str, float](), list[Row]()
-            for _, sampled, rows, end in items:
-                ends[sampled] = end
-                if sampled:
+            for _, number, rows, end in items:
+                ends[number] = end
+                if number:
                     samples += rows
                 else:
                     values |= {name: value for name, value in rows[0].items() if name != "step" and value is not None}
@@ -157,28 +160,28 @@ class Tracker:
                 remembered = time.monotonic()
         self._remember()
 
-    def _metrics(self) -> Iterator[Item]:
-        if not (path := self._folder / "metrics.jsonl").exists():
-            return
-        with path.open("rb") as file:
-            file.seek(end := self._ends[0])
-            for line in file:
-                end += len(line)
-                if not line.endswith(b"\n") or (row := json.loads(line))["step"] > self._complete:
+    def _items(self, number: int, complete: float) -> Iterator[Item]:
+        """What a file has of steps up to `complete` that was not handed over."""
+        if (path := self._folder / FILES[number]).exists():
+            parts = members(path, self._ends[number]) if path.suffix == ".gz" else _lines(path, self._ends[number])
+            for content, end in parts:
+                rows = [json.loads(line) for line in content.splitlines()]
+                if rows[0]["step"] > complete:
                     return
-                yield row["step"], False, [row], end
-
-    def _samples(self) -> Iterator[Item]:
-        path = self._folder / SAMPLES
-        for content, end in members(path, self._ends[1]) if path.exists() else ():
-            rows = [json.loads(line) for line in content.splitlines()]
-            if rows[0]["step"] > self._complete:
-                return
-            yield rows[0]["step"], True, rows, end
+                yield rows[0]["step"], number, rows, end
 
     def _remember(self) -> None:
         self._file.parent.mkdir(exist_ok=True)
         write_text_atomic(self._file, json.dumps({"id": self.identity, "sent": self.sent}))
+
+
+def _lines(path: Path, end: int) -> Iterator[tuple[bytes, int]]:
+    """Each complete line of a file from byte `end` on, and the byte where it ends."""
+    with path.open("rb") as file:
+        file.seek(end)
+        for line in file:
+            if line.endswith(b"\n"):
+                yield line, (end := end + len(line))
 
 
 class Wandb:

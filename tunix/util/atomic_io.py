@@ -26,8 +26,8 @@ REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """No space is left on the disk, or in the user's quota; a file is larger than its file system or its limit allows."""
 ROOM = "Make room and run the same command"
 """The remedy."""
-SAMPLES = "samples.jsonl.gz"
-"""File of a run folder with what its model wrote; in folders of earlier versions without `.gz`."""
+SAMPLES, PACKED = "samples.jsonl", "samples.jsonl.gz"
+"""Files of a run folder with what its model wrote, the second one where several groups of a step are recorded."""
 
 
 def is_full(error: BaseException | None) -> bool:
@@ -177,14 +177,14 @@ def sync(path: Path) -> None:
 
 
 def complete_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file without what a kill cut short; none without a file. Of `x.jsonl.gz` those of its members, or
-    where there is none the lines of `x.jsonl`; errors as of `members`."""
-    if path.suffix == ".gz" and path.exists():
-        for content, _ in members(path):
-            yield from content.splitlines(keepends=True)
-    elif (plain := path.with_suffix("") if path.suffix == ".gz" else path).exists():
-        with plain.open("rb") as file:
+    """The lines of a file without what a kill cut short, and those of the members of the file of that name with `.gz`;
+    none without either. Errors as of `members`."""
+    if path.exists():
+        with path.open("rb") as file:
             yield from (line for line in file if line.endswith(b"\n"))
+    if (packed := path.with_name(f"{path.name}.gz")).exists():
+        for content, _ in members(packed):
+            yield from content.splitlines(keepends=True)
 
 
 def members(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
@@ -199,8 +199,6 @@ def members(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
             unpacking, parts = zlib.decompressobj(wbits=31), list[bytes]()
             try:
                 while not unpacking.eof and (packed := file.read(1 << 16)):
-                    if not parts and packed[:1] == b"\0":  # padding, see `append_member`
-                        return
                     parts.append(unpacking.decompress(packed))
             except zlib.error as error:
                 raise UserError(
@@ -217,19 +215,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in complete_lines(path)]
 
 
-def append_member(path: Path, rows: Iterable[Mapping[str, Any]], limit: int) -> bool:
-    """Appends rows of one step as a gzip member, if the file then has at most `limit` bytes; returns whether it has.
-
-    If not, the file grows to `limit` by zeros, which readers of gzip pass over and which need no room on the disk: a
-    file of that size is full, and nothing else says so. Errors as of `append_text`.
-    """
-    packed = gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode(), 6, mtime=0)
+def append_bounded(path: Path, rows: Iterable[Mapping[str, Any]], limit: int) -> bool:
+    """Appends rows of one step, to a `.gz` as a member, where the file then has at most `limit` bytes; returns whether
+    it has them. Errors as of `append_text`."""
+    written = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if path.suffix == ".gz":
+        written = gzip.compress(written, 6, mtime=0)
     with _appending(path) as file:
-        fits = file.tell() + len(packed) <= limit
+        fits = file.tell() + len(written) <= limit
         if fits:
-            file.write(packed)
-        else:
-            file.truncate(max(file.tell(), limit))
+            file.write(written)
     return fits
 
 
@@ -258,18 +253,18 @@ def _appending(path: Path) -> Iterator[IO[bytes]]:
 def forget_after(path: Path, step: int | None) -> None:
     """Atomically drops the rows of steps after `step`, which will be repeated; all rows where it is None.
 
-    Of a gzip file, whose members have the rows of one step each, the later members are cut off.
+    Of the file of that name with `.gz`, whose members have the rows of one step each, the later members are cut off.
     """
-    if path.suffix == ".gz":
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        kept = [line for line in file if line.endswith(b"\n") and step is not None and json.loads(line)["step"] <= step]
+        write_text_atomic(path, b"".join(kept).decode())
+    if (packed := path.with_name(f"{path.name}.gz")).exists():
         end = 0
-        for content, end_of_member in members(path) if path.exists() and step is not None else ():
+        for content, end_of_member in members(packed) if step is not None else ():
             if json.loads(content.splitlines()[0])["step"] > step:
                 break
             end = end_of_member
         if end:
-            os.truncate(path, end)
+            os.truncate(packed, end)
         else:
-            path.unlink(missing_ok=True)
-        return
-    rows = [row for row in read_rows(path) if step is not None and row["step"] <= step]
-    write_text_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
+            packed.unlink()

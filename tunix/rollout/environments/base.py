@@ -431,7 +431,7 @@ class Episodes:
             episodes: in the order of the requests; None where no environment answers.
             together: how many may be called at a time.
             close: lets go of what episodes hold, after the last has ended.
-            logged: what `samples.jsonl.gz` is to have of episodes, by their places.
+            logged: what `samples.jsonl` is to have of episodes, by their places.
         """
         self.episodes, self.together, self.close, self.logged = episodes, together, close, logged
 
