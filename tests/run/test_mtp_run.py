@@ -35,6 +35,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "export" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_the_head_trains_and_all_else_is_as_without_it(tmp_path):
     folder_with_head(tmp_path / "base")
 

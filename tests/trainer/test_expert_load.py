@@ -92,6 +92,7 @@ def test_the_coefficient_turns_a_loss_on_that_trains_the_router_and_is_not_evalu
     assert metrics["moe/load_balance"] < min(before, other["moe/load_balance"])
 
 
+@pytest.mark.slow
 def test_micro_batches_do_not_change_what_the_load_trains():
     """Weights after a step of plain gradient descent, of all rows at once and of four micro-batches of two rows."""
     optimizer = OptimizerConfig(name="sgd", learning_rate=1.0, schedule="constant", clip_norm=None)
