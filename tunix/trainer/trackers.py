@@ -141,8 +141,7 @@ class Tracker:
             self.sent, self._ends, self._back = min(self.sent, self._back), [0] * len(FILES), None
         remembered, ends = time.monotonic(), list(self._ends)
         complete = self._complete  # read once: of a step all files are read, or none
-        parts = [self._items(number, complete) for number in range(len(FILES))]
-        merged = heapq.merge(*parts, key=itemgetter(0))
+        merged = heapq.merge(*(self._items(number, complete) for number in range(len(FILES))), key=itemgetter(0))
         for step, items in groupby(merged, key=itemgetter(0)):
             values, samples = dict[str, float](), list[Row]()
             for _, number, rows, end in items:
@@ -162,26 +161,25 @@ class Tracker:
 
     def _items(self, number: int, complete: float) -> Iterator[Item]:
         """What a file has of steps up to `complete` that was not handed over."""
-        if (path := self._folder / FILES[number]).exists():
-            parts = members(path, self._ends[number]) if path.suffix == ".gz" else _lines(path, self._ends[number])
-            for content, end in parts:
-                rows = [json.loads(line) for line in content.splitlines()]
-                if rows[0]["step"] > complete:
-                    return
-                yield rows[0]["step"], number, rows, end
+        path, end = self._folder / FILES[number], self._ends[number]
+        if not path.exists():
+            return
+        if path.suffix == ".gz":
+            parts = members(path, end)
+        else:
+            with path.open("rb") as file:
+                file.seek(end)
+                lines = [line for line in file if line.endswith(b"\n")]
+            parts = zip(lines, (end := end + len(line) for line in lines), strict=True)
+        for content, reached in parts:
+            rows = [json.loads(line) for line in content.splitlines()]
+            if rows[0]["step"] > complete:
+                return
+            yield rows[0]["step"], number, rows, reached
 
     def _remember(self) -> None:
         self._file.parent.mkdir(exist_ok=True)
         write_text_atomic(self._file, json.dumps({"id": self.identity, "sent": self.sent}))
-
-
-def _lines(path: Path, end: int) -> Iterator[tuple[bytes, int]]:
-    """Each complete line of a file from byte `end` on, and the byte where it ends."""
-    with path.open("rb") as file:
-        file.seek(end)
-        for line in file:
-            if line.endswith(b"\n"):
-                yield line, (end := end + len(line))
 
 
 class Wandb:
