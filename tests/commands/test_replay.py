@@ -70,6 +70,7 @@ def test_a_step_on_given_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     assert_says(refused(["replay", "empty", "1"], capsys), ["empty is no run: there is no recipe.yaml in it"])
 
 
+@pytest.mark.slow
 def test_a_step_on_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Two updates of a step, with the weights that it began with; the first step is from the first weights."""
     monkeypatch.chdir(tmp_path)

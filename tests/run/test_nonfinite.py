@@ -109,6 +109,7 @@ def test_there_is_an_end_to_going_back(
     assert_says(refused(["run", "r.yaml", "--fresh"], capsys), ["step 3:", "has gone back 3 times already"])
 
 
+@pytest.mark.slow
 def test_of_completions_nothing_is_sampled_from_weights_that_are_no_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
