@@ -4,7 +4,6 @@ tell are in tests/hf/test_folders_that_lie.py."""
 import copy
 import json
 import struct
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from tests.hf.test_folders_that_lie import INDEX, SINGLE, written
 from tests.hostile.attack import attack
 from tests.marks import slow
+from tests.serving.test_fuzz import places
 from tunix.data.tokenizer import bytes_tokenizer, load_tokenizer
 from tunix.errors import UserError
 from tunix.hf.safetensors_io import tensors_of_file
@@ -55,14 +55,6 @@ def test_a_shard_with_half_a_character(name: str, tmp_path: Path):
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(UserError, match=r"names the file '.*', which is none of its own"):
         read_folder(folder)
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    if path:
-        yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield from places(inner, (*path, key))
 
 
 Change = tuple[int, int, Any, str]

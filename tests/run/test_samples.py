@@ -11,6 +11,7 @@ from tests.commands.test_report import sample, write_run
 from tests.run.test_fake_client import FakeClient
 from tests.tiny_runs import lines, write_recipe
 from tunix.cli import main
+from tunix.commands import report
 from tunix.commands.report import facts_of
 from tunix.errors import UserError
 from tunix.run.evaluation import Samples
@@ -116,6 +117,19 @@ def test_the_report_reads_both_kinds_of_files(tmp_path: Path):
     assert len(facts_of(new)["samples"]) == 40
     (new / PACKED).write_bytes(b"no gzip at all")
     assert main(["report", str(new)]) == 2
+
+
+@pytest.mark.parametrize("name", [SAMPLES, PACKED])
+def test_of_long_files_the_report_reads_every_nth_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = write_run(tmp_path / "run")
+    (run / SAMPLES).unlink()
+    for step in range(1, 11):
+        append_bounded(run / name, [sample(step, 0, 0)], 10**9)
+    size = (run / name).stat().st_size * (4 if name == PACKED else 1)
+    monkeypatch.setitem(report.READ, SAMPLES, size / 1.5)
+    facts = facts_of(run)
+    assert facts["samples_every"] == 2
+    assert {row["step"] for row in facts["samples"]} == {2, 4, 6, 8, 10}
 
 
 def test_what_would_change_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -33,8 +33,8 @@ Ends = Mapping[str, tuple[float, float]]
 Item = TypeVar("Item")
 
 TEMPLATE = Path(__file__).with_name("report.html")
-READ = {"metrics.jsonl": 12_000_000, SAMPLES: 8_000_000, "spans.jsonl": 4_000_000, "judge.jsonl": 4_000_000}
-"""Bytes of each file that are parsed, about; of a longer one every n-th step is. Packed, samples have a quarter."""
+READ = {"metrics.jsonl": 12_000_000, SAMPLES: 32_000_000, "spans.jsonl": 4_000_000, "judge.jsonl": 4_000_000}
+"""Bytes of each file that are parsed, about; of a longer one every n-th step is."""
 MOST_EVALUATIONS = 1_000
 """Rows with evaluations that are read whatever their step."""
 POINTS, POINTS_OF_ALL = 400, 30_000
@@ -292,8 +292,8 @@ def _rows(path: Path) -> tuple[list[Row], int]:
     Raises:
         ValueError: a line is no JSON object with its step, or not UTF-8.
     """
-    plain = path.with_suffix("")  # of samples of an earlier version
-    size = path.stat().st_size if path.is_file() else plain.stat().st_size // 4 if plain.is_file() else 0
+    packed = path.with_name(f"{path.name}.gz")  # to about a quarter
+    size = sum(share * file.stat().st_size for file, share in ((path, 1), (packed, 4)) if file.is_file())
     every = math.ceil(size / READ[path.name]) or 1
     chosen, pending = list[tuple[int, bytes]](), list[tuple[int, bytes]]()
     evaluations, latest = 0, -1
