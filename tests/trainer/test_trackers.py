@@ -126,6 +126,26 @@ def test_steps_after_which_a_run_went_back_are_handed_over_again(tmp_path: Path)
     assert fake.steps == [*handed(1, 2, 3), (2, {"loss": 12.0}, []), (3, {"loss": 13.0}, [])]
 
 
+def test_of_a_step_all_files_are_read_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Step 2 becomes complete just after its metrics were left for later, and before its samples are looked at."""
+    fake, loads = Fake(), json.loads
+    tracker = start(fake, tmp_path, Said(), None)
+    for step in (1, 2):
+        write(tmp_path, step)
+
+    def meanwhile(text):
+        row = loads(text)
+        if row.get("step") == 2 and "loss" in row:
+            tracker._complete = 2.0
+        return row
+
+    monkeypatch.setattr(trackers.json, "loads", meanwhile)
+    tracker.write(2, {})
+    awaited(lambda: fake.steps)
+    tracker.close()
+    assert fake.steps == handed(1, 2)
+
+
 def test_a_tracker_that_has_less_gets_the_rest(tmp_path: Path):
     for step in range(1, 6):
         write(tmp_path, step)
