@@ -39,6 +39,7 @@ from tunix.run.folder import checkpoint_folder, claimed, explaining_full_disk, m
 from tunix.run.loop import Loop, handling
 from tunix.run.opening import opened
 from tunix.run.recorder import Recorder
+from tunix.run.watchdog import Watchdog
 from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.metrics import JsonLines, Sink, perplexity, require_trackers
 from tunix.trainer.progress import Display, readable
@@ -212,6 +213,7 @@ def _run(
         display = Display(folder.name, recipe.steps or 0, start or 0, log=folder / LOG, verbose=verbose)
         stack.enter_context(closing(display))
         stack.enter_context(display.collecting_warnings())
+        stack.enter_context(closing(Watchdog(display)))
         if start is None and processes.broadcast("exported", (folder / "export").exists):
             display.say(f"{folder} is finished and its checkpoints are gone: it can only start again, with --fresh")
             return result_of(folder, None)

@@ -62,7 +62,10 @@ class Display:
         self._printed = 0.0
         self._first: tuple[int, float] | None = None
         self._stepped = 0.0
-        self._mean: float | None = None
+        self.step_seconds: float | None = None
+        """Mean seconds of a step; None before the second one."""
+        self.shown = 0
+        """Number of steps and lines that were displayed so far."""
         self._numbers: list[str] = []
         self._rising: list[float] = []
         self._cell: Any = None
@@ -76,10 +79,11 @@ class Display:
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """Displays the metrics of a finished step."""
         now = time.monotonic()
+        self.shown += 1
         # Counted from the first step's end on, which may have compiled for minutes.
         self._first = self._first or (step, now)
         if step > self._first[0]:
-            self._mean = (now - self._first[1]) / (step - self._first[0])
+            self.step_seconds = (now - self._first[1]) / (step - self._first[0])
         self._rising += [values[name] for name in RISING if name in values][:1]
         speed = [f"{readable(values['perf/tokens_per_second'])} tokens/s"] if "perf/tokens_per_second" in values else []
         # The speed of the last row that has one stays.
@@ -98,6 +102,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Prints a line above the live line, and appends it to the log."""
+        self.shown += 1
         self._print(text)
         self._record(text)
 
@@ -206,8 +211,8 @@ class Display:
     def _state(self, width: int, over: bool = False) -> str:
         """The live line; where it is over, without remaining time and bar."""
         left = None
-        if self._mean is not None:
-            left = max((self.total - self._step) * self._mean - (time.monotonic() - self._stepped), 0.0)
+        if self.step_seconds is not None:
+            left = max((self.total - self._step) * self.step_seconds - (time.monotonic() - self._stepped), 0.0)
         count, rising = f"{self._step}/{self.total or '?'}", self._rising if self._unicode else []
         share = self._step / self.total if self._unicode and self.total and not over else None
         fixed = [count] if over else [count, f"{duration(left)} left"]
