@@ -10,7 +10,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,11 +35,11 @@ class Source:
 
     path: Path
     text: str = field(init=False)
-    tree: ast.Module = field(init=False)
+    nodes: list[ast.AST] = field(init=False)
 
     def __post_init__(self) -> None:
         self.text = self.path.read_text()
-        self.tree = ast.parse(self.text)
+        self.nodes = list(ast.walk(ast.parse(self.text)))  # once: walking is most of what these measures take
 
     @property
     def module(self) -> str:
@@ -47,16 +47,16 @@ class Source:
         name = ".".join(self.path.relative_to(ROOT).with_suffix("").parts)
         return name.removesuffix(".__init__")
 
-    @property
-    def functions(self) -> Iterator[Function]:
+    @cached_property
+    def functions(self) -> list[Function]:
         """All functions and methods, those within functions included."""
-        return (node for node in ast.walk(self.tree) if isinstance(node, Function))
+        return [node for node in self.nodes if isinstance(node, Function)]
 
-    @property
+    @cached_property
     def imported(self) -> set[str]:
         """The modules of tunix that it imports, anywhere in it."""
         names = set[str]()
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "tunix":
                 names.add(node.module)
                 names |= {f"{node.module}.{alias.name}" for alias in node.names}
@@ -67,7 +67,7 @@ class Source:
         """Numbers of the lines that are no docstring, comment or blank line."""
         lines = enumerate(self.text.splitlines(), 1)
         numbers = {number for number, line in lines if line.strip() and not line.strip().startswith("#")}
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 numbers -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         return numbers
@@ -77,6 +77,7 @@ class Source:
         return len(self.code & set(range(function.lineno, (function.end_lineno or function.lineno) + 1)))
 
 
+@cache
 def sources() -> list[Source]:
     """All files of the package."""
     return [Source(path) for path in sorted(PACKAGE.rglob("*.py"))]
@@ -86,7 +87,7 @@ def uses(files: list[Source]) -> Counter[str]:
     """How often each word is read as a name, an attribute or in an import."""
     counts = Counter[str]()
     for file in files:
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 counts[node.id] += 1
             elif isinstance(node, ast.Attribute):
@@ -128,7 +129,7 @@ def bundled(files: list[Source]) -> list[str]:
             for arg in (function.args.vararg, function.args.kwarg)
             if arg is not None
         }
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             if isinstance(node, ast.Call):
                 stars = [arg.value for arg in node.args if isinstance(arg, ast.Starred)]
                 stars += [keyword.value for keyword in node.keywords if keyword.arg is None]
@@ -143,11 +144,11 @@ def banned(files: list[Source]) -> list[str]:
     for file in files:
         inside = {
             id(name)
-            for node in ast.walk(file.tree)
+            for node in file.nodes
             if isinstance(node, ast.comprehension)
             for name in ast.walk(node.target)
         }
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in inside
             name = node.id if stored else node.arg if isinstance(node, ast.arg) else ""  # pyright: ignore
             name = node.name if isinstance(node, Function) else name

@@ -77,6 +77,13 @@ def modules() -> dict[str, Path]:
     return {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in files}
 
 
+@cache
+def trees() -> dict[str, ast.AST]:
+    """Module name -> its syntax tree."""
+    by_path = {source.path: source.nodes[0] for source in house.sources()}
+    return {name: by_path[path] for name, path in modules().items()}
+
+
 def room(module: str) -> str:
     """The folder of a module, or the module itself if it is directly below tunix/."""
     return module.rpartition(".")[0] or module
@@ -112,8 +119,8 @@ def graph() -> dict[str, set[str]]:
     """Module -> the tunix modules that it imports; cached, so callers must not change it."""
     known = modules()
     edges: dict[str, set[str]] = {}
-    for name, path in known.items():
-        targets = (resolved(dotted, known) for dotted in imported(ast.parse(path.read_text())))
+    for name, tree in trees().items():
+        targets = (resolved(dotted, known) for dotted in imported(tree))
         # `tunix/__init__.py` is loaded before everything and imports nothing eagerly, so it is never a target.
         edges[name] = {target for target in targets if target not in (None, name, "__init__")}
     return edges
@@ -169,7 +176,7 @@ def test_a_circle_would_be_found():
 @cache
 def light(module: str) -> bool:
     """Whether a module imports no heavy package, neither directly nor through others."""
-    if {dotted.split(".")[0] for dotted in imported(ast.parse(modules()[module].read_text()))} & HEAVY:
+    if {dotted.split(".")[0] for dotted in imported(trees()[module])} & HEAVY:
         return False
     return all(map(light, graph()[module]))
 
@@ -192,13 +199,15 @@ def test_everything_is_compiled_in_one_way():
     with the same option, the script that exported programs carry, which runs without tunix."""
 
     def makes(node: ast.AST) -> bool:
-        imported = (
-            isinstance(node, ast.ImportFrom) and node.module == "jax" and any(x.name == "jit" for x in node.names)
-        )
-        return imported or (isinstance(node, ast.Attribute) and ast.unparse(node) in ("jax.jit", "jax.pmap", "nnx.jit"))
+        if isinstance(node, ast.ImportFrom):
+            return node.module == "jax" and any(name.name == "jit" for name in node.names)
+        compiles = isinstance(node, ast.Attribute) and node.attr in ("jit", "pmap")
+        return compiles and ast.unparse(node) in ("jax.jit", "jax.pmap", "nnx.jit")
 
-    found = {name for name, file in modules().items() if any(map(makes, ast.walk(ast.parse(file.read_text()))))}
-    assert found == {"util.exact", "interop.standalone"}
+    assert {source.module for source in house.sources() if any(map(makes, source.nodes))} == {
+        "tunix.util.exact",
+        "tunix.interop.standalone",
+    }
 
 
 def test_algorithms_do_not_know_the_machinery():
