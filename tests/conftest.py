@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,10 +29,13 @@ os.environ.setdefault("XLA_FLAGS", QUICKLY)
 # Compiling is most of the tests' time; programs are the same from run to run.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path("~/.cache/tunix/tests").expanduser()))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+# So is compiling Python, in the hundreds of processes that tests start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import jax
 from jaxtyping import install_import_hook
 
+sys.dont_write_bytecode = False
 install_import_hook("tunix", "beartype.beartype")
 
 from tunix.models import expert_products  # noqa: E402 (after the hook, which checks it)

@@ -143,10 +143,7 @@ def banned(files: list[Source]) -> list[str]:
     places = []
     for file in files:
         inside = {
-            id(name)
-            for node in file.nodes
-            if isinstance(node, ast.comprehension)
-            for name in ast.walk(node.target)
+            id(name) for node in file.nodes if isinstance(node, ast.comprehension) for name in ast.walk(node.target)
         }
         for node in file.nodes:
             stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in inside

@@ -62,6 +62,7 @@ def test_chat_answers_in_the_models_template(model):
     assert model.chat("hello", sampling=GREEDY) == model.chat(said, sampling=GREEDY) == expected
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_command(model, folder: Path, tmp_path: Path):
     rows = [{"text": "abcde"}, {"text": "edcbaedcba"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

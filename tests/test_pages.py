@@ -20,7 +20,6 @@ import pytest
 from pydantic import TypeAdapter
 
 import tunix
-from tests.marks import slow
 from tests.package_text import package_text
 from tunix.cli import COMMANDS
 from tunix.models.families.table import FAMILIES
@@ -69,8 +68,6 @@ WORLDS = tuple(
 """Pages whose Python needs the package of an extra: tests/worlds runs it."""
 PYTHON = [page for page in PAGES if any(block.title is None for block in blocks(page, "python"))]
 RUN = [page for page in PYTHON if page not in WORLDS]
-BRIEF = ("README.md",)
-"""Pages whose Python `make test` runs too."""
 RECIPES = [(page, block.title) for page in PAGES for block in blocks(page, "yaml") if block.title]
 
 
@@ -110,7 +107,9 @@ def write(page: str, folder: Path, model: str = HUB_ID) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*base layer.*:UserWarning")
-@pytest.mark.parametrize("page", [*BRIEF, *slow(page for page in RUN if page not in BRIEF)])
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.models if page == "README.md" else pytest.mark.slow) for page in RUN]
+)
 def test_the_python_of_a_page_runs(page: str, folder: Path, request: pytest.FixtureRequest):
     python = blocks(page, "python")
     model = str(request.getfixturevalue("small")) if any(HUB_ID in block.text for block in python) else HUB_ID

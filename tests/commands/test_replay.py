@@ -18,6 +18,7 @@ def table(printed: str) -> list[list[str]]:
     return [line.split() for line in printed.partition("length\n")[2].splitlines()]
 
 
+@pytest.mark.slow
 def test_a_step_on_given_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """With noise, from the checkpoint before the last but one; then the step that ended the run, and refusals."""
     monkeypatch.chdir(tmp_path)

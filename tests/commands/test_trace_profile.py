@@ -164,6 +164,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_a_profile_of_a_run(profiled: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["trace", str(profiled)]) == 0
     lines = capsys.readouterr().out.splitlines()

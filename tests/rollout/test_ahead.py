@@ -476,8 +476,7 @@ class First(Client):
         return self._sampler.run(requests, reply, on_done, held=self._sampler.version)
 
 
-@pytest.mark.parametrize("stops", [False, True])
-@pytest.mark.parametrize("staleness", [*slow([2]), 4])
+@pytest.mark.parametrize(("staleness", "stops"), [*slow([(2, False), (2, True), (4, False)]), (4, True)])
 def test_long_completions_go_on_in_the_next_step_within_the_bound(tmp_path: Path, staleness: int, stops: bool):
     """Whatever the clocks say nothing is older than the bound, which is checked, and all prompts are trained on."""
     for seed in range(3):

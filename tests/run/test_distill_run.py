@@ -309,6 +309,7 @@ def distance(template: str) -> float:
     return sums / count
 
 
+@pytest.mark.slow
 def test_a_teacher_reads_messages_in_its_own_format_unless_it_is_told_to_read_the_students(chats: Path, capsys):
     evaluated = {"data.eval": "asked.jsonl", "eval.every": 2, "steps": 2}
     words = recipe(chats, {**CHATS, **GIVEN, **evaluated})

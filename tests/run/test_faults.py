@@ -42,6 +42,7 @@ def test_a_worker(kind: str, said: str, here: Path, monkeypatch: pytest.MonkeyPa
     assert said in (here / "run/log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_the_disk_and_the_compiler(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Of one run: its first program does not compile, its first checkpoint takes long, its second is cut in half, and
     the last rows of its file are gone. It ends as if nothing had been."""

@@ -63,6 +63,7 @@ def test_stop_saves_the_sequences_and_skip_goes_on_from_there(
     assert main(["report", "run", "--out", "report.html"]) == 0
 
 
+@pytest.mark.slow
 def test_too_many_skips_in_a_row_end_a_run_also_where_it_was_resumed_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -99,6 +100,7 @@ def test_rollback_goes_on_from_the_checkpoint_with_the_rows_that_follow(
     assert "step 5: train/loss is inf: back to the checkpoint of step 4, and on with the rows that follow (1 of" in log
 
 
+@pytest.mark.slow
 def test_there_is_an_end_to_going_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

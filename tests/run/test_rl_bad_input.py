@@ -198,7 +198,7 @@ def test_equal_rewards_and_a_stop_that_never_comes_are_told(tmp_path: Path, caps
 # --- Prompts --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overflow", [*slow(["truncate"]), "drop"])
+@pytest.mark.parametrize("overflow", slow(["truncate", "drop"]))
 def test_prompts_that_are_too_long(overflow: str, tmp_path: Path):
     """Twenty tokens are left for a prompt: BOS and 19 bytes."""
     write_prompts(tmp_path, "a" * 40, "b" * 19, "c" * 20, "d" * 3, "e" * 3, "f" * 3, "g" * 3)

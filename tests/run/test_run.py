@@ -324,6 +324,7 @@ def test_an_adapter_on_an_adapter_ends_in_a_whole_folder(tmp_path: Path):
     assert main(["score", "moved", "held.jsonl", "--out", "none.jsonl"]) == 2
 
 
+@pytest.mark.slow
 def test_an_export_reads_parameters_alone_in_the_bytes_that_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_recipe(tmp_path / "r.yaml", {"model.dtype": "bfloat16", "steps": 2})
     train("r.yaml")
@@ -455,6 +456,7 @@ def events(path: Path) -> list[tuple[int, str, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_wandb_offline_and_tensorboard_get_every_row(tmp_path: Path):
     write_recipe(tmp_path / "r.yaml", {"logging": {"wandb": "tunix-tests", "tensorboard": True}, "steps": 2})
     train("r.yaml")

@@ -63,6 +63,7 @@ def test_a_name_is_a_recipe_of_ours(ran, tmp_path):
     assert ran == [Recipe.load("sft_qwen", [f"output={tmp_path}/run", "steps=3"])]
 
 
+@pytest.mark.slow
 def test_a_run_whose_time_is_up_stops_with_a_checkpoint_and_goes_on(tmp_path):
     recipe, whole = (
         Recipe.load(write_recipe(tmp_path / "recipe.yaml"), [f"output={name}", "checkpoint.every=1"])

@@ -386,6 +386,7 @@ def test_updates_are_torchs(compute: Compute):
 # The addresses.
 
 
+@pytest.mark.slow
 def test_the_base_is_held_once(base: InferenceModel, tmp_path: Path):
     """The stacks of all layers are those that train and that the engine has published, its views of a layer are there
     once each, and tables are the same arrays for all."""

@@ -187,6 +187,7 @@ def test_what_several_begin_with_is_copied_at_once(engine: Engine, monkeypatch: 
     same([done[i] for i in range(6)], [*told, *alone(engine, seconds)])
 
 
+@pytest.mark.slow
 def test_what_is_kept_makes_room(engine: Engine):
     """Many sequences through few pages: each is answered as alone."""
     tight = made(slots=2, room=45_000.0)
@@ -252,7 +253,7 @@ def test_kept_sequences_make_room_wherever_pages_are_read(monkeypatch, reader):
     same([done[number] for number in range(10)], alone(engine, asked))
 
 
-@pytest.mark.parametrize("first", [12, 15, 16])
+@pytest.mark.parametrize("first", [*slow([12, 15]), 16])
 def test_a_group_keeps_of_its_prompt_what_a_window_sees(first):
     """A prompt whose last piece begins within a page: slots that share it hold no pages before the window of 5."""
     engine, rng = made(RICH), np.random.default_rng(first)

@@ -68,7 +68,7 @@ def repeating(params):
     return {name: x * 0.05 if name.startswith("layers/") and name.endswith("/w") else x for name, x in params.items()}
 
 
-@pytest.mark.parametrize("model", [MODEL, Model(STATES), *slow([Model(RICH)])], ids=["plain", "states", "rich"])
+@pytest.mark.parametrize("model", [MODEL, *slow([Model(STATES), Model(RICH)])], ids=["plain", "states", "rich"])
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_guesses_change_no_sample(model, ahead):
     """Neither tokens nor log-probs, alternatives, turns and ends; with every setting, replies, and few pages."""
