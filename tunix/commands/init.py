@@ -111,6 +111,7 @@ def init(model: str, data: str, out: Path | None, algorithm: str | None, topolog
     name, columns = chosen(rows, algorithm)
     task, out = TASKS[name], out or Path(f"{name}_{Path(model).name}.yaml")
     refuse_out(out)
+    print(f"{name}: reading the lengths of up to {READ:,} rows of {rows.name} ...", file=sys.stderr, flush=True)
     import jax  # and what imports it
 
     from tunix.plan.arithmetic import estimated
@@ -162,6 +163,7 @@ def init(model: str, data: str, out: Path | None, algorithm: str | None, topolog
     else:
         sections["data"]["max_length"] = length
 
+    print("trying what fits ...", file=sys.stderr, flush=True)
     # The first of these that fits: all weights before an adapter, whole micro-batches before single sequences.
     estimates: list[float] = []
     for adapter, micro in ((None, None), (None, 1), ("lora", None), ("lora", 1)):
