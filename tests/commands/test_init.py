@@ -32,9 +32,9 @@ def model(tmp_path: Path) -> Path:
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The line of a call that is refused."""
+    """The line of a call that is refused, behind those that say what is done."""
     assert main(list(words)) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    *_, line = capsys.readouterr().err.splitlines()
     return line.removeprefix("error: ")
 
 
