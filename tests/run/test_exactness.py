@@ -23,8 +23,8 @@ from tests.run.test_kill import Run, assert_same_end, no_process_left
 from tests.run.test_oversample_run import OVER
 from tests.run.test_preference_run import labelled, write_preferences
 from tests.run.test_reward_run import write_reward
-from tests.tiny_rl import write_policy
-from tests.tiny_runs import EVAL, model_folder, write_recipe
+from tests.tiny_rl import POLICY, write_policy
+from tests.tiny_runs import EVAL, model_folder, write_recipe, write_rows
 
 STEPS = 8
 COMMON: dict[str, Any] = {"steps": STEPS, "checkpoint": {"every": 2, "keep": 3}, "eval.every": 3}
@@ -53,6 +53,21 @@ def policy(**changes: Any) -> Callable[[Path], object]:
     return lambda folder: write_policy(folder, **{**common, **changes})
 
 
+def drafted(folder: Path) -> None:
+    """GRPO of a model whose own head drafts, and is trained along."""
+    from tests.mtp import folder_with_head  # imports transformers' models, in whatever tier this file is read
+
+    if not (folder / "../base").exists():
+        folder_with_head(folder / "../base")
+    prompts = [[seed * place % 96 for place in range(1, 9)] for seed in range(1, 33)]
+    write_rows(folder / "train.jsonl", [{"prompt_ids": prompt} for prompt in prompts])
+    even = "def even(completion, completion_ids):\n    return sum(x % 2 for x in completion_ids) / 12\n"
+    (folder / "rewards.py").write_text(even)
+    model = {"path": "../base", "dtype": "float32", "mtp": "train"}
+    changes = {"model": model, "rollout.speculate": 2, "reward.functions": ["rewards.py:even"]}
+    write_recipe(folder / "r.yaml", {**POLICY, "steps": STEPS, "checkpoint": COMMON["checkpoint"], **changes})
+
+
 GAME = "tunix.rollout.environments.guessing:secrets"
 ROWS: dict[str, Callable[[Path], object]] = {
     "sft": given({"algorithm": {"name": "sft", "neftune_alpha": 5}, "optimizer.schedule": "cosine"}),
@@ -69,6 +84,7 @@ ROWS: dict[str, Callable[[Path], object]] = {
         reward=None, rollout__environment={"name": "guessing"}, data__train=GAME, data__eval=GAME, batch_size=8
     ),
     "curriculum": policy(data__curriculum={"by": "success", "success": 0.6}),
+    "drafting head": drafted,
     "asynchronous": policy(rollout__max_staleness=2, rollout__in_flight="continue"),
 }
 
