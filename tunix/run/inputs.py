@@ -94,16 +94,6 @@ def compare_views(inputs: Inputs) -> None:
     processes.agree(about)
 
 
-def held_out_line(inputs: Inputs) -> str | None:
-    """One line about the rows that the run is measured on; None without any."""
-    rows = inputs.held_out
-    if rows is None:
-        return None
-    split = "" if rows.split is None else f", split {rows.split}"
-    shared = "; it is trained on these too, so that eval/* do not show what it makes of new ones"
-    return f"held out: {len(rows):,} rows of {rows.name}{split}{shared if rows.shares_rows_with(inputs.train) else ''}"
-
-
 def open_stream(setup: Setup, inputs: Inputs, collector: Collector, total: int) -> Batches | RolloutStream:
     """The stream of the inputs of `total` steps: batches of the rows, or rollouts of their prompts."""
     recipe, algorithm, microbatcher = setup.recipe, setup.algorithm, setup.microbatcher
