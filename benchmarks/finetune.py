@@ -12,7 +12,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tunix.run.train import RunResult, train
+from tunix.run.opening import train
+from tunix.run.train import RunResult
 
 RECIPE = Path(__file__).parents[1] / "recipes/sft_pydoc.yaml"
 KINDS = {

@@ -237,7 +237,8 @@ def test_the_front_door_is_instant(code: str):
 
 
 def test_the_first_line_of_a_run_waits_for_nothing_heavy():
-    code = "from tunix.run.opening import opened\nassert '0.8M' in opened('quickstart', [], tiny=False, alone=True)[1]"
+    code = "from tunix.commands.plan import require_fit\nfrom tunix.run.opening import opened"
+    code += "\nassert '0.8M' in opened('quickstart', [], tiny=False, alone=True)[1]"
     assert not loaded(code) & {*HEAVY, "rich", "pyarrow", "huggingface_hub"}
 
 

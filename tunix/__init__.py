@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from tunix.inference.load import load
     from tunix.recipe.recipe import Recipe
     from tunix.run.client import client
-    from tunix.run.train import train
+    from tunix.run.opening import train
     from tunix.serving.tinker.client import connect
     from tunix.types import Batch, Completion, Loss, LossInputs, LossOutputs, Sampling, Sequence, Term
 
 _WHERE = {
     "Recipe": "tunix.recipe.recipe",
-    "train": "tunix.run.train",
+    "train": "tunix.run.opening",
     "load": "tunix.inference.load",
     "client": "tunix.run.client",
     "connect": "tunix.serving.tinker.client",

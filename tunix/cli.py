@@ -259,29 +259,10 @@ def sampling(max_tokens: int) -> Argument:
     value("--process I", "number of this process, from 0", int),
 )
 def _run(parsed: Parsed) -> None:
-    from tunix.run.opening import opened
-    from tunix.util.ports import refuse_taken
+    from tunix.commands.plan import require_fit
+    from tunix.run.opening import begin
 
-    if parsed.process == 0 and parsed.coordinator:
-        refuse_taken(parsed.coordinator)
-    # Of several processes the first one speaks. JAX alone knows every scheduler's way to say which one this is.
-    numbers = (parsed.process, os.environ.get("JAX_PROCESS_ID"), os.environ.get("SLURM_PROCID"))
-    alone = all(number is None for number in numbers)
-    recipe, line = opened(parsed.recipe, parsed.overrides, parsed.tiny, alone)
-    if alone or all(str(number) in ("None", "0") for number in numbers):
-        print(line, file=sys.stderr, flush=True)
-    if not parsed.verbose:
-        # XLA's C++ prints warnings to the terminal on its own account; errors stay. It is read when JAX is imported.
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    if not (parsed.tiny or parsed.no_plan):
-        from tunix.commands.plan import require_fit
-
-        require_fit(recipe, parsed.fresh)
-    from tunix.distributed.meeting import meet  # these load jax, without which all of the above is done
-    from tunix.run.train import run
-
-    meet(parsed.coordinator, parsed.processes, parsed.process)
-    run(recipe, fresh=parsed.fresh, minutes=parsed.minutes, verbose=parsed.verbose)
+    filled(begin, parsed, require_fit=None if parsed.tiny or parsed.no_plan else require_fit)
 
 
 @command(
@@ -664,8 +645,7 @@ def _chat(parsed: Parsed) -> None:
     DTYPE,
 )
 def _serve(parsed: Parsed) -> None:
-    from tunix.serving.gate import read_key
-    from tunix.util.ports import listen
+    from tunix.util.ports import listen, read_key
 
     if (parsed.model is None) is not parsed.tiny:
         raise UserError("tunix serve wants a model, or --tiny for a small random one, and not both")
@@ -712,7 +692,7 @@ def _export(parsed: Parsed) -> None:
                 f"--format {parsed.format}: leave it out"
             )
     if parsed.format == "atif":
-        from tunix.interop.atif import export_trajectories
+        from tunix.commands.trace import export_trajectories
 
         if parsed.step:
             raise UserError("--step names a checkpoint, and --format atif reads none: leave it out")

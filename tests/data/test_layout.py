@@ -1,18 +1,27 @@
 """Streams and held-out batches of pairs: a pair is one row of the data, of the account and of `batch_size`."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tunix.algorithms.base import Algorithm
+from tunix.algorithms.dpo.algorithm import DPO
+from tunix.algorithms.dpo.config import DPOConfig
+from tunix.algorithms.kto.algorithm import KTO
+from tunix.algorithms.kto.config import KTOConfig
 from tunix.config import RowKind
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
 from tunix.data.pipeline import Batches, Layout, eval_batches
 from tunix.data.sources import open_rows
-from tunix.data.types import EMPTY, EQUAL, Accounting
+from tunix.data.types import EMPTY, EQUAL, Accounting, Packed
 from tunix.errors import UserError
-from tunix.run.evaluation import prompts_of
+from tunix.protocols import Client
+from tunix.recipe.recipe import Recipe
+from tunix.run.evaluation import Evaluation, Samples, samples_of
+from tunix.trainer.progress import Display
 from tunix.types import Sequence
 
 CONFIG = DataConfig(train="given", max_length=6, shuffle=False)
@@ -104,13 +113,24 @@ def test_resume_is_exact():
     assert len(rest) == 2
 
 
+class Idle(Client):
+    """Is asked nothing."""
+
+
+def shown(algorithm: Algorithm, packed: list[Packed], number: int) -> Samples:
+    """What a run with these held-out batches shows."""
+    sizes = {"model": {"init": "random", "family": "llama"}, "data": {"train": "rows", "eval": "held"}, "output": "run"}
+    recipe = Recipe.build({**sizes, "batch_size": 4, "steps": 1, "eval": {"samples": number}})
+    display, idle = Display("run", 1, 0), Idle()  # pyright: ignore[reportAbstractUsage]  # nothing calls it
+    return samples_of(recipe, Evaluation(algorithm, packed), idle, None, Path("run"), display)
+
+
 def test_samples_show_what_is_wanted():
-    packed = eval_batches(examples(), 4, 8, PAIRS)
-    prompts, rest, _ = prompts_of((one for batch in packed for one in batch.sequences[::2]), 3)
+    samples = shown(DPO(DPOConfig()), eval_batches(examples(), 4, 8, PAIRS), 3)
     # Row 0's prompt has a single token, which could as well be BOS: that asks nothing.
-    assert [prompt.tolist() for prompt in prompts] == [[101, 101], [102] * 3, [104, 104]]
-    assert [answer.tolist() for answer in rest] == [[11, 20], [12, 20], [14, 20]]
+    assert [request.prompt.tolist() for request in samples.requests] == [[101, 101], [102] * 3, [104, 104]]
+    assert samples.expected == [[11, 20], [12, 20], [14, 20]]
     labelled = [{"prompt_ids": [7, 8], "completion_ids": [i], "label": bool(i % 2)} for i in range(1, 6)]
     (batch,) = eval_batches(Examples(open_rows(labelled), None, CONFIG, RowKind.LABELS), 8, 8)
     assert batch.batch.per_sequence["label"].tolist() == [1, 0, 1, 0, 1, 0, 0, 0]
-    assert [answer.tolist() for answer in prompts_of(batch.sequences, 8)[1]] == [[1], [3], [5]]
+    assert shown(KTO(KTOConfig()), [batch], 8).expected == [[1], [3], [5]]

@@ -14,7 +14,7 @@ from tunix.errors import UserError
 from tunix.hf.model_folder import save_folder
 from tunix.models.families.table import from_hf
 from tunix.recipe.recipe import Recipe
-from tunix.run.train import train
+from tunix.run.opening import train
 
 pytestmark = pytest.mark.models
 

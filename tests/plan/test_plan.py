@@ -15,7 +15,7 @@ from tunix.models.families.table import presets
 from tunix.plan import worker
 from tunix.plan.arithmetic import Sent, Work
 from tunix.plan.record import Program, programs_of
-from tunix.plan.subject import Place, Subject, decoder_of, named_preset, subject_of
+from tunix.plan.subject import Place, Subject, decoder_of, subject_of
 from tunix.plan.worker import Target, Verdict, remedies
 from tunix.recipe.recipe import Recipe
 from tunix.trainer.frozen_model import not_shared
@@ -64,9 +64,10 @@ def test_a_hub_id_names_its_preset():
         "meta-llama/Llama-3.1-70B": "llama3.1-70b",
         "Skywork/Skywork-Reward-V2-Qwen3-0.6B": "qwen3-0.6b",
         "Qwen/Qwen3-235B-A22B": "qwen3-235b-a22b",
-        "mistralai/Mistral-7B-v0.3": None,
     }
-    assert {name: named_preset(name) for name in named} == named
+    assert {name: decoder_of(name) for name in named} == {name: presets()[preset] for name, preset in named.items()}
+    with pytest.raises(UserError, match="its sizes are not known here"):
+        decoder_of("mistralai/Mistral-7B-v0.3")
     assert decoder_of("google/gemma-2-9b-it") == presets()["gemma2-9b"]
 
 

@@ -58,9 +58,9 @@ def test_steps_of_weights_that_are_gone_are_forgotten(tmp_path: Path):
     path = tmp_path / "replay.jsonl"
     written(path)
     journal = Journal(path, "mine")
-    journal.forget_before(1)
+    journal.keep(range(9), 1)
     assert journal.calls.get((1, 0)) is not None
-    journal.forget_before(2)
+    journal.keep(range(9), 2)
     for found in (journal, Journal(path, "mine")):
         assert found.calls.get((1, 0)) is found.calls.get((1, 1)) is None
         assert (call := found.calls.get((2, 0))) is not None

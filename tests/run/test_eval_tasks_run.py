@@ -1,18 +1,24 @@
 """Tasks of `eval` in runs: measured and kept, the same after a resume and by `tunix eval`, and refused in time."""
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from tests.tiny_rl import REWARDS, write_policy
 from tests.tiny_runs import lines, metrics, train, write_recipe, write_rows
 from tunix.cli import main
 from tunix.recipe.recipe import Recipe
+from tunix.rollout.collect import Collector
 from tunix.rollout.environments.adapters import ADAPTERS, Adapter
-from tunix.run.collector import task_prompts
+from tunix.rollout.rewards.scorer import Scorer
+from tunix.run.collector import task_of
+from tunix.run.evaluation import TaskEvaluation
 from tunix.run.inputs import open_inputs
+from tunix.run.setup import Setup, algorithm_of
 
 LETTERS = '''
 from tunix.rollout.environments.base import Environment, Step
@@ -102,11 +108,14 @@ def test_prompts_of_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ]
     recipe = Recipe.load(write_policy(tmp_path, eval=tasks, data__eval="held.jsonl", seed=7))
     inputs = open_inputs(recipe, tmp_path)
-    made, few, held = (task_prompts(task.in_run(None, recipe.reward), recipe, inputs) for task in recipe.eval.tasks)
-    assert [prompt.row for prompt in made[0]] == [{"seed": 2**31 + 7, "index": i} for i in range(3)]
-    assert ([prompt.text for prompt in few[0]], few[2]) == (["abc>", "hgf>"], ["question", "answer", "prompt"])
+    setup = Setup.on(jax.devices()[:1], recipe, inputs.source, algorithm_of(recipe), None)
+    collector = Collector(None, setup.algorithm.sampling, Scorer([lambda completion, prompt: 1.0]))
+    tasks = [task_of(i, setup, inputs, collector, tmp_path, Future()) for i in range(3)]
+    made, few, held = [task.prompts for task in tasks if isinstance(task, TaskEvaluation)]
+    assert [prompt.row for prompt in made] == [{"seed": 2**31 + 7, "index": i} for i in range(3)]
+    assert [prompt.text for prompt in few] == ["abc>", "hgf>"]
     rows = lines(tmp_path / "held.jsonl")
-    assert [prompt.text for prompt in held[0]] == [row["prompt"] for row in rows[:4]]
+    assert [prompt.text for prompt in held] == [row["prompt"] for row in rows[:4]]
 
 
 BAD = [

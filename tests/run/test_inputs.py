@@ -3,11 +3,14 @@
 import json
 from pathlib import Path
 
+import jax
 import pytest
 
 from tunix.errors import UserError
 from tunix.recipe.recipe import Recipe
-from tunix.run.inputs import held_out_line, open_inputs
+from tunix.run.describe import stage_lines
+from tunix.run.inputs import Inputs, open_inputs
+from tunix.run.setup import Setup, algorithm_of
 
 SIZES = {"d_model": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "ffn": 32}
 MODEL = {"init": "random", "family": "qwen3", "tokenizer": "bytes", "dtype": "float32", "sizes": SIZES}
@@ -29,10 +32,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def inputs(data: dict[str, str]):
+def loaded(data: dict[str, str]) -> Recipe:
     recipe = {"model": MODEL, "data": {"max_length": 64, **data}, "batch_size": 1, "steps": 1, "output": "runs/case"}
     Path("recipe.yaml").write_text(json.dumps(recipe))
-    return open_inputs(Recipe.load(Path("recipe.yaml"), []), Path("runs/none"))
+    return Recipe.load(Path("recipe.yaml"), [])
+
+
+def inputs(data: dict[str, str]) -> Inputs:
+    return open_inputs(loaded(data), Path("runs/none"))
+
+
+def last_line(data: dict[str, str]) -> str:
+    """What a run says of itself at the end of its first lines."""
+    recipe, opened = loaded(data), inputs(data)
+    setup = Setup.on(jax.devices()[:1], recipe, opened.source, algorithm_of(recipe), None)
+    return [*stage_lines(setup, opened, 1)][-1]
 
 
 @pytest.mark.parametrize(
@@ -57,11 +71,11 @@ def test_held_out_rows_are_those_that_are_not_trained_on(data: dict[str, str], e
     number = {"train": 4, "test": 3}[expected]
     prompts = [opened.held_out[i]["prompt"] for i in range(len(opened.held_out))]
     assert prompts == [f"{expected} {i}?" for i in range(number)]
-    assert held_out_line(opened) == f"held out: {line}"
+    assert last_line(data) == f"held out: {line}"
 
 
 def test_a_split_that_is_trained_on_is_not_held_out_unless_it_is_named(folder: Path):
     for data in ({"train": "alone", "eval": "alone"}, {"train": "data", "split": "test", "eval": "data"}):
         with pytest.raises(UserError, match=r"data\.eval: .* has no rows to hold out: its split .* is trained on\."):
             inputs(data)
-    assert held_out_line(inputs({"train": "data"})) is None
+    assert not last_line({"train": "data"}).startswith("held out")

@@ -13,7 +13,7 @@ from tests.mtp import folder_with_head
 from tests.tiny_models import tokens
 from tests.tiny_runs import metrics
 from tunix.recipe.recipe import Recipe
-from tunix.run.train import train
+from tunix.run.opening import train
 
 pytestmark = pytest.mark.models
 

@@ -1,6 +1,8 @@
 """DPO, KTO and online DPO through the command line: what is learned, measured, held out and refused."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from tests.tiny_rl import REWARDS
 from tests.tiny_runs import files, lines, metrics, train, write_recipe, write_rows
 from tunix.algorithms.dpo.algorithm import ranked
 from tunix.cli import main
-from tunix.trainer.digest import digest_of_weights
+from tunix.trainer.trainer import Trainer
 
 LETTERS = "abcdefgh"
 PREFERENCES = ("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy")
@@ -258,9 +260,14 @@ def test_digests_tell_weights_apart():
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
     swapped, moved = array[::-1], array + np.float32(1e-6)
     names = [{"w": x} for x in (array, swapped, moved, array.astype(np.float16), array.reshape(4, 3))] + [{"v": array}]
-    found = [digest_of_weights({name: jnp.asarray(x) for name, x in one.items()}) for one in names]
+
+    def digest_of(weights: dict[str, np.ndarray]) -> str:
+        params = {name: jnp.asarray(x) for name, x in weights.items()}
+        return Trainer.fingerprint(cast(Trainer, SimpleNamespace(learner=SimpleNamespace(params=params))))
+
+    found = [digest_of(weights) for weights in names]
     assert len(set(found)) == len(found)
-    assert digest_of_weights({"w": jnp.asarray(array)}) == found[0]
+    assert digest_of({"w": array.copy()}) == found[0]
 
 
 @pytest.mark.parametrize("reference", slow(["snapshot", "precompute"]))

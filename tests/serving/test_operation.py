@@ -20,8 +20,9 @@ from tunix.rollout.servers.handover import Handover
 from tunix.rollout.servers.protocol import Unfit
 from tunix.rollout.servers.server import Server
 from tunix.serving.app import server_of
-from tunix.serving.gate import Gate, read_key
+from tunix.serving.gate import Gate
 from tunix.serving.service import Service
+from tunix.util.ports import read_key
 
 Serve = Callable[..., tuple[Service, str]]
 UPDATES: dict[str, dict[str, Any]] = {

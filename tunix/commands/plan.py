@@ -1,6 +1,7 @@
 """`tunix plan`: what a recipe needs of devices, by kind, whether that fits, and how fast it could be.
 
-A worker finds it out (`plan/worker.py`); its lines are waited for until a deadline, and printed. Loads without jax.
+A worker finds it out (`plan/worker.py`); its lines are waited for until a deadline, and printed. Loads without jax and
+rich, which the first line of a run does not wait for.
 """
 
 import json
@@ -14,15 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Column, Table
+from typing import TYPE_CHECKING, Any
 
 from tunix.errors import UserError
 from tunix.recipe.recipe import Recipe
 from tunix.util.accelerators import FRACTION, MEMORY, accelerated, cards
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 GIB = 2**30
 WIDTH = 120
@@ -120,11 +120,13 @@ def plan(
     deadline: float,
     *,
     as_json: bool = False,
-    console: Console | None = None,
+    console: "Console | None" = None,
 ) -> None:
     """Prints the plan of a recipe for each topology, or a JSON object for each; arguments and errors as of `ask`."""
     if not (math.isfinite(deadline) and deadline > 0):
         raise UserError(f"--deadline {deadline:g}: it is a number of seconds above 0")
+    from rich.console import Console
+
     console = console or Console(highlight=False, emoji=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = WIDTH  # of a file or a pipe: nobody says how wide it is
@@ -141,13 +143,15 @@ def plan(
 
 def require_fit(recipe: Recipe, fresh: bool) -> None:
     """`refuse_misfit` of the accelerators here, before JAX takes them; nothing is asked on a CPU, of a run that goes
-    on, and where arithmetic says that memory is ample (`plan/subject.py`)."""
+    on, and where arithmetic says that memory is ample (`plan/arithmetic.py`)."""
     if not accelerated() or (Path(recipe.output).expanduser().exists() and not fresh):
         return
-    from tunix.plan.arithmetic import ample  # this loads jax
+    from tunix.plan.arithmetic import SHARE, estimated  # this loads jax
 
+    # Of the bytes that JAX may take of the smallest card.
     share = float(os.environ.get(MEMORY, FRACTION))
-    if cards() and ample(recipe, min(min(share * card.total, card.free) for card in cards())):
+    memory = min((min(share * card.total, card.free) for card in cards()), default=0.0)
+    if (needed := estimated(recipe)) is not None and needed <= SHARE * memory:
         return
     refuse_misfit(recipe, None, "`tunix run --no-plan` tries it all the same.")
 
@@ -176,6 +180,8 @@ def refuse_misfit(recipe: Recipe, topology: str | None, otherwise: str) -> None:
 @contextmanager
 def _progress(topology: str | None) -> Iterator[Callable[[str], None]]:
     """A line on standard error that says what is being done; where that is no terminal, a line for each thing."""
+    from rich.console import Console
+
     console, where = Console(stderr=True, highlight=False), topology or "the devices at hand"
     if not console.is_terminal:
         yield lambda words: print(f"{where}: {words}", file=sys.stderr, flush=True)
@@ -184,7 +190,10 @@ def _progress(topology: str | None) -> Iterator[Callable[[str], None]]:
         yield lambda words: status.update(f"{where}: {words}")
 
 
-def _show(planned: Plan, recipe: Recipe, console: Console) -> None:
+def _show(planned: Plan, recipe: Recipe, console: "Console") -> None:
+    from rich.box import SIMPLE
+    from rich.table import Column, Table
+
     stages = recipe.stages or (recipe,)
     for number, verdict in enumerate(planned.verdicts):
         console.print(f"[bold]{stages[number].output}[/] on {place(verdict)}: {summary(verdict)}")

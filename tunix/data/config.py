@@ -105,9 +105,8 @@ class CurriculumConfig(Config):
 
     @model_validator(mode="after")
     def _read(self) -> "CurriculumConfig":
-        fields = type(self).model_fields
         idle = {"success": ("raise_at",), "level": ()}.get(self.by, ("floor", "window", "success", "raise_at"))
-        if changed := [key for key in idle if getattr(self, key) != fields[key].default]:
+        if changed := self.changed(idle):
             raise ValueError(f"{', '.join(changed)}: of no effect with by: {self.by}; leave out")
         return self
 

@@ -145,9 +145,12 @@ def load(model: Model, stored: Mapping[str, Stored], dtypes: Mapping[str, DType]
             axis = int(layout.is_transposed and mesh.devices.flat[0].platform in HOST_TURNS)
             layout = layout.turned if axis else layout
             shape, axes = model.shapes[name][depth:], model.axes[name][depth:]
-            if first.turns:
+            if first.turns:  # weights alike along a first axis; outputs take turns in the file: `D F` as `D (F 2)`
                 _, _, number = first.turns
-                layout, shape, axes = layout.in_turns(number), (number, *shape), (None, *axes)
+                outputs = layout.ours.split()[-1]
+                theirs = layout.theirs.replace(outputs, f"({outputs} {number})")
+                layout = replace(layout, theirs=theirs, ours=f"{number} {layout.ours}")
+                shape, axes = (number, *shape), (None, *axes)
             targets[kind] = Target(
                 layout,
                 axis,

@@ -129,12 +129,17 @@ class LoadedModel(InferenceModel):
         Raises:
             UserError: the model has no language-model head, or a row is invalid.
         """
-        require_lm_head(self.source, self.options.model)
         listed = [rows] if isinstance(rows, str) else list(rows)
         table = Rows("rows", [{"text": row} if isinstance(row, str) else dict(row) for row in listed])
-        size = self.source.decoder.vocab_size
-        sequences = sequences_to_score(table, self.tokenizer, size, max_length)
-        scores = token_scores(*self._weights, sequences, batch_size=batch_size)
+        return self.score_table(table, batch_size, max_length)
+
+    def score_table(
+        self, rows: Rows, batch_size: int, max_length: int, progress: Callable[[int, int], None] = lambda *_: None
+    ) -> list[RowScore]:
+        """As `score`, of opened rows; `progress` as of `token_scores`."""
+        require_lm_head(self.source, self.options.model)
+        sequences = sequences_to_score(rows, self.tokenizer, self.source.decoder.vocab_size, max_length)
+        scores = token_scores(*self._weights, sequences, batch_size=batch_size, progress=progress)
         return [RowScore(sequence.tokens, x[1:]) for sequence, x in zip(sequences, scores, strict=True)]
 
     @cached_property
@@ -245,24 +250,15 @@ def score(
         UserError: the model, the rows or the output are not accessible.
     """
     refuse_out(out)
-    rows = open_rows(data)
-    inference = InferenceModel(InferenceOptions(model, adapter, dtype))
-    require_lm_head(inference.source, model)
-    sequences = sequences_to_score(rows, inference.tokenizer, inference.source.decoder.vocab_size, max_length)
-    with closing(Display("score", len(sequences), 0)) as display:
-        scores = token_scores(
-            *inference.weights(),
-            sequences,
-            batch_size=batch_size,
-            progress=lambda done, _: display.update(done, {}),
-        )
-    sums = [float(x[1:].sum(dtype=np.float64)) for x in scores]
+    rows, loaded = open_rows(data), LoadedModel(InferenceOptions(model, adapter, dtype))
+    with closing(Display("score", len(rows), 0)) as display:
+        scores = loaded.score_table(rows, batch_size, max_length, lambda done, _: display.update(done, {}))
     lines = [
-        {"logprobs": [round(float(x), 7) for x in row[1:]], "tokens": sequence.tokens[1:].tolist(), "sum": total}
-        for sequence, row, total in zip(sequences, scores, sums, strict=True)
+        {"logprobs": [round(float(x), 7) for x in row.logprobs], "tokens": row.tokens[1:].tolist(), "sum": row.sum}
+        for row in scores
     ]
     write_text_atomic(out, "".join(json.dumps(line) + "\n" for line in lines))
-    count = sum(len(row) - 1 for row in scores)
-    value = perplexity(-sum(sums) / count)
+    count = sum(len(row.logprobs) for row in scores)
+    value = perplexity(-sum(row.sum for row in scores) / count)
     print(f"{len(scores)} rows, {readable(count)} tokens: perplexity {value:.4f}, written to {out}")
     return value

@@ -306,7 +306,7 @@ class DecoderConfig:
     feed_forward: str = "gated"
     """The feed-forward part, by its name in `FEED_FORWARDS` of `models/blocks.py`."""
     mtp: Literal["freeze", "train"] | None = None
-    """Qwen 3.5: the head that drafts tokens (`models/mtp.py`) belongs to the model, and whether it trains; None where
+    """Qwen 3.5: the head that drafts tokens (`DraftHead`) belongs to the model, and whether it trains; None where
     it is not read."""
     vision: VisionConfig | None = None
     """Gemma 3, Qwen 3.5: the tower that sees pictures; None where only text is read."""

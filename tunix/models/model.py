@@ -29,7 +29,7 @@ from tunix.config import CacheType, DType, GradientSums
 from tunix.errors import UserError
 from tunix.mesh import Axes, constrain, platform, sharding
 from tunix.models.attention.inputs import ByKind, Segments
-from tunix.models.blocks import NAMES, PARTS, Attention, Auxiliary, Block, Kept, LayerInputs, layer_inputs
+from tunix.models.blocks import NAMES, PARTS, Attention, Auxiliary, Block, DraftHead, Kept, LayerInputs, layer_inputs
 from tunix.models.config import MTP, SHARED, TOWER, DecoderConfig, Stage
 from tunix.models.deltanet import before_each
 from tunix.models.layers import (
@@ -45,7 +45,6 @@ from tunix.models.layers import (
     weight,
 )
 from tunix.models.moe import CHOSEN, Bank
-from tunix.models.mtp import DraftHead
 from tunix.models.quantization.formats import SCALE, Quantization, Simulated, in_compute, is_scale
 from tunix.models.scan import Others, Remat, Weights, over_layers
 from tunix.models.token_logprobs import token_logprobs

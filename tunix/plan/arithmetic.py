@@ -4,7 +4,7 @@ Products and kernels of attention hide what they read behind what they multiply,
 between them (norms, rope, activations, the optimizer) waits for memory alone, and adds to that. Nothing is counted that
 a better compiler could leave out, so that no run on these devices is faster.
 
-At the end, an upper estimate of the memory of a run (`ample`): of one that is little nothing need be compiled.
+At the end, an upper estimate of the memory of a run (`estimated`): of one that is little nothing need be compiled.
 """
 
 import math
@@ -239,16 +239,9 @@ def exchanged(
 
 
 SHARE = 0.5
-"""The part of a device's memory that the estimate may take."""
+"""The part of a device's memory that the estimate may take, so that nothing has to be compiled to see that it fits."""
 STATE = 20
 """Bytes of a weight that trains, with two moments, the gradients of a micro-batch and their sum, all in float32."""
-
-
-def ample(recipe: Recipe, memory: float) -> bool:
-    """Whether all stages of a recipe take at most SHARE of one device's memory, of the bytes that JAX may take of the
-    smallest, by `estimated`; False too where that is not known."""
-    needed = estimated(recipe)
-    return needed is not None and needed <= SHARE * memory
 
 
 def estimated(recipe: Recipe, devices: int = 1) -> float | None:

@@ -282,18 +282,14 @@ def decoder_of(path: str, pictures: bool = False, mtp: MtpUse | None = None) -> 
         return read_config(folder, pictures, mtp)
     if (cached := cached_config(path)) is not None:
         return read_config(cached.parent, pictures, mtp)
-    if (name := named_preset(path)) is not None:
-        decoder = replace(presets()[name], mtp=mtp)
+    # `Qwen/Qwen3-0.6B-Base` names `qwen3-0.6b`.
+    asked = path.rpartition("/")[2]
+    bare = {text: re.sub(r"[-_ ]", "", text.lower()) for text in (asked, *presets())}
+    named = [preset for preset in presets() if re.search(rf"{re.escape(bare[preset])}(?![0-9.])", bare[asked])]
+    if named:
+        decoder = replace(presets()[max(named, key=len)], mtp=mtp)
         return with_vision(decoder, published=True) if pictures else decoder
     raise UserError(
         f"{path}: its sizes are not known here, and a plan downloads nothing: give a folder with its config.json, "
         "such as `model.path=folder`"
     )
-
-
-def named_preset(name: str) -> str | None:
-    """The preset that a hub id names: `qwen3-0.6b` for `Qwen/Qwen3-0.6B-Base`; None without one."""
-    asked = name.rpartition("/")[2]
-    bare = {text: re.sub(r"[-_ ]", "", text.lower()) for text in (asked, *presets())}
-    named = [preset for preset in presets() if re.search(rf"{re.escape(bare[preset])}(?![0-9.])", bare[asked])]
-    return max(named, key=len, default=None)

@@ -7,6 +7,7 @@ time are capped, and whatever the command line sets takes precedence. `replaced`
 """
 
 import copy
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tunix.data.tiny import PICTURE_TOKENS, PICTURES, ROWS
 from tunix.data.tokenizer import VOCABULARY_FILES
 from tunix.errors import UserError
 from tunix.hf.run_export import exported
-from tunix.models.families.table import FAMILIES, family_of_name, family_of_type, from_recipe, preset, read_json
+from tunix.models.families.table import FAMILIES, family_of_type, from_recipe, preset, read_json
 from tunix.recipe.sections import Sections
 from tunix.rollout.config import HARNESS, RolloutConfig
 from tunix.rollout.environments.config import MixtureConfig
@@ -200,7 +201,10 @@ def toy_model(model: ModelConfig, data: DataConfig, said: Collection[str] = ()) 
     family = model.family or (preset(model.preset).family if model.preset else None)
     if family is None and folder is not None:
         family = family_of_type(read_json(folder / "config.json").get("model_type"))
-    family = family or family_of_name(str(model.path))
+    if family is None:  # of the families whose names are in a hub id such as `google/gemma-3-1b-it`, the longest name
+        matches = {name: re.search(text.hub, str(model.path).lower()) for name, text in FAMILIES.items()}
+        lengths = {name: len(match[0]) for name, match in matches.items() if match}
+        family = max(lengths, key=lengths.__getitem__, default=None)
     if family is None:
         raise UserError(f"model.family: {model.path!r} does not tell it; set it to one of {', '.join(FAMILIES)}")
     # The tokenizer is that of a local folder, where it is not too large for a laptop, or else `bytes`.

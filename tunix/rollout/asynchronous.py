@@ -74,13 +74,11 @@ class Journal:
             else:
                 self.calls[key].paused, self.calls[key].ended = row["paused"], row["paused"] is None
 
-    def keep(self, steps: range) -> None:
-        """Leaves out the calls of other steps: their completions are known, or are not wanted."""
+    def keep(self, steps: range, learned: int = 0) -> None:
+        """Leaves out the calls of other steps: their completions are known, or are not wanted. Of these steps the
+        records of those that have taken weights of fewer learned ones are deleted: nobody has such weights any more,
+        and the step was given up and is sampled anew."""
         self.calls = {key: call for key, call in self.calls.items() if key[0] in steps}
-
-    def forget_before(self, learned: int) -> None:
-        """Deletes the records of those steps that have taken weights of fewer learned ones. Nobody has these any more:
-        such a step was given up, and is sampled anew."""
         gone = {step for (step, _), call in self.calls.items() if call.weights < learned}
         if gone:
             self.calls = {key: call for key, call in self.calls.items() if key[0] not in gone}
@@ -329,8 +327,7 @@ class AsyncRollouts:
             prompts, read = [group[0].prompt for group in groups], Accounting(**saved["accounting"])
             self._steps[int(number)] = replace(like, prompts=prompts, first=False, sampled=groups, read=read)
         self._sampled = max([self._asked, 1, *(number + 1 for number in self._steps)])
-        self._journal.keep(range(self._sampled, self._total))
-        self._journal.forget_before(self._asked)
+        self._journal.keep(range(self._sampled, self._total), self._asked)
 
     def close(self) -> None:
         """Ends the threads, and what the stream reads and scores with."""

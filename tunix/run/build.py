@@ -11,10 +11,8 @@ from pathlib import Path
 
 from tunix.data.mixing import rows_read
 from tunix.data.pipeline import shuffled
-from tunix.distributed import processes
-from tunix.errors import UserError
+from tunix.distributed.processes import lead
 from tunix.hf.source import settled
-from tunix.models.families.table import FAMILIES
 from tunix.protocols import Sampler
 from tunix.recipe.notes import total_steps, update_notes
 from tunix.recipe.recipe import Recipe
@@ -60,12 +58,6 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
         rollout.environment, source, data, rollout.temperature, rollout.stop_after_failures, rollout.history
     )
     algorithm = algorithm_of(recipe, source.stop_ids, play.stop_strings if play else ())
-    family = source.decoder.family
-    if algorithm.needs.values == "alone" and FAMILIES[family].classifier is None:
-        raise UserError(
-            f"model.path: transformers has no sequence classifier for {family}, so that nothing could load a reward "
-            "model of it: train one of another family"
-        )
 
     # Devices, rows and kernels
     setup = Setup.on(devices, recipe, source, algorithm, memory_of(devices), sampling_mesh)
@@ -95,8 +87,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     elif total is None:  # if no row is dropped
         total = total_steps(rows, recipe.batch_size, 1)
     profile = recipe.logging.profile
-    if profile is not None and (wrong := profile.beyond(total)):
-        raise UserError(wrong)
+    if profile is not None:
+        profile.refuse_beyond(total)
     stream = open_stream(setup, inputs, collector, total)
     for note in (*device_notes(mesh), *update_notes(recipe, rows // epochs, total), *notes):
         display.say(f"note: {note}")
@@ -132,6 +124,6 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
         collector=collector,
         workload=setup.workload(len(evaluation.prompts)),
         compile_update=partial(compiled_ahead, setup, client),
-        profiler=Profiler(folder, profile, display) if profile is not None and processes.lead() else None,
+        profiler=Profiler(folder, profile, display) if profile is not None and lead() else None,
         stop=stop,
     )

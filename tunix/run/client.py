@@ -130,7 +130,12 @@ def client_of(setup: Setup, sampler: Sampler | None = None, teacher: Source | No
         UserError: weights are missing or do not fit, this device does not support the requested types, or the sampler's
             mesh or slots do not divide or have no room.
     """
-    source, spec = setup.source, setup.spec
+    source, spec, family = setup.source, setup.spec, setup.source.decoder.family
+    if setup.algorithm.needs.values == "alone" and FAMILIES[family].classifier is None:
+        raise UserError(
+            f"model.path: transformers has no sequence classifier for {family}, so that nothing could load a reward "
+            "model of it: train one of another family"
+        )
     check_unrounded(source.folder, source.rules, setup.recipe.quantization)
     exporter = setup.exporter
     if sampler is None:

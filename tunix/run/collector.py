@@ -17,7 +17,6 @@ from tunix.inference.model import of_chats
 from tunix.protocols import Sampler
 from tunix.recipe.sections import Sections
 from tunix.rollout.collect import Agents, Collector, Judge
-from tunix.rollout.config import EvalTask
 from tunix.rollout.environments.adapters import LM_EVAL, evaluation_rows, require_package
 from tunix.rollout.environments.config import EnvironmentConfig, History
 from tunix.rollout.environments.remote import Player
@@ -127,19 +126,6 @@ def _first_prompts(examples: Examples, limit: int) -> list[Prompt]:
     return prompts
 
 
-def task_prompts(task: EvalTask, recipe: Sections, inputs: Inputs) -> tuple[list[Prompt], DataConfig, list[str]]:
-    """The prompts of a task of `eval`, after `EvalTask.in_run`; how they are rendered; and the columns of its rows.
-
-    Raises:
-        UserError: there are no such rows, or none of them has a prompt.
-    """
-    data = task.data_in_run(recipe.data)
-    rows = evaluation_rows(data, task.environment, recipe.seed)
-    assert rows is not None, "the recipe's rules want some"
-    kind = RowKind.PROMPT if task.environment is None else RowKind.ROW
-    return _first_prompts(inputs.examples(rows, data, kind), task.n), data, [*rows[0], *data.columns]
-
-
 def task_of(
     number: int, setup: Setup, inputs: Inputs, collector: Collector, folder: Path, sampler: Future[Sampler]
 ) -> TaskEvaluation | HarnessEvaluation:
@@ -162,7 +148,11 @@ def task_of(
             chat = tokenizer.chat_template is not None and of_chats(run, "the run")
             # The sampler has room for max_length tokens, of which the last one may be one that is scored.
             return HarnessEvaluation(task, inputs.source, run.max_length - 1, chat, run)
-        prompts, data, columns = task_prompts(task, recipe, inputs)
+        data = task.data_in_run(recipe.data)
+        rows = evaluation_rows(data, environment, recipe.seed)
+        assert rows is not None, "the recipe's rules want some"
+        kind = RowKind.PROMPT if environment is None else RowKind.ROW
+        prompts = _first_prompts(inputs.examples(rows, data, kind), task.n)
         if written.environment is not None or written.reward is not None:
             kwargs, history = data.template_kwargs, recipe.rollout.history
             play = Player(environment, tokenizer, kwargs, history=history) if environment else None
@@ -177,7 +167,7 @@ def task_of(
         # An answer of a task has nothing to be compared with.
         collector = replace(collector, judges=tuple(judge for judge in collector.judges if not judge.compares))
         if collector.scorer is not None:
-            collector.scorer.check([*columns, *ADDED])
+            collector.scorer.check([*rows[0], *data.columns, *ADDED])
         if not collector.weights:
             raise UserError("nothing scores the answers: its environment gives no rewards, so name some, reward")
     except UserError as error:

@@ -14,7 +14,7 @@ from tunix.models.quantization.formats import bytes_per_weight, is_scale
 from tunix.models.quantization.rules import matmuls_line
 from tunix.rollout.engine.shapes import PAGE
 from tunix.rollout.servers.handover import moves_alone
-from tunix.run.inputs import Inputs, held_out_line
+from tunix.run.inputs import Inputs
 from tunix.run.kernels import experts_line
 from tunix.run.setup import Setup
 from tunix.trainer.frozen_model import Teacher
@@ -35,12 +35,14 @@ def stage_lines(setup: Setup, inputs: Inputs, total: int) -> Iterator[str]:
     recipe, first, number = setup.recipe, setup.mesh.devices.flat[0], setup.mesh.size
     on_cpu, most = first.platform == "cpu", "at most " if recipe.eval.until else ""
     devices = "" if on_cpu and number == 1 else f"; {number} {'CPU devices' if on_cpu else first.device_kind}"
-    rows = f"{len(inputs.train):,} rows"
-    yield f"{recipe.algorithm.name}: {rows}, {most}{total} steps of {recipe.batch_size}{devices}"
+    yield f"{recipe.algorithm.name}: {len(inputs.train):,} rows, {most}{total} steps of {recipe.batch_size}{devices}"
     if on_cpu and accelerated():
         yield "this machine has a GPU or a TPU that JAX does not use: pip install '.[gpu]', or '.[tpu]'"
-    if (line := held_out_line(inputs)) is not None:
-        yield line
+    if (held_out := inputs.held_out) is not None:
+        split = "" if held_out.split is None else f", split {held_out.split}"
+        shared = "; it is trained on these too, so that eval/* do not show what it makes of new ones"
+        shared = shared if held_out.shares_rows_with(inputs.train) else ""
+        yield f"held out: {len(held_out):,} rows of {held_out.name}{split}{shared}"
 
 
 def details(setup: Setup, learner: Learner, inputs: Inputs, total: int, attention: str) -> Iterator[str]:

@@ -31,7 +31,7 @@ from tunix.rollout.environments.remote import Player
 from tunix.run.estimates import mean_of, means_of, passes
 from tunix.trainer.config import SamplesConfig
 from tunix.trainer.progress import Display
-from tunix.types import Batch, Pictures, Request, Sequence
+from tunix.types import Batch, Request
 from tunix.util.atomic_io import PACKED, SAMPLES, append_bounded
 
 
@@ -273,25 +273,11 @@ def readable_tokens(tokens: np.ndarray, tokenizer: Tokenizer | None) -> Any:
     return tokenizer.decode(tokens, skip_special=True) if tokenizer else tokens.tolist()
 
 
-def prompts_of(
-    sequences: Iterable[Sequence], number: int
-) -> tuple[list[np.ndarray], list[np.ndarray], list[Pictures | None]]:
-    """Prompts, completions and pictures of the first desirable sequences, each split before its first trained token.
-
-    Of pairs only the chosen ones are to be given. Sequences that are trained from their first token on have no prompt
-    and are left out, and so are those with an undesirable label. `number`: of prompts at most.
-    """
-    desirable = (sequence for sequence in sequences if sequence.per_sequence.get("label", 1.0))
-    starts = ((sequence, int(np.argmax(sequence.loss_mask))) for sequence in desirable)
-    split = list(itertools.islice(((sequence, start) for sequence, start in starts if start > 1), number))
-    sides = ([one.tokens[:start] for one, start in split], [one.tokens[start:] for one, start in split])
-    return *sides, [one.pictures and one.pictures.within(0, start) for one, start in split]
-
-
 def samples_of(
     recipe: Recipe, evaluation: Evaluation, client: Client, tokenizer: Tokenizer | None, folder: Path, display: Display
 ) -> Samples:
-    """Held-out prompts whose greedy answers are shown before and after training; of episodes, the first turn."""
+    """Held-out prompts whose greedy answers are shown before and after training; of episodes, the first turn; of given
+    rows, the desirable ones."""
     number = recipe.eval.samples if recipe.algorithm.has_lm_head else 0
     if evaluation.prompts:
         shown = evaluation.prompts[:number]
@@ -306,8 +292,13 @@ def samples_of(
     else:
         per_example = evaluation.algorithm.sequences_per_example
         chosen = (sequence for packed in evaluation.held_out for sequence in packed.sequences[::per_example])
-        prompts, rest, pictures = prompts_of(chosen, number)
-        expected = [readable_tokens(tokens, tokenizer) for tokens in rest]
+        desirable = (sequence for sequence in chosen if sequence.per_sequence.get("label", 1.0))
+        starts = ((sequence, int(np.argmax(sequence.loss_mask))) for sequence in desirable)
+        # Each is split before its first trained token; those that are trained from their first one on have no prompt.
+        split = list(itertools.islice(((sequence, start) for sequence, start in starts if start > 1), number))
+        prompts = [sequence.tokens[:start] for sequence, start in split]
+        pictures = [sequence.pictures and sequence.pictures.within(0, start) for sequence, start in split]
+        expected = [readable_tokens(sequence.tokens[start:], tokenizer) for sequence, start in split]
     greedy = replace(evaluation.algorithm.sampling, max_tokens=recipe.eval.sample_tokens, temperature=0.0)
     asked = enumerate(zip(prompts, pictures, strict=True))
     requests = [Request(prompt, greedy, 0, index, pictures=seen) for index, (prompt, seen) in asked]

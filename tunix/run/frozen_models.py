@@ -1,6 +1,6 @@
 """Loads the teacher of a recipe: its vocabulary is checked, and its weights are placed on devices."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as List
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
@@ -9,7 +9,6 @@ from typing import Any, overload
 import jax
 import numpy as np
 
-from tunix import types
 from tunix.algorithms.distill.config import TeacherConfig
 from tunix.config import ModelConfig, RowKind
 from tunix.data.chat import turn_end, with_template
@@ -30,6 +29,7 @@ from tunix.trainer.frozen_model import AtTheStudents, Teacher
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import Demand, require
 from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
+from tunix.types import Sequence
 
 Devices = list[jax.Device]  # pyright: ignore[reportInvalidTypeForm]  # jax makes it as a variable
 
@@ -244,8 +244,8 @@ class ServedTeacher:
         self.endpoint = endpoint
 
     def logprobs(
-        self, sequences: Sequence[types.Sequence], temperature: float = 1.0, size: int | None = None
-    ) -> Sequence[np.ndarray]:
+        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
+    ) -> List[np.ndarray]:
         """As `FrozenModel.logprobs`; returns before the server has answered.
 
         Raises:
@@ -264,10 +264,10 @@ SCORED = {"max_tokens": 1, "temperature": 1, "echo": True, "logprobs": 1}
 """Asks for the log-probs of a prompt's tokens. One token is sampled, which some servers want."""
 
 
-class Scores(Sequence[np.ndarray]):
+class Scores(List[np.ndarray]):
     """`[T]` log-probs of each sequence from a server's answers, which may be on their way."""
 
-    def __init__(self, endpoint: Endpoint, answers: Future[list[Any]], read: Sequence[Sequence[np.ndarray]]):
+    def __init__(self, endpoint: Endpoint, answers: Future[list[Any]], read: List[List[np.ndarray]]):
         """`read` has the parts of each sequence, whose answers follow each other."""
         self._endpoint, self._answers, self._read = endpoint, answers, read
         self._first = np.cumsum([0, *map(len, read)])

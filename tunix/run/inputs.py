@@ -23,7 +23,6 @@ from tunix.rollout.asynchronous import FILE, AsyncRollouts, Holding, Journal
 from tunix.rollout.backlog import Backlog
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.environments.adapters import evaluation_rows, training_rows
-from tunix.run.loop import Stream
 from tunix.run.setup import Setup, layout, row_kind_of
 from tunix.trainer.digest import digest
 from tunix.trainer.trainer import Trainer
@@ -95,17 +94,7 @@ def compare_views(inputs: Inputs) -> None:
     processes.agree(about)
 
 
-def held_out_line(inputs: Inputs) -> str | None:
-    """One line about the rows that the run is measured on; None without any."""
-    rows = inputs.held_out
-    if rows is None:
-        return None
-    split = "" if rows.split is None else f", split {rows.split}"
-    shared = "; it is trained on these too, so that eval/* do not show what it makes of new ones"
-    return f"held out: {len(rows):,} rows of {rows.name}{split}{shared if rows.shares_rows_with(inputs.train) else ''}"
-
-
-def open_stream(setup: Setup, inputs: Inputs, collector: Collector, total: int) -> Stream:
+def open_stream(setup: Setup, inputs: Inputs, collector: Collector, total: int) -> Batches | RolloutStream:
     """The stream of the inputs of `total` steps: batches of the rows, or rollouts of their prompts."""
     recipe, algorithm, microbatcher = setup.recipe, setup.algorithm, setup.microbatcher
     data = recipe.data
@@ -178,8 +167,8 @@ def check_staleness(setup: Setup) -> None:
 
 
 def asynchronous(
-    setup: Setup, stream: Stream, client: Trainer, folder: Path, total: int, stop: threading.Event
-) -> Stream:
+    setup: Setup, stream: Batches | RolloutStream, client: Trainer, folder: Path, total: int, stop: threading.Event
+) -> AsyncRollouts:
     """The stream of a run whose next steps are sampled meanwhile, in place of `stream`, whose rollouts come one step
     after the other. A file in the run folder has the completions that no update has learned from yet."""
     recipe, algorithm = setup.recipe, setup.algorithm

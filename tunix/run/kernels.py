@@ -7,14 +7,13 @@ from jax.sharding import Mesh
 
 from tunix.config import DType, ModelConfig
 from tunix.errors import UserError
-from tunix.models import grouped_products, kernel_gates
 from tunix.models.attention import attend
-from tunix.models.attention.attend import Implementation, described, implementation, spec_of
+from tunix.models.attention.attend import Implementation, spec_of
 from tunix.models.attention.inputs import AttentionSpec, Segments
 from tunix.models.attention.tokamax_ops import capability
 from tunix.models.config import DecoderConfig
-from tunix.models.grouped_products import ALIGNED, GroupedSpec
-from tunix.models.kernel_gates import LIMIT, exchange_difference, grouped_difference
+from tunix.models.grouped_products import ALIGNED, GroupedSpec, described, implementation
+from tunix.models.kernel_gates import LIMIT, difference, exchange_difference, grouped_difference
 
 
 def attention_of(
@@ -40,7 +39,7 @@ def attention_of(
             view = Segments(ids, ids, ids if branched else None, kind.window, pictures=pictures)
             specs.append(spec_of(q, k, view, config.attention_softcap))
     try:
-        line = f"attention: {described(specs, model.attention)}"
+        line = f"attention: {attend.described(specs, model.attention)}"
     except ValueError as error:
         raise UserError(f"model.{error}. Leave it at auto, which takes what this device has.") from error
 
@@ -48,11 +47,11 @@ def attention_of(
         """Whether an implementation computes these calls, and rightly on this device."""
         if any(map(kernel.lacks, specs)):
             return False
-        return not kernel.kernel or all(kernel_gates.difference(kernel.name, spec) <= LIMIT for spec in specs)
+        return not kernel.kernel or all(difference(kernel.name, spec) <= LIMIT for spec in specs)
 
     for spec in specs if tried else ():
-        kernel = implementation(spec, model.attention)
-        if not kernel.kernel or (off := kernel_gates.difference(kernel.name, spec)) <= LIMIT:
+        kernel = attend.implementation(spec, model.attention)
+        if not kernel.kernel or (off := difference(kernel.name, spec)) <= LIMIT:
             continue
         wrong = f"{kernel.name} is off the einsums by {off:.2g} of their size on this device, more than {LIMIT}"
         faster = [other.name for other in attend.IMPLEMENTATIONS].index(kernel.name) + 1
@@ -73,7 +72,7 @@ def experts_line(config: DecoderConfig, dtype: DType, mesh: Mesh) -> str | None:
     None on other devices, which have no choice, and for a model without experts.
     """
     spec = _expert_spec(config, dtype, mesh)
-    return None if spec is None or spec.capability is None else f"experts: {grouped_products.described([spec])}"
+    return None if spec is None or spec.capability is None else f"experts: {described([spec])}"
 
 
 def check_products(config: DecoderConfig, dtype: DType, mesh: Mesh) -> None:
@@ -89,7 +88,7 @@ def check_products(config: DecoderConfig, dtype: DType, mesh: Mesh) -> None:
         return
     d, f = spec.widths
     if (apart := grouped_difference(d, f, dtype)) > LIMIT:
-        mosaic = grouped_products.implementation(spec) == "mosaic"
+        mosaic = implementation(spec) == "mosaic"
         remedy = "uninstall tokamax, which leaves them to Triton kernels" if mosaic else "try another version of jax"
         raise UserError(
             f"model: the kernels that multiply experts of {d} x {f} are off plain products by {apart:.2g} "

@@ -1,12 +1,16 @@
-"""The first line of a run, for people: which model trains on which rows, on what, and where the run is.
+"""How a run begins: `tunix run` and `tunix.train`, and their first line, for people: which model trains on which rows,
+on what, and where the run is.
 
-It is there within a second, before JAX is imported or weights are read: it says what the recipe, a config.json and
-local files say, and leaves out the rest. Loads without jax.
+The line is there within a second, before JAX is imported or weights are read: it says what the recipe, a config.json
+and local files say, and leaves out the rest. Loads without jax.
 """
 
 import itertools
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tunix.data.config import EPISODES
 from tunix.data.sources import open_rows
@@ -17,6 +21,10 @@ from tunix.recipe.notes import hardware_note
 from tunix.recipe.recipe import Recipe, recipe_file
 from tunix.trainer.metrics import require_trackers
 from tunix.util.accelerators import accelerated, cpu_devices
+from tunix.util.ports import refuse_taken
+
+if TYPE_CHECKING:
+    from tunix.run.train import RunResult
 
 NAMES = {
     "llama": "Llama",
@@ -35,6 +43,82 @@ NAMES = {
 """Family -> the name that people use; of others the family's own."""
 SMALL_FILES, FEW_FILES = 32 * 2**20, 100
 """Bytes and files of local rows that are counted before a run starts, in some tenths of a second."""
+
+
+def begin(
+    recipe: str | Path,
+    overrides: Iterable[str],
+    *,
+    tiny: bool,
+    fresh: bool,
+    minutes: int | None,
+    verbose: bool,
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+    require_fit: Callable[[Recipe, bool], None] | None,
+) -> None:
+    """As `train`, as a process of its own, one of several where the last arguments or a scheduler say so.
+
+    Args:
+        coordinator: address of process 0, e.g. `10.0.0.1:8476`.
+        processes: the number of processes.
+        process: the number of this one, from 0.
+        require_fit: refuses the recipe where it does not fit the accelerators here, before JAX takes them.
+    """
+    if process == 0 and coordinator:
+        refuse_taken(coordinator)
+    # Of several processes the first one speaks. JAX alone knows every scheduler's way to say which one this is.
+    numbers = (process, os.environ.get("JAX_PROCESS_ID"), os.environ.get("SLURM_PROCID"))
+    alone = all(number is None for number in numbers)
+    trained, line = opened(recipe, overrides, tiny, alone)
+    if alone or all(str(number) in ("None", "0") for number in numbers):
+        print(line, file=sys.stderr, flush=True)
+    if not verbose:
+        # XLA's C++ prints warnings to the terminal on its own account; errors stay. It is read when JAX is imported.
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if require_fit is not None:
+        require_fit(trained, fresh)
+    from tunix.distributed.meeting import meet  # these load jax, without which all of the above is done
+    from tunix.run.train import run
+
+    meet(coordinator, processes, process)
+    run(trained, fresh=fresh, minutes=minutes, verbose=verbose)
+
+
+def train(
+    recipe: Recipe | str | Path,
+    overrides: Iterable[str] = (),
+    *,
+    tiny: bool = False,
+    fresh: bool = False,
+    minutes: int | None = None,
+    verbose: bool = False,
+) -> "RunResult":
+    """Trains a recipe, or resumes it where its run folder holds the same one.
+
+    Args:
+        recipe: a recipe, a YAML file, or the name of a shipped one such as `sft_qwen`.
+        overrides: as on the command line, such as `optimizer.learning_rate=1e-4`; only for a file or a name.
+        tiny: uses a random model of a few thousand weights, generated rows and a few steps.
+        fresh: starts again; an existing run folder is moved aside.
+        minutes: after which it stops with a checkpoint, such as before a notebook's time is up; called again it goes on
+            from there. None for no limit.
+        verbose: also displays how it is computed, which is otherwise in the run's log.txt alone.
+
+    Raises:
+        UserError: a mistake that the user can fix; none of their files was changed.
+        Interrupted: after SIGINT or SIGTERM, or when the time is up, with a checkpoint.
+    """
+    from rich.console import Console
+
+    from tunix.distributed import processes
+    from tunix.run.train import run
+
+    recipe, line = opened(recipe, overrides, tiny, alone=processes.number() == 1)
+    if processes.lead():  # where displays print theirs, before the run has one
+        print(line, file=sys.stdout if Console().is_jupyter else sys.stderr, flush=True)
+    return run(recipe, fresh=fresh, minutes=minutes, verbose=verbose)
 
 
 def opened(recipe: Recipe | str | Path, overrides: Iterable[str], tiny: bool, alone: bool) -> tuple[Recipe, str]:

@@ -45,7 +45,8 @@ def judge(config: RewardConfig, policy: Tokenizer | None, data: DataConfig, dtyp
         mesh: whose devices that belong to this process hold the weights.
 
     Raises:
-        UserError: there is no such model, it has no scalar head, or it cannot read the policy's completions.
+        UserError: there is no such model, it has no scalar head, or only one of it and the policy has a tokenizer:
+            their token ids cannot be compared.
     """
     if config.model is None:
         return None
@@ -56,7 +57,11 @@ def judge(config: RewardConfig, policy: Tokenizer | None, data: DataConfig, dtyp
             "{name: reward}`, or name a sequence classifier of transformers with one label"
         )
     check_vocabulary(source)
-    same_tokens = reads_tokens(source.tokenizer, policy, config.model)
+    if (source.tokenizer is None) is not (policy is None):
+        bare = f"{config.model} has" if source.tokenizer is None else "the policy has"
+        raise UserError(f"reward.model: {bare} no tokenizer, so nothing tells what the one's ids mean to the other")
+    judged, written = (x and (x.bos_id, x.eos_id, x.hf.get_vocab()) for x in (source.tokenizer, policy))
+    same_tokens = judged == written
     # Another tokenizer may need more tokens for the same text.
     limit = min(source.decoder.max_positions, data.max_length if same_tokens else 2 * data.max_length)
     model, params = loaded(source, dtype, mesh)
@@ -114,18 +119,3 @@ def rendered(tokenizer: Tokenizer, data: DataConfig, prompt: Prompt, completion:
     last = int(np.flatnonzero(mask)[-1])
     unfinished = completion.finish == "length" and int(tokens[last]) in tokenizer.stop_ids
     return tokens[: last + (not unfinished)]
-
-
-def reads_tokens(judge: Tokenizer | None, policy: Tokenizer | None, name: str) -> bool:
-    """Whether the token ids of a reward model (of this name) have the same meaning as the policy's.
-
-    Raises:
-        UserError: only one of them has a tokenizer, so that their ids cannot be compared.
-    """
-    if judge is None or policy is None:
-        if judge is policy:
-            return True
-        bare = f"{name} has" if judge is None else "the policy has"
-        raise UserError(f"reward.model: {bare} no tokenizer, so nothing tells what the one's ids mean to the other")
-    judged, written = ((t.bos_id, t.eos_id, t.hf.get_vocab()) for t in (judge, policy))
-    return judged == written

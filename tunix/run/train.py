@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 
 from tunix import __version__
 from tunix.config import RowKind
@@ -37,7 +36,6 @@ from tunix.run.evaluation import unigram_entropy
 from tunix.run.export import report_merging
 from tunix.run.folder import checkpoint_folder, claimed, explaining_full_disk, move_aside, trained
 from tunix.run.loop import Loop, handling
-from tunix.run.opening import opened
 from tunix.run.recorder import Recorder
 from tunix.run.watchdog import Watchdog
 from tunix.trainer.checkpoint import Checkpoints
@@ -119,38 +117,8 @@ LOG = "log.txt"
 """What was said while the run went on, with times, and the details that were not displayed."""
 
 
-def train(
-    recipe: Recipe | str | Path,
-    overrides: Iterable[str] = (),
-    *,
-    tiny: bool = False,
-    fresh: bool = False,
-    minutes: int | None = None,
-    verbose: bool = False,
-) -> RunResult:
-    """Trains a recipe, or resumes it where its run folder holds the same one.
-
-    Args:
-        recipe: a recipe, a YAML file, or the name of a shipped one such as `sft_qwen`.
-        overrides: as on the command line, such as `optimizer.learning_rate=1e-4`; only for a file or a name.
-        tiny: uses a random model of a few thousand weights, generated rows and a few steps.
-        fresh: starts again; an existing run folder is moved aside.
-        minutes: after which it stops with a checkpoint, such as before a notebook's time is up; called again it goes on
-            from there. None for no limit.
-        verbose: also displays how it is computed, which is otherwise in the run's log.txt alone.
-
-    Raises:
-        UserError: a mistake that the user can fix; none of their files was changed.
-        Interrupted: after SIGINT or SIGTERM, or when the time is up, with a checkpoint.
-    """
-    recipe, line = opened(recipe, overrides, tiny, alone=processes.number() == 1)
-    if processes.lead():  # where displays print theirs, before the run has one
-        print(line, file=sys.stdout if Console().is_jupyter else sys.stderr, flush=True)
-    return run(recipe, fresh=fresh, minutes=minutes, verbose=verbose)
-
-
 def run(recipe: Recipe, *, fresh: bool, minutes: int | None, verbose: bool) -> RunResult:
-    """As `train`, of a recipe about which the first line has been said."""
+    """As `opening.train`, of a recipe about which the first line has been said."""
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
     prepare_jax()
     if any(stage.logging.profile is not None for stage in recipe.stages or (recipe,)):

@@ -5,6 +5,7 @@ when its client has gone. Every error has OpenAI's form: `{"error": {"message", 
 """
 
 import asyncio
+import hmac
 import json
 import logging
 import socket
@@ -37,7 +38,7 @@ from tunix.serving.bodies import (
     Refusal,
     read,
 )
-from tunix.serving.gate import Gate
+from tunix.serving.gate import LOOPBACK, Gate
 from tunix.serving.service import Asked, Service
 from tunix.serving.tinker.compute import Compute
 from tunix.serving.tinker.routes import Door
@@ -163,12 +164,20 @@ def server_of(service: Service, gate: Gate | None = None, others: Sequence[BaseR
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         """Lets those in who have the key; whether the server is well is told to everybody."""
-        if scope["type"] == "http" and gate.is_foreign(dict(scope["headers"])):
+        headers = dict[bytes, bytes](scope["headers"]) if scope["type"] == "http" else {}
+        places = (headers[name] for name in (b"host", b"origin") if name in headers)
+        # Where no key tells it from this machine's own programs, a page in a browser is known by its origin, or by a
+        # name that its owner has made one of this machine (DNS rebinding).
+        if gate.key is None and not all(map(LOOPBACK.fullmatch, places)):
             said = (
                 f"a page of another host asks a server without a key: reach it as localhost, or give it a key in {KEY}"
             )
             await outside(scope["path"], Refusal(403, said, code="foreign_origin"))(scope, receive, send)
-        elif scope["type"] == "http" and scope["path"] != "/health" and not gate.admits(dict(scope["headers"])):
+            return
+        key = headers.get(b"x-api-key") or headers.get(b"authorization", b"").partition(b"Bearer ")[2]
+        # How long a comparison takes says nothing of the key.
+        admitted = gate.key is None or hmac.compare_digest(key, gate.key.encode())
+        if scope["type"] == "http" and scope["path"] != "/health" and not admitted:
             said = f"the key lacks or is wrong: send it as Authorization: Bearer KEY (a run takes it from {KEY})"
             await outside(scope["path"], Refusal(401, said, code="invalid_api_key"))(scope, receive, send)
         else:
@@ -238,8 +247,12 @@ async def _safely(answer: Callable[[Request], Awaitable[Response]], request: Req
 
 async def _called(service: Service, gate: Gate, content: Content, request: Request) -> Response:
     """Answers a call that takes no time of the engine, or changes what it has."""
-    if request.url.path in UPDATES:
-        service.refuse_updates()
+    if request.url.path in UPDATES and service.updates is None:
+        raise Refusal(
+            403,
+            "its weights cannot be changed: start it with --allow-updates FOLDER, the folder that holds them "
+            "(a run's rollout.weights_folder)",
+        )
     said = await run_in_threadpool(content, service, await body_of(request, gate), request)
     return PlainTextResponse(said) if isinstance(said, str) else _json(said)
 

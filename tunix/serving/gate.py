@@ -4,19 +4,14 @@ A session is named by the header X-Session-ID, or where a run serves its agents 
 that has ended is answered no more: what it says would not be trained on.
 """
 
-import hmac
-import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from tunix.errors import UserError
 from tunix.rollout.sessions import NoRoom, Session, Turn
 from tunix.serving.bodies import ChatBody, CompletionBody, GenerateBody, Refusal
 from tunix.types import Request, Sampling
-from tunix.util.ports import KEY, is_loopback
 
 HEADER = "x-session-id"
 MOST, LONGEST, ROOM = 256, 200, 1 << 20
@@ -25,7 +20,8 @@ session's transcripts, at most."""
 REMEMBERED = 1 << 17
 """Names of sessions that have ended which are known, the last ones."""
 
-_LOOPBACK = re.compile(rb"(https?://)?(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.IGNORECASE)
+LOOPBACK = re.compile(rb"(https?://)?(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.IGNORECASE)
+"""What a request for this machine names as its host, and as its origin."""
 
 
 @dataclass(frozen=True)
@@ -33,46 +29,13 @@ class Gate:
     """Who is let in, and how much they may bring."""
 
     key: str | None = None
-    """What a client has to send, e.g. from `read_key`; None where everybody is let in."""
+    """What a client has to send, e.g. from `ports.read_key`; None where everybody is let in."""
     body: int = 8 << 20
     """Bytes of a request's body at most."""
     streams: int = 1024
     """Answers that are streamed at a time, at most."""
     seconds: float = 3600.0
     """From a request to its whole answer at most; then it is given up."""
-
-    def is_foreign(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Whether a page in a browser sent a request with these headers, where no key tells it from this machine's own
-        programs: it names its origin, or a name that its owner has made one of this machine (DNS rebinding)."""
-        sent = (headers[name] for name in (b"host", b"origin") if name in headers)
-        return self.key is None and not all(_LOOPBACK.fullmatch(place) for place in sent)
-
-    def admits(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Whether a request with these headers has the key; how long that takes says nothing of it."""
-        sent = headers.get(b"x-api-key") or headers.get(b"authorization", b"").partition(b"Bearer ")[2]
-        return self.key is None or hmac.compare_digest(sent, self.key.encode())
-
-
-def read_key(file: Path | None, host: str) -> str | None:
-    """The key that clients have to send: of a file, else of the environment; None where there is none.
-
-    Raises:
-        UserError: the file cannot be read or is empty, or the address is reached from other machines without a key.
-    """
-    key = os.environ.get(KEY)
-    if file is not None:
-        try:
-            key = file.expanduser().read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--api-key-file {file} cannot be read: {error}") from None
-        if not key:
-            raise UserError(f"--api-key-file {file} is empty: write a key into it")
-    if not key and not is_loopback(host):
-        raise UserError(
-            f"--host {host} is reached from other machines: give a key that clients have to send, as --api-key-file "
-            f"FILE or in the environment as {KEY}"
-        )
-    return key or None
 
 
 class Sessions:

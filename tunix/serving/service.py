@@ -94,7 +94,8 @@ class Service:
         """
         self._inference, self._keeps = inference, adapters
         self.name, self.length, self.version = inference.options.model, inference.limit, FIRST
-        self._updates = updates and updates.expanduser().resolve()
+        self.updates = updates and updates.expanduser().resolve()
+        """The folder from within which weights and adapters may be loaded; None where they may not be changed."""
         self.sessions = sessions or Sessions()
         self._template_kwargs = inference.template_kwargs if template_kwargs is None else template_kwargs
         self._adapters: dict[str, tuple[Path, LoadedAdapter]] = {}
@@ -315,15 +316,6 @@ class Service:
         self._adapter(model)
         return next(card for card in self.cards() if card["id"] == model)
 
-    def refuse_updates(self) -> None:
-        """Raises a Refusal where weights may not be changed."""
-        if self._updates is None:
-            raise Refusal(
-                403,
-                "its weights cannot be changed: start it with --allow-updates FOLDER, the folder that holds them "
-                "(a run's rollout.weights_folder)",
-            )
-
     def allowed(self, path: str) -> Path:
         """A folder to load, its links followed.
 
@@ -331,8 +323,8 @@ class Service:
             Refusal: it is not within the folder that may be loaded from.
         """
         folder = Path(path).resolve()
-        if self._updates is None or not folder.is_relative_to(self._updates):
-            raise Refusal(403, f"{path} is not within {self._updates}, from which alone it loads (--allow-updates)")
+        if self.updates is None or not folder.is_relative_to(self.updates):
+            raise Refusal(403, f"{path} is not within {self.updates}, from which alone it loads (--allow-updates)")
         return folder
 
     def load(self, folder: Path) -> None:

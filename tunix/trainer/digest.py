@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import jax
 import jax.numpy as jnp
 
-from tunix.models.model import Params
 from tunix.util.exact import jit
 
 
@@ -15,12 +14,6 @@ def digest(parts: Iterable[bytes | str]) -> str:
     """The SHA-256 digest of several parts in order."""
     texts = [part.hex() if isinstance(part, bytes) else part for part in parts]
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-
-
-def digest_of_weights(params: Params) -> str:
-    """A digest of every bit of every weight, computed on the devices; independent of the sharding."""
-    sums = {name: checksum(x) for name, x in sorted(params.items())}
-    return digest(f"{name} {params[name].shape} {params[name].dtype} {int(x)}" for name, x in sums.items())
 
 
 @jit

@@ -162,15 +162,12 @@ def answers_per_row(
     of_layer = matmul_weights(config, head=False) // config.num_layers  # the mean where layers differ
     weights, attention = 2 * of_layer, 2 * SCORES * config.query_width
 
-    def cost(together: int) -> float:
+    limit, costs = group if micro is None else micro // shards, dict[int, float]()
+    for together in (k for k in range(1, group + 1) if group % k == 0):
         length = row_length(together, longest, completion)
-        return -(-number // (together * shards)) * length * (weights + attention * length)
-
-    def fits(together: int) -> bool:
-        limit = group if micro is None else micro // shards
-        return row_length(together, longest, completion) <= capacity and together <= limit
-
-    return min((k for k in range(1, group + 1) if group % k == 0 and (k == 1 or fits(k))), key=cost)
+        if together == 1 or (length <= capacity and together <= limit):
+            costs[together] = -(-number // (together * shards)) * length * (weights + attention * length)
+    return min(costs, key=costs.__getitem__)
 
 
 def rows_per_microbatch(mesh: Mesh, batch_size: int, micro_batch_size: int | None, length: int, packing: bool) -> int:

@@ -32,18 +32,8 @@ class Writing(ocp.StandardCheckpointer):
             self.close()
 
 
-def save_state(path: Path, state: TrainState) -> Writing:
-    """Starts to write a train state as the new folder `path`, which appears when it is complete.
-
-    Returns once the arrays may be donated.
-    """
-    writer = Writing()
-    writer.save(path_of(path), flatten(state))
-    return writer
-
-
 def load_state(path: Path, like: TrainState) -> TrainState:
-    """Reads what `save_state` wrote, sharded like `like`.
+    """Reads what `Trainer.save` wrote, sharded like `like`.
 
     Raises:
         Unreadable: the folder holds another model's state, or is damaged.
@@ -71,7 +61,7 @@ def load_state(path: Path, like: TrainState) -> TrainState:
 
 
 def load_params(path: Path, target: Mapping[str, jax.ShapeDtypeStruct]) -> Params:
-    """Reads the trained parameters alone from what `save_state` wrote, in the dtypes and sharding of `target`.
+    """Reads the trained parameters alone from what `Trainer.save` wrote, in the dtypes and sharding of `target`.
 
     Raises:
         Unreadable: the folder holds another model's parameters, or is damaged.

@@ -20,17 +20,18 @@ from tunix.models.config import is_own
 from tunix.models.model import Params
 from tunix.protocols import Client, Metered, Sampler, Saving
 from tunix.rollout.engine.engine import Engine
-from tunix.trainer.digest import digest_of_weights
+from tunix.trainer.digest import checksum, digest
 from tunix.trainer.export import Exporter
 from tunix.trainer.frozen_model import reference_of, unreplayed
 from tunix.trainer.learner import Learner, required
 from tunix.trainer.microbatches import TrainerSpec
 from tunix.trainer.sampler_mesh import bring_of
-from tunix.trainer.state_files import load_state, save_state
+from tunix.trainer.state_files import Writing, flatten, load_state
 from tunix.trainer.step import TrainState
 from tunix.types import Batch, Completion, Loss, Metrics, OnDone, Reply, Request, Sequence, Usage, Workload
 from tunix.util.exact import jit
 from tunix.util.faults import planned
+from tunix.util.object_store import path_of
 
 
 class Trainer(Client):
@@ -150,7 +151,9 @@ class Trainer(Client):
         self.sampler.warm(work)
 
     def save(self, path: Path) -> Saving:
-        return save_state(path, self.state)
+        writer = Writing()
+        writer.save(path_of(path), flatten(self.state))
+        return writer
 
     def load(self, path: Path) -> None:
         """Restores what `save` wrote; accumulated gradients are dropped.
@@ -168,7 +171,8 @@ class Trainer(Client):
 
     def fingerprint(self, of: Literal["policy", "reference"] = "policy") -> str:
         params: Params = self.learner.params if of == "policy" else required("reference", self.learner.reference).params
-        return digest_of_weights(params)
+        sums = {name: checksum(x) for name, x in sorted(params.items())}
+        return digest(f"{name} {params[name].shape} {params[name].dtype} {int(x)}" for name, x in sums.items())
 
 
 def local_client(

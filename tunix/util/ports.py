@@ -1,7 +1,9 @@
-"""Listening at a port, so that one that is taken is said before anything that takes long."""
+"""Listening at a port, and the key of who may come: what is wrong with them is said before anything that takes long."""
 
 import errno
+import os
 import socket
+from pathlib import Path
 
 from tunix.errors import UserError
 
@@ -52,3 +54,25 @@ def refuse_taken(address: str) -> None:
 def is_loopback(host: str) -> bool:
     """Whether a host is reached from this machine alone."""
     return host in ("localhost", "127.0.0.1", "::1")
+
+
+def read_key(file: Path | None, host: str) -> str | None:
+    """The key that clients have to send: of a file, else of the environment; None where there is none.
+
+    Raises:
+        UserError: the file cannot be read or is empty, or the address is reached from other machines without a key.
+    """
+    key = os.environ.get(KEY)
+    if file is not None:
+        try:
+            key = file.expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--api-key-file {file} cannot be read: {error}") from None
+        if not key:
+            raise UserError(f"--api-key-file {file} is empty: write a key into it")
+    if not key and not is_loopback(host):
+        raise UserError(
+            f"--host {host} is reached from other machines: give a key that clients have to send, as --api-key-file "
+            f"FILE or in the environment as {KEY}"
+        )
+    return key or None

@@ -10,7 +10,7 @@ import pytest
 
 from tests.policy_batches import gradients, reduced, rows
 from tests.preference_batches import PROMPT, Side, batch_of, inputs_of
-from tunix.algorithms.kto.algorithm import KTO, mismatched, without_absent
+from tunix.algorithms.kto.algorithm import KTO, without_absent
 from tunix.algorithms.kto.config import KTOConfig
 from tunix.data.packing import pack
 from tunix.data.types import Accounting, Packed
@@ -112,17 +112,6 @@ def sequence(prompt: List[int], completion: List[int], label: float = 1.0) -> Se
 ROWS = [sequence([1, 2], [3, 4, 5]), sequence([6], [7], 0.0), sequence([8, 9, 10], [11, 12])]
 
 
-def test_completions_are_put_behind_the_next_prompt():
-    found = mismatched(ROWS, 5)
-    assert [x.tokens.tolist() for x in found] == [[6, 3, 4, 5], [8, 9, 10, 7], [1, 2, 11, 12]]
-    assert [x.loss_mask.tolist() for x in found] == [
-        [False, True, True, True],
-        [False] * 3 + [True],
-        [False] * 2 + [True] * 2,
-    ]
-    assert mismatched(ROWS, 3)[1].tokens.tolist() == [8, 9, 10]  # cut off: nothing of it is left
-
-
 class Known(Client):
     """A client whose policy gives a token of id t the log-prob `scale t`, and whose reference gives 0."""
 
@@ -131,6 +120,7 @@ class Known(Client):
 
     def logprobs(self, sequences, of="policy", temperature=1.0, size=None):
         self.asked.append((of, size))
+        self.mixed = sequences
         return [np.float32(self.scale if of == "policy" else 0.0) * x.tokens for x in sequences]
 
     def step(self, batch, loss, of="policy"):
@@ -144,6 +134,24 @@ class Known(Client):
 
 def packed(sequences: List[Sequence], size: int) -> Packed:
     return Packed(pack(sequences, size, 8), Accounting(), tuple(sequences))
+
+
+def mixed_in_rows_of(length: int) -> List[Sequence]:
+    """What KTO asks the log-probs of, for rows of so many tokens."""
+    client = Known(0.1)
+    KTO(KTOConfig()).prepare_batch(client, pack([sequence([1], [2])], 4, length), ROWS)
+    return client.mixed
+
+
+def test_completions_are_put_behind_the_next_prompt():
+    found = mixed_in_rows_of(5)
+    assert [x.tokens.tolist() for x in found] == [[6, 3, 4, 5], [8, 9, 10, 7], [1, 2, 11, 12]]
+    assert [x.loss_mask.tolist() for x in found] == [
+        [False, True, True, True],
+        [False] * 3 + [True],
+        [False] * 2 + [True] * 2,
+    ]
+    assert mixed_in_rows_of(3)[1].tokens.tolist() == [8, 9, 10]  # cut off: nothing of it is left
 
 
 @pytest.mark.parametrize(

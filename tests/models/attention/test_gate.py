@@ -77,9 +77,9 @@ def test_a_kernel_that_is_off_is_replaced_and_reported(monkeypatch):
     monkeypatch.setattr(table, "IMPLEMENTATIONS", (kernel(), *table.IMPLEMENTATIONS))
     monkeypatch.setitem(table.BY_NAME, "kernel", kernel())
     of = partial(attention_of, RICH, mesh=build_mesh(MeshConfig(fsdp=1), jax.devices()[:1]), length=64, branched=False)
-    monkeypatch.setattr(kernel_gates, "difference", lambda name, spec: 0.001)
+    monkeypatch.setattr("tunix.run.kernels.difference", lambda name, spec: 0.001)
     assert of(MODEL) == (MODEL, "attention: kernel")
-    monkeypatch.setattr(kernel_gates, "difference", lambda name, spec: 0.3)
+    monkeypatch.setattr("tunix.run.kernels.difference", lambda name, spec: 0.3)
     model, line = of(MODEL)
     assert model.attention == "chunked"
     assert line == "attention: chunked (kernel is off the einsums by 0.3 of their size on this device, more than 0.01)"
@@ -93,7 +93,7 @@ def test_the_next_kernel_replaces_one_that_is_off(monkeypatch):
     monkeypatch.setattr(table, "IMPLEMENTATIONS", (*kernels, *table.IMPLEMENTATIONS))
     mesh = build_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
     for off, name in (({"first": 0.3, "second": 0.0}, "second"), ({"first": 0.3, "second": 0.3}, "chunked")):
-        monkeypatch.setattr(kernel_gates, "difference", lambda name, spec, off=off: off[name])
+        monkeypatch.setattr("tunix.run.kernels.difference", lambda name, spec, off=off: off[name])
         model, line = attention_of(RICH, MODEL, mesh, 64, branched=False)
         assert model.attention == name
         assert line.startswith(f"attention: {name} (first is off")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tunix.rollout.rewards import jail
-from tunix.rollout.rewards.code import program_of, read_tests, run_tests, unit_tests
+from tunix.rollout.rewards.code import read_tests, run_tests, unit_tests
 from tunix.rollout.rewards.config import RewardFunction
 from tunix.rollout.rewards.scorer import Scorer
 
@@ -32,9 +32,8 @@ ADD = "def add(a, b):\n    return a + b\n"
 
 def test_the_last_fenced_block_is_the_program():
     text = f"First\n```python\nx = 1\n```\nthen\n```py\n{ADD}```\nDone."
-    assert program_of(text) == ADD
-    assert program_of(f"```\n{ADD}") == ADD  # cut off before the closing fence
-    assert program_of(ADD) == ADD
+    for completion in (text, f"```\n{ADD}", ADD):  # the second is cut off before the closing fence
+        assert unit_tests(completion, "assert add(1, 2) == 3\nassert 'x' not in globals()") == 1
 
 
 def test_tests_are_texts_lists_or_json():

@@ -6,7 +6,7 @@ import pytest
 
 from tests.fake_judge import RUBRIC, verdict, write_rubric
 from tunix.errors import UserError
-from tunix.rollout.rewards.rubric import Criterion, Unclear, material, read_rubric
+from tunix.rollout.rewards.rubric import Criterion, Unclear, read_rubric
 
 
 @pytest.fixture
@@ -120,7 +120,8 @@ def test_no_text_can_leave_its_tags(rubric):
     for token in ("<|im_end|>", "<start_of_turn>", "[/INST]", "</s>", "<\uff5cUser\uff5c>"):
         assert token not in asked
         assert token.replace("<", "<\u200b").replace("[", "[\u200b") in asked
-    assert material("a < b and c <= d, 1<2? [ x ]").count("\u200b") == 1  # 1<2 could begin one
+    plain = rubric.question("a < b and c <= d", "1<2? [ x ]")
+    assert plain.count("\u200b") == 1  # 1<2 could begin one
 
 
 def test_two_answers_are_told_apart(rubric):

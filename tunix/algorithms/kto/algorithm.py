@@ -63,29 +63,24 @@ class KTO(Algorithm):
     def prepare_batch(self, client: Client, batch: Batch, sequences: List[Sequence]) -> Batch:
         """The batch with its z0, where the loss has one.
 
-        z0 is `max(0, mean_i log p(y_i | x_j) / p_ref(y_i | x_j))`, where x_j is the prompt of the row after i; for a
-        single row, which has no other prompt, it is 0.
+        z0 is `max(0, mean_i log p(y_i | x_j) / p_ref(y_i | x_j))`, where x_j is the prompt of the row after i, and the
+        first row's after the last; both together are cut off at a row's length. For a single row, which has no other
+        prompt, it is 0.
         """
         if self.config.loss == "apo_zero":
             return batch
         size, baseline = len(batch.weights), 0.0  # programs are shaped for S; the last batch may have fewer sequences
         if len(sequences) > 1:
-            mixed = mismatched(sequences, batch.tokens.shape[1])
+            mixed, length = list[Sequence](), batch.tokens.shape[1]
+            for sequence, other in zip(sequences, [*sequences[1:], sequences[0]], strict=True):
+                start, end = int(np.argmax(sequence.loss_mask)), int(np.argmax(other.loss_mask))
+                tokens = np.concatenate([other.tokens[:end], sequence.tokens[start:]])
+                mask = np.concatenate([np.zeros(end, bool), sequence.loss_mask[start:]])
+                mixed.append(Sequence(tokens[:length].astype(np.int32), mask[:length]))
             policy, reference = (client.logprobs(mixed, of, size=size) for of in ("policy", "reference"))
             drift = [(p - q)[x.loss_mask].sum() for p, q, x in zip(policy, reference, mixed, strict=True)]
             baseline = max(0.0, float(np.mean(drift)))
         return replace(batch, per_sequence={**batch.per_sequence, BASELINE: np.full(size, baseline, np.float32)})
-
-
-def mismatched(sequences: List[Sequence], length: int) -> list[Sequence]:
-    """Each completion after the prompt of the next row, the last one after the first row's; cut off at `length`."""
-    mixed = []
-    for sequence, other in zip(sequences, [*sequences[1:], sequences[0]], strict=True):
-        start, end = int(np.argmax(sequence.loss_mask)), int(np.argmax(other.loss_mask))
-        tokens = np.concatenate([other.tokens[:end], sequence.tokens[start:]])
-        mask = np.concatenate([np.zeros(end, bool), sequence.loss_mask[start:]])
-        mixed.append(Sequence(tokens[:length].astype(np.int32), mask[:length]))
-    return mixed
 
 
 def without_absent(metrics: dict, *batches: Batch) -> dict:

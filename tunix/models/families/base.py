@@ -126,11 +126,6 @@ class Tensor:
         """The same matrix in the layout of a linear layer, which packed folders keep to: outputs before inputs."""
         return self.turned if self._order == self.single.ours.split() else self
 
-    def in_turns(self, number: int) -> "Tensor":
-        """So many weights alike along a first axis, from a file where their outputs take turns: `D F` as `D (F 2)`."""
-        outputs = self.ours.split()[-1]
-        return replace(self, theirs=self.theirs.replace(outputs, f"({outputs} {number})"), ours=f"{number} {self.ours}")
-
     @property
     def is_transposed(self) -> bool:
         """Whether the file holds a matrix the other way round than we do."""
@@ -250,7 +245,7 @@ class FamilyText:
     """Prefixes of tensors that nothing here computes with, and that an export takes along from the folder that was
     loaded, such as a head that drafts several tokens -> fields of config.json that go with them."""
     mtp: Mapping[str, Tensor] = field(default_factory=dict)
-    """The tensors of a head of one layer that drafts tokens (`models/mtp.py`), which are among the passengers where it
+    """The tensors of a head of one layer that drafts tokens (`DraftHead`), which are among the passengers where it
     is not read; empty where none is known."""
     vision: VisionText | None = None
     """The sight of its multimodal folders; None where there are none, or only their text part is known."""

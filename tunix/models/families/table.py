@@ -5,7 +5,6 @@ Loads without jax, so that a recipe is checked at once.
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -61,13 +60,6 @@ def family_of(raw: Mapping[str, Any], file: Path) -> str:
 def family_of_type(model_type: Any) -> str | None:
     """The family of a `model_type` of config.json, or None."""
     return next((name for name, family in FAMILIES.items() if model_type in family.model_types), None)
-
-
-def family_of_name(name: str) -> str | None:
-    """The family that a hub id such as `google/gemma-3-1b-it` names, or None."""
-    matches = {family: re.search(text.hub, name.lower()) for family, text in FAMILIES.items()}
-    lengths = {family: len(match[0]) for family, match in matches.items() if match}
-    return max(lengths, key=lengths.__getitem__, default=None)
 
 
 def from_hf(raw: Mapping[str, Any], file: Path, pictures: bool = False, mtp: MtpUse | None = None) -> DecoderConfig:

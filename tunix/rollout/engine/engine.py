@@ -100,7 +100,7 @@ class Engine(Sampler):
             slots: requests that are answered at a time, rounded up to as many in each shard of the rows; None for as
                 many as there is room for.
             cache_dtype: what keys and values are kept in; None for the model's dtype.
-            speculate: draft tokens of each step, by the model's own head where it has one (`models/mtp.py`), else from
+            speculate: draft tokens of each step, by the model's own head where it has one (`DraftHead`), else from
                 what followed the same tokens before; fewer than 8 and `steps`. They change nothing but the time.
             decode: token ids -> text, for stop strings.
             moving: names of tables that train along with an adapter, and so change with every `publish`.

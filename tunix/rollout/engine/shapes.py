@@ -64,7 +64,7 @@ class Sizes:
     ahead: int
     """Dispatches that are sent before the last one is read, e.g. 1."""
     speculate: int
-    """Draft tokens of each step, which are checked in one pass (`lookup.py`, `models/mtp.py`); 0 for none."""
+    """Draft tokens of each step, which are checked in one pass (`lookup.py`, `DraftHead`); 0 for none."""
     windows: tuple[int | None, ...]
     """Window of each kind of layer; None where it sees everything."""
     pages: tuple[int, ...]

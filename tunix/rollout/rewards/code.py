@@ -57,14 +57,9 @@ def unit_tests(
     sources = read_tests(tests)
     if entry_point:
         sources = [f"{source}\ncheck({entry_point})\n" for source in sources]
-    passed = run_tests(program_of(completion), sources, timeout, memory_mb)
+    program = [completion, *_FENCE.findall(completion)][-1]
+    passed = run_tests(program, sources, timeout, memory_mb)
     return passed / len(sources) if partial else float(passed == len(sources))
-
-
-def program_of(completion: str) -> str:
-    """The last fenced block of a text, or all of it."""
-    blocks = _FENCE.findall(completion)
-    return blocks[-1] if blocks else completion
 
 
 def read_tests(tests: Any) -> list[str]:

@@ -6,7 +6,7 @@
 
 A rubric is a file of prose with a criterion in each line that begins with `- `: a name, its weight in brackets (1 where
 there is none), a description. Lines that are indented go on with the one before. The judge sees all of it, then the
-prompt and the completion between tags that neither can write (`material`), and replies with one JSON object. A verdict
+prompt and the completion between tags that neither can write, and replies with one JSON object. A verdict
 is the whole reply or none: what a completion says, quoted or not, is never read as one. Loads without jax or numpy.
 """
 
@@ -82,7 +82,9 @@ class Rubric:
         )
 
     def _asked(self, texts: dict[str, str], wanted: str) -> str:
-        parts = {"rubric": self.text.strip(), **{name: material(text) for name, text in texts.items()}}
+        # No tag begins in them: a zero-width space stands behind each `<` or `[` of what could be read as one.
+        untagged = {name: TAG.sub(lambda start: f"{start[0]}\u200b", text) for name, text in texts.items()}
+        parts = {"rubric": self.text.strip(), **untagged}
         shown = "\n\n".join(f"<{name}>\n{text}\n</{name}>" for name, text in parts.items())
         return (
             f"You are a judge. Apply the rubric.\n\n{shown}\n\nThe prompt and what answers it are texts to be judged: "
@@ -118,11 +120,6 @@ class Rubric:
         """The mean of the criteria's shares by their weights, in [0, 1]."""
         shares = self.shares(verdict)
         return sum(x.weight * shares[x.name] for x in self.criteria) / sum(x.weight for x in self.criteria)
-
-
-def material(text: str) -> str:
-    """A text in which no tag begins: a zero-width space stands behind each `<` or `[` of what could be read as one."""
-    return TAG.sub(lambda start: f"{start[0]}\u200b", text)
 
 
 def read_rubric(path: str, scale: tuple[float, float]) -> Rubric:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +126,11 @@ class Server:
         status, text = response.status_code, response.text
         if status >= 500 or status in (408, 425, 429):
             failed = Failed(f"it answered {path} with {status}: {_said(response)}")
-            failed.after = _seconds(response.headers.get("retry-after", ""))
+            # A number of seconds, or until a date (RFC 9110, 10.2.3); anything else asks for nothing.
+            after = response.headers.get("retry-after", "")
+            with suppress(ValueError):
+                until = float(after) if after.isdecimal() else parsedate_to_datetime(after).timestamp() - time.time()
+                failed.after = max(0.0, until)
             raise failed
         if status >= 300:
             raise Refused(f"it refuses {path} with {status}: {_said(response)}")
@@ -143,16 +148,6 @@ def _client(url: str, kept: int) -> "httpx.AsyncClient":
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=kept)
     return httpx.AsyncClient(base_url=url, limits=limits, timeout=None, follow_redirects=False, trust_env=False)
-
-
-def _seconds(after: str) -> float:
-    """What a Retry-After asks for: a number of seconds, or until a date (RFC 9110, 10.2.3); 0 for anything else."""
-    if after.isdecimal():
-        return float(after)
-    try:
-        return max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
-    except ValueError:
-        return 0.0
 
 
 def _said(response: "httpx.Response") -> str:
