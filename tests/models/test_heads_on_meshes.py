@@ -42,13 +42,13 @@ def both_heads(arrays, targets, needed, pull):
     divergence = compared(
         Side(student, table, 3.0), Side(teacher, other, None), targets, needed, Divergence()
     ).divergence
-    values = (*found, divergence)
+    values = (*found[:2], divergence)
     return sum(jnp.sum(weights * x) for weights, x in zip(pull, values, strict=True)), values
 
 
 def frozen(arrays, targets, needed, pull):
     """The same of log-probs alone, under a table that does not train."""
-    found, _ = token_logprobs(arrays[0], arrays[1], targets, needed, softcap=None, entropy=False)
+    found, *_ = token_logprobs(arrays[0], arrays[1], targets, needed, softcap=None, entropy=False)
     return jnp.sum(pull[0] * found), found
 
 

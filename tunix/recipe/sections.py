@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
+from tunix.algorithms.config import PolicyConfig
 from tunix.algorithms.distill.config import POLICY, PROMPTS, DistillConfig, TeacherConfig
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import AlgorithmConfig, Config, MeshConfig, ModelConfig, Place, Positive, RowKind
@@ -180,6 +181,9 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
         )
     if recipe.algorithm.reads_observations and not recipe.plays:
         yield "algorithm.observation_weight: changes nothing without an environment: set rollout.environment"
+    whole = isinstance(recipe.algorithm, PolicyConfig) and recipe.algorithm.penalties_over == "whole"
+    if whole and not recipe.rollout.top_k:
+        yield "algorithm.penalties_over: every set is the whole without rollout.top_k, which cuts ids off; leave it out"
     if recipe.data.pictures:
         if not recipe.algorithm.sees_pictures:
             yield (
