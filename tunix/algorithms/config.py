@@ -142,7 +142,7 @@ class PolicyConfig(RuledConfig):
     whose completions had less, falls by as much after others, and counts only where they had less (Skywork-OR1,
     https://arxiv.org/abs/2505.22312, with a target of 0.2). Null: the coefficient is constant."""
     penalties_over: Literal["set", "whole"] = "set"
-    """What the KL's estimates and the entropy are over where `rollout.top_k` and others cut ids off: the `set` that each
+    """What KL estimates and the entropy are over where `rollout.top_k` and others cut ids off: the `set` that each
     token was drawn from, or all ids, the `whole`. Surrogates are over the set always."""
     observation_weight: NonNegative = 0.0
     """Weight of the negative log-likelihood of what an environment wrote, such as tools' outputs, the mean over these
