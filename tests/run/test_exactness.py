@@ -20,7 +20,7 @@ import pytest
 from tests.run.test_ahead_run import does_what_is_recorded
 from tests.run.test_distill_run import GIVEN
 from tests.run.test_kill import Run, assert_same_end, no_process_left
-from tests.run.test_oversample_run import OVER
+from tests.run.test_oversample_run import OVER, write_world
 from tests.run.test_preference_run import labelled, write_preferences
 from tests.run.test_reward_run import write_reward
 from tests.tiny_rl import write_policy
@@ -67,6 +67,7 @@ ROWS: dict[str, Callable[[Path], object]] = {
     "environments": policy(
         reward=None, rollout__environment={"name": "guessing"}, data__train=GAME, data__eval=GAME, batch_size=8
     ),
+    "environments with oversample": lambda folder: write_world(folder, **COMMON),
     "curriculum": policy(data__curriculum={"by": "success", "success": 0.6}),
     "asynchronous": policy(rollout__max_staleness=2, rollout__in_flight="continue"),
 }

@@ -131,10 +131,10 @@ def test_entropy_and_reference_are_over_the_set_or_the_whole():
         total = sum(x.weight * x.loss_mask.sum() for x in plain)
         return sum(x.weight * y[x.loss_mask].sum() for x, y in zip(plain, values, strict=True)) / total
 
-    read = {"entropy": True, "reference": True}
-    batch = pack(cut, 4, 24, packing=True)
-    of_set, of_whole = (client.step(batch, Loss(look, **read, whole=whole)) for whole in (False, True))
-    without = client.step(pack(plain, 4, 24, packing=True), Loss(look, **read))
+    def step(rows: list[Sequence], whole: bool = False):
+        return client.step(pack(rows, 4, 24, packing=True), Loss(look, entropy=True, reference=True, whole=whole))
+
+    of_set, of_whole, without = step(cut), step(cut, whole=True), step(plain)
     assert mean(among) - mean(of_all) > 1
     for found, expected in (of_set, among), (of_whole, of_all):
         np.testing.assert_allclose([float(found["whole"]), float(found["reference"])], mean(expected), rtol=1e-5)
