@@ -186,7 +186,7 @@ def test_replies_to_a_batch():
 
 
 def test_what_was_paused_is_caught_up_with():
-    """Of three guesses for 20 two have been answered, the third is half written; an episode that has ended is worth what
+    """Of three guesses for 20 two were answered, the third is half written; an episode that has ended is worth what
     it was; and of one that was answered otherwise the next turn is the last, and a failure."""
     first, second = ids("16\nhigher\n"), ids("24\nlower\n")
     tokens = np.concatenate([first, second, ids("2")])
