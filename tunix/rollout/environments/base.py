@@ -128,7 +128,8 @@ class Environment(ABC):
     it has failed."""
     replayable: ClassVar[bool] = True
     """Whether everything follows from the row, the generator and the actions. False for one whose state is elsewhere,
-    such as a session of a server: where its process is lost, it fails, and is not begun anew."""
+    such as a session of a server: where its process is lost, it fails, and is not begun anew; with `oversample` it is
+    refused."""
     deadline: float = 10.0
     """Seconds that each call may take, `rollout.environment.deadline`: set after the constructor. What waits for
     something else gives up after `patience`, so that only this episode fails."""
