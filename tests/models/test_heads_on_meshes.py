@@ -32,17 +32,20 @@ def inputs() -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array]:
     shapes = (B, T, D), (V, D), (B, T, E), (V, E)
     arrays = tuple(jax.random.normal(key, shape) for key, shape in zip(keys[:4], shapes, strict=True))
     needed = jax.random.bernoulli(keys[5], 0.6, (B, T)).at[1].set(False)
-    return arrays, jax.random.randint(keys[4], (B, T), 0, V), needed, jax.random.normal(keys[6], (3, B, T))
+    return arrays, jax.random.randint(keys[4], (B, T), 0, V), needed, jax.random.normal(keys[6], (4, B, T))
 
 
 def both_heads(arrays, targets, needed, pull):
     """A weighted sum of all that both heads return."""
     student, table, teacher, other = arrays
-    found = token_logprobs(student, table, targets, needed, softcap=3.0, entropy=True, temperature=1.7)
+    bent = {"softcap": 3.0, "entropy": True, "temperature": 1.7}
+    # Half of the tokens were drawn from two ids.
+    drawn = jnp.where(jnp.arange(T)[:, None] % 2, jnp.stack([targets, (targets + V // 2) % V], -1), -1)
+    found = token_logprobs(student, table, targets, needed, candidates=drawn, whole=True, **bent)
     divergence = compared(
         Side(student, table, 3.0), Side(teacher, other, None), targets, needed, Divergence()
     ).divergence
-    values = (*found[:2], divergence)
+    values = (*found, divergence)
     return sum(jnp.sum(weights * x) for weights, x in zip(pull, values, strict=True)), values
 
 
