@@ -221,6 +221,8 @@ class LossInputs:
     """`logprobs` in nats of the weights that the run began with, without gradient, e.g. -1.4; None where not read."""
     compared: Compared | None = None
     """Student and teacher, e.g. with a `divergence` of 0.21 nats at a token; None where the loss has no divergence."""
+    whole_logprobs: Float[Array, "B T"] | None = None
+    """`logprobs` in nats among all ids where those are over a token's candidates, e.g. -1.3; None where not read."""
     above_mean: Float[Array, "B T"] | None = None
     """How far the logit of token t is above the mean of the vocabulary's, e.g. 9.1; None where it is not read."""
 
@@ -300,6 +302,9 @@ class Loss:
     teacher; the client must have a teacher. None where `inputs.compared` is not read."""
     temperature: float = 1.0
     """Divides the logits before log-probs and entropy, e.g. 0.7: the sampler's, so that both use one distribution."""
+    whole: bool = False
+    """Whether `inputs.whole_logprobs` is read, and entropy and reference are over all ids where `Batch.candidates` are
+    fewer."""
     embedding_noise: float = 0.0
     """NEFTune's alpha, e.g. 5.0: uniform noise of `alpha / sqrt(T D)` on the embeddings while training; 0 for none."""
     above_mean: bool = False

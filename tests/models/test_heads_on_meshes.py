@@ -32,13 +32,16 @@ def inputs() -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array, jax.Array]:
     shapes = (B, T, D), (V, D), (B, T, E), (V, E)
     arrays = tuple(jax.random.normal(key, shape) for key, shape in zip(keys[:4], shapes, strict=True))
     needed = jax.random.bernoulli(keys[5], 0.6, (B, T)).at[1].set(False)
-    return arrays, jax.random.randint(keys[4], (B, T), 0, V), needed, jax.random.normal(keys[6], (3, B, T))
+    return arrays, jax.random.randint(keys[4], (B, T), 0, V), needed, jax.random.normal(keys[6], (4, B, T))
 
 
 def both_heads(arrays, targets, needed, pull):
     """A weighted sum of all that both heads return."""
     student, table, teacher, other = arrays
-    found = token_logprobs(student, table, targets, needed, softcap=3.0, entropy=True, temperature=1.7)
+    bent = {"softcap": 3.0, "entropy": True, "temperature": 1.7}
+    # Half of the tokens were drawn from two ids.
+    drawn = jnp.where(jnp.arange(T)[:, None] % 2, jnp.stack([targets, (targets + V // 2) % V], -1), -1)
+    found = token_logprobs(student, table, targets, needed, candidates=drawn, whole=True, **bent)
     divergence = compared(
         Side(student, table, 3.0), Side(teacher, other, None), targets, needed, Divergence()
     ).divergence
@@ -48,7 +51,7 @@ def both_heads(arrays, targets, needed, pull):
 
 def frozen(arrays, targets, needed, pull):
     """The same of log-probs alone, under a table that does not train."""
-    found, _ = token_logprobs(arrays[0], arrays[1], targets, needed, softcap=None, entropy=False)
+    found, *_ = token_logprobs(arrays[0], arrays[1], targets, needed, softcap=None, entropy=False)
     return jnp.sum(pull[0] * found), found
 
 

@@ -53,6 +53,7 @@ def test_values_and_gradients_equal_the_plain_head(arrays, monkeypatch, softcap,
 
     def ours(hidden, table):
         values = token_logprobs(hidden, table, targets, needed, softcap=softcap, entropy=True, temperature=temperature)
+        values = values[:2]
         return sum(jnp.sum(p * v) for p, v in zip(pull, values, strict=True)), values
 
     def theirs(hidden, table):
@@ -68,10 +69,10 @@ def test_values_and_gradients_equal_the_plain_head(arrays, monkeypatch, softcap,
 @BENT
 @SPLITS
 @pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("entropy", [True, False])
-def test_over_candidates_alone(arrays, monkeypatch, softcap, temperature, tokens, logits, trained, entropy):
+@pytest.mark.parametrize(("entropy", "whole"), [(True, False), (False, False), (True, True), *slow([(False, True)])])
+def test_over_candidates_alone(arrays, monkeypatch, softcap, temperature, tokens, logits, trained, entropy, whole):
     """The distribution over the ids that a token was sampled from: up to five, of the last one's chunk or of others,
-    or all where none is listed."""
+    or all where none is listed. With `whole` the entropy, and log-prob and mass together, are those over all ids."""
     monkeypatch.setattr(blocks, "BLOCK_TOKENS", tokens)
     monkeypatch.setattr(blocks, "CHUNK_LOGITS", logits)
     hidden, table, targets, needed = arrays
@@ -81,10 +82,10 @@ def test_over_candidates_alone(arrays, monkeypatch, softcap, temperature, tokens
     candidates = jnp.concatenate([targets[..., None], candidates], -1).at[:, ::4].set(-1)
     listed = jnp.any(candidates[..., None] == jnp.arange(V), -2)
     possible = listed | (candidates[..., :1] < 0)
-    pull = jax.random.normal(keys[2], (2, B, T))
+    pull = jax.random.normal(keys[2], (3, B, T)) * jnp.array([1, entropy, whole])[:, None, None]
 
     def total(values):
-        return sum(jnp.sum(p * v) for p, v in zip(pull[: 1 + entropy], values, strict=False)), values
+        return sum(jnp.sum(p * v) for p, v in zip(pull, values, strict=True)), values
 
     def ours(hidden, table):
         return total(
@@ -97,17 +98,48 @@ def test_over_candidates_alone(arrays, monkeypatch, softcap, temperature, tokens
                 entropy=entropy,
                 temperature=temperature,
                 candidates=candidates,
+                whole=whole,
             )
         )
 
     def theirs(hidden, table):
         table = table if trained else jax.lax.stop_gradient(table)
-        return total(plain(hidden, table, targets, needed, softcap, temperature, possible))
+        among, spread = plain(hidden, table, targets, needed, softcap, temperature, possible)
+        of_all, spread_of_all = plain(hidden, table, targets, needed, softcap, temperature)
+        spread = spread_of_all if whole else spread
+        return total((among, spread * entropy, (of_all - among) * whole))
 
     (_, values), gradients = jax.value_and_grad(ours, (0, 1), has_aux=True)(hidden, table)
     (_, expected), wanted = jax.value_and_grad(theirs, (0, 1), has_aux=True)(hidden, table)
-    for found, right in zip((*values[: 1 + entropy], *gradients), (*expected[: 1 + entropy], *wanted), strict=True):
+    for found, right in zip((*values, *gradients), (*expected, *wanted), strict=True):
         np.testing.assert_allclose(found, right, rtol=2e-5, atol=2e-5)
+
+
+def test_of_four_ids_two_could_be_sampled():
+    """By hand: probabilities of 1/2, 1/4, 1/8 and 1/8, and the first two are the set. Among it the second has 1/3; the
+    set has 3/4; and the entropy of all is (1/2 + 2/4 + 3/8 + 3/8) log 2, that of the set log 3 - 2/3 log 2."""
+    table, one = jnp.log(jnp.array([[4.0], [2.0], [1.0], [1.0]])), jnp.ones((1, 1), int)
+    given = jnp.ones((1, 1, 1)), table, one, one > 0
+    drawn = {"softcap": None, "entropy": True, "candidates": jnp.array([[[0, 1]]])}
+    for whole, entropy, mass in (True, 1.75 * np.log(2), np.log(3 / 4)), (False, np.log(3) - 2 / 3 * np.log(2), 0):
+        found = token_logprobs(*given, **drawn, whole=whole)
+        np.testing.assert_allclose(np.ravel(found), [np.log(1 / 3), entropy, mass], rtol=1e-6)
+
+
+def test_a_set_that_has_become_impossible_gives_numbers():
+    """The ids that a token was drawn from are 200 nats below another by now: float32 has no exp(-200)."""
+    hidden, one = jnp.array([[[200.0]]]), jnp.ones((1, 1), int)
+
+    def total(hidden):
+        candidates = jnp.array([[[1, 2]]])
+        values = token_logprobs(
+            hidden, jnp.eye(3, 1), one, one > 0, softcap=None, entropy=True, candidates=candidates, whole=True
+        )
+        return sum(map(jnp.sum, values)), values
+
+    (_, values), gradient = jax.value_and_grad(total, has_aux=True)(hidden)
+    assert values[0] + values[2] == -200
+    assert np.isfinite(np.concatenate([*map(np.ravel, values), np.ravel(gradient)])).all()
 
 
 def test_nothing_needed_gives_zeros(arrays):

@@ -370,6 +370,20 @@ def test_without_an_environment_nothing_is_observed():
         build(algorithm=section, reward={"functions": ["length"]})
 
 
+def test_penalties_are_over_the_whole_where_that_is_more_than_the_set_and_there_are_some():
+    rewards = {"functions": ["length"]}
+    section, cut = {"name": "grpo", "penalties_over": "whole", "kl": 0.1}, {"top_k": 20}
+    assert build(algorithm=section, reward=rewards, rollout=cut).algorithm.model_dump()["penalties_over"] == "whole"
+    for change, rollout, why in (
+        ({}, {}, "every set is the whole without rollout.top_k"),
+        ({"kl": 0}, cut, "changes nothing without a KL or an entropy bonus"),
+        ({"kl_in": "reward"}, cut, "set kl_in: loss"),
+        ({"entropy_target": 0.2}, cut, "entropy_target: holds the entropy of what is sampled"),
+    ):
+        with pytest.raises(UserError, match=why):
+            build(algorithm={**section, **change}, reward=rewards, rollout=rollout)
+
+
 def test_what_the_command_line_says_is_not_capped(tmp_path: Path):
     path = written(tmp_path, build())
     recipe = Recipe.load(path, ["steps=50", "epochs=null", "output=runs/here", "data.max_length=256"], tiny=True)

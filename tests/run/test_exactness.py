@@ -20,7 +20,7 @@ import pytest
 from tests.run.test_ahead_run import does_what_is_recorded
 from tests.run.test_distill_run import GIVEN
 from tests.run.test_kill import Run, assert_same_end, no_process_left
-from tests.run.test_oversample_run import OVER
+from tests.run.test_oversample_run import OVER, write_world
 from tests.run.test_preference_run import labelled, write_preferences
 from tests.run.test_reward_run import write_reward
 from tests.tiny_rl import POLICY, write_policy
@@ -28,6 +28,7 @@ from tests.tiny_runs import EVAL, model_folder, write_recipe, write_rows
 
 STEPS = 8
 COMMON: dict[str, Any] = {"steps": STEPS, "checkpoint": {"every": 2, "keep": 3}, "eval.every": 3}
+HELD: dict[str, Any] = {"data.eval": "held.jsonl", "eval.rows": 4}
 QLORA = {"kind": "qlora", "rank": 4, "alpha": 8.0, "tile": 16}
 
 
@@ -49,7 +50,7 @@ def on_base(write: Callable[[Path], object], name: str = "../base", **sizes: int
 
 def policy(**changes: Any) -> Callable[[Path], object]:
     """Completions of the policy."""
-    common = {key.replace(".", "__"): x for key, x in {**COMMON, "data.eval": "held.jsonl", "eval.rows": 4}.items()}
+    common = {key.replace(".", "__"): x for key, x in {**COMMON, **HELD}.items()}
     return lambda folder: write_policy(folder, **{**common, **changes})
 
 
@@ -83,6 +84,7 @@ ROWS: dict[str, Callable[[Path], object]] = {
     "environments": policy(
         reward=None, rollout__environment={"name": "guessing"}, data__train=GAME, data__eval=GAME, batch_size=8
     ),
+    "environments with oversample": lambda folder: write_world(folder, **COMMON, **HELD),
     "curriculum": policy(data__curriculum={"by": "success", "success": 0.6}),
     "drafting head": drafted,
     "asynchronous": policy(rollout__max_staleness=2, rollout__in_flight="continue"),

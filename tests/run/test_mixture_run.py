@@ -131,7 +131,10 @@ def test_given_completions_of_two_data_sets_are_measured_by_themselves(tmp_path:
     ("changes", "message"),
     [
         ({"reward": None}, "data.train.0.reward: nothing scores the completions of sums: name rewards here, or in"),
-        ({"rollout__oversample": 1.5}, "rollout.oversample: the episodes of game cannot be paused"),
+        (
+            {"rollout__max_staleness": 1, "rollout__in_flight": "continue"},
+            "rollout.in_flight: continue: the episodes of game are not paused for new weights",
+        ),
         ({"data__eval": "sums.jsonl", "reward": None}, "data.eval: nothing scores its completions: make it a list"),
         ({"data__curriculum": {"by": "words"}}, "data.curriculum: {by: words} would sort several data sets into one"),
         ({"data__train.1.weight": 0}, "data.train.1.weight: 0 is not a number above 0"),

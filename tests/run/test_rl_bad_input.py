@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.marks import slow
+from tests.run.test_oversample_run import write_world
 from tests.tiny_rl import write_policy, write_prompts
 from tests.tiny_runs import lines, losses, metrics, train
 from tunix.cli import main
@@ -98,8 +99,8 @@ def last(run: str = "run") -> dict[str, Any]:
         (["rollout.slots=12"], ["rollout.slots: 12 slots are not split evenly over 8 copies", "8 or 16 would be"]),
         (["rollout.oversample=0.9"], ["rollout.oversample", "is not a number not below 1"]),
         (
-            ["reward=null", "rollout.environment={name: guessing}", "rollout.oversample=1.2"],
-            ["rollout", "oversample: 1.2 pauses what is not complete", "an environment's episode cannot be paused"],
+            ["reward=null", "rollout.environment={name: world.py:Elsewhere}", "rollout.oversample=1.2"],
+            ["rollout.oversample: the environment Elsewhere is not replayable", "take another environment"],
         ),
         (
             ["rollout.stop_after_failures=4"],
@@ -112,6 +113,7 @@ def last(run: str = "run") -> dict[str, Any]:
 def test_mistakes_are_told_at_the_start(
     words: list[str], said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
+    write_world(tmp_path)
     write_policy(tmp_path)
     assert main(["run", "r.yaml", *words]) == 2
     told = capsys.readouterr().err

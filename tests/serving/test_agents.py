@@ -149,6 +149,7 @@ def test_a_program_that_is_not_there(play: Play):
 
 SECTIONS = [
     ({"max_staleness": 1}, "max_staleness: an agent asks the engine of this process"),
+    ({"oversample": 1.5}, "oversample: an agent asks the engine of this process"),
     ({"engine": "vllm", "servers": ["http://host:8000"]}, "engine: vllm: an agent asks the engine of this process"),
     ({"environment": {"agent": {"command": ["x"]}, "turns": 3}}, "turns: changes nothing for an agent"),
     ({"environment": {"agent": {"command": ["x"]}, "name": "tools"}}, "the environment agent has a program"),

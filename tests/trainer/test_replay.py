@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from tests.marks import slow
-from tests.trainers import sequences, trainer
+from tests.trainers import PLAIN, sequences, trainer
 from tunix.config import MeshConfig
 from tunix.data.packing import pack
 from tunix.models.config import Experts
@@ -104,6 +104,43 @@ def test_log_probs_and_updates_of_the_policy_replay_and_those_of_its_reference_d
 
     np.testing.assert_allclose(float(metrics["train/loss"]), -mean(replayed), rtol=1e-5)
     np.testing.assert_allclose(float(metrics["reference"]), mean(own), rtol=1e-5)
+
+
+def test_entropy_and_reference_are_over_the_set_or_the_whole():
+    """Of tokens that were drawn from three ids: the set's log-probs stay, and others are those of all ids, in the step
+    as in a pass of its own."""
+    client = trainer(PLAIN, reference=True)
+    plain = sequences(4)
+    rng = np.random.default_rng(0)
+    cut = [
+        replace(
+            x, candidates=np.concatenate([x.tokens[:, None], rng.integers(0, 96, (len(x.tokens), 2))], 1).astype("i4")
+        )
+        for x in plain
+    ]
+    among, of_all = list(client.logprobs(cut)), list(client.logprobs(plain))
+
+    def look(inputs: LossInputs) -> LossOutputs:
+        assert inputs.reference_logprobs is not None
+        assert inputs.entropy is not None
+        whole = inputs.logprobs if inputs.whole_logprobs is None else inputs.whole_logprobs
+        seen = {"among": inputs.logprobs, "whole": whole, "reference": inputs.reference_logprobs}
+        return LossOutputs({"none": Term(0 * inputs.logprobs)}, metrics={**seen, "entropy": inputs.entropy})
+
+    def mean(values: list[np.ndarray]) -> float:
+        total = sum(x.weight * x.loss_mask.sum() for x in plain)
+        return sum(x.weight * y[x.loss_mask].sum() for x, y in zip(plain, values, strict=True)) / total
+
+    def step(rows: list[Sequence], whole: bool = False):
+        return client.step(pack(rows, 4, 24, packing=True), Loss(look, entropy=True, reference=True, whole=whole))
+
+    of_set, of_whole, without = step(cut), step(cut, whole=True), step(plain)
+    assert mean(among) - mean(of_all) > 1
+    for found, expected in (of_set, among), (of_whole, of_all):
+        np.testing.assert_allclose([float(found["whole"]), float(found["reference"])], mean(expected), rtol=1e-5)
+        np.testing.assert_allclose(float(found["among"]), mean(among), rtol=1e-5)
+    np.testing.assert_allclose(float(of_whole["entropy"]), float(without["entropy"]), rtol=1e-5)
+    assert float(of_set["entropy"]) < np.log(3) < float(of_whole["entropy"])
 
 
 @pytest.mark.slow

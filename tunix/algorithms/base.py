@@ -27,6 +27,9 @@ class Needs:
     """Whether the loss reads the policy's log-probs; False for one of values or of a divergence alone."""
     entropy: bool = False
     """Whether the loss reads `inputs.entropy`, at a small cost in the head."""
+    whole: bool = False
+    """Whether entropy and reference are over all ids, where the sampler cuts some off, and `inputs.whole_logprobs` is
+    read."""
     values: CriticKind | None = None
     """Where values come from: `own` is a separate model, `shared` a head on the policy's trunk, `alone` a model that
     gives values and no log-probs; None for no values."""
@@ -128,6 +131,7 @@ class Algorithm(ABC):
             self.loss,
             logprobs=needs.logprobs,
             entropy=needs.entropy,
+            whole=needs.whole,
             values=needs.values in ("shared", "alone"),
             reference=needs.reference == "update",
             divergence=needs.divergence,

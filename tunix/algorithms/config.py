@@ -141,6 +141,9 @@ class PolicyConfig(RuledConfig):
     """Entropy in nats per token that is held: the coefficient, at first `entropy_bonus`, rises by 0.005 after a step
     whose completions had less, falls by as much after others, and counts only where they had less (Skywork-OR1,
     https://arxiv.org/abs/2505.22312, with a target of 0.2). Null: the coefficient is constant."""
+    penalties_over: Literal["set", "whole"] = "set"
+    """What KL estimates and the entropy are over where `rollout.top_k` and others cut ids off: the `set` that each
+    token was drawn from, or all ids, the `whole`. Surrogates are over the set always."""
     observation_weight: NonNegative = 0.0
     """Weight of the negative log-likelihood of what an environment wrote, such as tools' outputs, the mean over these
     tokens: the policy learns what its actions lead to (ECHO, https://arxiv.org/abs/2605.24517). 0 for none."""
@@ -196,6 +199,11 @@ class PolicyConfig(RuledConfig):
             ("kl_weighted",),
             lambda s: bool(s["kl"]) and s["kl_in"] != "reward",
             "without a KL term in the loss: set kl and kl_in: loss",
+        ),
+        Rule(
+            ("penalties_over",),
+            lambda s: bool(s["kl"] or s["entropy_bonus"]),
+            "without a KL or an entropy bonus: set kl or entropy_bonus",
         ),
         Rule(
             ("correction", "geometric_mask", "mismatch_limit"),
@@ -262,6 +270,13 @@ class PolicyConfig(RuledConfig):
             )
         if self.kl_estimator == "k3+" and self.kl_in == "reward":
             wrong.append("kl_estimator: k3+ differs from k3 in its gradient, and a reward has none: take k3")
+        if self.penalties_over == "whole" and self.kl and self.kl_in == "reward":
+            wrong.append(
+                "penalties_over: whole, and the KL of kl_in: reward is one of the sampler's log-probs, which are over "
+                "the set: set kl_in: loss"
+            )
+        if self.penalties_over == "whole" and self.entropy_target:
+            wrong.append("entropy_target: holds the entropy of what is sampled, the set: leave penalties_over out")
         if self.geometric_mask and not self.geometric_mask[0] < 1 < self.geometric_mask[1]:
             wrong.append(f"geometric_mask: 1, where trainer and sampler agree, is outside of {self.geometric_mask}")
         if self.kl_weighted and self.kl_estimator in ("k2", "k3+"):

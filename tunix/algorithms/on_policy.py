@@ -108,8 +108,11 @@ class OnPolicy(Algorithm):
             sequences: prompts with their completions.
             size: number of sequences that programs are shaped for.
         """
+        read = dict.fromkeys(LOGPROBS, sequences)
+        if self.needs.whole:
+            read[REFERENCE] = [replace(x, candidates=None) for x in sequences]
         return {
-            name: client.logprobs(sequences, LOGPROBS[name], self.temperature, size)
+            name: client.logprobs(read[name], LOGPROBS[name], self.temperature, size)
             for name in self.needs.measured
             if name in LOGPROBS
         }
@@ -194,6 +197,7 @@ class PolicyGradient(OnPolicy):
             )
         return Needs(
             entropy=bool(config.entropy_bonus or config.entropy_target) or custom,
+            whole=config.penalties_over == "whole",
             reference=("step" if config.reference_before_update else "update") if config.kl else None,
             measured=tuple(name for name, needed in measured.items() if needed),
             fresh=fresh,
@@ -226,13 +230,15 @@ class PolicyGradient(OnPolicy):
                 metrics["mismatch/masked"] = masked.astype(jnp.float32)
         terms = {"policy": Term(policy, over)}
         if config.kl:
-            reference = reference_logprobs(inputs)
-            metrics["kl/reference"] = cast(Array, kl_estimate(log_ratio(inputs.logprobs, reference, batch), "k3"))
+            logprobs, reference = inputs.logprobs, reference_logprobs(inputs)
+            if inputs.whole_logprobs is not None:
+                logprobs = inputs.whole_logprobs
+            metrics["kl/reference"] = cast(Array, kl_estimate(log_ratio(logprobs, reference, batch), "k3"))
             if config.kl_in == "loss":
                 coefficients = batch.per_sequence.get("kl_coefficient")
                 coefficient = config.kl if coefficients is None else inputs.per_token(jnp.asarray(coefficients))
                 kl = kl_loss(
-                    inputs.logprobs,
+                    logprobs,
                     reference,
                     batch,
                     estimator=config.kl_estimator,

@@ -22,6 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.models.token_logprobs import (
+    LEAST,
     NEVER,
     LogitScaling,
     LogSumExp,
@@ -39,9 +40,6 @@ from tunix.models.token_logprobs import (
     visit_of,
 )
 from tunix.types import Compared, Divergence
-
-LEAST = 1e-37
-"""Lowest probability of all other ids together, so that its logarithm is finite; it adds nothing to the sum."""
 
 
 class Side(NamedTuple):

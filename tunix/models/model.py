@@ -443,8 +443,9 @@ class Model:
         pictures: Pictures | None = None,
         experts: Int[Array, "B T L k"] | None = None,
         candidates: Int[Array, "B T A"] | None = None,
-    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-        """`log p(token_t | its segment before t)` and that distribution's entropy at the needed tokens, else 0.
+    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
+        """`log p(token_t | its segment before t)` and that distribution's entropy at the needed tokens, else 0; and
+        zeros, as `token_logprobs` has them.
 
         Where a token has candidates (`types.Batch`), the distribution is over these alone.
         """
@@ -472,8 +473,9 @@ class Model:
         entropy: bool = False,
         temperature: float = 1.0,
         candidates: Int[Array, "B T A"] | None = None,
-    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-        """Log-probs and entropies as `logprobs` returns them, from given hidden states."""
+        whole: bool = False,
+    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
+        """Log-probs, entropies and the candidates' masses as in `token_logprobs`, from given hidden states."""
         # The state at t - 1 predicts token t; nothing predicts the first token of a segment.
         needed = (needed & (positions > 0))[:, 1:]
         shifted = token_logprobs(
@@ -485,9 +487,10 @@ class Model:
             entropy=entropy,
             temperature=temperature,
             candidates=None if candidates is None else candidates[:, 1:],
+            whole=whole,
         )
-        logprobs, spread = (jnp.pad(x, ((0, 0), (1, 0))) for x in shifted)
-        return logprobs, spread
+        logprobs, spread, mass = (jnp.pad(x, ((0, 0), (1, 0))) for x in shifted)
+        return logprobs, spread, mass
 
     @jax.named_scope("head")
     def above_mean_of(

@@ -42,6 +42,8 @@ CHUNK_LOGITS_ELSEWHERE = 1 << 26
 """The same on each GPU or TPU: 256 MiB. Each chunk updates its part of the table's gradient once per block."""
 NEVER = -1e30
 """Logit of the ids that pad the last chunk."""
+LEAST = 1e-37
+"""Lowest probability of several ids together, so that its logarithm is finite."""
 
 
 class LogitScaling(NamedTuple):
@@ -154,12 +156,8 @@ def chunk_logits(
     hidden: Float[Array, "B C D"],
     chunks: Float[Array, "chunks p W D"],
     index: Int[Array, ""],
-    candidates: Int[Array, "B C A"] | None = None,
 ) -> tuple[Float[Array, "B C p W"], Float[Array, "B C p W"] | float]:
-    """Float32 logits of one chunk of the vocabulary, and their derivative with respect to the product `h w`.
-
-    Ids that are not among a token's candidates get `NEVER`, where it has some.
-    """
+    """Float32 logits of one chunk of the vocabulary, and their derivative with respect to the product `h w`."""
     logits = jnp.einsum("BCD,pWD->BCpW", hidden, chunks[index], preferred_element_type=jnp.float32)
     logits = constrain(logits, "pieces", None, "vocab", None)
     slope: jax.Array | float = 1.0
@@ -169,17 +167,23 @@ def chunk_logits(
     if scaling.temperature != 1:
         logits, slope = logits / scaling.temperature, slope / scaling.temperature
     number, parts, width, _ = chunks.shape
-    if candidates is not None:
-        # Written, not compared with each id of the chunk: a third of the head's time on a CPU with 64 candidates.
-        chunk, part, inside = place_of(candidates.reshape(len(candidates), -1), chunks, scaling.vocab)
-        at = jnp.where((chunk == index)[..., None] & (part[..., None] == jnp.arange(parts)), inside[..., None], width)
-        at = at.reshape(*candidates.shape, parts).swapaxes(-1, -2)
-        listed = jnp.zeros(logits.shape, bool)
-        listed = jnp.put_along_axis(listed, at, True, axis=-1, inplace=False, mode="drop")
-        logits = jnp.where(listed | (candidates[..., :1, None] < 0), logits, NEVER)
     if number * parts * width != scaling.vocab:
         logits = jnp.where(ids_of(chunks, scaling.vocab, index) >= 0, logits, NEVER)
     return logits, slope
+
+
+def listed_in(
+    candidates: Int[Array, "B C A"], chunks: Float[Array, "chunks p W D"], vocab: int, index: Int[Array, ""]
+) -> Bool[Array, "B C p W"]:
+    """True at the ids of a chunk that are among each token's candidates, and at all where it has none."""
+    _, parts, width, _ = chunks.shape
+    # Written, not compared with each id of the chunk: a third of the head's time on a CPU with 64 candidates.
+    chunk, part, inside = place_of(candidates.reshape(len(candidates), -1), chunks, vocab)
+    at = jnp.where((chunk == index)[..., None] & (part[..., None] == jnp.arange(parts)), inside[..., None], width)
+    at = at.reshape(*candidates.shape, parts).swapaxes(-1, -2)
+    listed = jnp.zeros((*candidates.shape[:2], parts, width), bool)
+    listed = jnp.put_along_axis(listed, at, True, axis=-1, inplace=False, mode="drop")
+    return listed | (candidates[..., :1, None] < 0)
 
 
 def ids_of(chunks: Float[Array, "chunks p W D"], vocab: int, index: Int[Array, ""]) -> Int[Array, "p W"]:
@@ -310,10 +314,13 @@ def token_logprobs(
     entropy: bool,
     temperature: float = 1.0,
     candidates: Int[Array, "B T A"] | None = None,
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """`log softmax(cap(hidden @ table.T) / temperature)[target]` and that distribution's entropy in nats.
+    whole: bool = False,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
+    """`log softmax(cap(hidden @ table.T) / temperature)[target]`, that distribution's entropy in nats, and, with
+    `whole`, the log of the mass that the candidates have together among all ids: added to the first it gives the
+    log-prob among all ids.
 
-    Both in float32, and 0 where not needed.
+    All in float32, and 0 where not needed.
 
     Args:
         hidden: states that predict `targets` (already shifted).
@@ -324,21 +331,24 @@ def token_logprobs(
         temperature: the sampler's, above 0.
         candidates: the ids that a target was sampled from, its own among them, padded with -1: the softmax is over
             these alone. All ids where a token's first one is -1, and everywhere where it is None.
+        whole: whether the entropy is that of the distribution over all ids, and the mass is computed; zeros otherwise.
     """
+    whole &= candidates is not None
     scaling = LogitScaling(softcap, temperature, len(table))
     split = None if candidates is None else in_pieces(candidates)
-    results = _token_logprobs(scaling, entropy, in_pieces(hidden), table, in_pieces(targets), in_pieces(needed), split)
+    of_tokens = in_pieces(targets), in_pieces(needed), split
+    results = _token_logprobs(scaling, entropy, whole, in_pieces(hidden), table, *of_tokens)
     return jax.tree.map(lambda x: in_rows(x, *targets.shape), results)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _token_logprobs(scaling, entropy, hidden, table, targets, needed, candidates):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _token_logprobs(scaling, entropy, whole, hidden, table, targets, needed, candidates):
     chunks, visit = in_chunks(table, needed.shape), visit_of(needed)
-    return _values(scaling, entropy, hidden, chunks, targets, visit, needed, candidates, pulled=False)[:2]
+    return _values(scaling, entropy, whole, hidden, chunks, targets, visit, needed, candidates, pulled=False)[:3]
 
 
-def _values(scaling, entropy, hidden, chunks, targets, visit, needed, candidates, *, pulled):
-    """Log-probs and entropies `[B T]`, and in visiting order each token's `LogSumExp` `[B places]` and pull.
+def _values(scaling, entropy, whole, hidden, chunks, targets, visit, needed, candidates, *, pulled):
+    """Log-probs, entropies and masses `[B T]`, and in visiting order each token's `LogSumExp` `[B places]` and pull.
 
     A pull `[B places D]` (computed if `pulled`) is the gradient of a token's log-prob with respect to its state,
     `w_target - sum_v p_v w_v` (each times its slope). Like the log-sum-exp it is accumulated chunk by chunk, and scaled
@@ -348,25 +358,29 @@ def _values(scaling, entropy, hidden, chunks, targets, visit, needed, candidates
 
     def block_of(order):
         listed = None if candidates is None else pick(candidates, order)
-        return _block(scaling, entropy, pick(hidden, order), chunks, pick(targets, order), listed, pulled=pulled)
+        states, wanted = pick(hidden, order), pick(targets, order)
+        return _block(scaling, entropy, whole, states, chunks, wanted, listed, pulled=pulled)
 
     empty = jnp.zeros(visit.order.shape, jnp.float32)
     pulls = jnp.zeros((*visit.order.shape, chunks.shape[-1] if pulled else 0), jnp.float32)
-    start = (empty, empty, empty, empty, pulls)
-    logprobs, spread, top, log_total, pull = over_blocks(visit, block_length(*needed.shape), block_of, start)
-    logprobs, spread = (jnp.where(needed, pick(x, visit.back), 0.0) for x in (logprobs, spread))
-    return logprobs, spread, LogSumExp(top, log_total), pull
+    start = (empty, empty, empty, empty, empty, pulls)
+    *values, top, log_total, pull = over_blocks(visit, block_length(*needed.shape), block_of, start)
+    logprobs, spread, mass = (jnp.where(needed, pick(x, visit.back), 0.0) for x in values)
+    return logprobs, spread, mass, LogSumExp(top, log_total), pull
 
 
 def _block(
-    scaling, entropy, h: jax.Array, chunks, wanted: jax.Array, candidates: jax.Array | None, *, pulled: bool
+    scaling, entropy, whole, h: jax.Array, chunks, wanted: jax.Array, candidates: jax.Array | None, *, pulled: bool
 ) -> tuple[jax.Array, ...]:
-    """Log-prob, entropy, both parts of the log-sum-exp `[B C]` and pull `[B C D]` of a block of tokens."""
+    """Log-prob, entropy, mass, both parts of the log-sum-exp `[B C]` and pull `[B C D]` of a block of tokens."""
     number, parts, _, size = chunks.shape
 
     def body(index, running):
-        top, total, weighted, taken, mixed, steep = running
-        logits, slope = chunk_logits(scaling, h, chunks, index, candidates)
+        top, total, within, weighted, taken, mixed, steep = running
+        logits, slope = chunk_logits(scaling, h, chunks, index)
+        listed = None if candidates is None else listed_in(candidates, chunks, scaling.vocab, index)
+        if listed is not None and not whole:
+            logits = jnp.where(listed, logits, NEVER)
         new_top = jnp.maximum(top, jnp.max(logits, -1))
         shrink, below = jnp.exp(top - new_top), logits - new_top[..., None]
         p = jnp.exp(below)
@@ -374,6 +388,8 @@ def _block(
             # The sum was relative to the old maximum; it becomes relative to the new one.
             weighted = shrink * (weighted + total * (top - new_top)) + jnp.sum(p * below, -1)
         total = total * shrink + jnp.sum(p, -1)
+        if listed is not None and whole:
+            within = within * shrink + jnp.sum(jnp.where(listed, p, 0.0), -1)
         is_target = taken_in(wanted, chunks, scaling.vocab, index)
         taken = taken + jnp.sum(jnp.where(is_target, logits, 0.0), -1)
         if pulled:
@@ -381,11 +397,11 @@ def _block(
             weights = jax.lax.optimization_barrier((p * slope).astype(chunks.dtype))
             mixed = mixed * shrink[..., None] + table_product(weights, chunks, index)
             steep = steep + jnp.sum(jnp.where(is_target, slope, 0.0), -1)
-        return new_top, total, weighted, taken, mixed, steep
+        return new_top, total, within, weighted, taken, mixed, steep
 
     zero = constrain(jnp.zeros((*wanted.shape, parts), jnp.float32), "pieces", None, "vocab")
-    start = (zero + NEVER, zero, zero, zero, jnp.zeros((*zero.shape, size if pulled else 0), jnp.float32), zero)
-    tops, total, weighted, taken, mixed, steep = jax.lax.fori_loop(0, number, body, start)
+    start = (zero + NEVER, zero, zero, zero, zero, jnp.zeros((*zero.shape, size if pulled else 0), jnp.float32), zero)
+    tops, total, within, weighted, taken, mixed, steep = jax.lax.fori_loop(0, number, body, start)
     # The parts' sums were relative to their own maxima.
     top = jnp.max(tops, -1)
     above = tops - top[..., None]
@@ -396,25 +412,29 @@ def _block(
     if pulled:
         target = chunks[place_of(wanted, chunks, scaling.vocab)].astype(jnp.float32)
         pull = steep[..., None] * target - pull / total[..., None]
-    logprob = LogSumExp(top, log_total).log_p(taken)
-    return logprob, log_total - weighted / total if entropy else jnp.zeros_like(top), top, log_total, pull
+    logprob, mass = LogSumExp(top, log_total).log_p(taken), jnp.zeros_like(top)
+    if whole:
+        # Bounded, since all candidates may be 87 nats below the most likely id, long after they were sampled from.
+        mass = jnp.log(jnp.maximum(jnp.sum(within * shrink, -1), LEAST)) - log_total
+        logprob -= mass
+    return logprob, log_total - weighted / total if entropy else jnp.zeros_like(top), mass, top, log_total, pull
 
 
-def _forward(scaling, entropy, hidden, table, targets, needed, candidates):
+def _forward(scaling, entropy, whole, hidden, table, targets, needed, candidates):
     trained = table.perturbed
-    # The entropy's gradient is another sum over the vocabulary: with it the backward pass recomputes the logits.
-    pulled = not trained and not entropy
+    # The entropy's gradient, or the mass's, is another sum over ids: with it the backward pass recomputes the logits.
+    pulled = not trained and not entropy and not whole
     hidden, table, targets, needed = (x.value for x in (hidden, table, targets, needed))
     candidates = jax.tree.map(lambda x: x.value, candidates, is_leaf=lambda x: hasattr(x, "perturbed"))
     chunks = in_chunks(table, needed.shape)
     visit = visit_of(needed)
-    logprobs, spread, lse, pull = _values(
-        scaling, entropy, hidden, chunks, targets, visit, needed, candidates, pulled=pulled
+    *values, lse, pull = _values(
+        scaling, entropy, whole, hidden, chunks, targets, visit, needed, candidates, pulled=pulled
     )
     if pulled:
-        return (logprobs, spread), (pick(pull, visit.back).astype(hidden.dtype), targets, needed, candidates)
+        return tuple(values), (pick(pull, visit.back).astype(hidden.dtype), targets, needed, candidates)
     # Only arrays can be saved: () stands for a table that trains, None for one that is frozen under an adapter.
-    return (logprobs, spread), (
+    return tuple(values), (
         hidden,
         chunks,
         targets,
@@ -422,14 +442,14 @@ def _forward(scaling, entropy, hidden, table, targets, needed, candidates):
         candidates,
         visit,
         lse,
-        spread,
+        *values[1:],
         () if trained else None,
     )
 
 
-def _backward(scaling, entropy, saved, cotangents):
+def _backward(scaling, entropy, whole, saved, cotangents):
     """Gradients by the states and, where it trains, by the table; each chunk's logits are made again without pulls."""
-    d_logprobs, d_spread = (None if isinstance(d, SymbolicZero) else d for d in cotangents)
+    d_logprobs, *others = (None if isinstance(d, SymbolicZero) else d for d in cotangents)
     d_table = None
     if len(saved) == 4:
         pull, targets, needed, candidates = saved
@@ -437,23 +457,31 @@ def _backward(scaling, entropy, saved, cotangents):
         # where, not a product alone: the pull of a token that is not needed was never computed.
         d_hidden = jnp.where(needed[..., None], d[..., None] * pull, 0).astype(pull.dtype)
     else:
-        hidden, chunks, targets, needed, candidates, visit, lse, spread, trained = saved
+        hidden, chunks, targets, needed, candidates, visit, lse, spread, mass, trained = saved
         zero = jnp.zeros(needed.shape)
-        d_logprobs, d_spread = (zero if d is None else jnp.where(needed, d, 0.0) for d in (d_logprobs, d_spread))
+        needed_pulls = [zero if d is None else jnp.where(needed, d, 0.0) for d in (d_logprobs, *others)]
 
         def d_logits_of(order, h, real, sliced):
             wanted, block_lse = pick(targets, order), LogSumExp(*map(sliced, lse)).per_id()
-            pulls = (jnp.where(real, pick(d, order), 0.0) for d in (d_logprobs, d_spread))
-            pull, pull_spread, own_spread = (x[..., None, None] for x in (*pulls, pick(spread, order)))
+            pulls = (jnp.where(real, pick(d, order), 0.0) for d in needed_pulls)
+            values = (pick(x, order) for x in (spread, mass))
+            pull, pull_spread, pull_mass, entropies, masses = (x[..., None, None] for x in (*pulls, *values))
             listed = None if candidates is None else pick(candidates, order)
 
             def of_chunk(index):
-                logits, slope = chunk_logits(scaling, h, chunks, index, listed)
+                logits, slope = chunk_logits(scaling, h, chunks, index)
+                among = jnp.array(True) if listed is None else listed_in(listed, chunks, scaling.vocab, index)
+                if listed is not None and not whole:
+                    logits = jnp.where(among, logits, NEVER)
                 log_p = block_lse.log_p(logits)
                 p = jnp.exp(log_p)
-                d_logits = pull * (taken_in(wanted, chunks, scaling.vocab, index) - p)
+                # The mass is the log-sum-exp of the candidates' logits less that of all; p / mass is among these alone.
+                p_listed = jnp.where(among, p * jnp.exp(-masses), 0.0) if whole else p
+                d_logits = pull * (taken_in(wanted, chunks, scaling.vocab, index) - p_listed)
+                if whole:
+                    d_logits += pull_mass * (p_listed - p)
                 if entropy:
-                    d_logits -= pull_spread * p * (log_p + own_spread)
+                    d_logits -= pull_spread * p * (log_p + entropies)
                 return d_logits * slope
 
             return of_chunk

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
+from tunix.algorithms.config import PolicyConfig
 from tunix.algorithms.distill.config import POLICY, PROMPTS, DistillConfig, TeacherConfig
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import AlgorithmConfig, Config, MeshConfig, ModelConfig, Place, Positive, RowKind
@@ -180,6 +181,9 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
         )
     if recipe.algorithm.reads_observations and not recipe.plays:
         yield "algorithm.observation_weight: changes nothing without an environment: set rollout.environment"
+    whole = isinstance(recipe.algorithm, PolicyConfig) and recipe.algorithm.penalties_over == "whole"
+    if whole and not recipe.rollout.top_k:
+        yield "algorithm.penalties_over: every set is the whole without rollout.top_k, which cuts ids off; leave it out"
     if recipe.data.pictures:
         if not recipe.algorithm.sees_pictures:
             yield (
@@ -332,9 +336,9 @@ def _of_rows(recipe: Sections, staged: bool) -> Iterator[str]:
         scored = source.reward or source.environment or recipe.reward or rollout.environment
         if recipe.algorithm.learns_from_rewards and recipe.rewarded and not scored:
             yield f"{key}.reward: nothing scores the completions of {source.name}: name rewards here, or in `reward`"
-        if source.in_environment and (rollout.oversample > 1 or rollout.in_flight == "continue"):
-            setting = "oversample" if rollout.oversample > 1 else "in_flight: continue"
-            yield f"rollout.{setting}: the episodes of {source.name} cannot be paused; leave it out"
+        if source.in_environment and rollout.in_flight == "continue":
+            why = f"the episodes of {source.name} are not paused for new weights"
+            yield f"rollout.in_flight: continue: {why}; leave it out"
     if data.sources and writes and isinstance(data.eval, str) and recipe.reward is None and rollout.environment is None:
         yield "data.eval: nothing scores its completions: make it a list with the names of data.train, or set `reward`"
     if curriculum is not None:

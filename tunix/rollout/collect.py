@@ -36,7 +36,7 @@ from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED, WORKDIR, Score, parted
 from tunix.rollout.rewards.scorer import Scorer, Scoring
 from tunix.rollout.types import ENVIRONMENT, Clock, Measure, Scored, sequence_of
-from tunix.types import Batch, Completion, Request, Sampling, Sequence
+from tunix.types import Batch, Completion, Request, Restart, Sampling, Sequence
 
 Item = TypeVar("Item")
 
@@ -246,12 +246,14 @@ class Arrivals:
         seats: dict[int, tuple[int, ...]] = {}
         over: dict[int, bool] = {}
         if played is not None:
-            played.finish([self._ended[number][0] for number in numbers])
-            turns = {i: tuple(reward or 0.0 for reward in x.rewards) for i, x in enumerate(played.episodes) if x}
-            seats = {i: tuple(x.seats) for i, x in enumerate(played.episodes) if x}
-            over = {i: x.done for i, x in enumerate(played.episodes) if x}
+            ended = Episodes([played.episodes[number] for number in numbers], played.together, played.close)
+            ended.finish([self._ended[number][0] for number in numbers])
+            episodes = {i: x for i, x in zip(numbers, ended.episodes, strict=True) if x}
+            turns = {i: tuple(reward or 0.0 for reward in x.rewards) for i, x in episodes.items()}
+            seats = {i: tuple(x.seats) for i, x in episodes.items()}
+            over = {i: x.done for i, x in episodes.items()}
         if ENVIRONMENT in self._collector.weights:  # where no prompt of this process is played, its rewards have it too
-            scores[ENVIRONMENT] = {} if played is None else dict(enumerate(played.scores))
+            scores[ENVIRONMENT] = {} if played is None else {i: played.scores[i] for i in numbers}
         return [
             Scored(
                 self._owners[number],
@@ -411,19 +413,7 @@ class Collector:
                     played = self.play.play(sampler, [x.row for x in owners], self.sampling, seed, numbers)
                 else:
                     played = self._played(owners, seed, numbers)
-                for i, episode in enumerate(played.episodes if played is not None else ()):
-                    if episode is not None:
-                        start = episode.prompt
-                        if self.length is not None and len(start) >= self.length:
-                            raise UserError(
-                                f"data.max_length: {self.length} leaves no room for an answer to a prompt of "
-                                f"{len(start)} tokens, as the environment makes it of the row "
-                                f"{dict(owners[i].row)!s:.100}; raise it, or leave the row out"
-                            )
-                        text = self.tokenizer.decode(start, skip_special=True) if self.tokenizer else ""
-                        owners[i] = replace(owners[i], tokens=start, text=owners[i].text or text)
-                        if isinstance(episode, PlayedEpisode):
-                            owners[i] = replace(owners[i], row={**owners[i].row, WORKDIR: str(episode.folder)})
+                owners = self._prompted(owners, played)
                 arrivals = Arrivals(self, owners, clock, measuring)
 
                 def arrive(number: int, completion: Completion) -> bool:
@@ -466,6 +456,29 @@ class Collector:
                 part.close()
 
         return Episodes(episodes, sum(part.together for part in parts), close) if parts else None
+
+    def _prompted(self, owners: List[Prompt], played: Episodes | None) -> list[Prompt]:
+        """The prompts as their episodes begin.
+
+        Raises:
+            UserError: one leaves no room for an answer.
+        """
+        owners = list(owners)
+        for i, episode in enumerate(played.episodes if played is not None else ()):
+            if episode is None:
+                continue
+            start = episode.prompt
+            if self.length is not None and len(start) >= self.length:
+                raise UserError(
+                    f"data.max_length: {self.length} leaves no room for an answer to a prompt of {len(start)} tokens, "
+                    f"as the environment makes it of the row {dict(owners[i].row)!s:.100}; raise it, or leave the row "
+                    "out"
+                )
+            text = self.tokenizer.decode(start, skip_special=True) if self.tokenizer else ""
+            owners[i] = replace(owners[i], tokens=start, text=owners[i].text or text)
+            if isinstance(episode, PlayedEpisode):
+                owners[i] = replace(owners[i], row={**owners[i].row, WORKDIR: str(episode.folder)})
+        return owners
 
     def whole(self, groups: list[list[Scored]], clock: Clock) -> list[list[Scored]]:
         """The groups of all processes with the rewards that read the whole batch: the lead calls them, and broadcasts
@@ -525,13 +538,22 @@ class Collector:
         """
         if not wanted:
             return list(prompts)
-        owners = [prompt for prompt in prompts for _ in range(n)]
         with clock.part("rollout"):
+            each = [prompt for prompt in prompts for _ in range(n)]
+            played = self._played(each, seed, [x.place * n + i % n for i, x in enumerate(each)])
+            owners = self._prompted(each, played)
             late = [i for i, x in enumerate(prompts) if due is not None and any(y and due(y) for y in x.so_far)]
             race = Race([list(prompt.so_far) or [None] * n for prompt in prompts], wanted, late)
             arrivals = Arrivals(self, owners, clock, measuring, race.wanted * n)
-            begun = [request for prompt in prompts for request in prompt.requests(n, self.sampling, seed)]
+            begun = [x for prompt in prompts for x in prompt.requests(n, self.of(prompt.source).sampling, seed)]
+            begun = [replace(request, prompt=owner.tokens) for request, owner in zip(begun, owners, strict=True)]
             asked, places = race.missing, itertools.count()
+            if played is not None:  # its environments have begun anew
+                played.catch_up({i: so_far for i in asked if (so_far := begun[i].so_far) is not None})
+
+            def reply(number: int, completion: Completion) -> np.ndarray | Restart | None:
+                assert played is not None
+                return played.reply(asked[number], completion)
 
             def arrive(number: int, completion: Completion) -> bool:
                 for member, ended in race.add(asked[number], completion):
@@ -540,13 +562,13 @@ class Collector:
 
             for member, ended in race.start():
                 arrivals.add(member, ended, place=next(places))
-            sampled = [] if race.over else sampler.run([begun[i] for i in asked], None, arrive)
+            sampled = [] if race.over else sampler.run([begun[i] for i in asked], played and reply, arrive)
             arrivals.close()
             for number, completion in enumerate(sampled):
                 arrive(number, completion)
         if sampled:
             clock.meter(sampler)
-        episodes = arrivals.scored()
+        episodes = arrivals.scored(played)
         groups = (episodes[i : i + n] for i in range(0, len(episodes), n))
         return [
             next(groups) if i in race.taken else replace(x, so_far=tuple(race.groups[i])) for i, x in enumerate(prompts)

@@ -157,8 +157,13 @@ class RolloutConfig(Config):
     @model_validator(mode="after")
     def _of_several_steps(self) -> "RolloutConfig":
         """Refuses settings of asynchronous sampling and of oversampling that do not go together."""
-        if self.environment is not None and self.environment.agent and (self.max_staleness or self.engine == "vllm"):
-            ignored = "max_staleness" if self.max_staleness else "engine: vllm"
+        agent = {
+            "max_staleness": self.max_staleness,
+            "engine: vllm": self.engine == "vllm",
+            "oversample": self.oversample > 1,
+        }
+        if self.environment is not None and self.environment.agent and any(agent.values()):
+            ignored = next(key for key, is_set in agent.items() if is_set)
             raise ValueError(
                 f"{ignored}: an agent asks the engine of this process, for the weights of its step; leave it out"
             )
@@ -169,8 +174,8 @@ class RolloutConfig(Config):
             raise ValueError(f"in_flight: {self.in_flight} changes nothing without max_staleness; leave it out")
         if self.in_flight == "continue" and self.environment is not None:
             raise ValueError(
-                "in_flight: continue pauses completions, and an environment's episode cannot be paused: set it to "
-                "finish, or leave environment out"
+                "in_flight: continue pauses completions for new weights, and no environment's episode is paused for "
+                "them: set it to finish, or leave environment out"
             )
         if self.stop_after_failures is not None and self.environment is None:
             raise ValueError(
@@ -188,11 +193,6 @@ class RolloutConfig(Config):
                     f"oversample: {self.oversample:g} may carry over more groups than a step takes, whose age "
                     "max_staleness bounds: set it to 2 or less"
                 )
-        if self.oversample > 1 and self.environment is not None:
-            raise ValueError(
-                f"oversample: {self.oversample:g} pauses what is not complete, and an environment's episode cannot be "
-                "paused: set it to 1, or leave environment out"
-            )
         return self
 
     @model_validator(mode="after")

@@ -92,7 +92,14 @@ def collector_of(
             player = Player(source.environment, inputs.tokenizer, kwargs, rollout.stop_after_failures, rollout.history)
             stops = (*recipe.rollout.stop, *player.stop_strings)
             sources[source.name] = replace(plain, play=player, sampling=replace(sampling, stop_strings=stops))
-    return replace(plain, sources=sources)
+    collector = replace(plain, sources=sources)
+    for player in (part.play for part in collector.parts if recipe.rollout.oversample > 1):
+        if isinstance(player, Player) and not player.replayable:
+            raise UserError(
+                f"rollout.oversample: the environment {player.name} is not replayable, so that its episodes cannot be "
+                "paused: set it to 1, or take another environment"
+            )
+    return collector
 
 
 def evaluation_of(setup: Setup, inputs: Inputs, collector: Collector) -> Evaluation:

@@ -279,23 +279,27 @@ def sums_of(
 
     needed = mask | (jnp.asarray(batch.per_token[OBSERVED]) > 0) if OBSERVED in batch.per_token else mask
 
-    def logprobs_of(model: Model, params: Params, hidden: jax.Array, entropy: bool) -> tuple[jax.Array, jax.Array]:
+    def logprobs_of(model: Model, params: Params, hidden: jax.Array, *, reference: bool) -> tuple[jax.Array, ...]:
+        candidates = None if reference and loss.whole else jax.tree.map(jnp.asarray, batch.candidates)
         return model.logprobs_of(
             params,
             hidden,
             tokens,
             positions,
             needed,
-            entropy=entropy,
+            entropy=loss.entropy and not reference,
             temperature=loss.temperature,
-            candidates=jax.tree.map(jnp.asarray, batch.candidates),
+            candidates=candidates,
+            whole=loss.whole,
         )
 
-    logprobs, entropy = jnp.zeros(batch.tokens.shape, jnp.float32), None
+    logprobs, entropy, mass = jnp.zeros(batch.tokens.shape, jnp.float32), None, 0.0
     if loss.logprobs:
-        logprobs, entropy = logprobs_of(model, params, hidden, loss.entropy)
+        logprobs, entropy, mass = logprobs_of(model, params, hidden, reference=False)
     values = model.values_of(params, hidden, positions) if loss.values else None
     inputs = LossInputs(batch, logprobs, entropy if loss.entropy else None, values)
+    if loss.whole:
+        inputs = replace(inputs, whole_logprobs=logprobs + mass)
     if loss.above_mean and key is not None:
         inputs = replace(inputs, above_mean=model.above_mean_of(params, hidden, tokens, positions))
     if loss.reference:
@@ -303,7 +307,7 @@ def sums_of(
         of_reference = replace(model, adapt=None, has_scalar_head=False)
         reference = {**frozen.base, **frozen.reference}
         states = hidden_of(of_reference, reference, batch)
-        reference_logprobs, _ = logprobs_of(of_reference, reference, states, False)
+        reference_logprobs, *_ = logprobs_of(of_reference, reference, states, reference=True)
         inputs = replace(inputs, reference_logprobs=jax.lax.stop_gradient(reference_logprobs))
     if loss.divergence:
         assert frozen.teacher is not None, "the loss reads a divergence: hold a teacher"
@@ -322,7 +326,7 @@ def sums_of(
         segments, parents = jnp.asarray(batch.segment_ids), jax.tree.map(jnp.asarray, batch.parents)
         states = model.draft_states(fixed, jax.lax.stop_gradient(hidden), tokens, positions, segments, parents)
         # Of the state of a sequence's first token, which the head does not have, nothing is asked.
-        drafted, _ = model.logprobs_of(fixed, states, tokens, positions - 1, mask)
+        drafted, *_ = model.logprobs_of(fixed, states, tokens, positions - 1, mask)
         sums["loss/mtp"] = reduce(Term(-drafted), batch)
     load = load_sums(auxiliary, rows, model.router_aux_loss_coef)
     if "loss/router_aux" in load:

@@ -185,6 +185,29 @@ def test_kl_is_zero_where_the_policy_is_the_reference(settings):
     assert gradients(with_kl, inputs) == gradients(without, inputs)
 
 
+def test_the_kl_is_over_the_whole_where_it_is_set():
+    """The sets of A's tokens have 3/4 and 1/2, B's has all: the KL is that of .375 to .1875, of .1839 to as much, and
+    of .1353 to .2707, as in K3; weighted by .375 and .1839 over the sampler's .3333 and .7358 among the set, and 1.1.
+    The surrogate, 1.2 and .5 and -2.2, is that among the set."""
+    whole = [log(0.75), log(0.5), 0.0]
+    moved = [
+        replace(
+            one, more={"reference_logprobs": [x + y for x, y in zip(one.more["reference_logprobs"], up, strict=True)]}
+        )
+        for one, up in ((A, whole[:2]), (B, whole[2:]))
+    ]
+    inputs = inputs_of(batch_of(moved))
+    places = [int(x) for x in np.flatnonzero(inputs.batch.loss_mask)]
+    masses = np.zeros(inputs.batch.loss_mask.size, np.float32)
+    masses[places] = whole if inputs.batch.sequence_ids.ravel()[places[0]] == 0 else [*whole[2:], *whole[:2]]
+    inputs = replace(inputs, whole_logprobs=inputs.logprobs + masses.reshape(inputs.logprobs.shape))
+    found = reduced(loss_of(kl=1.0, penalties_over="whole"), inputs)
+    assert found["loss/kl"] == found["kl/reference"] == pytest.approx(sum(K3) / 3, rel=1e-5)
+    assert found["loss/policy"] == pytest.approx(-(1.2 + 0.5 - 2.2) / 3, rel=1e-5)
+    weighted = reduced(loss_of(kl=1.0, kl_weighted=True, penalties_over="whole"), inputs)
+    assert weighted["loss/kl"] == pytest.approx((1.125 * K3[0] + 1.1 * K3[2]) / 3, rel=1e-5)
+
+
 def test_entropy_is_raised():
     taken = [replace(A, more={"entropy": [0.5, 1.0]}), replace(B, more={"entropy": [3.0]})]
     inputs = inputs_of(batch_of(taken), entropy=True)

@@ -1,6 +1,7 @@
 """What the engine promises beyond right numbers: independence of company, shared prompts, turns, stops, few shapes."""
 
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -559,6 +560,34 @@ def test_what_is_paused_is_continued_as_it_was(engine):
         same(whole[number], found)
         if found.top is not None:
             np.testing.assert_allclose(whole[number].top[1], found.top[1], atol=1e-5)
+
+
+def test_an_episode_is_paused_with_what_its_environment_has_answered(here):
+    """The call ends while an environment takes its time: its answer is read, and the next turn is the next call's. Each
+    turn is passed on once, and the whole is that of a call that was not ended."""
+    asked: list[tuple[int, int]] = []
+
+    def reply(number: int, so_far: Completion) -> np.ndarray | None:
+        asked.append((number, len(so_far.turns)))
+        if number == 0 and len(so_far.turns) == 1:
+            time.sleep(1.0)
+        return None if len(so_far.turns) == 3 else np.full(4, 20 + number + len(so_far.turns), np.int32)
+
+    sampling = Sampling(max_tokens=30, stop_ids=tuple(range(0, VOCAB, VOCAB // 16))[:16])
+    requests = [Request(prompt, sampling, 11, index) for index, prompt in enumerate(prompts(VOCAB, (5, 9, 4, 7)))]
+    whole, once = here.run(requests, reply), sorted(asked)
+    asked.clear()
+    first = here.run(requests, reply, on_done=lambda *_: True)
+    paused = [number for number, found in enumerate(first) if found.finish == "paused"]
+    assert 0 in paused
+    assert len(first[0].turns) == 2, "the answer is there"
+    rest = here.run(
+        [replace(requests[number], so_far=first[number]) for number in paused],
+        lambda number, so_far: reply(paused[number], so_far),
+    )
+    for number, found in zip(paused, rest, strict=True):
+        same(whole[number], found)
+    assert sorted(asked) == once
 
 
 def test_each_token_has_the_version_that_it_was_sampled_from(params):

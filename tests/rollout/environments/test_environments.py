@@ -1,5 +1,6 @@
 """Environments: what an episode tells the sampler, what it is worth, and the shipped ones played by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,33 @@ def test_replies_to_a_batch():
     second = completion_of((0, 3), (10, 12), tokens=tokens, finish="length")
     episodes.finish([completion_of((0, 3), tokens=first), second])
     assert episodes.scores == [1.0, 1.0]
+
+
+def test_what_was_paused_is_caught_up_with():
+    """Of three guesses for 20 two were answered, the third is half written; an episode that has ended is worth what
+    it was; and of one that was answered otherwise the next turn is the last, and a failure."""
+    first, second = ids("16\nhigher\n"), ids("24\nlower\n")
+    tokens = np.concatenate([first, second, ids("2")])
+    paused = completion_of((0, 3), (10, 13), (19, 20), tokens=tokens, finish="paused")
+    won = completion_of((0, 3), (10, 13), tokens=np.concatenate([first, ids("20\n")]))
+    other = replace(paused, tokens=np.concatenate([first, ids("24\nhigher\n2")]), turns=((0, 3), (10, 13), (20, 21)))
+    episodes = Episodes([episode(Guessing(), {"secret": 20}) for _ in range(4)])
+    episodes.catch_up({0: paused, 2: other})
+    ended = []
+    for x in episodes.episodes:
+        assert x is not None
+        x.on_end = ended.append
+    after = np.concatenate([tokens[:19], ids("20\n")])
+    assert episodes.reply(0, completion_of((0, 3), (10, 13), (19, 22), tokens=after)) is None
+    assert episodes.reply(2, other) is None
+    assert len(ended) == 2
+    never = completion_of((0, 3), tokens=ids("20\n"))
+    episodes.finish([completion_of((0, 3), (10, 13), (19, 22), tokens=after), won, other, never])
+    assert episodes.scores[:2] == [1.0, 1.0]
+    assert episodes.scores[3] == 1.0
+    assert isinstance(failure := episodes.scores[2], Failure)
+    assert "not deterministic given row and rng" in failure.reason
+    assert len(ended) == 2, "what had ended before was counted then"
 
 
 def test_an_episode_cut_short_is_worth_what_it_has_earned():

@@ -6,6 +6,7 @@ All samplers ask small Llamas whose log-probs are true; what is sampled is compa
 import logging
 import threading
 from dataclasses import replace
+from math import log
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.fake_vllm import FakeVLLM
 from tests.marks import slow
 from tests.rollout.servers.conftest import PROMPTS, WARM, Policy, engine, flat, scored
 from tunix.errors import UserError
+from tunix.rollout.servers.protocol import ID, IMPOSSIBLE, Answer, Ask, Unfit, answered, settings
 from tunix.types import Completion, Request, Restart, Sampling, requests_of
 
 # --- What a server samples ------------------------------------------------------------------------------------------
@@ -86,6 +88,39 @@ def test_cuts_and_alternatives_are_those_of_our_own_engine(policy: Policy, start
         assert all(token in possible for token, possible in zip(drawn.tokens, drawn.candidates, strict=True))
         assert -1 in drawn.candidates
     assert found.candidates[0].tolist() == own.candidates[0].tolist()
+
+
+def listing(sampled: int, listed: dict[int, float]) -> Answer:
+    """What is read of a server's answer: an id that was drawn from the two most likely ones, and what it lists."""
+    named = {f"{ID}{token}": log(x) if x else IMPOSSIBLE for token, x in listed.items()}
+    choice = {
+        "finish_reason": "stop",
+        "token_ids": [sampled],
+        "logprobs": {"token_logprobs": [log(listed[sampled])], "top_logprobs": [named]},
+    }
+    asked = settings(Sampling(4, top_k=2).for_training, 4, seed=0)
+    return answered({"id": "cmpl-a", "choices": [choice]}, Ask("a", (1,), asked, 9))
+
+
+def test_an_id_as_likely_as_the_last_of_the_set_is_of_the_set():
+    """vLLM keeps all ids that are as likely as the one of rank `top_k`, and lists as many as that, and the sampled."""
+    for sampled, listed, expected in (
+        (7, {5: 0.9, 3: 0.05, 7: 0.05}, {5, 7}),
+        (3, {5: 0.9, 3: 0.05, 7: 0.05}, {5, 3}),
+        (5, {5: 1.0, 3: 0.0}, {5, 3}),
+    ):
+        top = listing(sampled, listed).top
+        assert top is not None
+        assert set(top[0][0].tolist()) == expected
+        np.testing.assert_allclose(np.exp(top[1][0]), sorted((listed[x] for x in expected), reverse=True), atol=1e-6)
+
+
+def test_a_set_of_many_more_ids_than_a_server_lists_is_refused():
+    """Three that are equally likely, or log-probs of the whole distribution."""
+    with pytest.raises(
+        Unfit, match=r"lists the 2 ids .* sum to 0.67: start it with --logprobs-mode processed_logprobs"
+    ):
+        listing(7, {5: 1 / 3, 3: 1 / 3, 7: 1 / 3})
 
 
 @pytest.mark.parametrize(

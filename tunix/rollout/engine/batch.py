@@ -247,16 +247,7 @@ class Batch:
             while self._goes_on():
                 if self._pause is not None and self._pause(self._sent):
                     break
-                for slot, observation in self.replies.arrived():
-                    before, tokens = None, observation
-                    if isinstance(observation, Restart):
-                        before, tokens = self.slots.transcript(slot), observation.prompt
-                    restart = before is not None
-                    new = None if tokens is None else self.slots.observe(slot, np.asarray(tokens, np.int32), restart)
-                    if new is None:
-                        self._complete(slot)
-                    else:
-                        self._observed(slot, new, before)
+                self._take_replies()
                 with self._lock:
                     self._admit()
                     self._compute()
@@ -265,15 +256,31 @@ class Batch:
                     self._retire(self.in_flight.popleft())
                 elif not sent and self.replies:
                     self.replies.wait()
+            while self.in_flight:  # what they sample is kept for the call that continues it
+                self._retire(self.in_flight.popleft())
+            while self.enough and self.replies:  # a turn that has ended goes on with its answer
+                self.replies.wait()
+                self._take_replies()
         finally:
             self.replies.close()
-        while self.in_flight:  # what they sample is kept for the call that continues it
-            self._retire(self.in_flight.popleft())
         tokens, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
         for episode in [*self.waiting, *(self.slots.suspend(slot, self.version) for slot in list(self.slots.episodes))]:
             paused = episode.so_far or episode.completion(tokens, logprobs, self.version, None)
             self.done[episode.number] = paused
         return [completion for _, completion in sorted(self.done.items())]
+
+    def _take_replies(self) -> None:
+        """Goes on with the turns whose environments have answered, or ends their requests."""
+        for slot, observation in self.replies.arrived():
+            before, tokens = None, observation
+            if isinstance(observation, Restart):
+                before, tokens = self.slots.transcript(slot), observation.prompt
+            restart = before is not None
+            new = None if tokens is None else self.slots.observe(slot, np.asarray(tokens, np.int32), restart)
+            if new is None:
+                self._complete(slot)
+            else:
+                self._observed(slot, new, before)
 
     def _queue(self, requests: Sequence[Request]) -> None:
         """Queues requests, numbered on."""

@@ -128,7 +128,8 @@ class Environment(ABC):
     it has failed."""
     replayable: ClassVar[bool] = True
     """Whether everything follows from the row, the generator and the actions. False for one whose state is elsewhere,
-    such as a session of a server: where its process is lost, it fails, and is not begun anew."""
+    such as a session of a server: where its process is lost, it fails, and is not begun anew; with `oversample` it is
+    refused."""
     deadline: float = 10.0
     """Seconds that each call may take, `rollout.environment.deadline`: set after the constructor. What waits for
     something else gives up after `patience`, so that only this episode fails."""
@@ -345,6 +346,27 @@ class Episode:
             return self._fail(f"had not ended after {self._turns} turns")
         return observation
 
+    def catch_up(self, completion: "Completion") -> None:
+        """Passes on the turns of a completion that have ended and that the environment has not had, as where an earlier
+        call of the sampler has paused it; fails where the environment does not answer as it did then."""
+        from tunix.types import Restart  # which imports jax
+
+        turns = completion.turns
+        for number in range(len(self.rewards), len(turns) - (completion.finish != "stop")):
+            if self.done or self.failure is not None:
+                return
+            (start, end), after = turns[number], None
+            if number + 1 < len(turns):
+                after = completion.tokens[end : turns[number + 1][0]]
+            answer = self.turn(completion.tokens[start:end])
+            read = answer.prompt if isinstance(answer, Restart) else answer
+            same = read is after if read is None or after is None else np.array_equal(read, after)
+            if self.failure is None and not same:
+                self._fail(
+                    "is not deterministic given row and rng, so that rollout.oversample cannot pause it: when its "
+                    "turns were repeated it did not answer as before"
+                )
+
     def _next(self, step: Step, tokens: np.ndarray) -> "np.ndarray | Restart":
         """What the model reads after a turn of these tokens, and the environment's answer to it."""
         from tunix.types import Restart  # which imports jax
@@ -439,20 +461,31 @@ class Episodes:
         """What follows a turn that stopped; called by the sampler (`types.Reply`)."""
         if (episode := self.episodes[request]) is None:
             return None
+        if episode.failure is not None:  # before it was continued
+            episode.on_end(episode)
+            return None
         assert len(completion.turns) == len(episode.rewards) + 1
         observation = episode.turn(completion.tokens[slice(*completion.turns[-1])])
         if observation is None:
             episode.on_end(episode)
         return observation
 
+    def catch_up(self, completions: Mapping[int, "Completion"]) -> None:
+        """`Episode.catch_up` for the completions of these episodes."""
+        with ThreadPoolExecutor(self.together, thread_name_prefix="environment") as threads:
+            known = ((x, completion) for i, completion in completions.items() if (x := self.episodes[i]))
+            list(threads.map(lambda pair: pair[0].catch_up(pair[1]), known))
+
     def finish(self, completions: Sequence["Completion"]) -> None:
-        """Passes last turns that the token limit cut off to their environments, so that they are scored too."""
+        """Passes turns that their environments have not had, such as last ones that the token limit cut off, so that
+        they are scored too."""
         assert len(completions) == len(self.episodes)
 
         def finish(episode: Episode | None, completion: "Completion") -> None:
             if episode is None:
                 return
-            ended = episode.done or episode.failure is not None
+            ended = episode.done or episode.failure is not None or completion.finish == "stop"
+            episode.catch_up(completion)
             for start, end in completion.turns[len(episode.rewards) :]:
                 if not episode.done and episode.failure is None and end > start:
                     episode.turn(completion.tokens[start:end], cut=True)

@@ -434,6 +434,10 @@ class Player:
         facts = workers[0].facts
         self.scores = bool(facts["scores"])
         """Whether the environment gives rewards."""
+        self.name = kind.__name__
+        """The environment's class."""
+        self.replayable = bool(facts["replayable"])
+        """Whether an episode can be begun anew, and its turns repeated."""
         self.stop_strings: tuple[str, ...] = tuple(facts["stop_strings"])
         """Texts that end a turn."""
         facts = facts | {"stop_strings": self.stop_strings}

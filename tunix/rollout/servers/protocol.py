@@ -14,6 +14,7 @@ Axes: T time, A alternatives, L layers, k chosen experts of a token.
 
 import base64
 import io
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -180,6 +181,8 @@ ID = "token_id:"
 """How a token is written where `return_tokens_as_token_ids` is set."""
 
 
+LISTED = 0.9
+"""Least mass of the `top_k` ids that a server lists: of equals of the last one vLLM keeps all, and lists none."""
 IMPOSSIBLE = -9999.0
 """The log-prob of what cannot be sampled, as the protocols write it; JSON has no infinity."""
 
@@ -272,10 +275,22 @@ def answered(body: Any, ask: Ask) -> Answer:
     listed = None
     if top:  # the most likely tokens, of which a server lists the sampled one too
         rows: list[list[tuple[float, int]]] = []
-        for by_token in choice["logprobs"]["top_logprobs"]:
-            ranked = sorted(((x, int(token.removeprefix(ID))) for token, x in by_token.items()), reverse=True)[:top]
+        cut, lists = 0 < ask.settings["top_k"] <= top, choice["logprobs"]["top_logprobs"]
+        if len(lists) != len(tokens):
+            raise Unfit(f"it lists alternatives of {len(lists)} of {len(tokens)} tokens")
+        for sampled, by_token in zip(tokens.tolist(), lists, strict=True):
+            every = sorted(((x, int(token.removeprefix(ID))) for token, x in by_token.items()), reverse=True)
+            ranked = every[:top]
             if len(ranked) < top:
                 raise Unfit(f"it lists {len(ranked)} alternatives where {top} were asked for: see its --max-logprobs")
+            if cut and (mass := sum(math.exp(x) for x, _ in ranked)) < LISTED:
+                raise Unfit(
+                    f"it lists the {top} ids that a token may be drawn from with probabilities that sum to {mass:.2f}: "
+                    "start it with --logprobs-mode processed_logprobs. If it was, so many others are as likely as the "
+                    "last of them, all of which vLLM keeps: set another rollout.top_k, or sample in float32"
+                )
+            if cut and all(token != sampled for _, token in ranked):  # as likely as the last that is listed
+                ranked[-1:] = [x for x in every if x[1] == sampled]
             rows.append(ranked)
         ids, likely = [[token for _, token in row] for row in rows], [[x for x, _ in row] for row in rows]
         possible = np.array(likely, np.float32)

@@ -355,7 +355,7 @@ class Compute:
 
         def of_column(column: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
             targets = column["target_tokens"].astype(jnp.int32)
-            logprobs, _ = self.model.logprobs_of(params, hidden, targets, positions, mask)
+            logprobs, *_ = self.model.logprobs_of(params, hidden, targets, positions, mask)
             return logprobs, jnp.where(mask, losses_of(loss, logprobs, column, rows), 0.0)
 
         return jax.lax.map(of_column, columns)
