@@ -118,6 +118,8 @@ class TeacherView:
     """`[Tt]` int32: all token ids up to the last one that is trained, e.g. `[2, 105, 651, 603]`."""
     places: np.ndarray
     """`[T]` int32: where in `tokens` each trained token of the sequence is, 0 for the others, e.g. `[0, 0, 3]`."""
+    number: int = 0
+    """Which of several teachers the sequence follows, e.g. 1; 0 where there is one, or all are followed."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from tunix.mesh import build_mesh
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.servers.chat import Endpoint
 from tunix.run.client import client_of
-from tunix.run.frozen_models import ServedTeacher, teacher_source
+from tunix.run.frozen_models import ServedTeacher, teacher_sources
 from tunix.run.setup import Setup
 from tunix.trainer.trainer import Trainer
 from tunix.types import Sequence, TeacherView
@@ -219,7 +219,7 @@ def built(words: str) -> Trainer:
     source = of_recipe(recipe.model, recipe.data, Path("tokenizer"), None)
     mesh = build_mesh(MeshConfig(), jax.devices()[:1])
     setup = Setup(recipe, source, Distill(recipe.algorithm), mesh, updates=3)
-    return client_of(setup, teacher=teacher_source(recipe, source))
+    return client_of(setup, teachers=teacher_sources(recipe, source))
 
 
 @pytest.mark.slow
@@ -415,6 +415,86 @@ def test_a_teacher_that_cannot_read_the_rows_is_refused_before_weights(
     (chats / "teacher/chat_template.jinja").unlink()
     theirs.save(chats / "teacher")
     assert main(["run", recipe(chats, {**CHATS, **GIVEN, **changes})]) == 2
+    assert said in capsys.readouterr().err
+
+
+# Several teachers.
+
+NAMED: dict[str, Any] = {**CHATS, "data.train": "named.jsonl", "data.max_length": 80}
+
+
+@pytest.fixture
+def named(chats: Path) -> Path:
+    """Rows that name a teacher in turns, in any column; the second teacher reads the student's format."""
+    write_rows(chats / "named.jsonl", ({**chat(n), "of": ("big", "small")[n % 2]} for n in range(32)))
+    model_folder(chats / "small", seed=5)
+    return chats
+
+
+def two(**of_small: Any) -> dict[str, Any]:
+    """Two teachers, of which the rows name one."""
+    return {"by_name": {"big": TEACHER, "small": {"path": "small", "dtype": "float32", **of_small}}, "column": "of"}
+
+
+def test_rows_follow_the_teachers_that_they_name(named: Path):
+    """The first update's divergence of all rows is the mean of those beside each teacher alone, by their tokens: the
+    rows of each are written in a file of their own, of the first 8 rows 4."""
+    firsts = {"steps": 1, "data.shuffle": False, "batch_size": 8}
+    train(recipe(named, NAMED, GIVEN, firsts, teacher=two()), "output=both")
+    (both,), alone = stepped("both"), list[tuple[float, float]]()
+    for number, path in enumerate(("teacher", "small")):
+        write_rows(named / "named.jsonl", (chat(n) for n in range(32) if n % 2 == number))
+        train(
+            recipe(named, NAMED, GIVEN, firsts, teacher={**TEACHER, "path": path}, batch_size=4),
+            f"output=alone{number}",
+        )
+        (row,) = stepped(f"alone{number}")
+        alone.append((row["distill/divergence"], row["train/tokens"]))
+    wanted = sum(value * tokens for value, tokens in alone) / sum(tokens for _, tokens in alone)
+    assert both["distill/divergence"] == pytest.approx(wanted, rel=1e-5)
+    assert alone[0][0] != pytest.approx(alone[1][0], rel=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [{"divergence": "reverse_kl"}, {}], ids=["reverse_kl", "sampled"])
+def test_a_run_with_two_teachers_ends_where_it_ends_when_it_is_stopped(named: Path, algorithm: dict[str, Any]):
+    own = {**OWN, "data.max_length": 80, "algorithm": {**OWN["algorithm"], **algorithm}}
+    words = recipe(named, {**NAMED, **own}, teacher=two(), steps=3, batch_size=4, checkpoint__every=1)
+    train(words, "output=whole")
+    train(words, "output=parts", "steps=1")
+    train(words, "output=parts")
+    for name in ("train/loss", "distill/divergence", "distill/teacher_logprob"):
+        assert [row[name] for row in stepped("whole")] == [row[name] for row in stepped("parts")]
+    assert all(row["compile/count"] == 0 for row in stepped("whole")[1:])
+
+
+@pytest.mark.parametrize(
+    ("teacher", "said"),
+    [
+        (
+            {**two(), "column": "off"},
+            "row 1 of named.jsonl: teacher.column: off is None, and teacher.by_name has big, s",
+        ),
+        (
+            {**two(), "by_name": {"big": TEACHER, "smal": TEACHER}},
+            "row 2 of named.jsonl: teacher.column: of is 'small', and teacher.by_name has big, smal. Did you mean 'sm",
+        ),
+        ({**two(), "path": "teacher"}, "teacher: path: of several teachers each has its own"),
+        ({**two(), "prompt": "{prompt}"}, "teacher: prompt: of several teachers each has its own"),
+        (two(weight=2.0), "teacher: by_name.small.weight: changes nothing with column"),
+        ({"by_name": {"big": {**TEACHER, "weight": 0}}}, "teacher: by_name: the weights of all teachers are 0"),
+        ({"by_name": {"big": {**TEACHER, "weight": -1}}}, "teacher.by_name.big.weight"),
+        ({**TEACHER, "column": "of"}, "teacher: column chooses among several teachers: name them in by_name"),
+        (two(mesh={"fsdp": 1}), "teacher: by_name.small.mesh: several teachers share the student's devices"),
+        (two(path="nowhere/at/all"), "nowhere/at/all"),
+        ({"by_name": two()["by_name"]}, "teacher.by_name: big and small read the rows in different ways"),
+    ],
+)
+def test_teachers_that_cannot_be_followed_are_refused_before_weights(
+    named: Path, capsys, monkeypatch, teacher: dict[str, Any], said: str
+):
+    monkeypatch.setattr("tunix.run.build.client_of", lambda *_, **__: pytest.fail("weights were read"))
+    assert main(["run", recipe(named, NAMED, GIVEN, teacher=teacher)]) == 2
     assert said in capsys.readouterr().err
 
 

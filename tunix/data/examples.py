@@ -64,7 +64,7 @@ from tunix.data.shapes import (
     without_padding,
 )
 from tunix.data.sources import Rows
-from tunix.data.teacher import TeacherReader
+from tunix.data.teacher import TeacherChoice, TeacherReader
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import (
     COMPLETION_TOO_LONG,
@@ -104,7 +104,7 @@ class Examples:
         config: DataConfig,
         train_on: RowKind = RowKind.COMPLETION,
         vocab_size: int | None = None,
-        teacher: TeacherReader | None = None,
+        teacher: TeacherReader | TeacherChoice | None = None,
     ) -> None:
         """Reads the first row, which determines the shape of all.
 
@@ -169,7 +169,7 @@ def to_example(
     settings: Rendering,
     where: str = "the row",
     folder: Path | None = None,
-    teacher: TeacherReader | None = None,
+    teacher: TeacherReader | TeacherChoice | None = None,
 ) -> Kept | Dropped:
     """Renders a row, cuts it to length, and checks that something in it is trained.
 
@@ -179,7 +179,8 @@ def to_example(
         settings: shape and limits.
         where: the row's name in messages, for instance `row 3 of train.jsonl`.
         folder: where relative paths of pictures begin.
-        teacher: renders the row for a teacher too, for `Sequence.teacher`; None without one.
+        teacher: renders the row for a teacher too, for `Sequence.teacher`, or for the one that the row names; None
+            without one.
 
     Returns:
         The example, or the reason why the row is dropped.
@@ -228,6 +229,8 @@ def to_example(
             if settings.train_on == RowKind.PAIRS
             else render_rows(row, tokenizer, settings)
         )
+        if isinstance(teacher, TeacherChoice):
+            teacher = teacher.of(row, columns)
         if teacher is not None:
             theirs = render_rows(teacher.asked(row, settings), teacher.tokenizer, settings)
             if len(theirs) != len(sides):
@@ -343,7 +346,7 @@ def _until(side: Rendered, end: int | None) -> TeacherView | None:
     if side.teacher is None:
         return None
     places = np.where(side.mask, side.teacher.places, 0)[:end]
-    return TeacherView(side.teacher.tokens[: places.max() + 1], places)
+    return replace(side.teacher, tokens=side.teacher.tokens[: places.max() + 1], places=places)
 
 
 def _too_long(sides: List[np.ndarray], limit: int, key: str, settings: Rendering, where: str) -> bool:

@@ -539,8 +539,8 @@ class Prompts(Stream[tuple[Kept, Accounting]]):
 def prompt_of(kept: Kept) -> Prompt:
     """The prompt of a kept row."""
     (prompt,) = kept.sequences
-    theirs = None if prompt.teacher is None else prompt.teacher.tokens
-    return Prompt(prompt.tokens, prompt_text(kept.row), kept.row, prompt.pictures, kept.source, kept.number, theirs)
+    places = kept.row, prompt.pictures, kept.source, kept.number
+    return Prompt(prompt.tokens, prompt_text(kept.row), *places, prompt.teacher)
 
 
 def _counts(kept: Kept) -> bool:

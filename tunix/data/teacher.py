@@ -14,7 +14,8 @@ Axes: T time, Tt teacher's time.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from tunix.data.chat import Rendered
 from tunix.data.shapes import Rendering, Row, as_messages, column
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import NOT_THE_TEACHERS, Refused
-from tunix.errors import UserError
+from tunix.errors import UserError, nearest
 from tunix.types import TeacherView
 
 
@@ -30,14 +31,16 @@ from tunix.types import TeacherView
 class TeacherReader:
     """What renders rows for a teacher, in its chat format or with more in the prompt."""
 
-    tokenizer: Tokenizer
-    """The student's vocabulary with the teacher's chat template."""
+    tokenizer: Tokenizer | None
+    """The student's vocabulary with the teacher's chat template; None where rows are token ids."""
     length: int
     """Most tokens of a sequence as the teacher reads it, e.g. 2048."""
     name: str
     """The teacher's path or hub id, for messages."""
     prompt: str | None = None
     """What it is asked in place of a row's prompt, e.g. `"{prompt} A hint: {hint}"`; None for the prompt itself."""
+    number: int = 0
+    """Which of several teachers it is, e.g. 1."""
 
     def asked(self, row: Row, settings: Rendering) -> Row:
         """The row with what the teacher is asked in place of its prompt, or of its last user's message.
@@ -85,10 +88,41 @@ class TeacherReader:
             last = theirs[number][1] if len(ours) == len(theirs) else 0
             first, turn = max(last - (end - begin), theirs[number][0] if last else 0), student.tokens[begin:end]
             if not np.array_equal(turn, teacher.tokens[first:last]):
+                assert self.tokenizer is not None, "token ids are rendered once"
                 texts = (self.tokenizer.decode(x[-24:]) for x in (teacher.tokens[teacher.mask][: last or None], turn))
                 raise Refused(NOT_THE_TEACHERS, _DIFFER.format(self.name, number + 1, *map(repr, texts)))
             places[begin:end] = np.arange(first, last)
-        return TeacherView(teacher.tokens, places)
+        return TeacherView(teacher.tokens, places, self.number)
+
+
+class TeacherChoice:
+    """What renders a row for the teacher that it names in a column."""
+
+    def __init__(self, column: str, readers: Mapping[str, TeacherReader]):
+        """`readers` by the teachers' names, in the order of their numbers."""
+        self.column = column
+        self.readers = {name: replace(x, number=i) for i, (name, x) in enumerate(readers.items())}
+
+    def of(self, row: Row, columns: Mapping[str, str], where: str = "") -> TeacherReader:
+        """The reader of the teacher that a row follows.
+
+        Args:
+            row: with the column.
+            columns: our name of a column -> the data's.
+            where: the row's name in messages, where the caller does not add it.
+
+        Raises:
+            UserError: the row names no teacher, or one that there is not.
+        """
+        name = column(row, self.column, columns, None)
+        if not isinstance(name, str) or name not in self.readers:
+            hint = nearest(name, self.readers) if isinstance(name, str) else ""
+            begin = f"{where}: " if where else ""
+            raise UserError(
+                f"{begin}teacher.column: {self.column} is {name!r:.80}, and teacher.by_name has "
+                f"{', '.join(self.readers)}.{hint}"
+            )
+        return self.readers[name]
 
 
 _COLUMN = re.compile(r"\{(\w+)\}")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as List
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -23,7 +24,7 @@ from tunix.data.pipeline import pictures_of_row
 from tunix.mesh import bytes_of
 from tunix.models.model import Model
 from tunix.plan import arithmetic, programs
-from tunix.plan.subject import Place, Subject, Trained
+from tunix.plan.subject import Frozen, Place, Subject, Trained
 from tunix.run.rehearsal import Rehearsal, Scored
 from tunix.trainer.learner import abstract_moments
 from tunix.trainer.logprobs import Scorer, Scores
@@ -102,21 +103,21 @@ class Recorder(Rehearsal):
         pictures = pictures_of_row(self.recipe.data, spec.microbatcher.unit)
         shapes = programs.microbatches_of(batch, spec.microbatcher, pictures, vision)
         reference = subject.reference.params if loss.reference and subject.reference else None
-        teacher = subject.teacher if loss.divergence is not None else None
-        if teacher is not None:
+        config, teachers = self.recipe.teacher, subject.teachers if loss.divergence is not None else ()
+        for number, teacher in enumerate(teachers):
             theirs, mesh = programs.microbatches_of(batch, teacher.microbatcher), teacher.microbatcher.mesh
             program = self.asked(
-                ("teacher", *_key(theirs)),
+                ("teacher", number, *_key(theirs)),
                 "teacher's states",
                 subject.teacher_reads,
-                lambda: programs.teacher_states(teacher.model, mesh, teacher.params, theirs, shapes),
+                partial(programs.teacher_states, teacher.model, mesh, teacher.params, theirs, shapes),
             )
             program.place = subject.taught_on
             _note_pass(program, teacher.model, teacher.params, batch, mesh, theirs.number, head=False)
 
         def lower() -> jax.stages.Lowered:
-            teachers = None if teacher is None else teacher.model
-            return programs.step(spec, trained.params, trained.base, shapes, loss, reference, teachers)
+            each = [(x.model, config is None or config.column is None) for x in teachers]
+            return programs.step(spec, trained.params, trained.base, shapes, loss, reference, each)
 
         reads = ["critic and its moments"] if of == "critic" else ["weights", "optimizer's moments"]
         reads += ["frozen base", *(["reference"] if reference else [])]
@@ -156,11 +157,27 @@ class Recorder(Rehearsal):
         subject = self.subject
         if of == "critic" and subject.critic is None:
             of = "policy"
-        models = {"reference": subject.reference, "teacher": subject.teacher, "critic": subject.critic}
-        scored = subject.policy if of == "policy" else models[of]
-        if of == "teacher" and scored is None:  # on a server
-            return [np.zeros(len(x.tokens), np.float32) for x in sequences]
-        assert scored is not None, f"the algorithm reads a {of}: it has one"
+        if of == "teacher":
+            for number, teacher in enumerate(subject.teachers):
+                self._scored(kind, of, teacher, sequences, temperature, size, number)
+        else:
+            scored = {"policy": subject.policy, "reference": subject.reference, "critic": subject.critic}[of]
+            assert scored is not None, f"the algorithm reads a {of}: it has one"
+            self._scored(kind, of, scored, sequences, temperature, size)
+        return [np.zeros(len(x.tokens), np.float32) for x in sequences]
+
+    def _scored(
+        self,
+        kind: Scores,
+        of: Scored,
+        scored: Trained | Frozen,
+        sequences: List[Sequence],
+        temperature: float,
+        size: int | None,
+        number: int = 0,
+    ) -> None:
+        """Records the log-prob pass of a model; of several teachers of this `number`."""
+        subject = self.subject
         spec, params = (scored.spec, scored.all) if isinstance(scored, Trained) else (scored, scored.params)
         model, microbatcher = spec.model, spec.microbatcher
         scorer = Scorer(model, microbatcher, subject.policy.spec.length)
@@ -171,14 +188,13 @@ class Recorder(Rehearsal):
         named = {"policy": ("weights",), "critic": ("critic and its moments",), "teacher": subject.teacher_reads}
         reads = named.get(of, (of,))
         program = self.asked(
-            (name, temperature, *_key(shapes)),
+            (name, number, temperature, *_key(shapes)),
             name,
             (*reads, "frozen base"),
             lambda: scorer.lowered(kind, params, shapes, temperature),
         )
         program.place = subject.taught_on if of == "teacher" else "training"
         _note_pass(program, model, params, batch, microbatcher.mesh, shapes.number, head=kind != "values")
-        return [np.zeros(len(x.tokens), np.float32) for x in sequences]
 
     def asked(
         self,

@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from tunix.data.types import Prompt
 from tunix.protocols import Metered, SamplingClient
-from tunix.types import Batch, Completion, Sequence, TeacherView
+from tunix.types import Batch, Completion, Sequence
 
 ENVIRONMENT = "environment"
 """The name of the reward that an environment gives."""
@@ -95,10 +95,10 @@ def sequence_of(prompt: Prompt, completion: Completion) -> Sequence:
     number, view = len(prompt.tokens), None
     if prompt.teacher is not None:
         # The completion follows either prompt.
-        places = np.maximum(np.arange(number + len(completion.tokens)) - number + len(prompt.teacher), 0)
+        places = np.arange(number + len(completion.tokens)) - number + len(prompt.teacher.tokens)
         places[:number] = 0
-        tokens = np.concatenate([prompt.teacher, completion.tokens])
-        view = TeacherView(tokens.astype(np.int32), places.astype(np.int32))
+        tokens = np.concatenate([prompt.teacher.tokens, completion.tokens])
+        view = replace(prompt.teacher, tokens=tokens.astype(np.int32), places=places.astype(np.int32))
     candidates = completion.candidates
     if candidates is not None:
         candidates = np.pad(candidates, ((number, 0), (0, 0)), constant_values=-1)

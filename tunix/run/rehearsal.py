@@ -24,7 +24,7 @@ from tunix.rollout.collect import Collector, Judge, Judged
 from tunix.run.inputs import Inputs, open_stream
 from tunix.run.loop import Stream
 from tunix.run.setup import Setup
-from tunix.trainer.frozen_model import FrozenModel
+from tunix.trainer.frozen_model import FrozenModel, Teachers
 from tunix.trainer.learner import Learner
 from tunix.trainer.logprobs import Scores
 from tunix.trainer.trainer import Trainer
@@ -160,13 +160,14 @@ class Compiler(Rehearsal):
         models = {"reference": learner.reference, "teacher": learner.teacher, "critic": self._client.critic or learner}
         model = learner if of == "policy" else models[of]
         assert model is not None, f"the algorithm reads a {of}: it has one"
-        if not isinstance(model, Learner | FrozenModel):  # on a server
-            return [np.zeros(len(x.tokens), np.float32) for x in sequences]
-        scorer = model.scorer
-        microbatches = scorer.microbatcher.place(scorer.packed(sequences, size))
-        params = model.params if isinstance(model, Learner) else model.weights
-        lowered = scorer.lowered(kind, params, microbatches, temperature)
-        self._compile(lowered, scorer.microbatcher.mesh, kind, id(model), size or len(sequences), temperature)
+        for each in model.each if isinstance(model, Teachers) else (model,):
+            if not isinstance(each, Learner | FrozenModel):  # on a server
+                continue
+            scorer = each.scorer
+            microbatches = scorer.microbatcher.place(scorer.packed(sequences, size))
+            params = each.params if isinstance(each, Learner) else each.weights
+            lowered = scorer.lowered(kind, params, microbatches, temperature)
+            self._compile(lowered, scorer.microbatcher.mesh, kind, id(each), size or len(sequences), temperature)
         return [np.zeros(len(x.tokens), np.float32) for x in sequences]
 
     def _compile(self, lowered: jax.stages.Lowered, mesh: Mesh, *key: object) -> None:

@@ -1,7 +1,7 @@
 """The `algorithm` and `teacher` sections of a recipe for distillation. Loads without jax."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -120,7 +120,7 @@ class TeacherMesh(MeshConfig):
         return self.data * self.fsdp * self.context * self.tensor
 
 
-class TeacherConfig(Config):
+class OneTeacher(Config):
     """A frozen model with the student's vocabulary, of any family and size."""
 
     path: Place | None = None
@@ -152,6 +152,11 @@ class TeacherConfig(Config):
     """Devices for the teacher alone, the last ones; `mesh` then has the others. Null: it shares the student's."""
 
     @property
+    def names_others(self) -> bool:
+        """Whether it is no model, but a list of several."""
+        return False
+
+    @property
     def is_policy(self) -> bool:
         """Whether the model that trains is its own teacher."""
         return self.path == POLICY
@@ -162,7 +167,9 @@ class TeacherConfig(Config):
         return self.path is not None and self.path.startswith(("http://", "https://"))
 
     @model_validator(mode="after")
-    def _source(self, info: Any) -> "TeacherConfig":
+    def _source(self) -> "OneTeacher":
+        if self.names_others:
+            return self
         if self.path is None and self.family is None:
             raise ValueError("path is missing: a hub id, a folder, or the folder of a run")
         for key in ("family", "sizes"):
@@ -191,3 +198,66 @@ class TeacherConfig(Config):
         return self.prompt is None and self.chat_template in students
 
     gone: ClassVar[Mapping[str, str]] = {"init": "a teacher without a path is random, of the family that is named"}
+
+
+class NamedTeacher(OneTeacher):
+    """One of several teachers."""
+
+    weight: NonNegative = 1.0
+    """Its share of the loss, relative to the others'; without `teacher.column`."""
+
+
+class TeacherConfig(OneTeacher):
+    """The model that the student learns from, or several."""
+
+    by_name: dict[str, NamedTeacher] = Field(default_factory=dict)
+    """Several teachers, in place of `path` and all other keys, such as `{math: {path: ...}, code: {path: ...}}`. Their
+    divergences are added up, by their weights as shares of the sum; with `column` a row follows one of them."""
+    column: str | None = None
+    """Column of a row with the name of the teacher that it follows (MOPD, https://arxiv.org/abs/2606.30406)."""
+
+    @property
+    def names_others(self) -> bool:
+        return bool(self.by_name)
+
+    @property
+    def each(self) -> Mapping[str, OneTeacher]:
+        """The teachers, by the key of the recipe that each is under."""
+        return {f"teacher.by_name.{name}": x for name, x in self.by_name.items()} or {"teacher": self}
+
+    @property
+    def is_served(self) -> bool:
+        """Whether a server has one of them."""
+        return any(x.is_served for x in self.by_name.values()) or super().is_served
+
+    @property
+    def shares(self) -> tuple[float, ...] | None:
+        """Each teacher's share of the loss, e.g. `(0.25, 0.75)`; None where a row follows one of them."""
+        weights = [x.weight for x in self.by_name.values()] or [1.0]
+        return None if self.column else tuple(weight / sum(weights) for weight in weights)
+
+    @model_validator(mode="after")
+    def _of_several(self) -> "TeacherConfig":
+        if not self.by_name:
+            if self.column:
+                raise ValueError("column chooses among several teachers: name them in by_name, or leave it out")
+            return self
+        fields = OneTeacher.model_fields
+        if own := [
+            key for key, field in fields.items() if getattr(self, key) != field.get_default(call_default_factory=True)
+        ]:
+            raise ValueError(f"{own[0]}: of several teachers each has its own: write it below its name in by_name")
+        weighted = [name for name, x in self.by_name.items() if "weight" in x.model_fields_set]
+        if self.column and any(self.by_name[name].weight != 1 for name in weighted):
+            raise ValueError(
+                f"by_name.{weighted[0]}.weight: changes nothing with column, by which a row follows one teacher alone: "
+                "leave it out (rows have a column `weight` of their own)"
+            )
+        if not any(x.weight for x in self.by_name.values()):
+            raise ValueError("by_name: the weights of all teachers are 0, so that nobody is followed: raise one")
+        if apart := [name for name, x in self.by_name.items() if x.mesh]:
+            raise ValueError(
+                f"by_name.{apart[0]}.mesh: several teachers share the student's devices: leave it out, or have a "
+                "server hold that one"
+            )
+        return self
