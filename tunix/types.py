@@ -147,6 +147,9 @@ class Sequence:
     candidates: np.ndarray | None = None
     """`[T A]` int32: the ids that each token was sampled from, e.g. `[[-1, -1], [603, 651]]`, padded with -1; only -1
     where that was every id. None where it was everywhere."""
+    stored: np.ndarray | None = None
+    """`[T 2 A]` float32: ids that a teacher found likely for each token, exact below 2^24, and their log-probs, e.g.
+    `[[[603, 651], [-0.1, -2.4]]]`; -1 where nothing is trained. None where no such thing is stored."""
 
 
 @jax.tree_util.register_dataclass
@@ -191,6 +194,8 @@ class Batch:
     candidates: Int[Array | np.ndarray, "B T A"] | None = None
     """The ids that each token was sampled from, as in `Sequence.candidates`: log-probs and entropies are of the
     distribution over these, e.g. `[[[-1, -1], [603, 651]]]`; None where it is over all ids everywhere."""
+    stored: Float[Array | np.ndarray, "B T 2 A"] | None = None
+    """What a teacher said of each token in advance, as in `Sequence.stored`; None where nothing is stored."""
 
 
 @jax.tree_util.register_dataclass

@@ -84,6 +84,7 @@ from tunix.data.types import (
     Dropped,
     Kept,
     Note,
+    Prompt,
     Refused,
 )
 from tunix.errors import UserError
@@ -140,15 +141,24 @@ class Examples:
 
     def __getitem__(self, i: int) -> Kept | Dropped:
         """The example of row `i`; raises UserError as `to_example` does."""
+        return self.example(i)
+
+    def taught(self, prompt: Prompt, texts: Mapping[str, str]) -> TeacherView | None:
+        """The prompt as its teacher reads it where the row has these columns too; None where it has no room for it."""
+        kept = self.example(prompt.number, texts)
+        return None if isinstance(kept, Dropped) or kept.truncated else kept.sequences[0].teacher
+
+    def example(self, i: int, more: Mapping[str, str] = {}) -> Kept | Dropped:
+        """The example of row `i`, where it has `more` columns; raises UserError as `to_example` does."""
         place = i
         for part in self.parts:
             if place < len(part):
-                example = part[place]
+                example = part.example(place, more)
                 break
             place -= len(part)
         else:
-            where = f"row {i + 1} of {self.rows.name}"
-            example = to_example(self.rows[i], self.tokenizer, self.settings, where, self.rows.folder, self.teacher)
+            where, row = f"row {i + 1} of {self.rows.name}", {**self.rows[i], **more}
+            example = to_example(row, self.tokenizer, self.settings, where, self.rows.folder, self.teacher)
             example = replace(example, source=self.source) if self.source else example
         return replace(example, number=i) if isinstance(example, Kept) else example
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from tunix.data.types import Prompt
 from tunix.protocols import Metered, SamplingClient
-from tunix.types import Batch, Completion, Sequence
+from tunix.types import Batch, Completion, Sequence, TeacherView
 
 ENVIRONMENT = "environment"
 """The name of the reward that an environment gives."""
@@ -202,6 +202,10 @@ class Rollouts(Protocol):
         Where the run oversamples, further prompts are begun with these, and as many groups as prompts were given come
         back, those that are complete first; the others are among the prompts of the next call or step.
         """
+        ...
+
+    def taught(self, prompt: Prompt, texts: Mapping[str, str], /) -> TeacherView | None:
+        """The prompt as its teacher reads it where the row has these columns too; None where it has no room for it."""
         ...
 
     def packed(self, sequences: List[Sequence], size: int, /) -> Batch:

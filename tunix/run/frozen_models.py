@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from tunix import types
-from tunix.algorithms.distill.config import OneTeacher
+from tunix.algorithms.distill.config import SHOWN, DistillConfig, OneTeacher
 from tunix.config import ModelConfig, RowKind
 from tunix.data.chat import turn_end, with_template
 from tunix.data.teacher import TeacherChoice, TeacherReader
@@ -151,7 +151,8 @@ def read_by_teachers(
     if chosen is None:
         return inputs, notes
     inputs = replace(inputs, teacher=chosen)
-    first = next(inputs.examples(inputs.train, data, kind, taught=True).first())
+    shown = recipe.algorithm.success is not None if isinstance(recipe.algorithm, DistillConfig) else False
+    first = inputs.examples(inputs.train, data, kind, taught=True).example(0, dict.fromkeys(SHOWN, "") if shown else {})
     if isinstance(first, Dropped) and first.reason == NOT_THE_TEACHERS:
         raise UserError(f"teacher.path: row 1 of {inputs.train.name}: {first.detail}")
     return inputs, notes

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tunix.algorithms.distill.algorithm import Distill
 from tunix.algorithms.on_policy import OnPolicy
 from tunix.config import RowKind
 from tunix.data.config import DataConfig
@@ -110,7 +111,12 @@ def open_stream(setup: Setup, inputs: Inputs, collector: Collector, total: int) 
     """The stream of the inputs of `total` steps: batches of the rows, or rollouts of their prompts."""
     recipe, algorithm, microbatcher = setup.recipe, setup.algorithm, setup.microbatcher
     data = recipe.data
-    examples = inputs.examples(inputs.train, data, row_kind_of(recipe, algorithm), taught=True)
+    kind, shows = (
+        row_kind_of(recipe, algorithm),
+        isinstance(algorithm, Distill) and algorithm.config.success is not None,
+    )
+    taught = inputs.examples(inputs.train, data, kind, taught=True)
+    examples = inputs.examples(inputs.train, data, kind) if shows else taught
     if not setup.samples:
         packed = layout(algorithm, microbatcher.multiple)
         return Batches(examples, recipe.batch_size, recipe.seed, recipe.epochs, packed)
@@ -136,6 +142,7 @@ def open_stream(setup: Setup, inputs: Inputs, collector: Collector, total: int) 
                 pictures=pictures_of_row(data, microbatcher.unit),
                 trie=setup.trie,
             ),
+            taught=taught.taught,
             tolerance=setup.tolerance,
             measured_together=MEASURED * microbatcher.rows * microbatcher.unit,
         )

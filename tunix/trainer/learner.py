@@ -151,7 +151,7 @@ class Learner:
         microbatches, reference, states = self.spec.microbatcher.place(batch), None, ()
         if loss.reference:
             reference = not_shared(self.frozen, required("reference", self.reference).params)
-        if loss.divergence:
+        if loss.divergence and batch.stored is None:
             teacher = required("teacher", self.teacher)
             assert isinstance(teacher, Teacher | Teachers), "a divergence is of a teacher that is loaded here"
             states = teacher.states(batch, microbatches)

@@ -24,7 +24,7 @@ from tunix.config import LOSS_WEIGHTS, OBSERVED
 from tunix.mesh import constrain
 from tunix.models.blocks import Auxiliary
 from tunix.models.config import MTP
-from tunix.models.divergence import Side, compared
+from tunix.models.divergence import Side, Stored, compared
 from tunix.models.layers import TokenKeys
 from tunix.models.model import Model, Params
 from tunix.models.moe import EXPECTED, ROWS
@@ -310,10 +310,14 @@ def sums_of(
         reference_logprobs, _ = logprobs_of(of_reference, reference, states, False)
         inputs = replace(inputs, reference_logprobs=jax.lax.stop_gradient(reference_logprobs))
     if loss.divergence:
-        assert frozen.teachers, "the loss reads a divergence: hold a teacher"
+        assert frozen.teachers or batch.stored is not None, "the loss reads a divergence: hold a teacher"
         # Shifted as for log-probs: the state at t - 1 predicts token t.
         table = model.table(params)
         student, each = Side(hidden[:, :-1], table, model.config.logit_softcap), list[Compared]()
+        if batch.stored is not None:
+            ids, theirs = (jnp.asarray(batch.stored)[:, 1:, i] for i in (0, 1))
+            trained = (mask & (positions > 0))[:, 1:]
+            each.append(compared(student, Stored(ids.astype(int), theirs), tokens[:, 1:], trained, loss.divergence))
         for states in frozen.teachers:
             theirs = jax.lax.stop_gradient(table) if states.table is None else states.table
             teacher = Side(states.hidden[index][:, :-1], theirs, states.softcap)

@@ -3,15 +3,31 @@
 Axes: T time.
 """
 
+from collections.abc import Sequence as List
+from dataclasses import replace
+
+import numpy as np
+
 from tunix.algorithms.base import Needs, Update
-from tunix.algorithms.distill.config import DistillConfig
+from tunix.algorithms.distill.config import SHOWN, DistillConfig
 from tunix.algorithms.distill.loss import distill_loss, sampled_loss
-from tunix.algorithms.episodes import as_sequence, flat, row, sampling_report
+from tunix.algorithms.episodes import (
+    Groups,
+    as_sequence,
+    flat,
+    report,
+    require_scores,
+    row,
+    sampling_report,
+    total_rewards,
+)
 from tunix.algorithms.on_policy import Experience, OnPolicy
 from tunix.algorithms.ops import TEACHER
 from tunix.config import RowKind
-from tunix.protocols import Client
-from tunix.types import Divergence, Loss, LossInputs, LossOutputs
+from tunix.data.types import Prompt
+from tunix.protocols import Client, SamplingClient
+from tunix.rollout.types import Rollouts, Scored
+from tunix.types import Divergence, Loss, LossInputs, LossOutputs, TeacherView
 
 
 class Distill(OnPolicy):
@@ -69,11 +85,49 @@ class Distill(OnPolicy):
         assert inputs.compared is not None
         return distill_loss(inputs.compared, inputs.logprobs, temperature=self.temperature)
 
+    def gather(self, client: SamplingClient, data: Rollouts) -> Groups:
+        """Samples one group of episodes for each prompt; nothing is asked of a teacher that is to see their scores."""
+        if self.config.success is None:
+            return super().gather(client, data)
+        groups = data.collect(client, data.prompts, self.config.samples_per_prompt)
+        require_scores(groups)
+        return groups
+
+    def shown(self, groups: Groups, data: Rollouts) -> Groups:
+        """The episodes with prompts in which the teacher is shown another attempt that succeeded, the first one of the
+        group, and feedback on one that did not (SDPO, https://arxiv.org/abs/2601.20802)."""
+        totals, limit = total_rewards(groups, data.weights), self.config.success
+
+        def seen(group: List[Scored], scores: np.ndarray, i: int) -> Scored:
+            others = (x.text for j, x in enumerate(group) if j != i and scores[j] >= limit)
+            said = (x for name, x in group[i].logged.items() if name.endswith("/feedback") and isinstance(x, str) and x)
+            texts = {"attempt": next(others, ""), "feedback": "" if scores[i] >= limit else "\n".join(said)}
+            blocks = {name: SHOWN[name].format(text) if text else "" for name, text in texts.items()}
+            view = data.taught(group[i].prompt, blocks) if any(blocks.values()) else None
+            return replace(group[i], prompt=replace(group[i].prompt, teacher=view))
+
+        return [[seen(x, scores, i) for i in range(len(x))] for x, scores in zip(groups, totals, strict=True)]
+
     def prepare(self, client: Client, experience: Experience) -> Update:
         """One batch of all completions; where no divergence is computed, with the teacher's log-probs of their
-        tokens."""
-        groups, data = self.all_measured(client, experience), experience.data
-        sequences = [as_sequence(episode) for episode in flat(groups)]
-        batch = data.packed(sequences, self.config.sequences_per_update(data.size))
+        tokens. Those of which the teacher is shown nothing have weight 0."""
+        data, numbers, untaught = experience.data, dict[str, float](), set[int]()
+        if self.config.success is not None:
+            groups = self.shown(experience.groups, data)
+            untaught = {i for i, x in enumerate(flat(groups)) if x.prompt.teacher is None}
+            numbers, _ = report(groups, data.weights, np.ones(len(groups), bool))
+            numbers["distill/taught"] = 1 - len(untaught) / len(flat(groups))
+            whole = [[replace(x, prompt=as_it_is(x.prompt)) for x in group] for group in groups]
+            experience = replace(experience, groups=whole)
+        groups = self.all_measured(client, experience)
+        sequences = [as_sequence(episode, i in untaught) for i, episode in enumerate(flat(groups))]
+        counts = any(x.weight > 0 and x.loss_mask.any() for x in sequences)
+        batch = data.packed(sequences, self.config.sequences_per_update(data.size)) if counts else None
         samples = (row(place, episode) for place, group in enumerate(groups) for episode in group)
-        return Update(sampling_report(groups), (batch,), samples)
+        return Update({**sampling_report(groups), **numbers}, () if batch is None else (batch,), samples)
+
+
+def as_it_is(prompt: Prompt) -> Prompt:
+    """A prompt that the teacher reads as the student does, if not in another way."""
+    view = TeacherView(prompt.tokens, np.zeros(len(prompt.tokens), np.int32))
+    return prompt if prompt.teacher is not None else replace(prompt, teacher=view)

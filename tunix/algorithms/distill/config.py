@@ -17,6 +17,9 @@ PRESETS: Mapping[str, Settings] = {
     # Zhao et al. 2026, https://arxiv.org/abs/2601.18734: the first weights, which see the solution, as in the authors'
     # code (https://github.com/siyan-zhao/OPSD, scripts/run_opsd.sh); its later option to clip each token is not here.
     "opsd": {"on_policy": True, "divergence": "jsd", "beta": 0.5},
+    # Huebotter et al. 2026, https://arxiv.org/abs/2601.20802: KL(policy(. | x) || policy(. | x, f)), f another attempt
+    # that succeeded, and feedback. The paper regularises the teacher, as by a moving average; this one is the policy.
+    "sdpo": {"on_policy": True, "divergence": "reverse_kl", "group_size": 8, "success": 1.0},
 }
 PROMPTS: Mapping[str, str] = {
     # The texts of the authors' code.
@@ -28,8 +31,14 @@ PROMPTS: Mapping[str, str] = {
     "not copy or paraphrase it. Now, using your own words and independent reasoning, derive the same final answer to "
     "the problem above. Think step by step, explore different approaches, and don't be afraid to backtrack or "
     "reconsider if something doesn't work out:\n",
+    "sdpo": "{prompt}{attempt}{feedback}\n\nCorrectly solve the original question.\n",
 }
 """Preset -> what the teacher is asked."""
+SHOWN: Mapping[str, str] = {
+    "attempt": "\nCorrect solution:\n\n{}\n\n",
+    "feedback": "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{}\n\n",
+}
+"""What stands in `teacher.prompt` for a completion of the policy, where there is such a thing: the texts of SDPO."""
 
 
 class DistillConfig(RuledConfig):
@@ -38,10 +47,11 @@ class DistillConfig(RuledConfig):
     tiny_caps: ClassVar[Mapping[str, int]] = {"group_size": TINY_GROUP}
 
     name: str = "distill"
-    preset: Literal["sdft", "opsd"] | None = None
-    """The model as its own teacher, which sees the row's `completion` in its prompt: settings for all keys that are not
-    written, and a `teacher` where none is: `sdft` (https://arxiv.org/abs/2601.19897), with the present weights, or
-    `opsd` (https://arxiv.org/abs/2601.18734), with the first ones."""
+    preset: Literal["sdft", "opsd", "sdpo"] | None = None
+    """The model as its own teacher, which sees more in its prompt: settings for all keys that are not written, and a
+    `teacher` where none is. The row's `completion`: `sdft` (https://arxiv.org/abs/2601.19897), with the present
+    weights, or `opsd` (https://arxiv.org/abs/2601.18734), with the first ones. What other completions and the rewards
+    show: `sdpo` (https://arxiv.org/abs/2601.20802), with the present weights."""
     on_policy: bool = False
     """Whether the student samples the completions and the teacher scores each token; else it learns on given text."""
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "sampled"] | None = None
@@ -56,6 +66,10 @@ class DistillConfig(RuledConfig):
     """Weight of the negative log-likelihood of the given tokens, added to the divergence; 0 for none."""
     group_size: Positive | None = None
     """Completions of each prompt, with `on_policy: true`. Null: 1."""
+    success: float | None = None
+    """Total reward from which a completion is `{attempt}` in `teacher.prompt` for the others of its prompt, and below
+    which what rewards log as `feedback` is `{feedback}` for itself. Completions with neither are not trained. Null: the
+    teacher is asked before anything is sampled."""
 
     presets: ClassVar[Mapping[str, Settings]] = PRESETS
     gone: ClassVar[Mapping[str, str]] = {
@@ -67,7 +81,7 @@ class DistillConfig(RuledConfig):
         Rule(("beta",), lambda s: s["divergence"] == "jsd", "without divergence: jsd"),
         Rule(("top_k",), lambda s: s["divergence"] != "sampled", "with divergence: sampled, which asks for one token"),
         Rule(("sft_weight",), lambda s: not s["on_policy"], "with on_policy: true: only prompts are read of a row"),
-        Rule(("group_size",), lambda s: bool(s["on_policy"]), "without on_policy: true"),
+        Rule(("group_size", "success"), lambda s: bool(s["on_policy"]), "without on_policy: true"),
     )
 
     @classmethod
@@ -86,6 +100,10 @@ class DistillConfig(RuledConfig):
     @property
     def learns_from_teacher(self) -> bool:
         return True
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        return self.success is not None
 
     @property
     def reads(self) -> RowKind:
