@@ -180,7 +180,7 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
         with report.noting("adapter.targets"):
             adapter.targeted_in(decoder)
     for key, teacher in () if recipe.teacher is None else recipe.teacher.each.items():
-        if teacher.path and not (teacher.is_policy or teacher.is_served):
+        if teacher.path and not (teacher.is_policy or teacher.is_served or teacher.is_stored):
             _decoder(f"{key}.path", teacher.path, recipe, report)
     if rewards is not None and rewards.model:
         _decoder("reward.model", rewards.model, recipe, report)

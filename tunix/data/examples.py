@@ -64,7 +64,7 @@ from tunix.data.shapes import (
     without_padding,
 )
 from tunix.data.sources import Rows
-from tunix.data.teacher import TeacherChoice, TeacherReader
+from tunix.data.teacher import StoredTeacher, TeacherChoice, TeacherReader
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import (
     COMPLETION_TOO_LONG,
@@ -105,7 +105,7 @@ class Examples:
         config: DataConfig,
         train_on: RowKind = RowKind.COMPLETION,
         vocab_size: int | None = None,
-        teacher: TeacherReader | TeacherChoice | None = None,
+        teacher: TeacherReader | TeacherChoice | StoredTeacher | None = None,
     ) -> None:
         """Reads the first row, which determines the shape of all.
 
@@ -179,7 +179,7 @@ def to_example(
     settings: Rendering,
     where: str = "the row",
     folder: Path | None = None,
-    teacher: TeacherReader | TeacherChoice | None = None,
+    teacher: TeacherReader | TeacherChoice | StoredTeacher | None = None,
 ) -> Kept | Dropped:
     """Renders a row, cuts it to length, and checks that something in it is trained.
 
@@ -239,7 +239,10 @@ def to_example(
             if settings.train_on == RowKind.PAIRS
             else render_rows(row, tokenizer, settings)
         )
-        if isinstance(teacher, TeacherChoice):
+        stored = None
+        if isinstance(teacher, StoredTeacher):
+            stored, teacher = teacher.read(row, columns, sides[0].mask), None
+        elif isinstance(teacher, TeacherChoice):
             teacher = teacher.of(row, columns)
         if teacher is not None:
             theirs = render_rows(teacher.asked(row, settings), teacher.tokenizer, settings)
@@ -331,6 +334,8 @@ def to_example(
             Sequence(side.tokens[:end], side.mask[:end], weight, per_token, values, teacher=_until(side, end))
             for side in sides
         )
+        if stored is not None:
+            sequences = tuple(replace(sequence, stored=stored[:end]) for sequence in sequences)
         if not all(sequence.loss_mask.any() for sequence in sequences):
             return Dropped(CUT_AWAY)
         if compared and np.array_equal(sequences[0].tokens, sequences[1].tokens):

@@ -13,6 +13,8 @@ Axes: T time, Tt teacher's time.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -123,6 +125,59 @@ class TeacherChoice:
                 f"{', '.join(self.readers)}.{hint}"
             )
         return self.readers[name]
+
+
+def vocabulary(tokenizer: Tokenizer) -> str:
+    """What tokenizers have in common whose ids stand for the same tokens, e.g. `3f0c1a9e77b2`."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.hf.get_vocab().items())).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class StoredTeacher:
+    """Reads what a teacher has said of a row's trained tokens in advance, as `tunix score --top-k` writes it."""
+
+    vocabulary: str | None
+    """Of the student's tokenizer; None where it has none."""
+    size: int
+    """V, the student's ids."""
+
+    def read(self, row: Row, columns: Mapping[str, str], mask: np.ndarray) -> np.ndarray:
+        """`[T 2 A]` as in `Sequence.stored`.
+
+        Args:
+            row: with `top_ids` and `top_logprobs`, a list of numbers for each trained token, and `tokenizer`.
+            columns: our names of columns -> the data's.
+            mask: `[T]`, which tokens are trained.
+
+        Raises:
+            UserError: a column is missing or of a wrong shape, or the ids are of another tokenizer.
+        """
+        theirs = column(row, "tokenizer", columns, None)
+        if self.vocabulary is not None and theirs != self.vocabulary:
+            raise UserError(
+                f"the teacher's tokenizer is {theirs!r:.40}, and the student's {self.vocabulary!r}: its ids are other "
+                "tokens. Score the rows by a teacher with the student's tokenizer (tunix score --top-k)"
+            )
+        listed = [column(row, x, columns) for x in ("top_ids", "top_logprobs")]
+        try:
+            ids, logprobs = (np.asarray(x, np.float64) for x in listed)
+        except (ValueError, TypeError):
+            raise UserError("top_ids and top_logprobs are not lists of equally many numbers for each token") from None
+        number = int(mask.sum())
+        if ids.shape != logprobs.shape or ids.ndim != 2 or len(ids) != number or not ids.size:
+            shapes = " and ".join(f"{list(x.shape)}" for x in (ids, logprobs))
+            raise UserError(
+                f"top_ids and top_logprobs are {shapes}, not both [{number}, k] for {number} trained tokens"
+            )
+        if (wrong := (ids < 0) | (ids >= self.size) | (ids % 1 != 0) | ~(logprobs <= 0)).any():
+            i, j = np.argwhere(wrong)[0].tolist()
+            raise UserError(
+                f"top_ids[{i}][{j}] is {ids[i, j]:g} with the log-prob {logprobs[i, j]:g}: ids are below {self.size}, "
+                "and log-probs at most 0"
+            )
+        stored = np.full((len(mask), 2, ids.shape[1]), -1, np.float32)
+        stored[mask] = np.stack([ids, logprobs], axis=1)
+        return stored
 
 
 _COLUMN = re.compile(r"\{(\w+)\}")

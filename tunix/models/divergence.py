@@ -43,6 +43,8 @@ from tunix.types import Compared, Divergence
 
 LEAST = 1e-37
 """Lowest probability of all other ids together, so that its logarithm is finite; it adds nothing to the sum."""
+LEAST_STORED = 1e-6
+"""The same where it is what stored probabilities leave of 1, which are rounded to as much."""
 
 
 class Side(NamedTuple):
@@ -199,7 +201,8 @@ def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Results:
     divergence, mean, *rests = jax.lax.fori_loop(0, len(chunks[0]), second, sums)
     log_rest = rest_pull = zero
     if pair.has_rest:
-        log_rest, teacher_log_rest = (jnp.log(jnp.maximum(rest, LEAST)) for rest in rests)
+        least_rests = LEAST, LEAST if pair.teacher is not None else LEAST_STORED
+        log_rest, teacher_log_rest = (jnp.log(jnp.maximum(*x)) for x in zip(rests, least_rests, strict=True))
         rest_f, rest_pull = _summands(pair.settings, log_rest, teacher_log_rest)
         divergence, mean = divergence + rest_f, mean + rest_pull
     agree = (best == teacher_best).astype(jnp.float32)

@@ -179,7 +179,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
     for config in each:
         if config.is_policy:
             held_here.append(Frozen(spec.model, policy.all, spec.microbatcher))
-        if config.is_policy or config.is_served:
+        if config.is_policy or config.is_served or config.is_stored:
             continue
         random = ModelConfig(init="random", family=config.family, sizes=config.sizes) if config.path is None else None
         model = Model(structure(random or ModelConfig(path=config.path)).decoder, dtype=config.dtype)

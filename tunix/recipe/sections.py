@@ -245,6 +245,14 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
             yield f"teacher: {name} learns from one: name it, as in `teacher: {{path: google/gemma-3-4b-it}}`"
         elif recipe.teacher.is_served:
             yield from _unserved(recipe)
+        elif recipe.teacher.is_stored:
+            algorithm, begin = recipe.algorithm, "teacher.path: stored log-probs are of the rows' own texts"
+            if recipe.algorithm.reads == RowKind.PROMPT:
+                yield f"{begin}, and {name} learns from completions of the policy here: load the teacher"
+            if isinstance(algorithm, DistillConfig) and algorithm.top_k:
+                yield f"algorithm.top_k: {algorithm.top_k} changes nothing beside what `tunix score --top-k` has stored"
+            if recipe.data.cuts or recipe.data.pictures:
+                yield f"{begin}, whole and without pictures: leave data.packing at true or false, and data.pictures out"
         if isinstance(recipe.algorithm, DistillConfig) and recipe.algorithm.success is not None:
             prompts = [x.prompt or "" for x in recipe.teacher.each.values()] if recipe.teacher else []
             if not all(any(f"{{{name}}}" in prompt for name in SHOWN) for prompt in prompts):

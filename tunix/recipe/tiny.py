@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from tunix.algorithms.distill.config import POLICY
+from tunix.algorithms.distill.config import POLICY, STORED
 from tunix.config import TINY_BATCH, TINY_COMPLETION, TINY_GROUP, AlgorithmConfig, ModelConfig, RowKind
 from tunix.data.config import EPISODES, DataConfig
 from tunix.data.sources import SUFFIXES, open_rows
@@ -357,7 +357,7 @@ def _tiny_teacher(
         tiny["prompt"] = "{prompt}\n{prompt}"
     folder = local_folder(str(teacher["path"]))
     fits = toy is None or (folder is not None and _vocab_size(folder) == toy["sizes"]["vocab_size"])
-    if toy and teacher["path"] != POLICY and not (fits or said):
+    if toy and teacher["path"] not in (POLICY, STORED) and not (fits or said):
         # A random model, wider than the tiny one, on the same devices.
         sizes = {**TEACHER, "vocab_size": toy["sizes"]["vocab_size"]}
         random = {"path": None, "family": toy["family"], "sizes": sizes}

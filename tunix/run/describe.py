@@ -56,7 +56,7 @@ def details(setup: Setup, learner: Learner, inputs: Inputs, total: int, attentio
     weights = f"{readable(trained)} weights train" + (f", {readable(frozen)} are frozen" if frozen else "")
     configs = () if recipe.teacher is None else recipe.teacher.each.values()
     teachers = teacher.each if isinstance(teacher, Teachers) else () if teacher is None else (teacher,)
-    for taught_by, config in zip(teachers, configs, strict=True):
+    for taught_by, config in zip(teachers, configs, strict=False):  # of one that is stored nothing is here
         if isinstance(taught_by, Teacher) and taught_by.policy is not None:
             weights += ", which teach themselves"
         elif not isinstance(taught_by, Teacher):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from tunix import types
 from tunix.algorithms.distill.config import SHOWN, DistillConfig, OneTeacher
 from tunix.config import ModelConfig, RowKind
 from tunix.data.chat import turn_end, with_template
-from tunix.data.teacher import TeacherChoice, TeacherReader
+from tunix.data.teacher import StoredTeacher, TeacherChoice, TeacherReader, vocabulary
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import NOT_THE_TEACHERS, Dropped
 from tunix.distributed import processes
@@ -26,7 +26,7 @@ from tunix.rollout.servers.chat import Endpoint
 from tunix.rollout.servers.probe import TEXT
 from tunix.rollout.servers.protocol import ID
 from tunix.run.inputs import Inputs
-from tunix.trainer.frozen_model import AtTheStudents, Teacher, Teachers
+from tunix.trainer.frozen_model import AtTheStudents, Later, Teacher, Teachers
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import Demand, require
 from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
@@ -71,6 +71,8 @@ def teacher_sources(recipe: Sections, student: Source) -> list[Source | None]:
 def _source(key: str, config: OneTeacher, student: Source) -> Source | None:
     if config.is_policy:
         return student
+    if config.is_stored:
+        return None
     if config.is_served:
         if processes.number() > 1:
             raise UserError(
@@ -122,6 +124,12 @@ def read_by_teachers(
     """
     config, data = recipe.teacher, recipe.data
     if config is None:
+        return inputs, ()
+    if config.is_stored:
+        tokenizer = inputs.tokenizer
+        words = None if tokenizer is None else vocabulary(tokenizer)
+        inputs = replace(inputs, teacher=StoredTeacher(words, inputs.source.decoder.vocab_size))
+        next(inputs.examples(inputs.train, data, kind, taught=True).first())
         return inputs, ()
     each = zip(config.each.items(), sources, strict=True)
     read = [_reader(key, teacher, source, recipe, inputs, kind) for (key, teacher), source in each]
@@ -310,7 +318,7 @@ SCORED = {"max_tokens": 1, "temperature": 1, "echo": True, "logprobs": 1}
 """Asks for the log-probs of a prompt's tokens. One token is sampled, which some servers want."""
 
 
-class Scores(Sequence[np.ndarray]):
+class Scores(Later):
     """`[T]` log-probs of each sequence from a server's answers, which may be on their way."""
 
     def __init__(self, endpoint: Endpoint, answers: Future[list[Any]], read: Sequence[Sequence[np.ndarray]]):
@@ -321,13 +329,7 @@ class Scores(Sequence[np.ndarray]):
     def __len__(self) -> int:
         return len(self._read)
 
-    @overload
-    def __getitem__(self, index: int) -> np.ndarray: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
-    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def at(self, index: int) -> np.ndarray:
         answers, parts = self._answers.result(), self._read[index]
         first = int(self._first[index])
         return np.concatenate([self._scored(answers[first + i], len(tokens)) for i, tokens in enumerate(parts)])
@@ -348,12 +350,14 @@ class Scores(Sequence[np.ndarray]):
 
 def build_teachers(
     recipe: Sections, sources: Sequence[Source | None], student: Source, learner: Learner
-) -> Teacher | ServedTeacher | Teachers:
+) -> Teacher | ServedTeacher | Teachers | None:
     """Loads the teachers onto their mesh; a frozen base that one shares with the student is not loaded twice.
 
     `sources` are from `teacher_sources`, `student` is the source of the weights of `learner`.
     """
     assert recipe.teacher is not None
+    if recipe.teacher.is_stored:
+        return None
     each = zip(recipe.teacher.each.items(), sources, strict=True)
     built = [_built(key, config, recipe, source, student, learner) for (key, config), source in each]
     return Teachers(tuple(built), recipe.teacher.shares) if recipe.teacher.by_name else built[0]

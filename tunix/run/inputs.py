@@ -14,7 +14,7 @@ from tunix.data.examples import Examples
 from tunix.data.packing import pack
 from tunix.data.pipeline import Batches, Prompts, pictures_of_row
 from tunix.data.sources import Rows
-from tunix.data.teacher import TeacherChoice, TeacherReader
+from tunix.data.teacher import StoredTeacher, TeacherChoice, TeacherReader
 from tunix.data.tokenizer import Tokenizer
 from tunix.distributed import processes
 from tunix.errors import UserError
@@ -41,9 +41,9 @@ class Inputs:
     source: Source
     train: Rows
     held_out: Rows | None
-    teacher: TeacherReader | TeacherChoice | None = None
-    """Renders rows for a teacher that reads them in another way than the student, or for the one that a row names; None
-    without one."""
+    teacher: TeacherReader | TeacherChoice | StoredTeacher | None = None
+    """Renders rows for a teacher that reads them in another way than the student, or for the one that a row names, or
+    reads what one has said of them; None without one."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:

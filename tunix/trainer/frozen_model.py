@@ -15,6 +15,7 @@ teachers each reads the sequences that follow it, or all of them.
 Axes: B rows, T time, M micro-batches, R rows of a micro-batch, V vocabulary, Te teacher's width, Tt teacher's time.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
@@ -89,7 +90,22 @@ class TellsLogprobs(Protocol):
         ...
 
 
-class AtTheStudents(List[np.ndarray]):
+class Later(List[np.ndarray]):
+    """`[T]` arrays of sequences, each of which `at` waits for."""
+
+    @abstractmethod
+    def at(self, index: int) -> np.ndarray:
+        """The array of a sequence."""
+
+    @overload
+    def __getitem__(self, index: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
+    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
+        return [self.at(i) for i in range(*index.indices(len(self)))] if isinstance(index, slice) else self.at(index)
+
+
+class AtTheStudents(Later):
     """`[T]` arrays of sequences from the teacher's `[Tt]` arrays of its views of them, which may be on their way."""
 
     def __init__(self, read: List[np.ndarray], views: List[TeacherView]):
@@ -99,17 +115,11 @@ class AtTheStudents(List[np.ndarray]):
     def __len__(self) -> int:
         return len(self._views)
 
-    @overload
-    def __getitem__(self, index: int) -> np.ndarray: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
-    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def at(self, index: int) -> np.ndarray:
         return self._read[index][self._views[index].places]  # place 0 has the 0 of a first token
 
 
-class Summed(List[np.ndarray]):
+class Summed(Later):
     """`[T]` arrays of sequences, each the weighted sum of what is on its way for it from several models."""
 
     def __init__(self, parts: List[List[tuple[float, List[np.ndarray], int]]]):
@@ -119,13 +129,7 @@ class Summed(List[np.ndarray]):
     def __len__(self) -> int:
         return len(self._parts)
 
-    @overload
-    def __getitem__(self, index: int) -> np.ndarray: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
-    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def at(self, index: int) -> np.ndarray:
         return np.sum([np.float32(weight) * arrays[i] for weight, arrays, i in self._parts[index]], axis=0)
 
 

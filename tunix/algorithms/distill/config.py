@@ -10,6 +10,8 @@ from tunix.config import TINY_GROUP, Config, DType, Family, MeshConfig, Place, P
 
 POLICY = "policy"
 """`teacher.path` for the present weights of the model that trains."""
+STORED = "stored"
+"""`teacher.path` for log-probs that the rows have."""
 PRESETS: Mapping[str, Settings] = {
     # Shenfeld et al. 2026, https://arxiv.org/abs/2601.19897: KL(policy(. | x) || policy(. | x, demonstration)) on the
     # policy's own completions. The paper's teacher is a moving average of the policy; this one is the policy itself.
@@ -144,6 +146,7 @@ class OneTeacher(Config):
     path: Place | None = None
     """Hub id, local folder, the folder of a run, or a PEFT folder. A teacher that is an adapter on the student's frozen
     base shares that base. `policy`: the model that trains, with its present weights, which sees more in `prompt`.
+    `stored`: nobody, as the rows have log-probs that `tunix score --top-k` wrote.
     `http://HOST:8000/v1`: a server that repeats prompts with their log-probs (`echo`), as vLLM and `tunix serve` do,
     for algorithms that ask for sampled tokens alone."""
     family: Family | None = None
@@ -180,6 +183,11 @@ class OneTeacher(Config):
         return self.path == POLICY
 
     @property
+    def is_stored(self) -> bool:
+        """Whether the rows have what it says."""
+        return self.path == STORED
+
+    @property
     def is_served(self) -> bool:
         """Whether a server has it."""
         return self.path is not None and self.path.startswith(("http://", "https://"))
@@ -199,6 +207,8 @@ class OneTeacher(Config):
             raise ValueError(f"{idle[0]} changes nothing without a server in path: leave it out")
         if self.is_policy and (self.mesh or self.chat_template or self.dtype != "bfloat16"):
             raise ValueError("mesh, dtype and chat_template are the student's with path: policy: leave them out")
+        if self.is_stored and (self.mesh or self.chat_template or self.dtype != "bfloat16" or self.prompt):
+            raise ValueError("mesh, dtype, chat_template and prompt change nothing that is stored: leave them out")
         if self.is_policy and self.prompt is None:
             raise ValueError("path: policy has nothing to teach itself without more in its prompt: set teacher.prompt")
         if self.prompt is not None and "{prompt}" not in self.prompt:
@@ -212,7 +222,8 @@ class OneTeacher(Config):
     @property
     def reads_as_student(self) -> bool:
         """Whether it reads the student's tokens, as a random teacher does, which has no chat template of its own."""
-        students = (None, "student") if self.path is None or self.is_served else ("student",)
+        alike = self.path is None or self.is_served or self.is_stored
+        students = (None, "student") if alike else ("student",)
         return self.prompt is None and self.chat_template in students
 
     gone: ClassVar[Mapping[str, str]] = {"init": "a teacher without a path is random, of the family that is named"}
@@ -273,6 +284,8 @@ class TeacherConfig(OneTeacher):
             )
         if not any(x.weight for x in self.by_name.values()):
             raise ValueError("by_name: the weights of all teachers are 0, so that nobody is followed: raise one")
+        if stored := [name for name, x in self.by_name.items() if x.is_stored]:
+            raise ValueError(f"by_name.{stored[0]}.path: stored log-probs are followed alone: write it in teacher.path")
         if apart := [name for name, x in self.by_name.items() if x.mesh]:
             raise ValueError(
                 f"by_name.{apart[0]}.mesh: several teachers share the student's devices: leave it out, or have a "
