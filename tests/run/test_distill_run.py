@@ -373,6 +373,33 @@ def test_a_run_that_teaches_itself_ends_where_it_ends_when_it_is_stopped(chats: 
     assert all(row["distill/divergence"] > 1e-4 for row in stepped("whole"))
 
 
+SHOWING = (
+    "def long(prompts, completions, log_extra=None, **columns):\n"
+    "    scores = [float(len(x) > 9) for x in completions]\n"
+    "    log_extra('feedback', ['' if x else 'longer!' for x in scores])\n"
+    "    return scores\n"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("divergence", ["reverse_kl", "sampled"])
+def test_a_policy_that_sees_attempts_and_feedback_ends_where_it_ends_when_it_is_stopped(chats: Path, divergence: str):
+    """Rewards that tell of a text whether it has ten characters, and to the others that it should have."""
+    (chats / "showing.py").write_text(SHOWING)
+    small = {"data.max_length": 160, "data.completion_length": 12, "model": CHATS["model"], "data.train": "chats.jsonl"}
+    changes = {"steps": 3, "batch_size": 4, "checkpoint.every": 1, "reward": {"functions": ["showing.py:long"]}}
+    algorithm = {"name": "distill", "preset": "sdpo", "group_size": 2, "divergence": divergence}
+    words = recipe(chats, small, changes, algorithm=algorithm, teacher={"max_length": 480})
+    train(words, "output=whole")
+    train(words, "output=parts", "steps=1")
+    train(words, "output=parts")
+    whole = stepped("whole")
+    for name in ("train/loss", "distill/divergence", "distill/taught", "reward/mean"):
+        assert [row[name] for row in whole] == [row[name] for row in stepped("parts")]
+    assert all(row["compile/count"] == 0 for row in whole[1:])
+    assert all(row["mismatch/max"] < 1e-3 and row["distill/taught"] > 0.4 for row in whole)
+
+
 @pytest.mark.parametrize(
     ("teacher", "said"),
     [
@@ -598,6 +625,12 @@ def test_stored_log_probs_that_do_not_fit_are_refused_before_weights(
         ({"data.completion_length": 8}, "data.completion_length: changes nothing"),
         ({"rollout.temperature": 0.7}, "rollout: changes nothing for distill"),
         ({"algorithm": {"name": "distill", "on_policy": True}, "reward.functions": ["length"]}, "reward: distill"),
+        ({"algorithm": {"name": "distill", "on_policy": True, "success": 1}}, "reward"),
+        (
+            {"algorithm": {"name": "distill", "on_policy": True, "success": 1}, "reward.functions": ["length"]},
+            "algorithm.success: the teacher is shown nothing of what was sampled: write {attempt} or {feedback}",
+        ),
+        ({"algorithm": {"name": "distill", "success": 1}}, "success changes nothing without on_policy: true"),
     ],
 )
 def test_mistakes_are_told(tmp_path: Path, teacher: Path, capsys, changes: dict[str, Any], said: str):

@@ -106,12 +106,7 @@ class TeacherChoice:
         self.readers = {name: replace(x, number=i) for i, (name, x) in enumerate(readers.items())}
 
     def of(self, row: Row, columns: Mapping[str, str], where: str = "") -> TeacherReader:
-        """The reader of the teacher that a row follows.
-
-        Args:
-            row: with the column.
-            columns: our name of a column -> the data's.
-            where: the row's name in messages, where the caller does not add it.
+        """The reader of the teacher that a row follows; `where` names the row in messages, if the caller does not.
 
         Raises:
             UserError: the row names no teacher, or one that there is not.
@@ -142,12 +137,7 @@ class StoredTeacher:
     """V, the student's ids."""
 
     def read(self, row: Row, columns: Mapping[str, str], mask: np.ndarray) -> np.ndarray:
-        """`[T 2 A]` as in `Sequence.stored`.
-
-        Args:
-            row: with `top_ids` and `top_logprobs`, a list of numbers for each trained token, and `tokenizer`.
-            columns: our names of columns -> the data's.
-            mask: `[T]`, which tokens are trained.
+        """`[T 2 A]` as in `Sequence.stored`, of the tokens that the `[T]` mask trains.
 
         Raises:
             UserError: a column is missing or of a wrong shape, or the ids are of another tokenizer.

@@ -24,7 +24,7 @@ from tunix.data.pipeline import pictures_of_row
 from tunix.mesh import bytes_of
 from tunix.models.model import Model
 from tunix.plan import arithmetic, programs
-from tunix.plan.subject import Frozen, Place, Subject, Trained
+from tunix.plan.subject import Place, Subject, Trained
 from tunix.run.rehearsal import Rehearsal, Scored
 from tunix.trainer.learner import abstract_moments
 from tunix.trainer.logprobs import Scorer, Scores
@@ -157,44 +157,27 @@ class Recorder(Rehearsal):
         subject = self.subject
         if of == "critic" and subject.critic is None:
             of = "policy"
-        if of == "teacher":
-            for number, teacher in enumerate(subject.teachers):
-                self._scored(kind, of, teacher, sequences, temperature, size, number)
-        else:
-            scored = {"policy": subject.policy, "reference": subject.reference, "critic": subject.critic}[of]
+        models = {"policy": subject.policy, "reference": subject.reference, "critic": subject.critic}
+        # Those that are not on a server.
+        for number, scored in enumerate(subject.teachers if of == "teacher" else (models[of],)):
             assert scored is not None, f"the algorithm reads a {of}: it has one"
-            self._scored(kind, of, scored, sequences, temperature, size)
+            spec, params = (scored.spec, scored.all) if isinstance(scored, Trained) else (scored, scored.params)
+            model, microbatcher = spec.model, spec.microbatcher
+            scorer = Scorer(model, microbatcher, subject.policy.spec.length)
+            plain = [replace(x, per_token={}, per_sequence={}) for x in sequences]
+            batch = pack(plain, size or len(plain), scorer.length, packing=True)
+            shapes = programs.microbatches_of(batch, microbatcher, microbatcher.pictures, model.config.vision)
+            name = kind if kind != "logprobs" else "log-probs" if of == "policy" else f"{of}'s log-probs"
+            named = {"policy": ("weights",), "critic": ("critic and its moments",), "teacher": subject.teacher_reads}
+            program = self.asked(
+                (name, number, temperature, *_key(shapes)),
+                name,
+                (*named.get(of, (of,)), "frozen base"),
+                partial(scorer.lowered, kind, params, shapes, temperature),
+            )
+            program.place = subject.taught_on if of == "teacher" else "training"
+            _note_pass(program, model, params, batch, microbatcher.mesh, shapes.number, head=kind != "values")
         return [np.zeros(len(x.tokens), np.float32) for x in sequences]
-
-    def _scored(
-        self,
-        kind: Scores,
-        of: Scored,
-        scored: Trained | Frozen,
-        sequences: List[Sequence],
-        temperature: float,
-        size: int | None,
-        number: int = 0,
-    ) -> None:
-        """Records the log-prob pass of a model; of several teachers of this `number`."""
-        subject = self.subject
-        spec, params = (scored.spec, scored.all) if isinstance(scored, Trained) else (scored, scored.params)
-        model, microbatcher = spec.model, spec.microbatcher
-        scorer = Scorer(model, microbatcher, subject.policy.spec.length)
-        plain = [replace(x, per_token={}, per_sequence={}) for x in sequences]
-        batch = pack(plain, size or len(plain), scorer.length, packing=True)
-        shapes = programs.microbatches_of(batch, microbatcher, microbatcher.pictures, model.config.vision)
-        name = kind if kind != "logprobs" else "log-probs" if of == "policy" else f"{of}'s log-probs"
-        named = {"policy": ("weights",), "critic": ("critic and its moments",), "teacher": subject.teacher_reads}
-        reads = named.get(of, (of,))
-        program = self.asked(
-            (name, number, temperature, *_key(shapes)),
-            name,
-            (*reads, "frozen base"),
-            lambda: scorer.lowered(kind, params, shapes, temperature),
-        )
-        program.place = subject.taught_on if of == "teacher" else "training"
-        _note_pass(program, model, params, batch, microbatcher.mesh, shapes.number, head=kind != "values")
 
     def asked(
         self,

@@ -69,10 +69,8 @@ def teacher_sources(recipe: Sections, student: Source) -> list[Source | None]:
 
 
 def _source(key: str, config: OneTeacher, student: Source) -> Source | None:
-    if config.is_policy:
-        return student
-    if config.is_stored:
-        return None
+    if config.is_policy or config.is_stored:
+        return student if config.is_policy else None
     if config.is_served:
         if processes.number() > 1:
             raise UserError(
@@ -126,9 +124,8 @@ def read_by_teachers(
     if config is None:
         return inputs, ()
     if config.is_stored:
-        tokenizer = inputs.tokenizer
-        words = None if tokenizer is None else vocabulary(tokenizer)
-        inputs = replace(inputs, teacher=StoredTeacher(words, inputs.source.decoder.vocab_size))
+        stored = StoredTeacher(inputs.tokenizer and vocabulary(inputs.tokenizer), inputs.source.decoder.vocab_size)
+        inputs = replace(inputs, teacher=stored)
         next(inputs.examples(inputs.train, data, kind, taught=True).first())
         return inputs, ()
     each = zip(config.each.items(), sources, strict=True)
@@ -147,20 +144,18 @@ def read_by_teachers(
             for i in range(len(rows)):
                 chosen.of(rows[i], data.columns, f"row {i + 1} of {rows.name}")
     else:
-        chosen = readers[0]
-        names = list(config.by_name)
-        for name, reader in zip(names[1:], readers[1:], strict=True):
-            if _as_read(reader) != _as_read(chosen):
-                raise UserError(
-                    f"teacher.by_name: {names[0]} and {name} read the rows in different ways, and both are followed in "
-                    "each: have them read the student's format (chat_template: student), or name one of them in a "
-                    "column of the row (teacher.column)"
-                )
+        chosen, names = readers[0], list(config.by_name)
+        if other := next((i for i, x in enumerate(readers) if _as_read(x) != _as_read(chosen)), None):
+            raise UserError(
+                f"teacher.by_name: {names[0]} and {names[other]} read the rows in different ways, and both are "
+                "followed: have them read the student's format (chat_template: student), or name one of them in a "
+                "column of the row (teacher.column)"
+            )
     if chosen is None:
         return inputs, notes
     inputs = replace(inputs, teacher=chosen)
-    shown = recipe.algorithm.success is not None if isinstance(recipe.algorithm, DistillConfig) else False
-    first = inputs.examples(inputs.train, data, kind, taught=True).example(0, dict.fromkeys(SHOWN, "") if shown else {})
+    shows = isinstance(recipe.algorithm, DistillConfig) and recipe.algorithm.success is not None
+    first = inputs.examples(inputs.train, data, kind, taught=True).example(0, dict.fromkeys(SHOWN, "") if shows else {})
     if isinstance(first, Dropped) and first.reason == NOT_THE_TEACHERS:
         raise UserError(f"teacher.path: row 1 of {inputs.train.name}: {first.detail}")
     return inputs, notes

@@ -225,7 +225,7 @@ class Teachers:
         number = len(sequences)
         parts: list[list[tuple[float, List[np.ndarray], int]]] = [[] for _ in range(number)]
         for k, teacher in enumerate(self.each):
-            follow = [i for i, x in enumerate(sequences) if self.shares or _number(x) == k]
+            follow = [i for i, x in enumerate(sequences) if self.shares or (x.teacher and x.teacher.number == k)]
             if follow:
                 read = teacher.logprobs([sequences[i] for i in follow], temperature, size or number)
                 for place, i in enumerate(follow):
@@ -240,12 +240,6 @@ class Teachers:
             of_it = teacher.states_of(batch, microbatches, None if self.shares else k)
             states.append(replace(of_it, share=self.shares[k]) if self.shares else of_it)
         return tuple(states)
-
-
-def _number(sequence: Sequence) -> int:
-    """Of the teacher that a sequence follows."""
-    assert sequence.teacher is not None, "it names its teacher"
-    return sequence.teacher.number
 
 
 def as_sequences(views: List[TeacherView]) -> list[Sequence]:

@@ -93,41 +93,43 @@ class Distill(OnPolicy):
         require_scores(groups)
         return groups
 
-    def shown(self, groups: Groups, data: Rollouts) -> Groups:
-        """The episodes with prompts in which the teacher is shown another attempt that succeeded, the first one of the
-        group, and feedback on one that did not (SDPO, https://arxiv.org/abs/2601.20802)."""
+    def shown(self, groups: Groups, data: Rollouts) -> list[list[TeacherView | None]]:
+        """What the teacher reads before each completion: the prompt with another attempt that succeeded, the first one
+        of the group, and with feedback on one that did not (SDPO, https://arxiv.org/abs/2601.20802); None where there
+        is neither."""
         totals, limit = total_rewards(groups, data.weights), self.config.success
 
-        def seen(group: List[Scored], scores: np.ndarray, i: int) -> Scored:
+        def seen(group: List[Scored], scores: np.ndarray, i: int) -> TeacherView | None:
             others = (x.text for j, x in enumerate(group) if j != i and scores[j] >= limit)
             said = (x for name, x in group[i].logged.items() if name.endswith("/feedback") and isinstance(x, str) and x)
             texts = {"attempt": next(others, ""), "feedback": "" if scores[i] >= limit else "\n".join(said)}
             blocks = {name: SHOWN[name].format(text) if text else "" for name, text in texts.items()}
-            view = data.taught(group[i].prompt, blocks) if any(blocks.values()) else None
-            return replace(group[i], prompt=replace(group[i].prompt, teacher=view))
+            return data.taught(group[i].prompt, blocks) if any(blocks.values()) else None
 
         return [[seen(x, scores, i) for i in range(len(x))] for x, scores in zip(groups, totals, strict=True)]
 
     def prepare(self, client: Client, experience: Experience) -> Update:
         """One batch of all completions; where no divergence is computed, with the teacher's log-probs of their
         tokens. Those of which the teacher is shown nothing have weight 0."""
-        data, numbers, untaught = experience.data, dict[str, float](), set[int]()
+        data, numbers, views = experience.data, dict[str, float](), [None] * len(flat(experience.groups))
         if self.config.success is not None:
-            groups = self.shown(experience.groups, data)
-            untaught = {i for i, x in enumerate(flat(groups)) if x.prompt.teacher is None}
+            shown = self.shown(experience.groups, data)
+            groups = [
+                [replace(x, prompt=taught(x.prompt, view)) for x, view in zip(*each, strict=True)]
+                for each in zip(experience.groups, shown, strict=True)
+            ]
+            experience, views = replace(experience, groups=groups), flat(shown)
             numbers, _ = report(groups, data.weights, np.ones(len(groups), bool))
-            numbers["distill/taught"] = 1 - len(untaught) / len(flat(groups))
-            whole = [[replace(x, prompt=as_it_is(x.prompt)) for x in group] for group in groups]
-            experience = replace(experience, groups=whole)
-        groups = self.all_measured(client, experience)
-        sequences = [as_sequence(episode, i in untaught) for i, episode in enumerate(flat(groups))]
+            numbers["distill/taught"] = float(np.mean([view is not None for view in views]))
+        groups, leaves = self.all_measured(client, experience), self.config.success is not None
+        pairs = zip(flat(groups), views, strict=True)
+        sequences = [as_sequence(episode, leaves and view is None) for episode, view in pairs]
         counts = any(x.weight > 0 and x.loss_mask.any() for x in sequences)
-        batch = data.packed(sequences, self.config.sequences_per_update(data.size)) if counts else None
+        batches = (data.packed(sequences, self.config.sequences_per_update(data.size)),) if counts else ()
         samples = (row(place, episode) for place, group in enumerate(groups) for episode in group)
-        return Update({**sampling_report(groups), **numbers}, () if batch is None else (batch,), samples)
+        return Update({**sampling_report(groups), **numbers}, batches, samples)
 
 
-def as_it_is(prompt: Prompt) -> Prompt:
-    """A prompt that the teacher reads as the student does, if not in another way."""
-    view = TeacherView(prompt.tokens, np.zeros(len(prompt.tokens), np.int32))
-    return prompt if prompt.teacher is not None else replace(prompt, teacher=view)
+def taught(prompt: Prompt, view: TeacherView | None) -> Prompt:
+    """A prompt that the teacher reads in another way; without one as the student does."""
+    return replace(prompt, teacher=view or TeacherView(prompt.tokens, np.zeros_like(prompt.tokens)))
