@@ -195,7 +195,7 @@ class Batch:
     """The ids that each token was sampled from, as in `Sequence.candidates`: log-probs and entropies are of the
     distribution over these, e.g. `[[[-1, -1], [603, 651]]]`; None where it is over all ids everywhere."""
     stored: Float[Array | np.ndarray, "B T 2 A"] | None = None
-    """What a teacher said of each token in advance, as in `Sequence.stored`; None where nothing is stored."""
+    """What a teacher said of each token in advance, e.g. `[[[[603, 651], [-0.1, -2.4]]]]`; as in `Sequence.stored`."""
 
 
 @jax.tree_util.register_dataclass

@@ -132,9 +132,9 @@ class StoredTeacher:
     """Reads what a teacher has said of a row's trained tokens in advance, as `tunix score --top-k` writes it."""
 
     vocabulary: str | None
-    """Of the student's tokenizer; None where it has none."""
+    """`vocabulary` of the student's tokenizer, e.g. `3f0c1a9e77b2`; None where it has none."""
     size: int
-    """V, the student's ids."""
+    """V, the number of the student's ids, e.g. 151936."""
 
     def read(self, row: Row, columns: Mapping[str, str], mask: np.ndarray) -> np.ndarray:
         """`[T 2 A]` as in `Sequence.stored`, of the tokens that the `[T]` mask trains.

@@ -126,8 +126,8 @@ def compared(
     pair = _Pair(scalings[0], scalings[1] if isinstance(teacher, Side) else None, settings)
     table, *tables = (side.table[:vocab] for side in sides)
     theirs = teacher.hidden if isinstance(teacher, Side) else teacher
-    hidden, theirs, *about = jax.tree.map(in_pieces, (student.hidden, theirs, targets, needed))
-    results = _compared(pair, hidden, table, theirs, tables, *about)
+    hidden, theirs, wanted, visited = jax.tree.map(in_pieces, (student.hidden, theirs, targets, needed))
+    results = _compared(pair, hidden, table, theirs, tables, wanted, visited)
     return Compared(*(in_rows(x, *targets.shape) for x in cast(tuple[jax.Array, ...], results)))
 
 
@@ -201,8 +201,10 @@ def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Results:
     divergence, mean, *rests = jax.lax.fori_loop(0, len(chunks[0]), second, sums)
     log_rest = rest_pull = zero
     if pair.has_rest:
-        least_rests = LEAST, LEAST if pair.teacher is not None else LEAST_STORED
-        log_rest, teacher_log_rest = (jnp.log(jnp.maximum(*x)) for x in zip(rests, least_rests, strict=True))
+        least_rest = LEAST if pair.teacher is not None else LEAST_STORED
+        log_rest, teacher_log_rest = (
+            jnp.log(jnp.maximum(x, y)) for x, y in zip(rests, (LEAST, least_rest), strict=True)
+        )
         rest_f, rest_pull = _summands(pair.settings, log_rest, teacher_log_rest)
         divergence, mean = divergence + rest_f, mean + rest_pull
     agree = (best == teacher_best).astype(jnp.float32)

@@ -30,7 +30,7 @@ from tunix.trainer.learner import abstract_moments
 from tunix.trainer.logprobs import Scorer, Scores
 from tunix.trainer.microbatches import Microbatches
 from tunix.trainer.perf import training_flops
-from tunix.types import Batch, Loss, Metrics, Sequence
+from tunix.types import MOST_TOP, Batch, Loss, Metrics, Sequence
 
 MOST_STEPS = 64
 """Steps after which an algorithm that has not updated its policy is taken as it is; PPO may warm its critic up."""
@@ -101,9 +101,11 @@ class Recorder(Rehearsal):
         spec = trained.spec
         model, vision = spec.model, spec.model.config.vision
         pictures = pictures_of_row(self.recipe.data, spec.microbatcher.unit)
+        config, teachers = self.recipe.teacher, subject.teachers if loss.divergence is not None else ()
+        if config is not None and config.is_stored:
+            batch = replace(batch, stored=np.zeros((*batch.tokens.shape, 2, MOST_TOP + 1), np.float32))
         shapes = programs.microbatches_of(batch, spec.microbatcher, pictures, vision)
         reference = subject.reference.params if loss.reference and subject.reference else None
-        config, teachers = self.recipe.teacher, subject.teachers if loss.divergence is not None else ()
         for number, teacher in enumerate(teachers):
             theirs, mesh = programs.microbatches_of(batch, teacher.microbatcher), teacher.microbatcher.mesh
             program = self.asked(

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from jax.sharding import Mesh
 
+from tunix.algorithms.distill.config import DistillConfig
 from tunix.config import DType, ModelConfig, MtpUse
 from tunix.errors import UserError
 from tunix.hf.peft_folder import CONFIG, named_base
@@ -160,6 +161,8 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
     if recipe.adapter is not None and recipe.adapter.source is not None:
         adapter, source = settled(recipe.adapter, source)
         recipe = recipe.model_copy(update={"adapter": adapter})
+    if isinstance(recipe.algorithm, DistillConfig):  # there are no texts to show a teacher
+        recipe = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"success": None})})
     students, sampling_mesh = apart(recipe.rollout.devices, divided(recipe.teacher, devices)[0])
     setup = Setup.on(students, recipe, source, algorithm_of(recipe), memory, sampling_mesh)
     setup = replace(setup, updates=(recipe.steps or 1000) * recipe.algorithm.updates_per_step)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from tunix.algorithms.distill.algorithm import Distill
 from tunix.data.config import DataConfig
 from tunix.data.sources import Rows
 from tunix.distributed import processes
@@ -181,11 +182,13 @@ def compiled_ahead(setup: Setup, client: Trainer) -> None:
     """Compiles what the first update of a run will run, all programs at the same time; waits until they are.
 
     Where that cannot be known before the first rollout, nothing happens, and they are compiled when they are called: a
-    rehearsal has not the shapes of pictures, of experts that the sampler records, of a teacher's states; nor of a class
-    of the user's, whose `update` may do anything. Several processes have to run what they run in one order.
+    rehearsal has not the shapes of pictures, of experts that the sampler records, of a teacher's states or one that is
+    shown completions; nor of a class of the user's, whose `update` may do anything. Several processes have to run what
+    they run in one order.
     """
     algorithm, decoder = setup.algorithm, setup.source.decoder
     plain = decoder.vision is None and decoder.routed is None and algorithm.objective.divergence is None
+    plain &= not (isinstance(algorithm, Distill) and algorithm.config.success is not None)
     shipped = type(algorithm).__module__.startswith("tunix.")
     if not (plain and shipped and setup.samples and processes.number() == 1):
         return

@@ -10,6 +10,7 @@ L layers, E experts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
@@ -324,8 +325,8 @@ def sums_of(
             follows = mask & (positions > 0) & (True if states.followed is None else states.followed[index])
             beside = compared(student, teacher, tokens[:, 1:], follows[:, 1:], loss.divergence)
             each.append(jax.tree.map(lambda x, share=states.share: share * x, beside))
-        together = jax.tree.map(lambda *x: jnp.pad(sum(x), ((0, 0), (1, 0))), *each)
-        inputs = replace(inputs, compared=together)
+        together = functools.reduce(lambda x, y: jax.tree.map(jnp.add, x, y), each)
+        inputs = replace(inputs, compared=jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), together))
     sums = loss_sums(loss.function, inputs)
     if key is None:  # an evaluation adds up what it finds in its batches, which shares do not bear
         return sums

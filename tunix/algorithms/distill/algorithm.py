@@ -24,7 +24,6 @@ from tunix.algorithms.episodes import (
 from tunix.algorithms.on_policy import Experience, OnPolicy
 from tunix.algorithms.ops import TEACHER
 from tunix.config import RowKind
-from tunix.data.types import Prompt
 from tunix.protocols import Client, SamplingClient
 from tunix.rollout.types import Rollouts, Scored
 from tunix.types import Divergence, Loss, LossInputs, LossOutputs, TeacherView
@@ -114,10 +113,11 @@ class Distill(OnPolicy):
         data, numbers, views = experience.data, dict[str, float](), [None] * len(flat(experience.groups))
         if self.config.success is not None:
             shown = self.shown(experience.groups, data)
-            groups = [
-                [replace(x, prompt=taught(x.prompt, view)) for x, view in zip(*each, strict=True)]
-                for each in zip(experience.groups, shown, strict=True)
-            ]
+            groups: Groups = []
+            for group, of_group in zip(experience.groups, shown, strict=True):
+                same = TeacherView(group[0].prompt.tokens, np.zeros_like(group[0].prompt.tokens))  # as the student
+                read = zip(group, of_group, strict=True)
+                groups.append([replace(x, prompt=replace(x.prompt, teacher=view or same)) for x, view in read])
             experience, views = replace(experience, groups=groups), flat(shown)
             numbers, _ = report(groups, data.weights, np.ones(len(groups), bool))
             numbers["distill/taught"] = float(np.mean([view is not None for view in views]))
@@ -128,8 +128,3 @@ class Distill(OnPolicy):
         batches = (data.packed(sequences, self.config.sequences_per_update(data.size)),) if counts else ()
         samples = (row(place, episode) for place, group in enumerate(groups) for episode in group)
         return Update({**sampling_report(groups), **numbers}, batches, samples)
-
-
-def taught(prompt: Prompt, view: TeacherView | None) -> Prompt:
-    """A prompt that the teacher reads in another way; without one as the student does."""
-    return replace(prompt, teacher=view or TeacherView(prompt.tokens, np.zeros_like(prompt.tokens)))

@@ -272,10 +272,10 @@ class TeacherConfig(OneTeacher):
                 raise ValueError("column chooses among several teachers: name them in by_name, or leave it out")
             return self
         fields = OneTeacher.model_fields
-        if own := [
+        if wrong := [
             key for key, field in fields.items() if getattr(self, key) != field.get_default(call_default_factory=True)
         ]:
-            raise ValueError(f"{own[0]}: of several teachers each has its own: write it below its name in by_name")
+            raise ValueError(f"{wrong[0]}: of several teachers each has its own: write it below its name in by_name")
         weighted = [name for name, x in self.by_name.items() if "weight" in x.model_fields_set]
         if self.column and any(self.by_name[name].weight != 1 for name in weighted):
             raise ValueError(
