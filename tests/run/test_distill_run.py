@@ -374,7 +374,7 @@ def test_a_run_that_teaches_itself_ends_where_it_ends_when_it_is_stopped(chats: 
 
 
 SHOWING = (
-    "def long(prompts, completions, log_extra=None, **columns):\n"
+    "def long(completions, log_extra):\n"
     "    scores = [float(len(x) > 9) for x in completions]\n"
     "    log_extra('feedback', ['' if x else 'longer!' for x in scores])\n"
     "    return scores\n"
@@ -387,7 +387,12 @@ def test_a_policy_that_sees_attempts_and_feedback_ends_where_it_ends_when_it_is_
     """Rewards that tell of a text whether it has ten characters, and to the others that it should have."""
     (chats / "showing.py").write_text(SHOWING)
     small = {"data.max_length": 160, "data.completion_length": 12, "model": CHATS["model"], "data.train": "chats.jsonl"}
-    changes = {"steps": 3, "batch_size": 4, "checkpoint.every": 1, "reward": {"functions": ["showing.py:long"]}}
+    changes = {
+        "steps": 3,
+        "batch_size": 4,
+        "checkpoint.every": 1,
+        "reward": {"functions": [{"name": "showing.py:long", "style": "trl"}]},
+    }
     algorithm = {"name": "distill", "preset": "sdpo", "group_size": 2, "divergence": divergence}
     words = recipe(chats, small, changes, algorithm=algorithm, teacher={"max_length": 480})
     train(words, "output=whole")
