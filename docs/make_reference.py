@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from tunix.algorithms.distill.config import DistillConfig, TeacherConfig, TeacherMesh
+from tunix.algorithms.distill.config import DistillConfig, NamedTeacher, TeacherConfig, TeacherMesh
 from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.grpo.config import GRPOConfig
 from tunix.algorithms.kto.config import KTOConfig
@@ -55,6 +55,7 @@ SECTIONS: dict[str, type[Config]] = {
     "algorithm (reward)": RewardModelConfig,
     "algorithm (distill)": DistillConfig,
     "teacher": TeacherConfig,
+    "teacher by_name": NamedTeacher,
     "teacher mesh": TeacherMesh,
     "reward": RewardConfig,
     "reward functions": RewardFunction,

@@ -464,6 +464,12 @@ def _report(parsed: Parsed) -> None:
     value("--batch-size N", "rows per micro-batch (8)", count, 8),
     value("--max-length N", "maximum tokens of a row (1024)", count, 1024),
     DTYPE,
+    value(
+        "--top-k K",
+        "write rows to distil from (teacher.path: stored), with K most likely ids of each trained token, 64 at most",
+        count,
+        0,
+    ),
 )
 def _score(parsed: Parsed) -> None:
     from tunix.inference.load import score

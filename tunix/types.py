@@ -118,6 +118,8 @@ class TeacherView:
     """`[Tt]` int32: all token ids up to the last one that is trained, e.g. `[2, 105, 651, 603]`."""
     places: np.ndarray
     """`[T]` int32: where in `tokens` each trained token of the sequence is, 0 for the others, e.g. `[0, 0, 3]`."""
+    number: int = 0
+    """Which of several teachers the sequence follows, e.g. 1; 0 where there is one, or all are followed."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,9 @@ class Sequence:
     candidates: np.ndarray | None = None
     """`[T A]` int32: the ids that each token was sampled from, e.g. `[[-1, -1], [603, 651]]`, padded with -1; only -1
     where that was every id. None where it was everywhere."""
+    stored: np.ndarray | None = None
+    """`[T 2 A]` float32: ids that a teacher found likely for each token, exact below 2^24, and their log-probs, e.g.
+    `[[[603, 651], [-0.1, -2.4]]]`; -1 where nothing is trained. None where no such thing is stored."""
 
 
 @jax.tree_util.register_dataclass
@@ -189,6 +194,8 @@ class Batch:
     candidates: Int[Array | np.ndarray, "B T A"] | None = None
     """The ids that each token was sampled from, as in `Sequence.candidates`: log-probs and entropies are of the
     distribution over these, e.g. `[[[-1, -1], [603, 651]]]`; None where it is over all ids everywhere."""
+    stored: Float[Array | np.ndarray, "B T 2 A"] | None = None
+    """What a teacher said of each token in advance, e.g. `[[[[603, 651], [-0.1, -2.4]]]]`; as in `Sequence.stored`."""
 
 
 @jax.tree_util.register_dataclass

@@ -91,7 +91,7 @@ def test_a_prompt_is_followed_by_the_same_completion():
     assert isinstance(kept, Kept)
     prompt = prompt_of(kept)
     assert prompt.teacher is not None
-    assert STUDENT.decode(prompt.teacher) == "<bos>[U]Hi[A]"
+    assert STUDENT.decode(prompt.teacher.tokens) == "<bos>[U]Hi[A]"
 
 
 def test_what_has_no_room_for_the_teacher_is_counted():
@@ -108,7 +108,9 @@ def test_what_has_no_room_for_the_teacher_is_counted():
     prompt = read(CHAT, reader(length=16), RowKind.PROMPT, completion_length=12)
     assert isinstance(prompt, Kept)
     assert prompt.truncated
-    assert STUDENT.decode(prompt_of(prompt).teacher) == "i[A]"
+    view = prompt_of(prompt).teacher
+    assert view is not None
+    assert STUDENT.decode(view.tokens) == "i[A]"
 
 
 def test_the_students_limit_cuts_both():
@@ -131,6 +133,12 @@ def test_views_travel_between_processes_and_are_packed_all_or_none():
     assert sent is not None
     np.testing.assert_array_equal(view.tokens, sent.tokens)
     np.testing.assert_array_equal(view.places, sent.places)
+    (other,) = decoded(
+        encoded([replace(kept, sequences=(replace(kept.sequences[0], teacher=replace(view, number=2)),))])
+    )
+    assert isinstance(other, Kept)
+    assert other.sequences[0].teacher is not None
+    assert other.sequences[0].teacher.number == 2
     assert len(pack([*kept.sequences, *back.sequences], 4, 64).teacher or ()) == 2
     with pytest.raises(ValueError, match="1 of 2 sequences in another way"):
         pack([*kept.sequences, replace(back.sequences[0], teacher=None)], 4, 64)

@@ -20,6 +20,7 @@ from tunix.algorithms.distill.algorithm import Distill
 from tunix.algorithms.distill.config import PROMPTS
 from tunix.cli import main
 from tunix.config import MeshConfig
+from tunix.data.teacher import vocabulary
 from tunix.data.templates import TEMPLATES
 from tunix.data.tokenizer import bytes_tokenizer
 from tunix.hf.source import of_recipe
@@ -27,7 +28,7 @@ from tunix.mesh import build_mesh
 from tunix.recipe.recipe import Recipe
 from tunix.rollout.servers.chat import Endpoint
 from tunix.run.client import client_of
-from tunix.run.frozen_models import ServedTeacher, teacher_source
+from tunix.run.frozen_models import ServedTeacher, teacher_sources
 from tunix.run.setup import Setup
 from tunix.trainer.trainer import Trainer
 from tunix.types import Sequence, TeacherView
@@ -219,7 +220,7 @@ def built(words: str) -> Trainer:
     source = of_recipe(recipe.model, recipe.data, Path("tokenizer"), None)
     mesh = build_mesh(MeshConfig(), jax.devices()[:1])
     setup = Setup(recipe, source, Distill(recipe.algorithm), mesh, updates=3)
-    return client_of(setup, teacher=teacher_source(recipe, source))
+    return client_of(setup, teachers=teacher_sources(recipe, source))
 
 
 @pytest.mark.slow
@@ -373,6 +374,38 @@ def test_a_run_that_teaches_itself_ends_where_it_ends_when_it_is_stopped(chats: 
     assert all(row["distill/divergence"] > 1e-4 for row in stepped("whole"))
 
 
+SHOWING = (
+    "def long(completions, log_extra):\n"
+    "    scores = [float(len(x) > 9) for x in completions]\n"
+    "    log_extra('feedback', ['' if x else 'longer!' for x in scores])\n"
+    "    return scores\n"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("divergence", ["reverse_kl", "sampled"])
+def test_a_policy_that_sees_attempts_and_feedback_ends_where_it_ends_when_it_is_stopped(chats: Path, divergence: str):
+    """Rewards that tell of a text whether it has ten characters, and to the others that it should have."""
+    (chats / "showing.py").write_text(SHOWING)
+    small = {"data.max_length": 160, "data.completion_length": 12, "model": CHATS["model"], "data.train": "chats.jsonl"}
+    changes = {
+        "steps": 3,
+        "batch_size": 4,
+        "checkpoint.every": 1,
+        "reward": {"functions": [{"name": "showing.py:long", "style": "trl"}]},
+    }
+    algorithm = {"name": "distill", "preset": "sdpo", "group_size": 2, "divergence": divergence}
+    words = recipe(chats, small, changes, algorithm=algorithm, teacher={"max_length": 480})
+    train(words, "output=whole")
+    train(words, "output=parts", "steps=1")
+    train(words, "output=parts")
+    whole = stepped("whole")
+    for name in ("train/loss", "distill/divergence", "distill/taught", "reward/mean"):
+        assert [row[name] for row in whole] == [row[name] for row in stepped("parts")]
+    assert all(row["compile/count"] == 0 for row in whole[1:])
+    assert all(row["mismatch/max"] < 1e-3 and row["distill/taught"] > 0.4 for row in whole)
+
+
 @pytest.mark.parametrize(
     ("teacher", "said"),
     [
@@ -419,6 +452,165 @@ def test_a_teacher_that_cannot_read_the_rows_is_refused_before_weights(
     assert said in capsys.readouterr().err
 
 
+# Several teachers.
+
+NAMED: dict[str, Any] = {**CHATS, "data.train": "named.jsonl", "data.max_length": 80}
+
+
+@pytest.fixture
+def named(chats: Path) -> Path:
+    """Rows that name a teacher in turns, in any column; the second teacher reads the student's format."""
+    write_rows(chats / "named.jsonl", ({**chat(n), "of": ("big", "small")[n % 2]} for n in range(32)))
+    model_folder(chats / "small", seed=5)
+    return chats
+
+
+def two(**of_small: Any) -> dict[str, Any]:
+    """Two teachers, of which the rows name one."""
+    return {"by_name": {"big": TEACHER, "small": {"path": "small", "dtype": "float32", **of_small}}, "column": "of"}
+
+
+def test_rows_follow_the_teachers_that_they_name(named: Path):
+    """The first update's divergence of all rows is the mean of those beside each teacher alone, by their tokens: the
+    rows of each are written in a file of their own, of the first 8 rows 4."""
+    firsts = {"steps": 1, "data.shuffle": False, "batch_size": 8}
+    train(recipe(named, NAMED, GIVEN, firsts, teacher=two()), "output=both")
+    (both,), alone = stepped("both"), list[tuple[float, float]]()
+    for number, path in enumerate(("teacher", "small")):
+        write_rows(named / "named.jsonl", (chat(n) for n in range(32) if n % 2 == number))
+        train(
+            recipe(named, NAMED, GIVEN, firsts, teacher={**TEACHER, "path": path}, batch_size=4),
+            f"output=alone{number}",
+        )
+        (row,) = stepped(f"alone{number}")
+        alone.append((row["distill/divergence"], row["train/tokens"]))
+    wanted = sum(value * tokens for value, tokens in alone) / sum(tokens for _, tokens in alone)
+    assert both["distill/divergence"] == pytest.approx(wanted, rel=1e-5)
+    assert alone[0][0] != pytest.approx(alone[1][0], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [{"divergence": "reverse_kl"}, {}], ids=["reverse_kl", "sampled"])
+def test_a_run_with_two_teachers_ends_where_it_ends_when_it_is_stopped(named: Path, algorithm: dict[str, Any]):
+    own = {**OWN, "data.max_length": 80, "algorithm": {**OWN["algorithm"], **algorithm}}
+    words = recipe(named, {**NAMED, **own}, teacher=two(), steps=3, batch_size=4, checkpoint__every=1)
+    train(words, "output=whole")
+    train(words, "output=parts", "steps=1")
+    train(words, "output=parts")
+    for name in ("train/loss", "distill/divergence", "distill/teacher_logprob"):
+        assert [row[name] for row in stepped("whole")] == [row[name] for row in stepped("parts")]
+    assert all(row["compile/count"] == 0 for row in stepped("whole")[1:])
+
+
+@pytest.mark.parametrize(
+    ("teacher", "said"),
+    [
+        (
+            {**two(), "column": "off"},
+            "row 1 of named.jsonl: teacher.column: off is None, and teacher.by_name has big, s",
+        ),
+        (
+            {**two(), "by_name": {"big": TEACHER, "smal": TEACHER}},
+            "row 2 of named.jsonl: teacher.column: of is 'small', and teacher.by_name has big, smal. Did you mean 'sm",
+        ),
+        ({**two(), "path": "teacher"}, "teacher: path: of several teachers each has its own"),
+        ({**two(), "prompt": "{prompt}"}, "teacher: prompt: of several teachers each has its own"),
+        (two(weight=2.0), "teacher: by_name.small.weight: changes nothing with column"),
+        ({"by_name": {"big": {**TEACHER, "weight": 0}}}, "teacher: by_name: the weights of all teachers are 0"),
+        ({"by_name": {"big": {**TEACHER, "weight": -1}}}, "teacher.by_name.big.weight"),
+        ({**TEACHER, "column": "of"}, "teacher: column chooses among several teachers: name them in by_name"),
+        (two(mesh={"fsdp": 1}), "teacher: by_name.small.mesh: several teachers share the student's devices"),
+        (two(path="nowhere/at/all"), "nowhere/at/all"),
+        ({"by_name": two()["by_name"]}, "teacher.by_name: big and small read the rows in different ways"),
+    ],
+)
+def test_teachers_that_cannot_be_followed_are_refused_before_weights(
+    named: Path, capsys, monkeypatch, teacher: dict[str, Any], said: str
+):
+    monkeypatch.setattr("tunix.run.build.client_of", lambda *_, **__: pytest.fail("weights were read"))
+    assert main(["run", recipe(named, NAMED, GIVEN, teacher=teacher)]) == 2
+    assert said in capsys.readouterr().err
+
+
+# A teacher that was asked in advance.
+
+KEPT: dict[str, Any] = {**CHATS, "data.train": "kept.jsonl", "teacher": {"path": "stored"}, "data.shuffle": False}
+
+
+def kept(folder: Path, name: str = "kept.jsonl") -> list[dict[str, Any]]:
+    """What `tunix score` writes of the rows and the eight most likely ids."""
+    model_folder(folder / "small", seed=5)
+    assert main(["score", "small", "chats.jsonl", "--top-k", "8", "--out", name]) == 0
+    return lines(folder / name)
+
+
+def test_what_a_teacher_said_in_advance_is_followed_without_it(chats: Path):
+    """The divergence of the first eight rows by transformers: `KL(q || p)` of the token, the teacher's eight likeliest
+    ids, and the others as one. Then a whole run, killed and not, to the bit."""
+    written, sums, count = kept(chats), 0.0, 0
+    for row in written[:8]:
+        mask = np.array(row["loss_mask"], bool)
+        assert len(row["top_ids"]) == mask.sum()
+        log_p, log_q = (log_softmax(x, row["input_ids"])[:-1][mask[1:]] for x in ("student", "small"))
+        for p, q, token in zip(log_p.exp(), log_q.exp(), np.array(row["input_ids"])[mask], strict=True):
+            ids = sorted({int(token), *q.topk(8).indices.tolist()})
+            p, q = (torch.cat([x[ids], 1 - x[ids].sum()[None]]) for x in (p, q))
+            sums, count = sums + float((q * (q / p).log()).sum()), count + 1
+    words = recipe(chats, {**KEPT, "algorithm": {"name": "distill"}, "steps": 3, "checkpoint.every": 1})
+    train(words, "output=whole")
+    assert stepped("whole")[0]["distill/divergence"] == pytest.approx(sums / count, abs=1e-5)
+    assert all(row["compile/count"] == 0 for row in stepped("whole")[1:])
+    train(words, "output=parts", "steps=1")
+    train(words, "output=parts")
+    assert [row["train/loss"] for row in stepped("whole")] == [row["train/loss"] for row in stepped("parts")]
+    train(words, "output=apart", "data.packing=false", "steps=1")
+    assert stepped("apart")[0]["train/loss"] == pytest.approx(stepped("whole")[0]["train/loss"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "said"),
+    [
+        (
+            {"top_ids": [[1]]},
+            {},
+            "row 1 of kept.jsonl: top_ids and top_logprobs are [1, 1] and [3, 9], not both [3, k]",
+        ),
+        ({"top_ids": [[1], [2, 3], [4]]}, {}, "row 1 of kept.jsonl: top_ids and top_logprobs are not lists of equally"),
+        ({"top_ids": [[999] * 9] * 3}, {}, "top_ids[0][0] is 999 with the log-prob"),
+        ({"top_logprobs": [[0.5] * 9] * 3}, {}, "with the log-prob 0.5: ids are below 272, and log-probs at most 0"),
+        (
+            {"tokenizer": "0123456789ab"},
+            {},
+            "row 1 of kept.jsonl: the teacher's tokenizer is '0123456789ab', and the s",
+        ),
+        ({"top_logprobs": None}, {}, "row 1 of kept.jsonl: the column 'top_logprobs' is null"),
+        ({}, {"data.train": "chats.jsonl"}, "row 1 of chats.jsonl: the teacher's tokenizer is None, and the student's"),
+        ({}, {"algorithm": {"name": "distill", "on_policy": True}}, "teacher.path: stored log-probs are of the rows'"),
+        ({}, {"algorithm": {"name": "distill", "top_k": 4}}, "algorithm.top_k: 4 changes nothing beside what"),
+        (
+            {},
+            {"teacher": {"path": "stored", "prompt": "{prompt}!"}},
+            "teacher: mesh, dtype, chat_template and prompt ch",
+        ),
+        ({}, {"data.packing": "wrapped"}, "whole and without pictures: leave data.packing at true or false"),
+    ],
+)
+def test_stored_log_probs_that_do_not_fit_are_refused_before_weights(
+    chats: Path, capsys, monkeypatch, row: dict[str, Any], changes: dict[str, Any], said: str
+):
+    monkeypatch.setattr("tunix.run.build.client_of", lambda *_, **__: pytest.fail("weights were read"))
+    written = {
+        "input_ids": [1, 2, 3, 4],
+        "loss_mask": [0, 1, 1, 1],
+        "top_ids": [list(range(9))] * 3,
+        "top_logprobs": [[-1.0] * 9] * 3,
+        "tokenizer": vocabulary(bytes_tokenizer("llama3")),
+    }
+    write_rows(chats / "kept.jsonl", [{**written, **row}] * 8)
+    assert main(["run", recipe(chats, {**KEPT, "algorithm": {"name": "distill"}, **changes})]) == 2
+    assert said in capsys.readouterr().err
+
+
 # Mistakes.
 
 
@@ -439,6 +631,12 @@ def test_a_teacher_that_cannot_read_the_rows_is_refused_before_weights(
         ({"data.completion_length": 8}, "data.completion_length: changes nothing"),
         ({"rollout.temperature": 0.7}, "rollout: changes nothing for distill"),
         ({"algorithm": {"name": "distill", "on_policy": True}, "reward.functions": ["length"]}, "reward: distill"),
+        ({"algorithm": {"name": "distill", "on_policy": True, "success": 1}}, "reward"),
+        (
+            {"algorithm": {"name": "distill", "on_policy": True, "success": 1}, "reward.functions": ["length"]},
+            "algorithm.success: the teacher is shown nothing of what was sampled: write {attempt} or {feedback}",
+        ),
+        ({"algorithm": {"name": "distill", "success": 1}}, "success changes nothing without on_policy: true"),
     ],
 )
 def test_mistakes_are_told(tmp_path: Path, teacher: Path, capsys, changes: dict[str, Any], said: str):

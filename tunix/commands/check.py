@@ -180,8 +180,9 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
     if decoder is not None and adapter is not None and adapter.source is None:
         with report.noting("adapter.targets"):
             adapter.targeted_in(decoder)
-    if (teacher := recipe.teacher) is not None and teacher.path and not (teacher.is_policy or teacher.is_served):
-        _decoder("teacher.path", teacher.path, recipe, report)
+    for key, teacher in () if recipe.teacher is None else recipe.teacher.each.items():
+        if teacher.path and not (teacher.is_policy or teacher.is_served or teacher.is_stored):
+            _decoder(f"{key}.path", teacher.path, recipe, report)
     if rewards is not None and rewards.model:
         _decoder("reward.model", rewards.model, recipe, report)
     if rewards is not None and (judge := rewards.judge) is not None:

@@ -64,7 +64,7 @@ from tunix.data.shapes import (
     without_padding,
 )
 from tunix.data.sources import Rows
-from tunix.data.teacher import TeacherReader
+from tunix.data.teacher import StoredTeacher, TeacherChoice, TeacherReader
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import (
     COMPLETION_TOO_LONG,
@@ -84,6 +84,7 @@ from tunix.data.types import (
     Dropped,
     Kept,
     Note,
+    Prompt,
     Refused,
 )
 from tunix.errors import UserError
@@ -104,7 +105,7 @@ class Examples:
         config: DataConfig,
         train_on: RowKind = RowKind.COMPLETION,
         vocab_size: int | None = None,
-        teacher: TeacherReader | None = None,
+        teacher: TeacherReader | TeacherChoice | StoredTeacher | None = None,
     ) -> None:
         """Reads the first row, which determines the shape of all.
 
@@ -140,15 +141,24 @@ class Examples:
 
     def __getitem__(self, i: int) -> Kept | Dropped:
         """The example of row `i`; raises UserError as `to_example` does."""
+        return self.example(i)
+
+    def taught(self, prompt: Prompt, texts: Mapping[str, str]) -> TeacherView | None:
+        """The prompt as its teacher reads it where the row has these columns too; None where it has no room for it."""
+        kept = self.example(prompt.number, texts)
+        return None if isinstance(kept, Dropped) or kept.truncated else kept.sequences[0].teacher
+
+    def example(self, i: int, more: Mapping[str, str] = {}) -> Kept | Dropped:
+        """The example of row `i`, where it has `more` columns; raises UserError as `to_example` does."""
         place = i
         for part in self.parts:
             if place < len(part):
-                example = part[place]
+                example = part.example(place, more)
                 break
             place -= len(part)
         else:
-            where = f"row {i + 1} of {self.rows.name}"
-            example = to_example(self.rows[i], self.tokenizer, self.settings, where, self.rows.folder, self.teacher)
+            where, row = f"row {i + 1} of {self.rows.name}", {**self.rows[i], **more}
+            example = to_example(row, self.tokenizer, self.settings, where, self.rows.folder, self.teacher)
             example = replace(example, source=self.source) if self.source else example
         return replace(example, number=i) if isinstance(example, Kept) else example
 
@@ -169,7 +179,7 @@ def to_example(
     settings: Rendering,
     where: str = "the row",
     folder: Path | None = None,
-    teacher: TeacherReader | None = None,
+    teacher: TeacherReader | TeacherChoice | StoredTeacher | None = None,
 ) -> Kept | Dropped:
     """Renders a row, cuts it to length, and checks that something in it is trained.
 
@@ -179,7 +189,8 @@ def to_example(
         settings: shape and limits.
         where: the row's name in messages, for instance `row 3 of train.jsonl`.
         folder: where relative paths of pictures begin.
-        teacher: renders the row for a teacher too, for `Sequence.teacher`; None without one.
+        teacher: renders the row for a teacher too, for `Sequence.teacher`, or for the one that the row names; None
+            without one.
 
     Returns:
         The example, or the reason why the row is dropped.
@@ -228,6 +239,11 @@ def to_example(
             if settings.train_on == RowKind.PAIRS
             else render_rows(row, tokenizer, settings)
         )
+        stored = None
+        if isinstance(teacher, StoredTeacher):
+            stored, teacher = teacher.read(row, columns, sides[0].mask), None
+        elif isinstance(teacher, TeacherChoice):
+            teacher = teacher.of(row, columns)
         if teacher is not None:
             theirs = render_rows(teacher.asked(row, settings), teacher.tokenizer, settings)
             if len(theirs) != len(sides):
@@ -318,6 +334,8 @@ def to_example(
             Sequence(side.tokens[:end], side.mask[:end], weight, per_token, values, teacher=_until(side, end))
             for side in sides
         )
+        if stored is not None:
+            sequences = tuple(replace(sequence, stored=stored[:end]) for sequence in sequences)
         if not all(sequence.loss_mask.any() for sequence in sequences):
             return Dropped(CUT_AWAY)
         if compared and np.array_equal(sequences[0].tokens, sequences[1].tokens):
@@ -343,7 +361,7 @@ def _until(side: Rendered, end: int | None) -> TeacherView | None:
     if side.teacher is None:
         return None
     places = np.where(side.mask, side.teacher.places, 0)[:end]
-    return TeacherView(side.teacher.tokens[: places.max() + 1], places)
+    return replace(side.teacher, tokens=side.teacher.tokens[: places.max() + 1], places=places)
 
 
 def _too_long(sides: List[np.ndarray], limit: int, key: str, settings: Rendering, where: str) -> bool:

@@ -232,6 +232,7 @@ def pack(
         pictures=packed_pictures,
         experts=replayed([x.experts for x in sequences]),
         candidates=replayed([x.candidates for x in sequences]),
+        stored=replayed([x.stored for x in sequences]),
         teacher=tuple(views) or None,
     )
 

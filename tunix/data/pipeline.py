@@ -539,8 +539,8 @@ class Prompts(Stream[tuple[Kept, Accounting]]):
 def prompt_of(kept: Kept) -> Prompt:
     """The prompt of a kept row."""
     (prompt,) = kept.sequences
-    theirs = None if prompt.teacher is None else prompt.teacher.tokens
-    return Prompt(prompt.tokens, prompt_text(kept.row), kept.row, prompt.pictures, kept.source, kept.number, theirs)
+    text, view = prompt_text(kept.row), prompt.teacher
+    return Prompt(prompt.tokens, text, kept.row, prompt.pictures, kept.source, kept.number, view)
 
 
 def _counts(kept: Kept) -> bool:

@@ -13,8 +13,11 @@ Axes: T time, Tt teacher's time.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -22,7 +25,7 @@ from tunix.data.chat import Rendered
 from tunix.data.shapes import Rendering, Row, as_messages, column
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import NOT_THE_TEACHERS, Refused
-from tunix.errors import UserError
+from tunix.errors import UserError, nearest
 from tunix.types import TeacherView
 
 
@@ -30,14 +33,16 @@ from tunix.types import TeacherView
 class TeacherReader:
     """What renders rows for a teacher, in its chat format or with more in the prompt."""
 
-    tokenizer: Tokenizer
-    """The student's vocabulary with the teacher's chat template."""
+    tokenizer: Tokenizer | None
+    """The student's vocabulary with the teacher's chat template; None where rows are token ids."""
     length: int
     """Most tokens of a sequence as the teacher reads it, e.g. 2048."""
     name: str
     """The teacher's path or hub id, for messages."""
     prompt: str | None = None
     """What it is asked in place of a row's prompt, e.g. `"{prompt} A hint: {hint}"`; None for the prompt itself."""
+    number: int = 0
+    """Which of several teachers it is, e.g. 1."""
 
     def asked(self, row: Row, settings: Rendering) -> Row:
         """The row with what the teacher is asked in place of its prompt, or of its last user's message.
@@ -85,10 +90,84 @@ class TeacherReader:
             last = theirs[number][1] if len(ours) == len(theirs) else 0
             first, turn = max(last - (end - begin), theirs[number][0] if last else 0), student.tokens[begin:end]
             if not np.array_equal(turn, teacher.tokens[first:last]):
+                assert self.tokenizer is not None, "token ids are rendered once"
                 texts = (self.tokenizer.decode(x[-24:]) for x in (teacher.tokens[teacher.mask][: last or None], turn))
                 raise Refused(NOT_THE_TEACHERS, _DIFFER.format(self.name, number + 1, *map(repr, texts)))
             places[begin:end] = np.arange(first, last)
-        return TeacherView(teacher.tokens, places)
+        return TeacherView(teacher.tokens, places, self.number)
+
+
+class TeacherChoice:
+    """What renders a row for the teacher that it names in a column."""
+
+    def __init__(self, column: str, readers: Mapping[str, TeacherReader]):
+        """`readers` by the teachers' names, in the order of their numbers."""
+        self.column = column
+        self.readers = {name: replace(x, number=i) for i, (name, x) in enumerate(readers.items())}
+
+    def of(self, row: Row, columns: Mapping[str, str], where: str = "") -> TeacherReader:
+        """The reader of the teacher that a row follows; `where` names the row in messages, if the caller does not.
+
+        Raises:
+            UserError: the row names no teacher, or one that there is not.
+        """
+        name = column(row, self.column, columns, None)
+        if not isinstance(name, str) or name not in self.readers:
+            hint = nearest(name, self.readers) if isinstance(name, str) else ""
+            begin = f"{where}: " if where else ""
+            raise UserError(
+                f"{begin}teacher.column: {self.column} is {name!r:.80}, and teacher.by_name has "
+                f"{', '.join(self.readers)}.{hint}"
+            )
+        return self.readers[name]
+
+
+def vocabulary(tokenizer: Tokenizer) -> str:
+    """What tokenizers have in common whose ids stand for the same tokens, e.g. `3f0c1a9e77b2`."""
+    return hashlib.sha256(json.dumps(sorted(tokenizer.hf.get_vocab().items())).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class StoredTeacher:
+    """Reads what a teacher has said of a row's trained tokens in advance, as `tunix score --top-k` writes it."""
+
+    vocabulary: str | None
+    """`vocabulary` of the student's tokenizer, e.g. `3f0c1a9e77b2`; None where it has none."""
+    size: int
+    """V, the number of the student's ids, e.g. 151936."""
+
+    def read(self, row: Row, columns: Mapping[str, str], mask: np.ndarray) -> np.ndarray:
+        """`[T 2 A]` as in `Sequence.stored`, of the tokens that the `[T]` mask trains.
+
+        Raises:
+            UserError: a column is missing or of a wrong shape, or the ids are of another tokenizer.
+        """
+        theirs = column(row, "tokenizer", columns, None)
+        if self.vocabulary is not None and theirs != self.vocabulary:
+            raise UserError(
+                f"the teacher's tokenizer is {theirs!r:.40}, and the student's {self.vocabulary!r}: its ids are other "
+                "tokens. Score the rows by a teacher with the student's tokenizer (tunix score --top-k)"
+            )
+        listed = [column(row, x, columns) for x in ("top_ids", "top_logprobs")]
+        try:
+            ids, logprobs = (np.asarray(x, np.float64) for x in listed)
+        except (ValueError, TypeError):
+            raise UserError("top_ids and top_logprobs are not lists of equally many numbers for each token") from None
+        number = int(mask.sum())
+        if ids.shape != logprobs.shape or ids.ndim != 2 or len(ids) != number or not ids.size:
+            shapes = " and ".join(f"{list(x.shape)}" for x in (ids, logprobs))
+            raise UserError(
+                f"top_ids and top_logprobs are {shapes}, not both [{number}, k] for {number} trained tokens"
+            )
+        if (wrong := (ids < 0) | (ids >= self.size) | (ids % 1 != 0) | ~(logprobs <= 0)).any():
+            i, j = np.argwhere(wrong)[0].tolist()
+            raise UserError(
+                f"top_ids[{i}][{j}] is {ids[i, j]:g} with the log-prob {logprobs[i, j]:g}: ids are below {self.size}, "
+                "and log-probs at most 0"
+            )
+        stored = np.full((len(mask), 2, ids.shape[1]), -1, np.float32)
+        stored[mask] = np.stack([ids, logprobs], axis=1)
+        return stored
 
 
 _COLUMN = re.compile(r"\{(\w+)\}")

@@ -18,7 +18,7 @@ import numpy as np
 from tunix.errors import UserError
 
 if TYPE_CHECKING:  # it loads jax, which checking a recipe does not wait for
-    from tunix.types import Batch, Pictures, Sequence
+    from tunix.types import Batch, Pictures, Sequence, TeacherView
 
 TOO_LONG, PROMPT_TOO_LONG = "longer than max_length", "longer than prompt_length"
 COMPLETION_TOO_LONG = "longer than completion_length"
@@ -167,5 +167,5 @@ class Prompt:
     """The name of its data set, e.g. `sums`; empty where there is a single one."""
     number: int = 0
     """The row's number in the data, from 0."""
-    teacher: np.ndarray | None = None
-    """`[Tt]` int32: the prompt as a teacher reads it, e.g. `[2, 105, 651]`; None where that is `tokens`."""
+    teacher: TeacherView | None = None
+    """The prompt as a teacher reads it, e.g. of the tokens `[2, 105, 651]`; None where that is `tokens`."""

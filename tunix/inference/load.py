@@ -23,6 +23,7 @@ from tunix.config import DType, RowKind
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
 from tunix.data.sources import Rows, open_rows
+from tunix.data.teacher import vocabulary
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import Kept
 from tunix.errors import UserError
@@ -34,7 +35,7 @@ from tunix.trainer.logprobs import Scorer
 from tunix.trainer.metrics import perplexity
 from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.progress import Display, readable
-from tunix.types import Completion, Sampling, Sequence
+from tunix.types import MOST_TOP, Completion, Sampling, Sequence
 from tunix.util.atomic_io import refuse_out, write_text_atomic
 
 PromptLike = str | List[int] | Mapping[str, Any]
@@ -181,13 +182,15 @@ def load(
     return loaded
 
 
-def sequences_to_score(rows: Rows, tokenizer: Tokenizer | None, vocab_size: int, max_length: int) -> list[Sequence]:
-    """Renders rows as sequences whose tokens after the first are all scored.
+def sequences_to_score(
+    rows: Rows, tokenizer: Tokenizer | None, vocab_size: int, max_length: int, kind: RowKind = RowKind.ALL
+) -> list[Sequence]:
+    """Renders rows as sequences whose tokens after the first are all scored, or those that are trained of a kind.
 
     Raises:
         UserError: a row is too long, too short, or invalid.
     """
-    examples = Examples(rows, tokenizer, DataConfig(train="", max_length=sys.maxsize), RowKind.ALL, vocab_size)
+    examples = Examples(rows, tokenizer, DataConfig(train="", max_length=sys.maxsize), kind, vocab_size)
     sequences = []
     for index in range(len(rows)):
         where, example = f"row {index + 1} of {rows.name}", examples[index]
@@ -240,8 +243,12 @@ def score(
     batch_size: int = 8,
     max_length: int = 1024,
     dtype: DType = "float32",
+    top_k: int = 0,
 ) -> float:
     """Scores every row of `data` and writes `out`; the options are those of `LoadedModel.score` and `tunix.load`.
+
+    With `top_k` the trained tokens alone are scored, and what is written are rows to distil from (`teacher.path:
+    stored`): `input_ids`, `loss_mask`, and of each trained token the log-probs of itself and of the most likely ids.
 
     Returns:
         The perplexity: exp of minus the mean log-prob over all tokens after the first of their row.
@@ -250,15 +257,51 @@ def score(
         UserError: the model, the rows or the output are not accessible.
     """
     refuse_out(out)
-    rows, loaded = open_rows(data), LoadedModel(InferenceOptions(model, adapter, dtype))
+    if top_k > MOST_TOP:
+        raise UserError(f"--top-k {top_k}: {MOST_TOP} ids at most are told of a token")
+    rows = open_rows(data)
     with closing(Display("score", len(rows), 0)) as display:
-        scores = loaded.score_table(rows, batch_size, max_length, lambda done, _: display.update(done, {}))
-    lines = [
-        {"logprobs": [round(float(x), 7) for x in row.logprobs], "tokens": row.tokens[1:].tolist(), "sum": row.sum}
-        for row in scores
-    ]
+        if top_k:
+            inference = InferenceModel(InferenceOptions(model, adapter, dtype, batch_size, length=max_length + 1))
+            require_lm_head(inference.source, model)
+            tokenizer, vocab_size = inference.tokenizer, inference.source.decoder.vocab_size
+            sequences = sequences_to_score(rows, tokenizer, vocab_size, max_length, RowKind.COMPLETION)
+            lines, total, count = _likely(inference, sequences, top_k, display)
+        else:
+            loaded = LoadedModel(InferenceOptions(model, adapter, dtype))
+            scores = loaded.score_table(rows, batch_size, max_length, lambda done, _: display.update(done, {}))
+            lines = []
+            for row in scores:
+                logprobs = [round(float(x), 7) for x in row.logprobs]
+                lines.append({"logprobs": logprobs, "tokens": row.tokens[1:].tolist(), "sum": row.sum})
+            total, count = sum(row.sum for row in scores), sum(len(row.logprobs) for row in scores)
     write_text_atomic(out, "".join(json.dumps(line) + "\n" for line in lines))
-    count = sum(len(row.logprobs) for row in scores)
-    value = perplexity(-sum(row.sum for row in scores) / count)
-    print(f"{len(scores)} rows, {readable(count)} tokens: perplexity {value:.4f}, written to {out}")
+    value = perplexity(-total / count)
+    print(f"{len(rows)} rows, {readable(count)} tokens: perplexity {value:.4f}, written to {out}")
     return value
+
+
+CHUNK = 64
+"""Rows whose likeliest ids are asked for at a time."""
+
+
+def _likely(
+    inference: InferenceModel, sequences: List[Sequence], top_k: int, display: Display
+) -> tuple[list[dict[str, Any]], float, int]:
+    """Rows with the log-probs of each trained token and of the likeliest ids in its place; their sum and number."""
+    sampling, lines, total, count = Sampling(max_tokens=0, prompt_logprobs=True, top_logprobs=top_k), [], 0.0, 0
+    words = None if inference.tokenizer is None else vocabulary(inference.tokenizer)
+    for start in range(0, len(sequences), CHUNK):
+        part = sequences[start : start + CHUNK]
+        answers = inference.engine.sample([x.tokens for x in part], 1, sampling, 0)
+        for sequence, (completion,) in zip(part, answers, strict=True):
+            scores, mask = completion.prompt_scores, sequence.loss_mask
+            assert scores is not None, "they were asked for"
+            ids = np.concatenate([sequence.tokens[:, None], scores.top_ids], axis=1)[mask]
+            logprobs = np.concatenate([scores.logprobs[:, None], scores.top_logprobs], axis=1)[mask]
+            row = {"input_ids": sequence.tokens.tolist(), "loss_mask": mask.astype(int).tolist()}
+            listed = [[round(x, 6) for x in token] for token in np.minimum(logprobs, 0).tolist()]
+            lines.append({**row, "top_ids": ids.tolist(), "top_logprobs": listed, "tokenizer": words})
+            total, count = total + float(logprobs[:, 0].sum(dtype=np.float64)), count + len(logprobs)
+        display.update(start + len(part), {})
+    return lines, total, count

@@ -36,10 +36,14 @@ from tunix.models.token_logprobs import (
     in_rows,
     over_blocks,
     pick,
+    place_of,
     taken_in,
     visit_of,
 )
 from tunix.types import Compared, Divergence
+
+LEAST_STORED = 1e-6
+"""As `LEAST`, where it is what stored probabilities leave of 1, which are rounded to as much."""
 
 
 class Side(NamedTuple):
@@ -53,12 +57,27 @@ class Side(NamedTuple):
     """`softcap * tanh(logits / softcap)` (Gemma 2), or None."""
 
 
+class Stored(NamedTuple):
+    """What a teacher said in advance: its log-probs of some ids, all others being one bucket."""
+
+    ids: Int[Array, "B T A"]
+    """The ids, which may repeat; -1 for none."""
+    logprobs: Float[Array, "B T A"]
+    """Their log-probs in nats."""
+
+
 class _Pair(NamedTuple):
     """The settings that are known when a program is compiled."""
 
     student: LogitScaling
-    teacher: LogitScaling
+    teacher: LogitScaling | None
+    """None for a teacher that is stored."""
     settings: Divergence
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether ids are one bucket."""
+        return self.teacher is None or self.settings.top_k > 0
 
 
 class _Results(NamedTuple):
@@ -83,7 +102,7 @@ class _Results(NamedTuple):
 
 @jax.named_scope("head")
 def compared(
-    student: Side, teacher: Side, targets: Int[Array, "B T"], needed: Bool[Array, "B T"], settings: Divergence
+    student: Side, teacher: Side | Stored, targets: Int[Array, "B T"], needed: Bool[Array, "B T"], settings: Divergence
 ) -> Compared:
     """The divergence of teacher and student at each token, both at `settings.temperature` over the ids that both have.
 
@@ -94,23 +113,26 @@ def compared(
     by 1 - beta to reverse_kl for beta -> 1; at either end itself it is 0, so the two are named instead.
 
     With `top_k` the teacher's k most likely ids (and what ties with the last one) are counted one by one, all others
-    as one bucket. That is a divergence again: never above the full one, 0 where p and q agree on the k ids.
+    as one bucket. That is a divergence again: never above the full one, 0 where p and q agree on the k ids. So are the
+    ids of a `Stored` teacher, whatever `top_k` is; its log-probs are at temperature 1.
 
     Returns:
         float32 `[B T]` each, 0 where not needed; only the divergence has a gradient, with respect to the student alone.
     """
-    vocab = min(len(student.table), len(teacher.table))
-    scalings = [LogitScaling(side.softcap, settings.temperature, vocab) for side in (student, teacher)]
-    pair = _Pair(scalings[0], scalings[1], settings)
-    table, teacher_table = (side.table[:vocab] for side in (student, teacher))
-    states = map(in_pieces, (student.hidden, teacher.hidden))
-    results = _compared(pair, next(states), table, next(states), teacher_table, in_pieces(targets), in_pieces(needed))
+    sides = [side for side in (student, teacher) if isinstance(side, Side)]
+    vocab = min(len(side.table) for side in sides)
+    scalings = [LogitScaling(side.softcap, settings.temperature, vocab) for side in sides]
+    pair = _Pair(scalings[0], scalings[1] if isinstance(teacher, Side) else None, settings)
+    table, *tables = (side.table[:vocab] for side in sides)
+    theirs = teacher.hidden if isinstance(teacher, Side) else teacher
+    hidden, theirs, wanted, visited = jax.tree.map(in_pieces, (student.hidden, theirs, targets, needed))
+    results = _compared(pair, hidden, table, theirs, tables, wanted, visited)
     return Compared(*(in_rows(x, *targets.shape) for x in cast(tuple[jax.Array, ...], results)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _compared(pair, hidden, table, teacher, teacher_table, targets, needed):
-    visit, chunks = visit_of(needed), [in_chunks(x, needed.shape) for x in (table, teacher_table)]
+def _compared(pair, hidden, table, teacher, tables, targets, needed):
+    visit, chunks = visit_of(needed), [in_chunks(x, needed.shape) for x in (table, *tables)]
     return _in_place(_values(pair, (hidden, teacher), chunks, targets, visit), visit, needed)
 
 
@@ -124,7 +146,7 @@ def _values(pair: _Pair, states, chunks, targets: jax.Array, visit: Visit) -> _R
     """The results of both sweeps over every block of tokens."""
 
     def block_of(order):
-        student, teacher = (pick(x, order) for x in states)
+        student, teacher = jax.tree.map(lambda x: pick(x, order), states)
         return _block(pair, (student, teacher), chunks, pick(targets, order))
 
     empty = jnp.zeros(visit.order.shape, jnp.float32)
@@ -143,7 +165,7 @@ def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Results:
         ids = ids_of(chunks[0], vocab, index).ravel()
         sums = tuple(_joined(sum_, _flat(logits), ids) for sum_, logits in zip(sums, (z, y), strict=True))
         taken = taken + jnp.sum(jnp.where(taken_in(wanted, chunks[0], vocab, index), y, 0.0), (-2, -1))
-        if pair.settings.top_k:
+        if pair.settings.top_k and pair.teacher is not None:
             highest = jax.lax.top_k(jnp.concatenate([highest, _flat(y)], -1), highest.shape[-1])[0]
         return sums, taken, highest
 
@@ -152,25 +174,36 @@ def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Results:
     sums, taken, highest = jax.lax.fori_loop(0, len(chunks[0]), first, ((nothing, nothing), zero, highest))
     (top, total, best), (teacher_top, teacher_total, teacher_best) = sums
     masses = LogSumExp(top, jnp.log(total)), LogSumExp(teacher_top, jnp.log(teacher_total))
+    if pair.teacher is None:
+        masses = masses[0], LogSumExp(zero, zero)  # log-probs, not logits
     taken = masses[1].log_p(taken)
     # Halfway between the k-th and the next: rounding that differs between sweeps does not move an id across.
     least = 0.5 * (highest[..., -2] + highest[..., -1]) if pair.settings.top_k else zero + NEVER
+    if pair.teacher is None:
+        least = zero + NEVER / 2
 
     def second(index, running):
         z, y, _ = _both(pair, states, chunks, index)
         log_p, log_q = (mass.per_id().log_p(logits) for mass, logits in zip(masses, (z, y), strict=True))
         parts = _summands(pair.settings, log_p, log_q)
-        if pair.settings.top_k:
+        if pair.has_rest:
             inside = y >= least[..., None, None]
-            others = (jnp.where(inside, 0.0, jnp.exp(x)) for x in (log_p, log_q))
+            # Of the teacher's ids that are not stored only their sum is known: what the others leave.
+            of_teacher = jnp.where(inside, -jnp.exp(log_q) if pair.teacher is None else 0.0, jnp.exp(log_q))
+            others = (jnp.where(inside, 0.0, jnp.exp(log_p)), of_teacher)
             parts = (*(jnp.where(inside, x, 0.0) for x in parts), *others)
         return tuple(old + jnp.sum(x, (-2, -1)) for old, x in zip(running, parts, strict=True))
 
-    sums = (zero,) * (4 if pair.settings.top_k else 2)
+    sums = (zero,) * (2 if not pair.has_rest else 4)
+    if pair.teacher is None:
+        sums = (zero, zero, zero, zero + 1.0)
     divergence, mean, *rests = jax.lax.fori_loop(0, len(chunks[0]), second, sums)
     log_rest = rest_pull = zero
-    if pair.settings.top_k:
-        log_rest, teacher_log_rest = (jnp.log(jnp.maximum(rest, LEAST)) for rest in rests)
+    if pair.has_rest:
+        least_rest = LEAST if pair.teacher is not None else LEAST_STORED
+        log_rest, teacher_log_rest = (
+            jnp.log(jnp.maximum(x, y)) for x, y in zip(rests, (LEAST, least_rest), strict=True)
+        )
         rest_f, rest_pull = _summands(pair.settings, log_rest, teacher_log_rest)
         divergence, mean = divergence + rest_f, mean + rest_pull
     agree = (best == teacher_best).astype(jnp.float32)
@@ -180,7 +213,14 @@ def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Results:
 def _both(pair: _Pair, states, chunks, index) -> tuple[jax.Array, jax.Array, jax.Array | float]:
     """Student's and teacher's logits `[B C p W]` of a chunk, and the derivative of the student's by their product."""
     z, slope = chunk_logits(pair.student, states[0], chunks[0], index)
-    y, _ = chunk_logits(pair.teacher, states[1], chunks[1], index)
+    if pair.teacher is not None:
+        return z, chunk_logits(pair.teacher, states[1], chunks[1], index)[0], slope
+    ids, logprobs = states[1]
+    chunk, part, inside = place_of(ids, chunks[0], pair.student.vocab)
+    # What is not in this chunk is written beyond its end, that is nowhere.
+    inside = jnp.where((chunk == index) & (ids >= 0), inside, z.shape[-1])
+    rows, places = jnp.ogrid[: z.shape[0], : z.shape[1]]
+    y = jnp.full(z.shape, NEVER).at[rows[..., None], places[..., None], part, inside].set(logprobs, mode="drop")
     return z, y, slope
 
 
@@ -212,12 +252,11 @@ def _summands(settings: Divergence, log_p: jax.Array, log_q: jax.Array) -> tuple
     return settings.beta * q * (log_q - log_m) + pull, pull
 
 
-def _forward(pair, hidden, table, teacher, teacher_table, targets, needed):
-    trained = table.perturbed
-    hidden, table, teacher, teacher_table, targets, needed = (
-        x.value for x in (hidden, table, teacher, teacher_table, targets, needed)
-    )
-    visit, chunks = visit_of(needed), [in_chunks(x, needed.shape) for x in (table, teacher_table)]
+def _forward(pair, *arguments):
+    trained = arguments[1].perturbed
+    is_leaf = lambda x: hasattr(x, "perturbed")  # noqa: E731
+    hidden, table, teacher, tables, targets, needed = jax.tree.map(lambda x: x.value, arguments, is_leaf=is_leaf)
+    visit, chunks = visit_of(needed), [in_chunks(x, needed.shape) for x in (table, *tables)]
     results = _values(pair, (hidden, teacher), chunks, targets, visit)
     # Only arrays can be saved: () stands for a table that trains, None for one that is frozen under an adapter.
     saved = ((hidden, teacher), chunks, needed, visit, results, () if trained else None)
@@ -233,14 +272,14 @@ def _backward(pair, saved, cotangents):
     def d_logits_of(order, h, real, sliced):
         block_results = jax.tree.map(sliced, results)
         d = jnp.where(real, pick(cotangent, order), 0.0)[..., None, None]
-        block_states = (h, pick(states[1], order))
+        block_states = (h, jax.tree.map(lambda x: pick(x, order), states[1]))
 
         def of_chunk(index):
             """Derivatives of the divergence with respect to the student's product of state and table."""
             z, y, slope = _both(pair, block_states, chunks, index)
             log_p = block_results.student.per_id().log_p(z)
             pull = _summands(pair.settings, log_p, block_results.teacher.per_id().log_p(y))[1]
-            if pair.settings.top_k:
+            if pair.has_rest:
                 share = jnp.exp(log_p - block_results.rest[..., None, None])
                 inside = y >= block_results.least[..., None, None]
                 pull = jnp.where(inside, pull, share * block_results.pull[..., None, None])

@@ -196,8 +196,8 @@ def ids_of(chunks: Float[Array, "chunks p W D"], vocab: int, index: Int[Array, "
 
 
 def place_of(
-    targets: Int[Array, "B C"], chunks: Float[Array, "chunks p W D"], vocab: int
-) -> tuple[Int[Array, "B C"], Int[Array, "B C"], Int[Array, "B C"]]:
+    targets: Int[Array, "B C *A"], chunks: Float[Array, "chunks p W D"], vocab: int
+) -> tuple[Int[Array, "B C *A"], Int[Array, "B C *A"], Int[Array, "B C *A"]]:
     """The chunk, the part and the place there of each target: indices into `chunks`."""
     _, parts, width, _ = chunks.shape
     part, inside = jnp.divmod(targets, -(-vocab // parts))

@@ -1,5 +1,6 @@
 """A run's programs lowered from shapes alone: no weight is made and no device touched."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -62,22 +63,26 @@ def step(
     microbatches: Microbatches,
     loss: Loss,
     reference: Shapes | None = None,
-    teacher: Model | None = None,
+    teachers: Sequence[tuple[Model, bool]] = (),
 ) -> jax.stages.Lowered:
     """The training step of a learner with these parameters, over a frozen base where it trains an adapter, as
-    `Learner.step` runs it; with the reference, or the states of the teacher, that the loss reads."""
+    `Learner.step` runs it; with the reference, or the states of the teachers, that the loss reads: for each whether
+    all tokens follow it."""
     number, key = jax.eval_shape(lambda: (jnp.int32(0), jax.random.key(0)))
     everywhere = NamedSharding(spec.mesh, PartitionSpec())
     number, key = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere) for x in (number, key))
     state = TrainState(cast(Params, params), abstract_moments(spec, params), cast(Any, number))
-    states = None
-    if teacher is not None:
-        shape, width = microbatches.rows["tokens"].shape, teacher.config.d_model
-        hidden = jax.ShapeDtypeStruct((*shape, width), teacher.dtype, sharding=by_rows(spec.mesh, shape[2]))
+    states, shape = list[TeacherStates](), microbatches.rows["tokens"].shape
+    for teacher, is_whole in teachers:
+        width, near = teacher.config.d_model, by_rows(spec.mesh, shape[2])
+        hidden = jax.ShapeDtypeStruct((*shape, width), teacher.dtype, sharding=near)
         table = jax.ShapeDtypeStruct((teacher.config.vocab_size, width), teacher.dtype)
         table = _placed(spec.mesh, table, ("vocab", "embed"))
-        states = TeacherStates(cast(Any, hidden), cast(Any, table), teacher.config.logit_softcap)
-    frozen = FrozenInputs(cast(Params, base), None if reference is None else not_shared(base, reference), states)
+        followed = None if is_whole else jax.ShapeDtypeStruct(shape, bool, sharding=near)
+        cap = teacher.config.logit_softcap
+        states.append(TeacherStates(cast(Any, hidden), cast(Any, table), cap, followed=cast(Any, followed)))
+    others = None if reference is None else not_shared(base, reference)
+    frozen = FrozenInputs(cast(Params, base), others, tuple(states))
     options = compiler_options(spec.mesh, spec.model.dtype)
     with jax.set_mesh(spec.mesh):
         compiled = jit(partial(train_step, spec), static_argnames="loss", donate_argnums=0, options=options)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from collections.abc import Sequence as List
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -29,7 +30,7 @@ from tunix.trainer.learner import abstract_moments
 from tunix.trainer.logprobs import Scorer, Scores
 from tunix.trainer.microbatches import Microbatches
 from tunix.trainer.perf import training_flops
-from tunix.types import Batch, Loss, Metrics, Sequence
+from tunix.types import MOST_TOP, Batch, Loss, Metrics, Sequence
 
 MOST_STEPS = 64
 """Steps after which an algorithm that has not updated its policy is taken as it is; PPO may warm its critic up."""
@@ -100,23 +101,25 @@ class Recorder(Rehearsal):
         spec = trained.spec
         model, vision = spec.model, spec.model.config.vision
         pictures = pictures_of_row(self.recipe.data, spec.microbatcher.unit)
+        config, teachers = self.recipe.teacher, subject.teachers if loss.divergence is not None else ()
+        if config is not None and config.is_stored:
+            batch = replace(batch, stored=np.zeros((*batch.tokens.shape, 2, MOST_TOP + 1), np.float32))
         shapes = programs.microbatches_of(batch, spec.microbatcher, pictures, vision)
         reference = subject.reference.params if loss.reference and subject.reference else None
-        teacher = subject.teacher if loss.divergence is not None else None
-        if teacher is not None:
+        for number, teacher in enumerate(teachers):
             theirs, mesh = programs.microbatches_of(batch, teacher.microbatcher), teacher.microbatcher.mesh
             program = self.asked(
-                ("teacher", *_key(theirs)),
+                ("teacher", number, *_key(theirs)),
                 "teacher's states",
                 subject.teacher_reads,
-                lambda: programs.teacher_states(teacher.model, mesh, teacher.params, theirs, shapes),
+                partial(programs.teacher_states, teacher.model, mesh, teacher.params, theirs, shapes),
             )
             program.place = subject.taught_on
             _note_pass(program, teacher.model, teacher.params, batch, mesh, theirs.number, head=False)
 
         def lower() -> jax.stages.Lowered:
-            teachers = None if teacher is None else teacher.model
-            return programs.step(spec, trained.params, trained.base, shapes, loss, reference, teachers)
+            each = [(x.model, config is None or config.column is None) for x in teachers]
+            return programs.step(spec, trained.params, trained.base, shapes, loss, reference, each)
 
         reads = ["critic and its moments"] if of == "critic" else ["weights", "optimizer's moments"]
         reads += ["frozen base", *(["reference"] if reference else [])]
@@ -156,28 +159,26 @@ class Recorder(Rehearsal):
         subject = self.subject
         if of == "critic" and subject.critic is None:
             of = "policy"
-        models = {"reference": subject.reference, "teacher": subject.teacher, "critic": subject.critic}
-        scored = subject.policy if of == "policy" else models[of]
-        if of == "teacher" and scored is None:  # on a server
-            return [np.zeros(len(x.tokens), np.float32) for x in sequences]
-        assert scored is not None, f"the algorithm reads a {of}: it has one"
-        spec, params = (scored.spec, scored.all) if isinstance(scored, Trained) else (scored, scored.params)
-        model, microbatcher = spec.model, spec.microbatcher
-        scorer = Scorer(model, microbatcher, subject.policy.spec.length)
-        plain = [replace(x, per_token={}, per_sequence={}) for x in sequences]
-        batch = pack(plain, size or len(plain), scorer.length, packing=True)
-        shapes = programs.microbatches_of(batch, microbatcher, microbatcher.pictures, model.config.vision)
-        name = kind if kind != "logprobs" else "log-probs" if of == "policy" else f"{of}'s log-probs"
-        named = {"policy": ("weights",), "critic": ("critic and its moments",), "teacher": subject.teacher_reads}
-        reads = named.get(of, (of,))
-        program = self.asked(
-            (name, temperature, *_key(shapes)),
-            name,
-            (*reads, "frozen base"),
-            lambda: scorer.lowered(kind, params, shapes, temperature),
-        )
-        program.place = subject.taught_on if of == "teacher" else "training"
-        _note_pass(program, model, params, batch, microbatcher.mesh, shapes.number, head=kind != "values")
+        models = {"policy": subject.policy, "reference": subject.reference, "critic": subject.critic}
+        # Those that are not on a server.
+        for number, scored in enumerate(subject.teachers if of == "teacher" else (models[of],)):
+            assert scored is not None, f"the algorithm reads a {of}: it has one"
+            spec, params = (scored.spec, scored.all) if isinstance(scored, Trained) else (scored, scored.params)
+            model, microbatcher = spec.model, spec.microbatcher
+            scorer = Scorer(model, microbatcher, subject.policy.spec.length)
+            plain = [replace(x, per_token={}, per_sequence={}) for x in sequences]
+            batch = pack(plain, size or len(plain), scorer.length, packing=True)
+            shapes = programs.microbatches_of(batch, microbatcher, microbatcher.pictures, model.config.vision)
+            name = kind if kind != "logprobs" else "log-probs" if of == "policy" else f"{of}'s log-probs"
+            named = {"policy": ("weights",), "critic": ("critic and its moments",), "teacher": subject.teacher_reads}
+            program = self.asked(
+                (name, number, temperature, *_key(shapes)),
+                name,
+                (*named.get(of, (of,)), "frozen base"),
+                partial(scorer.lowered, kind, params, shapes, temperature),
+            )
+            program.place = subject.taught_on if of == "teacher" else "training"
+            _note_pass(program, model, params, batch, microbatcher.mesh, shapes.number, head=kind != "values")
         return [np.zeros(len(x.tokens), np.float32) for x in sequences]
 
     def asked(

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from jax.sharding import Mesh
 
+from tunix.algorithms.distill.config import DistillConfig
 from tunix.config import DType, ModelConfig, MtpUse
 from tunix.errors import UserError
 from tunix.hf.peft_folder import CONFIG, named_base
@@ -92,7 +93,8 @@ class Subject:
     policy: Trained
     critic: Trained | None
     reference: Frozen | None
-    teacher: Frozen | None
+    teachers: tuple[Frozen, ...]
+    """Those that are not on a server."""
     sampled: Sampled | None
     """None for a run that never samples."""
     reward_model: Frozen | None = None
@@ -106,14 +108,14 @@ class Subject:
         numbers: dict[Place, int] = {"training": self.policy.spec.mesh.size}
         if self.sampled is not None:
             numbers[self.sampled.place] = self.sampled.mesh.size
-        if self.teacher is not None:
-            numbers[self.taught_on] = self.teacher.microbatcher.mesh.size
+        if self.teachers:
+            numbers[self.taught_on] = self.teachers[0].microbatcher.mesh.size
         return numbers
 
     @property
     def taught_on(self) -> Place:
-        """Whose devices a teacher uses."""
-        elsewhere = self.teacher is not None and self.teacher.microbatcher.mesh is not self.policy.spec.mesh
+        """Whose devices teachers use."""
+        elsewhere = self.teachers and self.teachers[0].microbatcher.mesh is not self.policy.spec.mesh
         return "teaching" if elsewhere else "training"
 
     @property
@@ -137,8 +139,8 @@ class Subject:
             held["training"]["critic and its moments"] = bytes_of([critic.params, moments])
         if self.reference is not None and self.reference.params is not policy.base:
             held["training"]["reference"] = bytes_of(self.reference.params)
-        if self.teacher is not None and self.teacher_reads == ("teacher",):
-            held[self.taught_on]["teacher"] = bytes_of(self.teacher.params)
+        if self.teachers and self.teacher_reads == ("teacher",):
+            held[self.taught_on]["teacher"] = bytes_of([teacher.params for teacher in self.teachers])
         place: Place = "training" if self.sampled is None else self.sampled.place
         if self.reward_model is not None:
             held[place]["reward model"] = bytes_of(self.reward_model.params)
@@ -159,6 +161,8 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
     if recipe.adapter is not None and recipe.adapter.source is not None:
         adapter, source = settled(recipe.adapter, source)
         recipe = recipe.model_copy(update={"adapter": adapter})
+    if isinstance(recipe.algorithm, DistillConfig):  # there are no texts to show a teacher
+        recipe = recipe.model_copy(update={"algorithm": recipe.algorithm.model_copy(update={"success": None})})
     students, sampling_mesh = apart(recipe.rollout.devices, divided(recipe.teacher, devices)[0])
     setup = Setup.on(students, recipe, source, algorithm_of(recipe), memory, sampling_mesh)
     setup = replace(setup, updates=(recipe.steps or 1000) * recipe.algorithm.updates_per_step)
@@ -174,10 +178,12 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
         dtypes: dict[str, DType] = {name: kind for name, kind in _cast(setup, plain).items() if not is_own(name)}
         reference = Frozen(plain, plain.abstract(dtypes, mesh), spec.microbatcher)
 
-    teacher, config = None, recipe.teacher
-    if config is not None and config.is_policy:
-        teacher = Frozen(spec.model, policy.all, spec.microbatcher)
-    elif config is not None and not config.is_served:
+    held_here, each = list[Frozen](), () if recipe.teacher is None else recipe.teacher.each.values()
+    for config in each:
+        if config.is_policy:
+            held_here.append(Frozen(spec.model, policy.all, spec.microbatcher))
+        if config.is_policy or config.is_served or config.is_stored:
+            continue
         random = ModelConfig(init="random", family=config.family, sizes=config.sizes) if config.path is None else None
         model = Model(structure(random or ModelConfig(path=config.path)).decoder, dtype=config.dtype)
         teachers = mesh if config.mesh is None else build_mesh(config.mesh, divided(config, devices)[1])
@@ -185,7 +191,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
             teachers, recipe.sequences_per_update, recipe.micro_batch_size, spec.length, bool(recipe.data.packing)
         )
         params = model.abstract(dict.fromkeys(model.shapes, config.dtype), teachers)
-        teacher = Frozen(model, params, Microbatcher(rows, teachers))
+        held_here.append(Frozen(model, params, Microbatcher(rows, teachers)))
 
     reward_model = None
     if recipe.reward is not None and recipe.reward.model is not None:
@@ -207,7 +213,7 @@ def subject_of(recipe: Recipe, devices: list[Any], memory: float | None = None) 
         policy,
         None if critic_spec is None else Trained(critic_spec, *setup.abstract(critic_spec)),
         reference,
-        teacher,
+        tuple(held_here),
         _sampled(setup, policy),
         reward_model,
         tuple(filter(None, chosen)),

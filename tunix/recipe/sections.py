@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from tunix.algorithms.config import PolicyConfig
-from tunix.algorithms.distill.config import POLICY, PROMPTS, DistillConfig, TeacherConfig
+from tunix.algorithms.distill.config import POLICY, PROMPTS, SHOWN, DistillConfig, TeacherConfig
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import AlgorithmConfig, Config, MeshConfig, ModelConfig, Place, Positive, RowKind
 from tunix.data.config import EPISODES
@@ -98,7 +98,7 @@ class Sections(Config):
             # The model itself teaches, with its present weights or those that it starts from.
             model, teacher = value.get("model"), value.get("teacher")
             start = model.get("path") if isinstance(model, Mapping) else None
-            source = POLICY if preset == "sdft" or not start else start
+            source = start if preset == "opsd" and start else POLICY
             if teacher is None or isinstance(teacher, Mapping):
                 sections["teacher"] = {"path": source, "prompt": PROMPTS[preset], **(teacher or {})}
         on_servers = isinstance(rollout, Mapping) and rollout.get("engine") == "vllm"
@@ -249,6 +249,21 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
             yield f"teacher: {name} learns from one: name it, as in `teacher: {{path: google/gemma-3-4b-it}}`"
         elif recipe.teacher.is_served:
             yield from _unserved(recipe)
+        elif recipe.teacher.is_stored:
+            algorithm, begin = recipe.algorithm, "teacher.path: stored log-probs are of the rows' own texts"
+            if recipe.algorithm.reads == RowKind.PROMPT:
+                yield f"{begin}, and {name} learns from completions of the policy here: load the teacher"
+            if isinstance(algorithm, DistillConfig) and algorithm.top_k:
+                yield f"algorithm.top_k: {algorithm.top_k} changes nothing beside what `tunix score --top-k` has stored"
+            if recipe.data.cuts or recipe.data.pictures:
+                yield f"{begin}, whole and without pictures: leave data.packing at true or false, and data.pictures out"
+        if isinstance(recipe.algorithm, DistillConfig) and recipe.algorithm.success is not None:
+            prompts = [x.prompt or "" for x in recipe.teacher.each.values()] if recipe.teacher else []
+            if not all(any(f"{{{name}}}" in prompt for name in SHOWN) for prompt in prompts):
+                yield (
+                    "algorithm.success: the teacher is shown nothing of what was sampled: write {attempt} or "
+                    "{feedback} where it is to stand in teacher.prompt, or leave success out"
+                )
     elif recipe.teacher is not None and name in ALGORITHMS and not staged:
         follow = "; set algorithm.teacher_kl, or leave it out" if name == "grpo" else ""
         yield f"teacher: changes nothing for {name}; algorithm: {{name: distill}} learns from one{follow}"

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from tunix.algorithms.distill.config import POLICY
+from tunix.algorithms.distill.config import POLICY, STORED
 from tunix.config import TINY_BATCH, TINY_COMPLETION, TINY_GROUP, AlgorithmConfig, ModelConfig, RowKind
 from tunix.data.config import EPISODES, DataConfig
 from tunix.data.sources import SUFFIXES, open_rows
@@ -140,16 +140,13 @@ def shrunk(
         ranks = {pattern: min(rank, most) for pattern, rank in adapter.get("ranks", {}).items()}
         tiny["adapter"] = {**adapter, "from": None, "rank": min(adapter.get("rank", most), most), "ranks": ranks}
     if teacher := sections["teacher"]:
-        tiny["teacher"] = {**teacher, "mesh": None}
-        if generated and teacher["prompt"]:  # generated rows have none of the columns that it names
-            tiny["teacher"]["prompt"] = "{prompt}\n{prompt}"
-        folder = local_folder(str(teacher["path"]))
-        fits = toy is None or (folder is not None and _vocab_size(folder) == toy["sizes"]["vocab_size"])
-        if toy and teacher["path"] != POLICY and not (fits or _is_said("teacher.path", said)):
-            # A random model, wider than the tiny one, on the same devices.
-            sizes = {**TEACHER, "vocab_size": toy["sizes"]["vocab_size"]}
-            random = {"path": None, "family": toy["family"], "sizes": sizes}
-            tiny["teacher"] |= {**random, **dict.fromkeys(("chat_template", "max_length", "served", "key_variable"))}
+        named, column = teacher["by_name"], teacher["column"]
+        each = {f"teacher.by_name.{name}": x for name, x in named.items()} or {"teacher": teacher}
+        tinier = [_tiny_teacher(x, _is_said(f"{key}.path", said), toy, generated) for key, x in each.items()]
+        tiny["teacher"] = tinier[0]
+        if named:  # generated rows name none: all are followed
+            column = None if generated else column
+            tiny["teacher"] = {"by_name": dict(zip(named, tinier, strict=True)), "column": column}
     if reward := sections["reward"]:
         # Generated rows have none of the columns that the recipe names.
         functions = [{**function, "columns": {}} if generated else function for function in reward["functions"]]
@@ -243,8 +240,9 @@ def replaced(recipe: Sections) -> tuple[str, ...]:
         lines.append(f"rows: {ROWS} generated {_NAMES[train.removeprefix(GENERATED)]}")
     elif is_toy and (data.eval, data.eval_split) == (train, data.split):
         lines.append("held-out rows: those of data.train")
-    if recipe.teacher is not None and recipe.teacher.path is None:
-        lines.append(f"teacher: a random {recipe.teacher.family} of two layers")
+    for key, teacher in () if recipe.teacher is None else recipe.teacher.each.items():
+        if teacher.path is None:
+            lines.append(f"{key}: a random {teacher.family} of two layers")
     functions = recipe.reward.functions if recipe.reward else ()
     stands_in = [{"name": function.name, "label": function.label} for function in functions]
     lines += [f"{who}: the length of the answers" for who, x in _STANDS_IN.items() if x in stands_in]
@@ -352,6 +350,23 @@ def _lengths(
     if reads != RowKind.PROMPT:  # given rows train, and answers to their prompts are judged
         total = min(config.max_length, max(total, longest))
     return {"max_length": total, "prompt_length": prompt, "completion_length": completion}
+
+
+def _tiny_teacher(
+    teacher: Mapping[str, Any], said: bool, toy: Mapping[str, Any] | None, generated: bool
+) -> dict[str, Any]:
+    """A teacher's section beside a tiny model (None where it is the recipe's), unless the command line has said it."""
+    tiny = {**teacher, "mesh": None}
+    if generated and teacher["prompt"]:  # generated rows have none of the columns that it names
+        tiny["prompt"] = "{prompt}\n{prompt}"
+    folder = local_folder(str(teacher["path"]))
+    fits = toy is None or (folder is not None and _vocab_size(folder) == toy["sizes"]["vocab_size"])
+    if toy and teacher["path"] not in (POLICY, STORED) and not (fits or said):
+        # A random model, wider than the tiny one, on the same devices.
+        sizes = {**TEACHER, "vocab_size": toy["sizes"]["vocab_size"]}
+        random = {"path": None, "family": toy["family"], "sizes": sizes}
+        tiny |= {**random, **dict.fromkeys(("chat_template", "max_length", "served", "key_variable"))}
+    return tiny
 
 
 def _is_said(key: str, said: Collection[str]) -> bool:

@@ -36,7 +36,7 @@ from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.base import ADDED, WORKDIR, Score, parted
 from tunix.rollout.rewards.scorer import Scorer, Scoring
 from tunix.rollout.types import ENVIRONMENT, Clock, Measure, Scored, sequence_of
-from tunix.types import Batch, Completion, Request, Restart, Sampling, Sequence
+from tunix.types import Batch, Completion, Request, Restart, Sampling, Sequence, TeacherView
 
 Item = TypeVar("Item")
 
@@ -587,6 +587,8 @@ class RolloutStep:
     packed: Callable[[List[Sequence], int], Batch]
     """`data.packing.pack` for rows of this run."""
     tolerance: float
+    taught: Callable[[Prompt, Mapping[str, str]], TeacherView | None] = lambda *_: None
+    """`Examples.taught`, for a teacher that reads a prompt when its completions are there."""
     prompts: list[Prompt] = field(default_factory=list)
     first: bool = True
     measured_together: int = 64

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as List
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -95,10 +95,10 @@ def sequence_of(prompt: Prompt, completion: Completion) -> Sequence:
     number, view = len(prompt.tokens), None
     if prompt.teacher is not None:
         # The completion follows either prompt.
-        places = np.maximum(np.arange(number + len(completion.tokens)) - number + len(prompt.teacher), 0)
+        places = np.arange(number + len(completion.tokens)) - number + len(prompt.teacher.tokens)
         places[:number] = 0
-        tokens = np.concatenate([prompt.teacher, completion.tokens])
-        view = TeacherView(tokens.astype(np.int32), places.astype(np.int32))
+        tokens = np.concatenate([prompt.teacher.tokens, completion.tokens])
+        view = replace(prompt.teacher, tokens=tokens.astype(np.int32), places=places.astype(np.int32))
     candidates = completion.candidates
     if candidates is not None:
         candidates = np.pad(candidates, ((number, 0), (0, 0)), constant_values=-1)
@@ -202,6 +202,10 @@ class Rollouts(Protocol):
         Where the run oversamples, further prompts are begun with these, and as many groups as prompts were given come
         back, those that are complete first; the others are among the prompts of the next call or step.
         """
+        ...
+
+    def taught(self, prompt: Prompt, texts: Mapping[str, str], /) -> TeacherView | None:
+        """The prompt as its teacher reads it where the row has these columns too; None where it has no room for it."""
         ...
 
     def packed(self, sequences: List[Sequence], size: int, /) -> Batch:

@@ -20,7 +20,7 @@ from tunix.run.client import client_of
 from tunix.run.collector import collector_of, evaluation_of, player_of, task_of
 from tunix.run.describe import details, device_notes, stage_lines
 from tunix.run.evaluation import samples_of
-from tunix.run.frozen_models import divided, read_by_teacher, teacher_source
+from tunix.run.frozen_models import divided, read_by_teachers, teacher_sources
 from tunix.run.inputs import (
     asynchronous,
     check_staleness,
@@ -52,7 +52,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     adapter, source = settled(recipe.adapter, inputs.source)
     recipe, inputs = recipe.model_copy(update={"adapter": adapter}), replace(inputs, source=source)
     compare_views(inputs)
-    teacher = teacher_source(recipe, source)
+    teachers = teacher_sources(recipe, source)
     data, rollout = recipe.data, recipe.rollout
     play = player_of(
         rollout.environment, source, data, rollout.temperature, rollout.stop_after_failures, rollout.history
@@ -72,7 +72,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     # read.
     kind = row_kind_of(recipe, algorithm)
     next(inputs.examples(inputs.train, data, kind).first())
-    inputs, notes = read_by_teacher(recipe, teacher, inputs, kind)
+    inputs, notes = read_by_teachers(recipe, teachers, inputs, kind)
     judges, sampler = (), Future[Sampler]()
     if recipe.reward is not None:
         judges = judges_of(recipe.reward, source, data, model.dtype, sampling_mesh or mesh, folder, sampler)
@@ -95,7 +95,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
 
     # Weights
     setup = replace(setup, recipe=recipe, updates=total * recipe.algorithm.updates_per_step)
-    client = client_of(setup, teacher=teacher)
+    client = client_of(setup, teachers=teachers)
     sampler.set_result(client.sampler)
     display.say(stage + "\n".join(stage_lines(setup, inputs, total)))
     for line in details(setup, client.learner, inputs, total, attention):

@@ -1,6 +1,6 @@
 """Weights on the devices of a `Setup`: the client of a run, and `tunix.client`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from tunix.models.quantization.formats import check_unrounded
 from tunix.protocols import Sampler
 from tunix.recipe.recipe import known_keys
 from tunix.recipe.sections import Sections
-from tunix.run.frozen_models import build_teacher
+from tunix.run.frozen_models import build_teachers
 from tunix.run.sampler import local_engine, servers_of
 from tunix.run.setup import Setup
 from tunix.trainer.config import OptimizerConfig
@@ -121,7 +121,7 @@ def client(
     return client_of(setup, sampler)
 
 
-def client_of(setup: Setup, sampler: Sampler | None = None, teacher: Source | None = None) -> Trainer:
+def client_of(setup: Setup, sampler: Sampler | None = None, teachers: Sequence[Source | None] = ()) -> Trainer:
     """The client of a run: weights on the mesh, an optimizer, a sampler, and the models that do not train beside it.
 
     Without a `sampler` it has the servers that the recipe names, or else an engine in this process.
@@ -152,7 +152,7 @@ def client_of(setup: Setup, sampler: Sampler | None = None, teacher: Source | No
     client = local_client(spec, params, frozen, setup.keeps_reference, sampler, exporter, critic)
     learner = client.learner
     if setup.recipe.teacher is not None:
-        learner.teacher = build_teacher(setup.recipe, teacher, source, learner)
+        learner.teacher = build_teachers(setup.recipe, teachers, source, learner)
     return client
 
 

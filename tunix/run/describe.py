@@ -17,7 +17,7 @@ from tunix.rollout.servers.handover import moves_alone
 from tunix.run.inputs import Inputs
 from tunix.run.kernels import experts_line
 from tunix.run.setup import Setup
-from tunix.trainer.frozen_model import Teacher
+from tunix.trainer.frozen_model import Teacher, Teachers
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.microbatches import TrainerSpec
@@ -56,14 +56,17 @@ def details(setup: Setup, learner: Learner, inputs: Inputs, total: int, attentio
     trained = sum(x.size for x in learner.state.params.values())
     frozen = sum(x.size for name, x in learner.frozen.items() if not is_scale(name))
     weights = f"{readable(trained)} weights train" + (f", {readable(frozen)} are frozen" if frozen else "")
-    if isinstance(teacher, Teacher) and teacher.policy is not None:
-        weights += ", which teach themselves"
-    elif not isinstance(teacher, Teacher):
-        weights += "" if recipe.teacher is None else f"; a teacher at {recipe.teacher.path}"
-    else:
-        unshared = [x.size for name, x in teacher.params.items() if learner.frozen.get(name) is not x]
-        shared = " on the same base" if len(unshared) < len(teacher.params) else ""
-        weights += f"; a teacher of {readable(sum(unshared))}{shared} ({teacher.model.config.family})"
+    configs = () if recipe.teacher is None else recipe.teacher.each.values()
+    teachers = teacher.each if isinstance(teacher, Teachers) else () if teacher is None else (teacher,)
+    for taught_by, config in zip(teachers, configs, strict=False):  # of one that is stored nothing is here
+        if isinstance(taught_by, Teacher) and taught_by.policy is not None:
+            weights += ", which teach themselves"
+        elif not isinstance(taught_by, Teacher):
+            weights += f"; a teacher at {config.path}"
+        else:
+            unshared = [x.size for name, x in taught_by.params.items() if learner.frozen.get(name) is not x]
+            shared = " on the same base" if len(unshared) < len(taught_by.params) else ""
+            weights += f"; a teacher of {readable(sum(unshared))}{shared} ({taught_by.model.config.family})"
     if rounding is not None:
         weights += f"; the base's matrices in {rounding.base}, {bytes_per_weight(learner.frozen):.3f} bytes a weight"
     if rules is not None:

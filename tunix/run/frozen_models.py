@@ -4,15 +4,15 @@ from collections.abc import Sequence as List
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any
 
 import jax
 import numpy as np
 
-from tunix.algorithms.distill.config import TeacherConfig
+from tunix.algorithms.distill.config import SHOWN, DistillConfig, OneTeacher
 from tunix.config import ModelConfig, RowKind
 from tunix.data.chat import turn_end, with_template
-from tunix.data.teacher import TeacherReader
+from tunix.data.teacher import StoredTeacher, TeacherChoice, TeacherReader, vocabulary
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import NOT_THE_TEACHERS, Dropped
 from tunix.distributed import processes
@@ -25,7 +25,7 @@ from tunix.rollout.servers.chat import Endpoint
 from tunix.rollout.servers.probe import TEXT
 from tunix.rollout.servers.protocol import ID
 from tunix.run.inputs import Inputs
-from tunix.trainer.frozen_model import AtTheStudents, Teacher
+from tunix.trainer.frozen_model import AtTheStudents, Later, Teacher, Teachers
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import Demand, require
 from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
@@ -34,7 +34,7 @@ from tunix.types import Sequence
 Devices = list[jax.Device]  # pyright: ignore[reportInvalidTypeForm]  # jax makes it as a variable
 
 
-def divided(teacher: TeacherConfig | None, devices: Devices | None = None) -> tuple[Devices, Devices]:
+def divided(teacher: OneTeacher | None, devices: Devices | None = None) -> tuple[Devices, Devices]:
     """`(student's, teacher's)` devices: the teacher's are the last ones with `teacher.mesh`, else both share all.
 
     Raises:
@@ -57,25 +57,27 @@ def divided(teacher: TeacherConfig | None, devices: Devices | None = None) -> tu
     return devices[:-number], devices[-number:]
 
 
-def teacher_source(recipe: Sections, student: Source) -> Source | None:
-    """The structure of the teacher and the location of its weights; None where the recipe has no teacher, or a server
-    has it, which is asked for the ids of a text.
+def teacher_sources(recipe: Sections, student: Source) -> list[Source | None]:
+    """The structure of each teacher and the location of its weights; None for one that a server has, which is asked for
+    the ids of a text. Empty where the recipe has no teacher.
 
     Raises:
         UserError: there is no such model, its vocabulary is not the student's, or its mesh does not divide it.
     """
-    config = recipe.teacher
-    if config is None:
-        return None
-    if config.is_policy:
-        return student
+    each = {} if recipe.teacher is None else recipe.teacher.each
+    return [_source(key, config, student) for key, config in each.items()]
+
+
+def _source(key: str, config: OneTeacher, student: Source) -> Source | None:
+    if config.is_policy or config.is_stored:
+        return student if config.is_policy else None
     if config.is_served:
         if processes.number() > 1:
             raise UserError(
-                f"teacher.path: a server is asked by one process, and there are {processes.number()}: load it here"
+                f"{key}.path: a server is asked by one process, and there are {processes.number()}: load it here"
             )
-        with closing(endpoint_of(config)) as endpoint:
-            check_tokens_of(endpoint, student)
+        with closing(endpoint_of(key, config)) as endpoint:
+            check_tokens_of(key, endpoint, student)
         return None
     if config.path is None:
         source = from_scratch(ModelConfig(init="random", family=config.family, sizes=config.sizes))
@@ -85,76 +87,127 @@ def teacher_source(recipe: Sections, student: Source) -> Source | None:
     # different sizes; where one has no tokenizer, only the sizes are compared.
     name, sizes = config.path or "the random teacher", (source.decoder.vocab_size, student.decoder.vocab_size)
     if source.tokenizer is not None and student.tokenizer is not None:
-        check_tokens("teacher.path", name, source.tokenizer, student.tokenizer)
+        check_tokens(f"{key}.path", name, source.tokenizer, student.tokenizer)
     elif source.folder is not None and sizes[0] != sizes[1]:
         raise UserError(
-            f"teacher.path: {name} has {sizes[0]} ids and the student {sizes[1]}, and one of the two has no tokenizer "
+            f"{key}.path: {name} has {sizes[0]} ids and the student {sizes[1]}, and one of the two has no tokenizer "
             "that says what they stand for: take a teacher with the student's vocabulary"
         )
     if student.tokenizer is not None and student.tokenizer.vocab_size > sizes[0]:
         raise UserError(
-            f"teacher: {name} has {sizes[0]} ids, fewer than the {student.tokenizer.vocab_size} of the student's "
+            f"{key}: {name} has {sizes[0]} ids, fewer than the {student.tokenizer.vocab_size} of the student's "
             "tokenizer: take a teacher with the student's vocabulary"
         )
     if config.mesh is not None:
-        require(build_mesh(config.mesh, divided(config)[1]), Demand(source.decoder), "teacher.mesh")
+        require(build_mesh(config.mesh, divided(config)[1]), Demand(source.decoder), f"{key}.mesh")
     return source
 
 
-def read_by_teacher(
-    recipe: Sections, source: Source | None, inputs: Inputs, kind: RowKind
+def read_by_teachers(
+    recipe: Sections, sources: List[Source | None], inputs: Inputs, kind: RowKind
 ) -> tuple[Inputs, tuple[str, ...]]:
-    """The inputs with what renders rows for the teacher, where it would not read them as the student does; and notes.
+    """The inputs with what renders rows for the teachers, where one would not read them as the student does, or rows
+    choose among them; and notes.
 
     Args:
         recipe: of the run.
-        source: the teacher's, from `teacher_source`; None without one.
+        sources: the teachers', from `teacher_sources`.
         inputs: the student's.
         kind: what is read of a row to train on.
 
     Raises:
-        UserError: rows are chats and the teacher has no chat template, or ends its turns or the first row's completion
-            in other tokens; or something that only the student's format is known for is set.
+        UserError: rows are chats and a teacher has no chat template, or ends its turns or the first row's completion
+            in other tokens; something that only the student's format is known for is set; teachers that are all
+            followed read in different ways; or a row names a teacher that there is not.
     """
     config, data = recipe.teacher, recipe.data
-    ours, theirs = inputs.tokenizer, None if source is None else source.tokenizer
     if config is None:
         return inputs, ()
+    if config.is_stored:
+        stored = StoredTeacher(inputs.tokenizer and vocabulary(inputs.tokenizer), inputs.source.decoder.vocab_size)
+        inputs = replace(inputs, teacher=stored)
+        next(inputs.examples(inputs.train, data, kind, taught=True).first())
+        return inputs, ()
+    each = zip(config.each.items(), sources, strict=True)
+    read = [_reader(key, teacher, source, recipe, inputs, kind) for (key, teacher), source in each]
+    readers, notes = [reader for reader, _ in read], tuple(note for _, notes in read for note in notes)
+    if config.column is not None:
+        what = "rollout.environment" if recipe.plays else "data.packing" if data.cuts else "data.pictures"
+        if recipe.plays or data.cuts or data.pictures:
+            raise UserError(f"teacher.column: a row's own teacher reads whole texts of the row, without {what}")
+        # As long as the student's, whose prompts may be cut to less than the sequence has room for.
+        whole = data.longest_prompt + data.longest_completion if kind == RowKind.PROMPT else data.max_length
+        same = TeacherReader(inputs.tokenizer, whole, "the student")
+        table = {name: reader or same for name, reader in zip(config.by_name, readers, strict=True)}
+        chosen = TeacherChoice(config.column, table)
+        for rows in filter(None, (inputs.train, inputs.held_out)):
+            for i in range(len(rows)):
+                chosen.of(rows[i], data.columns, f"row {i + 1} of {rows.name}")
+    else:
+        chosen, names = readers[0], list(config.by_name)
+        if other := next((i for i, x in enumerate(readers) if _as_read(x) != _as_read(chosen)), None):
+            raise UserError(
+                f"teacher.by_name: {names[0]} and {names[other]} read the rows in different ways, and both are "
+                "followed: have them read the student's format (chat_template: student), or name one of them in a "
+                "column of the row (teacher.column)"
+            )
+    if chosen is None:
+        return inputs, notes
+    inputs = replace(inputs, teacher=chosen)
+    shows = isinstance(recipe.algorithm, DistillConfig) and recipe.algorithm.success is not None
+    first = inputs.examples(inputs.train, data, kind, taught=True).example(0, dict.fromkeys(SHOWN, "") if shows else {})
+    if isinstance(first, Dropped) and first.reason == NOT_THE_TEACHERS:
+        raise UserError(f"teacher.path: row 1 of {inputs.train.name}: {first.detail}")
+    return inputs, notes
+
+
+def _as_read(reader: TeacherReader | None) -> tuple[object, ...] | None:
+    """What decides how a teacher reads a row; None where that is as the student does."""
+    if reader is None or reader.tokenizer is None:
+        return None
+    return reader.prompt, reader.length, *_format(reader.tokenizer)
+
+
+def _reader(
+    key: str, config: OneTeacher, source: Source | None, recipe: Sections, inputs: Inputs, kind: RowKind
+) -> tuple[TeacherReader | None, list[str]]:
+    """What renders rows for a teacher, None where it reads them as the student does; and notes."""
+    data, notes = recipe.data, list[str]()
+    ours, theirs = inputs.tokenizer, None if source is None else source.tokenizer
     examples, name = inputs.examples(inputs.train, data, kind), config.path or "the random teacher"
-    notes = list[str]()
     are_chats = recipe.plays or any(part.settings.chat for part in examples.parts or [examples])
     if config.prompt and ours is None:
-        raise UserError("teacher.prompt: changes nothing where rows are token ids: leave it out")
+        raise UserError(f"{key}.prompt: changes nothing where rows are token ids: leave it out")
     if ours is None or not are_chats or config.path is None or config.is_policy:
         if config.chat_template:
-            raise UserError("teacher.chat_template: changes nothing where no chats are rendered for it: leave it out")
+            raise UserError(f"{key}.chat_template: changes nothing where no chats are rendered for it: leave it out")
         reader = ours
     elif config.is_served and config.chat_template in (None, "student"):
         reader = ours
         if config.chat_template is None:
             notes.append(
-                f"teacher.path: {name} reads the student's chat format, as a server does not tell its own: name it in "
-                "teacher.chat_template where it is another, or say student"
+                f"{key}.path: {name} reads the student's chat format, as a server does not tell its own: name it in "
+                f"{key}.chat_template where it is another, or say student"
             )
     elif config.chat_template in (None, "student"):
         reader = theirs
     else:
-        reader = with_template(ours if theirs is None else theirs, config.chat_template, "teacher.chat_template")
+        reader = with_template(ours if theirs is None else theirs, config.chat_template, f"{key}.chat_template")
     same = reader is ours or (reader and ours and _format(reader) == _format(ours))
     if config.chat_template == "student" and not same:
         notes.append(
-            f"teacher.chat_template: {name} reads the student's chat format, not that of its folder, so that its "
+            f"{key}.chat_template: {name} reads the student's chat format, not that of its folder, so that its "
             "log-probs are biased: leave it out, and it reads the same messages in that one"
         )
         same = True
     if same and config.prompt is None:
         if config.max_length:
-            raise UserError(f"teacher.max_length: changes nothing, as {name} reads what the student does: leave it out")
-        return inputs, tuple(notes)
-    remedy = "have it read the student's format, teacher.chat_template: student"
+            raise UserError(f"{key}.max_length: changes nothing, as {name} reads what the student does: leave it out")
+        return None, notes
+    remedy = f"have it read the student's format, {key}.chat_template: student"
     if not same and (reader is None or reader.chat_template is None):
         raise UserError(
-            f"teacher.path: {name} has no chat template, and the rows are chats: name it in teacher.chat_template, as "
+            f"{key}.path: {name} has no chat template, and the rows are chats: name it in {key}.chat_template, as "
             f"data.chat_template does for the student; or {remedy}"
         )
     reader = ours if same else reader
@@ -162,28 +215,24 @@ def read_by_teacher(
     assert ours is not None
     if recipe.plays or data.cuts:
         what = "rollout.environment: makes prompts" if recipe.plays else f"data.packing: {data.packing} makes pieces"
-        other = "leave teacher.prompt out" if same else remedy
+        other = f"leave {key}.prompt out" if same else remedy
         raise UserError(f"{what} for the student alone, and {name} reads others: leave it out, or {other}")
     ends = [turn_end(x) for x in (reader, ours)]
     if ends[0] != ends[1]:
         shown = ["no token" if end is None else repr(ours.decode([end])) for end in ends]
         raise UserError(
-            f"teacher.path: a turn ends with {shown[0]} in the chat template of {name} and with {shown[1]} in the "
+            f"{key}.path: a turn ends with {shown[0]} in the chat template of {name} and with {shown[1]} in the "
             f"student's, so that completions are not the same tokens: give the student the teacher's format "
             f"(data.chat_template), or {remedy}"
         )
     length = config.max_length or data.max_length * (1 if config.prompt is None else 2)
     if length <= data.longest_completion and recipe.algorithm.reads == RowKind.PROMPT:
         raise UserError(
-            f"teacher.max_length: {length} leaves no room for a prompt beside a completion of {data.longest_completion}"
+            f"{key}.max_length: {length} leaves no room for a prompt beside a completion of {data.longest_completion}"
         )
-    inputs = replace(inputs, teacher=TeacherReader(reader, length, name, config.prompt))
-    first = next(inputs.examples(inputs.train, data, kind, taught=True).first())
-    if isinstance(first, Dropped) and first.reason == NOT_THE_TEACHERS:
-        raise UserError(f"teacher.path: row 1 of {inputs.train.name}: {first.detail}")
     if not same:
         notes.append(f"{name} reads the rows in its own chat format")
-    return inputs, tuple(notes)
+    return TeacherReader(reader, length, name, config.prompt), notes
 
 
 def _format(tokenizer: Tokenizer) -> tuple[object, ...]:
@@ -195,15 +244,15 @@ CONCURRENCY, DEADLINE = 32, 120.0
 """Sequences that a server scores at a time, and seconds in which each has to be scored, further attempts included."""
 
 
-def endpoint_of(config: TeacherConfig) -> Endpoint:
-    """The server of a teacher.
+def endpoint_of(key: str, config: OneTeacher) -> Endpoint:
+    """The server of a teacher, whose section is called `key`.
 
     Raises:
         UserError: it cannot be asked.
     """
     return Endpoint(
         str(config.path).rstrip("/"),
-        "teacher",
+        key,
         key="path",
         served=config.served,
         key_variable=config.key_variable,
@@ -212,13 +261,13 @@ def endpoint_of(config: TeacherConfig) -> Endpoint:
     )
 
 
-def check_tokens_of(endpoint: Endpoint, student: Source) -> None:
+def check_tokens_of(key: str, endpoint: Endpoint, student: Source) -> None:
     """Compares how a teacher's server and the student write a text in tokens.
 
     Raises:
         UserError: they have other tokens, or the server does not repeat a prompt with its log-probs.
     """
-    where = f"teacher.path: {endpoint.url}"
+    where = f"{key}.path: {endpoint.url}"
     asked = {"prompt": TEXT, "return_tokens_as_token_ids": True}
     (answer,) = endpoint.begin("/completions", [{**SCORED, **asked, "model": endpoint.served}]).result()
     listed = answer["choices"][0].get("logprobs") if isinstance(answer, dict) and answer.get("choices") else None
@@ -264,7 +313,7 @@ SCORED = {"max_tokens": 1, "temperature": 1, "echo": True, "logprobs": 1}
 """Asks for the log-probs of a prompt's tokens. One token is sampled, which some servers want."""
 
 
-class Scores(List[np.ndarray]):
+class Scores(Later):
     """`[T]` log-probs of each sequence from a server's answers, which may be on their way."""
 
     def __init__(self, endpoint: Endpoint, answers: Future[list[Any]], read: List[List[np.ndarray]]):
@@ -275,13 +324,7 @@ class Scores(List[np.ndarray]):
     def __len__(self) -> int:
         return len(self._read)
 
-    @overload
-    def __getitem__(self, index: int) -> np.ndarray: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
-    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def at(self, index: int) -> np.ndarray:
         answers, parts = self._answers.result(), self._read[index]
         first = int(self._first[index])
         return np.concatenate([self._scored(answers[first + i], len(tokens)) for i, tokens in enumerate(parts)])
@@ -300,17 +343,27 @@ class Scores(List[np.ndarray]):
         return scored
 
 
-def build_teacher(
-    recipe: Sections, source: Source | None, student: Source, learner: Learner
-) -> Teacher | ServedTeacher:
-    """Loads the teacher onto its mesh; a frozen base that it shares with the student is not loaded twice.
+def build_teachers(
+    recipe: Sections, sources: List[Source | None], student: Source, learner: Learner
+) -> Teacher | ServedTeacher | Teachers | None:
+    """Loads the teachers onto their mesh; a frozen base that one shares with the student is not loaded twice.
 
-    `source` is from `teacher_source`, `student` the source of the weights of `learner`.
+    `sources` are from `teacher_sources`, `student` is the source of the weights of `learner`.
     """
-    config, students = recipe.teacher, learner.spec.mesh
-    assert config is not None
+    assert recipe.teacher is not None
+    if recipe.teacher.is_stored:
+        return None
+    each = zip(recipe.teacher.each.items(), sources, strict=True)
+    built = [_built(key, config, recipe, source, student, learner) for (key, config), source in each]
+    return Teachers(tuple(built), recipe.teacher.shares) if recipe.teacher.by_name else built[0]
+
+
+def _built(
+    key: str, config: OneTeacher, recipe: Sections, source: Source | None, student: Source, learner: Learner
+) -> Teacher | ServedTeacher:
+    students = learner.spec.mesh
     if config.is_served:
-        return ServedTeacher(endpoint_of(config))
+        return ServedTeacher(endpoint_of(key, config))
     assert source is not None
     read = config.max_length or (0 if config.prompt is None else 2 * recipe.data.max_length)
     length, spec = max(learner.spec.length, read), learner.spec

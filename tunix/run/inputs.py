@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from tunix.algorithms.distill.algorithm import Distill
 from tunix.algorithms.on_policy import OnPolicy
 from tunix.config import RowKind
 from tunix.data.config import DataConfig
@@ -13,7 +14,7 @@ from tunix.data.examples import Examples
 from tunix.data.packing import pack
 from tunix.data.pipeline import Batches, Prompts, pictures_of_row
 from tunix.data.sources import Rows
-from tunix.data.teacher import TeacherReader
+from tunix.data.teacher import StoredTeacher, TeacherChoice, TeacherReader
 from tunix.data.tokenizer import Tokenizer
 from tunix.distributed import processes
 from tunix.errors import UserError
@@ -39,8 +40,9 @@ class Inputs:
     source: Source
     train: Rows
     held_out: Rows | None
-    teacher: TeacherReader | None = None
-    """Renders rows for a teacher that reads them in another way than the student; None without one."""
+    teacher: TeacherReader | TeacherChoice | StoredTeacher | None = None
+    """Renders rows for a teacher that reads them in another way than the student, or for the one that a row names, or
+    reads what one has said of them; None without one."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -98,7 +100,12 @@ def open_stream(setup: Setup, inputs: Inputs, collector: Collector, total: int) 
     """The stream of the inputs of `total` steps: batches of the rows, or rollouts of their prompts."""
     recipe, algorithm, microbatcher = setup.recipe, setup.algorithm, setup.microbatcher
     data = recipe.data
-    examples = inputs.examples(inputs.train, data, row_kind_of(recipe, algorithm), taught=True)
+    kind, shows = (
+        row_kind_of(recipe, algorithm),
+        isinstance(algorithm, Distill) and algorithm.config.success is not None,
+    )
+    taught = inputs.examples(inputs.train, data, kind, taught=True)
+    examples = inputs.examples(inputs.train, data, kind) if shows else taught
     if not setup.samples:
         packed = layout(algorithm, microbatcher.multiple)
         return Batches(examples, recipe.batch_size, recipe.seed, recipe.epochs, packed)
@@ -124,6 +131,7 @@ def open_stream(setup: Setup, inputs: Inputs, collector: Collector, total: int) 
                 pictures=pictures_of_row(data, microbatcher.unit),
                 trie=setup.trie,
             ),
+            taught=taught.taught,
             tolerance=setup.tolerance,
             measured_together=MEASURED * microbatcher.rows * microbatcher.unit,
         )

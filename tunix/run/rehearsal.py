@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from tunix.algorithms.distill.algorithm import Distill
 from tunix.data.config import DataConfig
 from tunix.data.sources import Rows
 from tunix.distributed import processes
@@ -24,7 +25,7 @@ from tunix.rollout.collect import Collector, Judge, Judged
 from tunix.run.inputs import Inputs, open_stream
 from tunix.run.loop import Stream
 from tunix.run.setup import Setup
-from tunix.trainer.frozen_model import FrozenModel
+from tunix.trainer.frozen_model import FrozenModel, Teachers
 from tunix.trainer.learner import Learner
 from tunix.trainer.logprobs import Scores
 from tunix.trainer.trainer import Trainer
@@ -160,13 +161,14 @@ class Compiler(Rehearsal):
         models = {"reference": learner.reference, "teacher": learner.teacher, "critic": self._client.critic or learner}
         model = learner if of == "policy" else models[of]
         assert model is not None, f"the algorithm reads a {of}: it has one"
-        if not isinstance(model, Learner | FrozenModel):  # on a server
-            return [np.zeros(len(x.tokens), np.float32) for x in sequences]
-        scorer = model.scorer
-        microbatches = scorer.microbatcher.place(scorer.packed(sequences, size))
-        params = model.params if isinstance(model, Learner) else model.weights
-        lowered = scorer.lowered(kind, params, microbatches, temperature)
-        self._compile(lowered, scorer.microbatcher.mesh, kind, id(model), size or len(sequences), temperature)
+        for each in model.each if isinstance(model, Teachers) else (model,):
+            if not isinstance(each, Learner | FrozenModel):  # on a server
+                continue
+            scorer = each.scorer
+            microbatches = scorer.microbatcher.place(scorer.packed(sequences, size))
+            params = each.params if isinstance(each, Learner) else each.weights
+            lowered = scorer.lowered(kind, params, microbatches, temperature)
+            self._compile(lowered, scorer.microbatcher.mesh, kind, id(each), size or len(sequences), temperature)
         return [np.zeros(len(x.tokens), np.float32) for x in sequences]
 
     def _compile(self, lowered: jax.stages.Lowered, mesh: Mesh, *key: object) -> None:
@@ -180,11 +182,13 @@ def compiled_ahead(setup: Setup, client: Trainer) -> None:
     """Compiles what the first update of a run will run, all programs at the same time; waits until they are.
 
     Where that cannot be known before the first rollout, nothing happens, and they are compiled when they are called: a
-    rehearsal has not the shapes of pictures, of experts that the sampler records, of a teacher's states; nor of a class
-    of the user's, whose `update` may do anything. Several processes have to run what they run in one order.
+    rehearsal has not the shapes of pictures, of experts that the sampler records, of a teacher's states or one that is
+    shown completions; nor of a class of the user's, whose `update` may do anything. Several processes have to run what
+    they run in one order.
     """
     algorithm, decoder = setup.algorithm, setup.source.decoder
     plain = decoder.vision is None and decoder.routed is None and algorithm.objective.divergence is None
+    plain &= not (isinstance(algorithm, Distill) and algorithm.config.success is not None)
     shipped = type(algorithm).__module__.startswith("tunix.")
     if not (plain and shipped and setup.samples and processes.number() == 1):
         return

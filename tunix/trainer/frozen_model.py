@@ -9,11 +9,13 @@ Experts that the sampler recorded (`rollout/engine/experts.py`) are replayed by 
 number need not do what the policy's do.
 
 Where a teacher reads the sequences in its own chat format (`data/teacher.py`), they are packed a second time, for it
-alone; what it gives for each trained token is then copied to that token's place in the student's rows.
+alone; what it gives for each trained token is then copied to that token's place in the student's rows. Of several
+teachers each reads the sequences that follow it, or all of them.
 
 Axes: B rows, T time, M micro-batches, R rows of a micro-batch, V vocabulary, Te teacher's width, Tt teacher's time.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
@@ -88,7 +90,22 @@ class TellsLogprobs(Protocol):
         ...
 
 
-class AtTheStudents(List[np.ndarray]):
+class Later(List[np.ndarray]):
+    """`[T]` arrays of sequences, each of which `at` waits for."""
+
+    @abstractmethod
+    def at(self, index: int) -> np.ndarray:
+        """The array of a sequence."""
+
+    @overload
+    def __getitem__(self, index: int) -> np.ndarray: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
+    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
+        return [self.at(i) for i in range(*index.indices(len(self)))] if isinstance(index, slice) else self.at(index)
+
+
+class AtTheStudents(Later):
     """`[T]` arrays of sequences from the teacher's `[Tt]` arrays of its views of them, which may be on their way."""
 
     def __init__(self, read: List[np.ndarray], views: List[TeacherView]):
@@ -98,14 +115,22 @@ class AtTheStudents(List[np.ndarray]):
     def __len__(self) -> int:
         return len(self._views)
 
-    @overload
-    def __getitem__(self, index: int) -> np.ndarray: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
-    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def at(self, index: int) -> np.ndarray:
         return self._read[index][self._views[index].places]  # place 0 has the 0 of a first token
+
+
+class Summed(Later):
+    """`[T]` arrays of sequences, each the weighted sum of what is on its way for it from several models."""
+
+    def __init__(self, parts: List[List[tuple[float, List[np.ndarray], int]]]):
+        """`parts` has for each sequence the weight, the arrays, and which of them is meant."""
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def at(self, index: int) -> np.ndarray:
+        return np.sum([np.float32(weight) * arrays[i] for weight, arrays, i in self._parts[index]], axis=0)
 
 
 @dataclass(frozen=True)
@@ -135,24 +160,35 @@ class Teacher(FrozenModel):
                 read[i] = replace(read[i], candidates=moved)
         return AtTheStudents(super().logprobs(read, temperature, size), views)
 
-    def states(self, batch: Batch, microbatches: Microbatches) -> TeacherStates:
+    def states(self, batch: Batch, microbatches: Microbatches) -> tuple[TeacherStates, ...]:
         """The teacher's hidden states for a batch, with its head; returns before the devices are done.
 
         Args:
             microbatches: the same batch, placed on the student's mesh.
         """
+        return (self.states_of(batch, microbatches),)
+
+    def states_of(self, batch: Batch, microbatches: Microbatches, only: int | None = None) -> TeacherStates:
+        """`states`, alone of the sequences that follow the teacher of this number; None for all."""
         (number, rows, length), read, places = microbatches.rows["tokens"].shape, batch, None
+        near, followed = by_rows(self.students, length), None
+
+        def in_microbatches(x: np.ndarray) -> np.ndarray:
+            return np.pad(x, ((0, number * rows - len(x)), (0, 0))).reshape(number, rows, length)
+
         with jax.set_mesh(self.microbatcher.mesh):
             if batch.teacher is not None:
-                read = self.scorer.packed(as_sequences(batch.teacher), len(batch.weights))
-                at = np.zeros((number * rows, length), np.int32)
-                at[: len(batch.tokens)] = places_of_states(batch, read)
+                chosen = np.array([only in (None, view.number) for view in batch.teacher])
+                # A pass has one sequence at least: nobody follows what is said of it.
+                ids = np.flatnonzero(chosen) if chosen.any() else np.zeros(1, np.int64)
+                read = self.scorer.packed(as_sequences([batch.teacher[i] for i in ids]), len(batch.weights))
                 everywhere = NamedSharding(self.microbatcher.mesh, PartitionSpec())
-                places = placed(at.reshape(number, rows, length), everywhere)
+                places = placed(in_microbatches(places_of_states(batch, read, ids)), everywhere)
+                if only is not None:
+                    followed = placed(in_microbatches(chosen[np.asarray(batch.sequence_ids)]), near)
             states = self._states(self.weights, self.microbatcher.place(read), places, number=number, rows=rows)
-        places = by_rows(self.students, states.shape[2])
         table = self._table if self.policy is None else None
-        return TeacherStates(jax.device_put(states, places), table, self.model.config.logit_softcap)
+        return TeacherStates(jax.device_put(states, near), table, self.model.config.logit_softcap, followed=followed)
 
     @cached_property
     def _table(self) -> Float[Array, "V Te"]:
@@ -165,25 +201,67 @@ class Teacher(FrozenModel):
         return jit(partial(compute_states, self.model), static_argnames=("number", "rows"))
 
 
+@dataclass(frozen=True)
+class Teachers:
+    """Several teachers: all are followed in each sequence, or one, which the sequence names.
+
+    With shares w_k their losses are added up, `sum_k w_k D(q_k, p)`: as the teachers of an ensemble in You et al. 2017
+    (https://doi.org/10.1145/3097983.3098135), and the experts of DeepSeek-V4 by the reverse KL. As
+    `sum_k w_k KL(q_k || p) = KL(q || p) + const` with the mixture `q = sum_k w_k q_k`, that is the forward KL beside
+    the mixture of their distributions; of the reverse KL it is that beside their geometric mean. A token's log-prob is
+    therefore the mean of theirs. The teacher that a sequence names is alone in it, as in MOPD
+    (https://arxiv.org/abs/2606.30406).
+    """
+
+    each: tuple[TellsLogprobs, ...]
+    """The teachers, by their numbers."""
+    shares: tuple[float, ...] | None
+    """w, e.g. `(0.25, 0.75)`; None where each sequence follows the teacher of the number in its view."""
+
+    def logprobs(
+        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
+    ) -> List[np.ndarray]:
+        """As `FrozenModel.logprobs`."""
+        number = len(sequences)
+        parts: list[list[tuple[float, List[np.ndarray], int]]] = [[] for _ in range(number)]
+        for k, teacher in enumerate(self.each):
+            follow = [i for i, x in enumerate(sequences) if self.shares or (x.teacher and x.teacher.number == k)]
+            if follow:
+                read = teacher.logprobs([sequences[i] for i in follow], temperature, size or number)
+                for place, i in enumerate(follow):
+                    parts[i].append((self.shares[k] if self.shares else 1.0, read, place))
+        return Summed(parts)
+
+    def states(self, batch: Batch, microbatches: Microbatches) -> tuple[TeacherStates, ...]:
+        """As `Teacher.states`, of each."""
+        states = list[TeacherStates]()
+        for k, teacher in enumerate(self.each):
+            assert isinstance(teacher, Teacher), "a divergence is of teachers that are loaded here"
+            of_it = teacher.states_of(batch, microbatches, None if self.shares else k)
+            states.append(replace(of_it, share=self.shares[k]) if self.shares else of_it)
+        return tuple(states)
+
+
 def as_sequences(views: List[TeacherView]) -> list[Sequence]:
     """What a teacher reads, as sequences to pack."""
     return [Sequence(view.tokens, np.arange(len(view.tokens)) > 0) for view in views]
 
 
-def places_of_states(batch: Batch, read: Batch) -> Int[np.ndarray, "B T"]:
+def places_of_states(batch: Batch, read: Batch, ids: Int[np.ndarray, "read"]) -> Int[np.ndarray, "B T"]:
     """For each token of the student's rows, the index among all tokens of the teacher's rows whose state predicts the
     token after it, where that is trained; 0 elsewhere.
 
     Args:
         batch: the student's rows.
-        read: the teacher's, of `batch.teacher`.
+        read: the teacher's, of some sequences of `batch.teacher`.
+        ids: which these are; what is at tokens of the others means nothing.
     """
     assert batch.teacher is not None, "it reads the student's rows"
     views, real, trained = batch.teacher, np.asarray(read.segment_ids) > 0, np.asarray(batch.loss_mask)
     # The index of each token of each view among the teacher's rows, one view after the other.
     first = np.cumsum([0, *(len(view.tokens) for view in views)])
     index = np.zeros(first[-1], np.int32)
-    index[first[np.asarray(read.sequence_ids)[real]] + np.asarray(read.positions)[real]] = np.flatnonzero(real)
+    index[first[ids[np.asarray(read.sequence_ids)[real]]] + np.asarray(read.positions)[real]] = np.flatnonzero(real)
     # The place of each trained token in its view; its sequence is packed whole, so that its position is its index.
     begin = np.cumsum([0, *(len(view.places) for view in views)])
     owner, position = (np.asarray(x)[trained] for x in (batch.sequence_ids, batch.positions))

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tunix.distributed.global_arrays import placed
 from tunix.mesh import compiler_options
 from tunix.models.model import Params
-from tunix.trainer.frozen_model import FrozenModel, Teacher, TellsLogprobs, not_shared
+from tunix.trainer.frozen_model import FrozenModel, Teacher, Teachers, TellsLogprobs, not_shared
 from tunix.trainer.logprobs import Scorer
 from tunix.trainer.microbatches import Microbatches, TrainerSpec
 from tunix.trainer.step import FrozenInputs, TrainState, apply, evaluate, gradients_of, shares, step
@@ -148,12 +148,12 @@ class Learner:
         Raises:
             ValueError: the loss reads a reference or a teacher, and this learner has none.
         """
-        microbatches, reference, states = self.spec.microbatcher.place(batch), None, None
+        microbatches, reference, states = self.spec.microbatcher.place(batch), None, ()
         if loss.reference:
             reference = not_shared(self.frozen, required("reference", self.reference).params)
-        if loss.divergence:
+        if loss.divergence and batch.stored is None:
             teacher = required("teacher", self.teacher)
-            assert isinstance(teacher, Teacher), "a divergence is of a teacher that is loaded here"
+            assert isinstance(teacher, Teacher | Teachers), "a divergence is of a teacher that is loaded here"
             states = teacher.states(batch, microbatches)
         return microbatches, FrozenInputs(self.frozen, reference, states)
 

@@ -38,8 +38,8 @@ measured on a CPU (docs/log.md, row lengths)."""
 
 PER_TOKEN = ("tokens", "positions", "segment_ids", "loss_mask", "sequence_ids")
 """The `[B T]` arrays that every batch has."""
-OPTIONAL = ("parents", "experts", "candidates")
-"""Arrays `[B T]`, `[B T L k]` and `[B T A]` that only some have."""
+OPTIONAL = ("parents", "experts", "candidates", "stored")
+"""Arrays `[B T]`, `[B T L k]`, `[B T A]` and `[B T 2 A]` that only some have."""
 
 
 @jax.tree_util.register_dataclass

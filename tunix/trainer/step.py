@@ -10,6 +10,7 @@ L layers, E experts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
@@ -17,19 +18,19 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from tunix.algorithms.ops import trained_only
 from tunix.config import LOSS_WEIGHTS, OBSERVED
 from tunix.mesh import constrain
 from tunix.models.blocks import Auxiliary
 from tunix.models.config import MTP
-from tunix.models.divergence import Side, compared
+from tunix.models.divergence import Side, Stored, compared
 from tunix.models.layers import TokenKeys
 from tunix.models.model import Model, Params
 from tunix.models.moe import EXPECTED, ROWS
 from tunix.trainer.microbatches import Index, Microbatches, TrainerSpec, described
-from tunix.types import Batch, Loss, LossInputs, LossOutputs, Term
+from tunix.types import Batch, Compared, Loss, LossInputs, LossOutputs, Term
 from tunix.util.loops import loop
 
 COUNTS, MEANS = f"moe/{ROWS}", f"moe/{EXPECTED}"
@@ -135,6 +136,10 @@ class TeacherStates:
     """The matrix of the teacher's head; None where it is the student's, which teaches itself."""
     softcap: float | None = field(metadata={"static": True})
     """Softcap of the teacher's logits, e.g. 30.0; None without one."""
+    share: float = field(default=1.0, metadata={"static": True})
+    """Its share of the divergence, e.g. 0.25 of several teachers'."""
+    followed: Bool[Array, "M R T"] | None = None
+    """Which tokens follow this teacher, e.g. those of every other sequence; None where all do."""
 
 
 class FrozenInputs(NamedTuple):
@@ -144,8 +149,8 @@ class FrozenInputs(NamedTuple):
     """The frozen weights under an adapter; empty without one."""
     reference: Params | None = None
     """The reference's weights that are not in the base, where the loss reads its log-probs."""
-    teacher: TeacherStates | None = None
-    """The teacher's states for this batch, where the loss reads a divergence."""
+    teachers: tuple[TeacherStates, ...] = ()
+    """The states of each teacher for this batch, where the loss reads a divergence."""
 
 
 def step(
@@ -310,14 +315,22 @@ def sums_of(
         reference_logprobs, *_ = logprobs_of(of_reference, reference, states, reference=True)
         inputs = replace(inputs, reference_logprobs=jax.lax.stop_gradient(reference_logprobs))
     if loss.divergence:
-        assert frozen.teacher is not None, "the loss reads a divergence: hold a teacher"
+        assert frozen.teachers or batch.stored is not None, "the loss reads a divergence: hold a teacher"
         # Shifted as for log-probs: the state at t - 1 predicts token t.
         table = model.table(params)
-        student = Side(hidden[:, :-1], table, model.config.logit_softcap)
-        theirs = jax.lax.stop_gradient(table) if frozen.teacher.table is None else frozen.teacher.table
-        teacher = Side(frozen.teacher.hidden[index][:, :-1], theirs, frozen.teacher.softcap)
-        divergence = compared(student, teacher, tokens[:, 1:], (mask & (positions > 0))[:, 1:], loss.divergence)
-        inputs = replace(inputs, compared=jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), divergence))
+        student, each = Side(hidden[:, :-1], table, model.config.logit_softcap), list[Compared]()
+        if batch.stored is not None:
+            ids, theirs = (jnp.asarray(batch.stored)[:, 1:, i] for i in (0, 1))
+            trained = (mask & (positions > 0))[:, 1:]
+            each.append(compared(student, Stored(ids.astype(int), theirs), tokens[:, 1:], trained, loss.divergence))
+        for states in frozen.teachers:
+            theirs = jax.lax.stop_gradient(table) if states.table is None else states.table
+            teacher = Side(states.hidden[index][:, :-1], theirs, states.softcap)
+            follows = mask & (positions > 0) & (True if states.followed is None else states.followed[index])
+            beside = compared(student, teacher, tokens[:, 1:], follows[:, 1:], loss.divergence)
+            each.append(jax.tree.map(lambda x, share=states.share: share * x, beside))
+        together = functools.reduce(lambda x, y: jax.tree.map(jnp.add, x, y), each)
+        inputs = replace(inputs, compared=jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), together))
     sums = loss_sums(loss.function, inputs)
     if key is None:  # an evaluation adds up what it finds in its batches, which shares do not bear
         return sums

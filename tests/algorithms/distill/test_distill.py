@@ -294,12 +294,18 @@ def test_a_sampled_completion_follows_the_teachers_prompt():
     tokens = np.array([7, 8, 9], np.int32)
     zeros = np.zeros(3, np.float32)
     completion = Completion(tokens, zeros, "stop", np.zeros(3, np.int32), SAMPLING, ((0, 1), (2, 3)))
-    prompt = Prompt(np.array([1, 2], np.int32), "", {}, teacher=np.array([3, 4, 5, 6], np.int32))
+    prompt = Prompt(
+        np.array([1, 2], np.int32),
+        "",
+        {},
+        teacher=TeacherView(np.array([3, 4, 5, 6], np.int32), np.zeros(4, np.int32), 1),
+    )
     sequence = sequence_of(prompt, completion)
     assert sequence.tokens.tolist() == [1, 2, 7, 8, 9]
     assert sequence.teacher is not None
     assert sequence.teacher.tokens.tolist() == [3, 4, 5, 6, 7, 8, 9]
     assert sequence.teacher.places.tolist() == [0, 0, 4, 5, 6]
+    assert sequence.teacher.number == 1
 
 
 @pytest.mark.slow

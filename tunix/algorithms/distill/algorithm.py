@@ -3,15 +3,30 @@
 Axes: T time.
 """
 
+from collections.abc import Sequence as List
+from dataclasses import replace
+
+import numpy as np
+
 from tunix.algorithms.base import Needs, Update
-from tunix.algorithms.distill.config import DistillConfig
+from tunix.algorithms.distill.config import SHOWN, DistillConfig
 from tunix.algorithms.distill.loss import distill_loss, sampled_loss
-from tunix.algorithms.episodes import as_sequence, flat, row, sampling_report
+from tunix.algorithms.episodes import (
+    Groups,
+    as_sequence,
+    flat,
+    report,
+    require_scores,
+    row,
+    sampling_report,
+    total_rewards,
+)
 from tunix.algorithms.on_policy import Experience, OnPolicy
 from tunix.algorithms.ops import TEACHER
 from tunix.config import RowKind
-from tunix.protocols import Client
-from tunix.types import Divergence, Loss, LossInputs, LossOutputs
+from tunix.protocols import Client, SamplingClient
+from tunix.rollout.types import Rollouts, Scored
+from tunix.types import Divergence, Loss, LossInputs, LossOutputs, TeacherView
 
 
 class Distill(OnPolicy):
@@ -69,11 +84,47 @@ class Distill(OnPolicy):
         assert inputs.compared is not None
         return distill_loss(inputs.compared, inputs.logprobs, temperature=self.temperature)
 
+    def gather(self, client: SamplingClient, data: Rollouts) -> Groups:
+        """Samples one group of episodes for each prompt; nothing is asked of a teacher that is to see their scores."""
+        if self.config.success is None:
+            return super().gather(client, data)
+        groups = data.collect(client, data.prompts, self.config.samples_per_prompt)
+        require_scores(groups)
+        return groups
+
+    def shown(self, groups: Groups, data: Rollouts) -> list[list[TeacherView | None]]:
+        """What the teacher reads before each completion: the prompt with another attempt that succeeded, the first one
+        of the group, and with feedback on one that did not (SDPO, https://arxiv.org/abs/2601.20802); None where there
+        is neither."""
+        totals, limit = total_rewards(groups, data.weights), self.config.success
+
+        def seen(group: List[Scored], scores: np.ndarray, i: int) -> TeacherView | None:
+            others = (x.text for j, x in enumerate(group) if j != i and scores[j] >= limit)
+            said = (x for name, x in group[i].logged.items() if name.endswith("/feedback") and isinstance(x, str) and x)
+            texts = {"attempt": next(others, ""), "feedback": "" if scores[i] >= limit else "\n".join(said)}
+            blocks = {name: SHOWN[name].format(text) if text else "" for name, text in texts.items()}
+            return data.taught(group[i].prompt, blocks) if any(blocks.values()) else None
+
+        return [[seen(x, scores, i) for i in range(len(x))] for x, scores in zip(groups, totals, strict=True)]
+
     def prepare(self, client: Client, experience: Experience) -> Update:
         """One batch of all completions; where no divergence is computed, with the teacher's log-probs of their
-        tokens."""
-        groups, data = self.all_measured(client, experience), experience.data
-        sequences = [as_sequence(episode) for episode in flat(groups)]
-        batch = data.packed(sequences, self.config.sequences_per_update(data.size))
+        tokens. Those of which the teacher is shown nothing have weight 0."""
+        data, numbers, views = experience.data, dict[str, float](), [None] * len(flat(experience.groups))
+        if self.config.success is not None:
+            shown = self.shown(experience.groups, data)
+            groups: Groups = []
+            for group, of_group in zip(experience.groups, shown, strict=True):
+                same = TeacherView(group[0].prompt.tokens, np.zeros_like(group[0].prompt.tokens))  # as the student
+                read = zip(group, of_group, strict=True)
+                groups.append([replace(x, prompt=replace(x.prompt, teacher=view or same)) for x, view in read])
+            experience, views = replace(experience, groups=groups), flat(shown)
+            numbers, _ = report(groups, data.weights, np.ones(len(groups), bool))
+            numbers["distill/taught"] = float(np.mean([view is not None for view in views]))
+        groups, leaves = self.all_measured(client, experience), self.config.success is not None
+        pairs = zip(flat(groups), views, strict=True)
+        sequences = [as_sequence(episode, leaves and view is None) for episode, view in pairs]
+        counts = any(x.weight > 0 and x.loss_mask.any() for x in sequences)
+        batches = (data.packed(sequences, self.config.sequences_per_update(data.size)),) if counts else ()
         samples = (row(place, episode) for place, group in enumerate(groups) for episode in group)
-        return Update(sampling_report(groups), (batch,), samples)
+        return Update({**sampling_report(groups), **numbers}, batches, samples)

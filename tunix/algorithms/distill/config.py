@@ -1,7 +1,7 @@
 """The `algorithm` and `teacher` sections of a recipe for distillation. Loads without jax."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,8 @@ from tunix.config import TINY_GROUP, Config, DType, Family, MeshConfig, Place, P
 
 POLICY = "policy"
 """`teacher.path` for the present weights of the model that trains."""
+STORED = "stored"
+"""`teacher.path` for log-probs that the rows have."""
 PRESETS: Mapping[str, Settings] = {
     # Shenfeld et al. 2026, https://arxiv.org/abs/2601.19897: KL(policy(. | x) || policy(. | x, demonstration)) on the
     # policy's own completions. The paper's teacher is a moving average of the policy; this one is the policy itself.
@@ -17,6 +19,9 @@ PRESETS: Mapping[str, Settings] = {
     # Zhao et al. 2026, https://arxiv.org/abs/2601.18734: the first weights, which see the solution, as in the authors'
     # code (https://github.com/siyan-zhao/OPSD, scripts/run_opsd.sh); its later option to clip each token is not here.
     "opsd": {"on_policy": True, "divergence": "jsd", "beta": 0.5},
+    # Huebotter et al. 2026, https://arxiv.org/abs/2601.20802: KL(policy(. | x) || policy(. | x, f)), f another attempt
+    # that succeeded, and feedback. The paper regularises the teacher, as by a moving average; this one is the policy.
+    "sdpo": {"on_policy": True, "divergence": "reverse_kl", "group_size": 8, "success": 1.0},
 }
 PROMPTS: Mapping[str, str] = {
     # The texts of the authors' code.
@@ -28,8 +33,14 @@ PROMPTS: Mapping[str, str] = {
     "not copy or paraphrase it. Now, using your own words and independent reasoning, derive the same final answer to "
     "the problem above. Think step by step, explore different approaches, and don't be afraid to backtrack or "
     "reconsider if something doesn't work out:\n",
+    "sdpo": "{prompt}{attempt}{feedback}\n\nCorrectly solve the original question.\n",
 }
 """Preset -> what the teacher is asked."""
+SHOWN: Mapping[str, str] = {
+    "attempt": "\nCorrect solution:\n\n{}\n\n",
+    "feedback": "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{}\n\n",
+}
+"""What stands in `teacher.prompt` for a completion of the policy, where there is such a thing: the texts of SDPO."""
 
 
 class DistillConfig(RuledConfig):
@@ -38,10 +49,11 @@ class DistillConfig(RuledConfig):
     tiny_caps: ClassVar[Mapping[str, int]] = {"group_size": TINY_GROUP}
 
     name: str = "distill"
-    preset: Literal["sdft", "opsd"] | None = None
-    """The model as its own teacher, which sees the row's `completion` in its prompt: settings for all keys that are not
-    written, and a `teacher` where none is: `sdft` (https://arxiv.org/abs/2601.19897), with the present weights, or
-    `opsd` (https://arxiv.org/abs/2601.18734), with the first ones."""
+    preset: Literal["sdft", "opsd", "sdpo"] | None = None
+    """The model as its own teacher, which sees more in its prompt: settings for all keys that are not written, and a
+    `teacher` where none is. The row's `completion`: `sdft` (https://arxiv.org/abs/2601.19897), with the present
+    weights, or `opsd` (https://arxiv.org/abs/2601.18734), with the first ones. What other completions and the rewards
+    show: `sdpo` (https://arxiv.org/abs/2601.20802), with the present weights."""
     on_policy: bool = False
     """Whether the student samples the completions and the teacher scores each token; else it learns on given text."""
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "sampled"] | None = None
@@ -56,6 +68,10 @@ class DistillConfig(RuledConfig):
     """Weight of the negative log-likelihood of the given tokens, added to the divergence; 0 for none."""
     group_size: Positive | None = None
     """Completions of each prompt, with `on_policy: true`. Null: 1."""
+    success: float | None = None
+    """Total reward from which a completion is `{attempt}` in `teacher.prompt` for the others of its prompt, and below
+    which what rewards log as `feedback` is `{feedback}` for itself. Completions with neither are not trained. Null: the
+    teacher is asked before anything is sampled."""
 
     presets: ClassVar[Mapping[str, Settings]] = PRESETS
     gone: ClassVar[Mapping[str, str]] = {
@@ -67,7 +83,7 @@ class DistillConfig(RuledConfig):
         Rule(("beta",), lambda s: s["divergence"] == "jsd", "without divergence: jsd"),
         Rule(("top_k",), lambda s: s["divergence"] != "sampled", "with divergence: sampled, which asks for one token"),
         Rule(("sft_weight",), lambda s: not s["on_policy"], "with on_policy: true: only prompts are read of a row"),
-        Rule(("group_size",), lambda s: bool(s["on_policy"]), "without on_policy: true"),
+        Rule(("group_size", "success"), lambda s: bool(s["on_policy"]), "without on_policy: true"),
     )
 
     @classmethod
@@ -86,6 +102,10 @@ class DistillConfig(RuledConfig):
     @property
     def learns_from_teacher(self) -> bool:
         return True
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        return self.success is not None
 
     @property
     def reads(self) -> RowKind:
@@ -120,12 +140,13 @@ class TeacherMesh(MeshConfig):
         return self.data * self.fsdp * self.context * self.tensor
 
 
-class TeacherConfig(Config):
+class OneTeacher(Config):
     """A frozen model with the student's vocabulary, of any family and size."""
 
     path: Place | None = None
     """Hub id, local folder, the folder of a run, or a PEFT folder. A teacher that is an adapter on the student's frozen
     base shares that base. `policy`: the model that trains, with its present weights, which sees more in `prompt`.
+    `stored`: nobody, as the rows have log-probs that `tunix score --top-k` wrote.
     `http://HOST:8000/v1`: a server that repeats prompts with their log-probs (`echo`), as vLLM and `tunix serve` do,
     for algorithms that ask for sampled tokens alone."""
     family: Family | None = None
@@ -152,9 +173,19 @@ class TeacherConfig(Config):
     """Devices for the teacher alone, the last ones; `mesh` then has the others. Null: it shares the student's."""
 
     @property
+    def names_others(self) -> bool:
+        """Whether it is no model, but a list of several."""
+        return False
+
+    @property
     def is_policy(self) -> bool:
         """Whether the model that trains is its own teacher."""
         return self.path == POLICY
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the rows have what it says."""
+        return self.path == STORED
 
     @property
     def is_served(self) -> bool:
@@ -162,7 +193,9 @@ class TeacherConfig(Config):
         return self.path is not None and self.path.startswith(("http://", "https://"))
 
     @model_validator(mode="after")
-    def _source(self, info: Any) -> "TeacherConfig":
+    def _source(self) -> "OneTeacher":
+        if self.names_others:
+            return self
         if self.path is None and self.family is None:
             raise ValueError("path is missing: a hub id, a folder, or the folder of a run")
         for key in ("family", "sizes"):
@@ -174,6 +207,8 @@ class TeacherConfig(Config):
             raise ValueError(f"{idle[0]} changes nothing without a server in path: leave it out")
         if self.is_policy and (self.mesh or self.chat_template or self.dtype != "bfloat16"):
             raise ValueError("mesh, dtype and chat_template are the student's with path: policy: leave them out")
+        if self.is_stored and (self.mesh or self.chat_template or self.dtype != "bfloat16" or self.prompt):
+            raise ValueError("mesh, dtype, chat_template and prompt change nothing that is stored: leave them out")
         if self.is_policy and self.prompt is None:
             raise ValueError("path: policy has nothing to teach itself without more in its prompt: set teacher.prompt")
         if self.prompt is not None and "{prompt}" not in self.prompt:
@@ -187,7 +222,73 @@ class TeacherConfig(Config):
     @property
     def reads_as_student(self) -> bool:
         """Whether it reads the student's tokens, as a random teacher does, which has no chat template of its own."""
-        students = (None, "student") if self.path is None or self.is_served else ("student",)
+        alike = self.path is None or self.is_served or self.is_stored
+        students = (None, "student") if alike else ("student",)
         return self.prompt is None and self.chat_template in students
 
     gone: ClassVar[Mapping[str, str]] = {"init": "a teacher without a path is random, of the family that is named"}
+
+
+class NamedTeacher(OneTeacher):
+    """One of several teachers."""
+
+    weight: NonNegative = 1.0
+    """Its share of the loss, relative to the others'; without `teacher.column`."""
+
+
+class TeacherConfig(OneTeacher):
+    """The model that the student learns from, or several."""
+
+    by_name: dict[str, NamedTeacher] = Field(default_factory=dict)
+    """Several teachers, in place of `path` and all other keys, such as `{math: {path: ...}, code: {path: ...}}`. Their
+    divergences are added up, by their weights as shares of the sum; with `column` a row follows one of them."""
+    column: str | None = None
+    """Column of a row with the name of the teacher that it follows (MOPD, https://arxiv.org/abs/2606.30406)."""
+
+    @property
+    def names_others(self) -> bool:
+        return bool(self.by_name)
+
+    @property
+    def each(self) -> Mapping[str, OneTeacher]:
+        """The teachers, by the key of the recipe that each is under."""
+        return {f"teacher.by_name.{name}": x for name, x in self.by_name.items()} or {"teacher": self}
+
+    @property
+    def is_served(self) -> bool:
+        """Whether a server has one of them."""
+        return any(x.is_served for x in self.by_name.values()) or super().is_served
+
+    @property
+    def shares(self) -> tuple[float, ...] | None:
+        """Each teacher's share of the loss, e.g. `(0.25, 0.75)`; None where a row follows one of them."""
+        weights = [x.weight for x in self.by_name.values()] or [1.0]
+        return None if self.column else tuple(weight / sum(weights) for weight in weights)
+
+    @model_validator(mode="after")
+    def _of_several(self) -> "TeacherConfig":
+        if not self.by_name:
+            if self.column:
+                raise ValueError("column chooses among several teachers: name them in by_name, or leave it out")
+            return self
+        fields = OneTeacher.model_fields
+        if wrong := [
+            key for key, field in fields.items() if getattr(self, key) != field.get_default(call_default_factory=True)
+        ]:
+            raise ValueError(f"{wrong[0]}: of several teachers each has its own: write it below its name in by_name")
+        weighted = [name for name, x in self.by_name.items() if "weight" in x.model_fields_set]
+        if self.column and any(self.by_name[name].weight != 1 for name in weighted):
+            raise ValueError(
+                f"by_name.{weighted[0]}.weight: changes nothing with column, by which a row follows one teacher alone: "
+                "leave it out (rows have a column `weight` of their own)"
+            )
+        if not any(x.weight for x in self.by_name.values()):
+            raise ValueError("by_name: the weights of all teachers are 0, so that nobody is followed: raise one")
+        if stored := [name for name, x in self.by_name.items() if x.is_stored]:
+            raise ValueError(f"by_name.{stored[0]}.path: stored log-probs are followed alone: write it in teacher.path")
+        if apart := [name for name, x in self.by_name.items() if x.mesh]:
+            raise ValueError(
+                f"by_name.{apart[0]}.mesh: several teachers share the student's devices: leave it out, or have a "
+                "server hold that one"
+            )
+        return self
