@@ -107,7 +107,7 @@ def used_once(files: list[Source]) -> list[str]:
 
 
 def lonely(files: list[Source]) -> list[str]:
-    """Files below SHORT_FILE lines that one other file imports."""
+    """Files below SHORT_FILE lines that one other file imports; a folder's `__init__.py` cannot go into another file."""
     importers = defaultdict[str, set[str]](set)
     for file in files:
         for module in file.imported:
@@ -115,7 +115,9 @@ def lonely(files: list[Source]) -> list[str]:
     return [
         str(file.path.relative_to(ROOT))
         for file in files
-        if len(file.text.splitlines()) < SHORT_FILE and len(importers[file.module] - {file.module}) == 1
+        if len(file.text.splitlines()) < SHORT_FILE
+        and len(importers[file.module] - {file.module}) == 1
+        and file.path.name != "__init__.py"
     ]
 
 

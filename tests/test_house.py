@@ -254,24 +254,25 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 62_600,
-    "files": 303,
-    "functions": 3_222,
-    "short functions used once": 117,
-    "short files with one importer": 14,
+    "lines": 63_330,
+    "files": 302,
+    "functions": 3_246,
+    "short functions used once": 97,
+    "short files with one importer": 9,
     "calls with bundles": 40,
-    "imports of the busiest file": 27,
-    "recipe keys": 285,
-    "recipe keys of GRPO": 38,
+    "imports of the busiest file": 24,
+    "recipe keys": 290,
+    "recipe keys of GRPO": 39,
     "files in the closure of algorithms/grpo": 15,
-    "lines in the closure of algorithms/grpo": 3_966,
+    "lines in the closure of algorithms/grpo": 4_008,
     "banned local names": 0,
     "files with private names of others": 6,
 }
-"""What a reader has to hold at most. A change that makes one less lowers it here. Raised twice: from 49,000 lines and
-218 keys by what connects other people's worlds (environments, tools, mixtures, curricula, judges, evaluations), and
-from 53,300 lines by the doors of `tunix serve`: chats and streams in OpenAI's form, training by Tinker's protocol,
-agents and what they asked, evaluation harnesses; and by 22 lines for calls of tools that have to come."""
+"""What a reader has to hold at most. A change that makes one less lowers it here. Raised three times: from 49,000 lines
+and 218 keys by what connects other people's worlds (environments, tools, mixtures, curricula, judges, evaluations), from
+53,300 lines by the doors of `tunix serve`: chats and streams in OpenAI's form, training by Tinker's protocol, agents and
+what they asked, evaluation harnesses; and from 62,600 lines and 285 keys by several teachers and stored ones, SDPO,
+penalties over all ids, episodes that are carried over and the watchdog."""
 
 
 def test_the_house_keeps_its_budgets():

@@ -335,9 +335,9 @@ def token_logprobs(
     """
     whole &= candidates is not None
     scaling = LogitScaling(softcap, temperature, len(table))
+    hidden, targets_of, needed_of = in_pieces(hidden), in_pieces(targets), in_pieces(needed)
     split = None if candidates is None else in_pieces(candidates)
-    of_tokens = in_pieces(targets), in_pieces(needed), split
-    results = _token_logprobs(scaling, entropy, whole, in_pieces(hidden), table, *of_tokens)
+    results = _token_logprobs(scaling, entropy, whole, hidden, table, targets_of, needed_of, split)
     return jax.tree.map(lambda x: in_rows(x, *targets.shape), results)
 
 

@@ -151,7 +151,7 @@ def test_the_trainers_head_gives_the_same_logprobs():
     needed = jnp.ones((1, 30), bool)
     trainers = jax.jit(partial(token_logprobs, softcap=None, entropy=False), static_argnames="temperature")
     for temperature in (1.0, 0.7, 2.5):
-        trained, _ = trainers(hidden, table, targets, needed, temperature=temperature)
+        trained, *_ = trainers(hidden, table, targets, needed, temperature=temperature)
         settings = Transform.of([Sampling(temperature=temperature)] * 30)
         scores = transformed(hidden[0] @ table.T, settings, jnp.ones(30, bool))
         sampled = jnp.take_along_axis(jax.nn.log_softmax(scores), targets[0][:, None], axis=1)[:, 0]
