@@ -155,3 +155,16 @@ def test_the_command_line_finds_them(project: Path):
         [sys.executable, "-P", "-c", script], capture_output=True, text=True, env=environment, check=True
     )
     assert json.loads(done.stdout) == 1.0
+
+
+def test_a_file_that_changes_within_a_second_is_read_anew(project: Path, monkeypatch: pytest.MonkeyPatch):
+    """So does its neighbour, which is as long as before; Python's `__pycache__` would not tell, and is not written."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    second = 1_700_000_000
+    for number in range(2):
+        write(project / "rewards/near_number.py", f"NUMBER = {number}\n")
+        write(project / "rewards/reads.py", f"import near_number\nVALUE = (near_number.NUMBER, {number})\n")
+        for name in ("near_number", "reads"):
+            os.utime(project / f"rewards/{name}.py", ns=(0, second * 10**9 + number))
+        assert load_object("rewards/reads.py:VALUE") == (number, number)
+    assert not [*project.rglob("__pycache__")]

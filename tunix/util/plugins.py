@@ -16,10 +16,10 @@ import sysconfig
 import traceback
 import typing
 from collections.abc import Callable, Mapping
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from tunix.errors import UserError, nearest
@@ -143,10 +143,9 @@ def _file_module(path: Path) -> ModuleType:
     if (module := _NEIGHBOURS.loaded(path)) is not None:
         return module
     name = f"tunix_user_{path.stem}_{abs(hash((path, path.stat().st_mtime_ns)))}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    loader = _Shared(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
-    assert spec.loader is not None
-    loader = _Shared(spec.loader, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
@@ -222,15 +221,21 @@ class _Neighbours(MetaPathFinder):
         specs = (PathFinder.find_spec(name, [str(folder)]) for folder in folders)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.origin and spec.loader is not None and Path(spec.origin).suffix == ".py":
-            spec.loader = _Shared(spec.loader, Path(spec.origin).resolve())
+            spec.loader = _Shared(spec.name, Path(spec.origin).resolve())
         return spec
 
 
-class _Shared(Loader):
-    """Loads a file once, whether it is imported by its plain name or named in a recipe."""
+class _Shared(SourceFileLoader):
+    """Loads a file once, whether it is imported by its plain name or named in a recipe. What Python compiles is not
+    kept: `__pycache__` tells changes by the second, and a run leaves nothing beside the user's files."""
 
-    def __init__(self, loader: Loader, path: Path) -> None:
-        self._loader, self._path, self._known = loader, path, _NEIGHBOURS.loaded(path)
+    def __init__(self, name: str, path: Path) -> None:
+        super().__init__(name, str(path))
+        self._file, self._known = path, _NEIGHBOURS.loaded(path)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compiles the file."""
+        return self.source_to_code(self.get_data(self.path), self.path)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """The file's module where it is imported already."""
@@ -240,12 +245,12 @@ class _Shared(Loader):
         """Runs the file, unless it has been."""
         if self._known is not None:
             return
-        _NEIGHBOURS.modules[self._path] = (self._path.stat().st_mtime_ns, module)
+        _NEIGHBOURS.modules[self._file] = (self._file.stat().st_mtime_ns, module)
         try:
-            _refuse_namesakes(self._path)
-            self._loader.exec_module(module)
+            _refuse_namesakes(self._file)
+            super().exec_module(module)
         except BaseException:
-            _NEIGHBOURS.drop(self._path)
+            _NEIGHBOURS.drop(self._file)
             raise
 
 
