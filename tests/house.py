@@ -107,7 +107,7 @@ def used_once(files: list[Source]) -> list[str]:
 
 
 def lonely(files: list[Source]) -> list[str]:
-    """Files below SHORT_FILE lines that one other file imports; a folder's `__init__.py` cannot go into another file."""
+    """Files below SHORT_FILE lines that one other file imports, but for the `__init__.py` of folders."""
     importers = defaultdict[str, set[str]](set)
     for file in files:
         for module in file.imported:

@@ -636,7 +636,10 @@ def test_stored_log_probs_that_do_not_fit_are_refused_before_weights(
             {"algorithm": {"name": "distill", "on_policy": True, "success": 1}, "reward.functions": ["length"]},
             "algorithm.success: the teacher is shown nothing of what was sampled: write {attempt} or {feedback}",
         ),
-        ({"algorithm": {"name": "distill", "success": 1}}, "success is 1.0, which changes nothing without on_policy: true"),
+        (
+            {"algorithm": {"name": "distill", "success": 1}},
+            "success is 1.0, which changes nothing without on_policy: true",
+        ),
     ],
 )
 def test_mistakes_are_told(tmp_path: Path, teacher: Path, capsys, changes: dict[str, Any], said: str):

@@ -12,6 +12,7 @@ import pytest
 from tests.tiny_rl import write_policy
 from tests.tiny_runs import train
 from tunix.data.shapes import listed
+from tunix.data.sources import texts
 from tunix.run import watchdog
 from tunix.run.watchdog import Watchdog
 from tunix.trainer.progress import Display
@@ -31,9 +32,10 @@ def test_what_a_silent_run_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
     log, go_on = tmp_path / "log.txt", threading.Event()
     display = Display("run", 3, 0, log=log)
 
-    def rows() -> Iterator[str]:
-        go_on.wait(60)
-        yield "row"
+    class Late(list[str]):
+        def __iter__(self) -> Iterator[str]:
+            go_on.wait(60)
+            return iter(())
 
     def lines(number: int) -> list[str]:
         end = time.monotonic() + 30
@@ -42,17 +44,17 @@ def test_what_a_silent_run_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
             time.sleep(0.01)
         return log.read_text().splitlines()
 
-    threads = [threading.Thread(target=listed, args=(rows(),)) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: listed(texts(Late()))) for _ in range(2)]
     for thread in threads:
         thread.start()
     with closing(Watchdog(display)):
         for line in lines(2):
-            assert re.search(r"nothing for 0:00:0\d\. Waiting for .*rows \(data/shapes\.py:\d+\) in 2 threads", line)
+            assert re.search(r"nothing for 0:00:0\d\. Waiting for .*rows \(data/sources\.py:\d+\) in 2 threads", line)
         go_on.set()
         for thread in threads:
             thread.join()
         display.update(1, {})
-        assert "rows" not in lines(4)[-1]
+        assert "data/sources" not in lines(display.shown + 1)[-1]
     assert "silence" not in {thread.name for thread in threading.enumerate()}
 
 

@@ -139,9 +139,8 @@ def _examine(recipe: Recipe, model: ModelConfig, report: _Report) -> None:
         rows = f"{number // recipe.epochs:,} rows" + " of a mixture" * bool(data.sources)
         report.facts.append(f"steps: {total:,} ({epochs} of {rows}, {recipe.batch_size} at a time)")
         report.notes += update_notes(recipe, number // recipe.epochs, total)
-        with report.noting("logging.profile"):
-            if recipe.logging.profile is not None:
-                recipe.logging.profile.refuse_beyond(total)
+        if recipe.logging.profile and (beyond := recipe.logging.profile.beyond(total)):
+            report.wrong.append(beyond)
     if train is not None and data.curriculum is not None:
         with report.noting("data.curriculum"):
             curriculum_of(data, train, recipe.seed, 0)

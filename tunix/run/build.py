@@ -12,6 +12,7 @@ from pathlib import Path
 from tunix.data.mixing import rows_read
 from tunix.data.pipeline import shuffled
 from tunix.distributed.processes import lead
+from tunix.errors import UserError
 from tunix.hf.source import settled
 from tunix.protocols import Sampler
 from tunix.recipe.notes import total_steps, update_notes
@@ -87,8 +88,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     elif total is None:  # if no row is dropped
         total = total_steps(rows, recipe.batch_size, 1)
     profile = recipe.logging.profile
-    if profile is not None:
-        profile.refuse_beyond(total)
+    if profile is not None and (wrong := profile.beyond(total)):
+        raise UserError(wrong)
     stream = open_stream(setup, inputs, collector, total)
     for note in (*device_notes(mesh), *update_notes(recipe, rows // epochs, total), *notes):
         display.say(f"note: {note}")

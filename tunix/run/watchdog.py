@@ -7,10 +7,10 @@ and the innermost file of each that `STAGES` knows says what its thread is at.
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
 from tunix.errors import UserError
 from tunix.trainer.progress import Display, duration
@@ -26,7 +26,8 @@ STAGES = {
     "rollout/environments": "environments",
     "rollout/servers": "servers that sample",
     "rollout/engine": "the sampler",
-    "rollout": "completions",
+    "rollout/asynchronous": "completions",
+    "rollout/collect": "completions",
     "run/evaluation": "an evaluation",
     "run/recorder": "the update on its device",
     "trainer/checkpoint": "a checkpoint on its disk",
@@ -37,30 +38,28 @@ STAGES = {
 }
 """Folders and files of tunix -> what a thread in them is at, empty where no run waits for it; the first that fits, from
 the innermost file outwards."""
-IDLE = ("watch", "progress", "silence")
-"""Names of threads that wait all the time."""
 ROOT = Path(__file__).parents[1]
 
 
-def stage(frame: FrameType | None) -> str:
-    """What a thread with this innermost frame is at: `rewards (rollout/rewards/scorer.py:210)`; else empty."""
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT):
-            name = path.relative_to(ROOT).with_suffix("").as_posix()
-            for place, words in STAGES.items():
-                if name == place or name.startswith(f"{place}/"):
-                    return words and f"{words} ({name}.py:{frame.f_lineno})"
-        frame = frame.f_back
-    return ""
-
-
 def waiting() -> list[str]:
-    """What the threads of this process are at, the main thread first; several at the same are counted."""
-    frames = sys._current_frames()
-    threads = sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread())
-    stages = (stage(frames.get(thread.ident or 0)) for thread in threads if thread.name not in IDLE)
-    counted = Counter(text for text in stages if text)
+    """What the threads of this process are at, the main thread first, and where; several at the same are counted."""
+    stacks, main = sys._current_frames(), threading.main_thread()
+    counted = Counter[str]()
+    for thread in sorted(threading.enumerate(), key=lambda thread: thread is not main):
+        frames = traceback.walk_stack(stacks.get(thread.ident or 0))
+        inner = [(Path(frame.f_code.co_filename), number) for frame, number in frames]
+        ours = [(path.relative_to(ROOT).as_posix(), number) for path, number in inner if path.is_relative_to(ROOT)]
+        if thread is not main and len(ours) < 2:
+            continue  # its outermost function waits for work
+        stages = (
+            (words, name, number)
+            for name, number in ours
+            for place, words in STAGES.items()
+            if name.startswith((f"{place}/", f"{place}.py"))
+        )
+        words, name, number = next(stages, ("", "", 0))
+        if words:
+            counted[f"{words} ({name}:{number})"] += 1
     return [f"{text} in {number} threads" if number > 1 else text for text, number in counted.items()]
 
 

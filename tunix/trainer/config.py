@@ -6,7 +6,6 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from tunix.config import Config, DType, Fraction, Place, Positive
-from tunix.errors import UserError
 
 DEFAULTS = {
     "adamw": {"b1": 0.9, "b2": 0.999, "eps": 1e-8},
@@ -128,11 +127,10 @@ class ProfileConfig(Config):
             raise ValueError(f"{list(steps)} ends before it begins: write the first step, then the last")
         return steps
 
-    def refuse_beyond(self, total: int) -> None:
-        """Raises a UserError where the window ends after the last of `total` steps."""
-        if self.steps[1] > total:
-            where = f"logging.profile.steps: {list(self.steps)}"
-            raise UserError(f"{where} ends after the run's last step, {total}; choose earlier ones")
+    def beyond(self, total: int) -> str | None:
+        """What is wrong where the window ends after the last of `total` steps."""
+        text = f"logging.profile.steps: {list(self.steps)} ends after the run's last step, {total}; choose earlier ones"
+        return text if self.steps[1] > total else None
 
 
 class SamplesConfig(Config):
