@@ -66,4 +66,4 @@ def test_a_run_whose_rewards_are_late(tmp_path: Path, monkeypatch: pytest.Monkey
     write_policy(tmp_path, steps=1, reward__functions=["late.py:late"])
     train("r.yaml")
     said = (tmp_path / "run/log.txt").read_text()
-    assert re.search(r"nothing for 0:00:0\d.*Waiting for .*rewards \(rollout/rewards/\w+\.py:\d+\)", said), said
+    assert re.search(r"nothing for 0:00:\d\d.*Waiting for .*rewards \(rollout/rewards/\w+\.py:\d+\)", said), said
