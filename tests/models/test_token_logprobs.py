@@ -173,8 +173,8 @@ def test_an_offset_that_all_logits_share_takes_no_digit_away(monkeypatch, traine
 
     def ours(hidden, table, entropy=True):
         needed = jnp.ones((1, 3), bool)
-        found = token_logprobs(hidden, table, jnp.asarray(targets), needed, softcap=None, entropy=entropy)
-        return found[0].sum() + 2 * found[1].sum(), found
+        values = token_logprobs(hidden, table, jnp.asarray(targets), needed, softcap=None, entropy=entropy)[:2]
+        return values[0].sum() + 2 * values[1].sum(), values
 
     arrays = jnp.asarray(hidden, jnp.float32), jnp.asarray(table, jnp.float32)
     if trained:
