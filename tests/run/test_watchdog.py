@@ -47,14 +47,24 @@ def test_what_a_silent_run_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
     threads = [threading.Thread(target=lambda: listed(texts(Late()))) for _ in range(2)]
     for thread in threads:
         thread.start()
+
+    def silent(line: str) -> int:
+        told = re.search(r"nothing for 0:00:(\d\d)\. Waiting for ", line)
+        assert told is not None, line
+        return int(told[1])
+
     with closing(Watchdog(display)):
-        for line in lines(3)[1:]:
-            assert re.search(r"nothing for 0:00:\d\d\. Waiting for .*rows \(data/sources\.py:\d+\) in 2 threads", line)
+        for line in lines(4)[1:]:
+            assert re.search(r"rows \(data/sources\.py:\d+\) in 2 threads", line), line
+        long = silent(lines(4)[3])
+        assert long >= 4, "after 0.5, 1, 2 and 4 seconds"
         go_on.set()
         for thread in threads:
             thread.join()
         display.update(1, {})
-        assert "data/sources" not in lines(len(lines(0)) + 2)[-1]  # one may have been on its way
+        last = lines(len(lines(0)) + 2)[-1]  # one may have been on its way
+        assert "data/sources" not in last
+        assert silent(last) < long
     assert not [thread for thread in threading.enumerate() if thread.name == "silence" and thread not in before]
 
 

@@ -157,7 +157,8 @@ class Examples:
                 break
             place -= len(part)
         else:
-            where, row = f"row {i + 1} of {self.rows.name}", {**self.rows[i], **more}
+            where, row = f"row {i + 1} of {self.rows.name}", self.rows[i]
+            row = {**row, **more} if more else row
             example = to_example(row, self.tokenizer, self.settings, where, self.rows.folder, self.teacher)
             example = replace(example, source=self.source) if self.source else example
         return replace(example, number=i) if isinstance(example, Kept) else example

@@ -69,8 +69,10 @@ def teacher_sources(recipe: Sections, student: Source) -> list[Source | None]:
 
 
 def _source(key: str, config: OneTeacher, student: Source) -> Source | None:
-    if config.is_policy or config.is_stored:
-        return student if config.is_policy else None
+    if config.is_policy:
+        return student
+    if config.is_stored:
+        return None
     if config.is_served:
         if processes.number() > 1:
             raise UserError(

@@ -28,6 +28,7 @@ STAGES = {
     "rollout/engine": "the sampler",
     "rollout/asynchronous": "completions",
     "rollout/collect": "completions",
+    "hf": "weights of a folder",
     "run/evaluation": "an evaluation",
     "run/recorder": "the update on its device",
     "trainer/checkpoint": "a checkpoint on its disk",
@@ -57,7 +58,8 @@ def waiting() -> list[str]:
             for place, words in STAGES.items()
             if name.startswith((f"{place}/", f"{place}.py"))
         )
-        words, name, number = next(stages, ("", "", 0))
+        no_stage = ("what is no stage of a run", *ours[0]) if thread is main and ours else ("", "", 0)
+        words, name, number = next(stages, no_stage)
         if words:
             counted[f"{words} ({name}:{number})"] += 1
     return [f"{text} in {number} threads" if number > 1 else text for text, number in counted.items()]
@@ -82,7 +84,7 @@ class Watchdog:
             elif now - since > patience * max(SILENCE, TIMES * (mean or 0.0)):
                 usual = "" if mean is None else f", where a step takes {duration(mean)}"
                 with suppress(UserError):  # of a log that cannot be written: the main thread finds that out, too
-                    stages = ", ".join(waiting()) or "what is no stage of a run"
+                    stages = ", ".join(waiting()) or "code that is not of tunix"
                     self._display.say(f"nothing for {duration(now - since)}{usual}. Waiting for {stages}")
                 shown, patience = self._display.shown, 2 * patience  # its own line is no sign of life
 
