@@ -128,6 +128,20 @@ def test_rows_that_fit_no_task(model: Path, tmp_path: Path, capsys: pytest.Captu
     assert "its sizes are not known here" in said(capsys, "init", "nobody/nothing", "rows.jsonl")
 
 
+def test_rows_that_a_data_set_holds_out(model: Path, tmp_path: Path):
+    """The test rows of a folder that has them; one file has none, and the recipe says where others are named."""
+    (tmp_path / "both").mkdir()
+    for name in ("train", "test"):
+        write_rows(tmp_path / f"both/{name}.jsonl", ROWS["messages"][1])
+    assert main(["init", "model", "both", "--out", "both.yaml"]) == 0
+    assert Recipe.load("both.yaml").data.eval_split == "test"
+    assert main(["check", "both.yaml"]) == 0
+    assert main(["init", "model", "both/train.jsonl", "--out", "single.yaml"]) == 0
+    assert Recipe.load("single.yaml").data.eval_split is None
+    assert "# `eval: FILE` beside it" in Path("single.yaml").read_text()
+    assert "# `eval: FILE` beside it" not in Path("both.yaml").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["messages", "pairs", "labels", "answers"])
 def test_it_runs_with_tiny(shape: str, model: Path, tmp_path: Path):

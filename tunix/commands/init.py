@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from tunix.data.examples import Examples
 from tunix.data.shapes import ANSWERS, COMPLETIONS, LABELS, PAIRS, QUESTIONS, Row, Shapes, detect_format, listed
-from tunix.data.sources import Rows, open_rows
+from tunix.data.sources import Rows, open_held_out, open_rows
 from tunix.data.types import Dropped, Kept
 from tunix.errors import UserError
 from tunix.recipe.notes import total_steps
@@ -128,9 +128,17 @@ def init(model: str, data: str, out: Path | None, algorithm: str | None, topolog
         where, number, on_cpu = jax.devices()[0].device_kind, jax.device_count(), jax.default_backend() == "cpu"
         memory = memory_of(jax.devices()) or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / number
     samples = name == "grpo"
+    held = None
+    with suppress(UserError):  # none of several splits is clearly the held-out one
+        held = None if rows.split is None else open_held_out(data).split
     sections: dict[str, Any] = {
         "model": {"path": model, "dtype": "float32" if on_cpu else "bfloat16"},
-        "data": {"train": data, "columns": columns, "max_length": limit},
+        "data": {
+            "train": data,
+            "eval_split": None if held == rows.split else held,
+            "columns": columns,
+            "max_length": limit,
+        },
         "algorithm": {"name": name},
         "batch_size": max([2, *(size for size in (4, 8, 16, 32) if size <= task.batch and 8 * size <= len(rows))]),
         "epochs": 3 if name == "sft" and len(rows) < 5000 else 1,
@@ -182,6 +190,8 @@ def init(model: str, data: str, out: Path | None, algorithm: str | None, topolog
     steps = total_steps(len(rows), sections["batch_size"], sections["epochs"])
     why = {
         "model.dtype": "of the computation; what trains is kept in float32",
+        "data.train": "`eval: FILE` beside it measures the model on the rows of another file",
+        "data.eval_split": "rows that measure the model and are not trained on",
         "data.columns": "our names, and those of the rows",
         "data.max_length": "prompt and answer" if samples else seen_lengths,
         "data.prompt_length": seen_lengths,
@@ -195,6 +205,8 @@ def init(model: str, data: str, out: Path | None, algorithm: str | None, topolog
         "batch_size": f"of {len(rows):,} rows: an epoch has 8 updates or more where there are enough",
         "epochs": f"{steps:,} steps",
     }
+    if sections["data"]["eval_split"] is not None:
+        del why["data.train"]
     empty = (None, False, {})
     kept = {key: value for key, value in sections.items() if value not in empty and key != "output"}
     kept["data"] = {key: value for key, value in kept["data"].items() if value not in empty}
