@@ -254,14 +254,14 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 63_330,
+    "lines": 63_375,
     "files": 302,
-    "functions": 3_246,
-    "short functions used once": 97,
+    "functions": 3_247,
+    "short functions used once": 98,
     "short files with one importer": 9,
     "calls with bundles": 40,
     "imports of the busiest file": 24,
-    "recipe keys": 290,
+    "recipe keys": 291,
     "recipe keys of GRPO": 39,
     "files in the closure of algorithms/grpo": 15,
     "lines in the closure of algorithms/grpo": 4_008,

@@ -6,7 +6,7 @@ and the paper.
 """
 
 from tunix.algorithms import ops
-from tunix.algorithms.distill.loss import distill_loss, sampled_loss
+from tunix.algorithms.distill.loss import distill_loss, prefix_weights, sampled_loss
 from tunix.algorithms.dpo.loss import dpo_loss
 from tunix.algorithms.grpo.loss import grpo_loss
 from tunix.algorithms.kto.loss import kto_loss
@@ -22,6 +22,7 @@ __all__ = [
     "ops",
     "ppo_loss",
     "reward_loss",
+    "prefix_weights",
     "sampled_loss",
     "sft_loss",
     "value_loss",

@@ -16,6 +16,7 @@ from tests.trainer.test_step import assert_close, gradients
 from tests.trainers import PLAIN, RICH, sequences, trainer
 from tunix.algorithms.distill.algorithm import Distill
 from tunix.algorithms.distill.config import DistillConfig, TeacherMesh
+from tunix.algorithms.on_policy import Experience
 from tunix.config import DType, MeshConfig, RowKind
 from tunix.data.config import DataConfig
 from tunix.data.examples import Examples
@@ -413,3 +414,20 @@ def test_a_student_that_draws_comes_near_its_teacher(divergence):
     samples = list(done[0].samples)
     assert {row["group"] for row in samples} == set(range(len(samples) // 4))
     assert "advantage" not in samples[0]
+
+
+def test_an_update_weighs_what_was_sampled_by_what_came_before_it():
+    """IW-OPD's weights of each completion, from the log-probs that the batch holds beside them."""
+    client = taught(trainer(length=16))
+    algorithm = Distill(DistillConfig(on_policy=True, prefix_weight=0.5, group_size=2), SAMPLING)
+    client.publish()
+    for data in drawing(1):
+        (batch,) = algorithm.prepare(client, Experience(algorithm.gather(client, data), data)).batches
+    arrays = {name: np.asarray(x) for name, x in batch.per_token.items()}
+    for i in range(16):
+        at = (np.asarray(batch.sequence_ids) == i) & (np.asarray(batch.loss_mask) > 0)
+        sizes = np.abs(arrays["teacher_logprobs"][at] - arrays["old_logprobs"][at])
+        assert len(sizes) == 12
+        for t in range(12):
+            wanted = 1 + 0.5 * sizes[t:].sum() / sizes.sum()
+            assert arrays["prefix_weights"][at][t] == pytest.approx(wanted, rel=1e-5)

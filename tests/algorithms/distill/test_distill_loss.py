@@ -10,7 +10,7 @@ import pytest
 from tests.policy_batches import PROMPT, Taken, batch_of, gradients, inputs_of, reduced, rows
 from tunix.algorithms.distill.algorithm import Distill
 from tunix.algorithms.distill.config import DistillConfig
-from tunix.algorithms.distill.loss import distill_loss
+from tunix.algorithms.distill.loss import distill_loss, prefix_weights
 from tunix.trainer.step import loss_sums
 from tunix.types import Compared, Divergence, LossInputs, LossOutputs, Sampling
 
@@ -104,11 +104,30 @@ def test_on_own_text_the_mismatch_is_measured(inputs):
     assert float(sums["mismatch/max"].value) == pytest.approx(log(2), rel=1e-5)
 
 
+def test_tokens_before_the_text_departs_count_more():
+    """|A| is 1, 2 and 3 at three tokens, 6 in all: of gamma 1/2 are left (6 - 0) / 6, (6 - 1) / 6 and (6 - 3) / 6."""
+    weights = prefix_weights(np.array([0, 1, 0, -2, 3], np.float32), 0.5)
+    assert weights[[1, 3, 4]] == pytest.approx([1.5, 1 + 5 / 12, 1.25])
+    assert prefix_weights(np.zeros(2, np.float32), 0.5) == pytest.approx([1.5, 1.5])  # where nothing has departed
+
+
+def test_the_weights_are_factors_of_the_advantage():
+    """A is -log 2, 0, log 2, the ratio 1, 1/2, 1: with weights 3, 5, 7 the mean of -r w A is (3 - 7) log 2 / 3."""
+    taken = [
+        replace(x, more={**x.more, "prefix_weights": weights})
+        for x, weights in zip(GIVEN, [[3.0, 5.0], [7.0]], strict=True)
+    ]
+    result = reduced(algorithm(on_policy=True, prefix_weight=0.5).loss, with_teacher(inputs_of(batch_of(taken))))
+    assert result["train/loss"] == pytest.approx((3 - 7) * log(2) / 3)
+    assert result["distill/divergence"] == pytest.approx(0.0, abs=1e-6)  # (log 2 + 0 - log 2) / 3, without weights
+
+
 # What must not change anything.
 
 SETTINGS = {
     "given": {"sft_weight": 0.3},
     "sampled": {"on_policy": True},
+    "weighted": {"on_policy": True, "prefix_weight": 0.5},
     "own_text": {"on_policy": True, "divergence": "jsd"},
 }
 
@@ -178,6 +197,7 @@ def test_null_is_filled_in_and_read_back(settings, filled):
         ({"divergence": "jsd", "beta": 1.0}, "less than 1"),
         ({"divergence": "sampled"}, "set on_policy: true"),
         ({"on_policy": True, "top_k": 5}, "asks for one token"),
+        ({"on_policy": True, "divergence": "jsd", "prefix_weight": 0.5}, "without divergence: sampled"),
         ({"temperature": 2.0}, "temperature is gone: it is 1 on given text, and rollout.temperature"),
         ({"on_policy": True, "sft_weight": 0.5}, "only prompts are read"),
         ({"group_size": 4}, "without on_policy: true"),

@@ -10,7 +10,7 @@ import numpy as np
 
 from tunix.algorithms.base import Needs, Update
 from tunix.algorithms.distill.config import SHOWN, DistillConfig
-from tunix.algorithms.distill.loss import distill_loss, sampled_loss
+from tunix.algorithms.distill.loss import distill_loss, prefix_weights, sampled_loss
 from tunix.algorithms.episodes import (
     Groups,
     as_sequence,
@@ -27,6 +27,9 @@ from tunix.config import RowKind
 from tunix.protocols import Client, SamplingClient
 from tunix.rollout.types import Rollouts, Scored
 from tunix.types import Divergence, Loss, LossInputs, LossOutputs, TeacherView
+
+PREFIX_WEIGHTS = "prefix_weights"
+"""Name of a batch's per-token weights with `prefix_weight`."""
 
 
 class Distill(OnPolicy):
@@ -73,7 +76,7 @@ class Distill(OnPolicy):
         config, arrays = self.config, inputs.batch.per_token
         if config.divergence == "sampled":
             old, teacher = arrays["old_logprobs"], arrays[TEACHER]
-            return sampled_loss(inputs.logprobs, old, teacher, inputs.batch)
+            return sampled_loss(inputs.logprobs, old, teacher, inputs.batch, weights=arrays.get(PREFIX_WEIGHTS, 1.0))
         assert inputs.compared is not None
         return distill_loss(
             inputs.compared, inputs.logprobs, temperature=self.temperature, sft_weight=config.sft_weight
@@ -124,6 +127,11 @@ class Distill(OnPolicy):
         groups, leaves = self.all_measured(client, experience), self.config.success is not None
         pairs = zip(flat(groups), views, strict=True)
         sequences = [as_sequence(episode, leaves and view is None) for episode, view in pairs]
+        if gamma := self.config.prefix_weight:
+            for i, x in enumerate(sequences):
+                gaps = np.where(x.loss_mask, x.per_token[TEACHER] - x.per_token["old_logprobs"], np.float32(0))
+                weights = {PREFIX_WEIGHTS: prefix_weights(gaps, gamma)}
+                sequences[i] = replace(x, per_token={**x.per_token, **weights})
         counts = any(x.weight > 0 and x.loss_mask.any() for x in sequences)
         batches = (data.packed(sequences, self.config.sequences_per_update(data.size)),) if counts else ()
         samples = (row(place, episode) for place, group in enumerate(groups) for episode in group)

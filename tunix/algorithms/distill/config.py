@@ -66,6 +66,9 @@ class DistillConfig(RuledConfig):
     """The teacher's k most likely tokens are compared one by one, all others as one bucket; 0 compares all tokens."""
     sft_weight: NonNegative = 0.0
     """Weight of the negative log-likelihood of the given tokens, added to the divergence; 0 for none."""
+    prefix_weight: NonNegative = 0.0
+    """gamma of IW-OPD (https://arxiv.org/abs/2606.22600), which takes 0.5: how much more the first sampled token of a
+    completion counts; what later ones gain falls as the sampled text departs from the teacher. 0: all count alike."""
     group_size: Positive | None = None
     """Completions of each prompt, with `on_policy: true`. Null: 1."""
     success: float | None = None
@@ -82,6 +85,9 @@ class DistillConfig(RuledConfig):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("beta",), lambda s: s["divergence"] == "jsd", "without divergence: jsd"),
         Rule(("top_k",), lambda s: s["divergence"] != "sampled", "with divergence: sampled, which asks for one token"),
+        Rule(
+            ("prefix_weight",), lambda s: s["divergence"] == "sampled", "without divergence: sampled"
+        ),
         Rule(("sft_weight",), lambda s: not s["on_policy"], "with on_policy: true: only prompts are read of a row"),
         Rule(("group_size", "success"), lambda s: bool(s["on_policy"]), "without on_policy: true"),
     )

@@ -55,6 +55,8 @@ def sampled_loss(
     teacher_logprobs: Float[Array | np.ndarray, "B T"],
     batch: Batch,
     over: Over = "tokens",
+    *,
+    weights: Float[Array | np.ndarray, "B T"] | float = 1.0,
 ) -> LossOutputs:
     """Policy gradient whose advantage is the teacher's minus the student's log-prob of each sampled token.
 
@@ -71,9 +73,24 @@ def sampled_loss(
         teacher_logprobs: log q.
         batch: which tokens are trained.
         over: what the term is averaged over.
+        weights: what the advantage of each token is multiplied by, e.g. `prefix_weights`.
     """
     old, teacher = jnp.asarray(old_logprobs), jnp.asarray(teacher_logprobs)
     ratio = policy_ratio(log_ratio(logprobs, old, batch), batch)
-    surrogate = plain_surrogate(ratio, teacher - old)
+    surrogate = plain_surrogate(ratio, weights * (teacher - old))
     metrics = {"distill/divergence": old - teacher, "distill/teacher_logprob": teacher, "policy/ratio": ratio}
     return LossOutputs({"distill": Term(surrogate.loss, over)}, metrics)
+
+
+def prefix_weights(gaps: Float[np.ndarray, "T"], gamma: float) -> Float[np.ndarray, "T"]:
+    """Weights of a completion's tokens that fall as what was sampled before them departs from the teacher.
+
+    w_t = 1 + gamma (1 - sum_{k < t} |A_k| / sum_k |A_k|): 1 + gamma at the first token. IW-OPD, Xie et al. 2026,
+    https://arxiv.org/abs/2606.22600, which takes gamma = 0.5, with the denominator of TRL's `IWOPDTrainer`.
+
+    Args:
+        gaps: A, the teacher's minus the sampler's log-prob of each sampled token; 0 at all others.
+        gamma: how much more the first token counts than one without a weight.
+    """
+    sizes = np.abs(gaps)
+    return 1 + gamma * (1 - (np.cumsum(sizes) - sizes) / max(sizes.sum(), np.float32(1e-8)))
