@@ -131,8 +131,8 @@ def test_entropy_and_reference_are_over_the_set_or_the_whole():
         total = sum(x.weight * x.loss_mask.sum() for x in plain)
         return sum(x.weight * y[x.loss_mask].sum() for x, y in zip(plain, values, strict=True)) / total
 
-    def step(rows: list[Sequence], whole: bool = False):
-        return client.step(pack(rows, 4, 24, packing=True), Loss(look, entropy=True, reference=True, whole=whole))
+    def step(rows: list[Sequence], whole: bool = False, packing: bool = True):
+        return client.step(pack(rows, 4, 24, packing), Loss(look, entropy=True, reference=True, whole=whole))
 
     of_set, of_whole, without = step(cut), step(cut, whole=True), step(plain)
     assert mean(among) - mean(of_all) > 1
@@ -141,6 +141,9 @@ def test_entropy_and_reference_are_over_the_set_or_the_whole():
         np.testing.assert_allclose(float(found["among"]), mean(among), rtol=1e-5)
     np.testing.assert_allclose(float(of_whole["entropy"]), float(without["entropy"]), rtol=1e-5)
     assert float(of_set["entropy"]) < np.log(3) < float(of_whole["entropy"])
+    alone = step(cut, whole=True, packing=False)
+    for name in ("among", "whole", "reference", "entropy"):
+        np.testing.assert_allclose(float(alone[name]), float(of_whole[name]), rtol=1e-5)
 
 
 @pytest.mark.slow
