@@ -234,6 +234,7 @@ def test_tensorboard_has_numbers_and_texts(tmp_path: Path):
 
 def test_wandb_has_numbers_and_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()  # of what it read in a test before
     monkeypatch.setattr(trackers, "SECONDS", 300.0)  # of a crowded machine
     run = Wandb("tests", tmp_path, {"seed": 0}, "abcd1234", -1.0)
     run.send(7, {"loss": 0.5}, [SAMPLE, {"step": 7, "prompt": [1, 2], "completion": "b", "expected": 4}])
