@@ -254,17 +254,17 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 63_375,
+    "lines": 63_520,
     "files": 302,
-    "functions": 3_247,
-    "short functions used once": 98,
+    "functions": 3_254,
+    "short functions used once": 99,
     "short files with one importer": 9,
     "calls with bundles": 40,
     "imports of the busiest file": 24,
-    "recipe keys": 291,
+    "recipe keys": 292,
     "recipe keys of GRPO": 39,
     "files in the closure of algorithms/grpo": 15,
-    "lines in the closure of algorithms/grpo": 4_008,
+    "lines in the closure of algorithms/grpo": 4_031,
     "banned local names": 0,
     "files with private names of others": 6,
 }

@@ -109,6 +109,10 @@ class Pictures:
         return Pictures(self.pixels, self.grids, np.pad(np.asarray(self.places), (0, number)), rope)
 
 
+IN_A_LATER_TOKEN = np.inf
+"""A teacher's log-prob of a token whose span ends with a later one, which has that of the whole span."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TeacherView:

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from tunix.algorithms.advantages import weighted_sum
-from tunix.algorithms.ops import CURRENT
+from tunix.algorithms.ops import CURRENT, TEACHER
 from tunix.errors import UserError
 from tunix.rollout.types import ENVIRONMENT, Scored, sequence_of
-from tunix.types import Sequence
+from tunix.types import IN_A_LATER_TOKEN, Sequence
 
 Groups = list[list[Scored]]
 """`[P][G]` scored completions."""
@@ -35,6 +35,8 @@ def as_sequence(episode: Scored, left_out: bool = False, by_sampler: str = "old_
     before = np.zeros(len(prompt), np.float32)
     per_token = {by_sampler: np.concatenate([before, completion.logprobs])}
     per_token |= {name: x for name, x in episode.measured.items() if name != VALUES}
+    if TEACHER in per_token and (per_token[TEACHER] == IN_A_LATER_TOKEN).any():
+        per_token[TEACHER] = by_spans(per_token[TEACHER], per_token[by_sampler])
     if episode.version is not None:
         per_token[CURRENT] = np.concatenate([before, completion.versions == episode.version])
     return replace(
@@ -42,6 +44,23 @@ def as_sequence(episode: Scored, left_out: bool = False, by_sampler: str = "old_
         weight=0.0 if episode.unscored or left_out else 1.0,
         per_token=per_token,
     )
+
+
+def by_spans(teacher_T: np.ndarray, sampler_T: np.ndarray) -> np.ndarray:
+    """`[T]` teacher's log-probs whose gap to the sampler's is, at each token of a span, that of the whole span.
+
+    A span of text with the sampler's log-prob `sum_i log p_i` and the teacher's `log q` is one action: its gap is the
+    reward of each of its tokens. Tokens after the last span have none.
+
+    Args:
+        teacher_T: log q at the last token of each span, `IN_A_LATER_TOKEN` at the others.
+        sampler_T: log p of each token.
+    """
+    ends = np.flatnonzero(teacher_T != IN_A_LATER_TOKEN)
+    span = np.searchsorted(ends, np.arange(len(teacher_T)))
+    sums = np.bincount(span, sampler_T, minlength=len(ends) + 1)[: len(ends)]
+    gaps = np.append(teacher_T[ends] - sums, 0)
+    return (sampler_T + gaps[span]).astype(np.float32)
 
 
 def observed(episode: Scored) -> np.ndarray:

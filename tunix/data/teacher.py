@@ -7,6 +7,7 @@
 The teacher's log-prob of a trained token is that at its place in the teacher's tokens: the same id, after the teacher's
 prompt. Prompts may differ in any way, and what a template writes before an answer (an empty `<think>` block) counts
 with them. A completion that the two templates write with other tokens cannot be compared, and its row is dropped.
+A teacher of another vocabulary reads the text of a sampled completion in its own tokens (`Spans`).
 
 Axes: T time, Tt teacher's time.
 """
@@ -30,11 +31,48 @@ from tunix.types import TeacherView
 
 
 @dataclass(frozen=True)
+class Spans:
+    """A completion in the tokens of two vocabularies, cut wherever both begin a token.
+
+    student   un | believ | able | <end>        ours    0 1 1 2
+    teacher   un | believable | </s>            theirs  0 1 2
+    """
+
+    tokens: np.ndarray
+    """`[Tt]` the ids of the teacher's vocabulary that write the same text, with an end where the student's has one."""
+    theirs: np.ndarray
+    """`[Tt]` the span of each, counted from 0."""
+    ours: np.ndarray
+    """`[T]` the span of each of the student's tokens."""
+
+    @classmethod
+    def of(cls, ids: np.ndarray, student: Tokenizer, teacher: Tokenizer, end: int) -> Spans:
+        """Aligns the `[T]` ids of a sampled completion; `end` is the teacher's id where a turn ends."""
+        stops, text, waiting = len(ids) > 0 and ids[-1] in student.stop_ids, "", 0
+        begins = list[int]()
+        for i in range(len(ids) - stops):
+            begins.append(len(text))
+            piece = student.decode(ids[waiting : i + 1], previous=ids[:waiting].tolist())
+            # The bytes of a character may be in several tokens, four at most: it is there with the last of them.
+            if not piece.endswith("\ufffd") or i - waiting >= 3:
+                text, waiting = text + piece, i + 1
+        text += student.decode(ids[waiting : len(ids) - stops], previous=ids[:waiting].tolist())
+        tokens, offsets = teacher.encode_with_offsets(text)
+        both = np.union1d([0], np.intersect1d(begins, offsets[:, 0]))
+        ours, theirs = (np.searchsorted(both, x, side="right") - 1 for x in (begins, offsets[:, 0]))
+        if stops:  # a span of its own
+            last = int(max(ours, default=-1)) + 1
+            tokens, theirs, ours = [*tokens, end], [*theirs, last], [*ours, last]
+        return cls(np.array(tokens, np.int32), np.array(theirs, np.int64), np.array(ours, np.int64))
+
+
+@dataclass(frozen=True)
 class TeacherReader:
     """What renders rows for a teacher, in its chat format or with more in the prompt."""
 
     tokenizer: Tokenizer | None
-    """The student's vocabulary with the teacher's chat template; None where rows are token ids."""
+    """The student's vocabulary with the teacher's chat template, or the teacher's own (`align: text`); None where rows
+    are token ids."""
     length: int
     """Most tokens of a sequence as the teacher reads it, e.g. 2048."""
     name: str

@@ -124,7 +124,7 @@ def check_tokens(key: str, name: str, theirs: Tokenizer, ours: Tokenizer) -> Non
         raise UserError(
             f"{key}: {name} has another vocabulary than the model that trains: id {wrong} is "
             f"{their_tokens.get(wrong, 'no token')} there and {our_tokens.get(wrong, 'no token')} here. Probabilities "
-            "of ids are compared: take a model with the same tokenizer"
+            "of ids are compared: take a model with the same tokenizer, or of a teacher of sampled text set align: text"
         )
 
 

@@ -247,8 +247,8 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
     if recipe.algorithm.learns_from_teacher:
         if recipe.teacher is None:
             yield f"teacher: {name} learns from one: name it, as in `teacher: {{path: google/gemma-3-4b-it}}`"
-        elif recipe.teacher.is_served:
-            yield from _unserved(recipe)
+        elif recipe.teacher.tells_tokens:
+            yield from _untold(recipe, f"a teacher {recipe.teacher.tells_tokens}")
         elif recipe.teacher.is_stored:
             algorithm, begin = recipe.algorithm, "teacher.path: stored log-probs are of the rows' own texts"
             if recipe.algorithm.reads == RowKind.PROMPT:
@@ -269,23 +269,24 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
         yield f"teacher: changes nothing for {name}; algorithm: {{name: distill}} learns from one{follow}"
 
 
-def _unserved(recipe: Sections) -> Iterator[str]:
-    """Settings that need more of a teacher than a server tells: log-probs of given tokens, at temperature 1."""
+def _untold(recipe: Sections, teacher: str) -> Iterator[str]:
+    """Settings that need more of a teacher than log-probs of what was sampled; a server tells them at temperature 1."""
     algorithm, rollout = recipe.algorithm, recipe.rollout
     if isinstance(algorithm, DistillConfig) and algorithm.divergence != "sampled":
         yield (
-            f"teacher.path: a server tells log-probs of tokens, and divergence: {algorithm.divergence} compares whole "
-            "distributions: set algorithm.on_policy: true and divergence: sampled, or load the teacher here"
+            f"teacher.path: {teacher} tells log-probs of what was sampled, and divergence: {algorithm.divergence} "
+            "compares whole distributions: set algorithm.on_policy: true and divergence: sampled, or load one with the "
+            "student's vocabulary here"
         )
     elif isinstance(algorithm, DistillConfig) and (recipe.data.eval or recipe.data.eval_split):
         key = "data.eval" if recipe.data.eval else "data.eval_split"
-        yield f"{key}: held-out rows are compared by whole distributions, which a teacher on a server does not tell"
-    cuts = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
+        yield f"{key}: held-out rows are compared by whole distributions, which {teacher} does not tell"
+    served, cuts = teacher.endswith("server"), {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
     for key, whole in cuts.items():
-        if getattr(rollout, key) != whole:
-            yield f"rollout.{key}: a teacher on a server tells log-probs of its whole distribution: leave it at {whole}"
+        if getattr(rollout, key) != whole and (served or key != "temperature"):
+            yield f"rollout.{key}: {teacher} tells log-probs of its whole distribution: leave it at {whole}"
     if recipe.data.pictures:
-        yield "data.pictures: a teacher on a server is shown none: load it here"
+        yield f"data.pictures: {teacher} is shown none: load one with the student's vocabulary here"
 
 
 def _ineffective_evaluation(recipe: Sections) -> Iterator[str]:

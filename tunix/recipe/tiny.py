@@ -364,7 +364,7 @@ def _tiny_teacher(
     if toy and teacher["path"] not in (POLICY, STORED) and not (fits or said):
         # A random model, wider than the tiny one, on the same devices.
         sizes = {**TEACHER, "vocab_size": toy["sizes"]["vocab_size"]}
-        random = {"path": None, "family": toy["family"], "sizes": sizes}
+        random = {"path": None, "family": toy["family"], "sizes": sizes, "align": "tokens"}
         tiny |= {**random, **dict.fromkeys(("chat_template", "max_length", "served", "key_variable"))}
     return tiny
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence as List
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from tunix.algorithms.distill.config import SHOWN, DistillConfig, OneTeacher
 from tunix.config import ModelConfig, RowKind
 from tunix.data.chat import turn_end, with_template
-from tunix.data.teacher import StoredTeacher, TeacherChoice, TeacherReader, vocabulary
+from tunix.data.teacher import Spans, StoredTeacher, TeacherChoice, TeacherReader, vocabulary
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import NOT_THE_TEACHERS, Dropped
 from tunix.distributed import processes
@@ -25,7 +26,7 @@ from tunix.rollout.servers.chat import Endpoint
 from tunix.rollout.servers.probe import TEXT
 from tunix.rollout.servers.protocol import ID
 from tunix.run.inputs import Inputs
-from tunix.trainer.frozen_model import AtTheStudents, Later, Teacher, Teachers
+from tunix.trainer.frozen_model import AtTheStudents, Later, Teacher, Teachers, TextTeacher
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import Demand, require
 from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
@@ -88,14 +89,18 @@ def _source(key: str, config: OneTeacher, student: Source) -> Source | None:
     # Each id has to be the same token for both, since their probabilities are compared. Embeddings may be padded to
     # different sizes; where one has no tokenizer, only the sizes are compared.
     name, sizes = config.path or "the random teacher", (source.decoder.vocab_size, student.decoder.vocab_size)
-    if source.tokenizer is not None and student.tokenizer is not None:
+    if config.align == "text":
+        for whose, tokenizer in ((name, source.tokenizer), ("the student", student.tokenizer)):
+            if tokenizer is None:
+                raise UserError(f"{key}.align: text is what tokenizers write, and {whose} has none: add tokenizer.json")
+    elif source.tokenizer is not None and student.tokenizer is not None:
         check_tokens(f"{key}.path", name, source.tokenizer, student.tokenizer)
     elif source.folder is not None and sizes[0] != sizes[1]:
         raise UserError(
             f"{key}.path: {name} has {sizes[0]} ids and the student {sizes[1]}, and one of the two has no tokenizer "
             "that says what they stand for: take a teacher with the student's vocabulary"
         )
-    if student.tokenizer is not None and student.tokenizer.vocab_size > sizes[0]:
+    if config.align == "tokens" and student.tokenizer is not None and student.tokenizer.vocab_size > sizes[0]:
         raise UserError(
             f"{key}: {name} has {sizes[0]} ids, fewer than the {student.tokenizer.vocab_size} of the student's "
             "tokenizer: take a teacher with the student's vocabulary"
@@ -167,7 +172,7 @@ def _as_read(reader: TeacherReader | None) -> tuple[object, ...] | None:
     """What decides how a teacher reads a row; None where that is as the student does."""
     if reader is None or reader.tokenizer is None:
         return None
-    return reader.prompt, reader.length, *_format(reader.tokenizer)
+    return reader.prompt, reader.length, vocabulary(reader.tokenizer), *_format(reader.tokenizer)
 
 
 def _reader(
@@ -180,7 +185,14 @@ def _reader(
     are_chats = recipe.plays or any(part.settings.chat for part in examples.parts or [examples])
     if config.prompt and ours is None:
         raise UserError(f"{key}.prompt: changes nothing where rows are token ids: leave it out")
-    if ours is None or not are_chats or config.path is None or config.is_policy:
+    by_text = config.align == "text"
+    if by_text and config.chat_template == "student":
+        raise UserError(f"{key}.chat_template: the student's format is of its tokens, and {name} has others: name one")
+    if by_text:
+        reader = theirs
+        if theirs is not None and config.chat_template is not None:
+            reader = with_template(theirs, config.chat_template, f"{key}.chat_template")
+    elif ours is None or not are_chats or config.path is None or config.is_policy:
         if config.chat_template:
             raise UserError(f"{key}.chat_template: changes nothing where no chats are rendered for it: leave it out")
         reader = ours
@@ -195,7 +207,7 @@ def _reader(
         reader = theirs
     else:
         reader = with_template(ours if theirs is None else theirs, config.chat_template, f"{key}.chat_template")
-    same = reader is ours or (reader and ours and _format(reader) == _format(ours))
+    same = not by_text and (reader is ours or bool(reader and ours and _format(reader) == _format(ours)))
     if config.chat_template == "student" and not same:
         notes.append(
             f"{key}.chat_template: {name} reads the student's chat format, not that of its folder, so that its "
@@ -207,7 +219,8 @@ def _reader(
             raise UserError(f"{key}.max_length: changes nothing, as {name} reads what the student does: leave it out")
         return None, notes
     remedy = f"have it read the student's format, {key}.chat_template: student"
-    if not same and (reader is None or reader.chat_template is None):
+    remedy = "take a teacher with the student's vocabulary" if by_text else remedy
+    if are_chats and not same and (reader is None or reader.chat_template is None):
         raise UserError(
             f"{key}.path: {name} has no chat template, and the rows are chats: name it in {key}.chat_template, as "
             f"data.chat_template does for the student; or {remedy}"
@@ -220,19 +233,21 @@ def _reader(
         other = f"leave {key}.prompt out" if same else remedy
         raise UserError(f"{what} for the student alone, and {name} reads others: leave it out, or {other}")
     ends = [turn_end(x) for x in (reader, ours)]
-    if ends[0] != ends[1]:
+    if not by_text and ends[0] != ends[1]:
         shown = ["no token" if end is None else repr(ours.decode([end])) for end in ends]
         raise UserError(
             f"{key}.path: a turn ends with {shown[0]} in the chat template of {name} and with {shown[1]} in the "
             f"student's, so that completions are not the same tokens: give the student the teacher's format "
             f"(data.chat_template), or {remedy}"
         )
-    length = config.max_length or data.max_length * (1 if config.prompt is None else 2)
+    length = config.max_length or data.max_length * (2 if config.prompt or by_text else 1)
     if length <= data.longest_completion and recipe.algorithm.reads == RowKind.PROMPT:
         raise UserError(
             f"{key}.max_length: {length} leaves no room for a prompt beside a completion of {data.longest_completion}"
         )
-    if not same:
+    if by_text:
+        notes.append(f"{name} has another vocabulary: it and the student are compared by spans of text")
+    elif not same:
         notes.append(f"{name} reads the rows in its own chat format")
     return TeacherReader(reader, length, name, config.prompt), notes
 
@@ -367,7 +382,8 @@ def _built(
     if config.is_served:
         return ServedTeacher(endpoint_of(key, config))
     assert source is not None
-    read = config.max_length or (0 if config.prompt is None else 2 * recipe.data.max_length)
+    by_text = config.align == "text"
+    read = config.max_length or (2 * recipe.data.max_length if config.prompt or by_text else 0)
     length, spec = max(learner.spec.length, read), learner.spec
     size, packing = recipe.sequences_per_update, bool(recipe.data.packing)
     if config.is_policy:
@@ -394,4 +410,11 @@ def _built(
     else:
         model, params = loaded(source, config.dtype, mesh)
     rows = rows_per_microbatch(mesh, size, recipe.micro_batch_size, length, packing)
-    return Teacher(model, params, Microbatcher(rows, mesh), length, students)
+    if not by_text:
+        return Teacher(model, params, Microbatcher(rows, mesh), length, students)
+    ours, theirs = student.tokenizer, source.tokenizer
+    assert ours is not None, "the recipe was checked"
+    assert theirs is not None, "the recipe was checked"
+    end = turn_end(theirs)
+    spans = partial(Spans.of, student=ours, teacher=theirs, end=theirs.eos_id if end is None else end)
+    return TextTeacher(model, params, Microbatcher(rows, mesh), length, students, spans=spans)

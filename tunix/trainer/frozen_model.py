@@ -28,13 +28,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from tunix.data.teacher import Spans
 from tunix.distributed.global_arrays import placed
 from tunix.mesh import by_rows, sharding
 from tunix.models.model import Model, Params
 from tunix.trainer.logprobs import Scorer, each_microbatch
 from tunix.trainer.microbatches import Microbatcher, Microbatches, TrainerSpec
 from tunix.trainer.step import TeacherStates, hidden_of
-from tunix.types import Batch, Sequence, TeacherView
+from tunix.types import IN_A_LATER_TOKEN, Batch, Sequence, TeacherView
 from tunix.util.exact import jit
 
 
@@ -199,6 +200,51 @@ class Teacher(FrozenModel):
     @cached_property
     def _states(self):
         return jit(partial(compute_states, self.model), static_argnames=("number", "rows"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTeacher(Teacher):
+    """A teacher of another vocabulary, which reads the text of each sampled completion after its own prompt."""
+
+    spans: Callable[[np.ndarray], Spans]
+    """Aligns the ids of a completion."""
+
+    def logprobs(
+        self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
+    ) -> List[np.ndarray]:
+        """`[T]` log-probs of spans of text, each at the last of its tokens and `IN_A_LATER_TOKEN` at the others, which
+        `episodes.by_spans` divides; those of spans that its `length` cuts are left out."""
+        read, parts = list[Sequence](), list[tuple[int, np.ndarray, int, Spans]]()
+        for sequence in sequences:
+            assert sequence.teacher is not None, "its prompt is in its own tokens"
+            at = np.flatnonzero(sequence.loss_mask)
+            begin, spans = int(sequence.teacher.places[at[0]]), self.spans(sequence.tokens[at])
+            tokens = np.concatenate([sequence.teacher.tokens[:begin], spans.tokens])[: self.length]
+            read.append(Sequence(tokens, np.arange(len(tokens)) > 0))
+            parts.append((len(sequence.tokens), at, begin, spans))
+        return AtSpans(FrozenModel.logprobs(self, read, temperature, size), parts)
+
+
+class AtSpans(Later):
+    """`[T]` arrays as `TextTeacher.logprobs` returns them, from its `[Tt]` arrays, which may be on their way."""
+
+    def __init__(self, read: List[np.ndarray], parts: List[tuple[int, np.ndarray, int, Spans]]):
+        """`parts` has T, the places of the completion's tokens, where it begins for the teacher, and its spans."""
+        self._read, self._parts = read, parts
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+    def at(self, index: int) -> np.ndarray:
+        size, at, begin, spans = self._parts[index]
+        scores = self._read[index][begin:]
+        sums = np.bincount(spans.theirs[: len(scores)], scores, minlength=1)
+        whole = spans.theirs[len(scores)] if len(scores) < len(spans.theirs) else len(sums)
+        ends = np.append(np.diff(spans.ours) > 0, True) & (spans.ours < whole)
+        values = np.zeros(size, np.float32)
+        values[at] = IN_A_LATER_TOKEN
+        values[at[ends]] = sums[spans.ours[ends]]
+        return values
 
 
 @dataclass(frozen=True)

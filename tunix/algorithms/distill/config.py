@@ -85,9 +85,7 @@ class DistillConfig(RuledConfig):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("beta",), lambda s: s["divergence"] == "jsd", "without divergence: jsd"),
         Rule(("top_k",), lambda s: s["divergence"] != "sampled", "with divergence: sampled, which asks for one token"),
-        Rule(
-            ("prefix_weight",), lambda s: s["divergence"] == "sampled", "without divergence: sampled"
-        ),
+        Rule(("prefix_weight",), lambda s: s["divergence"] == "sampled", "without divergence: sampled"),
         Rule(("sft_weight",), lambda s: not s["on_policy"], "with on_policy: true: only prompts are read of a row"),
         Rule(("group_size", "success"), lambda s: bool(s["on_policy"]), "without on_policy: true"),
     )
@@ -165,6 +163,10 @@ class OneTeacher(Config):
     chat_template: str | None = None
     """The chat template of what the teacher reads: `student` for the student's, or as in `data.chat_template`. Null:
     that of its folder. Completions are the same tokens for both, or the row is dropped."""
+    align: Literal["tokens", "text"] = "tokens"
+    """What is compared of a sampled completion: its tokens, with a teacher of the student's vocabulary; or `text`, with
+    one of another. The completion is cut where both vocabularies begin a token, and each token of a span has the gap of
+    the whole span: a span is one action, which is an approximation where it has several tokens."""
     prompt: str | None = None
     """What the teacher is asked in place of the prompt, or of its last user's message, with columns of the row in
     braces: `"{prompt} A hint: {hint}"`. `{prompt}` is that message, `{completion}` the row's answer."""
@@ -215,6 +217,8 @@ class OneTeacher(Config):
             raise ValueError("mesh, dtype and chat_template are the student's with path: policy: leave them out")
         if self.is_stored and (self.mesh or self.chat_template or self.dtype != "bfloat16" or self.prompt):
             raise ValueError("mesh, dtype, chat_template and prompt change nothing that is stored: leave them out")
+        if self.align == "text" and (self.path is None or self.is_policy or self.is_served or self.is_stored):
+            raise ValueError("align: text is for a teacher with a tokenizer, loaded here from a folder: leave it out")
         if self.is_policy and self.prompt is None:
             raise ValueError("path: policy has nothing to teach itself without more in its prompt: set teacher.prompt")
         if self.prompt is not None and "{prompt}" not in self.prompt:
@@ -230,7 +234,7 @@ class OneTeacher(Config):
         """Whether it reads the student's tokens, as a random teacher does, which has no chat template of its own."""
         alike = self.path is None or self.is_served or self.is_stored
         students = (None, "student") if alike else ("student",)
-        return self.prompt is None and self.chat_template in students
+        return self.prompt is None and self.chat_template in students and self.align == "tokens"
 
     gone: ClassVar[Mapping[str, str]] = {"init": "a teacher without a path is random, of the family that is named"}
 
@@ -264,6 +268,12 @@ class TeacherConfig(OneTeacher):
     def is_served(self) -> bool:
         """Whether a server has one of them."""
         return any(x.is_served for x in self.by_name.values()) or super().is_served
+
+    @property
+    def tells_tokens(self) -> str | None:
+        """Why one of them tells log-probs of what was sampled and nothing else, in words; None where all tell more."""
+        by_text = any(x.align == "text" for x in self.each.values())
+        return "on a server" if self.is_served else "with another vocabulary" if by_text else None
 
     @property
     def shares(self) -> tuple[float, ...] | None:
