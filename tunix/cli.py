@@ -110,9 +110,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        if not is_full(error):
+        if os.environ.get("TUNIX_DEBUG") == "1" or not (error.filename or is_full(error)):
             raise
-        print(f"error: {error.filename or 'a file'} could not be written: {error.strerror}. {ROOM}.", file=sys.stderr)
+        said = (
+            f"could not be written: {error.strerror}. {ROOM}."
+            if is_full(error)
+            else f"cannot be used: {error.strerror}"
+        )
+        print(f"error: {error.filename or 'a file'} {said}", file=sys.stderr)
         return 2
     except Interrupted as stopped:
         print(stopped, file=sys.stderr)

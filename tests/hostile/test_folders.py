@@ -92,6 +92,38 @@ numbers = pytest.mark.parametrize("number", [15, *slow([15_000])])
 """Of a property that takes milliseconds: 15,000 for each of the eight families."""
 
 
+def reads_folder(folder: Path) -> None:
+    """A folder is read, or refused."""
+    with suppress(UserError):
+        read_folder(folder)
+
+
+def reads_tensors(file: Path, most: int) -> None:
+    """Tensors of a file are read, none of which has more bytes than the file, or refused."""
+    with suppress(UserError):
+        for tensor in tensors_of_file(file).values():
+            if tensor.dtype in ("F32", "BF16", "F16"):
+                assert tensor.read().size * tensor.read().itemsize == tensor.size <= most
+
+
+def reads_tokenizer(folder: Path) -> None:
+    """A tokenizer is read and does its work, or is refused."""
+    with suppress(UserError):
+        tokenizer = load_tokenizer(folder)
+        assert tokenizer is not None
+        tokenizer.decode(tokenizer.encode("a b"), True)
+        assert tokenizer.vocab_size > max(tokenizer.stop_ids, default=0)
+        assert tokenizer.adds_bos in (True, False)
+
+
+def model_with_tokenizer(folder: Path) -> Path:
+    """The files that `reads_tokenizer` reads."""
+    bytes_tokenizer("llama3").save(folder)
+    (folder / "config.json").write_text('{"model_type": "llama", "eos_token_id": 1}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1]}')
+    return folder
+
+
 @numbers
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_config_is_a_traceback(family: str, number: int, tmp_path: Path):
@@ -100,8 +132,7 @@ def test_no_config_is_a_traceback(family: str, number: int, tmp_path: Path):
 
     def reads(changes: list[Change]) -> None:
         file.write_text(json.dumps(changed(told, changes)))
-        with suppress(UserError):
-            read_folder(file.parent)
+        reads_folder(file.parent)
 
     attack(reads, CHANGES, number)
 
@@ -120,10 +151,7 @@ def test_no_header_is_a_traceback(number: int, tmp_path: Path):
         for place, byte in bits:
             header[place % len(header)] = byte
         file.write_bytes(header + whole[8 + length :][: end - kept])
-        with suppress(UserError):
-            for tensor in tensors_of_file(file).values():
-                if tensor.dtype in ("F32", "BF16", "F16"):
-                    assert tensor.read().size * tensor.read().itemsize == tensor.size <= end
+        reads_tensors(file, end)
 
     lengths = st.sampled_from([0] * 8 + [1, -1, 1 << 40, 1 << 63])
     flips = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=3)
@@ -144,8 +172,7 @@ def test_no_index_is_a_traceback_or_leads_elsewhere(number: int, tmp_path: Path)
         if name is not None:
             index = {"weight_map": {**told["weight_map"], sorted(tensors)[key % len(tensors)]: name}}
         (folder / INDEX).write_text(json.dumps(index))
-        with suppress(UserError):
-            read_folder(folder)
+        reads_folder(folder)
 
     attack(reads, st.tuples(CHANGES, st.integers(0, 99), st.none() | st.sampled_from(names)), number)
 
@@ -158,22 +185,24 @@ def test_a_tokenizer_whose_length_is_a_text(tmp_path: Path):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("stop", [-1, 2**31, 10**30, [1, 2**63]])
+def test_a_stop_that_no_vocabulary_has(stop: Any, tmp_path: Path):
+    (model_with_tokenizer(tmp_path) / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
+    with pytest.raises(UserError, match=r"generation_config.json: eos_token_id is .*, neither a token id nor a list"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("number", [15, *slow([20_000])])
 def test_no_tokenizer_is_a_traceback(number: int, tmp_path: Path):
-    bytes_tokenizer("llama3").save(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "eos_token_id": 1}')
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1]}')
+    model_with_tokenizer(tmp_path)
     told = {file.name: json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))}
 
     def reads(case: tuple[str, list[Change]]) -> None:
         name, changes = case
         (tmp_path / name).write_text(json.dumps(changed(told[name], changes)))
-        with suppress(UserError):
-            tokenizer = load_tokenizer(tmp_path)
-            assert tokenizer is not None
-            tokenizer.decode(tokenizer.encode("a b"), True)
-            assert tokenizer.vocab_size > max(tokenizer.stop_ids, default=0)
-            assert tokenizer.adds_bos in (True, False)
-        (tmp_path / name).write_text(json.dumps(told[name]))
+        try:
+            reads_tokenizer(tmp_path)
+        finally:
+            (tmp_path / name).write_text(json.dumps(told[name]))
 
     attack(reads, st.tuples(st.sampled_from(sorted(told)), CHANGES), number)

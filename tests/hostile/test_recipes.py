@@ -67,6 +67,13 @@ def test_what_is_written_reads_back(text: str):
     assert parse_yaml(write_yaml({text: text}), "written") == {text: text}
 
 
+@pytest.mark.parametrize(("text", "key"), [("?", "null"), ("1: 2", "1"), ("true: {}", "true"), ("a: 1\n1.5: 2", "1.5")])
+def test_a_key_that_is_no_text_is_a_message(text: str, key: str, tmp_path: Path):
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(UserError, match=rf"r\.yaml: the key {key} is not text, as `model:` and `data:` are"):
+        Recipe.load(tmp_path / "r.yaml")
+
+
 def test_an_unknown_key_may_be_any_text():
     """pydantic's paths have parts such as `tuple[str, ...]`, which are left out; a user's own key is not."""
     with pytest.raises(UserError, match=r"x\[y: unknown key; a recipe has"):

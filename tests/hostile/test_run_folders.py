@@ -38,6 +38,12 @@ def test_a_file_that_was_a_traceback(file: str, text: str, tmp_path: Path):
         page([run])
 
 
+def reports(run: Path) -> None:
+    """A run has its page, or is refused."""
+    with suppress(UserError):
+        assert data_of(page([run]))["runs"]
+
+
 @pytest.mark.parametrize("number", [25, *slow([20_000])])
 def test_no_damage_is_a_traceback(number: int, tmp_path: Path):
     run = write_run(tmp_path / "run")
@@ -54,9 +60,10 @@ def test_no_damage_is_a_traceback(number: int, tmp_path: Path):
             for place, byte in bits:
                 content[place % len(content)] = byte
             (run / name).write_bytes(content[: None if end is None else end % len(content)])
-        with suppress(UserError):
-            assert data_of(page([run]))["runs"]
-        (run / name).write_bytes(whole[name])
+        try:
+            reports(run)
+        finally:
+            (run / name).write_bytes(whole[name])
 
     flips = st.lists(st.tuples(st.integers(0, 10**5), st.integers(0, 255)), max_size=4)
     cases = st.tuples(st.sampled_from(FILES), CHANGES | st.just([]), flips, st.none() | st.integers(0, 10**5))

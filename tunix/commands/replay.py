@@ -30,7 +30,7 @@ from tunix.trainer.metrics import JsonLines, Sink
 from tunix.trainer.progress import Display
 from tunix.trainer.trainer import Trainer
 from tunix.types import Loss, LossOutputs, Term
-from tunix.util.atomic_io import read_rows
+from tunix.util.atomic_io import read_rows, reading
 from tunix.util.startup import prepare_jax
 
 OTHERS = ("time/", "perf/", "compile/", "eval/")
@@ -59,10 +59,7 @@ def replay(run: Path, step: int) -> bool:
             raise UserError(
                 f"{folder}: {key}: what is sampled or scored depends on when: no step of it can be repeated"
             )
-    try:
-        rows = {row["step"]: row for row in read_rows(folder / "metrics.jsonl")}
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / 'metrics.jsonl'} is damaged: {error}") from error
+    rows = {row["step"]: row for row in read_rows(folder / "metrics.jsonl", "step")}
     if step > (done := max(rows, default=0)) and not (folder / f"nonfinite-{step}.jsonl").exists():
         raise UserError(f"{folder}: there is no step {step}: the run has done {done} so far")
     prepare_jax()
@@ -83,8 +80,9 @@ def replay(run: Path, step: int) -> bool:
         assert isinstance(client, Trainer)
         if start:
             record = checkpoints.restore(start, client)
-            job.stream.set_state(record["data"])
-            algorithm.set_state(record["algorithm"])
+            with reading(f"{place}/{start}"):
+                job.stream.set_state(record["data"])
+                algorithm.set_state(record["algorithm"])
         for _ in range(start, step - 1):
             algorithm.update(client, next(job.stream))
         item, before = next(job.stream), jax.tree.map(jax.numpy.copy, client.state)

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from tunix.errors import UserError
 from tunix.recipe.recipe import flattened
-from tunix.util.atomic_io import SAMPLES, complete_lines, refuse_out, write_text_atomic
+from tunix.util.atomic_io import SAMPLES, complete_lines, reading, refuse_out, write_text_atomic
 from tunix.util.yaml_io import read_mapping
 
 Row = dict[str, Any]
@@ -207,7 +207,7 @@ def facts_of(run: Path, share: int = 1) -> Row:
         raise UserError(f"{run} is a run of several stages, each of which has a report: {names}")
     recipe = {key: _shortened(x) for key, x in flattened(read_mapping(run / "recipe.yaml"))}
     series = defaultdict[str, list[tuple[int, float]]](list)
-    try:
+    with reading(run):
         rows, every = _rows(run / "metrics.jsonl")
         for row in rows:
             for name in sorted(row.keys() - {"step"}):
@@ -251,11 +251,6 @@ def facts_of(run: Path, share: int = 1) -> Row:
             "verdicts": _within([_shortened(verdict) for verdict in reversed(verdicts)], VERDICT_BYTES // share),
             "alarms": alarms_of(series),
         }
-    except UserError:
-        raise
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
-        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise UserError(f"{run} is damaged, or of another version of tunix: {reason}") from error
 
 
 def alarms_of(series: Mapping[str, List[tuple[int, float]]]) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from tunix.errors import UserError
 from tunix.recipe.recipe import recipe_of_run
 from tunix.rollout.types import SPANS, Span
 from tunix.trainer.config import PROFILE
-from tunix.util.atomic_io import SAMPLES, atomic_folder, read_rows, refuse_out, write_text_atomic
+from tunix.util.atomic_io import MOVE, SAMPLES, atomic_folder, read_rows, reading, refuse_out, write_text_atomic
 from tunix.util.yaml_io import read_mapping
 
 PARTS = (
@@ -51,33 +51,37 @@ def trace(run: Path, step: int, out: Path | None = None) -> Path:
     Raises:
         UserError: the run has recorded no such step, or the file exists.
     """
-    steps = {row["step"]: [Span(*span) for span in row["spans"]] for row in read_rows(run / SPANS)}
-    if step not in steps:
-        there = (
-            f"it has recorded steps {min(steps)} to {max(steps)}" if steps else "only runs on completions record any"
-        )
-        raise UserError(f"{run / SPANS} has nothing of step {step}: {there}")
-    if out is not None:
-        refuse_out(out)
-    # The activities of the step, and of others meanwhile, in microseconds since the first of them.
-    learned = [span for span in steps[step] if span.name == "update"] or steps[step]
-    opened, ended = min(span.start for span in learned), max(span.end for span in learned)
-    shown = [
-        (number, span)
-        for number, spans in steps.items()
-        for span in spans
-        if number == step or (span.end > opened and span.start < ended)
-    ]
-    begin = min(span.start for _, span in shown)
-    threads = sorted({span.thread for _, span in shown}, key=lambda name: (name != "MainThread", name))
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": name}}
-        for number, name in enumerate(threads)
-    ]
-    for number, span in shown:
-        times = {"ts": round(1e6 * (span.start - begin)), "dur": round(1e6 * (span.end - span.start))}
-        about = {"name": span.name, "cat": f"step {number}", "args": {"step": number}}
-        events.append({"ph": "X", **about, "pid": 1, "tid": threads.index(span.thread), **times})
+    rows = read_rows(run / SPANS, "step", "spans")
+    with reading(run / SPANS, MOVE):
+        steps = {row["step"]: [Span(*span) for span in row["spans"]] for row in rows}
+        if step not in steps:
+            there = (
+                f"it has recorded steps {min(steps)} to {max(steps)}"
+                if steps
+                else "only runs on completions record any"
+            )
+            raise UserError(f"{run / SPANS} has nothing of step {step}: {there}")
+        if out is not None:
+            refuse_out(out)
+        # The activities of the step, and of others meanwhile, in microseconds since the first of them.
+        learned = [span for span in steps[step] if span.name == "update"] or steps[step]
+        opened, ended = min(span.start for span in learned), max(span.end for span in learned)
+        shown = [
+            (number, span)
+            for number, spans in steps.items()
+            for span in spans
+            if number == step or (span.end > opened and span.start < ended)
+        ]
+        begin = min(span.start for _, span in shown)
+        threads = sorted({span.thread for _, span in shown}, key=lambda name: (name != "MainThread", name))
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": name}}
+            for number, name in enumerate(threads)
+        ]
+        for number, span in shown:
+            times = {"ts": round(1e6 * (span.start - begin)), "dur": round(1e6 * (span.end - span.start))}
+            about = {"name": span.name, "cat": f"step {number}", "args": {"step": number}}
+            events.append({"ph": "X", **about, "pid": 1, "tid": threads.index(span.thread), **times})
     file = out or run / f"trace-{step}.json"
     write_text_atomic(file, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     return file
@@ -124,7 +128,7 @@ def profiled(run: Path) -> Iterator[str]:
     try:
         planes = jax.profiler.ProfileData.from_serialized_xspace(data).planes
         devices, steps = kernels_of(planes, _scopes(data))
-    except (RuntimeError, IndexError, UnicodeDecodeError) as error:
+    except (RuntimeError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"{files[-1]} is damaged, or still being written: {str(error).splitlines()[0]}") from error
     if not devices:
         raise UserError(f"{files[-1]} has no kernel in it: the profiler saw no device at work")
@@ -285,13 +289,15 @@ def export_trajectories(run: Path, out: Path) -> int:
     Raises:
         UserError: the run has recorded none, or the folder exists.
     """
-    samples = [row for row in read_rows(run / SAMPLES) if "prompt" in row and "completion" in row]
+    samples = [row for row in read_rows(run / SAMPLES, "step") if "prompt" in row and "completion" in row]
     if not samples:
         raise UserError(f"{run} has recorded no samples: logging.samples and eval.samples say how many are")
-    model = read_mapping(run / "recipe.yaml").get("model", {})
-    agent = {"name": "tunix", "version": __version__, "model_name": str(model.get("path") or model.get("family"))}
+    with reading(run / "recipe.yaml"):
+        model = read_mapping(run / "recipe.yaml").get("model", {})
+        model = model.get("path") or model.get("family")
+    agent = {"name": "tunix", "version": __version__, "model_name": str(model)}
     counts = Counter[str]()
-    with atomic_folder(out) as folder:
+    with atomic_folder(out) as folder, reading(run / SAMPLES):
         for row in samples:
             group = "-".join(str(row[key]) for key in ("step", "task", "group") if key in row).replace("/", "_")
             name = f"{group}-{counts[group]}"

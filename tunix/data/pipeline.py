@@ -292,9 +292,9 @@ class Groups(Generic[T]):
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continues from a position that `get_state` returned."""
-        self._next = state["next_index"]
+        self._next = int(state["next_index"])
         self.accounting = Accounting(**state["accounting"])
-        self._cut.begin, self._cut.pieces = state.get("begin", 0), state.get("pieces", 0)
+        self._cut.begin, self._cut.pieces = int(state.get("begin", 0)), int(state.get("pieces", 0))
         self._example = None
         if isinstance(self._examples, Divided):
             self._examples.restart()

@@ -438,7 +438,7 @@ def eos_ids(fields: Mapping[str, Any], file: str) -> tuple[int, ...]:
     """
     ids = fields.get("eos_token_id")
     listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in listed):
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 1 << 31 for i in listed):
         raise UserError(f"{file}: eos_token_id is {ids!r:.80}, neither a token id nor a list of them. Fix it")
     return tuple(listed)
 

@@ -235,12 +235,12 @@ def recipe_file(recipe: str | Path) -> Path:
     Raises:
         UserError: there is none; with the nearest included one.
     """
-    path, known = Path(recipe).expanduser(), included_recipes()
+    path = Path(recipe).expanduser()
     if (path / "recipe.yaml").is_file():
         raise UserError(f"{path} is the folder of a run; its recipe is {path / 'recipe.yaml'}")
     if path.exists():
         return path
-    bare = len(path.parts) == 1 and not path.suffix
+    known, bare = included_recipes(), len(path.parts) == 1 and not path.suffix
     if bare and path.name in known:
         return known[path.name]
     # Compared without suffixes, which any two names have in common.

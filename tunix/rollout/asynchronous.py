@@ -30,7 +30,7 @@ from tunix.rollout.backlog import episode_of, saved_episode
 from tunix.rollout.collect import RolloutStep, RolloutStream
 from tunix.rollout.types import Pause, Scored
 from tunix.types import Completion, OnDone, Reply, Request, Usage
-from tunix.util.atomic_io import append_rows, read_rows, write_lines_atomic
+from tunix.util.atomic_io import MOVE, append_rows, read_rows, reading, write_lines_atomic
 
 FILE = "replay.jsonl"
 """In the run folder."""
@@ -67,12 +67,13 @@ class Journal:
         rows = rows if first == head else []
         # Written anew, without a last line that a kill cut short.
         write_lines_atomic(path, (json.dumps(row) + "\n" for row in (head, *rows)))
-        for row in rows:
-            key = row["step"], row["call"]
-            if "weights" in row:
-                self.calls[key] = Call(row["weights"])
-            else:
-                self.calls[key].paused, self.calls[key].ended = row["paused"], row["paused"] is None
+        with reading(path, MOVE):
+            for row in rows:
+                key = row["step"], row["call"]
+                if "weights" in row:
+                    self.calls[key] = Call(row["weights"])
+                else:
+                    self.calls[key].paused, self.calls[key].ended = row["paused"], row["paused"] is None
 
     def keep(self, steps: range, learned: int = 0) -> None:
         """Leaves out the calls of other steps: their completions are known, or are not wanted. Of these steps the

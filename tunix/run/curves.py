@@ -98,7 +98,7 @@ def curve_of(name: str, stages: List[Stage]) -> Curve:
     parts: list[tuple[Point, ...]] = []
     for start, (_, rows) in zip(_starts(stages), stages, strict=True):
         values = [(start + row["step"], row.get(name)) for row in rows]
-        points = [(float(step), float(x)) for step, x in values if x is not None and math.isfinite(x)]
+        points = [(float(step), float(x)) for step, x in values if isinstance(x, int | float) and math.isfinite(x)]
         size = math.ceil(len(points) / MOST) or 1
         groups = [points[i : i + size] for i in range(0, len(points), size)]
         parts += [tuple((fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups)] if points else []

@@ -136,8 +136,9 @@ def trained(folder: Path) -> bool:
 def checkpoint_steps(folder: Path) -> list[int]:
     """The steps of which a single run has checkpoints."""
     recipe = folder / "recipe.yaml"
-    named = read_mapping(recipe).get("checkpoint", {}).get("folder") if recipe.is_file() else None
-    return folder_of(folder / "checkpoints" if named is None else Path(named).expanduser()).steps()
+    section = read_mapping(recipe).get("checkpoint") if recipe.is_file() else None
+    named = section.get("folder") if isinstance(section, dict) else None
+    return folder_of(Path(named).expanduser() if isinstance(named, str) else folder / "checkpoints").steps()
 
 
 def checkpoint_folder(recipe: Recipe, run: Path) -> Path:

@@ -27,7 +27,7 @@ from tunix.trainer.checkpoint import Checkpoints
 from tunix.trainer.config import MOST_ROLLBACKS, CheckpointConfig
 from tunix.trainer.perf import Work
 from tunix.types import Workload
-from tunix.util.atomic_io import SAMPLES, append_rows, forget_after
+from tunix.util.atomic_io import SAMPLES, append_rows, forget_after, reading
 
 NOT_AWAITED = object()
 """Stands for an input that is not there when the run is to stop."""
@@ -115,10 +115,12 @@ class Loop:
         self._rollbacks = 0
         """How often the run has gone back to a checkpoint."""
         if start is not None:
-            record = self._restore(start)
-            job.stream.set_state(record["data"])
-            recorder.resume(record["seconds"], tuple(record.get("skipped", (0, 0))))
-            self._rollbacks = record.get("rollbacks", 0)
+            place = job.saving.folder or job.folder / "checkpoints"
+            with reading(f"{place}/{start}", ". Delete that folder to go on from the one before"):
+                record = self._restore(start)
+                job.stream.set_state(record["data"])
+                recorder.resume(float(record["seconds"]), tuple(record.get("skipped", (0, 0))))
+                self._rollbacks = int(record.get("rollbacks", 0))
             # Before the fetch, which may have to sample.
             self._warm()
         self._next = self._fetch()

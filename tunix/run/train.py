@@ -67,7 +67,7 @@ class RunResult:
 
 def result_of(folder: Path, entropy: float | None) -> RunResult:
     """Reads the result of a finished run from its folder."""
-    return RunResult(folder, read_rows(folder / "metrics.jsonl"), read_rows(folder / SAMPLES), entropy)
+    return RunResult(folder, read_rows(folder / "metrics.jsonl", "step"), read_rows(folder / SAMPLES, "step"), entropy)
 
 
 def summary(result: RunResult, recipe: Recipe, picture: Path | None) -> list[str]:
@@ -83,9 +83,9 @@ def summary(result: RunResult, recipe: Recipe, picture: Path | None) -> list[str
     )
     lines: list[str] = []
     for metric, words, end in measured:
-        if values := [row[metric] for row in result.metrics if metric in row]:
+        if values := [row[metric] for row in result.metrics if isinstance(row.get(metric), int | float)]:
             lines.append(f"{words} {values[0]:.3f} -> {values[-1]:.3f}{end}")
-    losses = [row["eval/loss"] for row in result.metrics if "eval/loss" in row]
+    losses = [row["eval/loss"] for row in result.metrics if isinstance(row.get("eval/loss"), int | float)]
     if losses and result.unigram_entropy is not None:
         first, last = losses[0], losses[-1]
         lines.append(f"held-out loss {first:.3f} -> {last:.3f} nats per token (perplexity {perplexity(last):.3g})")
@@ -186,7 +186,7 @@ def _run(
             display.say(f"{folder} is finished and its checkpoints are gone: it can only start again, with --fresh")
             return result_of(folder, None)
         # What earlier starts wrote after that checkpoint is deleted, or was being written when a process was killed.
-        for path in folder.glob("*.tmp-*"):
+        for path in folder.glob(f"*.tmp-{'[0-9a-f]' * 8}"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         forget_after(folder / SAMPLES, start)
         if (folder / SPANS).exists():  # of runs on completions alone

@@ -40,7 +40,7 @@ class DiskFolder:
     def steps(self) -> list[int]:
         """All complete steps, oldest first."""
         names = os.listdir(self._path) if self._path.is_dir() else []
-        return sorted(int(name) for name in names if name.isdigit())
+        return sorted(int(name) for name in names if re.fullmatch("[0-9]+", name))
 
     def place(self, step: int) -> Path:
         """Where a complete step is."""

@@ -26,6 +26,8 @@ REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """No space is left on the disk, or in the user's quota; a file is larger than its file system or its limit allows."""
 ROOM = "Make room and run the same command"
 """The remedy."""
+MOVE = ": move it away, nothing is trained from it"
+"""The remedy where a file with what a run has recorded is damaged."""
 SAMPLES, PACKED = "samples.jsonl", "samples.jsonl.gz"
 """Files of a run folder with what its model wrote, the second one where several groups of a step are recorded."""
 
@@ -179,12 +181,19 @@ def sync(path: Path) -> None:
 def complete_lines(path: Path) -> Iterator[bytes]:
     """The lines of a file without what a kill cut short, and those of the members of the file of that name with `.gz`;
     none without either. Errors as of `members`."""
-    if path.exists():
-        with path.open("rb") as file:
-            yield from (line for line in file if line.endswith(b"\n"))
+    yield from _lines(path)
     if (packed := path.with_name(f"{path.name}.gz")).exists():
         for content, _ in members(packed):
             yield from content.splitlines(keepends=True)
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise UserError(f"{path} is not a file{MOVE}")
+    with path.open("rb") as file:
+        yield from (line for line in file if line.endswith(b"\n"))
 
 
 def members(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
@@ -210,9 +219,33 @@ def members(path: Path, start: int = 0) -> Iterator[tuple[bytes, int]]:
             yield b"".join(parts), start
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, by `complete_lines`."""
-    return [json.loads(line) for line in complete_lines(path)]
+@contextmanager
+def reading(path: Path | str, remedy: str = "") -> Iterator[None]:
+    """Makes one sentence of what the content of a file, or of a folder's files, raises where it is not what it was.
+
+    Raises:
+        UserError: in place of the errors of Python's own values.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise UserError(f"{path} is damaged, or of another version of tunix: {reason}{remedy}") from error
+
+
+def read_rows(path: Path, *keys: str) -> list[dict[str, Any]]:
+    """The rows of a file, by `complete_lines`; raises UserError where one is no object with these keys."""
+    with reading(path, MOVE):
+        return [_row(line, keys) for line in complete_lines(path)]
+
+
+def _row(line: bytes, keys: Iterable[str]) -> dict[str, Any]:
+    row = json.loads(line)
+    if not isinstance(row, dict) or not isinstance(row.get("step", 0), int) or not {*keys} <= row.keys():
+        raise ValueError(f"{line[:60]!r} is no row of it")
+    return row
 
 
 def append_bounded(path: Path, rows: Iterable[Mapping[str, Any]], limit: int) -> bool:
@@ -255,13 +288,16 @@ def forget_after(path: Path, step: int | None) -> None:
 
     Of the file of that name with `.gz`, whose members have the rows of one step each, the later members are cut off.
     """
-    with suppress(FileNotFoundError), path.open("rb") as file:
-        kept = [line for line in file if line.endswith(b"\n") and step is not None and json.loads(line)["step"] <= step]
-        write_text_atomic(path, b"".join(kept).decode())
+    if path.exists():
+        with reading(path, MOVE):
+            kept = [line for line in _lines(path) if step is not None and _row(line, ["step"])["step"] <= step]
+            write_text_atomic(path, b"".join(kept).decode())
     if (packed := path.with_name(f"{path.name}.gz")).exists():
         end = 0
         for content, end_of_member in members(packed) if step is not None else ():
-            if json.loads(content.splitlines()[0])["step"] > step:
+            with reading(packed, MOVE):
+                later = _row(content.splitlines()[0], ["step"])["step"] > step
+            if later:
                 break
             end = end_of_member
         if end:
