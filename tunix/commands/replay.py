@@ -30,7 +30,7 @@ from tunix.trainer.metrics import JsonLines, Sink
 from tunix.trainer.progress import Display
 from tunix.trainer.trainer import Trainer
 from tunix.types import Loss, LossOutputs, Term
-from tunix.util.atomic_io import read_rows, reading
+from tunix.util.atomic_io import read_rows, reading, refuse_foreign
 from tunix.util.startup import prepare_jax
 
 OTHERS = ("time/", "perf/", "compile/", "eval/")
@@ -73,6 +73,8 @@ def replay(run: Path, step: int) -> bool:
             raise UserError(f"{folder}: no checkpoint is early enough for step {step}: {kept} (checkpoint.keep)")
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tunix-replay-")))
         if (folder / TOKENIZER).is_dir():
+            for file in (folder / TOKENIZER).iterdir():
+                refuse_foreign(folder / TOKENIZER, file.name)
             shutil.copytree(folder / TOKENIZER, scratch / TOKENIZER)
         display = stack.enter_context(closing(Display(folder.name, step, start)))
         job = stack.enter_context(closing(assemble(recipe, scratch, display)))

@@ -111,7 +111,7 @@ def profiled(run: Path) -> Iterator[str]:
         raise UserError(f"{run} is no run folder: it has no recipe.yaml")
     folders = [run / PROFILE, *run.glob(f"*/{PROFILE}")]  # with stages, of each stage
     files = sorted(
-        (file for folder in folders for file in folder.rglob("*.xplane.pb")), key=lambda x: x.stat().st_mtime
+        (x for folder in folders for x in folder.rglob("*.xplane.pb") if x.is_file()), key=lambda x: x.stat().st_mtime
     )
     if not files:
         recipe = recipe_of_run(run)
@@ -292,6 +292,8 @@ def export_trajectories(run: Path, out: Path) -> int:
     samples = [row for row in read_rows(run / SAMPLES, "step") if "prompt" in row and "completion" in row]
     if not samples:
         raise UserError(f"{run} has recorded no samples: logging.samples and eval.samples say how many are")
+    if not (run / "recipe.yaml").is_file():
+        raise UserError(f"{run} is no run folder: it has no recipe.yaml")
     with reading(run / "recipe.yaml"):
         model = read_mapping(run / "recipe.yaml").get("model", {})
         model = model.get("path") or model.get("family")

@@ -381,7 +381,7 @@ def load_tokenizer(folder_or_id: str | Path) -> Tokenizer | None:
     for name in (GENERATION_CONFIG, "config.json"):  # the first takes precedence, as in transformers
         try:
             fields = _settings(source, name)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{source}/{name} is not JSON: {error}. Fix or delete it") from error
         if stops := eos_ids(fields, f"{source}/{name}"):
             return Tokenizer(hf, stops)
@@ -423,7 +423,10 @@ def _file(source: str, name: str) -> Path | None:
 def _settings(source: str, name: str) -> dict[str, Any]:
     """The content of a JSON file of a folder or of a model on the hub; empty where it has none."""
     path = _file(source, name)
-    return {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+    settings = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(settings, dict):
+        raise ValueError(f"it holds {type(settings).__name__}, and has to be an object")
+    return settings
 
 
 def eos_ids(fields: Mapping[str, Any], file: str) -> tuple[int, ...]:

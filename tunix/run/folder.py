@@ -7,6 +7,7 @@ the other stops at its next checkpoint (`trainer.checkpoint`).
 """
 
 import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,7 +58,9 @@ def locked(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        lock = os.fdopen(
+            os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666), "w"
+        )  # a pipe there is not waited for
     except OSError as error:
         raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
     with lock as file:

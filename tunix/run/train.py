@@ -187,7 +187,7 @@ def _run(
             return result_of(folder, None)
         # What earlier starts wrote after that checkpoint is deleted, or was being written when a process was killed.
         for path in folder.glob(f"*.tmp-{'[0-9a-f]' * 8}"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         forget_after(folder / SAMPLES, start)
         if (folder / SPANS).exists():  # of runs on completions alone
             forget_after(folder / SPANS, start)

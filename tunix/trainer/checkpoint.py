@@ -101,8 +101,10 @@ class Checkpoints:
         """
         try:
             record = json.loads(self._folder.find(f"{step}/record/metadata") or "")
+            if not isinstance(record, dict):
+                raise ValueError("its record/metadata is no JSON object")
             client.load(self._folder.place(step) / "state")
-        except (Unreadable, OSError, ValueError) as error:
+        except (Unreadable, OSError, ValueError, RecursionError) as error:
             again = "start again with --fresh." if self._config.folder is None else "set another checkpoint.folder."
             raise UserError(
                 f"{self._folder.name}/{step}: the checkpoint cannot be read: {processes.first_line(error)}. "

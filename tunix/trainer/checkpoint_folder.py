@@ -72,7 +72,7 @@ class DiskFolder:
         self._path.mkdir(parents=True, exist_ok=True)
         for path in self._path.iterdir():
             if UNFINISHED.fullmatch(path.name):
-                shutil.rmtree(path)
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def find(self, name: str) -> str | None:
         """A text, e.g. `3/record/metadata`, or None where there is none."""
