@@ -70,7 +70,7 @@ def test_what_is_written_reads_back(text: str):
 @pytest.mark.parametrize(("text", "key"), [("?", "null"), ("1: 2", "1"), ("true: {}", "true"), ("a: 1\n1.5: 2", "1.5")])
 def test_a_key_that_is_no_text_is_a_message(text: str, key: str, tmp_path: Path):
     (tmp_path / "r.yaml").write_text(text)
-    with pytest.raises(UserError, match=rf"r\.yaml: the key {key} is not text, as `model:` and `data:` are"):
+    with pytest.raises(UserError, match=rf"r\.yaml: {key}: a key is text, as `model:` and `data:` are"):
         Recipe.load(tmp_path / "r.yaml")
 
 

@@ -126,7 +126,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         content = "it is empty" if value is None else f"it holds {type(value).__name__} {shown(value)}"
         raise UserError(f"{path}: a recipe is a mapping with sections such as `model:` and `data:`, but {content}")
     if odd := [key for key in value if not isinstance(key, str)]:
-        raise UserError(f"{path}: the key {shown(odd[0])} is not text, as `model:` and `data:` are")
+        raise UserError(f"{path}: {shown(odd[0])}: a key is text, as `model:` and `data:` are")
     return value
 
 
