@@ -11,6 +11,7 @@ other error ends the fuzzer and leaves the bytes in a file. What deserves it bec
 import argparse
 import json
 import os
+import re
 import shutil
 import struct
 import sys
@@ -40,6 +41,23 @@ def text(data: bytes) -> str:
     return data.decode("utf-8", "surrogateescape")
 
 
+def document(data: bytes, documents: list[bytes]) -> bytes:
+    """JSON: the bytes after the first or, where that is odd, one of the documents with values that the bytes change."""
+    from tests.hostile.test_folders import KEYS, ODD, changed
+
+    if len(data) < 2 or data[0] % 2 == 0:
+        return data[1:]
+    fives = (data[i : i + 5] for i in range(2, len(data) - 4, 5))
+    changes = [(a % 8, b << 8 | c, ODD[d % len(ODD)], KEYS[e % len(KEYS)]) for a, b, c, d, e in fives]
+    return json.dumps(changed(json.loads(documents[data[1] % len(documents)]), changes)).encode()
+
+
+def seeds_of(documents: list[bytes]) -> list[bytes]:
+    """What `document` makes each of them of, and each with one value that is another."""
+    changed = (bytes([1, i, kind, 0, kind, 7 * kind, kind]) for i in range(len(documents)) for kind in range(8))
+    return [*(b"\0" + content for content in documents), *changed]
+
+
 def recipe(folder: Path) -> tuple[Check, Iterable[bytes]]:
     from tests.hostile.test_recipes import BASE, FINDS, STAGES, loads
     from tunix.util.yaml_io import write_yaml
@@ -60,19 +78,24 @@ def override(folder: Path) -> tuple[Check, Iterable[bytes]]:
 
 
 def header(folder: Path) -> tuple[Check, Iterable[bytes]]:
+    """A header, and as many bytes after it as its tensors say, if they are few; Rust reads it, which is not guided."""
     from tests.hf.test_folders_that_lie import SINGLE, written
     from tests.hostile.test_folders import reads_tensors
 
     file = written(folder / "llama") / SINGLE
     whole = file.read_bytes()
     begin = 8 + struct.unpack("<Q", whole[:8])[0]
+    small = json.dumps({"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}).encode()
+    documents = [whole[8:begin], small]
 
     def check(data: bytes) -> None:
-        file.write_bytes(data + bytes(64))
-        reads_tensors(file, len(data) + 64)
+        said = document(data, documents)
+        offsets = [int(number) for number in re.findall(rb"\[ ?\d+, ?(\d{1,4})\]", said)]
+        end = max(offsets, default=0)
+        file.write_bytes(struct.pack("<Q", len(said)) + said + bytes(end))
+        reads_tensors(file, end)
 
-    small = json.dumps({"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}).encode()
-    return check, [whole[:begin], struct.pack("<Q", len(small)) + small]
+    return check, seeds_of(documents)
 
 
 def index(folder: Path) -> tuple[Check, Iterable[bytes]]:
@@ -83,12 +106,13 @@ def index(folder: Path) -> tuple[Check, Iterable[bytes]]:
     model = written(folder / "llama")
     names = tensors_of_file(model / SINGLE)
     (model / SINGLE).rename(model / "a.safetensors")
+    documents = [json.dumps({"weight_map": dict.fromkeys(names, "a.safetensors")}).encode(), b'{"weight_map": {}}']
 
     def check(data: bytes) -> None:
-        (model / INDEX).write_bytes(data)
+        (model / INDEX).write_bytes(document(data, documents))
         reads_folder(model)
 
-    return check, [json.dumps({"weight_map": dict.fromkeys(names, "a.safetensors")}).encode(), b'{"weight_map": {}}']
+    return check, seeds_of(documents)
 
 
 def config(folder: Path) -> tuple[Check, Iterable[bytes]]:
@@ -96,29 +120,30 @@ def config(folder: Path) -> tuple[Check, Iterable[bytes]]:
     from tests.hostile.test_folders import FAMILIES, reads_folder
 
     folders = [written(folder / family, family) for family in FAMILIES]
-    seeds = [(x / "config.json").read_bytes() for x in folders]
+    documents = [(x / "config.json").read_bytes() for x in folders]
 
     def check(data: bytes) -> None:
-        (folders[0] / "config.json").write_bytes(data)
-        reads_folder(folders[0])
+        model = folders[data[1] % len(folders) if len(data) > 1 else 0]
+        (model / "config.json").write_bytes(document(data, documents))
+        reads_folder(model)
 
-    return check, seeds
+    return check, seeds_of(documents)
 
 
 def tokenizer(folder: Path) -> tuple[Check, Iterable[bytes]]:
-    """The first byte chooses the file; tokenizer.json itself is read by Rust, which is not guided."""
+    """The first byte chooses the file; Rust reads tokenizer.json, which is not guided."""
     from tests.hostile.test_folders import model_with_tokenizer, reads_tokenizer
 
-    told = {file.name: file.read_bytes() for file in sorted(model_with_tokenizer(folder).glob("*.json"))}
-    names = list(told)
+    documents = {file.name: file.read_bytes() for file in sorted(model_with_tokenizer(folder).glob("*.json"))}
+    names = list(documents)
 
     def check(data: bytes) -> None:
         name = names[data[0] % len(names)] if data else names[0]
-        (folder / name).write_bytes(data[1:])
+        (folder / name).write_bytes(document(data[1:], [documents[name]]))
         reads_tokenizer(folder)
-        (folder / name).write_bytes(told[name])
+        (folder / name).write_bytes(documents[name])
 
-    return check, [bytes([number]) + content for number, content in enumerate(told.values())]
+    return check, [bytes([i]) + seed for i, content in enumerate(documents.values()) for seed in seeds_of([content])]
 
 
 def template(folder: Path) -> tuple[Check, Iterable[bytes]]:
@@ -150,11 +175,12 @@ def body(folder: Path) -> tuple[Check, Iterable[bytes]]:
 
     model = str(model_folder(folder / "llama", max_position_embeddings=512))
     service = Service(InferenceModel(InferenceOptions(model, slots=4)), devices=jax.devices()[:1])
+    documents = [json.dumps(good).encode() for good in GOOD.values()]
     gate, sampled, others = Gate(), (CompletionBody, ChatBody, GenerateBody), (TokenizeBody, DetokenizeBody)
 
     def check(data: bytes) -> None:
         async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": data, "more_body": False}
+            return {"type": "http.request", "body": document(data, documents), "more_body": False}
 
         try:
             told = asyncio.run(body_of(Request({"type": "http"}, receive), gate))
@@ -168,7 +194,7 @@ def body(folder: Path) -> tuple[Check, Iterable[bytes]]:
             except Refusal as refusal:
                 json.dumps(refused(refusal).body.decode())
 
-    return check, [json.dumps(good).encode() for good in GOOD.values()]
+    return check, seeds_of(documents)
 
 
 def answer(folder: Path) -> tuple[Check, Iterable[bytes]]:
