@@ -1,8 +1,8 @@
 """The command line: declares and parses the arguments of a command, calls what implements it, returns an exit code.
 
-Exit code 0 is success, 2 a user error, reported in a sentence, 75 the loss of another process of the run
-(`distributed/meeting.py`), 130 an interruption. Any other exception is a defect of tunix and shows its traceback.
-Nothing heavy is imported before a command needs it. `COMMANDS` at the end is the table of all commands.
+Exit code 0 is success, 2 a user error or a file that the system refuses, reported in a sentence, 75 the loss of another
+process of the run (`distributed/meeting.py`), 130 an interruption. Any other exception is a defect of tunix and shows
+its traceback. Nothing heavy is imported before a command needs it. `COMMANDS` at the end is the table of commands.
 """
 
 import argparse
@@ -110,13 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        if os.environ.get("TUNIX_DEBUG") == "1" or not (error.filename or is_full(error)):
+        full = is_full(error)
+        if os.environ.get("TUNIX_DEBUG") == "1" or not (error.filename or full):
             raise
-        said = (
-            f"could not be written: {error.strerror}. {ROOM}."
-            if is_full(error)
-            else f"cannot be used: {error.strerror}"
-        )
+        said = f"could not be written: {error.strerror}. {ROOM}." if full else f"cannot be used: {error.strerror}"
         print(f"error: {error.filename or 'a file'} {said}", file=sys.stderr)
         return 2
     except Interrupted as stopped:

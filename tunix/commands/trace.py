@@ -54,15 +54,14 @@ def trace(run: Path, step: int, out: Path | None = None) -> Path:
     rows = read_rows(run / SPANS, "step", "spans")
     with reading(run / SPANS, MOVE):
         steps = {row["step"]: [Span(*span) for span in row["spans"]] for row in rows}
-        if step not in steps:
-            there = (
-                f"it has recorded steps {min(steps)} to {max(steps)}"
-                if steps
-                else "only runs on completions record any"
-            )
-            raise UserError(f"{run / SPANS} has nothing of step {step}: {there}")
-        if out is not None:
-            refuse_out(out)
+    if step not in steps:
+        there = (
+            f"it has recorded steps {min(steps)} to {max(steps)}" if steps else "only runs on completions record any"
+        )
+        raise UserError(f"{run / SPANS} has nothing of step {step}: {there}")
+    if out is not None:
+        refuse_out(out)
+    with reading(run / SPANS, MOVE):
         # The activities of the step, and of others meanwhile, in microseconds since the first of them.
         learned = [span for span in steps[step] if span.name == "update"] or steps[step]
         opened, ended = min(span.start for span in learned), max(span.end for span in learned)

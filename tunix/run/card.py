@@ -34,9 +34,7 @@ def model_card(recipe: Sections, base: str, adapter: bool, step: int | None = No
         step: the exported checkpoint's; None for the last.
     """
     metrics = Path(recipe.output).expanduser() / "metrics.jsonl"
-    rows = [
-        row for row in (read_rows(metrics, "step") if metrics.exists() else []) if step is None or row["step"] <= step
-    ]
+    rows = [row for row in read_rows(metrics, "step") if step is None or row["step"] <= step]
     first = {key: value for row in reversed(rows) for key, value in row.items() if isinstance(value, int | float)}
     last = {key: value for row in rows for key, value in row.items() if isinstance(value, int | float)}
     counts = [(key[5:], f"{last[key]:,.0f}") for key in last if key.startswith("data/")]

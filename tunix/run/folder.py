@@ -58,9 +58,7 @@ def locked(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.fdopen(
-            os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666), "w"
-        )  # a pipe there is not waited for
+        lock = os.fdopen(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666), "w")  # does not wait for a pipe
     except OSError as error:
         raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
     with lock as file:
