@@ -9,6 +9,7 @@ other error ends the fuzzer and leaves the bytes in a file. What deserves it bec
 """
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -192,7 +193,7 @@ def body(folder: Path) -> tuple[Check, Iterable[bytes]]:
                 if isinstance(asked, sampled):
                     service.prepared(asked)
             except Refusal as refusal:
-                json.dumps(refused(refusal).body.decode())
+                json.loads(bytes(refused(refusal).body))
 
     return check, seeds_of(documents)
 
@@ -279,7 +280,9 @@ TARGETS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.hostile.fuzz", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.hostile.fuzz", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--corpus", type=Path, help="a folder that keeps what was found to reach further lines")
@@ -293,7 +296,7 @@ def main() -> None:
             target.make(place)[0]((here / asked.case).read_bytes())
             return
         try:
-            import atheris
+            atheris: Any = importlib.import_module("atheris")  # nobody but a fuzzer needs it
         except ModuleNotFoundError:
             sys.exit("error: atheris is not installed: `pip install atheris` (Linux, Python 3.11 to 3.13)")
         with atheris.instrument_imports(include=["tunix", "yaml", "jinja2"], enable_loader_override=False):

@@ -213,6 +213,16 @@ FINDS: dict[str, tuple[str, str, str, str]] = {
     "a folder for metrics": ("run r.yaml", "metrics.jsonl", "a folder", "metrics.jsonl is not a file: move it away"),
     "samples that are a loop": ("run r.yaml", "samples.jsonl", "a link to itself", ""),
     "spans that are a list": ("run r.yaml", "spans.jsonl", "a list", "spans.jsonl is damaged"),
+    "a link for the log": ("run r.yaml", "log.txt", "a link", "log.txt could not be written: Too many .*Move it away"),
+    "a link to nothing for metrics": ("run r.yaml steps=6", "metrics.jsonl", "a link to nothing", "Move it away"),
+    "a link to nothing for the lock": ("run r.yaml", ".lock", "a link to nothing", "run cannot be written: Too many"),
+    "a pipe for the log": ("run r.yaml", "log.txt", "a pipe", "log.txt could not be written: No such device"),
+    "a loop for a replayed tokenizer": (
+        "replay run 4",
+        "tokenizer/tokenizer.json",
+        "a link to itself",
+        "no vocabulary: tokenizer",
+    ),
     "a pipe for the lock": ("run r.yaml", ".lock", "a pipe", ""),
     "stops that are a list": (
         "run r.yaml",

@@ -75,7 +75,7 @@ def replay(run: Path, step: int) -> bool:
         if (folder / TOKENIZER).is_dir():
             for file in (folder / TOKENIZER).iterdir():
                 refuse_foreign(folder / TOKENIZER, file.name)
-            shutil.copytree(folder / TOKENIZER, scratch / TOKENIZER)
+            shutil.copytree(folder / TOKENIZER, scratch / TOKENIZER, ignore_dangling_symlinks=True)
         display = stack.enter_context(closing(Display(folder.name, step, start)))
         job = stack.enter_context(closing(assemble(recipe, scratch, display)))
         client, algorithm = job.client, job.algorithm

@@ -15,7 +15,7 @@ from pathlib import Path
 from tunix.errors import UserError
 from tunix.recipe.recipe import Recipe
 from tunix.trainer.checkpoint_folder import folder_of
-from tunix.util.atomic_io import ROOM, is_full, write_text_atomic
+from tunix.util.atomic_io import ROOM, SAFELY, is_full, write_text_atomic
 from tunix.util.yaml_io import parse_yaml, read_mapping
 
 OWNER = "recipe.yaml"
@@ -58,7 +58,7 @@ def locked(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.fdopen(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666), "w")  # does not wait for a pipe
+        lock = os.fdopen(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | SAFELY, 0o666), "w")
     except OSError as error:
         raise UserError(f"output: {folder} cannot be written: {error.strerror}") from error
     with lock as file:

@@ -28,6 +28,8 @@ ROOM = "Make room and run the same command"
 """The remedy."""
 MOVE = ": move it away, nothing is trained from it"
 """The remedy where a file with what a run has recorded is damaged."""
+SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK
+"""Flags of what a run opens to write: it follows no link to a file elsewhere, and waits for no reader of a pipe."""
 SAMPLES, PACKED = "samples.jsonl", "samples.jsonl.gz"
 """Files of a run folder with what its model wrote, the second one where several groups of a step are recorded."""
 
@@ -275,11 +277,12 @@ def append_text(path: Path, text: str) -> None:
 @contextmanager
 def _appending(path: Path) -> Iterator[IO[bytes]]:
     try:
-        with path.open("ab") as file:
+        with open(path, "ab", opener=lambda name, flags: os.open(name, flags | SAFELY, 0o666)) as file:
             yield file
     except OSError as error:
+        remedy = ROOM if is_full(error) else "Move it away and run the same command"
         raise UserError(
-            f"{path} could not be written: {error.strerror}. {ROOM}: it goes on from the last checkpoint."
+            f"{path} could not be written: {error.strerror}. {remedy}: it goes on from the last checkpoint."
         ) from error
 
 
