@@ -307,7 +307,7 @@ def main() -> None:
             (corpus / f"seed-{number}").write_bytes(seed)
         lines = [word.encode("utf-8", "replace") for word in target.words() if 0 < len(word) < 60]
         quoted = ("".join(f"\\x{byte:02x}" for byte in line) for line in lines)
-        (place / "words").write_text("".join(f'"{word}"\n' for word in quoted))
+        (place / "words").write_text("# words\n" + "".join(f'"{word}"\n' for word in quoted))
         options = [f"-max_total_time={asked.seconds}", f"-timeout={SLOWEST}", "-rss_limit_mb=8000", "-len_control=20"]
         options += [f"-dict={place / 'words'}", f"-artifact_prefix={here / asked.target}-", "-print_final_stats=1"]
 

@@ -53,8 +53,9 @@ def test_no_damage_is_a_traceback(number: int, tmp_path: Path):
     def reads(case: tuple[str, list, list[tuple[int, int]], int | None]) -> None:
         name, changes, bits, end = case
         if changes and name in rows:
-            written = changed({"": rows[name]}, changes)
-            (run / name).write_text("".join(json.dumps(row) + "\n" for row in list(written.get("") or [])))
+            written = changed({"": rows[name]}, changes).get("")
+            listed = written if isinstance(written, list) else [written]
+            (run / name).write_text("".join(json.dumps(row) + "\n" for row in listed))
         else:
             content = bytearray(whole[name])
             for place, byte in bits:
