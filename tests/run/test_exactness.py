@@ -10,12 +10,14 @@ import resource
 import secrets
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.run.test_ahead_run import does_what_is_recorded
 from tests.run.test_distill_run import GIVEN
@@ -25,6 +27,7 @@ from tests.run.test_preference_run import labelled, write_preferences
 from tests.run.test_reward_run import write_reward
 from tests.tiny_rl import POLICY, write_policy
 from tests.tiny_runs import EVAL, model_folder, write_recipe, write_rows
+from tunix.distributed.meeting import LOST
 
 STEPS = 8
 COMMON: dict[str, Any] = {"steps": STEPS, "checkpoint": {"every": 2, "keep": 3}, "eval.every": 3}
@@ -91,51 +94,70 @@ ROWS: dict[str, Callable[[Path], object]] = {
 }
 
 
+def end_some(run: Run, draw: random.Random) -> None:
+    """Kills one process, or all of them. One that is left notices it and ends by itself; but before it has met the
+    others, it would wait minutes for them."""
+    met = "[Gloo]" in run.said
+    for victim in draw.sample(run.processes, draw.randint(1, len(run.processes))):
+        victim.kill()
+    run.send(signal.SIGCONT)
+    try:
+        codes = run.codes(150 if met else 60)
+    except subprocess.TimeoutExpired:
+        assert not met, run.log
+        run.send(signal.SIGKILL)
+        codes = run.codes()
+    # 0 where it had ended, 2 where it failed with the other, or had not met it.
+    assert all(code in (0, 2, LOST, -signal.SIGKILL) for code in codes), (codes, run.log)
+
+
 def killed(run: Run, draw: random.Random) -> None:
     """At a step, or a moment after it."""
     step, moment = draw.randint(1, STEPS - 1), draw.uniform(0, 0.3)
     if run.caught_while(lambda: run.steps >= step):
-        run.process.send_signal(signal.SIGCONT)
+        run.send(signal.SIGCONT)
         time.sleep(moment)
-    run.process.kill()
-    run.wait()
+    end_some(run, draw)
 
 
 def killed_early(run: Run, draw: random.Random) -> None:
     """While it reads, compiles, restores or takes its first steps."""
     said, moment = len(run.log), draw.uniform(0, 4)
     run.caught_while(lambda: len(run.log) > said)
-    run.process.send_signal(signal.SIGCONT)
+    run.send(signal.SIGCONT)
     time.sleep(moment)
-    run.process.kill()
-    run.wait()
+    end_some(run, draw)
 
 
 def killed_while_it_writes(run: Run, draw: random.Random) -> None:
     """A checkpoint, or the export, if it is caught at that."""
     exports = draw.random() < 0.3
+    run.caught_while(lambda: not run.unfinished)  # what an earlier kill has left is gone
+    run.send(signal.SIGCONT)
     run.caught_while(lambda: any(run.run.glob("export.tmp-*")) if exports else bool(run.unfinished))
-    run.process.kill()
-    run.wait()
+    end_some(run, draw)
 
 
 def asked_to_stop(run: Run, draw: random.Random) -> None:
+    """One process, or all of them: all stop."""
     step = draw.randint(1, STEPS - 1)
     run.caught_while(lambda: run.steps >= step)
-    run.process.send_signal(signal.SIGCONT)
+    run.send(signal.SIGCONT)
     asked = draw.choice([signal.SIGTERM, signal.SIGINT])
-    run.process.send_signal(asked)
-    assert run.wait() in (0, 130, -asked), run.log  # the last while Python starts
+    for process in draw.sample(run.processes, draw.randint(1, len(run.processes))):
+        process.send_signal(asked)
+    assert all(code in (0, 130, -asked) for code in run.codes()), (run.codes(), run.log)  # the last while Python starts
 
 
 def without_room(run: Run, draw: random.Random) -> None:
-    """No file of the process can grow any more, from some step on: as on a full disk. Its own words have no room
-    either, so that it may end with Python's exit code for that."""
+    """No file of a process, or of all of them, can grow any more, from some step on: as on a full disk. Its own words
+    have no room either, so that it may end with Python's exit code for that."""
     step = draw.randint(1, STEPS - 1)
     if run.caught_while(lambda: run.steps >= step):
-        resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (100, 100))
-        run.process.send_signal(signal.SIGCONT)
-    assert run.wait() in (0, 1, 2), run.log
+        for process in draw.sample(run.processes, draw.randint(1, len(run.processes))):
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100, 100))
+        run.send(signal.SIGCONT)
+    assert all(code in (0, 1, 2, LOST) for code in run.codes()), (run.codes(), run.log)
 
 
 def cut(run: Run, draw: random.Random) -> None:
@@ -147,36 +169,45 @@ def cut(run: Run, draw: random.Random) -> None:
     newest = run.run / "checkpoints" / max(run.saved, key=int)
     largest = max((file for file in newest.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
     os.truncate(largest, draw.randrange(largest.stat().st_size))
-    again = Run(run.folder)
-    if again.wait() != 0:
-        assert again.wait() == 2, run.log
-        assert "the checkpoint cannot be read" in run.log
-        shutil.rmtree(newest)
+    with no_process_left() as runs:
+        runs.append(Run(run.folder, number=len(run.processes)))
+        if any(runs[-1].codes()):
+            assert 2 in runs[-1].codes(), run.log
+            assert "the checkpoint cannot be read" in run.log
+            shutil.rmtree(newest)
 
 
 DISTURBANCES = (killed, killed_early, killed_while_it_writes, asked_to_stop, without_room, cut)
+# Sampling ahead needs one process, or servers: tests/distributed/test_servers.py has it with two.
+CASES = [(kind, number) for kind in ROWS for number in (1, 2) if (kind, number) != ("asynchronous", 2)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ROWS)
-def test_disturbed_anywhere_it_ends_like_the_uninterrupted_run(kind: str, tmp_path: Path):
+@pytest.mark.parametrize(("kind", "number"), CASES)
+def test_disturbed_anywhere_it_ends_like_the_uninterrupted_run(kind: str, number: int, tmp_path: Path):
+    """In one process, and in two that divide the weights."""
     seed = int(os.environ.get("EXACTNESS_SEED", secrets.randbelow(10**6)))
     draw = random.Random(seed)
     ways = draw.sample(DISTURBANCES, 3)
-    print(f"EXACTNESS_SEED={seed}: {kind}: {', '.join(way.__name__ for way in ways)}")
+    print(f"EXACTNESS_SEED={seed}: {kind}, {number}: {', '.join(way.__name__ for way in ways)}")
     whole, disturbed = tmp_path / "whole", tmp_path / "disturbed"
     with no_process_left() as runs:
+
+        def start(folder: Path) -> Run:
+            runs.append(Run(folder, number=number))
+            return runs[-1]
+
         for folder in (disturbed,) if kind == "asynchronous" else (whole, disturbed):
             folder.mkdir()
             ROWS[kind](folder)
+            if number > 1:
+                recipe = yaml.safe_load((folder / "r.yaml").read_text())
+                (folder / "r.yaml").write_text(yaml.safe_dump({**recipe, "mesh": {"fsdp": number}}))
         if kind != "asynchronous":
-            runs.append(Run(whole))
-            assert runs[-1].wait() == 0, runs[-1].log
+            assert not any(start(whole).codes()), runs[-1].log
         for way in ways:
-            runs.append(Run(disturbed))
-            way(runs[-1], draw)
-        runs.append(Run(disturbed))
-        assert runs[-1].wait() == 0, runs[-1].log
+            way(start(disturbed), draw)
+        assert not any(start(disturbed).codes()), runs[-1].log
     if kind == "asynchronous":  # what was sampled when is no promise: what its record says is
         does_what_is_recorded(disturbed)
     else:

@@ -21,6 +21,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from benchmarks.servers import free_port
 from tests.marks import slow
 from tests.tiny_runs import EVAL, RECIPE, files, lines, metrics, write_recipe, write_rows
 from tests.trainer.test_step import SFT_LOSS
@@ -55,14 +56,20 @@ def write_run(folder: Path) -> None:
 
 
 class Run:
-    """`tunix run` in a process of its own, in the folder that holds `r.yaml`."""
+    """`tunix run` in a process of its own, or in several that meet on loopback, in the folder that holds `r.yaml`."""
 
     def __init__(
-        self, folder: Path, program: Sequence[str] = ("tunix.cli",), settings: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        program: Sequence[str] = ("tunix.cli",),
+        settings: Mapping[str, str] | None = None,
+        number: int = 1,
     ):
         self.folder = folder
         self.run = folder / "run"
         words = [sys.executable, "-m", *program, "run", "r.yaml"]
+        if number > 1:
+            words += ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(number)]
         env = {
             **os.environ,
             "JAX_NUM_CPU_DEVICES": "1",
@@ -71,12 +78,28 @@ class Run:
             **(settings or {}),
         }
         with (folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(words, cwd=folder, env=env, stdout=log, stderr=log)
+            self._begin = log.tell()
+            self.processes = [
+                subprocess.Popen(
+                    [*words, *(["--process", str(i)] if number > 1 else [])],
+                    cwd=folder,
+                    env=env,
+                    stdout=log,
+                    stderr=log,
+                )
+                for i in range(number)
+            ]
+        self.process = self.processes[0]
 
     @property
     def log(self) -> str:
         """What all processes in this folder have said."""
         return (self.folder / "log").read_text()
+
+    @property
+    def said(self) -> str:
+        """What its processes have said."""
+        return (self.folder / "log").read_bytes()[self._begin :].decode(errors="replace")
 
     @property
     def steps(self) -> int:
@@ -100,6 +123,15 @@ class Run:
         """Its exit code."""
         return self.process.wait()
 
+    def codes(self, deadline: float = 600.0) -> list[int]:
+        """The exit codes of all processes."""
+        return [process.wait(deadline) for process in self.processes]
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal to all processes."""
+        for process in self.processes:
+            process.send_signal(number)
+
     def until(self, happened: Callable[[], bool]) -> None:
         """Waits, while the process goes on."""
         while not happened():
@@ -110,10 +142,10 @@ class Run:
         """Stops the process in the middle of something; False where it ended before it was seen at that."""
         while self.process.poll() is None:
             if happens():
-                self.process.send_signal(signal.SIGSTOP)
+                self.send(signal.SIGSTOP)
                 if happens():
                     return True
-                self.process.send_signal(signal.SIGCONT)
+                self.send(signal.SIGCONT)
             time.sleep(0.001)
         return False
 
@@ -144,10 +176,10 @@ def no_process_left() -> Iterator[list[Run]]:
     try:
         yield runs
     finally:
-        for run in runs:
-            if run.process.poll() is None:
-                run.process.kill()
-                run.wait()
+        for process in (process for run in runs for process in run.processes):
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
 
 @pytest.fixture
@@ -171,8 +203,10 @@ def lasting(run: Path) -> list[dict[str, Any]]:
 def state(run: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
     """The arrays of the last checkpoint, bit for bit, and its record apart from time."""
     place = max((run / "checkpoints").iterdir(), key=lambda path: int(path.name))
-    with ocp.StandardCheckpointer() as reader:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(reader.restore(place / "state"))
+    with ocp.PyTreeCheckpointer() as reader:  # as arrays of NumPy: the devices that had saved them may be elsewhere
+        tree = reader.metadata(place / "state").item_metadata.tree
+        wanted = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        leaves, _ = jax.tree_util.tree_flatten_with_path(reader.restore(place / "state", restore_args=wanted))
     record = json.loads((place / "record/metadata").read_text())
     del record["seconds"]
     return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}, record

@@ -4,7 +4,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -200,6 +200,114 @@ def test_a_tracker_that_hangs_gets_its_seconds_and_the_next_start_sends_the_rest
     hung.set()
 
 
+class Picky(Fake):
+    """A tracker that refuses some values for good."""
+
+    refuses: Callable[[int, str], bool] = staticmethod(lambda step, name: False)
+
+    def send(self, step, values, samples) -> None:
+        self.fail()
+        if bad := [name for name in [*values, *["samples"][: len(samples)]] if self.refuses(step, name)]:
+            raise ValueError(f"no  {bad[0]}\nhere")
+        self.steps.append((step, dict(values), [row["completion"] for row in samples]))
+
+
+def write_more(folder: Path, step: int) -> None:
+    append_bounded(folder / SAMPLES, [{"step": step, "completion": f"{step} {i}"} for i in range(2)], 10**9)
+    append_rows(folder / "metrics.jsonl", [{"step": step, "loss": 1 / step, "odd": 7.0}])
+
+
+def test_what_is_refused_for_good_is_set_aside_and_the_rest_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One value of step 2, the samples of step 4, and all of step 5: nothing else is missed, and each is named."""
+    monkeypatch.setattr(trackers, "PAUSE", 0.01)
+    fake, display = Picky(), Said()
+    fake.refuses = lambda step, name: (step, name) in {(2, "odd"), (4, "samples")} or step == 5
+    tracker = start(fake, tmp_path, display, None)
+    for step in range(1, 7):
+        write_more(tmp_path, step)
+        tracker.write(step, {})
+    tracker.close()
+    both = {step: {"loss": 1 / step, "odd": 7.0} for step in range(1, 7)}
+    texts = {step: [f"{step} 0", f"{step} 1"] for step in range(1, 7)}
+    assert fake.steps == [
+        (1, both[1], texts[1]),
+        (2, {"loss": 1 / 2}, []),
+        (2, {}, texts[2]),
+        (3, both[3], texts[3]),
+        (4, {"loss": 1 / 4}, []),
+        (4, {"odd": 7.0}, []),
+        (6, both[6], texts[6]),
+    ]
+    file = tmp_path / "trackers/fake.refused.jsonl"
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["step"], row["values"], len(row["samples"])) for row in kept] == [
+        (2, {"odd": 7.0}, 0),
+        (4, {}, 2),
+        (5, {"loss": 1 / 5}, 0),
+        (5, {"odd": 7.0}, 0),
+        (5, {}, 2),
+    ]
+    assert display.said == [
+        "logging.fake: no odd here. The run goes on; what is missed is sent later",
+        f"logging.fake: step 2: odd refused for good (no odd here): set aside in {file}",
+        f"logging.fake: step 4: samples refused for good (no samples here): set aside in {file}",
+        f"logging.fake: step 5: loss, odd, samples refused for good (no loss here): set aside in {file}",
+        "logging.fake: everything was sent in the end (6 attempts failed) but for what it refuses, of 3 steps, in "
+        f"{file}",
+    ]
+    assert json.loads((tmp_path / "trackers/fake.json").read_text())["sent"] == 6
+    start(Picky(), tmp_path, Said(), 6).close()
+    assert len(file.read_text().splitlines()) == 5
+    start(Picky(), tmp_path, Said(), None).close()  # another run, which is refused nothing
+    assert not file.exists()
+
+
+def test_a_tracker_that_refuses_everything_is_tried_three_times_in_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Such as one whose run was deleted: each step is set aside, four are said."""
+    monkeypatch.setattr(trackers, "PAUSE", 0.01)
+    fake, display = Picky(), Said()
+    fake.refuses = lambda step, name: True
+    tracker = start(fake, tmp_path, display, None)
+    for step in range(1, 10):
+        write_more(tmp_path, step)
+        tracker.write(step, {})
+    tracker.close()
+    assert fake.steps == []
+    assert tracker.failures == 2
+    assert len(display.said) == 1 + 4 + 1
+    assert len((tmp_path / "trackers/fake.refused.jsonl").read_text().splitlines()) == 9 * 3
+
+
+def test_what_fails_while_a_refused_step_is_tried_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Step 2 is refused three times; as its values are tried alone, the tracker is down, twice. An `OSError` is no
+    refusal, though it may be a `ValueError` too."""
+
+    class Unread(ValueError, OSError):
+        pass
+
+    monkeypatch.setattr(trackers, "PAUSE", 0.01)
+    fake, display = Picky(), Said()
+    fake.refuses = lambda step, name: (step, name) == (2, "odd")
+    calls = iter(range(99))
+    # Calls: connect, step 1, step 2 three times; then loss, and odd, which is down; the step, loss, and odd, unread; in
+    # the end the step, loss, odd, samples.
+    fails = {6: ConnectionError("down"), 9: Unread("half")}
+
+    def fail() -> None:
+        if error := fails.get(next(calls)):
+            raise error
+
+    fake.fail = fail
+    tracker = start(fake, tmp_path, display, None)
+    for step in (1, 2, 3):
+        write_more(tmp_path, step)
+        tracker.write(step, {})
+    tracker.close()
+    assert [step for step, *_ in fake.steps] == [1, 2, 2, 2, 2, 3]
+    (kept,) = [json.loads(line) for line in (tmp_path / "trackers/fake.refused.jsonl").read_text().splitlines()]
+    assert (kept["step"], kept["values"], kept["samples"], kept["error"]) == (2, {"odd": 7.0}, [], "no  odd\nhere")
+
+
 SAMPLE = {
     "step": 7,
     "group": 0,
@@ -269,6 +377,21 @@ def test_what_trackio_is_called_with(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (step, end) == (7, "finish")
 
 
+class Answered(Exception):
+    """As MLflow's client raises what a server answers, or that it does not: with a status of 500."""
+
+    def get_http_status_code(self) -> int:
+        return self.args[0]
+
+
+class Unanswered(OSError):
+    """As `requests` raises what the store of texts answers."""
+
+    def __init__(self, status: int):
+        super().__init__(status)
+        self.response = SimpleNamespace(status_code=status)
+
+
 def test_what_mlflow_is_called_with(monkeypatch: pytest.MonkeyPatch):
     """As mlflow-skinny 3.17 takes it: tried against it by hand. A run goes on where it has the tag."""
     calls: list[Any] = []
@@ -293,11 +416,17 @@ def test_what_mlflow_is_called_with(monkeypatch: pytest.MonkeyPatch):
             return run
 
         def __getattr__(self, name):
-            return lambda *words, **named: calls.append((name, *words, *named.values()))
+            return lambda *words, **named: self.fails(name) or calls.append((name, *words, *named.values()))
+
+        def fails(self, name):
+            if name in raises and (status := next(answers, None)):
+                raise raises[name](status)
 
     for name, members in {
         "mlflow": {"MlflowClient": Client},
         "mlflow.entities": {"Metric": lambda *x: (x[0], x[1], x[3]), "Param": lambda *x: x},
+        "mlflow.exceptions": {"MlflowException": Answered},
+        "requests": {"HTTPError": Unanswered},
         "mlflow.utils": {},
         "mlflow.utils.mlflow_tags": {"MLFLOW_LOGGED_ARTIFACTS": "tables"},
     }.items():
@@ -305,6 +434,8 @@ def test_what_mlflow_is_called_with(monkeypatch: pytest.MonkeyPatch):
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
     settings = {f"key{i}": i for i in range(101)}
+    answers: Iterator[int] = iter([])
+    raises: dict[str, Any] = {}
     for _ in range(2):
         connection = MLflow("experiment", "small", settings, "abcd", -1.0)
         connection.send(7, {"reward/wörd!": 0.5}, [SAMPLE])
@@ -331,6 +462,18 @@ def test_what_mlflow_is_called_with(monkeypatch: pytest.MonkeyPatch):
         ("update_run", "r1", "RUNNING"),
         *sent,
     ]
+    # What it is answered tells what it will never take from what may pass: a key, an address, a proxy, a busy server.
+    connection, statuses = (
+        MLflow("experiment", "small", {}, "abcd", -1.0),
+        [400, 413, 422, 401, 403, 404, 408, 429, 500],
+    )
+    for name, kind in (("log_batch", Answered), ("log_text", Unanswered)):
+        raises, answers, kinds = {name: kind}, iter(statuses), []
+        for _ in statuses:
+            with pytest.raises((ValueError, kind)) as raised:
+                connection.send(8, {"loss": 0.5}, [SAMPLE])
+            kinds.append(raised.type)
+        assert kinds == [ValueError] * 3 + [kind] * 6
 
 
 def test_a_tracker_without_package_or_key_is_said_before_the_run(

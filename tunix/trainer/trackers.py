@@ -3,7 +3,9 @@
 The run writes `metrics.jsonl` and its samples whatever a tracker does; these files are the queue. A thread for each
 tracker reads them, hands over step by step, and remembers the last step in `trackers/NAME.json`. So a run never waits
 for a tracker before its end, and what one misses while it is down, or since the run was killed, it gets later, also
-from the next start. What was in a tracker's own buffers when the process was killed is the tracker's to recover.
+from the next start. A value that it will never take, by what it says, keeps no later one waiting: it is set aside in
+`trackers/NAME.refused.jsonl`. What was in a tracker's own buffers when the process was killed is the tracker's to
+recover.
 """
 
 import heapq
@@ -25,7 +27,8 @@ from typing import Any, Protocol, runtime_checkable
 from tunix.errors import UserError
 from tunix.trainer.config import LoggingConfig
 from tunix.trainer.progress import Display
-from tunix.util.atomic_io import PACKED, SAMPLES, members, write_text_atomic
+from tunix.util.atomic_io import PACKED, SAMPLES, append_rows, members, write_text_atomic
+from tunix.util.faults import planned
 
 Row = dict[str, Any]
 FILES = ("metrics.jsonl", SAMPLES, PACKED)
@@ -36,8 +39,10 @@ SECONDS = 30.0
 """What each tracker gets at the end of a run to be handed what it has not, and what it gets to connect."""
 PAUSE, LONGEST_PAUSE = 1.0, 300.0
 """Seconds before what failed is tried again: the first time, and at most, each time twice as many."""
+TRIES = 3
+"""How often what is refused is tried before each of its values is tried alone."""
 SHOWN = 4
-"""Samples of a step in TensorBoard, which shows them one below the other."""
+"""Samples of a step in TensorBoard, which shows them one below the other; and messages about what is refused."""
 
 
 @runtime_checkable
@@ -48,7 +53,11 @@ class Connection(Protocol):
     """The last step that it has of this run, as far as it can tell; infinite where it cannot."""
 
     def send(self, step: int, values: Mapping[str, float], samples: List[Row]) -> None:
-        """Hands over the metrics of a step and the samples that were recorded of it."""
+        """Hands over the metrics of a step and the samples that were recorded of it.
+
+        Raises:
+            TypeError, ValueError: it will never take them. Whatever else is raised may pass.
+        """
         ...
 
     def close(self) -> None:
@@ -65,12 +74,16 @@ class Tracker:
         """`connect`: reaches the tracker, from the run's identity there, e.g. `9f86d081`, which a start from no
         checkpoint (`start` is None) gets anew, and the last step that it was handed."""
         self._name, self._connect, self._folder, self._display = name, connect, folder, display
-        self._file = folder / "trackers" / f"{name}.json"
+        self._file, self._refused = (folder / "trackers" / f"{name}{end}" for end in (".json", ".refused.jsonl"))
         state: dict[str, Any] = {"id": secrets.token_hex(4), "sent": -1}
         if start is not None and self._file.is_file():
             state = json.loads(self._file.read_text())
+        else:
+            self._refused.unlink(missing_ok=True)
         self.identity, self.sent = str(state["id"]), float(state["sent"])
-        self.failures = 0
+        self.failures = self.refused = 0
+        self._tries = 0
+        """How often it has refused what it was handed last."""
         self._complete = -1.0
         """The last step of which all rows are in the files."""
         self._ends = [0] * len(FILES)
@@ -105,7 +118,8 @@ class Tracker:
                 "same command sends the rest"
             )
         elif failed:
-            self._display.say(f"logging.{self._name}: everything was sent in the end{failed}")
+            but = f" but for what it refuses, of {self.refused} steps, in {self._refused}" if self.refused else ""
+            self._display.say(f"logging.{self._name}: everything was sent in the end{failed}{but}")
 
     def _run(self) -> None:
         connection, pause = None, PAUSE
@@ -151,7 +165,38 @@ class Tracker:
                 else:
                     values |= {name: value for name, value in rows[0].items() if name != "step" and value is not None}
             if step > self.sent:
-                connection.send(step, values, samples)
+                fault, parts, refused = planned("tracker", step), [(values, samples)], list[Row]()
+                for some, texts in parts:
+                    try:
+                        if fault == "hang":
+                            time.sleep(10 * SECONDS)
+                        elif fault:
+                            raise (ValueError if fault == "refuse" else ConnectionError)("as planned")
+                        connection.send(step, some, texts)
+                    except (TypeError, ValueError) as error:
+                        if isinstance(error, OSError):  # what `requests` cannot read is both, and may pass
+                            raise
+                        self._tries += 1
+                        if self._tries < TRIES:
+                            raise
+                        if len(parts) > 1:
+                            refused.append({"step": step, "error": str(error), "values": some, "samples": texts})
+                        else:
+                            parts += [({name: x}, list[Row]()) for name, x in values.items()]
+                            parts += [({}, samples)] * bool(samples)
+                if refused:
+                    append_rows(self._refused, refused)
+                    self.refused += 1
+                    if self.refused <= SHOWN:
+                        names = ", ".join(next(iter(row["values"]), "samples") for row in refused)
+                        said = " ".join(refused[0]["error"].split())[:300]
+                        with suppress(UserError):
+                            self._display.say(
+                                f"logging.{self._name}: step {step}: {names} refused for good ({said}): set aside in "
+                                f"{self._refused}"
+                            )
+                if len(refused) < max(len(parts) - 1, 1):
+                    self._tries = 0
                 self.sent = step
             self._ends = list(ends)
             if time.monotonic() - remembered > 1:
@@ -258,9 +303,12 @@ class MLflow:
     def __init__(self, experiment: str, name: str, settings: Row, identity: str, sent: float):
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
+        from mlflow.exceptions import MlflowException
         from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
+        from requests import HTTPError
 
         self._client, self._metric, self._tables = MlflowClient(), Metric, MLFLOW_LOGGED_ARTIFACTS
+        self._errors: Any = MlflowException, HTTPError
         known = self._client.get_experiment_by_name(experiment)
         number = known.experiment_id if known else self._client.create_experiment(experiment)
         runs = self._client.search_runs([number], f"tags.`tunix.run` = '{identity}'")
@@ -275,13 +323,21 @@ class MLflow:
 
     def send(self, step: int, values: Mapping[str, float], samples: List[Row]) -> None:
         now = int(1000 * time.time())
-        self._client.log_batch(self._run, [self._metric(_named(name), x, now, step) for name, x in values.items()])
-        if samples:
-            # As `log_table` writes them, which would send all earlier ones again, or fill its tag with their names.
-            names, rows = columns(samples)
-            path = f"samples/{step:08}.json"
-            self._client.log_text(self._run, json.dumps({"columns": names, "data": rows}), path)
-            self._client.set_tag(self._run, self._tables, json.dumps([{"path": path, "type": "table"}]))
+        metrics = [self._metric(_named(name), x, now, step) for name, x in values.items()]
+        try:
+            if metrics:
+                self._client.log_batch(self._run, metrics)
+            if samples:
+                # As `log_table` writes them, which would send all earlier ones again, or fill its tag with their names.
+                names, rows = columns(samples)
+                path = f"samples/{step:08}.json"
+                self._client.log_text(self._run, json.dumps({"columns": names, "data": rows}), path)
+                self._client.set_tag(self._run, self._tables, json.dumps([{"path": path, "type": "table"}]))
+        except self._errors as error:  # of metrics, and of texts
+            known = isinstance(error, self._errors[0])
+            if (error.get_http_status_code() if known else error.response.status_code) in (400, 413, 422):
+                raise ValueError(str(error)) from error
+            raise
 
     def close(self) -> None:
         self._client.set_terminated(self._run)

@@ -1,8 +1,9 @@
 """Faults that a test plans, to see what a run then does: `TUNIX_FAULTS=worker:die@3,checkpoint:truncate@4`.
 
-Each is `POINT:KIND@NUMBER`. The number is what the point counts: updates and checkpoints by their numbers, so that a
-run that is started again meets the same fault; reads of rows, calls of workers and compiled updates as they come in a
-process. Without the variable nothing is read, counted or slower.
+Each is `POINT:KIND@NUMBER`. The number is what the point counts: updates, checkpoints and the steps that a tracker is
+handed by their numbers, so that a run that is started again meets the same fault; reads of rows, calls of workers,
+requests to servers and compiled updates as they come in a process. Without the variable nothing is read, counted or
+slower.
 """
 
 import os
@@ -18,6 +19,8 @@ POINTS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("truncate",),
     "disk": ("slow",),
     "compile": ("fail",),
+    "tracker": ("down", "hang", "refuse"),
+    "server": ("break", "hang"),
 }
 """What can happen where."""
 SLOW = 3.0

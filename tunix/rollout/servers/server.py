@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunix.errors import UserError
 from tunix.rollout.servers.protocol import Answer, Ask, Failed, Gone, Late, Refused, Stray, Unfit, answered
+from tunix.util.faults import planned
 
 if TYPE_CHECKING:
     import httpx  # where it is used: runs that sample here need no HTTP
@@ -116,8 +117,13 @@ class Server:
         client = self._calls if identity is None else self._clients[-1]
         method, deadline = ("GET", HEALTH_DEADLINE) if body is None else ("POST", self.timeout)
         headers = {**self._headers, **({"X-Request-Id": identity} if identity else {})}
+        fault = planned("server") if identity else None
         try:
             async with asyncio.timeout(deadline):
+                if fault == "hang":
+                    await asyncio.sleep(2 * deadline)
+                elif fault:
+                    raise httpx.ConnectError("as planned")
                 response = await client.request(method, path, json=body, headers=headers)
         except TimeoutError:
             raise Late(f"it did not answer {path} in {deadline:g} s") from None
