@@ -1,5 +1,7 @@
 """What a process makes of an error while another one is dead."""
 
+import errno
+
 import pytest
 
 from tunix.distributed import meeting
@@ -39,3 +41,24 @@ def test_an_error_that_a_dead_process_has_left_does_not_hide_its_death(monkeypat
     assert found
     assert found[0][0] == 0
     assert "no sign of life" in found[0][1]
+
+
+def test_where_the_line_cannot_be_written_it_ends_all_the_same(monkeypatch: pytest.MonkeyPatch):
+    """On a full disk, to which stderr goes, too. The process would wait for the dead one until JAX aborts it."""
+    codes: list[int] = []
+
+    def full(_: str) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    def ends(code: int) -> None:
+        codes.append(code)
+        raise SystemExit
+
+    for name, value in (("PULSE", 0.05), ("SILENCE", 0.5), ("number", lambda: 2), ("index", lambda: 1)):
+        monkeypatch.setattr(meeting, name, value)
+    store = Store()
+    monkeypatch.setattr(meeting, "store", lambda: store)
+    monkeypatch.setattr(meeting.os, "_exit", ends)
+    watch = meeting.Watch(full)
+    watch._thread.join(60)
+    assert codes == [meeting.LOST]

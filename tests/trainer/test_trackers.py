@@ -318,19 +318,27 @@ SAMPLE = {
 }
 
 
-def test_tensorboard_has_numbers_and_texts(tmp_path: Path):
-    from tensorboardX.proto.event_pb2 import Event
+def board_values(folder: Path) -> list[tuple[int, Any]]:
+    """What TensorBoard's files below a run folder have, with its step."""
+    from tensorboardX.proto import event_pb2
 
+    event_of: Any = vars(event_pb2)["Event"]
+    found = []
+    for file in sorted((folder / "tensorboard").iterdir()):
+        data, at = file.read_bytes(), 0
+        while at < len(data):
+            size = int.from_bytes(data[at : at + 8], "little")
+            event = event_of.FromString(data[at + 12 : at + 12 + size])
+            found += [(event.step, value) for value in event.summary.value]
+            at += 16 + size
+    return found
+
+
+def test_tensorboard_has_numbers_and_texts(tmp_path: Path):
     board = TensorBoard(tmp_path, "id", 6.0)
     board.send(7, {"loss": 0.5}, [SAMPLE])
     board.close()
-    (file,) = (tmp_path / "tensorboard").iterdir()
-    data, at, values = file.read_bytes(), 0, {}
-    while at < len(data):
-        size = int.from_bytes(data[at : at + 8], "little")
-        event = Event.FromString(data[at + 12 : at + 12 + size])
-        values |= {value.tag: (event.step, value) for value in event.summary.value}
-        at += 16 + size
+    values = {value.tag: (step, value) for step, value in board_values(tmp_path)}
     assert (values["loss"][0], values["loss"][1].simple_value) == (7, 0.5)
     ((step, text),) = [value for tag, value in values.items() if tag.startswith("samples/0")]
     assert step == 7

@@ -210,12 +210,14 @@ class Watch:
                     self._end(other, f"no sign of life for {SILENCE:.0f} s")
 
     def _end(self, other: int, reason: str) -> NoReturn:
-        self._say(
-            f"process {other} of {number()} is gone ({reason}): process {index()} stops. The same command goes on from "
-            "the last checkpoint"
-        )
-        # The main thread may wait for a device that waits for the dead process: nothing but this ends it.
-        os._exit(LOST)
+        try:
+            self._say(
+                f"process {other} of {number()} is gone ({reason}): process {index()} stops. The same command goes on "
+                "from the last checkpoint"
+            )
+        finally:  # also where the line cannot be written, such as on a full disk
+            # The main thread may wait for a device that waits for the dead process: nothing but this ends it.
+            os._exit(LOST)
 
 
 _left: list[Any] = []
