@@ -54,11 +54,11 @@ def test_where_the_line_cannot_be_written_it_ends_all_the_same(monkeypatch: pyte
         codes.append(code)
         raise SystemExit
 
-    for name, value in (("PULSE", 0.05), ("SILENCE", 0.5), ("number", lambda: 2), ("index", lambda: 1)):
+    for name, value in (("PULSE", 60.0), ("number", lambda: 2), ("index", lambda: 1)):
         monkeypatch.setattr(meeting, name, value)
-    store = Store()
-    monkeypatch.setattr(meeting, "store", lambda: store)
     monkeypatch.setattr(meeting.os, "_exit", ends)
     watch = meeting.Watch(full)
-    watch._thread.join(60)
+    watch.close()
+    with pytest.raises(SystemExit):
+        watch._end(0, "no sign of life")
     assert codes == [meeting.LOST]
