@@ -40,7 +40,7 @@ def given(changes: dict[str, Any]) -> Callable[[Path], object]:
     return lambda folder: write_recipe(folder / "r.yaml", {**EVAL, **COMMON, **changes})
 
 
-def on_base(write: Callable[[Path], object], name: str = "../base", **sizes: int) -> Callable[[Path], object]:
+def on_base(write: Callable[[Path], object], name: str = "../base", **sizes: Any) -> Callable[[Path], object]:
     """A run with a model folder: beside it, since an exported adapter names its base."""
 
     def both(folder: Path) -> None:

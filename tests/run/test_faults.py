@@ -86,7 +86,8 @@ def test_the_disk_and_the_compiler(here: Path, monkeypatch: pytest.MonkeyPatch, 
     assert files(here / "run/export") == files(here / "whole/export")
 
 
-@pytest.mark.parametrize("kind", slow(["down", "hang", "refuse"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["down", "hang", "refuse"])
 def test_a_tracker(kind: str, here: Path):
     """From step 2 of 4 on it is not reached, or does not answer, or it refuses that step for good. The run is the one
     without a tracker, and ends within the seconds that a tracker gets. The next start sends what was missed; what is
@@ -123,7 +124,8 @@ def test_a_tracker(kind: str, here: Path):
         assert "logging.tensorboard: not everything was sent within 30 s of the run's end" in run.log
 
 
-@pytest.mark.parametrize("kind", slow(["break", "hang"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["break", "hang"])
 def test_a_rollout_server(kind: str, here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     """A request whose connection breaks is asked again. A server that does not answer one in time is asked no more; a
     later step finds that it is well. Numbers and weights are those of the undisturbed run."""
