@@ -320,15 +320,14 @@ SAMPLE = {
 
 def board_values(folder: Path) -> list[tuple[int, Any]]:
     """What TensorBoard's files below a run folder have, with its step."""
-    from tensorboardX.proto import event_pb2
+    from tensorboardX.proto.event_pb2 import Event
 
-    event_of: Any = vars(event_pb2)["Event"]
     found = []
     for file in sorted((folder / "tensorboard").iterdir()):
         data, at = file.read_bytes(), 0
         while at < len(data):
             size = int.from_bytes(data[at : at + 8], "little")
-            event = event_of.FromString(data[at + 12 : at + 12 + size])
+            event = Event.FromString(data[at + 12 : at + 12 + size])
             found += [(event.step, value) for value in event.summary.value]
             at += 16 + size
     return found
