@@ -254,9 +254,9 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 63_520,
+    "lines": 63_640,
     "files": 302,
-    "functions": 3_254,
+    "functions": 3_257,
     "short functions used once": 99,
     "short files with one importer": 9,
     "calls with bundles": 40,
