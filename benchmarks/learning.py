@@ -106,8 +106,8 @@ METHODS = {
     "kto": Method({"name": "kto"}, "labels", 64, 80, 1e-4),
     "reward": Method({"name": "reward", "centring": 0.01}, "pairs", 32, 80, 3e-4),
     "teacher": Method({"name": "sft"}, "train", 64, 200, 1e-3, LARGE),
-    "distill": Method({"name": "distill", "on_policy": True, "group_size": GROUP}, "environment", PROMPTS, 80, RATE),
-    "alone": Method({"name": "grpo", "group_size": GROUP, "updates": UPDATES}, "environment", PROMPTS, 80, RATE),
+    "distill": Method({"name": "distill", "on_policy": True, "group_size": GROUP}, "environment", PROMPTS, STEPS, RATE),
+    "alone": Method({"name": "grpo", "group_size": GROUP, "updates": UPDATES}, "environment", PROMPTS, STEPS, RATE),
 }
 """`teacher` is the large model that `distill` follows; `alone` is GRPO from the same weights for as long."""
 PROBLEMS, JUDGES = 4096, 1024
@@ -476,11 +476,13 @@ def draw_methods(curves: Curves) -> None:
             for run in runs if len(runs) > 1 else ():
                 axis.plot([point[2 * timed] for point in run], [point[1] for point in run], color=colour, alpha=0.25)
             axis.plot(mean, means(runs), color=colour, label=title(column))
-        pairs = columns == ("reward",)
-        axis.set(title=name, xlabel="seconds" if "alone" in columns else "step", ylim=(0.45 if pairs else 0, 1.02))
-        axis.set_ylabel("held-out pairs in order" if pairs else "score of held-out problems")
+        axis.set(
+            title=name, xlabel="seconds" if "alone" in columns else "step", ylim=(0 if "sft" in columns else 0.4, 1)
+        )
+        axis.set_ylabel("held-out pairs in order" if columns == ("reward",) else "score of held-out problems")
         axis.grid(alpha=0.3)
-        axis.legend(loc="lower right")
+        if axis.lines:
+            axis.legend(loc="lower right")
     figure.savefig(OTHER_PICTURE, metadata={"Date": None})
 
 
