@@ -106,7 +106,13 @@ METHODS = {
     "kto": Method({"name": "kto"}, "labels", 64, 80, 1e-4),
     "reward": Method({"name": "reward", "centring": 0.01}, "pairs", 32, 80, 3e-4),
     "teacher": Method({"name": "sft"}, "train", 64, 200, 1e-3, LARGE),
-    "distill": Method({"name": "distill", "on_policy": True, "group_size": GROUP}, "environment", PROMPTS, STEPS, RATE),
+    "distill": Method(
+        {"name": "distill", "on_policy": True, "divergence": "reverse_kl", "group_size": GROUP},
+        "environment",
+        PROMPTS // UPDATES,
+        80,
+        1e-4,
+    ),
     "alone": Method({"name": "grpo", "group_size": GROUP, "updates": UPDATES}, "environment", PROMPTS, STEPS, RATE),
 }
 """`teacher` is the large model that `distill` follows; `alone` is GRPO from the same weights for as long."""
