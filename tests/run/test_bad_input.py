@@ -602,12 +602,14 @@ def test_a_full_disk_stops_everything_else_too(done: Path, capsys: pytest.Captur
         message = refused(["score", "base", "train.jsonl", "--out", "scores.jsonl"], capsys)
         assert_says(message, ["scores.jsonl", "File too large"])
     assert not (done / "scores.jsonl").exists()
+    train("r.yaml", "steps=40")  # until the metrics are longer than all else
     size = (done / "run/metrics.jsonl").stat().st_size
+    assert size > (done / "run/recipe.yaml").stat().st_size
     with full_disk(size + 10):
-        message = refused(["run", "r.yaml", "steps=8"], capsys)
+        message = refused(["run", "r.yaml", "steps=44"], capsys)
         assert_says(message, ["metrics.jsonl could not be written", "Make room"])
-    train("r.yaml", "steps=8")
-    assert [one["step"] for one in metrics("run")] == list(range(1, 9))
+    train("r.yaml", "steps=44")
+    assert [one["step"] for one in metrics("run")] == list(range(1, 45))
 
 
 # --- Export and score -----------------------------------------------------------------------------------------------

@@ -48,16 +48,23 @@ class Spans:
     @classmethod
     def of(cls, ids: np.ndarray, student: Tokenizer, teacher: Tokenizer, end: int) -> Spans:
         """Aligns the `[T]` ids of a sampled completion; `end` is the teacher's id where a turn ends."""
-        stops, text, waiting = len(ids) > 0 and ids[-1] in student.stop_ids, "", 0
-        begins = list[int]()
+        stops, text, begins = int(len(ids) > 0 and ids[-1] in student.stop_ids), "", list[int]()
         for i in range(len(ids) - stops):
-            begins.append(len(text))
+            # The bytes of a character may be in several tokens, four at most, which begin together.
+            waiting = len(begins)
+            if i - waiting > 3:
+                begins.append(len(text))
+                text += student.decode(ids[waiting : waiting + 1], previous=ids[:waiting].tolist())
+                waiting += 1
             piece = student.decode(ids[waiting : i + 1], previous=ids[:waiting].tolist())
-            # The bytes of a character may be in several tokens, four at most: it is there with the last of them.
-            if not piece.endswith("\ufffd") or i - waiting >= 3:
-                text, waiting = text + piece, i + 1
-        text += student.decode(ids[waiting : len(ids) - stops], previous=ids[:waiting].tolist())
-        tokens, offsets = teacher.encode_with_offsets(text)
+            if not piece.endswith("\ufffd"):
+                begins += [len(text)] * (i + 1 - waiting)
+                text += piece
+        begins += [len(text)] * (len(ids) - stops - len(begins))
+        whole = student.decode(ids[: len(ids) - stops])
+        if text != whole[: len(text)]:  # bytes of no character, in tokens that hold parts of two
+            begins = [0] * len(begins)
+        tokens, offsets = teacher.encode_with_offsets(whole)
         both = np.union1d([0], np.intersect1d(begins, offsets[:, 0]))
         ours, theirs = (np.searchsorted(both, x, side="right") - 1 for x in (begins, offsets[:, 0]))
         if stops:  # a span of its own

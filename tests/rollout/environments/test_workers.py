@@ -24,6 +24,7 @@ from tunix.rollout.environments.base import Environment, Episode, Episodes, Step
 from tunix.rollout.environments.config import EnvironmentConfig
 from tunix.rollout.environments.remote import Player, read_environment
 from tunix.rollout.rewards.base import Failure
+from tunix.rollout.workers.process import MARK, end_marked
 
 TOKENIZER = bytes_tokenizer("chatml")
 ENVIRONMENTS = '''
@@ -482,3 +483,16 @@ def test_a_class_of_a_notebook_runs_here(playing: Any, monkeypatch: pytest.Monke
     assert say(good, "on") == str(os.getpid())
     assert episodes.scores == [Failure("the environment Here took longer than 1 s"), 0.5]
     Here.go_on = True
+
+
+def test_what_has_only_just_been_started_is_ended_too():
+    """Children in sessions of their own, whose environment cannot be read before they run: of each start none is left
+    that would write what it has slept for."""
+    script = "(setsid sh -c 'sleep 0.5; echo late' &) ; exit 3"
+    started = list[subprocess.Popen[bytes]]()
+    for i in range(40):
+        environment = {**os.environ, MARK: f"just started {i}"}
+        started.append(subprocess.Popen(["sh", "-c", script], env=environment, stdout=subprocess.PIPE))
+        started[-1].wait()
+        end_marked(f"just started {i}")
+    assert [x.communicate()[0] for x in started] == [b""] * 40

@@ -115,11 +115,18 @@ MARK = "TUNIX_WORKER"
 
 def end_marked(mark: str) -> None:
     """Kills the processes that were started with a mark, other than this one; where there is no /proc, none."""
-    variable = f"{MARK}={mark}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it is another user's, or has ended
-            if variable in (folder / "environ").read_bytes().split(b"\0") and int(folder.name) != os.getpid():
-                os.kill(int(folder.name), signal.SIGKILL)
+    variable, quiet = f"{MARK}={mark}".encode(), 0
+    for _ in range(50):  # until nobody is left: one that has just been started has no environment to be read yet
+        number = 0
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it is another user's, or has ended
+                if variable in (folder / "environ").read_bytes().split(b"\0") and int(folder.name) != os.getpid():
+                    os.kill(int(folder.name), signal.SIGKILL)
+                    number += 1
+        quiet = 0 if number else quiet + 1
+        if quiet == 3:
+            break
+        time.sleep(0.003)
 
 
 class Lost(Exception):
