@@ -254,7 +254,7 @@ def test_check_does_not_wake_a_device(tiny: tuple[str, ...]):
 
 
 BUDGETS = {
-    "lines": 63_650,
+    "lines": 63_675,
     "files": 302,
     "functions": 3_257,
     "short functions used once": 99,

@@ -150,14 +150,68 @@ def assert_killed_with_pictures_it_ends_alike(tmp_path: Path, changes: dict[str,
             shutil.copytree(tmp_path / name, folder / name)
         for name in ("train.jsonl", "held.jsonl"):
             shutil.copy(tmp_path / name, folder)
+        (folder / "games.py").write_text(GAME.replace("SAID", '"And now?"'))
         held = {"data.eval": "held.jsonl", "eval": {"every": 10, "samples": 1}}
         write_recipe(folder / "r.yaml", {**changes, **held, "steps": 20, "checkpoint": {"every": 5}})
 
     assert_killed_it_ends_alike(tmp_path, write, at=7)
 
 
+GAME = """
+from tunix.rollout.environments.base import Environment, Step
+
+class Hues(Environment):
+    stop_strings = tuple("abcdefghijklmnopqrstuvwxyz")
+
+    def reset(self, row, rng):
+        self.asked = 0
+        return row["messages"][:1]
+
+    def step(self, text, action):
+        self.asked += 1
+        if self.asked == 3:
+            return Step(reward=float("e" in text), done=True)
+        return Step([{"role": "user", "content": SAID}], reward=len(text) / 9)
+"""
+PLAYED: dict[str, Any] = {
+    **{key: x for key, x in GRPO.items() if key != "reward"},
+    "rollout": {"environment": {"name": "games.py:Hues"}},
+    "data.completion_length": 40,
+    "data.max_length": 128,
+    "steps": 3,
+}
+
+
+def assert_an_environment_shows_pictures(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Sampler and trainer see them alike in all turns, and other pictures make another step."""
+    (tmp_path / "games.py").write_text(GAME.replace("SAID", '"And now?"'))
+    words = str(write_recipe(tmp_path / "recipe.yaml", {**changes, **PLAYED}))
+    train(words)
+    rows = metrics("run")
+    assert len(rows) == 3
+    assert all(row["mismatch/max"] < 1e-3 for row in rows)
+    assert rows[0]["rollout/turns"] > 1.5
+    assert all(row["compile/count"] == 0 for row in rows[1:])
+    for file in (tmp_path / "seen").iterdir():
+        with Image.open(file) as image:
+            Image.eval(image, lambda x: 255 - x).save(file)
+    train(words, "output=others", "steps=1")
+    assert metrics("others")[0]["train/grad_norm"] != rows[0]["train/grad_norm"]
+
+
+def test_an_environment_shows_the_pictures_of_its_row(tmp_path):
+    assert_an_environment_shows_pictures(tmp_path, CHANGES)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, GRPO], ids=["sft", "grpo"])
+def test_pictures_in_the_middle_of_an_episode_are_no_score(tmp_path, capsys):
+    (tmp_path / "games.py").write_text(GAME.replace("SAID", '[{"type": "image", "image": "seen/0.png"}]'))
+    assert main(["run", str(write_recipe(tmp_path / "recipe.yaml", {**CHANGES, **PLAYED}))]) == 2
+    assert "showed pictures, or changed the conversation, after the prompt" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, GRPO, PLAYED], ids=["sft", "grpo", "environment"])
 def test_killed_it_ends_like_the_uninterrupted_run(tmp_path, changes):
     assert_killed_with_pictures_it_ends_alike(tmp_path, {**CHANGES, **changes})
 
@@ -233,6 +287,10 @@ def assert_sampler_and_trainer_agree(tmp_path: Path, changes: dict[str, Any]) ->
         ({"algorithm": {"name": "dpo", "loss": "aot"}}, "data.pictures: dpo looks at none as it is set here"),
         ({"algorithm": {"name": "dpo", "reference": "precompute"}}, "data.pictures: dpo looks at none as it is set"),
         ({**GRPO, "rollout": {"max_staleness": 1}}, "data.pictures: not seen by rollout.max_staleness"),
+        (
+            {**PLAYED, "rollout": {**PLAYED["rollout"], "history": "template"}},
+            "data.pictures: not seen by rollout.history: template",
+        ),
         ({**GRPO, "rollout": {"engine": "vllm", "servers": ["http://h:1"]}}, "not seen by rollout.engine"),
         ({**GRPO, "reward": {"model": "judge"}}, "data.pictures: not seen by reward.model, which judges"),
         ({"data.packing": "split"}, "packing 'split' would cut pictures"),

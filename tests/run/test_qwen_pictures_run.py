@@ -19,6 +19,7 @@ from tests.run.test_pictures_run import CHANGES as GEMMA
 from tests.run.test_pictures_run import (
     COLOURS,
     GRPO,
+    assert_an_environment_shows_pictures,
     assert_killed_with_pictures_it_ends_alike,
     assert_pairs_start_at_their_reference,
     assert_sampler_and_trainer_agree,
@@ -122,6 +123,10 @@ def test_a_run_learns_from_pictures_and_exports_the_whole_model(tmp_path):
 
 def image_id(model: Qwen3_5ForConditionalGeneration) -> int:
     return int(model.config.image_token_id)
+
+
+def test_an_environment_shows_the_pictures_of_its_row(tmp_path):
+    assert_an_environment_shows_pictures(tmp_path, CHANGES)
 
 
 @pytest.mark.parametrize("changes", [{}, GRPO], ids=["sft", "grpo"])

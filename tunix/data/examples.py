@@ -216,7 +216,12 @@ def to_example(
             pixels, grids = reader.read(pictures, folder)
             reader = replace(reader, grids=tuple((rows, columns) for rows, columns in grids.tolist()))
             tokenizer = tokenizer.seeing(reader)
-        elif images_of(row, columns):
+        elif (images := images_of(row, columns)) and reader is not None and settings.train_on == RowKind.ROW:
+            # An environment shows them, and knows no folder.
+            begin = Path() if folder is None else folder
+            located = [str(begin / x) if isinstance(x, str) and "://" not in x else x for x in images]
+            row = {**row, columns.get(IMAGES, IMAGES): located}
+        elif images:
             name = columns.get(IMAGES, IMAGES)
             if reader is not None:
                 raise UserError(f"it has pictures ({name}), which only sft, dpo and grpo look at: leave the column out")

@@ -134,7 +134,7 @@ def with_marks(
     whole = said["messages"] or said["prompt"]
     if not values:
         # A part may hold its picture itself.
-        parts = _parts(whole if _is_chat(whole) else said["chosen"])
+        parts = parts_of(whole if _is_chat(whole) else said["chosen"])
         held = [[part[key] for key in ("image", "path", "url") if part.get(key) is not None] for part in parts]
         return row, [values[0] for values in held if values]
     sides = ("chosen", "rejected")
@@ -156,7 +156,7 @@ def _marked(said: Any, number: int, mark: str, sign: str) -> Any:
     """A text or messages with so many marks at their start, unless they have some; what is wrong stays as it is."""
     if isinstance(said, str):
         return said if sign in said else mark * number + said
-    if not _is_chat(said) or _parts(said) or any(sign in str(message.get("content")) for message in said):
+    if not _is_chat(said) or parts_of(said) or any(sign in str(message.get("content")) for message in said):
         return said
     first = next((i for i, message in enumerate(said) if message.get("role") == "user"), None)
     if first is None:
@@ -167,7 +167,7 @@ def _marked(said: Any, number: int, mark: str, sign: str) -> Any:
     return [*said[:first], message, *said[first + 1 :]]
 
 
-def _parts(messages: Any) -> list[Mapping[str, Any]]:
+def parts_of(messages: Any) -> list[Mapping[str, Any]]:
     """The parts of messages that mark a picture; none of what is no list of messages."""
     if not _is_chat(messages):
         return []

@@ -185,6 +185,7 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
     if whole and not recipe.rollout.top_k:
         yield "algorithm.penalties_over: every set is the whole without rollout.top_k, which cuts ids off; leave it out"
     if recipe.data.pictures:
+        environment = recipe.rollout.environment
         if not recipe.algorithm.sees_pictures:
             yield (
                 f"data.pictures: {recipe.algorithm.name} looks at none as it is set here; sft and grpo do, and dpo on "
@@ -193,7 +194,10 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
             )
         blind = {
             "rollout.engine: vllm, whose servers are sent none": recipe.rollout.engine == "vllm",
-            "rollout.environment, which makes prompts of its own": recipe.plays,
+            "rollout.environment.agent, which asks in its own words": environment is not None
+            and environment.agent is not None,
+            "rollout.history: template, which renders every turn anew": recipe.plays
+            and recipe.rollout.history == "template",
             "rollout.max_staleness, whose journal keeps none": recipe.rollout.max_staleness > 0,
             "reward.model, which judges the text alone": recipe.reward is not None and recipe.reward.model is not None,
             "reward.judge, which reads the text alone": recipe.reward is not None and recipe.reward.judge is not None,

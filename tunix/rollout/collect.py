@@ -475,7 +475,7 @@ class Collector:
                     "out"
                 )
             text = self.tokenizer.decode(start, skip_special=True) if self.tokenizer else ""
-            owners[i] = replace(owners[i], tokens=start, text=owners[i].text or text)
+            owners[i] = replace(owners[i], tokens=start, text=owners[i].text or text, pictures=episode.pictures)
             if isinstance(episode, PlayedEpisode):
                 owners[i] = replace(owners[i], row={**owners[i].row, WORKDIR: str(episode.folder)})
         return owners

@@ -44,7 +44,7 @@ class PlayedEpisode(Episode):
         # All of it belongs to the last turn.
         last = None if score is None or isinstance(score, Failure) else float(score)
         self.rewards = [None] * (turns - 1) + [last] * bool(turns)
-        self.seats = [0] * turns
+        self.seats, self.pictures = [0] * turns, None
 
     @property
     def score(self) -> Score:

@@ -17,13 +17,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat
 
 import numpy as np
 
 from tunix.data.chat import Message, render_continuation, render_prompt
+from tunix.data.pictures import IMAGES, parts_of, with_marks
 from tunix.data.shapes import TEMPLATE_KWARGS, as_template_kwargs
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.tool_calls import ParsedTurn, markup_of, parse
@@ -289,8 +290,18 @@ class Episode:
         except Exception as error:  # the author's own code: only they can fix the prompt of a row
             what = str(error) if isinstance(error, EpisodeError) else raised(error)
             raise UserError(f"the environment {self.name} does not start: it {what}") from error
-        self.prompt = rendered(self.start, tokenizer, self._template_kwargs)
+        reader, pixels = None if tokenizer is None else tokenizer.pictures, np.zeros(0, np.uint8)
+        if tokenizer is not None and reader is not None and not isinstance(self.start, np.ndarray):
+            # Those of the row, or that the messages hold themselves; marked as in rows that are no environment's.
+            name = "prompt" if isinstance(self.start, str) else "messages"
+            marked, values = with_marks({name: self.start, IMAGES: row.get(IMAGES)}, {}, reader.mark, reader.sign)
+            pixels, grids = reader.read(values, None)
+            reader = replace(reader, grids=tuple((rows, columns) for rows, columns in grids.tolist()))
+            self.start, self._tokenizer = marked[name], tokenizer.seeing(reader)
+        self.prompt = rendered(self.start, self._tokenizer, self._template_kwargs)
         """`[T]` int32 token ids that the model continues."""
+        self.pictures = None if reader is None else reader.pictures(self.prompt, pixels)
+        """The pictures of the prompt; None where the model sees none."""
         if history == "template" and isinstance(self.start, str | np.ndarray):
             raise UserError(
                 f"rollout.history: template renders messages, and the environment {self.name} starts with "
@@ -372,6 +383,9 @@ class Episode:
         from tunix.types import Restart  # which imports jax
 
         said, tokenizer = step.observation, self._tokenizer
+        later = [*(said or ()), *(step.messages or ())] if not isinstance(said, str | np.ndarray) else []
+        if self.pictures is not None and (step.messages is not None or parts_of(later)):
+            raise EpisodeError("showed pictures, or changed the conversation, after the prompt that has the pictures")
         if step.messages is not None:
             self.start, self._messages = step.messages, [*step.messages]
         elif self._history == "append":
