@@ -203,10 +203,20 @@ def test_pictures_that_nobody_would_look_at_are_refused():
     for kind in (RowKind.COMPLETION, RowKind.PROMPT, RowKind.ROW):
         with pytest.raises(UserError, match=r"row 7 of rows.jsonl: it has pictures .images., .*set data.pictures"):
             kept(row, PLAIN, train_on=kind)
+    labelled = {"prompt": chat(TEXT)[:1], "completion": "a", "label": True, "images": [image()]}
     with pytest.raises(UserError, match="which only sft, dpo and grpo look at"):
-        kept(row, train_on=RowKind.ROW)
+        kept(labelled, shape="prompt_completion", train_on=RowKind.LABELS)
     assert kept({"messages": chat(TEXT), "images": []}, PLAIN).pictures is None
     assert kept({"messages": chat(TEXT), "images": None}, PLAIN).pictures is None
+
+
+def test_an_environment_has_its_rows_pictures_by_where_they_are(tmp_path: Path):
+    """Paths from the data's folder, which it does not know; addresses and whole paths stay as they are."""
+    images = ["seen/1.png", str(tmp_path / "2.png"), "https://a.b/c.png"]
+    shape = rendered_as("messages", train_on=RowKind.ROW, max_length=200)
+    found = to_example({"messages": chat(TEXT), "images": images}, TOKENIZER, shape, "row 7", tmp_path / "rows")
+    assert isinstance(found, Kept)
+    assert found.row["images"] == [str(tmp_path / "rows/seen/1.png"), *images[1:]]
 
 
 def test_both_sides_of_a_pair_see_its_pictures_however_it_is_written():
