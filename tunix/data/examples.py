@@ -212,9 +212,7 @@ def to_example(
         # The row's pictures are marked in its text, and the tokenizer is told their grids.
         sees = settings.train_on.is_text or settings.train_on in (RowKind.PAIRS, RowKind.PROMPT)
         if tokenizer is not None and reader is not None and sees:
-            row, pictures = with_marks(row, columns, reader.mark, reader.sign)
-            pixels, grids = reader.read(pictures, folder)
-            reader = replace(reader, grids=tuple((rows, columns) for rows, columns in grids.tolist()))
+            row, pixels, reader = with_marks(row, columns, reader, folder)
             tokenizer = tokenizer.seeing(reader)
         elif (images := images_of(row, columns)) and reader is not None and settings.train_on == RowKind.ROW:
             # An environment shows them, and knows no folder.

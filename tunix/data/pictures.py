@@ -17,7 +17,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,9 +115,10 @@ def images_of(row: Mapping[str, Any], columns: Mapping[str, str]) -> list[Any]:
 
 
 def with_marks(
-    row: Mapping[str, Any], columns: Mapping[str, str], mark: str, sign: str
-) -> tuple[Mapping[str, Any], list[Any]]:
-    """The row with a mark for each of its pictures, and the pictures.
+    row: Mapping[str, Any], columns: Mapping[str, str], reader: "PictureReader", folder: Path | None
+) -> tuple[Mapping[str, Any], np.ndarray, "PictureReader"]:
+    """The row with a mark for each of its pictures, their patches as `PictureReader.read` makes them, and the reader,
+    which knows their grids.
 
     A message marks one by a part `{"type": "image"}`, which may hold the picture itself where the row has no column of
     pictures. Where nothing is marked, all are marked at the start of the first user's message, or of the prompt; of
@@ -126,26 +127,33 @@ def with_marks(
     Args:
         row: its columns.
         columns: our column name -> the data's.
-        mark: what is written into a text for a picture.
-        sign: the part of it by which a text has marks of its own.
+        reader: how the model reads them.
+        folder: where relative paths begin.
+
+    Raises:
+        UserError: see `PictureReader.read`.
     """
     values = images_of(row, columns)
     said = {name: row.get(columns.get(name, name)) for name in ("messages", "prompt", "chosen", "rejected")}
     whole = said["messages"] or said["prompt"]
+    marked: dict[str, Any] = {}
     if not values:
         # A part may hold its picture itself.
         parts = parts_of(whole if _is_chat(whole) else said["chosen"])
         held = [[part[key] for key in ("image", "path", "url") if part.get(key) is not None] for part in parts]
-        return row, [values[0] for values in held if values]
-    sides = ("chosen", "rejected")
-    names = ["messages" if said["messages"] is not None else "prompt"]
-    if said["messages"] is None and _is_chat(said["chosen"]):
-        # Conversations that begin with the prompt's messages, or have it as their own first one.
-        before = list(said["prompt"] or ()) if _is_chat(said["prompt"]) else []
-        inside = list(said["chosen"] or ())[: len(before)] == before
-        names = [*(["prompt"] if before else []), *(sides if inside else [])]
-    marked = {columns.get(name, name): _marked(said[name], len(values), mark, sign) for name in names if said[name]}
-    return {**row, **marked}, values
+        values = [value[0] for value in held if value]
+    else:
+        sides = ("chosen", "rejected")
+        names = ["messages" if said["messages"] is not None else "prompt"]
+        if said["messages"] is None and _is_chat(said["chosen"]):
+            # Conversations that begin with the prompt's messages, or have it as their own first one.
+            before = list(said["prompt"] or ()) if _is_chat(said["prompt"]) else []
+            inside = list(said["chosen"] or ())[: len(before)] == before
+            names = [*(["prompt"] if before else []), *(sides if inside else [])]
+        mark, sign = reader.mark, reader.sign
+        marked = {columns.get(name, name): _marked(said[name], len(values), mark, sign) for name in names if said[name]}
+    pixels, grids = reader.read(values, folder)
+    return {**row, **marked}, pixels, replace(reader, grids=tuple((rows, columns) for rows, columns in grids.tolist()))
 
 
 def _is_chat(said: Any) -> bool:

@@ -285,8 +285,8 @@ def _untold(recipe: Sections, teacher: str) -> Iterator[str]:
     elif isinstance(algorithm, DistillConfig) and (recipe.data.eval or recipe.data.eval_split):
         key = "data.eval" if recipe.data.eval else "data.eval_split"
         yield f"{key}: held-out rows are compared by whole distributions, which {teacher} does not tell"
-    served, cuts = teacher.endswith("server"), {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
-    for key, whole in cuts.items():
+    served = recipe.teacher is not None and recipe.teacher.is_served
+    for key, whole in {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}.items():
         if getattr(rollout, key) != whole and (served or key != "temperature"):
             yield f"rollout.{key}: {teacher} tells log-probs of its whole distribution: leave it at {whole}"
     if recipe.data.pictures:

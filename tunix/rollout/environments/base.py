@@ -17,7 +17,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat
 
@@ -294,9 +294,7 @@ class Episode:
         if tokenizer is not None and reader is not None and not isinstance(self.start, np.ndarray):
             # Those of the row, or that the messages hold themselves; marked as in rows that are no environment's.
             name = "prompt" if isinstance(self.start, str) else "messages"
-            marked, values = with_marks({name: self.start, IMAGES: row.get(IMAGES)}, {}, reader.mark, reader.sign)
-            pixels, grids = reader.read(values, None)
-            reader = replace(reader, grids=tuple((rows, columns) for rows, columns in grids.tolist()))
+            marked, pixels, reader = with_marks({name: self.start, IMAGES: row.get(IMAGES)}, {}, reader, None)
             self.start, self._tokenizer = marked[name], tokenizer.seeing(reader)
         self.prompt = rendered(self.start, self._tokenizer, self._template_kwargs)
         """`[T]` int32 token ids that the model continues."""
