@@ -22,8 +22,9 @@ from tunix.inference.batcher import Ticket
 from tunix.inference.load import token_scores
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.rollout.servers.protocol import FIELD
-from tunix.serving.bodies import CompletionBody, Refusal, read
+from tunix.serving.bodies import CompletionBody, read
 from tunix.serving.service import Service
+from tunix.serving.tinker.futures import Refusal
 from tunix.types import Sequence
 
 LENGTH = 64

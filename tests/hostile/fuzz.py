@@ -170,9 +170,10 @@ def body(folder: Path) -> tuple[Check, Iterable[bytes]]:
     from tests.tiny_runs import model_folder
     from tunix.inference.model import InferenceModel, InferenceOptions
     from tunix.serving.app import body_of, refused
-    from tunix.serving.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerateBody, Refusal, TokenizeBody, read
+    from tunix.serving.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody, read
     from tunix.serving.gate import Gate
     from tunix.serving.service import Service
+    from tunix.serving.tinker.futures import Refusal
 
     model = str(model_folder(folder / "llama", max_position_embeddings=512))
     service = Service(InferenceModel(InferenceOptions(model, slots=4)), devices=jax.devices()[:1])

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,7 +41,7 @@ from tunix.serving.gate import Gate
 from tunix.serving.service import Service
 from tunix.serving.tinker.checkpoints import Checkpoints, Run
 from tunix.serving.tinker.compute import LOSSES, Adapter, Chosen, Compute, Step, chosen, losses_of
-from tunix.serving.tinker.futures import Promises, Refusal, Turns
+from tunix.serving.tinker.futures import Promise, Promises, Refusal, Result, Turns
 from tunix.serving.tinker.routes import Door
 from tunix.serving.tinker.tenants import Tenants
 from tunix.serving.tinker.wire import MESSAGES, Datum, config_of, data_of, forward_backward_output, parsed
@@ -165,33 +165,38 @@ def test_all_who_wait_are_answered():
     assert asyncio.run(polled()) == ([None] * 1000, [{"a": 1}] * 1000)
 
 
+def asked(name: str) -> tuple[Promise, Callable[[], Result]]:
+    return Promise(name, b""), dict
+
+
+def carried_out(turns: Turns) -> list[str]:
+    """The names of what is ready, in the order in which it is taken."""
+    return [promise.request_id for promise, _ in iter(turns.take, None)]
+
+
 def test_a_model_has_its_order_and_waits_for_none():
     """Chunks 2, 3 and 1 arrive in this order; another model's number 1 never comes."""
-    turns, order = Turns(), list[str]()
+    turns = Turns()
     for model in ("a", "b"):
         turns.open(model)
     for model, number in (("a", 2), ("b", 0), ("b", 2), ("a", 3), ("a", 1), ("a", 0)):
-        turns.add(model, number, lambda name=f"{model}{number}": order.append(name))
-    while turns:
-        turns.take()()
-    assert order == ["b0", "a0", "a1", "a2", "a3"]
+        turns.add(model, number, asked(f"{model}{number}"))
+    assert carried_out(turns) == ["a0", "b0", "a1", "a2", "a3"]
     with pytest.raises(UserError, match="carried out before"):
-        turns.add("a", 2, lambda: None)
+        turns.add("a", 2, asked("a2"))
     turns.close("a")
     with pytest.raises(Refusal, match="there is no model a"):
         turns.check("a")
 
 
 def test_models_take_turns():
-    turns, order = Turns(), list[str]()
+    turns = Turns()
     for model in ("a", "b"):
         turns.open(model)
     for model in ("a", "b"):
         for number in range(3):
-            turns.add(model, number, lambda name=f"{model}{number}": order.append(name))
-    while turns:
-        turns.take()()
-    assert order == ["a0", "b0", "a1", "b1", "a2", "b2"]
+            turns.add(model, number, asked(f"{model}{number}"))
+    assert carried_out(turns) == ["a0", "b0", "a1", "b1", "a2", "b2"]
 
 
 # Losses.

@@ -20,12 +20,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from google.protobuf.message import DecodeError
+
 from tunix import __version__
 from tunix.errors import UserError
 from tunix.recipe.recipe import recipe_of_run
 from tunix.rollout.types import SPANS, Span
 from tunix.trainer.config import PROFILE
 from tunix.util.atomic_io import MOVE, SAMPLES, atomic_folder, read_rows, reading, refuse_out, write_text_atomic
+from tunix.util.protobuf import message_classes
 from tunix.util.yaml_io import read_mapping
 
 PARTS = (
@@ -38,6 +41,19 @@ HOLDERS = re.compile(r"(while|conditional|call)(\.|$)")
 """Operations that only run others, which a CPU and a TPU list too; what a GPU lists of them are kernels, or copies."""
 SHOWN = 20
 """Kernels in the table."""
+SCHEMA = """
+XSpace: 1 planes *XPlane
+XPlane: 2 name bytes, 4 event_metadata *EventMetadataEntry
+EventMetadataEntry: 2 value XEventMetadata
+XEventMetadata: 2 name bytes, 5 stats *XStat
+XStat: 6 bytes_value bytes
+HloProto: 1 hlo_module HloModuleProto
+HloModuleProto: 3 computations *HloComputationProto
+HloComputationProto: 2 instructions *HloInstructionProto
+HloInstructionProto: 1 name string, 7 metadata OpMetadata
+OpMetadata: 2 op_name string
+"""
+"""What is read of a profile's messages; names may be no text."""
 
 
 def trace(run: Path, step: int, out: Path | None = None) -> Path:
@@ -127,7 +143,7 @@ def profiled(run: Path) -> Iterator[str]:
     try:
         planes = jax.profiler.ProfileData.from_serialized_xspace(data).planes
         devices, steps = kernels_of(planes, _scopes(data))
-    except (RuntimeError, LookupError, TypeError, ValueError) as error:
+    except (RuntimeError, LookupError, TypeError, ValueError, DecodeError) as error:
         raise UserError(f"{files[-1]} is damaged, or still being written: {str(error).splitlines()[0]}") from error
     if not devices:
         raise UserError(f"{files[-1]} has no kernel in it: the profiler saw no device at work")
@@ -224,57 +240,21 @@ def table(devices: Mapping[str, list[Kernel]], steps: Mapping[int, float]) -> It
         yield f"\n{program}: {len(times)} layers of {least:,.3f} ms ({fastest}) to {most:,.3f} ms ({slowest})"
 
 
-def _fields(data: memoryview) -> Iterator[tuple[int, Any]]:
-    """Number and value of each field of a message in protobuf's wire format: a number, or bytes
-    (https://protobuf.dev/programming-guides/encoding/)."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte, at = data[at], at + 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
-    while at < len(data):
-        number, kind = divmod(varint(), 8)
-        if kind == 0:
-            yield number, varint()
-            continue
-        size = {1: 8, 5: 4}.get(kind) or varint()
-        yield number, data[at : at + size]
-        at += size
-
-
-def _all(messages: Iterable[Any], *path: int) -> list[Any]:
-    """Values of the fields at a path of field numbers."""
-    for number in path:
-        messages = [value for message in messages for field, value in _fields(message) if field == number]
-    return list(messages)
-
-
-def _text(message: memoryview, *path: int) -> str:
-    """The first text at a path; empty without one."""
-    return "".join(bytes(value).decode() for value in _all([message], *path)[:1])
-
-
 def _scopes(data: bytes) -> dict[tuple[str, str], str]:
     """Program (its number, and its name) and operation -> where it was written, of all programs in a profile.
 
     Its plane `/host:metadata` has an `HloProto` as a stat of each program's event metadata (openxla's `xplane.proto`,
     `hlo.proto`), which `ProfileData` does not give.
     """
-    scopes: dict[tuple[str, str], str] = {}
-    for plane in _all([memoryview(data)], 1):
-        for program in _all([plane], 4, 2) if _text(plane, 2) == "/host:metadata" else ():
-            module, _, number = _text(program, 2).removesuffix(")").rpartition("(")
-            for instruction in _all([program], 5, 6, 1, 3, 2):  # stats, bytes, module, computations, instructions
-                if scope := _text(instruction, 7, 2):
-                    operation = _text(instruction, 1)
-                    scopes[number, operation] = scopes[module, operation] = scope
+    messages, scopes = message_classes(SCHEMA), dict[tuple[str, str], str]()
+    for plane in messages["XSpace"].FromString(data).planes:
+        for event in plane.event_metadata if plane.name == b"/host:metadata" else ():
+            module, _, number = event.value.name.decode().removesuffix(")").rpartition("(")
+            for stat in event.value.stats:
+                for computation in messages["HloProto"].FromString(stat.bytes_value).hlo_module.computations:
+                    for instruction in computation.instructions:
+                        if scope := instruction.metadata.op_name:
+                            scopes[number, instruction.name] = scopes[module, instruction.name] = scope
     return scopes
 
 

@@ -30,9 +30,9 @@ from tunix.rollout.environments.base import Episodes, Failures, Row
 from tunix.rollout.environments.config import AgentConfig
 from tunix.rollout.sessions import Session
 from tunix.serving.app import server_of
-from tunix.serving.bodies import Refusal
 from tunix.serving.gate import Sessions
 from tunix.serving.service import Service
+from tunix.serving.tinker.futures import Refusal
 from tunix.types import Sampling
 
 MODEL = "policy"

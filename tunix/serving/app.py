@@ -31,17 +31,12 @@ from tunix.hf.source import Source, require_lm_head
 from tunix.inference.batcher import Ticket
 from tunix.inference.model import InferenceModel, InferenceOptions
 from tunix.models.families.table import small, with_sizes
-from tunix.serving.bodies import (
-    ChatBody,
-    CompletionBody,
-    GenerateBody,
-    Refusal,
-    read,
-)
+from tunix.serving.bodies import ChatBody, CompletionBody, GenerateBody, read
 from tunix.serving.gate import LOOPBACK, Gate
 from tunix.serving.service import Asked, Service
 from tunix.serving.tinker.compute import Compute
-from tunix.serving.tinker.routes import Door
+from tunix.serving.tinker.futures import Refusal
+from tunix.serving.tinker.routes import Door, json_answer, json_values, read_body
 from tunix.serving.tinker.tenants import Tenants
 from tunix.types import Completion
 from tunix.util.ports import KEY
@@ -150,7 +145,7 @@ def server_of(service: Service, gate: Gate | None = None, others: Sequence[BaseR
     def outside(path: str, refusal: Refusal) -> Response:
         """An error that no endpoint has raised, in the form of the door that was knocked at."""
         if path.startswith("/api/v1/"):
-            return _json({"detail": str(refusal)}, refusal.status)
+            return json_answer({"detail": str(refusal)}, refusal.status)
         return refused(refusal)
 
     async def failed(request: Request, error: Any) -> Response:
@@ -192,18 +187,13 @@ def server_of(service: Service, gate: Gate | None = None, others: Sequence[BaseR
 
 def refused(refusal: Refusal) -> Response:
     """The answer to a request that cannot be answered."""
-    return _json({"error": _error(refusal)}, refusal.status)
+    headers = {"Retry-After": str(RETRY)} if refusal.status == 429 else None
+    return json_answer({"error": _error(refusal)}, refusal.status, headers)
 
 
 def _error(refusal: Refusal) -> dict[str, Any]:
     kind = TYPES.get(refusal.status, "invalid_request_error")
     return {"message": str(refusal), "type": kind, "param": refusal.param, "code": refusal.code}
-
-
-def _json(content: Any, status: int = 200) -> Response:
-    # In ASCII: a text may have halves of characters, which UTF-8 does not.
-    headers = {"Retry-After": str(RETRY)} if status == 429 else None
-    return Response(json.dumps(content), status, headers, "application/json")
 
 
 async def body_of(request: Request, gate: Gate) -> dict[str, Any]:
@@ -212,24 +202,12 @@ async def body_of(request: Request, gate: Gate) -> dict[str, Any]:
     Raises:
         Refusal: it is too long, or no JSON mapping.
     """
-    raw = bytearray()
     try:
         async with asyncio.timeout(gate.seconds):
-            async for chunk in request.stream():
-                raw += chunk
-                if len(raw) > gate.body:
-                    raise Refusal(413, f"the body has more than {gate.body} bytes", code="request_too_large")
+            raw = await read_body(request, gate.body)
     except TimeoutError:
         raise Refusal(408, f"the body takes more than {gate.seconds:g} seconds", code="timeout") from None
-    try:
-        body = json.loads(raw or b"{}")
-    except RecursionError:
-        raise Refusal(400, "the body is nested too deeply") from None
-    except ValueError as error:
-        raise Refusal(400, f"the body is no JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise Refusal(400, f"the body is a mapping, not {str(body)[:80]!r}")
-    return body
+    return json_values(raw, "a mapping")
 
 
 async def _safely(answer: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
@@ -254,7 +232,7 @@ async def _called(service: Service, gate: Gate, content: Content, request: Reque
             "(a run's rollout.weights_folder)",
         )
     said = await run_in_threadpool(content, service, await body_of(request, gate), request)
-    return PlainTextResponse(said) if isinstance(said, str) else _json(said)
+    return PlainTextResponse(said) if isinstance(said, str) else json_answer(said)
 
 
 async def _answered(
@@ -273,7 +251,7 @@ async def _answered(
         asked = replace(asked, requests=requests, turns=turns)
     if not body.get("stream"):
         completions = await _completed(service, asked, request, gate.seconds)
-        return _json(await run_in_threadpool(asked.answer.whole, completions))
+        return json_answer(await run_in_threadpool(asked.answer.whole, completions))
     return _stream(service, asked, streams, gate.seconds)
 
 

@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from tunix.errors import nearest
+from tunix.serving.tinker.futures import Refusal
 from tunix.serving.tinker.wire import Id
 from tunix.types import Request, Sampling
 
@@ -38,15 +39,6 @@ HOTTEST, LEAST_MASS = 1e4, 1e-6
 """The highest temperature, and the least `top_p`: what float32 tells from infinity, and from 0."""
 Stop = Annotated[str, Field(max_length=LONGEST_STOP)]
 Body = TypeVar("Body", bound=BaseModel)
-
-
-class Refusal(Exception):
-    """A request that cannot be answered, with the status and the fields of the error that say so."""
-
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
-        """`param` is the field of the body that is wrong, and `code` the protocol's name of the mistake."""
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
 
 
 def read(kind: type[Body], body: Mapping[str, Any]) -> Body:

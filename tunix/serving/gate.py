@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tunix.rollout.sessions import NoRoom, Session, Turn
-from tunix.serving.bodies import ChatBody, CompletionBody, GenerateBody, Refusal
+from tunix.serving.bodies import ChatBody, CompletionBody, GenerateBody
+from tunix.serving.tinker.futures import Refusal
 from tunix.types import Request, Sampling
 
 HEADER = "x-session-id"

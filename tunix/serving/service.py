@@ -35,12 +35,12 @@ from tunix.serving.bodies import (
     CompletionBody,
     DetokenizeBody,
     GenerateBody,
-    Refusal,
     TokenizeBody,
     TokenizeChatBody,
     read,
 )
 from tunix.serving.gate import Sessions
+from tunix.serving.tinker.futures import Refusal
 from tunix.types import Completion, Request, Workload
 
 FIRST = "default"

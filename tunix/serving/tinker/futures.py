@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
@@ -21,8 +20,6 @@ from tunix.errors import UserError
 
 Result = bytes | dict[str, Any]
 """What was computed: a serialised protobuf message, or JSON values."""
-Job = Callable[[], None]
-"""What a request asks for, to be carried out; it fulfils its promise."""
 KEEP = 1800.0
 """Seconds for which a result is kept once it is there: several polls for it may overlap."""
 SWEEP = 256
@@ -30,12 +27,12 @@ SWEEP = 256
 
 
 class Refusal(Exception):
-    """A request that is refused when it arrives; one that has a place in a model's order fails later instead."""
+    """A request that is refused when it arrives, with the status and the fields of the error that say so."""
 
-    def __init__(self, status: int, detail: str):
-        """An HTTP status, and why."""
-        super().__init__(detail)
-        self.status = status
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
+        """`param` is the field of the body that is wrong, and `code` OpenAI's name of the mistake."""
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
 
 
 @dataclass
@@ -59,6 +56,10 @@ class Promise:
             else:
                 self.future.set_result(outcome)
             self.fulfilled = time.monotonic()
+
+
+Job = tuple[Promise, Callable[[], Result]]
+"""What was promised, and what computes it."""
 
 
 class Promises:
@@ -119,9 +120,8 @@ class Turns:
     """The jobs of all models. Its owner holds a lock around every call."""
 
     def __init__(self):
-        self._next: dict[str, int] = {}
-        self._early: dict[str, dict[int, Job]] = {}
-        self._ready: dict[str, deque[Job]] = {}
+        self._next: dict[str, int] = {}  # in the order in which the models have their turn
+        self._jobs: dict[tuple[str, int], Job] = {}
 
     def open(self, model: str) -> None:
         """Begins a model's order, at the number 0."""
@@ -129,8 +129,8 @@ class Turns:
 
     def close(self, model: str) -> None:
         """Ends a model's order: what waits in it is not carried out, and what comes is refused."""
-        for jobs in (self._next, self._early, self._ready):
-            jobs.pop(model, None)
+        self._next.pop(model, None)
+        self._jobs = {place: job for place, job in self._jobs.items() if place[0] != model}
 
     def check(self, model: str) -> None:
         """Checks that a model's order has begun.
@@ -142,27 +142,20 @@ class Turns:
             raise Refusal(404, f"there is no model {model}: it was not created, or its session has ended")
 
     def add(self, model: str, number: int, job: Job) -> None:
-        """Puts a job in its place; it is ready as soon as all before it have been added.
+        """Puts a job in its place; it is ready as soon as all before it have been taken.
 
         Raises:
             UserError: the number was used before.
         """
         if number < self._next[model]:
             raise UserError(f"{model}: request {number} was carried out before, and its result is dropped")
-        early = self._early.setdefault(model, {})
-        early[number] = job
-        while (following := early.pop(self._next[model], None)) is not None:
-            self._ready.setdefault(model, deque()).append(following)
-            self._next[model] += 1
+        self._jobs[model, number] = job
 
-    def __bool__(self) -> bool:
-        return bool(self._ready)
-
-    def take(self) -> Job:
-        """The next job of the model whose turn it is."""
-        model = next(iter(self._ready))
-        jobs = self._ready.pop(model)
-        job = jobs.popleft()
-        if jobs:
-            self._ready[model] = jobs  # behind all others
-        return job
+    def take(self) -> Job | None:
+        """The next job of the model whose turn it is; None where none is ready."""
+        for model, number in self._next.items():
+            if (job := self._jobs.pop((model, number), None)) is not None:
+                del self._next[model]
+                self._next[model] = number + 1  # behind all others
+                return job
+        return None

@@ -280,25 +280,26 @@ class Door:
             for name in self.tenants.compute.modules
             if (lora.train_mlp if name.startswith(FFN) else lora.train_attn)
         )
-        self.tenants.open(model)
         run = Run(body.base_model, lora.rank, modules, body.user_metadata)
-        return self._promise(model, 0, text, partial(self.tenants.create, model, run, lora.seed))
+        return self.tenants.submit(model, 0, text, partial(self.tenants.create, model, run, lora.seed), new=True)
 
     async def _info(self, request: HttpRequest) -> Any:
         model = str((await _json(request)).get("model_id"))
-        run, name, source = self.tenants.run(model), self.tenants.name, self.tenants.inference.source
+        if (tenant := self.tenants.models.get(model)) is None:
+            raise Refusal(404, f"there is no model {model}: it was not created, or its session has ended")
+        name, source = self.tenants.name, self.tenants.inference.source
         tokenizer = str(source.files or source.folder or name)
         data = {"arch": source.decoder.family, "model_name": name, "tokenizer_id": tokenizer}
-        adapter = {"is_lora": True, "lora_rank": run.rank}
+        adapter = {"is_lora": True, "lora_rank": tenant.run.rank}
         return {"type": "get_info", "model_id": model, "model_data": data, "model_name": name, **adapter}
 
     async def _forward_backward(self, request: HttpRequest) -> Any:
-        message = parsed(await _body(request))
+        message = parsed(await read_body(request, MOST))
         if message.seq_id < 1:
             raise Refusal(400, f"seq_id: {message.seq_id}; it is 1 or more")
         # Maps have no order in protobuf: a body that is sent again may have other bytes.
         text, work = message.SerializeToString(deterministic=True), partial(self.tenants.forward_backward, message)
-        return self._promise(message.model_id, message.seq_id, text, work)
+        return self.tenants.submit(message.model_id, message.seq_id, text, work)
 
     async def _optim_step(self, request: HttpRequest) -> Any:
         body, text = await _read(OptimBody, request)
@@ -309,7 +310,7 @@ class Door:
                 raise UserError(f"optimizer_params: {kind!r} is not computed here; AdamParams are")
             return self.tenants.optim_step(body.model_id, Step(**body.adam_params.model_dump(exclude={"type"})))
 
-        return self._promise(body.model_id, body.seq_id, text, work)
+        return self.tenants.submit(body.model_id, body.seq_id, text, work)
 
     async def _save(self, request: HttpRequest) -> Any:
         body, text = await _read(SaveBody, request)
@@ -319,7 +320,7 @@ class Door:
         if kind == "sampler_weights" and body.sampling_session_seq_id is not None:
             sampler = f"{body.model_id.partition(':')[0]}:sample:{body.sampling_session_seq_id}"
             work = partial(self.tenants.snapshot, body.model_id, sampler)
-        return self._promise(body.model_id, body.seq_id, text, work)
+        return self.tenants.submit(body.model_id, body.seq_id, text, work)
 
     async def _load_weights(self, request: HttpRequest) -> Any:
         body, text = await _read(LoadBody, request)
@@ -327,13 +328,9 @@ class Door:
         model, number = f"{body.session_id}:train:{body.model_seq_id}" if new else body.model_id or "", body.seq_id or 0
         if new:
             self._check_session(str(body.session_id))
-            self.tenants.open(model)
         base = body.base_model or self.tenants.name
         work = partial(self.tenants.load, model, base, body.path, body.optimizer, body.user_metadata, new=new)
-        return self._promise(model, number, text, work)
-
-    def _promise(self, model: str, number: int, text: bytes, work: Callable[[], Result]) -> Any:
-        return {"request_id": self.tenants.submit(model, number, text, work), "model_id": model}
+        return self.tenants.submit(model, number, text, work, new=new)
 
     # Sampling.
 
@@ -356,19 +353,6 @@ class Door:
     async def _sample(self, request: HttpRequest) -> Any:
         body, text = await _read(SampleBody, request)
         sampler, name = self.tenants.sampler(body.sampling_session_id), f"{body.sampling_session_id}:{body.seq_id}"
-        requests, last = self._requests(body), body.prompt_logprobs_last_n
-        length = len(requests[0].prompt)
-        scored = max(1, length - last if last else 1) if body.prompt_logprobs else None
-        if (promise := self.tenants.promises.reserve(name, text)) is not None:
-            await run_in_threadpool(self.tenants.sample, Sampling(promise, sampler, requests, scored))
-        return {"request_id": name, "sample_sequence_ids": [f"{name}:{i}" for i in range(body.num_samples)]}
-
-    def _requests(self, body: SampleBody) -> list[Request]:
-        """The requests to the engine.
-
-        Raises:
-            UserError: a setting or the prompt is invalid.
-        """
         inference, params = self.tenants.inference, body.sampling_params
         prompt = np.array([token for chunk in body.prompt.chunks for token in chunk.tokens], np.int64)
         check_prompt(0, prompt, inference.limit, inference.source.decoder.vocab_size)
@@ -387,7 +371,12 @@ class Door:
             raise UserError(f"sampling_params.stop: {self.tenants.name} has no tokenizer to find texts with: send ids")
         check(settings, inference.source.decoder.vocab_size)
         seed = secrets.randbits(32) if params.seed is None else params.seed % (1 << 32)
-        return [Request(prompt.astype(np.int32), settings, seed, i) for i in range(body.num_samples)]
+        requests = [Request(prompt.astype(np.int32), settings, seed, i) for i in range(body.num_samples)]
+        last = body.prompt_logprobs_last_n
+        scored = max(1, len(prompt) - last if last else 1) if body.prompt_logprobs else None
+        if (promise := self.tenants.promises.reserve(name, text)) is not None:
+            await run_in_threadpool(self.tenants.sample, Sampling(promise, sampler, requests, scored))
+        return {"request_id": name, "sample_sequence_ids": [f"{name}:{i}" for i in range(body.num_samples)]}
 
     async def _retrieve(self, request: HttpRequest) -> Any:
         name = str((await _json(request)).get("request_id"))
@@ -400,7 +389,7 @@ class Door:
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}", "category": "server"}
         if result is None:
-            return _said({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
+            return json_answer({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
         return Response(result, media_type="application/x-protobuf") if isinstance(result, bytes) else result
 
     # What there is.
@@ -453,27 +442,36 @@ def _check_version(version: Any) -> None:
         raise Refusal(400, f"sdk_version: {version}; this server was tried with {TESTED}: pip install 'tinker{TESTED}'")
 
 
-async def _body(request: HttpRequest) -> bytes:
-    """A body, or a Refusal where it is too long."""
+async def read_body(request: HttpRequest, most: int) -> bytes:
+    """A body, or a Refusal where it has more bytes."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
-        if len(body) > MOST:
-            raise Refusal(413, f"the body has more than {MOST} bytes")
+        if len(body) > most:
+            raise Refusal(413, f"the body has more than {most} bytes", code="request_too_large")
     return bytes(body)
 
 
-async def _json(request: HttpRequest) -> dict[str, Any]:
-    """The JSON values of a body, or a Refusal."""
+def json_values(body: bytes, wanted: str) -> dict[str, Any]:
+    """The values of a JSON body, which has to be what is `wanted`, e.g. `an object`; or a Refusal."""
     try:
-        values = json.loads(await _body(request) or b"{}")
+        values = json.loads(body or b"{}")
     except RecursionError:
         raise Refusal(400, "the body is nested too deeply") from None
     except ValueError as error:
         raise Refusal(400, f"the body is no JSON: {error}") from None
     if not isinstance(values, dict):
-        raise Refusal(400, f"the body is an object, not {str(values)[:80]!r}")
+        raise Refusal(400, f"the body is {wanted}, not {str(values)[:80]!r}")
     return values
+
+
+def json_answer(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """An answer in ASCII, and not by JSONResponse: a text may have halves of characters, and numbers be none."""
+    return Response(json.dumps(content), status, headers, "application/json")
+
+
+async def _json(request: HttpRequest) -> dict[str, Any]:
+    return json_values(await read_body(request, MOST), "an object")
 
 
 async def _read(kind: type[Kind], request: HttpRequest) -> tuple[Kind, bytes]:
@@ -488,7 +486,7 @@ async def _answer(handler: Callable[[HttpRequest], Awaitable[Any]], request: Htt
         if (version := request.headers.get("x-sdk-version")) is not None:
             _check_version(version)
         content = await handler(request)
-        return content if isinstance(content, Response) else _said(content)
+        return content if isinstance(content, Response) else json_answer(content)
     except Refusal as refusal:
         status, detail = refusal.status, str(refusal)
     except ValidationError as error:
@@ -499,9 +497,4 @@ async def _answer(handler: Callable[[HttpRequest], Awaitable[Any]], request: Htt
     except Exception as error:  # a defect: whoever asked is told, and the next are answered
         _log.exception("a request failed")
         status, detail = 500, f"{type(error).__name__}: {error}"
-    return _said({"detail": detail}, status)
-
-
-def _said(content: Any, status: int = 200) -> Response:
-    # In ASCII, and not by JSONResponse: a text may have halves of characters, and the norm of gradients be no number.
-    return Response(json.dumps(content), status, media_type="application/json")
+    return json_answer({"detail": detail}, status)

@@ -145,43 +145,33 @@ class Tenants:
 
     # What clients ask for, from any thread.
 
-    def open(self, model: str) -> None:
-        """Begins the order of a new model's requests."""
-        with self._changed:
-            self._turns.open(model)
-
-    def submit(self, model: str, number: int, body: bytes, work: Callable[[], Result]) -> str:
-        """Promises the result of a model's request of a number; the name of the promise.
+    def submit(
+        self, model: str, number: int, body: bytes, work: Callable[[], Result], *, new: bool = False
+    ) -> dict[str, str]:
+        """Promises the result of a model's request of a number, as the protocol says it.
 
         Args:
             model: its id.
             number: the place in the order of the model's requests.
             body: what was asked, in one form for all that mean the same.
             work: computes the result, in the thread of this.
+            new: whether the model's order begins with it.
 
         Raises:
             Refusal: there is no such model, or the number was used for another request.
         """
         name = f"{model}:{number}"
         with self._changed:
+            if new:
+                self._turns.open(model)
             self._turns.check(model)
             if (promise := self.promises.reserve(name, body)) is not None:
                 try:
-
-                    def carry_out() -> None:
-                        """Computes a result; whatever goes wrong is shown to the client that asked."""
-                        try:
-                            promise.settle(work())
-                        except Exception as error:
-                            if not isinstance(error, UserError):
-                                _log.exception("%s failed", name)
-                            promise.settle(error)
-
-                    self._turns.add(model, number, carry_out)
+                    self._turns.add(model, number, (promise, work))
                 except UserError as error:
                     promise.settle(error)
                 self._changed.notify_all()
-        return name
+        return {"request_id": name, "model_id": model}
 
     def sample(self, sampling: Sampling) -> None:
         """Queues a request for completions; reads its adapter first, where it is not in memory."""
@@ -338,16 +328,6 @@ class Tenants:
         if name != self.name:
             raise UserError(f"base_model: {name} is not served here; {self.name} is")
 
-    def run(self, model: str) -> Run:
-        """What a model is.
-
-        Raises:
-            Refusal: there is no such model.
-        """
-        if (tenant := self.models.get(model)) is None:
-            raise Refusal(404, f"there is no model {model}: it was not created, or its session has ended")
-        return tenant.run
-
     def _tenant(self, model: str) -> Tenant:
         if (tenant := self.models.get(model)) is None:
             raise UserError(f"{model} was not created: its first request failed, or its session has ended")
@@ -386,13 +366,19 @@ class Tenants:
         """Trains, and computes log-probs for samplers, in turn."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._turns or self._ready)
+                while (job := self._turns.take()) is None and not (self._closed or self._ready):
+                    self._changed.wait()
                 if self._closed:
                     return
-                job = self._turns.take() if self._turns else None
                 ready, self._ready = self._ready, []
             if job is not None:
-                job()
+                promise, work = job
+                try:
+                    promise.settle(work())
+                except Exception as error:  # shown to the client that asked
+                    if not isinstance(error, UserError):
+                        _log.exception("%s failed", promise.request_id)
+                    promise.settle(error)
             for adapter in {id(x.adapter): x.adapter for x in ready}.values():
                 alike = [x for x in ready if x.adapter is adapter]
                 try:

@@ -1,25 +1,25 @@
 """The protobuf messages of the Tinker protocol 0.38: the body of `forward_backward`, and what is computed by it and by
 `asample`. All else of the protocol is JSON.
 
-The schema is the table `SCHEMA`, of which protobuf makes classes when this module is imported: neither a compiler of
-schemas nor the SDK is needed. Byte arrays are little-endian and row-major.
+The schema is the table `SCHEMA`, of which protobuf makes classes when this module is imported: the SDK is not needed.
+Byte arrays are little-endian and row-major.
 
 Axes: T time, A alternatives (the targets of a position).
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Annotated, Any
 
 import numpy as np
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from pydantic import Field, StrictInt
 
 from tunix.errors import UserError
 from tunix.serving.tinker.futures import Refusal
 from tunix.types import Completion
+from tunix.util.protobuf import message_classes
 
 SCHEMA = """
 ForwardBackwardRequest: 1 model_id string, 2 seq_id int32, 3 data *Datum, 4 loss_fn string, 5 loss_fn_config %double, \
@@ -37,9 +37,8 @@ BatchedTensor: 1 data bytes, 2 offsets bytes, 3 dtype int32, 4 trailing_shape *i
 SampleResponse: 1 sequences *SampledSequence, 2 prompt_logprobs ?bytes
 SampledSequence: 1 stop_reason int32, 2 tokens bytes, 3 logprobs ?bytes
 """
-"""Each message with its fields: number, name and type, after `*` where it is repeated, `%` for a map from strings, `|`
-for an alternative of the message's only choice, and `?` where absence is told apart from zero. Enums are numbers; of
-images and sounds, which are refused, and of messages that are not read nothing more is known."""
+"""As `message_classes` reads it. Enums are numbers; of images and sounds, which are refused, and of messages that are
+not read nothing more is known."""
 DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8")}
 """The types of tensors in requests, by their numbers."""
 FLOAT32 = 1
@@ -47,42 +46,7 @@ Id = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
 """A token id in JSON, of either door: what int32 holds."""
 
 
-def _messages() -> dict[str, Any]:
-    """The classes of the messages by name."""
-    kinds, package = descriptor_pb2.FieldDescriptorProto, "tunix.tinker"
-    file = descriptor_pb2.FileDescriptorProto(name="tunix_tinker.proto", package=package, syntax="proto3")
-    for line in SCHEMA.strip().splitlines():
-        name, _, listed = line.partition(":")
-        message = file.message_type.add(name=name)
-        if "|" in listed:  # before the choices of one that stand for `?`
-            message.oneof_decl.add(name="choice")
-        for number, label, mark, kind in re.findall(r"(\d+) (\w+) ([*%|?]?)(\w+)", listed):
-            field = message.field.add(name=label, number=int(number), label=kinds.LABEL_OPTIONAL)
-            target = field
-            if mark == "%":
-                entry = message.nested_type.add(name="".join(part.title() for part in label.split("_")) + "Entry")
-                entry.options.map_entry = True
-                entry.field.add(name="key", number=1, label=kinds.LABEL_OPTIONAL, type=kinds.TYPE_STRING)
-                target = entry.field.add(name="value", number=2, label=kinds.LABEL_OPTIONAL)
-                field.type, field.type_name = kinds.TYPE_MESSAGE, f".{package}.{name}.{entry.name}"
-            if mark in ("*", "%"):
-                field.label = kinds.LABEL_REPEATED
-            elif mark == "|":
-                field.oneof_index = 0
-            elif mark == "?":
-                field.proto3_optional, field.oneof_index = True, len(message.oneof_decl)
-                message.oneof_decl.add(name=f"_{label}")
-            if kind[0].isupper():
-                target.type, target.type_name = kinds.TYPE_MESSAGE, f".{package}.{kind}"
-            else:
-                target.type = kinds.Type.Value(f"TYPE_{kind.upper()}")
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)  # pyright: ignore[reportAttributeAccessIssue]
-    names = [message.name for message in file.message_type]
-    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{name}")) for name in names}
-
-
-MESSAGES = _messages()
+MESSAGES = message_classes(SCHEMA)
 
 
 @dataclass(frozen=True)
@@ -166,25 +130,17 @@ def forward_backward_output(outputs: Sequence[Mapping[str, np.ndarray]], metrics
         metrics: by names such as `loss:sum`; what follows the colon says how those of several requests are joined.
     """
     output = MESSAGES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord", metrics=metrics)
-    begin = 0
-    while begin < len(outputs):
-        # A record has data whose arrays have the same axes after the first.
-        shape, end = _trailing(outputs[begin]), begin + 1
-        while end < len(outputs) and _trailing(outputs[end]) == shape:
-            end += 1
-        record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=end - begin)
-        for name in outputs[begin]:
-            arrays = [outputs[i][name].astype("<f4") for i in range(begin, end)]
+    # A record has data whose arrays have the same axes after the first.
+    for shape, group in groupby(outputs, lambda arrays: next(iter(arrays.values())).shape[1:]):
+        alike = list(group)
+        record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(alike))
+        for name in alike[0]:
+            arrays = [x[name].astype("<f4") for x in alike]
             ends = np.cumsum([0, *(array.nbytes for array in arrays)]).astype("<i8").tobytes()
             data = b"".join(array.tobytes() for array in arrays)
             batched = MESSAGES["BatchedTensor"](data=data, offsets=ends, dtype=FLOAT32, trailing_shape=shape)
             record.fields[name].CopyFrom(batched)
-        begin = end
     return output.SerializeToString()
-
-
-def _trailing(output: Mapping[str, np.ndarray]) -> tuple[int, ...]:
-    return next(iter(output.values())).shape[1:]
 
 
 def sample_response(
