@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from tunix.launch.job import Job, Mount, Options
+from tunix.launch.job import Job, Options
 from tunix.launch.submit import job_of
 from tunix.recipe.recipe import Recipe
 
-KUBERNETES: dict[str, Any] = {"image": "images/tunix:1", "mounts": (Mount("runs", "/runs"),)}
+KUBERNETES: dict[str, Any] = {"image": "images/tunix:1", "mounts": (("runs", "/runs"),)}
 """What every job on Kubernetes has to be told."""
 EXTRAS: dict[str, dict[str, Any]] = {
     "slurm": {"topology": "h100:16"},

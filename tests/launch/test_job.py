@@ -8,7 +8,7 @@ import pytest
 
 from tests.launch.recipes import EXTRAS, job, recipe
 from tunix.errors import UserError
-from tunix.launch.job import Mount, Options, placement
+from tunix.launch.job import Options, placement
 from tunix.launch.submit import job_of, mount_of
 from tunix.recipe.recipe import Recipe
 
@@ -136,7 +136,7 @@ def test_the_name_is_the_run_folder_s(output: str, name: str):
 
 @pytest.mark.parametrize("text", ["runs", ":/runs", "runs:", "runs:/", "runs:runs"])
 def test_a_mount_is_a_claim_and_a_path(text: str):
-    assert mount_of("runs:/runs/") == Mount("runs", "/runs")
+    assert mount_of("runs:/runs/") == ("runs", "/runs")
     with pytest.raises(UserError, match=f"--mount {text}: write CLAIM:/path"):
         mount_of(text)
 
@@ -170,9 +170,9 @@ def test_files_of_this_machine_have_to_be_where_the_pods_see_them(tmp_path: Path
         job("gke-gpu", recipe(data={"train": "rows.jsonl"}))
     assert job("slurm", recipe(data={"train": "rows.jsonl"})).files == {}
     # A volume may be mounted here as well.
-    volume = Mount("rows", str(tmp_path))
+    volume = ("rows", str(tmp_path))
     of = recipe(data={"train": f"{tmp_path}/rows.jsonl"})
-    assert job("gke-gpu", of, mounts=(Mount("runs", "/runs"), volume)).files == {}
+    assert job("gke-gpu", of, mounts=(("runs", "/runs"), volume)).files == {}
 
 
 def test_a_choice_is_no_file_though_one_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

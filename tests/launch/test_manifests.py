@@ -12,7 +12,7 @@ from referencing import Registry, Resource
 from tests.launch.recipes import job, recipe
 from tunix.errors import UserError
 from tunix.launch import kubernetes
-from tunix.launch.job import Job, Mount
+from tunix.launch.job import Job
 from tunix.recipe.recipe import Recipe
 
 SCHEMAS = Path(__file__).parent / "schemas"
@@ -21,7 +21,7 @@ FULL = {
     "namespace": "team",
     "service_account": "trainer",
     "secrets": (("HF_TOKEN", "hf/token"), ("WANDB_API_KEY", "wandb")),
-    "mounts": (Mount("runs", "/runs"), Mount("rows", "/data")),
+    "mounts": (("runs", "/runs"), ("rows", "/data")),
 }
 """Every option that adds something to a manifest."""
 

@@ -13,17 +13,6 @@ from tunix.errors import UserError
 from tunix.recipe.recipe import Recipe
 from tunix.util.chips import CHIPS, CHIPS_OF_A_HOST, GPUS_OF_A_HOST, SHAPES, chip_of, number_of
 
-
-@dataclass(frozen=True)
-class Mount:
-    """A volume that all pods of a job see."""
-
-    claim: str
-    """Name of a PersistentVolumeClaim, e.g. `runs`; many pods have to be allowed to write (ReadWriteMany)."""
-    path: str
-    """Where it is mounted, e.g. `/runs`."""
-
-
 EXAMPLES = {"gpu": "h100:16", "tpu": "v5e:4x4"}
 
 
@@ -146,8 +135,9 @@ class Options:
     """Name of the job; None for that of the run folder."""
     image: str | None = None
     """Container image, e.g. `europe-docker.pkg.dev/me/images/tunix:1`; on Kubernetes only."""
-    mounts: tuple[Mount, ...] = ()
-    """Volumes; on Kubernetes only."""
+    mounts: tuple[tuple[str, str], ...] = ()
+    """PersistentVolumeClaims, which many pods have to be allowed to write (ReadWriteMany), and where they are mounted,
+    e.g. `(("runs", "/runs"),)`; on Kubernetes only."""
     secrets: tuple[tuple[str, str], ...] = ()
     """Variable -> where its value is: `(("HF_TOKEN", "hf/token"),)`, a Secret and its key; on SLURM a file."""
     namespace: str | None = None

@@ -153,7 +153,7 @@ def _pod(job: Job, variables: Tree) -> Tree:
     """A pod with its volumes, its grace period, and one container that runs tunix as its first process, so that SIGTERM
     reaches it, with variables: name -> text, or where the value comes from."""
     options = job.options
-    kept = options.mounts[0].path if options.mounts else SCRATCH
+    kept = options.mounts[0][1] if options.mounts else SCRATCH
     caches = {"HF_HOME": f"{kept}/.cache/huggingface", "JAX_COMPILATION_CACHE_DIR": f"{kept}/.cache/jax"}
     known: Tree = {"HOME": SCRATCH, "PYTHONUNBUFFERED": "1", **caches, **variables}
     for variable, place in options.secrets:  # the key of one is the variable's name unless another is given
@@ -169,9 +169,9 @@ def _pod(job: Job, variables: Tree) -> Tree:
         {"name": "files", "mountPath": FILES, "readOnly": True},
         {"name": "scratch", "mountPath": SCRATCH},
     ]
-    for i, mount in enumerate(options.mounts):
-        volumes.append({"name": f"mount-{i}", "persistentVolumeClaim": {"claimName": mount.claim}})
-        mounts.append({"name": f"mount-{i}", "mountPath": mount.path})
+    for i, (claim, path) in enumerate(options.mounts):
+        volumes.append({"name": f"mount-{i}", "persistentVolumeClaim": {"claimName": claim}})
+        mounts.append({"name": f"mount-{i}", "mountPath": path})
     container = {
         "name": CONTAINER,
         "image": options.image,

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from tunix.errors import UserError, install_command
-from tunix.launch.job import PLATFORMS, Job, Mount, Options, placement
+from tunix.launch.job import PLATFORMS, Job, Options, placement
 from tunix.launch.kubernetes import manifest
 from tunix.launch.slurm import script
 from tunix.recipe.recipe import Recipe
@@ -35,7 +35,7 @@ LONGEST_NAME = 40
 """Letters of a name: Kubernetes takes 63 for a pod's, which is longer by `-host-0-1023`."""
 
 
-def mount_of(text: str) -> Mount:
+def mount_of(text: str) -> tuple[str, str]:
     """Reads `CLAIM:/path`.
 
     Raises:
@@ -44,7 +44,7 @@ def mount_of(text: str) -> Mount:
     claim, _, path = text.partition(":")
     if not claim or not path.startswith("/") or path == "/":
         raise UserError(f"--mount {text}: write CLAIM:/path, a PersistentVolumeClaim and where it is mounted")
-    return Mount(claim, path.rstrip("/"))
+    return claim, path.rstrip("/")
 
 
 def launch(
@@ -105,43 +105,7 @@ def job_of(recipe: Recipe, options: Options) -> Job:
     Raises:
         UserError: something is missing, contradicts the recipe, or would be lost with a pod.
     """
-    _check(options)
-    place = placement(recipe, PLATFORMS[options.target], options.topology, options.slices, options.per_host)
-    # In letters that every scheduler takes.
-    words = re.sub(r"[^a-z0-9]+", "-", PurePosixPath(recipe.output).name.lower()).strip("-")
-    words = words if words[:1].isalpha() else f"run-{words}"
-    name = options.name or words[:LONGEST_NAME].strip("-")
-    if options.target == "slurm":
-        for stage in recipe.stages or (recipe,):
-            for key, folder in (("output", recipe.output), ("checkpoint.folder", stage.checkpoint.folder)):
-                if folder is not None and _within(folder, OWN_DISKS):
-                    raise UserError(
-                        f"{key}: {folder} is on each node's own disk: a job that is started again may get other nodes. "
-                        "Take a folder that all nodes share, such as one in your home folder"
-                    )
-        return Job(name, recipe.to_yaml(), {}, place, options)
-    # A pod's end must lose nothing that the next one needs.
-    volumes, lost = [mount.path for mount in options.mounts], list[str]()
-    if not _within(recipe.output, volumes):
-        lost.append(
-            f"output: {recipe.output} is on the pod's own disk: checkpoints stay, but metrics.jsonl, samples and "
-            "export/ go with the pod; --mount CLAIM:/runs output=/runs/... keeps them"
-        )
-    for stage in recipe.stages or (recipe,):
-        folder = stage.checkpoint.folder
-        if lost if folder is None else url_of(folder) is None and not _within(folder, volumes):
-            where = f"output: {recipe.output}" if folder is None else f"checkpoint.folder: {folder}"
-            stem = PurePosixPath(recipe.output).name
-            raise UserError(
-                f"{where} is on the pod's own disk, which goes with the pod: a restart would begin again. Put the run "
-                f"on a volume, --mount CLAIM:/runs output=/runs/{stem}, or its checkpoints on "
-                f"checkpoint.folder=gs://BUCKET/{stem}"
-            )
-    return Job(name, recipe.to_yaml(), sent_along(recipe, volumes), place, options, tuple(lost))
-
-
-def _check(options: Options) -> None:
-    """Raises UserError where an option is missing, or is another target's: what needs no recipe."""
+    # What needs no recipe: options that are missing, or are another target's.
     slurm, target = options.target == "slurm", options.target
     foreign = {
         "--image": slurm and options.image,
@@ -170,44 +134,68 @@ def _check(options: Options) -> None:
             f"--name {options.name}: at most {LONGEST_NAME} lower-case letters, digits and hyphens, from a letter to a "
             "letter or digit"
         )
-    for variable, place in options.secrets:
+    for variable, source in options.secrets:
         # What was given may be the secret itself, so no message repeats it.
         if not re.fullmatch(r"[A-Za-z_]\w*", variable):
             raise UserError("--secret: write VARIABLE=WHERE, e.g. HF_TOKEN=hf/token")
-        if slurm and "/" not in place:
+        if slurm and "/" not in source:
             raise UserError(
                 f"--secret {variable}=...: name the file that holds it, e.g. ~/.hf_token, not the secret itself"
             )
-        if not slurm and not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/[-\w.]+)?", place):
+        if not slurm and not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/[-\w.]+)?", source):
             raise UserError(f"--secret {variable}=...: name a Secret and its key, e.g. hf/token, not the secret itself")
-
-
-def sent_along(recipe: Recipe, volumes: list[str]) -> dict[str, str]:
-    """Small files that the recipe names and that are on no volume, code (`judge.py:short`) and chat templates: path,
-    from the current folder -> text.
-
-    Raises:
-        UserError: a file of this machine cannot go along, so that the pods would not find it.
-    """
+    place = placement(recipe, PLATFORMS[options.target], options.topology, options.slices, options.per_host)
+    # In letters that every scheduler takes.
+    words = re.sub(r"[^a-z0-9]+", "-", PurePosixPath(recipe.output).name.lower()).strip("-")
+    words = words if words[:1].isalpha() else f"run-{words}"
+    name = options.name or words[:LONGEST_NAME].strip("-")
+    if slurm:
+        for stage in recipe.stages or (recipe,):
+            for key, folder in (("output", recipe.output), ("checkpoint.folder", stage.checkpoint.folder)):
+                if folder is not None and _within(folder, OWN_DISKS):
+                    raise UserError(
+                        f"{key}: {folder} is on each node's own disk: a job that is started again may get other nodes. "
+                        "Take a folder that all nodes share, such as one in your home folder"
+                    )
+        return Job(name, recipe.to_yaml(), {}, place, options)
+    # A pod's end must lose nothing that the next one needs.
+    volumes, lost = [path for _, path in options.mounts], list[str]()
+    if not _within(recipe.output, volumes):
+        lost.append(
+            f"output: {recipe.output} is on the pod's own disk: checkpoints stay, but metrics.jsonl, samples and "
+            "export/ go with the pod; --mount CLAIM:/runs output=/runs/... keeps them"
+        )
+    for stage in recipe.stages or (recipe,):
+        folder = stage.checkpoint.folder
+        if lost if folder is None else url_of(folder) is None and not _within(folder, volumes):
+            where = f"output: {recipe.output}" if folder is None else f"checkpoint.folder: {folder}"
+            stem = PurePosixPath(recipe.output).name
+            raise UserError(
+                f"{where} is on the pod's own disk, which goes with the pod: a restart would begin again. Put the run "
+                f"on a volume, --mount CLAIM:/runs output=/runs/{stem}, or its checkpoints on "
+                f"checkpoint.folder=gs://BUCKET/{stem}"
+            )
+    # Small files that the recipe names and that are on no volume go along, from the current folder: code
+    # (`judge.py:short`) and chat templates.
     texts: dict[str, str] = {}
     for key, value in _named({"stages": recipe.stages} if recipe.stages else recipe):
         code = is_reference(value) and value.rpartition(":")[0].endswith(".py")
-        place = value.rpartition(":")[0] if code else value
-        if key.rpartition(".")[2] in (WRITTEN if code else (*WRITTEN, *NAMES)) or _within(place, volumes):
+        file = value.rpartition(":")[0] if code else value
+        if key.rpartition(".")[2] in (WRITTEN if code else (*WRITTEN, *NAMES)) or _within(file, volumes):
             continue
-        if not Path(place).expanduser().exists():
+        if not Path(file).expanduser().exists():
             continue
-        if not (code or place.endswith(".jinja")):
+        if not (code or file.endswith(".jinja")):
             raise UserError(
-                f"{key}: {place} is on this machine, and the pods do not see it: copy it to a volume (--mount "
+                f"{key}: {file} is on this machine, and the pods do not see it: copy it to a volume (--mount "
                 "CLAIM:/data) and name it there, or take a hub id, or for a model gs://"
             )
-        if PurePosixPath(place).is_absolute() or ".." in PurePosixPath(place).parts:
-            raise UserError(f"{key}: {place} goes along with the job, from the current folder down: name it from there")
-        texts[str(PurePosixPath(place))] = Path(place).read_text(encoding="utf-8")
+        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+            raise UserError(f"{key}: {file} goes along with the job, from the current folder down: name it from there")
+        texts[str(PurePosixPath(file))] = Path(file).read_text(encoding="utf-8")
     if (size := sum(len(text.encode()) for text in texts.values())) > MOST_BYTES:
         raise UserError(f"{', '.join(texts)}: {size:,} bytes, and {MOST_BYTES:,} go along: put them into the image")
-    return texts
+    return Job(name, recipe.to_yaml(), texts, place, options, tuple(lost))
 
 
 def _named(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
