@@ -28,8 +28,7 @@ from tunix.lora.config import AdapterConfig
 from tunix.lora.multi_lora import LoadedAdapter
 from tunix.models.config import is_adapter
 from tunix.models.model import Model
-from tunix.serving.bodies import HALF
-from tunix.serving.service import Service
+from tunix.serving.service import HALF, Service
 from tunix.serving.tinker.futures import Refusal
 from tunix.types import Request, Sampling
 

@@ -26,9 +26,9 @@ from tunix import __version__
 from tunix.errors import UserError
 from tunix.recipe.recipe import recipe_of_run
 from tunix.rollout.types import SPANS, Span
+from tunix.serving.tinker.wire import message_classes
 from tunix.trainer.config import PROFILE
 from tunix.util.atomic_io import MOVE, SAMPLES, atomic_folder, read_rows, reading, refuse_out, write_text_atomic
-from tunix.util.protobuf import message_classes
 from tunix.util.yaml_io import read_mapping
 
 PARTS = (

@@ -78,7 +78,19 @@ class AgentPlayer:
         self, sampler: SamplingClient, rows: List[Row], sampling: Sampling, seed: int, numbers: List[int]
     ) -> Episodes:
         """See `rollout.collect.Agents`."""
-        service, url = self._served(sampler)
+        if self._service is None:  # served from the first step on
+            engine = sampler.sampler if isinstance(sampler, Wrapped) else sampler
+            assert isinstance(engine, Engine), "the recipe's rules want an engine of this process"
+            kwargs = self._data.template_kwargs
+            self._service = Service(self._inference, engine=engine, sessions=self._sessions, template_kwargs=kwargs)
+            listener = socket.create_server(("127.0.0.1", 0))
+            self._url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            self._server = server_of(self._service)
+            sockets = {"sockets": [listener]}
+            threading.Thread(target=self._server.run, kwargs=sockets, name="agents", daemon=True).start()
+            while not self._server.started:
+                time.sleep(0.01)
+        service, url = self._service, self._url
         self._sessions.sampling = sampling
         home, logged = tempfile.TemporaryDirectory(prefix="tunix-agents-"), dict[int, Any]()
 
@@ -120,19 +132,3 @@ class AgentPlayer:
             self._server.should_exit = True
             self._service.batches.close()
             self._server = self._service = None
-
-    def _served(self, sampler: SamplingClient) -> tuple[Service, str]:
-        """What answers, with the engine of the sampler, and where; started with the first step."""
-        if self._service is None:
-            engine = sampler.sampler if isinstance(sampler, Wrapped) else sampler
-            assert isinstance(engine, Engine), "the recipe's rules want an engine of this process"
-            kwargs = self._data.template_kwargs
-            self._service = Service(self._inference, engine=engine, sessions=self._sessions, template_kwargs=kwargs)
-            listener = socket.create_server(("127.0.0.1", 0))
-            self._url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            self._server = server_of(self._service)
-            sockets = {"sockets": [listener]}
-            threading.Thread(target=self._server.run, kwargs=sockets, name="agents", daemon=True).start()
-            while not self._server.started:
-                time.sleep(0.01)
-        return self._service, self._url

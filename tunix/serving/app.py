@@ -302,7 +302,7 @@ def _give_up(service: Service, asked: Asked, tickets: Sequence[Ticket]) -> None:
     for turn in asked.turns:
         turn.end()
     if left := [ticket for ticket in tickets if not ticket.future.done()]:
-        service.count("cancelled", len(left))
+        service.counts["cancelled"] += len(left)
         service.batches.give_up(left)
 
 

@@ -9,10 +9,9 @@ Axes: T time.
 """
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-import numpy as np
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -26,10 +25,7 @@ from pydantic import (
 from tunix.errors import nearest
 from tunix.serving.tinker.futures import Refusal
 from tunix.serving.tinker.wire import Id
-from tunix.types import Request, Sampling
 
-HALF = 32
-"""Bits of a request's seed that seed the engine; the rest counts as the request's number."""
 MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 128, 16, 1024
 """Choices of a prompt, stop strings of a request, and the characters of one of them, at most."""
 CHOICES = ("auto", "none", "required")  # of a tool; any other is the name of a function
@@ -90,44 +86,6 @@ class _Sampled(BaseModel):
         if 0 < temperature < 1 / HOTTEST:
             raise ValueError(f"it is 0 (greedy), or at least {1 / HOTTEST:g}")
         return temperature
-
-    def requests(
-        self,
-        prompt: np.ndarray,
-        stop_ids: Sequence[int],
-        *,
-        choices: int,
-        most: int,
-        top: int,
-        scored: bool,
-        adapter: str | None,
-    ) -> list[Request]:
-        """What the engine completes: the same tokens for the same body, whatever else it is asked for.
-
-        Args:
-            prompt: `[T]`.
-            stop_ids: the model's own, which end a completion unless `ignore_eos` is set.
-            choices: how many completions.
-            most: tokens of a completion at most.
-            top: alternatives that are reported with each token.
-            scored: whether log-probs of the prompt are reported.
-            adapter: what answers; None for the model alone.
-        """
-        seed = secrets.randbits(62) if self.seed is None else self.seed
-        sampling = Sampling(
-            max_tokens=most,
-            temperature=float(self.temperature),
-            top_k=max(self.top_k, 0),
-            top_p=float(self.top_p),
-            min_p=float(self.min_p),
-            stop_ids=tuple(dict.fromkeys((*self.stop_token_ids, *(() if self.ignore_eos else stop_ids)))),
-            stop_strings=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop),
-            top_logprobs=top,
-            prompt_logprobs=scored,
-        )
-        low, high = seed % (1 << HALF), seed >> HALF
-        numbers = ((high + i) % (1 << 31) for i in range(choices))
-        return [Request(prompt, sampling, low, number, adapter=adapter) for number in numbers]
 
 
 class StreamOptions(BaseModel):

@@ -6,7 +6,7 @@ A body becomes requests for the engine (`prepared`), which the `Batcher` answers
 Axes: T time.
 """
 
-import threading
+import secrets
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as List
@@ -41,10 +41,12 @@ from tunix.serving.bodies import (
 )
 from tunix.serving.gate import Sessions
 from tunix.serving.tinker.futures import Refusal
-from tunix.types import Completion, Request, Workload
+from tunix.types import Completion, Request, Sampling, Workload
 
 FIRST = "default"
 """The version of the weights that a server is started with, as vLLM calls it."""
+HALF = 32
+"""Bits of a request's seed that seed the engine; the rest counts as the request's number."""
 MOST_WAITING = 4096
 """Requests that are unanswered at a time, at most, unless a server is told otherwise: those of a few runs."""
 
@@ -112,7 +114,8 @@ class Service:
         self.batches = Batcher(self.engine, self._publish)
         """Answers; it can be paused."""
         self._most = waiting
-        self._counts, self._counting = Counter[str](), threading.Lock()
+        self.counts = Counter[str]()
+        """What `metrics` tells, counted in the thread of the server alone."""
 
     def warm(self) -> None:
         """Compiles what the longest requests need, so that nothing compiles while they are answered."""
@@ -172,12 +175,26 @@ class Service:
                     param="messages" if isinstance(body, ChatBody) else "prompt",
                     code="context_length_exceeded",
                 )
-            stop_ids, tokens = self._inference.source.stop_ids, min(most, room)
-            requests += settings.requests(
-                prompt, stop_ids, choices=choices, most=tokens, top=top, scored=scored, adapter=adapter
+            stop_ids = () if settings.ignore_eos else self._inference.source.stop_ids
+            sampling = Sampling(
+                max_tokens=min(most, room),
+                temperature=float(settings.temperature),
+                top_k=max(settings.top_k, 0),
+                top_p=float(settings.top_p),
+                min_p=float(settings.min_p),
+                stop_ids=tuple(dict.fromkeys((*settings.stop_token_ids, *stop_ids))),
+                stop_strings=(settings.stop,) if isinstance(settings.stop, str) else tuple(settings.stop),
+                top_logprobs=top,
+                prompt_logprobs=scored,
             )
+            # The same tokens for the same body, whatever else the engine is asked for.
+            seed = secrets.randbits(62) if settings.seed is None else settings.seed
+            low, high = seed % (1 << HALF), seed >> HALF
+            requests += [
+                Request(prompt, sampling, low, (high + i) % (1 << 31), adapter=adapter) for i in range(choices)
+            ]
             try:
-                check(requests[-1].sampling, vocab)
+                check(sampling, vocab)
                 check_prompt(number, prompt, self.length + (not most), vocab)
             except UserError as error:
                 raise Refusal(400, str(error)) from None
@@ -191,29 +208,22 @@ class Service:
         """
         self._adapter(tickets[0].request.adapter or self.name)
         if sum(self.batches.load) + len(tickets) > self._most:
-            self.count("refused")
+            self.counts["refused"] += 1
             raise Refusal(429, "too many requests wait: try again", code="rate_limit_exceeded")
         self.batches.submit(tickets)
 
-    def count(self, name: str, number: int = 1) -> None:
-        """Counts for `metrics`."""
-        with self._counting:
-            self._counts[name] += number
-
     def answered(self, prompt: int, completions: List[Completion]) -> None:
         """Counts a request whose prompt had so many tokens."""
-        self.count("prompt_tokens", prompt)
+        self.counts["prompt_tokens"] += prompt
         for completion in completions:
-            self.count("generation_tokens", len(completion.tokens))
-            self.count(f'completions{{finish="{completion.finish}"}}')
+            self.counts["generation_tokens"] += len(completion.tokens)
+            self.counts[f'completions{{finish="{completion.finish}"}}'] += 1
 
     def metrics(self) -> str:
         """The counts in the text format of Prometheus."""
         running, waiting = self.batches.load
-        with self._counting:
-            counts = dict(self._counts)
         gauges = {"requests_running": running, "requests_waiting": waiting, "slots": self.engine.slots}
-        counters = {"prompt_tokens": 0, "generation_tokens": 0, "refused": 0, "cancelled": 0} | counts
+        counters = {"prompt_tokens": 0, "generation_tokens": 0, "refused": 0, "cancelled": 0, **self.counts}
         counters["prefilled_tokens"] = self.engine.prefilled
         lines = list[str]()
         for kind, values in (("gauge", gauges), ("counter", counters)):

@@ -12,7 +12,7 @@ Losses are plain sums over tokens and data.
 Axes: B rows, R rows of a micro-batch, T time, A alternatives (the targets of a position).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from contextlib import nullcontext
 from dataclasses import replace
@@ -308,40 +308,34 @@ class Compute:
         outputs = Outputs(list(map(np.zeros, range(len(data)))), list(map(np.zeros, range(len(data)))))
         widths = [datum.inputs["target_tokens"].shape[1:] for datum in data]
         for width in dict.fromkeys(widths):
+            # Data of as many targets at a position, in packed rows `[B T]`. What the loss reads is there as `NAME/0`,
+            # `NAME/1`, ..., ids as float32, which has all integers up to 2**24.
             members = [number for number, other in enumerate(widths) if other == width]
-            batch, microbatches = self._microbatches([data[i] for i in members])
+            longest = max(len(data[i].tokens) for i in members) + 1
+            length = max(SHORTEST, 1 << (longest - 1).bit_length())
+            sequences = []
+            for i in members:
+                targets, columns = data[i].inputs["target_tokens"], dict[str, np.ndarray]()
+                for name in ("target_tokens", *VALUES):
+                    values = np.asarray(data[i].inputs.get(name, np.zeros(targets.shape)), np.float32)
+                    for k, column in enumerate(values.reshape(len(targets), -1).T):
+                        columns[f"{name}/{k}"] = np.append(np.float32(0), column)  # a place after its token
+                tokens = np.append(data[i].tokens, 0).astype(np.int32)
+                sequences.append(Sequence(tokens, np.arange(len(tokens)) > 0, per_token=columns))
+            batch = pack(sequences, len(sequences), length)
+            number = rows_per_microbatch(self.mesh, 1 << 30, None, length, packing=False)
+            placed, alone = Microbatcher(number, self.mesh).place(batch), np.ones(1, np.float32)
             with self._lock, jax.set_mesh(self.mesh):
-                parts = [run(rows) for rows in microbatches]
+                # Nothing is divided: the sequences do not count, and their number is in no shape.
+                parts = [
+                    run(replace(placed.at(i), weights=alone, lengths=alone, counts={}))
+                    for i in range(-(-len(batch.tokens) // number))
+                ]
             for listed, of_rows in zip(outputs, zip(*parts, strict=True), strict=True):
                 whole = np.concatenate([np.asarray(x) for x in of_rows], axis=1)[:, : len(batch.tokens)]
                 for number, values in zip(members, unpack(np.moveaxis(whole, 0, -1), batch, len(members)), strict=True):
                     listed[number] = values[1:] if width else values[1:, 0]
         return outputs
-
-    def _microbatches(self, data: List[Datum]) -> tuple[Batch, Iterator[Batch]]:
-        """Data of A targets at a position in packed rows `[B T]`, and their micro-batches `[R T]` on the devices.
-
-        What the loss reads is there as `NAME/0`, `NAME/1`, ..., ids as float32, which has all integers up to 2**24."""
-        longest = max(len(datum.tokens) for datum in data) + 1
-        length = max(SHORTEST, 1 << (longest - 1).bit_length())
-        sequences = []
-        for datum in data:
-            targets, columns = datum.inputs["target_tokens"], dict[str, np.ndarray]()
-            for name in ("target_tokens", *VALUES):
-                values = np.asarray(datum.inputs.get(name, np.zeros(targets.shape)), np.float32)
-                for k, column in enumerate(values.reshape(len(targets), -1).T):
-                    columns[f"{name}/{k}"] = np.append(np.float32(0), column)  # a place after the token that it is of
-            tokens = np.append(datum.tokens, 0).astype(np.int32)
-            sequences.append(Sequence(tokens, np.arange(len(tokens)) > 0, per_token=columns))
-        batch = pack(sequences, len(sequences), length)
-        number = rows_per_microbatch(self.mesh, 1 << 30, None, length, packing=False)
-        placed, alone = Microbatcher(number, self.mesh).place(batch), np.ones(1, np.float32)
-        # Nothing is divided: the sequences do not count, and their number is in no shape.
-        parts = (
-            replace(placed.at(i), weights=alone, lengths=alone, counts={})
-            for i in range(-(-len(batch.tokens) // number))
-        )
-        return batch, parts
 
     def _losses(
         self, frozen: Params, adapter: Adapter, rows: Batch, loss: Chosen

@@ -31,7 +31,7 @@ from tunix.lora.multi_lora import LoadedAdapter
 from tunix.serving.tinker.checkpoints import Checkpoints, Run
 from tunix.serving.tinker.compute import ALPHA, Adapter, Chosen, Compute, Step, chosen
 from tunix.serving.tinker.futures import Promise, Promises, Refusal, Result, Turns
-from tunix.serving.tinker.wire import Datum, config_of, data_of, forward_backward_output, sample_response
+from tunix.serving.tinker.wire import MESSAGES, Datum, config_of, data_of, forward_backward_output
 from tunix.types import Request
 
 _log = logging.getLogger(__name__)
@@ -461,10 +461,17 @@ class Tenants:
         scored = iter(self.compute.forward(adapter, data, Chosen()).logprobs if data else [])
         scores = iter([next(scored) if len(whole) > 1 else np.zeros(0) for whole in wholes])
         for sampling in ready:
-            of_prompt = None
-            if sampling.scored is not None:
+            response = MESSAGES["SampleResponse"]()
+            if sampling.scored is not None:  # NaN where there is none, or where nobody asked
                 of_prompt = np.concatenate([[np.nan], next(scores)])
                 of_prompt[: sampling.scored] = np.nan
-            completions = [ticket.future.result() for ticket in sampling.tickets]
-            logprobs = [x.logprobs if sampling.exact else next(scores)[-len(x.tokens) :] for x in completions]
-            sampling.promise.settle(sample_response(completions, logprobs, of_prompt))
+                response.prompt_logprobs = of_prompt.astype("<f4").tobytes()
+            for ticket in sampling.tickets:
+                completion = ticket.future.result()
+                logprobs = completion.logprobs if sampling.exact else next(scores)[-len(completion.tokens) :]
+                response.sequences.add(
+                    stop_reason=0 if completion.finish == "stop" else 1,
+                    tokens=completion.tokens.astype("<i4").tobytes(),
+                    logprobs=logprobs.astype("<f4").tobytes(),
+                )
+            sampling.promise.settle(response.SerializeToString())

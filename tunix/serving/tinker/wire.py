@@ -7,19 +7,19 @@ Byte arrays are little-endian and row-major.
 Axes: T time, A alternatives (the targets of a position).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any
 
 import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from pydantic import Field, StrictInt
 
 from tunix.errors import UserError
 from tunix.serving.tinker.futures import Refusal
-from tunix.types import Completion
-from tunix.util.protobuf import message_classes
 
 SCHEMA = """
 ForwardBackwardRequest: 1 model_id string, 2 seq_id int32, 3 data *Datum, 4 loss_fn string, 5 loss_fn_config %double, \
@@ -44,6 +44,47 @@ DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8")}
 FLOAT32 = 1
 Id = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
 """A token id in JSON, of either door: what int32 holds."""
+
+
+def message_classes(schema: str) -> dict[str, Any]:
+    """The classes of messages by name.
+
+    Args:
+        schema: a line for each message, with its fields: number, name and type, after `*` where it is repeated, `%` for
+            a map from strings, `|` for an alternative of the message's only choice, and `?` where absence is told apart
+            from zero, e.g. `Chunk: 1 text |string, 2 shape *int64`.
+    """
+    kinds, package = descriptor_pb2.FieldDescriptorProto, "tunix"
+    file = descriptor_pb2.FileDescriptorProto(name=f"{package}.proto", package=package, syntax="proto3")
+    for line in schema.strip().splitlines():
+        name, _, listed = line.partition(":")
+        message = file.message_type.add(name=name)
+        if "|" in listed:  # before the choices of one that stand for `?`
+            message.oneof_decl.add(name="choice")
+        for number, label, mark, kind in re.findall(r"(\d+) (\w+) ([*%|?]?)(\w+)", listed):
+            field = message.field.add(name=label, number=int(number), label=kinds.LABEL_OPTIONAL)
+            target = field
+            if mark == "%":
+                entry = message.nested_type.add(name="".join(part.title() for part in label.split("_")) + "Entry")
+                entry.options.map_entry = True
+                entry.field.add(name="key", number=1, label=kinds.LABEL_OPTIONAL, type=kinds.TYPE_STRING)
+                target = entry.field.add(name="value", number=2, label=kinds.LABEL_OPTIONAL)
+                field.type, field.type_name = kinds.TYPE_MESSAGE, f".{package}.{name}.{entry.name}"
+            if mark in ("*", "%"):
+                field.label = kinds.LABEL_REPEATED
+            elif mark == "|":
+                field.oneof_index = 0
+            elif mark == "?":
+                field.proto3_optional, field.oneof_index = True, len(message.oneof_decl)
+                message.oneof_decl.add(name=f"_{label}")
+            if kind[0].isupper():
+                target.type, target.type_name = kinds.TYPE_MESSAGE, f".{package}.{kind}"
+            else:
+                target.type = kinds.Type.Value(f"TYPE_{kind.upper()}")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)  # pyright: ignore[reportAttributeAccessIssue]
+    names = [message.name for message in file.message_type]
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{name}")) for name in names}
 
 
 MESSAGES = message_classes(SCHEMA)
@@ -141,25 +182,3 @@ def forward_backward_output(outputs: Sequence[Mapping[str, np.ndarray]], metrics
             batched = MESSAGES["BatchedTensor"](data=data, offsets=ends, dtype=FLOAT32, trailing_shape=shape)
             record.fields[name].CopyFrom(batched)
     return output.SerializeToString()
-
-
-def sample_response(
-    completions: Iterable[Completion], logprobs: Iterable[np.ndarray], prompt_logprobs: np.ndarray | None
-) -> bytes:
-    """A serialised `SampleResponse`.
-
-    Args:
-        completions: in their order.
-        logprobs: `[T]` of each one's tokens.
-        prompt_logprobs: `[T]` of the prompt's tokens, NaN where there is none; None where nobody asked.
-    """
-    response = MESSAGES["SampleResponse"]()
-    for completion, of_tokens in zip(completions, logprobs, strict=True):
-        response.sequences.add(
-            stop_reason=0 if completion.finish == "stop" else 1,
-            tokens=completion.tokens.astype("<i4").tobytes(),
-            logprobs=of_tokens.astype("<f4").tobytes(),
-        )
-    if prompt_logprobs is not None:
-        response.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
-    return response.SerializeToString()
