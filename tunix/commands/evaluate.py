@@ -128,21 +128,6 @@ class Setting:
     samplings: Mapping[Task, tuple[float, int]]
     """Temperature of the answers and their number for each row, by task, e.g. `{"pass": (1.0, 8)}`."""
 
-    @property
-    def head(self) -> str:
-        """The first line of the table: model, rows, and how prompts and completions that are strings were read, where
-        the model has a chat template to read them by."""
-        rows, config, inference = self.rows, self.config, self.inference
-        split = "" if rows.split is None else f", split {rows.split}"
-        columns = [config.columns.get(name, name) for name in ("prompt", "completion", "chosen")]
-        strings = ""
-        texts = any(isinstance(rows[0].get(column), str) for column in columns)
-        if self.play is None and inference.has_template and texts:
-            strings = "; strings stand as they are, not in the chat template"
-            if config.chat:
-                strings = "; strings are messages of the chat template (--raw: as they stand)"
-        return f"{inference.options.model} on {rows.name}{split}{strings}"
-
     def examples(self, kind: RowKind) -> tuple[list[int], list[Kept], str]:
         """The numbers of the rows that are kept, from 0; these rows, rendered; and what became of the others, e.g.
         `; 2 x longer than max_length`. Raises UserError where every row is dropped."""
@@ -174,7 +159,15 @@ def evaluate(model: InferenceOptions, options: EvalOptions, out: Path | None = N
         about = {"model": model.model, "tasks": list(options.tasks)}
     else:
         setting = prepare(model, options)
-        head, about = setting.head, {"model": model.model, "data": setting.rows.name, "split": setting.rows.split}
+        rows, config = setting.rows, setting.config
+        about = {"model": model.model, "data": rows.name, "split": rows.split}
+        head = f"{model.model} on {rows.name}" + ("" if rows.split is None else f", split {rows.split}")
+        # How prompts and completions that are strings were read, where there is a chat template to read them by.
+        columns = [config.columns.get(name, name) for name in ("prompt", "completion", "chosen")]
+        texts = any(isinstance(rows[0].get(column), str) for column in columns)
+        if setting.play is None and setting.inference.has_template and texts:
+            plain = "; strings stand as they are, not in the chat template"
+            head += "; strings are messages of the chat template (--raw: as they stand)" if config.chat else plain
         with nullcontext() if setting.play is None else closing(setting.play):
             for task in setting.tasks:
                 if task == "loss":
@@ -184,14 +177,14 @@ def evaluate(model: InferenceOptions, options: EvalOptions, out: Path | None = N
                 else:
                     results[task] = answers(setting, task)
     if out is not None:
-        rows = [{"task": task, **row} for task, result in results.items() for row in result.rows]
+        listed = [{"task": task, **row} for task, result in results.items() for row in result.rows]
         numbers = {
             name: {key: x if x is None or math.isfinite(x) else None for key, x in asdict(number).items()}
             for result in results.values()
             for name, number in result.metrics.items()  # JSON has neither infinity nor nan
         }
-        by_row = "".join(json.dumps(row) + "\n" for row in rows)
-        report = json.dumps({**about, "metrics": numbers, "rows": rows}, indent=1) + "\n"
+        by_row = "".join(json.dumps(row) + "\n" for row in listed)
+        report = json.dumps({**about, "metrics": numbers, "rows": listed}, indent=1) + "\n"
         write_text_atomic(out, by_row if out.suffix == ".jsonl" else report)
     lines, width = [head], max(len(name) for result in results.values() for name in result.metrics)
     for result in results.values():

@@ -33,8 +33,6 @@ from tunix.commands.resumable_output import ResumableOutput, digest_of_folder, d
 from tunix.commands.sampling import (
     Bar,
     ProgressSampler,
-    digest_of_source,
-    fingerprint,
     open_collector,
     reward_config,
     score_fields,
@@ -46,7 +44,7 @@ from tunix.data.sources import Rows, open_rows
 from tunix.data.types import Kept, Prompt
 from tunix.errors import Interrupted, UserError
 from tunix.hf.peft_folder import fingerprint_of, foreign_base
-from tunix.hf.source import as_rounded, beside
+from tunix.hf.source import Source, as_rounded, beside, pretrained
 from tunix.inference.model import InferenceModel, InferenceOptions, TextStream, prompt_column
 from tunix.lora.multi_lora import LoadedAdapter
 from tunix.models.config import is_adapter
@@ -61,6 +59,11 @@ UNTRAINED = -100
 """The label of a token that is no target."""
 WAVES = 8
 """Completions of a chunk for each slot: slots idle only at the end of a chunk, and a kill loses at most one chunk."""
+
+
+def digest_of_source(source: Source) -> str:
+    """The digest of a model's files, and of those of its adapter."""
+    return digest_of_rows(digest_of_folder(folder) for folder in (source.folder, source.merged) if folder is not None)
 
 
 @dataclass(frozen=True)
@@ -318,11 +321,18 @@ class _Call:
         rows, prompts = max(1, WAVES * inference.slots // options.n), len(self.prompts)
         if self.compared and len(self.compared.mixtures) > 1:
             rows = prompts  # the engine compiles again for each mixture that it changes to
-        # Everything that determines the lines; also the slots, from which the size of chunks follows.
+        # Everything that determines the lines: of rewards the settings, custom files (one that is missing is reported
+        # where it is loaded) and a model's weights; also the slots, from which the size of chunks follows.
+        rewards = None
+        if (config := self.rewards) is not None:
+            files = [Path(function.name.rpartition(":")[0]) for function in config.functions]
+            texts = {str(file): file.read_text(encoding="utf-8") for file in files if file.suffix and file.is_file()}
+            weights = None if config.model is None else digest_of_source(pretrained(config.model))
+            rewards = {**config.model_dump(mode="json"), "files": texts, "weights": weights}
         inputs: dict[str, Any] = {
             "model": digest_of_source(inference.source),
             "rows": digest_of_rows([prompt.row, prompt.tokens.tolist()] for prompt in self.prompts),
-            "rewards": None if self.rewards is None else fingerprint(self.rewards),
+            "rewards": rewards,
             "n": options.n,
             "seed": options.seed,
             "dtype": inference.options.dtype,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tunix.data.examples import Examples
-from tunix.data.shapes import ANSWERS, COMPLETIONS, LABELS, PAIRS, QUESTIONS, Row, Shapes, detect_format, listed
+from tunix.data.shapes import ANSWERS, COMPLETIONS, LABELS, PAIRS, QUESTIONS, Shapes, detect_format, listed
 from tunix.data.sources import Rows, open_held_out, open_rows
 from tunix.data.types import Dropped, Kept
 from tunix.errors import UserError
@@ -48,8 +48,13 @@ READ, ROUND = 2000, 64
 GIB = 2**30
 
 
-def fitting(row: Row) -> dict[str, dict[str, str]]:
-    """The algorithms that a row has the columns of, the likeliest first, each with `data.columns`."""
+def chosen(rows: Rows, algorithm: str | None) -> tuple[str, dict[str, str]]:
+    """The algorithm for rows, and `data.columns`; asks on a terminal where several fit alike.
+
+    Raises:
+        UserError: none fits, the one that is asked for does not, or several do and nobody can be asked.
+    """
+    row = rows[0]
     question = next((name for name in QUESTIONS if isinstance(row.get(name), str | list)), "prompt")
     answer = next((name for name in ANSWERS if isinstance(row.get(name), str | list)), "completion")
     prompt = {} if question == "prompt" else {"prompt": question}
@@ -59,6 +64,7 @@ def fitting(row: Row) -> dict[str, dict[str, str]]:
     if row.get("label") in (True, False):  # 1 and 0 too
         wanted["kto"] = (LABELS, both)
     wanted["sft"] = (COMPLETIONS, both)
+    # The algorithms that the row has the columns of, the likeliest first, each with `data.columns`.
     fits: dict[str, dict[str, str]] = {}
     for name, (shapes, columns) in wanted.items():
         with suppress(UserError):
@@ -66,16 +72,6 @@ def fitting(row: Row) -> dict[str, dict[str, str]]:
             fits[name] = columns if form in ("prompt_completion", "pairs") and question in row else {}
     if question in row and "answer" in row:
         fits["grpo"] = prompt
-    return fits
-
-
-def chosen(rows: Rows, algorithm: str | None) -> tuple[str, dict[str, str]]:
-    """The algorithm for rows, and `data.columns`; asks on a terminal where several fit alike.
-
-    Raises:
-        UserError: none fits, the one that is asked for does not, or several do and nobody can be asked.
-    """
-    row, fits = rows[0], fitting(rows[0])
     wants = "; ".join(f"{name} wants {task.columns}" for name, task in TASKS.items() if algorithm in (None, name))
     if not fits or (algorithm is not None and algorithm not in fits):
         what = "no task" if algorithm is None else f"no {algorithm}"
@@ -86,13 +82,13 @@ def chosen(rows: Rows, algorithm: str | None) -> tuple[str, dict[str, str]]:
         clear = ["grpo"]
     name = algorithm or "".join(clear[:1])
     while name not in fits:
-        question = f"{rows.name} has the columns {listed(row)}, which fit {' and '.join(fits)}"
+        several = f"{rows.name} has the columns {listed(row)}, which fit {' and '.join(fits)}"
         if not sys.stdin.isatty():
-            raise UserError(f"{question}: say which by --algorithm")
+            raise UserError(f"{several}: say which by --algorithm")
         try:
-            name = input(f"{question}. Which one? ").strip()
+            name = input(f"{several}. Which one? ").strip()
         except EOFError:
-            raise UserError(f"{question}: say which by --algorithm") from None
+            raise UserError(f"{several}: say which by --algorithm") from None
     return name, fits[name]
 
 

@@ -96,41 +96,75 @@ def _show_rows(
     packed: Layout | None,
     console: Console,
 ) -> None:
-    """Prints the first examples of a data set, its accounting, and what of further rows was refused or left out."""
-    pieces = _pieces(seen[:shown], Cutter(examples.config, examples.train_on), batch_size)
-    for number, parts in enumerate(pieces, start=1):
-        for part, example in enumerate(parts, start=1):
-            place = f"{number}, piece {part} of {len(parts)}" if len(parts) > 1 else str(number)
-            _show_example(place, example, examples, console, episodes.get(number - 1))
-        for rule, text in _lost(examples, number - 1, seen[number - 1]):
-            said = isinstance(seen[number - 1], Dropped)
-            console.print(text if said else f"{rule}: {text}", markup=False, soft_wrap=True)
-        console.print()
-    _show_totals(seen, batch_size, packed, examples, console)
-    rest = enumerate(seen[shown:], start=shown)
-    lines = ((i, rule, text) for i, example in rest for rule, text in _lost(examples, i, example))
-    for count, (i, rule, text) in enumerate(lines):
-        if count == LISTED:
-            console.print(f"and so on; --rows {len(seen)} shows all", markup=False)
-            break
-        console.print(f"row {i + 1}: {rule}: {text}", markup=False, soft_wrap=True)
-
-
-def _pieces(examples: list[Kept | Dropped], cut: Cutter, size: int) -> Iterator[list[Kept | Dropped]]:
-    """Yields the pieces that each row is cut into, in batches of file order; a dropped row as it is."""
-    taken_pieces = 0
+    """Prints the first examples of a data set, each in the pieces that batches in file order cut it into; its
+    accounting, packed by batch as in a run (prompts alone are not packed), as a table whose counts add up: rows = kept
+    + dropped, and dropped rows by reason; and what of further rows was refused or left out."""
+    rows, config, settings = examples.rows, examples.config, examples.settings
+    cut, taken = Cutter(config, settings.train_on), 0
     cut.new_batch()
-    for example in examples:
+    for index, example in enumerate(seen[:shown]):
         parts: list[Kept | Dropped] = []
         finished = False
         while not finished:
-            if taken_pieces and taken_pieces % size == 0 and cut.has_target(example):
+            if taken and taken % batch_size == 0 and cut.has_target(example):
                 cut.new_batch()
             piece, _, finished = cut.take(example)
             if piece:
                 parts.append(piece)
-                taken_pieces += 1
-        yield parts or [example if isinstance(example, Dropped) else Dropped(CUT_AWAY)]
+                taken += 1
+        parts = parts or [example if isinstance(example, Dropped) else Dropped(CUT_AWAY)]
+        for part, piece in enumerate(parts, start=1):
+            place = f"{index + 1}, piece {part} of {len(parts)}" if len(parts) > 1 else str(index + 1)
+            _show_example(place, piece, examples, console, episodes.get(index))
+        for rule, text in _lost(examples, index, example):
+            said = isinstance(example, Dropped)
+            console.print(text if said else f"{rule}: {text}", markup=False, soft_wrap=True)
+        console.print()
+
+    tokens, trained, packed_rows, empty = 0, 0, 0, 0
+    groups = Groups(seen, Cutter(config, settings.train_on), batch_size)
+    for group, _ in groups:
+        sequences = [sequence for kept in group for sequence in kept.sequences]
+        tokens += sum(len(sequence.tokens) for sequence in sequences)
+        trained += sum(int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences)
+        if packed:
+            batch = packed.packed(group, batch_size, config, groups.accounting).batch
+            packed_rows += len(batch.tokens)
+            empty += int(np.count_nonzero(batch.segment_ids == 0))  # positions without a token
+    account = groups.accounting
+    some = f"The first {account.rows:,} of {len(rows):,}" if account.rows < len(rows) else "All"
+    console.print(f"{some} rows of {rows.name}:", markup=False)
+    # Rows that are too long: how many were truncated, or into how many pieces they were cut.
+    cuts = [("    truncated", account.truncated, f"cut at {_limit(settings)} tokens")]
+    if config.turns == "each":
+        cuts.append(("    turns", account.pieces, "each a sequence of a batch"))
+    if settings.uncut:
+        cuts = [
+            ("    pieces", account.pieces, f"of at most {config.max_length} tokens, each a sequence of a batch"),
+            ("    left out", account.untrained, "pieces with nothing to train on"),
+        ]
+    lines = [
+        ("rows", account.rows, ""),
+        ("  kept", account.kept, ""),
+        *cuts,
+        ("  dropped", sum(account.dropped.values()), ""),
+        *(("   ", count, reason) for reason, count in sorted(account.dropped.items())),
+        *(("  with notes" if n == 0 else "", count, rule) for n, (rule, count) in enumerate(account.notes.items())),
+        ("tokens", tokens, "of the kept rows"),
+    ]
+    if packed and packed_rows:
+        length = packed.length(config)
+        lines.append(("  trained", trained, f"{trained / tokens:.1%} of them"))
+        lines.append(("packed rows", packed_rows, f"of {length} tokens, {empty / (packed_rows * length):.1%} empty"))
+    for name, count, note in lines:
+        console.print(f"  {name:<14}{count:>12,}  {note}".rstrip(), markup=False)
+    rest = enumerate(seen[shown:], start=shown)
+    lost = ((i, rule, text) for i, example in rest for rule, text in _lost(examples, i, example))
+    for count, (i, rule, text) in enumerate(lost):
+        if count == LISTED:
+            console.print(f"and so on; --rows {len(seen)} shows all", markup=False)
+            break
+        console.print(f"row {i + 1}: {rule}: {text}", markup=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -268,48 +302,3 @@ def _limit(settings: Rendering) -> int:
     """The maximum tokens of a sequence, or of a prompt alone."""
     data = settings.data
     return data.longest_prompt if settings.train_on == RowKind.PROMPT else data.max_length
-
-
-def _show_totals(
-    seen: list[Kept | Dropped], batch_size: int, packed: Layout | None, examples: Examples, console: Console
-) -> None:
-    """Counts the examples, packed by batch as in a run (prompts alone are not packed), and prints the accounting as a
-    table whose counts add up: rows = kept + dropped, and dropped rows by reason."""
-    rows, config, settings = examples.rows, examples.config, examples.settings
-    tokens, trained, packed_rows, empty = 0, 0, 0, 0
-    groups = Groups(seen, Cutter(config, settings.train_on), batch_size)
-    for group, _ in groups:
-        sequences = [sequence for kept in group for sequence in kept.sequences]
-        tokens += sum(len(sequence.tokens) for sequence in sequences)
-        trained += sum(int(np.count_nonzero(sequence.loss_mask)) for sequence in sequences)
-        if packed:
-            batch = packed.packed(group, batch_size, config, groups.accounting).batch
-            packed_rows += len(batch.tokens)
-            empty += int(np.count_nonzero(batch.segment_ids == 0))  # positions without a token
-    account = groups.accounting
-    some = f"The first {account.rows:,} of {len(rows):,}" if account.rows < len(rows) else "All"
-    console.print(f"{some} rows of {rows.name}:", markup=False)
-    # Rows that are too long: how many were truncated, or into how many pieces they were cut.
-    cuts = [("    truncated", account.truncated, f"cut at {_limit(settings)} tokens")]
-    if config.turns == "each":
-        cuts.append(("    turns", account.pieces, "each a sequence of a batch"))
-    if settings.uncut:
-        cuts = [
-            ("    pieces", account.pieces, f"of at most {config.max_length} tokens, each a sequence of a batch"),
-            ("    left out", account.untrained, "pieces with nothing to train on"),
-        ]
-    lines = [
-        ("rows", account.rows, ""),
-        ("  kept", account.kept, ""),
-        *cuts,
-        ("  dropped", sum(account.dropped.values()), ""),
-        *(("   ", count, reason) for reason, count in sorted(account.dropped.items())),
-        *(("  with notes" if n == 0 else "", count, rule) for n, (rule, count) in enumerate(account.notes.items())),
-        ("tokens", tokens, "of the kept rows"),
-    ]
-    if packed and packed_rows:
-        length = packed.length(config)
-        lines.append(("  trained", trained, f"{trained / tokens:.1%} of them"))
-        lines.append(("packed rows", packed_rows, f"of {length} tokens, {empty / (packed_rows * length):.1%} empty"))
-    for name, count, note in lines:
-        console.print(f"  {name:<14}{count:>12,}  {note}".rstrip(), markup=False)

@@ -28,8 +28,6 @@ from tunix.util.atomic_io import SAMPLES, complete_lines, reading, refuse_out, w
 from tunix.util.yaml_io import read_mapping
 
 Row = dict[str, Any]
-Ends = Mapping[str, tuple[float, float]]
-"""Metric -> the mean of its first fifth and of its last fifth."""
 Item = TypeVar("Item")
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -60,8 +58,8 @@ class Alarm:
     """The metrics that it reads; without one of them it says nothing."""
     rule: str
     """When it is raised, in words."""
-    raised: Callable[[Ends], bool]
-    """The same as code."""
+    raised: Callable[..., bool]
+    """The same as code: of each metric the mean of its first fifth and of its last."""
     meaning: str
     """What it may mean."""
     remedy: str
@@ -73,7 +71,7 @@ ALARMS = (
         "entropy collapse",
         ("policy/entropy",),
         "below a quarter of what it was",
-        lambda ends: ends["policy/entropy"][1] < 0.25 * ends["policy/entropy"][0],
+        lambda entropy: entropy[1] < 0.25 * entropy[0],
         "The policy samples nearly the same answers, so that groups have no differences left to learn from.",
         "Raise algorithm.clip_high, add entropy_bonus or entropy_target, or lower optimizer.learning_rate.",
     ),
@@ -81,9 +79,7 @@ ALARMS = (
         "length drift",
         ("rollout/length",),
         "more than 1.5 times, or less than half, of what it was",
-        lambda ends: (
-            not 0.5 * ends["rollout/length"][0] <= ends["rollout/length"][1] <= 1.5 * ends["rollout/length"][0]
-        ),
+        lambda length: not 0.5 * length[0] <= length[1] <= 1.5 * length[0],
         "The task may want such answers, or the reward pays for their length alone: a sign of reward hacking.",
         "Read the longest and the best samples. If held-out rewards do not rise: preset dr_grpo, overlong_buffer.",
     ),
@@ -91,7 +87,7 @@ ALARMS = (
         "repetition drift",
         ("samples/repetition",),
         "0.15 above what it was",
-        lambda ends: ends["samples/repetition"][1] > ends["samples/repetition"][0] + 0.15,
+        lambda repetition: repetition[1] > repetition[0] + 0.15,
         "Answers repeat themselves: the reward is paid for words that say nothing new, a sign of reward hacking.",
         "Read the samples that repeat most, give the reward a penalty for repetition, or add algorithm.kl.",
     ),
@@ -99,9 +95,7 @@ ALARMS = (
         "held-out reward falls",
         ("reward/mean", "eval/reward"),
         "reward/mean rises while eval/reward falls",
-        lambda ends: (
-            ends["reward/mean"][1] > ends["reward/mean"][0] and ends["eval/reward"][1] < ends["eval/reward"][0]
-        ),
+        lambda trained, held_out: trained[1] > trained[0] and held_out[1] < held_out[0],
         "What is learned of the training prompts does not carry over: a sign of overfitting or of reward hacking.",
         "Take an earlier checkpoint, more prompts, algorithm.kl, or a lower learning rate.",
     ),
@@ -109,7 +103,7 @@ ALARMS = (
         "dead groups",
         ("reward/signal",),
         "below 0.3: in more than 70% of the groups all rewards are equal",
-        lambda ends: ends["reward/signal"][1] < 0.3,
+        lambda signal: signal[1] < 0.3,
         "Prompts are too hard or too easy, or the reward does not tell answers apart: such groups teach nothing.",
         "Choose prompts of medium difficulty (data.curriculum), a larger group_size, or a finer reward.",
     ),
@@ -117,7 +111,7 @@ ALARMS = (
         "truncated answers",
         ("rollout/truncated",),
         "above 0.1",
-        lambda ends: ends["rollout/truncated"][1] > 0.1,
+        lambda truncated: truncated[1] > 0.1,
         "Answers are cut off at the limit before they end, and are scored as if they had.",
         "Raise data.completion_length, or set algorithm.mask_truncated or overlong_buffer.",
     ),
@@ -125,7 +119,7 @@ ALARMS = (
         "failed rewards",
         ("reward/failed",),
         "above 0.02",
-        lambda ends: ends["reward/failed"][1] > 0.02,
+        lambda failed: failed[1] > 0.02,
         "A reward raised an error or took too long, and its samples are left out.",
         "The samples below, filtered by failed rewards, have the reasons: fix the function, or raise its deadline.",
     ),
@@ -133,7 +127,7 @@ ALARMS = (
         "mismatch trend",
         ("mismatch/mean",),
         "above 0.001 and twice what it was",
-        lambda ends: ends["mismatch/mean"][1] > max(0.001, 2 * ends["mismatch/mean"][0]),
+        lambda mismatch: mismatch[1] > max(0.001, 2 * mismatch[0]),
         "The sampler's log-probs move away from the trainer's: gradients are of another policy than the one sampled.",
         "Set algorithm.correction to truncate or mask, sample in the dtype of the trainer, or lower the rate.",
     ),
@@ -141,7 +135,7 @@ ALARMS = (
         "stale tokens",
         ("rollout/stale",),
         "above 0.3",
-        lambda ends: ends["rollout/stale"][1] > 0.3,
+        lambda stale: stale[1] > 0.3,
         "Much of what is learned from was sampled by earlier weights.",
         "Lower rollout.max_staleness or rollout.oversample, or set algorithm.correction.",
     ),
@@ -233,19 +227,39 @@ def facts_of(run: Path, share: int = 1) -> Row:
         verdicts = [row["verdict"] for row in _rows(run / "judge.jsonl")[0]]
         # What it said of rows that were dropped or cut.
         log = (run / "log.txt").read_text("utf-8", "replace").splitlines() if (run / "log.txt").is_file() else []
-        shown = _shown_samples(samples, SAMPLE_BYTES // share)
+        # The samples that the page has room for, in the order of the file: the worst of each kind, then whole steps.
+        kinds: tuple[Callable[[Row], float], ...] = (
+            lambda row: row.get("mismatch", 0.0),
+            lambda row: row.get("tokens", 0),
+            lambda row: len(row.get("failures", ())),
+            lambda row: row["repetition"],
+        )
+        order = [i for kind in kinds for i in sorted(range(len(samples)), key=lambda i: -kind(samples[i]))[:10]]
+        by_step = [[*steps] for _, steps in groupby(range(len(samples)), key=lambda i: samples[i]["step"])]
+        order += [i for step in _coarse_to_fine(by_step) for i in step]
+        shown = _within([(i, _shortened(samples[i])) for i in dict.fromkeys(order)], SAMPLE_BYTES // share)
         if not series:
             raise UserError(f"{run} has recorded no metrics yet: the first row is written after the first step")
+        # Points `[step, value]` of each metric; of too many the neighbours are one, `[step, mean, lowest, highest]`.
+        limit = max(1, min(POINTS, POINTS_OF_ALL // share // len(series)))
+        curves = defaultdict[str, list[list[Any]]](list)
+        for name, points in list(series.items())[: POINTS_OF_ALL // share]:
+            size = math.ceil(len(points) / limit)
+            for start in range(0, len(points), size):
+                part = points[start : start + size]
+                values = [value for _, value in part]
+                spread = (min(values), max(values)) if size > 1 else ()
+                curves[name].append([part[-1][0], *map(_rounded, (fmean(values), *spread))])
         return {
             "step": rows[-1]["step"],
             "steps": recipe.get("steps"),
             "every": every,
-            "curves": _curves(series, POINTS_OF_ALL // share),
+            "curves": curves,
             "recipe": dict(_within(list(recipe.items()), RECIPE_BYTES // share)),
             "data": {name: points[-1][1] for name, points in series.items() if name.startswith("data/")},
             "rows": [_shortened(match[1]) for line in log if (match := ROWS_OF_DATA.search(line))][:100],
             "spans": _within(_coarse_to_fine([_shortened(row) for row in spans]), SPAN_BYTES // share),
-            "samples": shown,
+            "samples": [row for _, row in sorted(shown)],
             "samples_read": len(samples),
             "samples_every": samples_every,
             "verdicts": _within([_shortened(verdict) for verdict in reversed(verdicts)], VERDICT_BYTES // share),
@@ -271,7 +285,7 @@ def alarms_of(series: Mapping[str, List[tuple[int, float]]]) -> list[dict[str, A
             if fifth:
                 ends[name] = fmean(values[:fifth]), fmean(values[-fifth:])
         known = len(ends) == len(alarm.metrics)
-        state = "unknown" if not known else "raised" if alarm.raised(ends) else "quiet"
+        state = "unknown" if not known else "raised" if alarm.raised(*ends.values()) else "quiet"
         seen = "; ".join(f"{name} went from {begin:.4g} to {end:.4g}" for name, (begin, end) in ends.items())
         texts = {"rule": alarm.rule, "meaning": alarm.meaning, "remedy": alarm.remedy}
         judged.append({"title": alarm.title, "metrics": alarm.metrics, "state": state, "seen": seen, **texts})
@@ -310,35 +324,6 @@ def _rows(path: Path) -> tuple[list[Row], int]:
         if not (isinstance(rows[-1], dict) and isinstance(rows[-1].get("step", 0), int)):
             raise ValueError(f"line {number} of {path.name} is no object with a step")
     return rows, every
-
-
-def _curves(series: Mapping[str, List[tuple[int, float]]], most: int) -> dict[str, list[list[Any]]]:
-    """Points `[step, value]` of each metric; of too many the neighbours are one, `[step, mean, lowest, highest]`."""
-    limit = max(1, min(POINTS, most // len(series)))
-    curves = dict[str, list[list[Any]]]()
-    for name, points in list(series.items())[:most]:
-        size = math.ceil(len(points) / limit)
-        parts = [points[i : i + size] for i in range(0, len(points), size)]
-        curves[name] = [
-            [part[-1][0], *map(_rounded, (fmean(values), *((min(values), max(values)) if size > 1 else ())))]
-            for part in parts
-            for values in [[value for _, value in part]]
-        ]
-    return curves
-
-
-def _shown_samples(samples: List[Row], most: int) -> list[Row]:
-    """The samples that the page has room for, in the order of the file: the worst of each kind, then whole steps."""
-    kinds: tuple[Callable[[Row], float], ...] = (
-        lambda row: row.get("mismatch", 0.0),
-        lambda row: row.get("tokens", 0),
-        lambda row: len(row.get("failures", ())),
-        lambda row: row["repetition"],
-    )
-    worst = [i for kind in kinds for i in sorted(range(len(samples)), key=lambda i: -kind(samples[i]))[:10]]
-    by_step = [[*steps] for _, steps in groupby(range(len(samples)), key=lambda i: samples[i]["step"])]
-    order = dict.fromkeys([*worst, *(i for step in _coarse_to_fine(by_step) for i in step)])
-    return [row for _, row in sorted(_within([(i, _shortened(samples[i])) for i in order], most))]
 
 
 def _coarse_to_fine(items: List[Item]) -> list[Item]:

@@ -16,17 +16,14 @@ from collections.abc import Iterator
 from collections.abc import Sequence as List
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
 
-from tunix.commands.resumable_output import digest_of_folder, digest_of_rows
 from tunix.config import MeshConfig
 from tunix.data.config import DataConfig
 from tunix.errors import UserError
-from tunix.hf.source import Source, pretrained
 from tunix.inference.model import InferenceModel
 from tunix.mesh import build_mesh
 from tunix.protocols import SamplingClient
@@ -127,25 +124,11 @@ def open_collector(
         yield Collector(inference.tokenizer, sampling, scorer, play, data.max_length, judges)
 
 
-def fingerprint(config: RewardConfig) -> dict[str, Any]:
-    """Everything that scores depend on besides the completions: settings, custom files, a reward model's weights."""
-    files = [Path(function.name.rpartition(":")[0]) for function in config.functions]
-    # A missing file is reported where it is loaded.
-    texts = {str(file): file.read_text(encoding="utf-8") for file in files if file.suffix and file.is_file()}
-    weights = None if config.model is None else digest_of_source(pretrained(config.model))
-    return {**config.model_dump(mode="json"), "files": texts, "weights": weights}
-
-
 def score_fields(scored: Scored, total: float) -> dict[str, Any]:
     """The fields of a completion's rewards: their sum, each by name, and why some failed; null for no score."""
     values = {name: None if math.isnan(x) else x for name, x in {"": total, **scored.rewards}.items()}
     failures = {"failures": dict(scored.failures)} if scored.failures else {}
     return {"reward": values.pop(""), "rewards": values, **failures}
-
-
-def digest_of_source(source: Source) -> str:
-    """The digest of a model's files, and of those of its adapter."""
-    return digest_of_rows(digest_of_folder(folder) for folder in (source.folder, source.merged) if folder is not None)
 
 
 PATIENCE = 2.0

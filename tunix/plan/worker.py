@@ -65,8 +65,7 @@ def compiled(lowered: jax.stages.Lowered, target: str) -> dict[str, Any]:
         assert memory is not None, "its compiler has an analysis of a program's memory"
         # Backends that do not report a peak: what is there at the end, and all temporaries.
         whole = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        reported = getattr(memory, "peak_memory_in_bytes", 0)
-        answer: dict[str, Any] = {"peak": int(reported or whole + memory.temp_size_in_bytes)}
+        answer: dict[str, Any] = {"peak": int(memory.peak_memory_in_bytes or whole + memory.temp_size_in_bytes)}
     answer["compiled_in"] = time.perf_counter() - start
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomic(file, json.dumps(answer))
