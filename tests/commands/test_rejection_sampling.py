@@ -19,7 +19,7 @@ import pytest
 from tests.marks import slow
 from tests.tiny_runs import files, lines, model_folder, train, write_recipe, write_rows
 from tunix.cli import main
-from tunix.commands.generate import choose, ranked
+from tunix.commands.generate import choose
 from tunix.commands.resumable_output import ResumableOutput
 from tunix.data.examples import Examples
 from tunix.data.pipeline import Batches
@@ -81,14 +81,21 @@ def asked(model: Path, rows: list[dict[str, Any]], *words: str) -> list[dict[str
 # --- Choosing ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_best_are_taken_and_of_equals_the_first():
+def test_the_best_are_taken_and_of_equals_the_first(bare: Path):
+    prompt = Prompt(np.array(IDS[0], np.int32), "", {"input_ids": IDS[0]})
+    inference = InferenceModel(InferenceOptions(str(bare)))
+
+    def taken(rewards: list[float | None], most: int | None, threshold: float | None) -> list[int]:
+        group = [{"tokens": [9], "reward": reward, "row": 0, "sample": i} for i, reward in enumerate(rewards)]
+        return [row["sample"] for row in choose(inference, [prompt], [group], most, threshold).rows]
+
     rewards = [0.5, 1.0, None, 0.2, 1.0]
-    assert ranked(rewards, 1, None) == [1]
-    assert ranked(rewards, 3, None) == [1, 4, 0]
-    assert ranked(rewards, None, 0.5) == [1, 4, 0]
-    assert ranked(rewards, 9, 0.4) == [1, 4, 0]
-    assert ranked(rewards, None, 1.1) == []
-    assert ranked([None, None], 1, None) == []
+    assert taken(rewards, 1, None) == [1]
+    assert taken(rewards, 3, None) == [1, 4, 0]
+    assert taken(rewards, None, 0.5) == [1, 4, 0]
+    assert taken(rewards, 9, 0.4) == [1, 4, 0]
+    assert taken(rewards, None, 1.1) == []
+    assert taken([None, None], 1, None) == []
 
 
 def test_scores_stand_beside_each_completion(base: Path, capsys: pytest.CaptureFixture[str]):

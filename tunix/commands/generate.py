@@ -82,19 +82,6 @@ class Chosen:
     """Rows whose text does not give the sampled tokens; above 0, all rows are ids."""
 
 
-def ranked(rewards: List[float | None], most: int | None, threshold: float | None) -> list[int]:
-    """The indices of the selected completions of a prompt, the best first, of equal ones the first.
-
-    Args:
-        rewards: of the completions; None where there is no score.
-        most: maximum number to select; None for all.
-        threshold: minimum reward; None for any.
-    """
-    least = -math.inf if threshold is None else threshold
-    passing = [(-value, i) for i, value in enumerate(rewards) if value is not None and value >= least]
-    return [i for _, i in sorted(passing)][:most]
-
-
 def choose(
     inference: InferenceModel,
     prompts: List[Prompt],
@@ -102,15 +89,24 @@ def choose(
     most: int | None,
     threshold: float | None,
 ) -> Chosen:
-    """Selects completions as rows to train on, by `ranked`, from those of each prompt as they are written to the file:
-    `tokens`, `text`, `reward`."""
+    """Selects completions as rows to train on, the best first and of equal ones the first.
+
+    Args:
+        inference: the model.
+        prompts: the prompts.
+        groups: the completions of each as they are written to the file: `tokens`, `text`, `reward` (None for none).
+        most: maximum number of a prompt's; None for all.
+        threshold: minimum reward; None for any.
+    """
     taken: list[tuple[Prompt, Mapping[str, Any]]] = []
     failed = served = 0
     for prompt, group in zip(prompts, groups, strict=True):
-        places = ranked([one["reward"] for one in group], most, threshold)
-        taken += [(prompt, group[place]) for place in places]
-        served += bool(places)
-        failed += all(one["reward"] is None for one in group)
+        scored = [x for x in group if x["reward"] is not None]
+        passing = [x for x in scored if threshold is None or x["reward"] >= threshold]
+        best = sorted(passing, key=lambda x: -x["reward"])[:most]
+        taken += [(prompt, x) for x in best]
+        served += bool(best)
+        failed += not scored
     texts = [_as_text(inference, prompt, completion) for prompt, completion in taken]
     respelled = sum(text is None for text in texts)
     rows, longest = [], 0
