@@ -49,7 +49,6 @@ from tunix.inference.model import InferenceModel, InferenceOptions, TextStream, 
 from tunix.lora.multi_lora import LoadedAdapter
 from tunix.models.config import is_adapter
 from tunix.models.model import Params
-from tunix.rollout.engine.engine import Engine
 from tunix.rollout.rewards.config import RewardConfig
 from tunix.trainer.progress import readable
 from tunix.types import Completion, Request, Sampling
@@ -189,14 +188,7 @@ class ComparedAdapters:
                 together[str(path)] = adapter
         if together:
             self.mixtures.insert(0, ({}, together))
-        self._engine = Engine(
-            model,
-            mesh,
-            slots=inference.slots,
-            max_length=inference.limit,
-            decode=inference.tokenizer.decode if inference.tokenizer else None,
-            moving={name for tables, _ in self.mixtures for name in tables},
-        )
+        self._engine = inference.new_engine(model, mesh, {name for tables, _ in self.mixtures for name in tables})
         self._versions = count()
 
     def sample(self, requests: List[Request], bar: Bar, done: int) -> dict[Path, list[Completion]]:

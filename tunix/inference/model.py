@@ -8,7 +8,7 @@ Axes: T time.
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -213,10 +213,14 @@ class InferenceModel:
     def engine(self) -> Engine:
         """The engine, with the weights published to it."""
         model, params, mesh = self.weights()
-        decode = self.tokenizer.decode if self.tokenizer else None
-        engine = Engine(model, mesh, slots=self.slots, max_length=self.limit, decode=decode)
+        engine = self.new_engine(model, mesh)
         engine.publish(params, version=0)
         return engine
+
+    def new_engine(self, model: Model, mesh: Mesh, moving: Collection[str] = ()) -> Engine:
+        """An engine without weights; `moving` as in `Engine`."""
+        decode = self.tokenizer.decode if self.tokenizer else None
+        return Engine(model, mesh, slots=self.slots, max_length=self.limit, decode=decode, moving=moving)
 
     def with_stop_ids(self, sampling: Sampling) -> Sampling:
         """Checks sampling settings and adds the model's stop ids.

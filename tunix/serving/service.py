@@ -107,8 +107,7 @@ class Service:
         """The weights, where they are kept for adapters; None else."""
         if engine is None:
             model, self.params, mesh = inference.weights(devices)
-            decode = inference.tokenizer.decode if inference.tokenizer else None
-            engine = Engine(model, mesh, slots=inference.slots, max_length=self.length, decode=decode)
+            engine = inference.new_engine(model, mesh)
         self.engine = engine
         self._publish()
         self.batches = Batcher(self.engine, self._publish)
