@@ -187,6 +187,7 @@ def test_a_model_has_its_order_and_waits_for_none():
     turns.close("a")
     with pytest.raises(Refusal, match="there is no model a"):
         turns.check("a")
+    turns.check("b")
 
 
 def test_models_take_turns():
@@ -704,6 +705,7 @@ def test_bad_requests_are_answered_in_the_protocols_form(base: InferenceModel, t
         assert "has ended" in result(waiting).json()["error"]
         assert not tenants.models
         assert train(13, data).status_code == 404
+        assert train(1, data, model_id=f"{session}:train:1").status_code == 404, "nor is one whose creation failed"
 
 
 @pytest.mark.parametrize("number", [10, *slow([10_000])])

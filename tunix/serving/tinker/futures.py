@@ -127,10 +127,11 @@ class Turns:
         """Begins a model's order, at the number 0."""
         self._next.setdefault(model, 0)
 
-    def close(self, model: str) -> None:
-        """Ends a model's order: what waits in it is not carried out, and what comes is refused."""
-        self._next.pop(model, None)
-        self._jobs = {place: job for place, job in self._jobs.items() if place[0] != model}
+    def close(self, session: str) -> None:
+        """Ends the orders of models whose names begin so: what waits in them is not carried out, and what comes is
+        refused."""
+        self._next = {model: number for model, number in self._next.items() if not model.startswith(session)}
+        self._jobs = {place: job for place, job in self._jobs.items() if place[0] in self._next}
 
     def check(self, model: str) -> None:
         """Checks that a model's order has begun.

@@ -187,11 +187,10 @@ class Tenants:
     def end(self, session: str) -> None:
         """Frees the models and samplers of a session; what they have not answered fails."""
         with self._changed:
-            for name in [name for name in self.models if name.startswith(f"{session}:")]:
-                self._turns.close(name)
-                del self.models[name]
-            for name in [name for name in self.samplers if name.startswith(f"{session}:")]:
-                del self.samplers[name]
+            self._turns.close(f"{session}:")
+            for named in (self.models, self.samplers):
+                for name in [name for name in named if name.startswith(f"{session}:")]:
+                    del named[name]
             left = {x for x in (*self._waiting, *self._running) if x.sampler.name.startswith(f"{session}:")}
             self._waiting = deque(x for x in self._waiting if x not in left)
             for sampling in left & self._running:
