@@ -202,6 +202,7 @@ VERBOSE = switch(
     "--verbose",
     text="also say how it is computed: kernels, memory, rematerialization, libraries' warnings (always in log.txt)",
 )
+NO_PLAN = switch("--no-plan", text="do not compile the programs first to see whether they fit (`tunix plan`)")
 REWARDS = together(
     values(
         "--reward REWARD",
@@ -252,7 +253,7 @@ def sampling(max_tokens: int) -> Argument:
     switch("--fresh", text="start again even where the run folder could be resumed"),
     value("--minutes N", "stop after so many minutes, with a checkpoint; the same command goes on", count),
     VERBOSE,
-    switch("--no-plan", text="do not compile the programs first to see whether they fit (`tunix plan`)"),
+    NO_PLAN,
     value(
         "--coordinator HOST:PORT",
         "address of process 0 where a run has several processes, e.g. 10.0.0.1:8476; each is given the same",
@@ -364,7 +365,7 @@ def _plan(parsed: Parsed) -> None:
     switch("--dry-run", text="print the file, and write nothing"),
     switch("--submit", text="submit what was written, by sbatch or kubectl apply"),
     VERBOSE,
-    switch("--no-plan", text="do not compile the programs first to see whether they fit (`tunix plan`)"),
+    NO_PLAN,
     # What single schedulers need.
     value("--image IMAGE", "Kubernetes: container image with tunix in it"),
     values("--mount CLAIM:/PATH", "Kubernetes: a PersistentVolumeClaim that all pods may write"),
