@@ -126,9 +126,9 @@ def open_collector(
 
 def score_fields(scored: Scored, total: float) -> dict[str, Any]:
     """The fields of a completion's rewards: their sum, each by name, and why some failed; null for no score."""
-    values = {name: None if math.isnan(x) else x for name, x in {"": total, **scored.rewards}.items()}
+    rewards = {name: None if math.isnan(x) else x for name, x in scored.rewards.items()}
     failures = {"failures": dict(scored.failures)} if scored.failures else {}
-    return {"reward": values.pop(""), "rewards": values, **failures}
+    return {"reward": None if math.isnan(total) else total, "rewards": rewards, **failures}
 
 
 PATIENCE = 2.0
