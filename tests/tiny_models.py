@@ -416,10 +416,16 @@ def our_logits(model: Model, params: Params, rows: Rows) -> jax.Array:
     return model.logits(params, model.forward(params, rows.tokens, rows.positions, rows.segment_ids)[0])
 
 
+def row_logprobs(model: Model, params: Params, tokens, positions, segment_ids, needed, temperature=1.0) -> jax.Array:
+    """The log-probs of the needed tokens of packed rows, else 0, through the chunked head."""
+    hidden, _ = model.forward(params, tokens, positions, segment_ids)
+    return model.logprobs_of(params, hidden, tokens, positions, needed, temperature=temperature)[0]
+
+
 @partial(quick_jit, static_argnums=0)
 def loss_and_gradients(model: Model, params: Params, rows: Rows) -> tuple[jax.Array, Params]:
     """The summed negative log-prob of all tokens but each segment's first, through the chunked head."""
-    return jax.value_and_grad(lambda params: -model.logprobs(params, *rows)[0].sum())(params)
+    return jax.value_and_grad(lambda params: -row_logprobs(model, params, *rows).sum())(params)
 
 
 def by_hf_name(model: Model, params: Params) -> dict[str, np.ndarray]:

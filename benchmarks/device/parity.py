@@ -106,7 +106,8 @@ def projected(gradients: Mapping[str, Any]) -> dict[str, list[float]]:
 
 def _packed_logprobs(model: Model, params: Params, inputs: Inputs) -> jax.Array:
     tokens, positions, segment_ids = (jnp.asarray(x) for x in inputs)
-    return model.logprobs(params, tokens, positions, segment_ids, segment_ids > 0)[0]
+    hidden, _ = model.forward(params, tokens, positions, segment_ids)
+    return model.logprobs_of(params, hidden, tokens, positions, segment_ids > 0)[0]
 
 
 @partial(jit, static_argnums=0)

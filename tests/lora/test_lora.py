@@ -14,7 +14,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.marks import slow
-from tests.tiny_models import CASES, load, one_device, quick_jit, reference_folder, reference_model, rows_of, tokens
+from tests.tiny_models import (
+    CASES,
+    load,
+    one_device,
+    quick_jit,
+    reference_folder,
+    reference_model,
+    row_logprobs,
+    rows_of,
+    tokens,
+)
 from tests.trainers import PLAIN
 from tunix.errors import UserError
 from tunix.hf.peft_folder import foreign_base, load_adapter, save_adapter
@@ -231,7 +241,7 @@ def test_gradients_flow_only_where_targeted(tmp_path):
     model, params, fresh = adapted(tmp_path / "base", settings)
     assert set(fresh) == {f"layers/{name}/w_lora_{letter}" for name in ("k", "down") for letter in "ab"}
     rows = rows_of(*([row] for row in tokens()))
-    gradients = quick_jit(jax.grad(lambda mine: model.logprobs({**params, **mine}, *rows)[0].sum()))(fresh)
+    gradients = quick_jit(jax.grad(lambda mine: row_logprobs(model, {**params, **mine}, *rows).sum()))(fresh)
     # Every layer's adapters of these two move.
     for name, gradient in gradients.items():
         assert np.all(np.abs(gradient).reshape(gradient.shape[0], -1).max(axis=1) > 0), name

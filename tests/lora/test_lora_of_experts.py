@@ -18,7 +18,16 @@ from peft import LoraConfig, get_peft_model
 from tests.lora.test_lora import adapted
 from tests.lora.test_qlora import assert_same_as_full_forward
 from tests.marks import slow
-from tests.tiny_models import CASES, one_device, quick_jit, reference_folder, reference_model, rows_of, tokens
+from tests.tiny_models import (
+    CASES,
+    one_device,
+    quick_jit,
+    reference_folder,
+    reference_model,
+    row_logprobs,
+    rows_of,
+    tokens,
+)
 from tests.trainers import sequences, trainer
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
@@ -121,7 +130,7 @@ def test_gradients_are_those_of_peft(name, tmp_path):
     logits = theirs(ids).logits[:, :-1]
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
     rows = rows_of(*([row] for row in tokens()))
-    found = quick_jit(jax.grad(lambda mine: -model.logprobs({**params, **mine}, *rows)[0].sum()))(fresh)
+    found = quick_jit(jax.grad(lambda mine: -row_logprobs(model, {**params, **mine}, *rows).sum()))(fresh)
     for (name, layer), (weight, tensor) in places.items():
         expected, ours = weight.grad.numpy(), tensor.write(np.asarray(found[name][layer]))
         assert np.abs(ours - expected).max() < 1e-3 * np.abs(expected).max(), name
@@ -146,7 +155,7 @@ def test_a_mesh_computes_the_same(config, settings, sizes):
     rows = tuple(map(jnp.asarray, (ids, np.broadcast_to(np.arange(16, dtype=np.int32), ids.shape), real, real > 0)))
 
     def loss(mine, base):
-        return -model.logprobs({**base, **mine}, *rows)[0].sum()
+        return -row_logprobs(model, {**base, **mine}, *rows).sum()
 
     def parts(all):
         return ({n: x for n, x in all.items() if is_adapter(n) == mine} for mine in (True, False))
@@ -190,7 +199,7 @@ def test_a_rounded_base_computes_as_its_dequantized_one(kind, config):
     rows = rows_of(*([row % 96] for row in tokens()))
 
     def loss(model, base, mine):
-        return model.logprobs({**base, **mine}, *rows)[0].sum()
+        return row_logprobs(model, {**base, **mine}, *rows).sum()
 
     mine = {name: x for name, x in params.items() if is_adapter(name)}
     found = quick_jit(jax.value_and_grad(partial(loss, rounded, params)))(mine)

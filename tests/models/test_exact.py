@@ -9,7 +9,7 @@ import pytest
 from benchmarks import numerics
 from tests.commands.test_quantize import MIXED
 from tests.marks import slow
-from tests.tiny_models import one_device
+from tests.tiny_models import one_device, row_logprobs
 from tests.trainers import PLAIN, RICH, sequences, trainer
 from tunix.data.packing import pack
 from tunix.mesh import compiler_options
@@ -82,7 +82,7 @@ def test_a_policy_that_is_differentiated_is_that_which_is_not():
     positions, segments = jnp.broadcast_to(jnp.arange(48, dtype=jnp.int32), tokens.shape), jnp.ones_like(tokens)
 
     def logprobs(params: Params) -> jax.Array:
-        return model.logprobs(params, tokens, positions, segments, segments > 0)[0]
+        return row_logprobs(model, params, tokens, positions, segments, segments > 0)
 
     def with_gradients(params: Params) -> tuple[jax.Array, tuple[Params]]:
         found, back = jax.vjp(logprobs, params)

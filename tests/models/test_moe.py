@@ -12,7 +12,7 @@ from flax import nnx
 
 from benchmarks.programs import account
 from tests.marks import slow
-from tests.tiny_models import one_device
+from tests.tiny_models import one_device, row_logprobs
 from tunix.config import MeshConfig
 from tunix.errors import UserError
 from tunix.mesh import build_mesh
@@ -258,7 +258,7 @@ def on_one_device(family: str) -> tuple[Any, ...]:
     rows = (tokens, np.broadcast_to(np.arange(32, dtype=np.int32), tokens.shape), segments, segments > 0)
 
     def loss(params, *rows):
-        return -model.logprobs(params, *rows)[0].sum()
+        return -row_logprobs(model, params, *rows).sum()
 
     return model, params, rows, loss, jax.device_get(jax.jit(jax.value_and_grad(loss))(params, *rows))
 

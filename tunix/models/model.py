@@ -22,6 +22,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
@@ -73,17 +74,6 @@ def embedded(config: DecoderConfig, table: jax.Array, tokens: Int[Array, "B T"],
     return x * jnp.asarray(config.d_model**0.5, dtype) if config.scale_embeddings else x
 
 
-def tree_of(leaves: Mapping[Path, Any]) -> dict[str, Any]:
-    """The tree that has these leaves at these paths."""
-    tree: dict[str, Any] = {}
-    for (*path, last), value in leaves.items():
-        node = tree
-        for part in path:
-            node = node.setdefault(part, {})
-        node[last] = value
-    return tree
-
-
 @dataclass(frozen=True)
 class Structure:
     """What layers with one mixer are made of."""
@@ -95,7 +85,7 @@ class Structure:
 
     def block(self, weights: Mapping[Path, Any]) -> Block:
         """The block with these weights."""
-        return nnx.merge(self.graph, tree_of(weights))
+        return nnx.merge(self.graph, unflatten_dict(weights))
 
 
 class Decoder(nnx.Module):
@@ -148,7 +138,7 @@ class Decoder(nnx.Module):
             path: stacks[0] if len(stacks) == 1 else stacks[0].replace(jnp.concatenate([x[...] for x in stacks]))
             for path, stacks in by_path.items()
         }
-        self.layers = _dict(tree_of(whole))
+        self.layers = _dict(unflatten_dict(whole))
         self.structures = {mixer: Structure(graph, tuple(_flat(state))) for mixer, (graph, state) in parts.items()}
 
 
@@ -387,12 +377,13 @@ class Model:
     def soft_tokens(self, params: Params, pictures: Pictures) -> Float[Array, "B Pi So D"]:
         """The embeddings of the soft tokens of pictures, by the tower among these parameters."""
         tower = {self._paths[name][1:]: x for name, x in params.items() if name.startswith(TOWER)}
-        return nnx.merge(nnx.graphdef(self._decoder.vision), tree_of(tower))(pictures, self.dtype)
+        return nnx.merge(nnx.graphdef(self._decoder.vision), unflatten_dict(tower))(pictures, self.dtype)
 
     def draft_head(self, params: Params) -> DraftHead:
         """The head that drafts tokens, with its weights among these parameters, in the compute dtype."""
-        head = {name: in_compute(name, x, self.dtype) for name, x in params.items() if name.startswith(MTP)}
-        return nnx.merge(nnx.graphdef(self._decoder.mtp), tree_of({self._paths[x][1:]: w for x, w in head.items()}))
+        names = [name for name in params if name.startswith(MTP)]
+        head = {self._paths[name][1:]: in_compute(name, params[name], self.dtype) for name in names}
+        return nnx.merge(nnx.graphdef(self._decoder.mtp), unflatten_dict(head))
 
     def draft_states(
         self,
@@ -430,37 +421,6 @@ class Model:
         """The table of the language-model head, in the compute dtype."""
         return params["embed/w" if self.config.tied else "head/w"].astype(self.dtype)
 
-    def logprobs(
-        self,
-        params: Params,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        segment_ids: Int[Array, "B T"],
-        needed: Bool[Array, "B T"],
-        *,
-        entropy: bool = False,
-        temperature: float = 1.0,
-        pictures: Pictures | None = None,
-        experts: Int[Array, "B T L k"] | None = None,
-        candidates: Int[Array, "B T A"] | None = None,
-    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
-        """`log p(token_t | its segment before t)` and that distribution's entropy at the needed tokens, else 0; and
-        zeros, as `token_logprobs` has them.
-
-        Where a token has candidates (`types.Batch`), the distribution is over these alone.
-        """
-        hidden, _ = self.forward(params, tokens, positions, segment_ids, pictures=pictures, experts=experts)
-        return self.logprobs_of(
-            params,
-            hidden,
-            tokens,
-            positions,
-            needed,
-            entropy=entropy,
-            temperature=temperature,
-            candidates=candidates,
-        )
-
     @jax.named_scope("head")
     def logprobs_of(
         self,
@@ -475,7 +435,14 @@ class Model:
         candidates: Int[Array, "B T A"] | None = None,
         whole: bool = False,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
-        """Log-probs, entropies and the candidates' masses as in `token_logprobs`, from given hidden states."""
+        """`log p(token_t | its segment before t)`, that distribution's entropy and the candidates' masses, as in
+        `token_logprobs`, at the needed tokens, else 0.
+
+        Args:
+            hidden: of `forward`.
+            candidates: as in `types.Batch`: where a token has some, the distribution is over these alone.
+            whole: as in `token_logprobs`.
+        """
         # The state at t - 1 predicts token t; nothing predicts the first token of a segment.
         needed = (needed & (positions > 0))[:, 1:]
         shifted = token_logprobs(

@@ -114,17 +114,11 @@ class Scorer:
     def _logprobs(self):
         def compute_logprobs(params: Params, microbatches: Microbatches, temperature: float) -> jax.Array:
             def of_rows(rows: Batch) -> jax.Array:
-                tokens, positions, segments = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids))
-                return self.model.logprobs(
-                    params,
-                    tokens,
-                    positions,
-                    segments,
-                    segments > 0,
-                    temperature=temperature,
-                    pictures=rows.pictures,
-                    experts=jax.tree.map(jax.numpy.asarray, rows.experts),
-                    candidates=jax.tree.map(jax.numpy.asarray, rows.candidates),
+                hidden, _ = forward_of(self.model, params, rows)
+                tokens, positions, needed = map(jax.numpy.asarray, (rows.tokens, rows.positions, rows.segment_ids > 0))
+                candidates = jax.tree.map(jax.numpy.asarray, rows.candidates)
+                return self.model.logprobs_of(
+                    params, hidden, tokens, positions, needed, temperature=temperature, candidates=candidates
                 )[0]
 
             return each_microbatch(of_rows, microbatches)

@@ -12,6 +12,7 @@ import qwix
 from tests.lora.test_qlora import SHAPES, assert_same_as_full_forward
 from tests.marks import slow
 from tests.models.quantization.test_formats import BASES, BY_HAND, MATRIX
+from tests.tiny_models import row_logprobs
 from tests.trainers import PLAIN, RICH, sequences, trainer
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
@@ -116,7 +117,7 @@ def test_a_model_computes_with_its_weights_on_their_grid():
     read = (rows.tokens, rows.positions, rows.segment_ids, rows.loss_mask)
 
     def likely(model, params):
-        return jnp.sum(model.logprobs(params, *map(jnp.asarray, read))[0])
+        return jnp.sum(row_logprobs(model, params, *map(jnp.asarray, read)))
 
     # The same value, and the gradient of the rounded weights as that of those behind them.
     ours, mine = jax.jit(jax.value_and_grad(lambda p: likely(model, p)))(params)

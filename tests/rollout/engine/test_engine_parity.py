@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.marks import slow
-from tests.tiny_models import CASES, load, one_device, quick_jit, reference_folder
+from tests.tiny_models import CASES, load, one_device, quick_jit, reference_folder, row_logprobs
 from tests.trainers import PLAIN, RICH
 from tunix.config import MeshConfig
 from tunix.lora.adapt import adapt
@@ -58,7 +58,7 @@ def random_params(model, mesh=None):
 
 @partial(quick_jit, static_argnums=(0, 1))
 def full_forward(model, temperature, params, tokens, positions, segments):
-    return model.logprobs(params, tokens, positions, segments, segments > 0, temperature=temperature)[0]
+    return row_logprobs(model, params, tokens, positions, segments, segments > 0, temperature=temperature)
 
 
 def full_logprobs(model, params, prompt: np.ndarray, completion: Completion, temperature: float = 1.0) -> np.ndarray:
@@ -248,7 +248,7 @@ def test_gradients_pass_through_a_replayed_cache():
     params, at = random_params(model), (jnp.arange(32)[None], jnp.ones((1, 32), jnp.int32))
 
     def gradients(model):
-        return jax.grad(lambda params: model.logprobs(params, tokens, *at, at[1] > 0)[0].sum())(params)
+        return jax.grad(lambda params: row_logprobs(model, params, tokens, *at, at[1] > 0).sum())(params)
 
     plain, through = gradients(model), gradients(replace(model, cache_dtype="int8"))
     for name in ("layers/v/w", "layers/k/w"):

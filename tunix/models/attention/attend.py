@@ -3,8 +3,8 @@
 To add a kernel, write one file, `models/attention/NAME.py`, with three functions, and one line of `IMPLEMENTATIONS`:
 
     def lacks(spec: AttentionSpec) -> str | None     # why it cannot compute a call; None where it can
-    def forward(q, k, v, view, *, scale, softcap)    # `Mixed`: what `einsum.forward` returns
-    def backward(q, k, v, view, result, d_mixed, *, scale, softcap)    # `Gradients`
+    def forward(q, k, v, view, scale, softcap)       # `Mixed`: what `einsum.forward` returns
+    def backward(q, k, v, view, result, d_mixed, scale, softcap)     # `Gradients`
 
 The derivative is taken here, around the choice among kinds of layers, and keeps q, k, v and the result: a kernel's
 forward pass never runs twice, whatever else is recomputed. Prompts are computed by the same code as rows of training;

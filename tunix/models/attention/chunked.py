@@ -45,7 +45,7 @@ class _Blocks(NamedTuple):
     """The block of keys that the first block of queries is at."""
 
 
-def forward(q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None) -> Mixed:
+def forward(q: Queries, k: Keys, v: Keys, view: Segments, scale: float, softcap: float | None) -> Mixed:
     """As `attend.Implementation.forward`."""
     size = block_size(q.shape[1], k.shape[1])
     blocks = _cut(scaled(q, scale), k, v, view, size)
@@ -75,15 +75,7 @@ def forward(q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softc
 
 
 def backward(
-    q: Queries,
-    k: Keys,
-    v: Keys,
-    view: Segments,
-    result: Mixed,
-    d_mixed: Queries,
-    *,
-    scale: float,
-    softcap: float | None,
+    q: Queries, k: Keys, v: Keys, view: Segments, result: Mixed, d_mixed: Queries, scale: float, softcap: float | None
 ) -> Gradients:
     """As `attend.Implementation.backward`: each block's weights are made again from the log-sum-exp of its queries."""
     size, kv_heads = block_size(q.shape[1], k.shape[1]), k.shape[2]

@@ -22,21 +22,13 @@ MixedBlock = tuple[Float[Array, "B K J Q H"], Float[Array, "B K J Q"]]
 """What the queries of a block mix of the values, and the log-sum-exp of their scores."""
 
 
-def forward(q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None) -> Mixed:
+def forward(q: Queries, k: Keys, v: Keys, view: Segments, scale: float, softcap: float | None) -> Mixed:
     """Attention within packed rows, by blocks of queries; as `attend.Implementation.forward`."""
     return _by_blocks(_mixed, q, k, v, view, scale, softcap)
 
 
 def backward(
-    q: Queries,
-    k: Keys,
-    v: Keys,
-    view: Segments,
-    result: Mixed,
-    d_mixed: Queries,
-    *,
-    scale: float,
-    softcap: float | None,
+    q: Queries, k: Keys, v: Keys, view: Segments, result: Mixed, d_mixed: Queries, scale: float, softcap: float | None
 ) -> Gradients:
     """The gradients of `forward`, which is computed again; as `attend.Implementation.backward`."""
 

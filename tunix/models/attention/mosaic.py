@@ -11,7 +11,7 @@ place (`attend.py`).
 Axes: B rows, T time, Q queries of a block, N query heads, K kv heads, H head dim.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -76,7 +76,7 @@ def lacks_hopper(spec: AttentionSpec) -> str | None:
     return None if int(spec.capability or 0) == HOPPER else "its backward kernels are written for Hopper"
 
 
-def forward(q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None) -> Mixed:
+def forward(q: Queries, k: Keys, v: Keys, view: Segments, scale: float, softcap: float | None) -> Mixed:
     """As `attend.Implementation.forward`."""
     op, parts = operation("attention"), []
     k, v = (_by_segment(x, view) for x in (k, v))
@@ -90,15 +90,7 @@ def forward(q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softc
 
 
 def backward(
-    q: Queries,
-    k: Keys,
-    v: Keys,
-    view: Segments,
-    result: Mixed,
-    d_mixed: Queries,
-    *,
-    scale: float,
-    softcap: float | None,
+    q: Queries, k: Keys, v: Keys, view: Segments, result: Mixed, d_mixed: Queries, scale: float, softcap: float | None
 ) -> Gradients:
     """As `attend.Implementation.backward`, by our kernels.
 
@@ -106,32 +98,23 @@ def backward(
     """
     from tunix.models.attention.mosaic_backward import gradients  # half a second of jax's modules
 
-    mixed, lse = result
-    inner, parts = inner_products(mixed, d_mixed), []
-    k, v = (_by_segment(x, view) for x in (k, v))
-    for interval in intervals(view, q.shape[1]):
+    inner = inner_products(result[0], d_mixed)
+
+    def of_interval(interval: _Interval, k: jax.Array, v: jax.Array) -> Gradients:
         stop = interval.stop if interval.some is None else jnp.where(interval.some, interval.stop, interval.start)
-        inputs = (q, k, v, d_mixed, lse, inner, interval.start, stop)
-        parts.append(gradients(*inputs, scale=scale, softcap=softcap))
-    return _added(parts, q, k, v, view)
+        inputs = (q, k, v, d_mixed, result[1], inner, interval.start, stop)
+        return gradients(*inputs, scale=scale, softcap=softcap)
+
+    return _over_intervals(of_interval, q, k, v, view)
 
 
 def backward_of_tokamax(
-    q: Queries,
-    k: Keys,
-    v: Keys,
-    view: Segments,
-    result: Mixed,
-    d_mixed: Queries,
-    *,
-    scale: float,
-    softcap: float | None,
+    q: Queries, k: Keys, v: Keys, view: Segments, result: Mixed, d_mixed: Queries, scale: float, softcap: float | None
 ) -> Gradients:
     """As `backward`, by tokamax's kernels."""
-    op, parts = operation("attention"), []
-    mixed, lse = result
-    k, v = (_by_segment(x, view) for x in (k, v))
-    for interval in intervals(view, q.shape[1]):
+    op, (mixed, lse) = operation("attention"), result
+
+    def of_interval(interval: _Interval, k: jax.Array, v: jax.Array) -> Gradients:
         mass = lse if interval.some is None else jnp.where(interval.some[..., None], lse, NEVER)
         # The kernel takes the largest score and the sum of the others by it; of all that is known, the sum is 1.
         residuals = (mass.swapaxes(1, 2), jnp.ones_like(mass.swapaxes(1, 2)))
@@ -139,11 +122,17 @@ def backward_of_tokamax(
             call = op.bind(q, k, v, mask=_mask(interval, q, k, view), logits_scale=scale, logits_soft_cap=softcap)
             settings = {name: value for name, value in call.kwargs.items() if name != "return_residuals"}
             by_name = op.vjp(residuals, mixed, d_mixed, *call.args, **settings)
-        parts.append((by_name["q"], by_name["k"], by_name["v"]))
-    return _added(parts, q, k, v, view)
+        return by_name["q"], by_name["k"], by_name["v"]
+
+    return _over_intervals(of_interval, q, k, v, view)
 
 
-def _added(parts: Iterable[Gradients], q: jax.Array, k: jax.Array, v: jax.Array, view: Segments) -> Gradients:
+def _over_intervals(
+    gradients_of: Callable[[_Interval, jax.Array, jax.Array], Gradients], q: Queries, k: Keys, v: Keys, view: Segments
+) -> Gradients:
+    """The sum of the gradients over the intervals that each query sees."""
+    by_segment = [_by_segment(x, view) for x in (k, v)]
+    parts = [gradients_of(interval, *by_segment) for interval in intervals(view, q.shape[1])]
     d_q, d_k, d_v = (reduce(jnp.add, part) for part in zip(*parts, strict=True))
     d_k, d_v = (_by_segment(x, view, back=True) for x in (d_k, d_v))
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)

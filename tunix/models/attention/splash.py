@@ -98,7 +98,7 @@ def lacks(spec: AttentionSpec) -> str | None:
     return None
 
 
-def forward(q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softcap: float | None) -> Mixed:
+def forward(q: Queries, k: Keys, v: Keys, view: Segments, scale: float, softcap: float | None) -> Mixed:
     """As `attend.Implementation.forward`; on a CPU the kernel is interpreted, for tests."""
     block_masks, sizes = _masks_of(q, k, view), _sizes(q.shape[1])
 
@@ -128,15 +128,7 @@ def forward(q: Queries, k: Keys, v: Keys, view: Segments, *, scale: float, softc
 
 
 def backward(
-    q: Queries,
-    k: Keys,
-    v: Keys,
-    view: Segments,
-    result: Mixed,
-    d_mixed: Queries,
-    *,
-    scale: float,
-    softcap: float | None,
+    q: Queries, k: Keys, v: Keys, view: Segments, result: Mixed, d_mixed: Queries, scale: float, softcap: float | None
 ) -> Gradients:
     """As `attend.Implementation.backward`. Of two merged calls each adds its keys' part, by the merged log-sum-exp."""
     block_masks, sizes = _masks_of(q, k, view), _sizes(q.shape[1])

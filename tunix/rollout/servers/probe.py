@@ -104,10 +104,8 @@ class Probe:
             """The log-probs of rows that are one sequence each."""
             positions = jax.numpy.broadcast_to(jax.numpy.arange(tokens.shape[1]), tokens.shape)
             ones = jax.numpy.ones_like(tokens)
-            logprobs, *_ = model.logprobs(
-                params, tokens, positions, ones, ones > 0, temperature=temperature, experts=experts
-            )
-            return logprobs
+            hidden, _ = model.forward(params, tokens, positions, ones, experts=experts)
+            return model.logprobs_of(params, hidden, tokens, positions, ones > 0, temperature=temperature)[0]
 
         self._scored = jit(scored, static_argnames="temperature", options=compiler_options(mesh, model.dtype))
         ids = expected.ids or tuple(np.random.default_rng(0).integers(0, expected.vocab_size, TOKENS).tolist())
