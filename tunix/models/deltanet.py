@@ -155,9 +155,9 @@ def chunked(
     between = jnp.exp(jnp.where(pairs, total[..., :, None] - total[..., None, :], -jnp.inf))
     seen = _product("BcKid,BcKjd->BcKij", q, k)[:, :, :, None] * between
     overlap = beta[..., None] * _product("BcKid,BcKjd->BcKij", k, k)[:, :, :, None] * between
-    left = jnp.exp(total) * _over_heads(chunks.carried)
+    left = jnp.exp(total) * chunks.carried[..., None, None, :]
     if chunks.branches is not None:
-        left += jnp.exp(total) * _over_heads(chunks.branches.from_root)
+        left += jnp.exp(total) * chunks.branches.from_root[..., None, None, :]
     wanted = jnp.concatenate([beta[..., None] * v, (beta * left)[..., None] * k[:, :, :, None]], axis=-1)
     new, read = jnp.split(_solved(overlap, wanted), [v.shape[-1]], axis=-1)
     inputs = (new, read, left[..., None] * q[:, :, :, None], seen, k, between, left, chunks.branches, begins)
@@ -180,7 +180,7 @@ def _chunk(states: tuple[State, State | None], inputs: tuple) -> tuple[tuple, tu
         if branches is None or root is None:
             return present
         return jnp.where(
-            _over_heads(branches.from_root)[..., None], _product("BKJid,BKJdv->BKJiv", rows, root), present
+            branches.from_root[..., None, None, :, None], _product("BKJid,BKJdv->BKJiv", rows, root), present
         )
 
     new = new - seen_before(read)
@@ -245,11 +245,6 @@ def _inverse(below: Float[Array, "*at C C"]) -> Float[Array, "*at C C"]:
         inverse = jnp.concatenate([above, jnp.concatenate([corner, second], axis=-1)], axis=-2)
         size *= 2
     return inverse[..., 0, :, :]
-
-
-def _over_heads(mask: Bool[Array, "*rows C"]) -> Bool[Array, "*rows 1 1 C"]:
-    """A mask of tokens, for all heads."""
-    return mask[..., None, None, :]
 
 
 def widened(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -440,6 +435,8 @@ class GatedDeltaNet(nnx.Module):
         )
         shape = (*x.shape[:2], c.key_heads, -1)
         gates = Gates(decay.reshape(shape), jax.nn.sigmoid(beta.astype(jnp.float32)).reshape(shape))
+        if not isinstance(view, StepView):  # padding leaves the state as it is
+            gates = jax.tree.map(lambda x: jnp.where(view.ids[..., None, None] > 0, x, 0.0), gates)
         held: SlotStates | StatesAhead | None = None
         if isinstance(view, Segments):
             mixed = self._packed(mixed_in, gates, view)
@@ -472,7 +469,7 @@ class GatedDeltaNet(nnx.Module):
             lambda x: jnp.pad(x, ((0, 0), (0, over), *((0, 0),) * (x.ndim - 2))), (mixed, view.ids, view.parents, gates)
         )
         q, k, v = self._heads(convolved(mixed, self.conv.w[...], ids, parents).astype(mixed.dtype))
-        read, _ = chunked(q, k, v, _masked(gates, ids > 0), Chunks.packed(ids, parents, size))
+        read, _ = chunked(q, k, v, gates, Chunks.packed(ids, parents, size))
         return read[:, :length]
 
     def _piece(
@@ -497,8 +494,7 @@ class GatedDeltaNet(nnx.Module):
         flat = (blocks.reshape(-1, *blocks.shape[2:]), before.reshape(-1, *before.shape[2:]))
         q, k, v = self._heads(convolved_after(flat[0], self.conv.w[...], flat[1]).astype(mixed.dtype))
         q, k, v = (x.reshape(rows, length, *x.shape[2:]) for x in (q, k, v))
-        gates, chunks = _masked(gates, view.ids > 0), Chunks.aligned(view.ids, size)
-        read, after = chunked(q, k, v, gates, chunks, Begins(begins, states_before))
+        read, after = chunked(q, k, v, gates, Chunks.aligned(view.ids, size), Begins(begins, states_before))
         assert after is not None, "chunks that begin with states have states after them"
         ends = view.ends.reshape(rows, slots)
         chunk, place = jnp.maximum(ends, 0) // size, jnp.maximum(ends, 0) % size
@@ -536,8 +532,3 @@ class Rate(nnx.Module):
         rates = jax.random.uniform(rngs.params(), (sizes.value_heads,), jnp.float32, 0.01, 16.0)
         self.a_log = nnx.Param(jnp.log(rates), axes=("heads",))
         self.bias = nnx.Param(jnp.ones((sizes.value_heads,), jnp.float32), axes=("heads",))
-
-
-def _masked(gates: Gates, real: Bool[Array, "B T"]) -> Gates:
-    """Gates of which those of padding leave the state as it is."""
-    return jax.tree.map(lambda x: jnp.where(real[..., None, None], x, 0.0), gates)

@@ -163,10 +163,11 @@ def _block(pair: _Pair, states, chunks, wanted: jax.Array) -> _Results:
         sums, taken, highest = running
         z, y, _ = _both(pair, states, chunks, index)
         ids = ids_of(chunks[0], vocab, index).ravel()
-        sums = tuple(_joined(sum_, _flat(logits), ids) for sum_, logits in zip(sums, (z, y), strict=True))
+        flat = [logits.reshape(*logits.shape[:2], -1) for logits in (z, y)]  # a chunk's parts along one axis
+        sums = tuple(_joined(sum_, logits, ids) for sum_, logits in zip(sums, flat, strict=True))
         taken = taken + jnp.sum(jnp.where(taken_in(wanted, chunks[0], vocab, index), y, 0.0), (-2, -1))
         if pair.settings.top_k and pair.teacher is not None:
-            highest = jax.lax.top_k(jnp.concatenate([highest, _flat(y)], -1), highest.shape[-1])[0]
+            highest = jax.lax.top_k(jnp.concatenate([highest, flat[1]], -1), highest.shape[-1])[0]
         return sums, taken, highest
 
     nothing = (zero + NEVER, zero, jnp.zeros(wanted.shape, jnp.int32))
@@ -222,11 +223,6 @@ def _both(pair: _Pair, states, chunks, index) -> tuple[jax.Array, jax.Array, jax
     rows, places = jnp.ogrid[: z.shape[0], : z.shape[1]]
     y = jnp.full(z.shape, NEVER).at[rows[..., None], places[..., None], part, inside].set(logprobs, mode="drop")
     return z, y, slope
-
-
-def _flat(logits: Float[Array, "B C p W"]) -> Float[Array, "B C chunk"]:
-    """A chunk's logits with its parts along one axis."""
-    return logits.reshape(*logits.shape[:2], -1)
 
 
 def _joined(running, logits: Float[Array, "B C chunk"], ids: Int[Array, "chunk"]) -> tuple[jax.Array, ...]:

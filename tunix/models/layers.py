@@ -9,7 +9,7 @@ Axes: B rows, T time, D model width, F ffn width, N query heads, K kv heads, H h
 import math
 import re
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -258,6 +258,7 @@ def axes_of(spec: str) -> list[str]:
     return re.split(",|->", spec)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """`einsum(spec, x, w)` in the dtype of x. The gradient of w is summed over tokens and devices in the dtype of w.
 
@@ -266,11 +267,6 @@ def project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     gradient of a wide layer's weights JAX puts the wide operand there, and the gated activation's derivative is
     recomputed with strides: four fifths of a small model's step.
     """
-    return cast(jax.Array, _project(spec, x, w))
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.einsum(_in_order(spec), x, narrowed(w, x.dtype))
 
 
@@ -308,7 +304,7 @@ def _gradient_of_matrix(spec: str, x: jax.Array, dy: jax.Array, dtype: Any) -> j
     return jnp.einsum(f"{turned}->{of_w}", dw)
 
 
-_project.defvjp(lambda spec, x, w: (_project(spec, x, w), (x, w)), _project_backward)
+project.defvjp(lambda spec, x, w: (project(spec, x, w), (x, w)), _project_backward)
 
 
 EXACT_SUMS = jax.lax.Precision.HIGHEST

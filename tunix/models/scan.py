@@ -105,8 +105,12 @@ def over_layers(
 
     def compute_layer(place: _Place, x: jax.Array, shared: PyTree, inputs: tuple) -> tuple:
         # Taken here, and so again in the backward pass: taken before, every layer's weights would be kept for that.
-        weights, sinks, each = place.part(inputs) if len(places) > 1 else inputs
+        weights, sinks, each = inputs
         indices = place.weights
+        if len(places) > 1:  # of a period's
+            where = list(zip(indices, place.turns, strict=True))
+            weights, sinks = ([None if x[at] is None else x[at][turn] for at, turn in where] for x in (weights, sinks))
+            each = jax.tree.map(lambda x: x[place.number], each)
         leaves: list[Any] = [
             casts[at](w) if sink is None else _cast_into(casts[at], w, sink)
             for at, w, sink in zip(indices, weights, sinks, strict=True)
@@ -181,13 +185,6 @@ class _Place(NamedTuple):
     """Which of all weights it has."""
     turns: list[int]
     """For each of these how many layers before it in the period have it."""
-
-    def part(self, inputs: tuple) -> tuple[list, list, PyTree]:
-        """Its part of the weights, the sinks and the others of a period."""
-        weights, sinks, others = inputs
-        where = list(zip(self.weights, self.turns, strict=True))
-        parts = [[None if all[at] is None else all[at][turn] for at, turn in where] for all in (weights, sinks)]
-        return parts[0], parts[1], jax.tree.map(lambda x: x[self.number], others)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -305,7 +305,7 @@ def sized(
     )
 
 
-def sizes(fields: Fields, defaults: Mapping[str, int | None] | None = None) -> Shape:
+def sizes(fields: Fields, defaults: Mapping[str, int | None]) -> Shape:
     """The shape that a config.json states.
 
     Args:
@@ -313,7 +313,6 @@ def sizes(fields: Fields, defaults: Mapping[str, int | None] | None = None) -> S
         defaults: by Hugging Face name, for what the file may leave out. Without one, `head_dim` is
             hidden_size / num_attention_heads and `num_key_value_heads` is num_attention_heads.
     """
-    defaults = defaults or {}
     d_model = fields.integer("hidden_size", defaults.get("hidden_size"))
     heads = fields.integer("num_attention_heads", defaults.get("num_attention_heads"))
     return Shape(

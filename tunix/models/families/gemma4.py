@@ -98,6 +98,26 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
         rope = fields.rope(ROPE.theta, shape["max_positions"], layer_type="full_attention", share=1.0)
         if rope.share != 1 and rope.kind != "proportional":
             fields.refuse("rope_parameters", "rotates a part of each head, which only a proportional rope does here.")
+    # The heads of global layers are in `global_head_dim` and `num_global_key_value_heads` or, as transformers 5 writes
+    # them, in `per_layer_config`.
+    kv_heads, keys_are_values = shape["num_kv_heads"], fields.flag("attention_k_eq_v", False)
+    head_dim, few = fields.integer("global_head_dim", 512), fields.integer("num_global_key_value_heads", kv_heads)
+    global_kv_heads = few if keys_are_values else kv_heads
+    if "per_layer_config" in fields.raw:
+        each, wanted = fields.mapping("per_layer_config"), {n for n, here in enumerate(local) if not here}
+        stated = {tuple(sorted(one.items())) for one in each.values() if isinstance(one, dict)}
+        numbers = {int(n) for n in each if n.isdecimal()}  # transformers pads them: 05
+        if numbers != wanted or len(each) != len(wanted) or len(stated) != 1:
+            layers = ", ".join(map(str, sorted(wanted)))
+            fields.refuse("per_layer_config", f"must be the same for the global layers ({layers}) alone.")
+        inner = Fields(dict(stated.pop()), fields.file, "per_layer_config.")
+        global_kv_heads = inner.integer("num_key_value_heads", kv_heads)
+        head_dim = inner.integer("head_dim", shape["head_dim"])
+        inner.finish()
+        if global_kv_heads != kv_heads and not same:
+            fields.refuse(
+                "per_layer_config", "has other kv heads in global layers, which attention_k_eq_v alone gives."
+            )
     return base.decoder(
         fields,
         _GEMMA4,
@@ -105,8 +125,10 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
         tied=True,
         rope=rope,
         rope_local=fields.rope(10_000.0, shape["max_positions"], layer_type="sliding_attention"),
-        gemma4=replace(
-            _global_heads(fields, local, shape["num_kv_heads"], shape["head_dim"]),
+        gemma4=Gemma4(
+            global_kv_heads,
+            head_dim,
+            keys_are_values=keys_are_values,
             shared_layers=shared,
             shared_wide=wide,
             layer_inputs=width,
@@ -117,29 +139,6 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
         local_layers=local,
         **experts,
     )
-
-
-def _global_heads(fields: Fields, local: tuple[bool, ...], kv_heads: int, head_dim: int) -> Gemma4:
-    """The heads of global layers, from `global_head_dim` and `num_global_key_value_heads` or, as transformers 5 writes
-    them, from `per_layer_config`."""
-    shared = fields.flag("attention_k_eq_v", False)
-    width, few = fields.integer("global_head_dim", 512), fields.integer("num_global_key_value_heads", kv_heads)
-    heads = Gemma4(few if shared else kv_heads, width, shared)
-    if "per_layer_config" not in fields.raw:
-        return heads
-    each, wanted = fields.mapping("per_layer_config"), {n for n, here in enumerate(local) if not here}
-    stated = {tuple(sorted(one.items())) for one in each.values() if isinstance(one, dict)}
-    numbers = {int(n) for n in each if n.isdecimal()}  # transformers pads them: 05
-    if numbers != wanted or len(each) != len(wanted) or len(stated) != 1:
-        fields.refuse(
-            "per_layer_config", f"must be the same for the global layers ({', '.join(map(str, sorted(wanted)))}) alone."
-        )
-    inner = Fields(dict(stated.pop()), fields.file, "per_layer_config.")
-    heads = Gemma4(inner.integer("num_key_value_heads", kv_heads), inner.integer("head_dim", head_dim), shared)
-    inner.finish()
-    if heads.global_kv_heads != kv_heads and not shared:
-        fields.refuse("per_layer_config", "has other kv heads in global layers, which attention_k_eq_v alone gives.")
-    return heads
 
 
 def write(config: DecoderConfig) -> dict[str, Any]:

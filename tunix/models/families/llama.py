@@ -91,15 +91,14 @@ def write_mixtral(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-_MIXTRAL = DecoderConfig(
+_MIXTRAL = replace(
+    _3,
     family="mixtral",
-    activation="silu",
-    norm_eps=1e-5,
-    tied=False,
+    vocab_size=32_000,
+    max_positions=32_768,
     rope=Rope(theta=1_000_000.0),
     experts=Experts(NUMBER, ACTIVE),
     feed_forward=EXPERTS,
-    **{**base.SMALL, "vocab_size": 32_000, "max_positions": 32_768},
 )
 
 MIXTRAL = base.FamilyText(
