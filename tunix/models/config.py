@@ -386,12 +386,6 @@ class DecoderConfig:
         return self.kinds if far is None else (*self.kinds, far)
 
     @property
-    def query_width(self) -> float:
-        """Numbers of a token's queries, the mean over layers that have some, e.g. 4096.0."""
-        wide = [self.num_heads * kind.head_dim for kind in self.kinds if kind.head_dim]
-        return sum(wide) / len(wide)
-
-    @property
     def mixers(self) -> tuple[str, ...]:
         """Each mixer once, in the order in which they first appear."""
         return tuple(dict.fromkeys(kind.mixer for kind in self.kinds))

@@ -58,18 +58,6 @@ Layer = Callable[[int, Float[Array, "B T D"], Weights, Others], tuple[Float[Arra
 Cast = Callable[[Path, jax.Array], jax.Array]
 
 
-def policy(remat: Remat) -> Callable[..., Any]:
-    """The policy of `jax.checkpoint` that keeps `KEEPS[remat]`."""
-    if remat != "offload":
-        return jax.checkpoint_policies.save_only_these_names(*KEEPS[remat])
-    return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=list(KEEPS["block"]),
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-
-
 def over_layers(
     layer: Layer,
     cast: Cast,
@@ -97,6 +85,14 @@ def over_layers(
         indices = [at for at, path in enumerate(paths) if path in members]
         turns = [sum(paths[at] in before for before in period[:number]) for at in indices]
         places.append(_Place(number, indices, turns))
+    policy = jax.checkpoint_policies.save_only_these_names(*KEEPS[remat])
+    if remat == "offload":
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=list(KEEPS["block"]),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
     casts, stacked = [partial(cast, path) for path in paths], list(weights.values())
     slices = [jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for w in stacked]
     # The dtypes of the stacked weights, and those in which layers use them.
@@ -109,7 +105,8 @@ def over_layers(
         indices = place.weights
         if len(places) > 1:  # of a period's
             where = list(zip(indices, place.turns, strict=True))
-            weights, sinks = ([None if x[at] is None else x[at][turn] for at, turn in where] for x in (weights, sinks))
+            weights = [weights[at][turn] for at, turn in where]
+            sinks = [None if sinks[at] is None else sinks[at][turn] for at, turn in where]
             each = jax.tree.map(lambda x: x[place.number], each)
         leaves: list[Any] = [
             casts[at](w) if sink is None else _cast_into(casts[at], w, sink)
@@ -126,9 +123,7 @@ def over_layers(
             for place in places:
                 # A scan keeps its passes apart by itself. The barrier that does it otherwise has every slice of a stack
                 # copied before it is used; between the layers of a period it keeps recomputation in turn.
-                layer_of = jax.checkpoint(
-                    partial(compute_layer, place), policy=policy(remat), prevent_cse=len(places) > 1
-                )
+                layer_of = jax.checkpoint(partial(compute_layer, place), policy=policy, prevent_cse=len(places) > 1)
                 x, terms = layer_of(x, shared, inputs)
                 for name, term in terms.items():
                     by_name.setdefault(name, []).append(term)

@@ -160,7 +160,9 @@ def answers_per_row(
     shards, capacity = row_shards(mesh), _tokens_per_device(mesh)
     # Operations of a layer for a token; attention's two products span half of a row on average.
     of_layer = matmul_weights(config, head=False) // config.num_layers  # the mean where layers differ
-    weights, attention = 2 * of_layer, 2 * SCORES * config.query_width
+    # Numbers of a token's queries, the mean over layers that have some.
+    queries = float(np.mean([config.num_heads * kind.head_dim for kind in config.kinds if kind.head_dim]))
+    weights, attention = 2 * of_layer, 2 * SCORES * queries
 
     limit, costs = group if micro is None else micro // shards, dict[int, float]()
     for together in (k for k in range(1, group + 1) if group % k == 0):

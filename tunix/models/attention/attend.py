@@ -280,7 +280,7 @@ def _by_kind(call: _Call, name: Literal["forward", "backward"], kind, q, k, v, t
             view = view._replace(interleaved=call.interleaved)
             return getattr(method, name)(q, k, v, view, *more, scale=call.scale, softcap=call.softcap)
 
-        return _on_each_device(compute, name) if method.local else compute
+        return partial(_on_each_device, compute, name) if method.local else compute
 
     branches = list(map(branch, call.implementations, call.windows))
     if kind is None:
@@ -288,42 +288,36 @@ def _by_kind(call: _Call, name: Literal["forward", "backward"], kind, q, k, v, t
     return switch(kind, branches, q, k, v, tokens, *more, times=call.layers)
 
 
-def _on_each_device(compute: Callable, name: Literal["forward", "backward"]) -> Callable:
-    """The same computation by each device of the mesh in use, for the rows, queries and heads that it has.
+def _on_each_device(compute: Callable, name: Literal["forward", "backward"], q, k, v, tokens, *more) -> Any:
+    """What `compute` returns, computed by each device of the mesh in use for the rows, queries and heads that it has.
 
     Heads stay whole where the mesh does not divide the kv heads. Where rows are split over `context`, a device attends
     with its queries to the keys of whole rows, which it gathers, and adds its share to their gradients.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
-        return compute
+        return compute(q, k, v, tokens, *more)
+    heads = "heads" if k.shape[2] % shards("heads") == 0 else None
+    split = parts_of(q.shape[1]) > 1
 
-    def spread(q, k, v, tokens, *more):
-        heads = "heads" if k.shape[2] % shards("heads") == 0 else None
-        split = parts_of(q.shape[1]) > 1
+    def part(q, k, v, tokens, *more):
+        if not split:
+            return compute(q, k, v, tokens, *more)
+        k, v, tokens = jax.tree.map(partial(jax.lax.all_gather, axis_name=CONTEXT, axis=1, tiled=True), (k, v, tokens))
+        result = compute(q, k, v, tokens, *more, first=jax.lax.axis_index(CONTEXT) * q.shape[1])
+        if name == "forward":
+            return result
+        shares = partial(jax.lax.psum_scatter, axis_name=CONTEXT, scatter_dimension=1, tiled=True)
+        return result[0], shares(result[1]), shares(result[2])
 
-        def part(q, k, v, tokens, *more):
-            if not split:
-                return compute(q, k, v, tokens, *more)
-            k, v, tokens = jax.tree.map(
-                partial(jax.lax.all_gather, axis_name=CONTEXT, axis=1, tiled=True), (k, v, tokens)
-            )
-            result = compute(q, k, v, tokens, *more, first=jax.lax.axis_index(CONTEXT) * q.shape[1])
-            if name == "forward":
-                return result
-            shares = partial(jax.lax.psum_scatter, axis_name=CONTEXT, scatter_dimension=1, tiled=True)
-            return result[0], shares(result[1]), shares(result[2])
+    def place(x: jax.Array) -> jax.sharding.PartitionSpec:
+        axes = ("rows", "time") if x.ndim == 2 else ("rows", "time", heads, None)
+        return partition(axes[: x.ndim], x.shape, mesh)
 
-        def place(x: jax.Array) -> jax.sharding.PartitionSpec:
-            axes = ("rows", "time") if x.ndim == 2 else ("rows", "time", heads, None)
-            return partition(axes[: x.ndim], x.shape, mesh)
-
-        inputs = (q, k, v, tokens, *more)
-        results = (place(q), place(q[..., 0])) if name == "forward" else tuple(map(place, (q, k, v)))
-        specs = jax.tree.map(place, inputs)
-        return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)(*inputs)
-
-    return spread
+    inputs = (q, k, v, tokens, *more)
+    results = (place(q), place(q[..., 0])) if name == "forward" else tuple(map(place, (q, k, v)))
+    specs = jax.tree.map(place, inputs)
+    return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)(*inputs)
 
 
 def parts_of(length: int) -> int:

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -251,19 +251,8 @@ class FamilyText:
     """The sight of its multimodal folders; None where there are none, or only their text part is known."""
 
 
-class Shape(TypedDict):
-    """The sizes of a model, as keyword arguments of DecoderConfig."""
-
-    vocab_size: int
-    d_model: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn: int
-    max_positions: int
-
-
+Shape = dict[str, Any]
+"""The sizes of a model, as keyword arguments of DecoderConfig: those of `SMALL`."""
 SMALL = Shape(
     vocab_size=512, d_model=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn=192, max_positions=2048
 )

@@ -114,7 +114,7 @@ def read_gemma4(fields: Fields) -> DecoderConfig:
         global_kv_heads = inner.integer("num_key_value_heads", kv_heads)
         head_dim = inner.integer("head_dim", shape["head_dim"])
         inner.finish()
-        if global_kv_heads != kv_heads and not same:
+        if global_kv_heads != kv_heads and not keys_are_values:
             fields.refuse(
                 "per_layer_config", "has other kv heads in global layers, which attention_k_eq_v alone gives."
             )

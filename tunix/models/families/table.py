@@ -13,7 +13,7 @@ from typing import Any
 from tunix.config import ModelConfig, MtpUse
 from tunix.errors import UserError, nearest
 from tunix.models.config import DENSE_AND_EXPERTS, DecoderConfig
-from tunix.models.families.base import FamilyText, Shape, Tensor
+from tunix.models.families.base import SMALL, FamilyText, Tensor
 from tunix.models.families.gemma import GEMMA, GEMMA2
 from tunix.models.families.gemma3 import GEMMA3
 from tunix.models.families.gemma4 import GEMMA4
@@ -25,7 +25,7 @@ from tunix.models.families.qwen35 import QWEN35, QWEN35_MOE
 from tunix.models.quantization.schemes import SECTION, check_section
 from tunix.util.atomic_io import refuse_foreign
 
-SIZE_NAMES = (*Shape.__annotations__, "window")
+SIZE_NAMES = (*SMALL, "window")
 """What `sizes` in a recipe may replace; `window` only where layers are local."""
 
 
