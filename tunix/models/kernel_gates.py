@@ -95,12 +95,21 @@ def remembered(call: list, measure: Callable[[], float]) -> float:
 
 def measured(kernel: Implementation, spec: AttentionSpec) -> float:
     """The largest relative difference of attention, its log-sum-exp and its gradients from float32 einsums."""
-    view, heads = row(spec), (spec.heads, spec.kv_heads, spec.kv_heads, spec.heads)
+    # A packed row of DOCUMENTS and padding.
+    ids, positions, parents = (np.zeros((1, LENGTH), np.int32) for _ in range(3))
+    start = 0
+    for number, length in enumerate(DOCUMENTS, 1):
+        span, shared = np.s_[0, start : start + length], spec.branched and number in (2, 3)
+        ids[span], parents[span] = number, 1 if shared else number
+        positions[span] = np.arange(length) + (DOCUMENTS[0] if shared else 0)
+        start += length
+    above = jnp.asarray(parents) if spec.branched else None
+    view = Segments(jnp.asarray(ids), jnp.asarray(positions), above, window=spec.window)
+    heads = (spec.heads, spec.kv_heads, spec.kv_heads, spec.heads)
     shapes = [(1, LENGTH, number, spec.head_dim) for number in heads]
     keys = jax.random.split(jax.random.key(0), 4)
     # q, k, v and the gradient by the result.
     inputs = tuple(jax.random.normal(key, shape).astype(spec.dtype) for key, shape in zip(keys, shapes, strict=True))
-
     scale, softcap, real = spec.head_dim**-0.5, spec.softcap, np.asarray(view.ids > 0)
 
     def results(implementation: Any, *inputs: jax.Array) -> tuple[jax.Array, ...]:
@@ -119,19 +128,6 @@ def _apart(computed: Callable, exact: Callable, inputs: Sequence[jax.Array]) -> 
         with jax.default_matmul_precision("highest"):
             right = jit(exact)(*(x.astype(jnp.float32) for x in inputs))
     return max(off(np.asarray(x), np.asarray(y)) for x, y in zip(results, right, strict=True))
-
-
-def row(spec: AttentionSpec) -> Segments:
-    """A packed row of DOCUMENTS and padding."""
-    ids, positions, parents = (np.zeros((1, LENGTH), np.int32) for _ in range(3))
-    start = 0
-    for number, length in enumerate(DOCUMENTS, 1):
-        span, shared = np.s_[0, start : start + length], spec.branched and number in (2, 3)
-        ids[span], parents[span] = number, 1 if shared else number
-        positions[span] = np.arange(length) + (DOCUMENTS[0] if shared else 0)
-        start += length
-    above = jnp.asarray(parents) if spec.branched else None
-    return Segments(jnp.asarray(ids), jnp.asarray(positions), above, window=spec.window)
 
 
 def off(computed: np.ndarray, right: np.ndarray) -> float:

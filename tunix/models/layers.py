@@ -176,9 +176,17 @@ class Projection(Stored):
             y = project_in_fp8(self.spec, x, self._matrix, self.w_scale[...] if self.quantized else None)
         else:
             y: jax.Array = project(self.spec, x, self.weight(x))
-        if self.adapter is not None:
-            y = y + self.adapter.scale * self._adapter(x, self.adapter, dropout_keys)
-            if self.adapter.magnitude:
+        if (adapter := self.adapter) is not None:
+            of_x, of_w, of_y = axes_of(self.spec)
+            summed = "".join(axis for axis in of_w if axis in of_x)
+            outputs = "".join(axis for axis in of_w if axis not in of_x)
+            a, b = self._pair(adapter)
+            dropped_x = dropped(x, dropout_keys, adapter) if adapter.dropout and dropout_keys is not None else x
+            narrow = project(f"{of_x},{summed}r->BTr", dropped_x, a)
+            if adapter.mixed:
+                narrow = narrow * self.w_lora_share[...][:, None]
+            y = y + adapter.scale * project(f"BTr,r{outputs}->{of_y}", narrow, b)
+            if adapter.magnitude:
                 y = (self.gain(x) * y).astype(y.dtype)
         return y if self.b is None else y + self.b[...]
 
@@ -214,19 +222,6 @@ class Projection(Stored):
         whole = w + self.adapter.scale * jnp.tensordot(a, b, 1)
         length = jnp.sqrt(jnp.sum(whole**2, axis=tuple(range(self.contracted))))
         return self.w_lora_m[...] / jax.lax.stop_gradient(length)
-
-    def _adapter(self, x: jax.Array, adapter: Adapter, dropout_keys: TokenKeys | None) -> jax.Array:
-        """The adapter's product `x A B`, not yet scaled."""
-        of_x, of_w, of_y = axes_of(self.spec)
-        summed = "".join(axis for axis in of_w if axis in of_x)
-        outputs = "".join(axis for axis in of_w if axis not in of_x)
-        a, b = self._pair(adapter)
-        if adapter.dropout and dropout_keys is not None:
-            x = dropped(x, dropout_keys, adapter)
-        narrow = project(f"{of_x},{summed}r->BTr", x, a)
-        if adapter.mixed:
-            narrow = narrow * self.w_lora_share[...][:, None]
-        return project(f"BTr,r{outputs}->{of_y}", narrow, b)
 
     def _pair(self, adapter: Adapter) -> tuple[jax.Array, jax.Array]:
         """A and B, joined with their initial values where the product of those is subtracted (PiSSA)."""

@@ -25,7 +25,7 @@ s shards of the rows; in shapes of weights r is the rank, and 2 is gate and up.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -348,11 +348,9 @@ class MixtureOfExperts(GatedFFN):
         Biases of the down matrices are left out: where columns are split, each device would add them.
         """
         banks = (self.gates, self.ups, self.downs)
-        scales = (self.gates.scale, self.downs.scale)
-        join = partial(joined, self.activation, self.experts.clamp)
-        mesh, compute = jax.sharding.get_abstract_mesh(), partial(_mixed, join, scales)
+        mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
-            return compute(0, x, choice, real, *(bank.arrays for bank in banks))
+            return self._mixed(0, x, choice, real, *(bank.arrays for bank in banks))
         tokens, wide = (partition(("rows", "time", None)[:rank], x.shape[:rank], mesh) for rank in (2, 3))
         matrices, specs = zip(*(bank.sharded(mesh) for bank in banks), strict=True)
         of_gates = specs[0]["w"]
@@ -364,7 +362,7 @@ class MixtureOfExperts(GatedFFN):
         def part(x: jax.Array, experts: jax.Array, weights: jax.Array, real: jax.Array, *matrices: Arrays) -> jax.Array:
             per_device = len(matrices[0]["w"])
             first = jax.lax.axis_index("expert") * per_device if "expert" in split else 0
-            local, choice = partial(compute, first), Choice(experts, weights)
+            local, choice = partial(self._mixed, first), Choice(experts, weights)
             if shared:
                 # Each token is computed where its experts are.
                 flat, flat_experts, flat_weights = (rows.reshape(-1, rows.shape[-1]) for rows in (x, experts, weights))
@@ -383,55 +381,48 @@ class MixtureOfExperts(GatedFFN):
         y = spread(x, *choice, real, *matrices)
         return constrain(y, "rows", "time", None)
 
+    def _mixed(
+        self,
+        first: Int[Array, ""] | int,
+        x: Float[Array, "B T D"],
+        choice: Choice,
+        real: Bool[Array, "B T"],
+        gates: Arrays,
+        ups: Arrays,
+        downs: Arrays,
+    ) -> Float[Array, "B T D"]:
+        """The weighted results of the experts from `first` on whose matrices these are; other choices add nothing."""
+        active, width, number = choice.experts.shape[-1], x.shape[-1], len(gates["w"])
+        experts = choice.experts - first
+        computed = real[..., None] & (experts >= 0) & (experts < number)
+        where, tokens = routes(experts.reshape(-1, active), number, computed.reshape(-1, active)), x.reshape(-1, width)
 
-def _mixed(
-    join: Callable[[jax.Array, jax.Array], jax.Array],
-    scales: tuple[float | None, float | None],
-    first: Int[Array, ""] | int,
-    x: Float[Array, "B T D"],
-    choice: Choice,
-    real: Bool[Array, "B T"],
-    gates: Arrays,
-    ups: Arrays,
-    downs: Arrays,
-) -> Float[Array, "B T D"]:
-    """The weighted results of the experts from `first` on whose matrices these are; other choices add nothing.
+        def product(bank: Arrays) -> Float[Array, "r F"]:
+            """Each pair's token times its expert's matrix, with the bias where there is one."""
+            y = to_experts(tokens, _matrices(bank, tokens), where)
+            if "b" not in bank:
+                return y
+            # A product with rows that are 1 at their expert: a gather's gradient would be scattered. What rows of pairs
+            # that are not computed hold has no part in it.
+            ends, at = jnp.cumsum(where.sizes), jnp.arange(len(y))[:, None]
+            of_expert = ((at >= ends - where.sizes) & (at < ends)).astype(bank["b"].dtype)
+            added = jnp.einsum("rE,EF->rF", of_expert, bank["b"], precision=jax.lax.Precision.HIGHEST)
+            return y + jnp.where(at < ends[-1], added, 0).astype(y.dtype)
 
-    Args:
-        join: the product of a gate and the other factor.
-        scales: multiply what adapters add, to gates and ups and to downs; None where they have none.
-    """
-    active, width, number = choice.experts.shape[-1], x.shape[-1], len(gates["w"])
-    experts = choice.experts - first
-    computed = real[..., None] & (experts >= 0) & (experts < number)
-    where, tokens = routes(experts.reshape(-1, active), number, computed.reshape(-1, active)), x.reshape(-1, width)
-
-    def product(bank: Arrays) -> Float[Array, "r F"]:
-        """Each pair's token times its expert's matrix, with the bias where there is one."""
-        y = to_experts(tokens, _matrices(bank, tokens), where)
-        if "b" not in bank:
-            return y
-        # A product with rows that are 1 at their expert: a gather's gradient would be scattered. What rows of pairs
-        # that are not computed hold has no part in it.
-        ends, at = jnp.cumsum(where.sizes), jnp.arange(len(y))[:, None]
-        of_expert = ((at >= ends - where.sizes) & (at < ends)).astype(bank["b"].dtype)
-        added = jnp.einsum("rE,EF->rF", of_expert, bank["b"], precision=jax.lax.Precision.HIGHEST)
-        return y + jnp.where(at < ends[-1], added, 0).astype(y.dtype)
-
-    gate, up = product(gates), product(ups)
-    if scales[0] is not None:
-        narrow, b = scales[0] * to_experts(tokens, gates["w_lora_a"], where), gates["w_lora_b"]
-        both = to_experts(narrow[: where.places.size], b.reshape(*b.shape[:2], -1), by_row(where))
-        of_gate, of_up = jnp.split(both, 2, axis=1)
-        gate, up = gate + of_gate, up + of_up
-    gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
-    weights = in_rows(choice.weights.reshape(-1, active), where)[:, None]
-    rows = (join(gate, up) * weights).astype(x.dtype)
-    mixed = from_experts(rows, _matrices(downs, rows), where)
-    if scales[1] is not None:
-        narrow = scales[1] * to_experts(rows[: where.places.size], downs["w_lora_a"], by_row(where))
-        mixed = mixed + from_experts(narrow, downs["w_lora_b"], where)
-    return mixed.reshape(x.shape)
+        gate, up = product(gates), product(ups)
+        if self.gates.scale is not None:
+            narrow, b = self.gates.scale * to_experts(tokens, gates["w_lora_a"], where), gates["w_lora_b"]
+            both = to_experts(narrow[: where.places.size], b.reshape(*b.shape[:2], -1), by_row(where))
+            of_gate, of_up = jnp.split(both, 2, axis=1)
+            gate, up = gate + of_gate, up + of_up
+        gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
+        weights = in_rows(choice.weights.reshape(-1, active), where)[:, None]
+        rows = (joined(self.activation, self.experts.clamp, gate, up) * weights).astype(x.dtype)
+        mixed = from_experts(rows, _matrices(downs, rows), where)
+        if self.downs.scale is not None:
+            narrow = self.downs.scale * to_experts(rows[: where.places.size], downs["w_lora_a"], by_row(where))
+            mixed = mixed + from_experts(narrow, downs["w_lora_b"], where)
+        return mixed.reshape(x.shape)
 
 
 class NormedRouter(Router):

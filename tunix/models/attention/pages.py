@@ -58,9 +58,8 @@ class Tokens(NamedTuple):
         """Keys and values as numbers of this dtype."""
         if self.scales is None:
             return self.keys.astype(dtype), self.values.astype(dtype)
-        numbers = (self.keys, self.values)
-        keys, values = (scaled_up(x, self.scales[..., i, None], dtype) for i, x in enumerate(numbers))
-        return keys, values
+        of_keys, of_values = self.scales[..., :1], self.scales[..., 1:]
+        return scaled_up(self.keys, of_keys, dtype), scaled_up(self.values, of_values, dtype)
 
 
 def scaled_up(x: Array, scale: Array, dtype: jax.typing.DTypeLike) -> Array:

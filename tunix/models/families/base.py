@@ -294,7 +294,7 @@ def sized(
     )
 
 
-def sizes(fields: Fields, defaults: Mapping[str, int | None]) -> Shape:
+def sizes(fields: Fields, defaults: Mapping[str, int | None] | None = None) -> Shape:
     """The shape that a config.json states.
 
     Args:
@@ -302,6 +302,7 @@ def sizes(fields: Fields, defaults: Mapping[str, int | None]) -> Shape:
         defaults: by Hugging Face name, for what the file may leave out. Without one, `head_dim` is
             hidden_size / num_attention_heads and `num_key_value_heads` is num_attention_heads.
     """
+    defaults = defaults or {}
     d_model = fields.integer("hidden_size", defaults.get("hidden_size"))
     heads = fields.integer("num_attention_heads", defaults.get("num_attention_heads"))
     return Shape(
