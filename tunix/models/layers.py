@@ -185,7 +185,8 @@ class Projection(Stored):
             narrow = project(f"{of_x},{summed}r->BTr", dropped_x, a)
             if adapter.mixed:
                 narrow = narrow * self.w_lora_share[...][:, None]
-            y = y + adapter.scale * project(f"BTr,r{outputs}->{of_y}", narrow, b)
+            added: jax.Array = project(f"BTr,r{outputs}->{of_y}", narrow, b)
+            y = y + adapter.scale * added
             if adapter.magnitude:
                 y = (self.gain(x) * y).astype(y.dtype)
         return y if self.b is None else y + self.b[...]
