@@ -131,8 +131,8 @@ def _over_intervals(
     gradients_of: Callable[[_Interval, jax.Array, jax.Array], Gradients], q: Queries, k: Keys, v: Keys, view: Segments
 ) -> Gradients:
     """The sum of the gradients over the intervals that each query sees."""
-    by_segment = [_by_segment(x, view) for x in (k, v)]
-    parts = [gradients_of(interval, *by_segment) for interval in intervals(view, q.shape[1])]
+    sorted_k, sorted_v = (_by_segment(x, view) for x in (k, v))
+    parts = [gradients_of(interval, sorted_k, sorted_v) for interval in intervals(view, q.shape[1])]
     d_q, d_k, d_v = (reduce(jnp.add, part) for part in zip(*parts, strict=True))
     d_k, d_v = (_by_segment(x, view, back=True) for x in (d_k, d_v))
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype)
