@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_serializer, model_validator
 from tunix.config import BaseType, Config, Fraction, Place, Positive
 from tunix.errors import UserError
 from tunix.models.config import DecoderConfig
-from tunix.models.families.table import FAMILIES, count_weights, tensors_of
+from tunix.models.families.table import count_weights, matrices
 from tunix.models.quantization.modules import BANKS, EXPERTS, PROJECTIONS, matched, projections_of
 
 Table = Literal["embed_tokens", "lm_head"]
@@ -172,21 +172,21 @@ class AdapterConfig(Config):
 
     def count_weights(self, config: DecoderConfig) -> int:
         """How many weights train: those of the low-rank matrices, of DoRA's magnitudes and of the tables in `also`."""
-        sizes, tensors = FAMILIES[config.family].axes(config), tensors_of(config)
-        counts = count_weights(config)
+        counts, sides = count_weights(config), matrices(config)
         number = sum(counts[table] for table in self.tables_in(config))
-        for ours, low in self.modules_of(config).items():
-            tensor = tensors[f"layers/{ours}/w"]
-            layers = len(config.layers_with(tensor.mixer))
-            axes = [sizes[axis] for axis in tensor.ours.split()]
-            if ours in BANKS:
-                experts, inputs, outputs = axes
-                # gate and up share their A.
-                shared = 0 if ours == "ups" else inputs
-                number += layers * experts * low.rank * (shared + outputs)
-            else:
-                inputs, outputs = math.prod(axes[: tensor.contracted]), math.prod(axes[tensor.contracted :])
-                number += layers * (low.rank * (inputs + outputs) + self.dora * outputs)
+        number += self.count_pairs(config, 0 if config.experts is None else config.experts.number)
+        for name in self.modules_of(config) if self.dora else ():
+            number += sides[name].layers * sides[name].outputs
+        return number
+
+    def count_pairs(self, config: DecoderConfig, experts: int) -> int:
+        """How many weights the low-rank matrices have: `r (inputs + outputs)` of each adapted matrix, of so many
+        experts in a layer. Gate and up share their A."""
+        number, sides = 0, matrices(config)
+        for name, low in self.modules_of(config).items():
+            layers, inputs, outputs = sides[name]
+            inputs = 0 if name == "ups" else inputs
+            number += layers * (experts if name in BANKS else 1) * low.rank * (inputs + outputs)
         return number
 
     def alpha_of(self, name: str) -> float:

@@ -21,13 +21,14 @@ from tunix.lora.config import AdapterConfig
 from tunix.mesh import RULES, bytes_of, groups_of
 from tunix.models.attention.attend import SHORT
 from tunix.models.config import DecoderConfig
+from tunix.models.families.table import matrices
 from tunix.models.scan import KEEPS, Remat
 from tunix.plan.subject import structure
 from tunix.recipe.recipe import Recipe
 from tunix.run.opening import weight_counts
 from tunix.trainer.mesh_choice import BYTES
 from tunix.trainer.microbatches import TOKENS_ELSEWHERE
-from tunix.trainer.perf import adapter_weights, idle_weights, matmul_weights, matrices, mixing_flops
+from tunix.trainer.perf import adapter_weights, idle_weights, matmul_weights, mixing_flops
 from tunix.trainer.remat import activations
 from tunix.types import Batch
 from tunix.util.chips import Chip
@@ -87,9 +88,8 @@ def training(
     tokens, layers = _tokens(batch), matmul_weights(config, head=False)
     table = config.vocab_size * config.d_model * head
     again = sum(
-        len(config.layers_with(mixer)) * sides[0] * sides[1]
-        for mixer, of_layer in matrices(config).items()
-        for name, sides in of_layer.items()
+        x.layers * x.inputs * x.outputs
+        for name, x in matrices(config).items()
         if name in RESULTS and RESULTS[name] not in KEEPS[remat]
     )
     products = (

@@ -5,7 +5,6 @@ https://arxiv.org/abs/2001.08361), and attention 12 N H per layer and pair of to
 needs no gradients of its weights: 4 instead of 6. An adapter's A and B are additional trainable weights.
 """
 
-import math
 import resource
 import sys
 from dataclasses import dataclass
@@ -14,52 +13,20 @@ import jax
 import numpy as np
 
 from tunix.lora.config import AdapterConfig
-from tunix.models.config import DELTANET, EXPERTS, GLOBAL, WIDE, DecoderConfig
+from tunix.models.config import DELTANET, DecoderConfig
+from tunix.models.families.table import matrices
+from tunix.models.quantization.modules import BANKS
 from tunix.types import Batch
 
 
 def matmul_weights(config: DecoderConfig, head: bool = True) -> int:
     """Number of weights that every token is multiplied by: all matrices and the head, not the embedding look-up."""
-    layers = (
-        len(config.layers_with(mixer)) * sum(map(math.prod, of_layer.values()))
-        for mixer, of_layer in matrices(config).items()
-    )
-    inputs = config.d_model * config.num_layers * config.layer_inputs
-    return sum(layers) + inputs + head * config.vocab_size * config.d_model
-
-
-def matrices(config: DecoderConfig) -> dict[str, dict[str, tuple[int, int]]]:
-    """Inputs and outputs of matrices by name, for the layers with each mixer.
-
-    Of a mixture's experts they are those that a token uses, side by side.
-    """
-    c, d = config, config.d_model
-    sides: dict[str, dict[str, tuple[int, int]]] = {}
-    if c.delta is not None:
-        values, channels = c.delta.value_heads * c.delta.value_dim, c.delta.key_heads * c.delta.channels
-        sides[DELTANET] = {"qkv": (d, channels), "z": (d, values), "out": (values, d)}
-        sides[DELTANET] |= dict.fromkeys(("beta", "decay"), (d, c.delta.value_heads))
-    for kind in (kind for kind in c.distinct_kinds if kind.head_dim):
-        wide, narrow = c.num_heads * kind.head_dim, kind.kv_heads * kind.head_dim
-        start, gemma4 = ("", None) if kind.source.mixer != GLOBAL else ("global_", c.gemma4)
-        sides[kind.mixer] = {f"{start}q": (d, wide * (1 + c.output_gate)), f"{start}o": (wide, d)}
-        if kind.paged:
-            sides[kind.mixer] |= {f"{start}k": (d, narrow)}
-            sides[kind.mixer] |= {} if gemma4 and gemma4.keys_are_values else {f"{start}v": (d, narrow)}
-    for mixer, of_layer in sides.items():
-        # A wide ffn has twice the width, and names of its own.
-        start, f = ("wide_", 2 * c.ffn) if mixer in WIDE else ("", c.ffn)
-        if c.experts is None:
-            of_layer |= {f"{start}gate": (d, f), f"{start}up": (d, f), f"{start}down": (f, d)}
-        else:
-            used, shared = c.experts.active * f, c.experts.shared
-            of_layer |= {"router": (d, c.experts.number), "gates": (d, used), "ups": (d, used), "downs": (used, d)}
-            if shared:
-                of_layer |= {"gate": (d, shared), "up": (d, shared), "down": (shared, d)}
-                of_layer |= {"shared_gate": (d, 1)} if c.feed_forward == EXPERTS else {}
-        if width := c.layer_inputs:
-            of_layer |= {"input_gate": (d, width), "input_out": (width, d)}
-    return sides
+    number, used = config.d_model * config.num_layers * config.layer_inputs, 1
+    if config.experts is not None:
+        used = config.experts.active
+    for name, (layers, inputs, outputs) in matrices(config).items():
+        number += layers * inputs * outputs * (used if name in BANKS else 1)
+    return number + head * config.vocab_size * config.d_model
 
 
 def idle_weights(config: DecoderConfig) -> int:
@@ -71,17 +38,8 @@ def idle_weights(config: DecoderConfig) -> int:
 
 
 def adapter_weights(config: DecoderConfig, adapter: AdapterConfig) -> int:
-    """Number of weights in all A and B that a token uses: `r (inputs + outputs)` of each adapted matrix."""
-    lows, of_experts = adapter.modules_of(config), {}
-    if config.experts is not None:  # gate and up share their A
-        k, d, f = config.experts.active, config.d_model, config.ffn
-        of_experts = {"gates": (k * d, 2 * k * f), "ups": (0, 0), "downs": (k * f, k * d)}
-    return sum(
-        len(config.layers_with(mixer)) * lows[name].rank * sum(sides)
-        for mixer, of_layer in matrices(config).items()
-        for name, sides in (of_layer | of_experts).items()
-        if name in lows
-    )
+    """Number of weights in all A and B that a token uses."""
+    return adapter.count_pairs(config, 0 if config.experts is None else config.experts.active)
 
 
 def mixing_flops(config: DecoderConfig, tokens: int, pairs: float) -> float:

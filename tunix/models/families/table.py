@@ -5,10 +5,11 @@ Loads without jax, so that a recipe is checked at once.
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tunix.config import ModelConfig, MtpUse
 from tunix.errors import UserError, nearest
@@ -157,6 +158,26 @@ def count_weights(config: DecoderConfig) -> dict[str, int]:
         if count and name not in unused:
             counts[name] = count
     return counts
+
+
+class Sides(NamedTuple):
+    """The sides of a matrix, of experts those of a single one's, and how many layers have one."""
+
+    layers: int
+    inputs: int
+    outputs: int
+
+
+def matrices(config: DecoderConfig) -> dict[str, Sides]:
+    """The sides of the matrices of a model's layers, by our names such as `up`."""
+    sizes, counts, sides = FAMILIES[config.family].axes(config), count_weights(config), dict[str, Sides]()
+    for name, tensor in tensors_of(config).items():
+        match = re.fullmatch("layers/(.*)/w", name)
+        if match and name in counts and len(tensor.groups) == 2:
+            axes = [sizes[axis] for axis in tensor.single.ours.split()]
+            inputs, outputs = math.prod(axes[: tensor.contracted]), math.prod(axes[tensor.contracted :])
+            sides[match[1]] = Sides(len(config.layers_with(tensor.mixer)), inputs, outputs)
+    return sides
 
 
 def to_hf(config: DecoderConfig) -> dict[str, Any]:
