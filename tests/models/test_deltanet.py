@@ -30,7 +30,12 @@ from tunix.types import Sequence
 pytestmark = pytest.mark.models
 
 MIXED = replace(
-    PLAIN, num_layers=4, linear_layers=(True, True, True, False), delta=DeltaNet(2, 4, 8, 16), output_gate=True
+    PLAIN,
+    family="qwen3_5",
+    num_layers=4,
+    linear_layers=(True, True, True, False),
+    delta=DeltaNet(2, 4, 8, 16),
+    output_gate=True,
 )
 """PLAIN (d 32, 4 heads and 2 of keys of 8, ffn 64, 96 words) with three DeltaNets: 2 key heads of 8, 4 value heads of
 16."""
