@@ -113,7 +113,7 @@ def test_layers_that_are_split_sum_their_activations():
 def test_tokens_go_to_the_devices_of_their_experts_and_back():
     """With two of eight experts on four devices a token meets 4 (1 - (3/4)^2) = 1.75 of these, itself home in a
     quarter of them."""
-    config = replace(PLAIN, experts=Experts(8, 2), feed_forward=EXPERTS)
+    config = replace(PLAIN, family="qwen3_moe", experts=Experts(8, 2), feed_forward=EXPERTS)
     found = sent_on(MeshConfig(fsdp=1, data=2, expert=4), config, trains=False)
     assert found.kinds == {"all-to-all": pytest.approx(2 * LAYERS * 32 * 4 * 32 * 1.75 * 3 / 4)}
 
