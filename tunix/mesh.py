@@ -196,11 +196,16 @@ def compile_on(mesh: Mesh, program: jax.stages.Lowered) -> None:
         program.compile()
 
 
-def bytes_of(tree: object) -> int:
-    """Bytes that a tree of shapes takes on each device; 4-bit numbers are two to a byte."""
+def bytes_of(tree: object, itemsize: int | None = None) -> int:
+    """Bytes that a tree of arrays, or of shapes, takes on each device; 4-bit numbers are two to a byte.
+
+    Args:
+        itemsize: bytes of a number, where they are counted in another dtype than their own.
+    """
     total = 0
     for x in jax.tree.leaves(tree):
         shape, name = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape), str(x.dtype)
         bits = 4 if name.endswith("int4") else 2 if name.endswith("int2") else 8 * x.dtype.itemsize
+        bits = bits if itemsize is None else 8 * itemsize
         total += -(-math.prod(shape) * bits // 8)
     return total

@@ -8,10 +8,11 @@ import pytest
 import tunix
 from tests.marks import slow
 from tests.trainers import PLAIN, trainer
+from tunix.mesh import bytes_of
 from tunix.models.config import Experts, Gemma4
 from tunix.models.token_logprobs import CHUNK_LOGITS_ELSEWHERE
 from tunix.trainer.microbatches import TrainerSpec
-from tunix.trainer.remat import LAYER, LOGITS, SHARE, TABLES, Held, chosen, device_bytes, held_by, step_bytes
+from tunix.trainer.remat import LAYER, LOGITS, SHARE, TABLES, Held, chosen, held_by, step_bytes
 
 GIB = 2**30
 LONG = replace(PLAIN, d_model=1024, num_heads=16, num_kv_heads=8, head_dim=128, ffn=3072, num_layers=28)
@@ -68,7 +69,7 @@ def test_weights_moments_and_copies_are_counted_by_what_each_device_holds(device
     client = trainer(devices=devices, rows=8, dtype="bfloat16")
     spec, params = client.learner.spec, client.state.params
     mine = sum(x.addressable_shards[0].data.size for x in params.values())
-    assert device_bytes(params.values()) == 4 * mine
+    assert bytes_of(params) == 4 * mine
     found = held_by(spec, params, {}, copies=2)
     # Two moments as the weights.
     counters = sum(x.nbytes for x in jax.tree.leaves(client.state.moments) if x.ndim == 0)

@@ -3,18 +3,16 @@
 Axes: B rows, T time, D model width, V vocabulary.
 """
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from tunix.mesh import RULES, row_shards
+from tunix.mesh import RULES, bytes_of, row_shards
 from tunix.models.attention.attend import SHORT
 from tunix.models.config import DELTANET, WIDE, DecoderConfig
 from tunix.models.deltanet import CHUNKS
-from tunix.models.quantization.formats import stored_bytes
 from tunix.models.scan import KEEPS, Remat
 from tunix.models.token_logprobs import CHUNK_LOGITS_ELSEWHERE
 from tunix.trainer.learner import abstract_moments
@@ -145,20 +143,7 @@ def held_by(
     size = jnp.dtype(spec.model.dtype).itemsize
     moments = jax.tree.leaves(abstract_moments(spec, params))
     weights = [*params.values(), *frozen.values()]
-    whole = device_bytes([*weights, *moments]) + copies * device_bytes(weights, size)
+    whole = bytes_of([*weights, *moments]) + copies * bytes_of(weights, size)
     # Those of a micro-batch, and their sum in float32.
     layers = size if spec.model.gradient_sums == "compute" else 4
-    return Held(whole, device_bytes(params.values(), 4) + device_bytes(params.values(), layers))
-
-
-def device_bytes(arrays: Iterable[jax.Array | jax.ShapeDtypeStruct], itemsize: int | None = None) -> float:
-    """Bytes of arrays on each device that they are split over.
-
-    Args:
-        itemsize: bytes of a number, where they are counted in another dtype than their own.
-    """
-
-    def share(x: jax.Array | jax.ShapeDtypeStruct) -> float:
-        return math.prod(x.sharding.shard_shape(x.shape)) / max(math.prod(x.shape), 1)
-
-    return sum((share(x) * (x.size * itemsize if itemsize else stored_bytes(x)) for x in arrays), 0.0)
+    return Held(whole, bytes_of(params, 4) + bytes_of(params, layers))

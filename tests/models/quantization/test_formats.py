@@ -17,6 +17,7 @@ from tunix.hf import tensor_transfer
 from tunix.hf.model_folder import load_params
 from tunix.lora.adapt import merge_rounded
 from tunix.lora.config import AdapterConfig
+from tunix.mesh import bytes_of
 from tunix.models import model as models_model
 from tunix.models.kv_cache import unstack
 from tunix.models.model import Model
@@ -30,7 +31,6 @@ from tunix.models.quantization.formats import (
     is_scale,
     plain,
     quantize,
-    stored_bytes,
     tile_of,
 )
 from tunix.models.quantization.modules import projections_of
@@ -94,7 +94,7 @@ def test_a_tile_is_the_largest_that_divides_the_inputs():
 def test_bytes_by_hand():
     # 256 inputs and 64 outputs: 2 tiles of 128. Half a byte a value, four bytes a scale: 8192 + 512.
     values, scales = quantize(jnp.ones((256, 64)), Quantization("nf4", 128), 1)
-    assert stored_bytes(values) + stored_bytes(scales) == 8192 + 512
+    assert bytes_of([values, scales]) == 8192 + 512
     assert (8192 + 512) / (256 * 64) == 0.53125  # bytes a weight
 
 
@@ -137,12 +137,12 @@ def test_loading_never_holds_the_whole_model(tmp_path, monkeypatch):
     def reading(*arguments):
         """Reads a tensor, and looks at what is alive beside those of this test."""
         found = read(*arguments)
-        seen.append(sum(stored_bytes(x) for x in jax.live_arrays() if id(x) not in before))
+        seen.append(bytes_of([x for x in jax.live_arrays() if id(x) not in before]))
         return found
 
     monkeypatch.setattr(tensor_transfer, "_whole", reading)
     params = load_params(model, tmp_path, dict.fromkeys(model.shapes, "float32"), one_device())
-    held = sum(stored_bytes(x) for x in params.values())
+    held = bytes_of(params)
     one_tensor = max(x[0].nbytes if key.startswith("layers/") else x.nbytes for key, x in exact.items())
     assert max(seen) <= held + one_tensor
     # Half a byte and 4 / 16 bytes a weight instead of 4.

@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Shaped
 
 from tunix.config import BaseType, DType
 from tunix.errors import UserError
-from tunix.mesh import platform
+from tunix.mesh import bytes_of, platform
 from tunix.models.quantization.modules import BANKS
 from tunix.models.quantization.rules import RULES_FILE, ActivationType, Rules
 from tunix.util.exact import jit
@@ -168,7 +168,8 @@ def check_supported(quantization: Quantization, key: str = "adapter.base") -> No
 def bytes_per_weight(params: Mapping[str, jax.Array]) -> float:
     """Mean bytes for each quantized weight among these, its share of the scales included."""
     pairs = [(x, params[name + SCALE]) for name, x in params.items() if name + SCALE in params]
-    return sum(stored_bytes(x) + stored_bytes(scales) for x, scales in pairs) / sum(x.size for x, _ in pairs)
+    whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) for pair in pairs for x in pair]
+    return bytes_of(whole) / sum(x.size for x, _ in pairs)
 
 
 def is_scale(name: str) -> bool:
@@ -191,11 +192,6 @@ def narrowed(w: jax.Array, dtype: Any) -> jax.Array:
     if w.dtype == jnp.float32 and jnp.dtype(dtype) == jnp.bfloat16 and platform() == "tpu":
         w = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=7)
     return w.astype(dtype)
-
-
-def stored_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:
-    """Bytes of an array on its devices: two 4-bit numbers share one, whatever `nbytes` says."""
-    return -(-x.size // 2) if x.dtype in (jnp.uint4, jnp.int4) else x.size * x.dtype.itemsize
 
 
 LARGEST: dict[ActivationType, str] = {"int8": f"absmax,{127.5 / 127}", "fp8": "absmax"}
