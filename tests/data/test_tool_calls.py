@@ -16,7 +16,6 @@ from tunix.data.tool_calls import (
     instructions,
     markup_of,
     opening,
-    parse,
     shows_tools,
     typed,
 )
@@ -83,7 +82,7 @@ B = Call("mul", {"b": "x y"})
     ],
 )
 def test_turns(markup: MarkupName, text: str, expected: ParsedTurn):
-    assert parse(text, markup) == expected
+    assert MARKUPS[markup].parse(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -108,7 +107,7 @@ def test_turns(markup: MarkupName, text: str, expected: ParsedTurn):
     ],
 )
 def test_calls_that_cannot_be_read(markup: MarkupName, text: str, name: str, fault: str):
-    (call,) = parse(text, markup).calls
+    (call,) = MARKUPS[markup].parse(text).calls
     assert (call.name, call.arguments) == (name, {})
     assert call.fault is not None
     assert call.fault.startswith(fault)
@@ -116,7 +115,7 @@ def test_calls_that_cannot_be_read(markup: MarkupName, text: str, name: str, fau
 
 @pytest.mark.parametrize("markup", MARKUPS)
 def test_examples_are_calls(markup: MarkupName):
-    (call,) = parse(MARKUPS[markup].example, markup).calls
+    (call,) = MARKUPS[markup].parse(MARKUPS[markup].example).calls
     assert call.fault is None
     assert call.name == "NAME"
     assert MARKUPS[markup].example.startswith(opening(markup, "NAME"))
@@ -220,7 +219,7 @@ def test_results_follow_a_call_as_the_template_writes_them(markup: MarkupName, s
     action = whole[: -len(answer)]
     assert (action[-1] in tokenizer.stop_ids) == stopped
     assert action[: len(prompt)] == prompt or markup == "xml"  # its line breaks merge, in and after the prompt
-    turn = parse(tokenizer.decode(action[: len(action) - stopped][len(prompt) :]), markup)
+    turn = MARKUPS[markup].parse(tokenizer.decode(action[: len(action) - stopped][len(prompt) :]))
     assert turn.calls == (Call("add", arguments),)
 
 

@@ -18,7 +18,7 @@ from tests.data.test_chat import made
 from tests.rollout.environments.test_history import SPECIALS, TURNS, Asks, played, prompts, shown
 from tunix.data.chat import render_continuation, render_prompt
 from tunix.data.tokenizer import Tokenizer
-from tunix.data.tool_calls import MARKUPS, Call, markup_of, parse, typed
+from tunix.data.tool_calls import MARKUPS, Call, markup_of, typed
 from tunix.errors import UserError
 from tunix.rollout.environments.base import Episode
 from tunix.rollout.environments.config import EnvironmentConfig
@@ -120,7 +120,7 @@ def test_results_follow_calls_as_published_templates_write_them(name: str, calls
     assert whole[-len(answer) :] == answer
     action = whole[len(prompt) : -len(answer)]
     assert action[-1] in tokenizer.stop_ids
-    found = parse(tokenizer.decode(action[:-1]), markup_of(tokenizer)).calls
+    found = MARKUPS[markup_of(tokenizer)].parse(tokenizer.decode(action[:-1])).calls
     assert read_calls(found, tokenizer) == functions
 
 
@@ -146,7 +146,7 @@ def parses_as_trl(tokenizer: Tokenizer, text: str) -> None:
     prompt = render_prompt([{"role": "user", "content": "go"}], tokenizer, tools=TOOLS).tokens.tolist()
     theirs = parse_response(hf, tokenizer.encode(text), prefix=prompt, tools=TOOLS)
     ids = tokenizer.encode(text)
-    ours = parse(tokenizer.decode(ids[:-1]), markup_of(tokenizer))
+    ours = MARKUPS[markup_of(tokenizer)].parse(tokenizer.decode(ids[:-1]))
     assert theirs["content"].strip() == ours.content
     assert (theirs.get("reasoning_content") or theirs.get("thinking") or "") == ours.thought
     calls = [call["function"] for call in theirs.get("tool_calls") or []]

@@ -601,7 +601,7 @@ def render_chat(
         UserError: there is no template, a message is malformed, or the template refuses the conversation.
         Refused: the template does not write a message, or a turn's bounds cannot be proved.
     """
-    check_messages(messages)
+    prepared = _prepared(messages, tokenizer)
     trained = [
         k
         for k, message in enumerate(messages)
@@ -609,7 +609,6 @@ def render_chat(
         # OpenAI's `weight` and Axolotl's `train` make context of an assistant's message.
         if message.get("weight") != 0 and message.get("train") is not False
     ]
-    prepared = _prepared(messages, tokenizer)
     render = partial(_render, tokenizer=tokenizer, template_kwargs=template_kwargs)
     text = render(prepared)
     tokens = Tokens(text, tokenizer)
@@ -657,7 +656,6 @@ def render_prompt(messages: Sequence[Message], tokenizer: Tokenizer, **template_
     Raises:
         UserError, Refused: as `render_chat`.
     """
-    check_messages(messages)
     prepared = _prepared(messages, tokenizer)
     render = partial(_render, tokenizer=tokenizer, template_kwargs=template_kwargs, add_generation_prompt=True)
     text, notes = render(prepared), list[Note]()
@@ -700,7 +698,6 @@ def render_continuation(
     if answers and answers[0].get("role") == "assistant":
         turn = dict(answers.pop(0))
     conversation, k = [*messages, turn, *answers], len(messages)
-    check_messages(conversation)
     prepared = _prepared(conversation, tokenizer)
     whole = partial(_render, tokenizer=tokenizer, template_kwargs=template_kwargs)
     render = partial(whole, add_generation_prompt=True)
@@ -812,7 +809,8 @@ def _fault(message: Mapping[str, Any], role: str) -> str | None:
 
 def _prepared(messages: Sequence[Message], tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """The messages as templates read them: no nulls, text parts as a string, calls as objects with a function; raises
-    UserError where a call is malformed."""
+    UserError where a message is malformed."""
+    check_messages(messages)
     prepared = []
     for i, message in enumerate(messages, 1):
         plain = {key: x for key, x in message.items() if x is not None and key not in ("weight", "train")}

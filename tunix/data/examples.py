@@ -63,7 +63,7 @@ from tunix.data.shapes import (
     template_variables,
     without_padding,
 )
-from tunix.data.sources import Rows
+from tunix.data.sources import Chain, Rows
 from tunix.data.teacher import StoredTeacher, TeacherChoice, TeacherReader
 from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import (
@@ -150,12 +150,9 @@ class Examples:
 
     def example(self, i: int, more: Mapping[str, str] = {}) -> Kept | Dropped:
         """The example of row `i`, where it has `more` columns; raises UserError as `to_example` does."""
-        place = i
-        for part in self.parts:
-            if place < len(part):
-                example = part.example(place, more)
-                break
-            place -= len(part)
+        if self.parts:
+            part, place = Chain(self.parts).at(i)
+            example = part.example(place, more)
         else:
             where, row = f"row {i + 1} of {self.rows.name}", self.rows[i]
             row = {**row, **more} if more else row
@@ -332,14 +329,16 @@ def to_example(
             sides = tuple(side for side in sides if side.mask[:end].any())
         if not sides:
             return cut_away
-        weights = sides[0].weights
+        weights, sequences = sides[0].weights, tuple[Sequence, ...]()
+        stored = None if stored is None else stored[:end]
         per_token = {} if weights is None else {LOSS_WEIGHTS: weights[:end]}
-        sequences = tuple(
-            Sequence(side.tokens[:end], side.mask[:end], weight, per_token, values, teacher=_until(side, end))
-            for side in sides
-        )
-        if stored is not None:
-            sequences = tuple(replace(sequence, stored=stored[:end]) for sequence in sequences)
+        for side in sides:
+            view = side.teacher
+            if view is not None:  # as far as the last token that is trained
+                places = np.where(side.mask, view.places, 0)[:end]
+                view = replace(view, tokens=view.tokens[: places.max() + 1], places=places)
+            tokens, mask = side.tokens[:end], side.mask[:end]
+            sequences += (Sequence(tokens, mask, weight, per_token, values, teacher=view, stored=stored),)
         if not all(sequence.loss_mask.any() for sequence in sequences):
             return Dropped(CUT_AWAY)
         if compared and np.array_equal(sequences[0].tokens, sequences[1].tokens):
@@ -358,14 +357,6 @@ def to_example(
     if len(sides) < turns:
         notes += (Note(LATER_TURNS, f"{turns - len(sides)} of {turns}"),)
     return Kept(sequences, too_long, kept_row, notes)
-
-
-def _until(side: Rendered, end: int | None) -> TeacherView | None:
-    """How a teacher reads the first `end` tokens of a row: up to the last one that is trained."""
-    if side.teacher is None:
-        return None
-    places = np.where(side.mask, side.teacher.places, 0)[:end]
-    return replace(side.teacher, tokens=side.teacher.tokens[: places.max() + 1], places=places)
 
 
 def _too_long(sides: List[np.ndarray], limit: int, key: str, settings: Rendering, where: str) -> bool:

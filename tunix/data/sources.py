@@ -30,7 +30,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
-from tunix.data.config import EPISODES, DataConfig, RowsConfig
+from tunix.data.config import RowsConfig
 from tunix.errors import UserError, nearest
 from tunix.util.faults import planned
 from tunix.util.nested import dotted, reached
@@ -634,35 +634,6 @@ def open_held_out(
         f"{source.name} has the splits {', '.join(map(repr, names))}, and which is held out is not clear: name it in "
         "data.eval_split, or with --split for `tunix eval`"
     )
-
-
-def held_out_rows(data: DataConfig, episodes: Callable[[str], Rows] | None = None) -> Rows | None:
-    """The rows that a recipe holds out; None where it holds out none.
-
-    Args:
-        data: the recipe's section.
-        episodes: makes the rows of an environment, by the name of their data set; None where none are asked for.
-
-    Raises:
-        UserError: see `open_held_out`.
-    """
-    columns = data.columns.values()
-    if data.held_out:
-        parts = [
-            episodes(rows.name)
-            if episodes is not None and rows.path == EPISODES
-            else open_held_out(rows.path, rows.split or data.eval_split, data.of(rows).columns.values())
-            for rows in data.held_out
-        ]
-        return Rows.joined(parts, data.held_out)
-    if data.eval == EPISODES and episodes is not None:
-        return episodes("")
-    if isinstance(data.eval, str):
-        return open_held_out(data.eval, data.eval_split, columns)
-    if data.eval_split is None:
-        return None
-    assert isinstance(data.train, str), "a mixture has no split that is held out"
-    return open_rows(data.train, data.eval_split, columns)
 
 
 def _source(spec: str | Path | Table | Iterable[Any]) -> _Source:

@@ -130,7 +130,11 @@ class TeacherReader:
         Raises:
             Refused: the teacher's has other turns, or a turn that does not end in the student's tokens.
         """
-        places, (ours, theirs) = np.zeros(len(student.tokens), np.int32), (_turns(x.mask) for x in (student, teacher))
+        places = np.zeros(len(student.tokens), np.int32)
+        # First and end token of each run of trained tokens, `[turns 2]`.
+        ours, theirs = (
+            np.flatnonzero(np.diff(np.pad(x.mask, 1).astype(np.int8))).reshape(-1, 2) for x in (student, teacher)
+        )
         for number, (begin, end) in enumerate(ours):
             last = theirs[number][1] if len(ours) == len(theirs) else 0
             first, turn = max(last - (end - begin), theirs[number][0] if last else 0), student.tokens[begin:end]
@@ -221,8 +225,3 @@ _DIFFER = (
     "cannot be compared. Give the student the teacher's format (data.chat_template), or have the teacher read the "
     "student's (teacher.chat_template: student)"
 )
-
-
-def _turns(mask: np.ndarray) -> np.ndarray:
-    """First and end token of each run of trained tokens, `[turns 2]`."""
-    return np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]]))).reshape(-1, 2)

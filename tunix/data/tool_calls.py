@@ -1,6 +1,6 @@
 r"""Calls of tools in the markup of a model's family: from the text of a turn to functions' names and arguments.
 
-    parse('Wait.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "hermes")
+    MARKUPS["hermes"].parse('Wait.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
     -> ParsedTurn("Wait.", (Call("add", {"a": 1}),))
 
 `MARKUPS` has the markup of each family, `markup_of` finds that of a tokenizer's chat template. A turn is read without
@@ -61,16 +61,6 @@ class ParsedTurn:
         ]
         thought = {"reasoning_content": self.thought} if self.thought else {}
         return {"role": "assistant", "content": self.content, **thought, **({"tool_calls": calls} if calls else {})}
-
-
-def parse(text: str, markup: MarkupName) -> ParsedTurn:
-    """A turn of the model as what it said and what it calls.
-
-    Args:
-        text: the turn, special tokens included, without its stop token.
-        markup: that of the family.
-    """
-    return MARKUPS[markup].parse(text)
 
 
 def markup_of(tokenizer: Tokenizer) -> MarkupName:
@@ -258,7 +248,7 @@ class Markup:
     """How a family writes calls."""
 
     parse: Callable[[str], ParsedTurn]
-    """Reads a turn."""
+    """Reads a turn, special tokens included, without its stop token."""
     example: str
     """A call with placeholders, for a model that has written it wrongly or was never told."""
     as_text: bool = False

@@ -117,17 +117,10 @@ class Accounting:
         assert self.kept + sum(self.dropped.values()) == self.rows, self
 
     def __add__(self, other: Accounting) -> Accounting:
-        return Accounting(
-            self.rows + other.rows,
-            self.kept + other.kept,
-            self.truncated + other.truncated,
-            dict(Counter(self.dropped) + Counter(other.dropped)),
-            self.pieces + other.pieces,
-            self.untrained + other.untrained,
-            dict(Counter(self.notes) + Counter(other.notes)),
-            dict(Counter(self.kept_of) + Counter(other.kept_of)),
-            dict(Counter(self.dropped_of) + Counter(other.dropped_of)),
-        )
+        def added(x: Any, y: Any) -> Any:
+            return x + y if isinstance(x, int) else dict(Counter(x) + Counter(y))
+
+        return Accounting(*map(added, vars(self).values(), vars(other).values()))
 
     @staticmethod
     def of(example: Kept | Dropped) -> Accounting:

@@ -1,6 +1,5 @@
 """Arrays over the devices of all processes: made of what every process has on its host, and read there again."""
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -44,34 +43,6 @@ def own_part(mesh: Mesh) -> Mesh:
         return mesh
     devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     return Mesh(np.asarray(devices).reshape(1, -1, 1, 1, 1), AXES, axis_types=mesh.axis_types)
-
-
-def to_own(
-    every: Mesh, local: Mesh, axes: Callable[[str, jax.Array], PartitionSpec]
-) -> Callable[[str, jax.Array], jax.Array]:
-    """A function of a name and an array over the devices of all processes, which is brought to those of each, where it
-    is whole; to be called by all processes.
-
-    Args:
-        every: the mesh of all processes; each has as many devices of it.
-        local: the mesh of this process's devices.
-        axes: (name, array) -> how it is split over `local`.
-    """
-    by_process: dict[int, list[Any]] = {}
-    for device in every.devices.flat:
-        by_process.setdefault(device.process_index, []).append(device)
-    rows = np.asarray([by_process[number] for number in sorted(by_process)])
-    mesh = Mesh(rows.reshape(len(rows), *local.devices.shape), ("process", *local.axis_names))
-
-    def bring(name: str, x: jax.Array) -> jax.Array:
-        spec = axes(name, x)
-        # Whole in each process: the first axis of the mesh is not named.
-        with jax.set_mesh(mesh):
-            there = jax.device_put(x, NamedSharding(mesh, spec))
-        parts = [shard.data for shard in there.addressable_shards]
-        return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(local, spec), parts)
-
-    return bring
 
 
 @cache

@@ -23,7 +23,6 @@ from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 from tunix.distributed.processes import MEETING, allgathered, barrier, first_line, index, number, store
 from tunix.errors import Interrupted, UserError
 from tunix.util.ports import is_loopback, refuse_taken
-from tunix.util.startup import begin_pathways
 
 
 @dataclass(frozen=True)
@@ -70,16 +69,6 @@ def place_of(coordinator: str | None, processes: int | None, process: int | None
     if not place.coordinator.rpartition(":")[2].isdigit() or ":" not in place.coordinator:
         raise UserError(f"--coordinator {place.coordinator}: has to be an address with a port, e.g. 10.0.0.1:8476")
     return place if place.processes > 1 else None
-
-
-def meet(coordinator: str | None, processes: int | None, process: int | None) -> None:
-    """Meets the other processes of a run where there are any; has to come before JAX's first use of a device.
-
-    Under Pathways one process drives all devices, and there is no other to meet. Arguments and errors are those of
-    `place_of`, `join` and `begin_pathways`.
-    """
-    if not begin_pathways() and (place := place_of(coordinator, processes, process)):
-        join(place)
 
 
 SILENCE = 30.0

@@ -16,10 +16,12 @@ is set in the tokenizer's files too.
 """
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from tunix.errors import UserError
 from tunix.hf.packed_weights import VALUES, split_experts, stack_experts, unpacked
 from tunix.hf.picture_settings import write_settings
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, local_copy, some, tensors_of_folder, write_shards
-from tunix.hf.tensor_transfer import entry_of, load, packed_entries, places_of
+from tunix.hf.tensor_transfer import Place, entry_of, load, packed_entries, places_of
 from tunix.models.config import MTP, DecoderConfig, Stops, is_adapter, is_own
 from tunix.models.families.base import SCORE
 from tunix.models.families.table import FAMILIES, read_json, tensors_of, to_hf
@@ -341,30 +343,23 @@ def save_folder(
                 write_beside(folder.path, config, fields, source, scores, rules, packing, stops, base)
                 if config.vision is not None:
                     write_settings(folder.path, config.vision, [x for x in (source, base) if x is not None])
-        entries: list[Entry] = []
-
-        def add(name: str, layer: int | None, shape: tuple[int, ...]) -> None:
-            tensor, written = table[name], dtype or str(params[name].dtype)
-            place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
-            for number, key in enumerate(tensor.keys(layer, shape)):
-                index = (*place, number) if tensor.by_expert else place
-                if name in packed_by_name:
-                    module, pack = key.removesuffix(VALUES), packed_by_name[name]
-                    entries.extend(packed_entries(module, params[name], index, tensor.outputs_first, pack))
-                else:
-                    entries.append(entry_of(key, params[name], index, tensor, written))
-
         # In the order of the model: embedding, layer by layer, norm, head.
         table, packed_by_name = tensors_of(config), {f"layers/{ours}/w": pack for ours, pack in packing.items()}
-        ends = {name: array.shape for name, array in params.items() if not table[name].layered}
-        inner = {name: array.shape[1:] for name, array in params.items() if table[name].layered}
-        add("embed/w", None, ends.pop("embed/w"))
-        for layer in range(max(config.num_layers, config.vision.num_layers if config.vision else 0)):
-            for name, shape in inner.items():
-                if layer in config.layers_with(table[name].mixer):
-                    add(name, layer, shape)
-        for name, shape in sorted(ends.items(), reverse=True):
-            add(name, None, shape)
+        ends = sorted((name for name in params if not table[name].layered), reverse=True)
+        tensors: list[tuple[float, str, str, Place]] = []
+        for name in (*(name for name in params if table[name].layered), *ends):
+            layers = config.layers_with(table[name].mixer)
+            for key, place in places_of(config, table[name], params[name].shape).items():
+                number = layers[place[0]] if place else -1 if name == "embed/w" else math.inf
+                tensors.append((number, name, key, place))
+        entries: list[Entry] = []
+        for _, name, key, place in sorted(tensors, key=itemgetter(0)):
+            tensor, array = table[name], params[name]
+            if name in packed_by_name:
+                module, pack = key.removesuffix(VALUES), packed_by_name[name]
+                entries.extend(packed_entries(module, array, place, tensor.outputs_first, pack))
+            else:
+                entries.append(entry_of(key, array, place, tensor, dtype or str(array.dtype)))
         if config.vision is not None and family.vision is not None:
             # A multimodal export keeps the names of the folder that the weights were loaded from.
             keys, written = () if base is None else tensors_of_folder(base), family.vision.written

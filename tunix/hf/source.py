@@ -105,29 +105,6 @@ def read_folder(folder: Path, pictures: bool = False, mtp: MtpUse | None = None)
     return config
 
 
-def check_tokens(key: str, name: str, theirs: Tokenizer, ours: Tokenizer) -> None:
-    """Refuses another model's tokenizer if its vocabulary differs from that of the model that trains.
-
-    Args:
-        key: the recipe's key that names the other model, e.g. `teacher.path`.
-        name: the other model's path or hub id.
-        theirs: its tokenizer.
-        ours: the tokenizer of the model that trains.
-
-    Raises:
-        UserError: an id stands for another token there; the message names the first such id.
-    """
-    their_tokens, our_tokens = ({i: repr(token) for token, i in x.hf.get_vocab().items()} for x in (theirs, ours))
-    ids = sorted(their_tokens.keys() | our_tokens.keys())
-    wrong = next((i for i in ids if their_tokens.get(i) != our_tokens.get(i)), None)
-    if wrong is not None:
-        raise UserError(
-            f"{key}: {name} has another vocabulary than the model that trains: id {wrong} is "
-            f"{their_tokens.get(wrong, 'no token')} there and {our_tokens.get(wrong, 'no token')} here. Probabilities "
-            "of ids are compared: take a model with the same tokenizer, or of a teacher of sampled text set align: text"
-        )
-
-
 TOKENIZER = "tokenizer"
 """Folder within a run folder, with the tokenizer that the run made or changed."""
 
@@ -230,8 +207,10 @@ def of_recipe(config: ModelConfig, data: DataConfig, kept: Path, rows: Rows | No
         UserError: the model cannot be found, or its tokenizer does not fit it or the chat template.
     """
     chat_template, sees = data.chat_template, data.pictures is not None
-    read = partial(pretrained, pictures=sees, mtp=config.mtp)
-    source = from_scratch(config, sees) if config.path is None else read(config.path)
+    if config.path is None:
+        source = from_scratch(config, sees)
+    else:
+        source = pretrained(config.path, pictures=sees, mtp=config.mtp)
     if not kept.is_dir():
         template = FAMILIES[source.decoder.family].template
         if config.path:

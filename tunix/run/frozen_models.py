@@ -18,7 +18,7 @@ from tunix.data.tokenizer import Tokenizer
 from tunix.data.types import NOT_THE_TEACHERS, Dropped
 from tunix.distributed import processes
 from tunix.errors import Failure, UserError
-from tunix.hf.source import Source, beside, check_tokens, from_scratch, loaded, pretrained
+from tunix.hf.source import Source, beside, from_scratch, loaded, pretrained
 from tunix.lora.adapt import adapt
 from tunix.mesh import build_mesh
 from tunix.recipe.sections import Sections
@@ -94,7 +94,16 @@ def _source(key: str, config: OneTeacher, student: Source) -> Source | None:
             if tokenizer is None:
                 raise UserError(f"{key}.align: text is what tokenizers write, and {whose} has none: add tokenizer.json")
     elif source.tokenizer is not None and student.tokenizer is not None:
-        check_tokens(f"{key}.path", name, source.tokenizer, student.tokenizer)
+        theirs, ours = (
+            {i: repr(token) for token, i in x.hf.get_vocab().items()} for x in (source.tokenizer, student.tokenizer)
+        )
+        wrong = next((i for i in sorted(theirs.keys() | ours.keys()) if theirs.get(i) != ours.get(i)), None)
+        if wrong is not None:
+            raise UserError(
+                f"{key}.path: {name} has another vocabulary than the model that trains: id {wrong} is "
+                f"{theirs.get(wrong, 'no token')} there and {ours.get(wrong, 'no token')} here. Probabilities of ids "
+                "are compared: take a model with the same tokenizer, or of a teacher of sampled text set align: text"
+            )
     elif source.folder is not None and sizes[0] != sizes[1]:
         raise UserError(
             f"{key}.path: {name} has {sizes[0]} ids and the student {sizes[1]}, and one of the two has no tokenizer "

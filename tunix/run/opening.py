@@ -79,10 +79,13 @@ def begin(
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if require_fit is not None:
         require_fit(trained, fresh)
-    from tunix.distributed.meeting import meet  # these load jax, without which all of the above is done
+    from tunix.distributed.meeting import join, place_of  # these load jax, without which all of the above is done
     from tunix.run.train import run
+    from tunix.util.startup import begin_pathways
 
-    meet(coordinator, processes, process)
+    # Under Pathways one process drives all devices, and there is no other to meet.
+    if not begin_pathways() and (place := place_of(coordinator, processes, process)):
+        join(place)
     run(trained, fresh=fresh, minutes=minutes, verbose=verbose)
 
 

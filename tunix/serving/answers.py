@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from tunix.data.tokenizer import Tokenizer
-from tunix.data.tool_calls import MARKUPS, MarkupName, parse, typed
+from tunix.data.tool_calls import MARKUPS, MarkupName, typed
 from tunix.inference.model import TextStream
 from tunix.rollout.servers.protocol import FIELD, ID, IMPOSSIBLE, written_experts
 from tunix.serving.bodies import ChatBody, CompletionBody, GenerateBody
@@ -209,7 +209,7 @@ class ChatAnswer(Answer[ChatBody]):
         """A turn as the assistant's message, and why it ended. Calls that cannot be read are text, as are others."""
         if self._markup is None:
             return {"content": text}, completion.finish
-        turn = parse(self._begun + text, self._markup)
+        turn = MARKUPS[self._markup].parse(self._begun + text)
         if not turn.calls or any(call.fault for call in turn.calls):
             assert self.tokenizer is not None
             skipped, _ = Reader(self.tokenizer, self.body).read(completion, ended=True)

@@ -12,13 +12,15 @@ bit on both sides.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from tunix.distributed import processes
-from tunix.distributed.global_arrays import own_part, to_own
+from tunix.distributed.global_arrays import own_part
 from tunix.errors import UserError
 from tunix.mesh import AXES, bytes_of, groups_of, partition
 from tunix.models.model import Model
@@ -138,7 +140,22 @@ def bring_of(model: Model, trainer: Mesh, sampler: Mesh) -> Callable[[str, jax.A
     several, local = processes.number() > 1, own_part(trainer)
 
     def together(mesh: Mesh) -> Callable[[str, jax.Array], jax.Array]:
-        return to_own(trainer, mesh, lambda name, x: partition(model.axes[name], x.shape, mesh))
+        """From the devices of all processes to those of each, where a parameter then is whole."""
+        by_process: dict[int, list[Any]] = {}
+        for device in trainer.devices.flat:
+            by_process.setdefault(device.process_index, []).append(device)
+        rows = np.asarray([by_process[number] for number in sorted(by_process)])
+        every = Mesh(rows.reshape(len(rows), *mesh.devices.shape), ("process", *mesh.axis_names))
+
+        def bring(name: str, x: jax.Array) -> jax.Array:
+            spec = partition(model.axes[name], x.shape, mesh)
+            # Whole in each process: the first axis of the mesh is not named.
+            with jax.set_mesh(every):
+                there = jax.device_put(x, NamedSharding(every, spec))
+            parts = [shard.data for shard in there.addressable_shards]
+            return jax.make_array_from_single_device_arrays(x.shape, NamedSharding(mesh, spec), parts)
+
+        return bring
 
     if set(local.devices.flat) == set(sampler.devices.flat):
         return together(sampler) if several else None

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tunix.data.config import EPISODES, DataConfig
-from tunix.data.sources import Rows, held_out_rows, open_rows
+from tunix.data.sources import Rows, open_held_out, open_rows
 from tunix.errors import UserError, install_command, nearest
 from tunix.rollout.environments.config import EnvironmentConfig, MixtureConfig
 
@@ -141,12 +141,27 @@ def evaluation_rows(data: DataConfig, environment: EnvironmentConfig | None, see
     """The rows that a recipe holds out, episodes of another seed among them; None where it holds out none.
 
     Raises:
-        UserError: see `held_out_rows`.
+        UserError: see `open_held_out`.
     """
-    sources = data.sources if isinstance(data, MixtureConfig) else ()
-    played = {source.name: source.environment for source in sources if source.environment is not None}
     seed += _HELD_OUT
-    return held_out_rows(data, lambda name: _own_rows(played.get(name, environment), seed, "data.eval"))
+    if data.held_out:
+        sources = data.sources if isinstance(data, MixtureConfig) else ()
+        played = {source.name: source.environment for source in sources if source.environment is not None}
+        parts = [
+            _own_rows(played.get(rows.name, environment), seed, "data.eval")
+            if rows.path == EPISODES
+            else open_held_out(rows.path, rows.split or data.eval_split, data.of(rows).columns.values())
+            for rows in data.held_out
+        ]
+        return Rows.joined(parts, data.held_out)
+    if data.eval == EPISODES:
+        return _own_rows(environment, seed, "data.eval")
+    if isinstance(data.eval, str):
+        return open_held_out(data.eval, data.eval_split, data.columns.values())
+    if data.eval_split is None:
+        return None
+    assert isinstance(data.train, str), "a mixture has no split that is held out"
+    return open_rows(data.train, data.eval_split, data.columns.values())
 
 
 def _own_rows(config: EnvironmentConfig | None, seed: int, key: str) -> Rows:

@@ -27,7 +27,7 @@ from tunix.data.chat import Message, render_continuation, render_prompt
 from tunix.data.pictures import IMAGES, parts_of, with_marks
 from tunix.data.shapes import TEMPLATE_KWARGS, as_template_kwargs
 from tunix.data.tokenizer import Tokenizer
-from tunix.data.tool_calls import ParsedTurn, markup_of, parse
+from tunix.data.tool_calls import MARKUPS, ParsedTurn, markup_of
 from tunix.errors import UserError
 from tunix.rollout.rewards.base import Failure, Score
 from tunix.rollout.rewards.calls import as_outcome, raised
@@ -400,7 +400,7 @@ class Episode:
             stopped = len(tokens) > 0 and int(tokens[-1]) in tokenizer.stop_ids
             text = tokenizer.decode(tokens[: len(tokens) - stopped], skip_special=False)
             try:
-                parsed = parse(text, markup_of(tokenizer))
+                parsed = MARKUPS[markup_of(tokenizer)].parse(text)
             except UserError:  # a template of no family that is known: all of it is what was said
                 parsed = ParsedTurn(text)
             readable = not any(call.fault for call in parsed.calls)

@@ -20,7 +20,7 @@ import numpy as np
 
 from tunix.data.chat import Message, render_continuation
 from tunix.data.tokenizer import Tokenizer
-from tunix.data.tool_calls import MARKUPS, Call, MarkupName, instructions, markup_of, parse, shows_tools, typed
+from tunix.data.tool_calls import MARKUPS, Call, MarkupName, instructions, markup_of, shows_tools, typed
 from tunix.errors import UserError, nearest
 from tunix.rollout.environments.adapters import require_package
 from tunix.rollout.environments.base import EpisodeError, Row, Step
@@ -146,7 +146,7 @@ class Tools(Problem):
 
     def step(self, action: str, tokens: np.ndarray) -> Step:
         """The answers to the turn's calls; the end where it has none."""
-        turn = parse(action, self._markup)
+        turn = MARKUPS[self._markup].parse(action)
         self.messages.append(turn.message)
         if not turn.calls:
             return Step(done=True)
