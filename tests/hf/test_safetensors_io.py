@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tunix.distributed.shared_folder import SharedFolder
 from tunix.errors import UserError
-from tunix.hf.safetensors_io import Entry, Sent, tensors_of_folder, write_tensors
+from tunix.hf.safetensors_io import Entry, Sent, tensors_of_folder, write_share
 from tunix.util import ahead
 
 
 def test_a_file_is_a_header_and_the_bytes_in_order(tmp_path: Path):
     a, b = np.arange(6, dtype=np.float32).reshape(2, 3), np.array([7, -8], np.int8)
     entries = [Entry("b", (3, 2), "F32", lambda: lambda: a.T), Entry("a", (2,), "I8", lambda: lambda: b)]
-    write_tensors(tmp_path / "file", entries)
+    write_share(SharedFolder(tmp_path), 0, "file", entries)
     header = {
         "__metadata__": {"format": "pt"},
         "b": {"dtype": "F32", "shape": [3, 2], "data_offsets": [0, 24]},
@@ -60,7 +61,7 @@ def test_the_next_tensors_are_on_their_way_within_a_limit(
         nonlocal alive
         alive -= size
 
-    write_tensors(tmp_path / "file", [entry(number, size) for number, size in enumerate(sizes)])
+    write_share(SharedFolder(tmp_path), 0, "file", [entry(number, size) for number, size in enumerate(sizes)])
     assert " ".join(seen) == events
     assert (peak, alive) == (most, 0)
     assert (tmp_path / "file").read_bytes().endswith(b"".join(bytes([n]) * size for n, size in enumerate(sizes)))

@@ -87,7 +87,22 @@ def join(place: Place, deadline: float = MEETING) -> None:
             refuse_taken(place.coordinator)
             # On a machine's own address it listens at all of them: which one others see it by is not known here.
             host, _, port = place.coordinator.rpartition(":")
-            _serve(place.coordinator if is_loopback(host) else f"[::]:{port}", place.processes, silence)
+            address = place.coordinator if is_loopback(host) else f"[::]:{port}"
+            # It outlives this process by some seconds of silence, and says nothing of processes that end: others do.
+            words = [sys.executable, "-m", "tunix.distributed.coordinator", address, str(place.processes)]
+            environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+            service = subprocess.Popen(
+                [*words, str(silence), str(silence)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,  # ctrl-c in the terminal is for the processes of the run
+                env=environment,
+            )
+            assert service.stdout is not None
+            if service.stdout.readline().strip() != "ready":
+                raise OSError(f"nothing can listen at {address}: another process does, or it is not this machine's")
+            _services.append(service)
         # As `jax.distributed.initialize` does, but for the coordinator, which it would put into process 0.
         client = _jax.get_distributed_runtime_client(
             place.coordinator,
@@ -117,24 +132,6 @@ def join(place: Place, deadline: float = MEETING) -> None:
         raise UserError(f"{who}: {message}") from error
     state.coordinator_address, state.client = place.coordinator, client
     state.process_id, state.num_processes = place.process, place.processes
-
-
-def _serve(address: str, processes: int, silence: int) -> None:
-    """Starts the coordinator, which outlives this process by some seconds of `silence`.
-
-    Raises:
-        OSError: nothing can listen at its address.
-    """
-    words = [sys.executable, "-m", "tunix.distributed.coordinator", address, str(processes), *[str(silence)] * 2]
-    # It says nothing of processes that end: the others do.
-    environment, pipe = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}, subprocess.PIPE
-    # In a session of its own: ctrl-c in the terminal is for the processes of the run.
-    service = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, start_new_session=True, env=environment)
-    assert service.stdin is not None
-    assert service.stdout is not None
-    if service.stdout.readline().strip() != "ready":
-        raise OSError(f"nothing can listen at {address}: another process does, or it is not this machine's")
-    _services.append(service)
 
 
 _services: list[subprocess.Popen[str]] = []

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -288,26 +287,6 @@ def check_tensors(
         )
 
 
-def write_tensors(file: Path, entries: Sequence[Entry]) -> None:
-    """Writes one safetensors file; each tensor is written and freed in turn, and the next ones are sent meanwhile."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for entry in entries:
-        header[entry.key] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [end, end + entry.size]}
-        end += entry.size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    limit = limit_of(entry.size for entry in entries)
-    with open(file, "wb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
-        for entry, arriving in ahead(entries, lambda entry: entry.size, lambda entry: [entry.send()], limit):
-            # Taken out of the list, so that it is freed before the next ones are sent.
-            array = np.ascontiguousarray(arriving.pop()())
-            assert (array.shape, array.dtype) == (entry.shape, np.dtype(WRITTEN[entry.dtype])), (entry, array.dtype)
-            out.write(array.reshape(-1).view(np.uint8).data)
-            del array
-
-
 def some(names: Sequence[str], most: int = 3) -> str:
     """The first few names and how many more: `a, b, c and 4 more`."""
     rest = len(names) - most
@@ -368,16 +347,26 @@ def write_shards(folder: SharedFolder, entries: Sequence[Entry]) -> None:
 
 
 def write_share(folder: SharedFolder, number: int, name: str, entries: Sequence[Entry]) -> None:
-    """Writes a file where its number is this process's; else sends its tensors, which are gathered by all together."""
+    """Writes a safetensors file where its number is this process's; else sends its tensors, which are gathered by all
+    together. Each tensor is written and freed in turn, and the next ones are sent meanwhile."""
     left = deque(entries)
-
-    def send(entry: Entry) -> Sent:
-        left.popleft()
-        return entry.send()
-
     if folder.writes(number):
-        with folder.in_step():
-            write_tensors(folder.path / name, [replace(entry, send=partial(send, entry)) for entry in entries])
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for entry in entries:
+            header[entry.key] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [end, end + entry.size]}
+            end += entry.size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        limit = limit_of(entry.size for entry in entries)
+        with folder.in_step(), open(folder.path / name, "wb") as out:
+            out.write(struct.pack("<Q", len(text)) + text)
+            for entry, arriving in ahead(entries, lambda x: x.size, lambda _: [left.popleft().send()], limit):
+                # Taken out of the list, so that it is freed before the next ones are sent.
+                array = np.ascontiguousarray(arriving.pop()())
+                assert (array.shape, array.dtype) == (entry.shape, np.dtype(WRITTEN[entry.dtype])), (entry, array.dtype)
+                out.write(array.reshape(-1).view(np.uint8).data)
+                del array
     # All of them, or those that were not sent when the disk refused: each is a program of all processes.
     for entry in left:
         entry.send()()

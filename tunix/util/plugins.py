@@ -59,7 +59,17 @@ def load_object(reference: str) -> Any:
     before = _NEIGHBOURS.importing
     try:
         if place.endswith(".py"):
-            module = _file_module(Path(place).resolve())
+            # The same object until the file changes, so that classes stay equal between loads; and the one that a
+            # neighbour has imported by its plain name, if one has.
+            path = Path(place).resolve()
+            _NEIGHBOURS.add(path.parent)
+            if (module := _NEIGHBOURS.loaded(path)) is None:
+                unique = f"tunix_user_{path.stem}_{abs(hash((path, path.stat().st_mtime_ns)))}"
+                loader = _Shared(unique, path)
+                spec = importlib.util.spec_from_file_location(unique, path, loader=loader)
+                assert spec is not None
+                module = sys.modules[unique] = importlib.util.module_from_spec(spec)
+                loader.exec_module(module)
         else:  # of the current folder where Python finds none
             _NEIGHBOURS.importing = place.partition(".")[0]
             module = importlib.import_module(place)
@@ -134,21 +144,6 @@ def _shown(file: str) -> str:
     """A file's path from the current folder where it is in there, else its name."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
-
-
-def _file_module(path: Path) -> ModuleType:
-    """A file imported as a module: the same object until the file changes, so that classes stay equal between loads,
-    and the one that a neighbour has imported by its plain name, if one has."""
-    _NEIGHBOURS.add(path.parent)
-    if (module := _NEIGHBOURS.loaded(path)) is not None:
-        return module
-    name = f"tunix_user_{path.stem}_{abs(hash((path, path.stat().st_mtime_ns)))}"
-    loader = _Shared(name, path)
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    assert spec is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
 
 
 def _refuse_namesakes(path: Path) -> None:
