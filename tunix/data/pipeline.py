@@ -136,7 +136,6 @@ class Divided:
         self._examples = examples
         self._name, self._restarts = name, 0
         self._window, self._rendered = -1, list[Kept | Dropped | UserError]()
-        self._posted = ""
         self._stopped = threading.Event()
 
     def __len__(self) -> int:
@@ -158,11 +157,8 @@ class Divided:
                     share.append(self._examples[each])
                 except UserError as error:  # all processes raise it when they come to this row
                     share.append(error)
-            key = f"{self._name}/{self._restarts}/{window}"
-            sent = processes.allgathered_once(key, encoded(share), stopped=self._stopped)
-            if self._posted:  # whoever has come to this window has read the one before
-                processes.forget(self._posted)
-            self._posted = key
+            with processes.scope(f"{self._name}/{self._restarts}", self._stopped):
+                sent = processes.allgathered("window", encoded(share))
             shares = list(map(decoded, sent))
             self._rendered = [shares[i % len(shares)][i // len(shares)] for i in range(len(places))]
             self._window = window
@@ -488,7 +484,7 @@ class Batches(Stream[Packed]):
         super().__init__(examples, groups, _PREFETCHED_BATCHES)
 
 
-class Prompts(Stream[tuple[Kept, Accounting]]):
+class Prompts(Stream[tuple[list[Kept], Accounting]]):
     """A stream of prompts, in the same seeded, resumable order as `Batches`."""
 
     def __init__(
@@ -497,9 +493,7 @@ class Prompts(Stream[tuple[Kept, Accounting]]):
         """Sets up the stream with the arguments of `Batches`; of `RowKind.ROW` an environment makes the prompts. A
         curriculum passes some over, or sorts them."""
         # Prompts are short, and all processes need all of them soon: each renders them itself.
-        groups = shuffled(
-            examples, 1, seed, epochs, lambda group, accounting: (group[0], accounting), curriculum=curriculum
-        )
+        groups = shuffled(examples, 1, seed, epochs, curriculum=curriculum)
         super().__init__(examples, groups, _PREFETCHED_PROMPTS)
         self.curriculum = curriculum
         self.accounting = Accounting()
@@ -509,7 +503,7 @@ class Prompts(Stream[tuple[Kept, Accounting]]):
         """The next `number` prompts; fewer where the last epoch is exhausted."""
         prompts: list[Prompt] = []
         while len(prompts) < number and (item := next(self, None)) is not None:
-            kept, self.accounting = item
+            (kept,), self.accounting = item
             if self.curriculum is None or self.curriculum.takes(kept, self.accounting.rows):
                 prompts.append(prompt_of(kept))
         return prompts

@@ -91,10 +91,11 @@ def allgathered(name: str, value: bytes, deadline: float = PATIENCE) -> list[byt
         return [value]
     name = _scope.name + name
     turn = turn_of(name)
-    values = allgathered_once(f"{name}/{turn}", value, deadline, _scope.stopped)
+    store().key_value_set_bytes(f"tunix/{name}/{turn}/{index()}", value, allow_overwrite=True)
+    values = [value if i == index() else _received(f"{name}/{turn}", i, deadline) for i in range(number())]
     if turn:
         # All have come to this turn, so that all have read the one before.
-        forget(f"{name}/{turn - 1}")
+        store().key_value_delete(f"tunix/{name}/{turn - 1}/{index()}")
     return values
 
 
@@ -126,24 +127,6 @@ def spread(name: str, event: threading.Event) -> None:
 def turn_of(name: str) -> int:
     """How often this process has exchanged something of a name before."""
     return next(_calls.setdefault(name, itertools.count()))
-
-
-def allgathered_once(
-    key: str, value: bytes, deadline: float = PATIENCE, stopped: threading.Event | None = None
-) -> list[bytes]:
-    """As `allgathered`, under a key that is used once; what was handed out stays until it is forgotten.
-
-    Raises:
-        UserError: a process gave nothing in time.
-        Stopped: the event happened.
-    """
-    store().key_value_set_bytes(_key(key, index()), value, allow_overwrite=True)
-    return [value if i == index() else _received(key, i, deadline, stopped) for i in range(number())]
-
-
-def forget(key: str) -> None:
-    """Deletes what this process has `allgathered_once` under a key, which all have received."""
-    store().key_value_delete(_key(key, index()))
 
 
 def all_done(name: str, act: Callable[[], bytes]) -> list[bytes]:
@@ -183,21 +166,18 @@ def barrier(name: str) -> None:
     allgathered(f"meet/{name}", b"")
 
 
-def _received(key: str, sender: int, deadline: float, stopped: threading.Event | None) -> bytes:
+def _received(key: str, sender: int, deadline: float) -> bytes:
     started = time.monotonic()
     while True:
         left = deadline - (time.monotonic() - started)
         try:
-            return store().blocking_key_value_get_bytes(_key(key, sender), int(1000 * max(min(left, SLICE), 0.1)))
+            milliseconds = int(1000 * max(min(left, SLICE), 0.1))
+            return store().blocking_key_value_get_bytes(f"tunix/{key}/{sender}", milliseconds)
         except jax.errors.JaxRuntimeError as error:
-            if stopped is not None and stopped.is_set():
+            if _scope.stopped is not None and _scope.stopped.is_set():
                 raise Stopped from error
             if "DEADLINE_EXCEEDED" not in str(error) or left <= SLICE:
                 raise UserError(f"process {sender} did not answer ({key}, {first_line(error)})") from error
-
-
-def _key(key: str, sender: int) -> str:
-    return f"tunix/{key}/{sender}"
 
 
 def store() -> Any:
