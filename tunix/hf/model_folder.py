@@ -36,7 +36,7 @@ from tunix.errors import UserError
 from tunix.hf.packed_weights import VALUES, split_experts, stack_experts, unpacked
 from tunix.hf.picture_settings import write_settings
 from tunix.hf.safetensors_io import Entry, Stored, check_tensors, local_copy, some, tensors_of_folder, write_shards
-from tunix.hf.tensor_transfer import Place, entry_of, load, packed_entries, places_of
+from tunix.hf.tensor_transfer import entry_of, load, packed_entries, places_of
 from tunix.models.config import MTP, DecoderConfig, Stops, is_adapter, is_own
 from tunix.models.families.base import SCORE
 from tunix.models.families.table import FAMILIES, read_json, tensors_of, to_hf
@@ -346,20 +346,18 @@ def save_folder(
         # In the order of the model: embedding, layer by layer, norm, head.
         table, packed_by_name = tensors_of(config), {f"layers/{ours}/w": pack for ours, pack in packing.items()}
         ends = sorted((name for name in params if not table[name].layered), reverse=True)
-        tensors: list[tuple[float, str, str, Place]] = []
+        by_layer: list[tuple[float, Entry]] = []
         for name in (*(name for name in params if table[name].layered), *ends):
-            layers = config.layers_with(table[name].mixer)
-            for key, place in places_of(config, table[name], params[name].shape).items():
-                number = layers[place[0]] if place else -1 if name == "embed/w" else math.inf
-                tensors.append((number, name, key, place))
-        entries: list[Entry] = []
-        for _, name, key, place in sorted(tensors, key=itemgetter(0)):
-            tensor, array = table[name], params[name]
-            if name in packed_by_name:
-                module, pack = key.removesuffix(VALUES), packed_by_name[name]
-                entries.extend(packed_entries(module, array, place, tensor.outputs_first, pack))
-            else:
-                entries.append(entry_of(key, array, place, tensor, dtype or str(array.dtype)))
+            tensor, array, layers = table[name], params[name], config.layers_with(table[name].mixer)
+            for key, place in places_of(config, tensor, array.shape).items():
+                layer = layers[place[0]] if place else -1 if name == "embed/w" else math.inf
+                if name in packed_by_name:
+                    module, pack = key.removesuffix(VALUES), packed_by_name[name]
+                    parts = packed_entries(module, array, place, tensor.outputs_first, pack)
+                else:
+                    parts = (entry_of(key, array, place, tensor, dtype or str(array.dtype)),)
+                by_layer.extend((layer, part) for part in parts)
+        entries = [entry for _, entry in sorted(by_layer, key=itemgetter(0))]
         if config.vision is not None and family.vision is not None:
             # A multimodal export keeps the names of the folder that the weights were loaded from.
             keys, written = () if base is None else tensors_of_folder(base), family.vision.written

@@ -26,6 +26,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from tunix.distributed.shared_folder import shared_folder
 from tunix.errors import UserError
 from tunix.hf.model_folder import CARD, copy_tokenizer, named_tensors, rename, reward_model, write_generation_config
 from tunix.hf.safetensors_io import DTYPES, Entry, check_tensors, some, tensors_of_file, write_share
-from tunix.hf.tensor_transfer import entry_of
+from tunix.hf.tensor_transfer import entry_of, places_of
 from tunix.lora.adapt import plain_pairs, quantization
 from tunix.lora.config import TABLES, AdapterConfig, Table
 from tunix.models.config import DecoderConfig
@@ -343,23 +344,16 @@ def save_adapter(
         UserError: something is at `path`, or the disk refuses.
     """
     parts, pairs = _parts(adapter, config, scores), plain_pairs(dict(params))
-    entries: list[Entry] = []
-
-    def add(name: str, tensor: Tensor, layer: int | None) -> None:
-        place = () if layer is None else (config.layers_with(tensor.mixer).index(layer),)
-        key = tensor.key(layer)
-        key = PREFIX + (key if config.vision is None else re.sub(r"^model\.", LANGUAGE, key))
-        entries.append(entry_of(key, pairs[name], place, tensor, str(pairs[name].dtype)))
-
-    for name, (tensor, _) in parts.items():
-        if not tensor.layered:
-            add(name, tensor, None)
-        if name == "embed/w" and config.tied and not scores:  # PEFT looks for both ends of a tied table
-            add(name, FAMILIES[config.family].tensors["head/w"], None)
-    for layer in range(config.num_layers):
-        for name, (tensor, _) in parts.items():
-            if tensor.layered and layer in config.layers_with(tensor.mixer):
-                add(name, tensor, layer)
+    tensors = [(name, tensor) for name, (tensor, _) in parts.items()]
+    if "embed/w" in parts and config.tied and not scores:  # PEFT looks for both ends of a tied table
+        tensors.append(("embed/w", FAMILIES[config.family].tensors["head/w"]))
+    by_layer: list[tuple[int, Entry]] = []
+    for name, tensor in tensors:
+        for key, place in places_of(config, tensor, pairs[name].shape).items():
+            key = PREFIX + (key if config.vision is None else re.sub(r"^model\.", LANGUAGE, key))
+            layer = config.layers_with(tensor.mixer)[place[0]] if place else -1
+            by_layer.append((layer, entry_of(key, pairs[name], place, tensor, str(pairs[name].dtype))))
+    entries = [entry for _, entry in sorted(by_layer, key=itemgetter(0))]  # tables, then layer by layer
     targeted = adapter.targeted_in(config)
     # PiSSA is written as the equivalent plain adapter of twice the rank, with alphas that keep its scale.
     wider = 2 if adapter.start == "pissa" else 1
@@ -437,8 +431,7 @@ def load_adapter(
     if lm_head and scores:
         raise reward_model(folder)
     parts = _parts(adapter, config, scores)
-    layers = {name: config.layers_with(x.mixer) if x.layered else (None,) for name, (x, _) in parts.items()}
-    keys = {name: [tensor.key(layer) for layer in layers[name]] for name, (tensor, _) in parts.items()}
+    keys = {name: list(places_of(config, tensor, shape)) for name, (tensor, shape) in parts.items()}
     wanted = {key: tensor.their_shape(shape) for name, (tensor, shape) in parts.items() for key in keys[name]}
     embed, head = family.tensors["embed/w"].name, family.tensors["head/w"].name
     if config.tied and adapter.also and head in stored:
