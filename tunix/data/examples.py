@@ -3,7 +3,7 @@ r"""Turns each row into one example: a sequence, a pair of sequences, or a reaso
 The shapes: `messages`; `prompt` and `completion` (strings, or lists of messages); `text`; and `input_ids` with
 `labels`, `loss_mask` or `loss_weights`, to which nothing is added. Pairs have `chosen` and `rejected`, labelled
 completions a `label`, and both may be given as ids too. Where the policy samples the completions (`RowKind.PROMPT`)
-only the prompt of a row is read. `shapes.rendering` derives the shape from a row; `render_row` and `render_pair` make
+only the prompt of a row is read. `shapes.rendering` derives the shape from a row; `render_rows` and `render_pair` make
 tokens and a mask of trained tokens of it; `to_example` cuts or refuses what is too long; and `Accounting` counts: kept
 plus dropped is the number of rows. `Examples` are the rows of a recipe by number: what batches, prompts, evaluations
 and `tunix inspect` are made of.
@@ -544,75 +544,64 @@ def render_rows(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> t
         UserError: a missing or malformed column; or turns are to be trained together that the template does not show
             together as it showed each when it was the last.
     """
-    data = settings.data
+    data, shape, part = settings.data, settings.format, settings.turns
     messages, before = list[dict[str, Any]](), 0
-    part = settings.turns
-    if part and settings.format == "messages":
+    if part and shape == "messages":
         messages = as_messages(column(row, "messages", data.columns))
-    elif part and settings.format == "prompt_completion":
+    elif part and shape == "prompt_completion":
         prompt, completion = (column(row, name, data.columns) for name in ("prompt", "completion"))
         if not (isinstance(prompt, str) or isinstance(completion, str)):
             messages, before = [*as_messages(prompt), *as_messages(completion)], len(prompt)
     turns = [k for k, message in enumerate(messages) if k >= before and message["role"] == "assistant"]
-    if not turns:
-        return (render_row(row, tokenizer, settings),)
-    assert tokenizer is not None
-    # Each turn as the end of a conversation; only those that are trained are.
-    shown = {
-        k: render_chat(messages[: k + 1], tokenizer, trained_from=k, **template_variables(row, data)) for k in turns
-    }
-    if part == "last":
-        return (shown[turns[-1]],)
-    if part == "each":
-        return tuple(turn for turn in shown.values() if turn.mask.any()) or (shown[turns[-1]],)
-    whole = render_chat(messages, tokenizer, trained_from=before, **template_variables(row, data))
-    for k, turn in shown.items():
-        end = int(np.flatnonzero(turn.mask)[-1]) + 1 if turn.mask.any() else 0
-        if not np.array_equal(turn.tokens[:end], whole.tokens[:end]):
-            raise UserError(
-                f"message {k + 1} (assistant): the chat template shows this turn, or what comes before it, in another "
-                "way when the conversation goes on, so that not all turns can be trained together: set data.turns to "
-                "each or last"
-            )
-    return (whole,)
-
-
-def render_row(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> Rendered:
-    """Tokens and mask of a row that becomes one sequence.
-
-    Raises:
-        UserError: a missing or malformed column.
-    """
-    if settings.train_on == RowKind.PROMPT:  # ids, a string, or a chat up to the start of the assistant's turn
-        if settings.format == "tokens":
-            return joined(given_ids(row, ("prompt_ids",), tokenizer, settings)[0], [])
+    if turns:
         assert tokenizer is not None
-        prompt = column(row, "messages" if settings.format == "messages" else "prompt", settings.data.columns)
-        if isinstance(prompt, str) and not settings.data.chat:
-            return joined(tokenizer.encode(prompt, bos=tokenizer.adds_bos), [])
-        messages = as_chat("user", prompt, settings.data) if isinstance(prompt, str) else asked(as_messages(prompt))
-        return render_prompt(messages, tokenizer, **template_variables(row, settings.data))
+        variables = template_variables(row, data)
+        # Each turn as the end of a conversation; only those that are trained are.
+        shown = {k: render_chat(messages[: k + 1], tokenizer, trained_from=k, **variables) for k in turns}
+        if part == "last":
+            return (shown[turns[-1]],)
+        if part == "each":
+            return tuple(turn for turn in shown.values() if turn.mask.any()) or (shown[turns[-1]],)
+        whole = render_chat(messages, tokenizer, trained_from=before, **variables)
+        for k, turn in shown.items():
+            end = int(np.flatnonzero(turn.mask)[-1]) + 1 if turn.mask.any() else 0
+            if not np.array_equal(turn.tokens[:end], whole.tokens[:end]):
+                raise UserError(
+                    f"message {k + 1} (assistant): the chat template shows this turn, or what comes before it, in "
+                    "another way when the conversation goes on, so that not all turns can be trained together: set "
+                    "data.turns to each or last"
+                )
+        return (whole,)
+    if settings.train_on == RowKind.PROMPT:  # ids, a string, or a chat up to the start of the assistant's turn
+        if shape == "tokens":
+            return (joined(given_ids(row, ("prompt_ids",), tokenizer, settings)[0], []),)
+        assert tokenizer is not None
+        prompt = column(row, "messages" if shape == "messages" else "prompt", data.columns)
+        if isinstance(prompt, str) and not data.chat:
+            return (joined(tokenizer.encode(prompt, bos=tokenizer.adds_bos), []),)
+        messages = as_chat("user", prompt, data) if isinstance(prompt, str) else asked(as_messages(prompt))
+        return (render_prompt(messages, tokenizer, **template_variables(row, data)),)
     unread = settings.train_on == RowKind.COMPLETION and LOSS_WEIGHTS not in settings.fixed
     if unread and _read(row, LOSS_WEIGHTS, settings) is not None:
         raise UserError(
             "it has loss_weights, which the first row has not, or not as input_ids: give them to all or none"
         )
-    if settings.format == "tokens" and settings.train_on == RowKind.LABELS:
+    if shape == "tokens" and settings.train_on == RowKind.LABELS:
         rendered = joined(*given_ids(row, ("prompt_ids", "completion_ids"), tokenizer, settings))
-    elif settings.format == "tokens":
+    elif shape == "tokens":
         rendered = given_tokens(row, tokenizer, settings)
     else:
         assert tokenizer is not None
-        if settings.format == "messages":
-            messages = as_messages(column(row, "messages", settings.data.columns))
-            rendered = render_chat(messages, tokenizer, **template_variables(row, settings.data))
-        elif settings.format == "prompt_completion":
-            prompt, completion = (column(row, name, settings.data.columns) for name in ("prompt", "completion"))
-            rendered = render_completion(prompt, completion, row, tokenizer, settings.data)
+        if shape == "messages":
+            messages = as_messages(column(row, "messages", data.columns))
+            rendered = render_chat(messages, tokenizer, **template_variables(row, data))
+        elif shape == "prompt_completion":
+            prompt, completion = (column(row, name, data.columns) for name in ("prompt", "completion"))
+            rendered = render_completion(prompt, completion, row, tokenizer, data)
         else:
-            text = as_string(column(row, "text", settings.data.columns), "text")
+            text = as_string(column(row, "text", data.columns), "text")
             rendered = joined([], tokenizer.ended(tokenizer.encode(text, bos=tokenizer.adds_bos)))
-    return replace(rendered, mask=np.ones_like(rendered.mask)) if settings.train_on == RowKind.ALL else rendered
+    return (replace(rendered, mask=np.ones_like(rendered.mask)) if settings.train_on == RowKind.ALL else rendered,)
 
 
 def prompt_messages(row: Row) -> list[dict[str, Any]] | None:

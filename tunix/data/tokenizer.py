@@ -369,7 +369,24 @@ def load_tokenizer(folder_or_id: str | Path) -> Tokenizer | None:
             # AutoTokenizer would choose a class by the type of model, and some classes replace what tokenizer.json
             # says: that of qwen2 puts its own splitter of words into every tokenizer.
             hf = transformers.PreTrainedTokenizerFast.from_pretrained(source)
-            _name_special_tokens(hf, source)
+            settings = _settings(source, "tokenizer_config.json")
+            named = settings.keys() | _settings(source, "special_tokens_map.json").keys()
+            if silent := [name for name in ("bos_token", "eos_token", "pad_token") if name not in named]:
+                # They are named as the class of the folder's tokenizer does.
+                from transformers.models.auto.tokenization_auto import (
+                    TOKENIZER_MAPPING_NAMES,
+                    tokenizer_class_from_name,
+                )
+
+                config = _settings(source, "config.json")
+                kind = settings.get("tokenizer_class") or config.get("tokenizer_class")
+                kind = kind or TOKENIZER_MAPPING_NAMES.get(config.get("model_type"))
+                cls = None if kind is None else tokenizer_class_from_name(kind.removesuffix("Fast"))
+                defaults = {} if cls is None else inspect.signature(cls.__init__).parameters
+                for name in silent:
+                    token = defaults[name].default if name in defaults else None
+                    if isinstance(token, str) and hf.backend_tokenizer.token_to_id(token) is not None:
+                        setattr(hf, name, token)
         hf.encode("a")  # which reads settings of a wrong type
     except Exception as error:  # the Rust library raises bare Exceptions for a broken tokenizer.json
         reason = str(error).strip().split("\n")[0]
@@ -388,42 +405,17 @@ def load_tokenizer(folder_or_id: str | Path) -> Tokenizer | None:
     return Tokenizer(hf)
 
 
-def _name_special_tokens(hf: PreTrainedTokenizerFast, source: str) -> None:
-    """Names BOS, EOS and PAD where the folder's settings do not speak of them: as the class of its tokenizer does."""
-    settings = _settings(source, "tokenizer_config.json")
-    named = settings.keys() | _settings(source, "special_tokens_map.json").keys()
-    silent = [name for name in ("bos_token", "eos_token", "pad_token") if name not in named]
-    if len(silent) == 0:
-        return
-    config = _settings(source, "config.json")
-    kind = settings.get("tokenizer_class") or config.get("tokenizer_class")
-    if kind is None and "model_type" not in config:
-        return
-    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
-
-    kind = kind or TOKENIZER_MAPPING_NAMES.get(config["model_type"])
-    cls = None if kind is None else tokenizer_class_from_name(kind.removesuffix("Fast"))
-    defaults = {} if cls is None else inspect.signature(cls.__init__).parameters
-    for name in silent:
-        token = defaults[name].default if name in defaults else None
-        if isinstance(token, str) and hf.backend_tokenizer.token_to_id(token) is not None:
-            setattr(hf, name, token)
-
-
-def _file(source: str, name: str) -> Path | None:
-    """A file of a folder or of a model on the hub; None where it has none."""
+def _file(source: str, name: str) -> str | None:
+    """The path of a file of a folder or of a model on the hub; None where it has none."""
     from transformers.utils.hub import cached_file
 
-    if Path(source).is_dir():
-        return Path(source) / name if (Path(source) / name).is_file() else None
-    path = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-    return None if path is None else Path(path)
+    return cached_file(source, name, _raise_exceptions_for_missing_entries=False)
 
 
 def _settings(source: str, name: str) -> dict[str, Any]:
     """The content of a JSON file of a folder or of a model on the hub; empty where it has none."""
     path = _file(source, name)
-    settings = {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+    settings = {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
     if not isinstance(settings, dict):
         raise ValueError(f"it holds {type(settings).__name__}, and has to be an object")
     return settings
