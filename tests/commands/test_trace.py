@@ -9,7 +9,7 @@ import pytest
 from tunix.cli import main
 from tunix.commands.trace import trace
 from tunix.errors import UserError
-from tunix.util.atomic_io import PACKED, append_bounded
+from tunix.util.atomic_io import PACKED, append_rows
 
 STEPS = [
     {"step": 1, "spans": [["rollout", "MainThread", 100.0, 101.0], ["update", "MainThread", 101.0, 101.5]]},
@@ -72,7 +72,7 @@ def test_trajectories_of_recorded_samples(tmp_path: Path, capsys: pytest.Capture
         {"step": 3, "task": "a/b", "prompt": "p", "completion": "q"},
     ]
     for row in rows:
-        append_bounded(folder / PACKED, [row], 10**9)
+        append_rows(folder / PACKED, [row], 10**9)
     assert main(["export", str(folder), str(tmp_path / "out"), "--format", "atif"]) == 0
     files = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").iterdir()}
     assert files.keys() == {"3-1-0", "3-1-1", "0-0", "3-a_b-0"}

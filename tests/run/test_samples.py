@@ -17,7 +17,7 @@ from tunix.errors import UserError
 from tunix.run.evaluation import Samples
 from tunix.trainer.config import SamplesConfig
 from tunix.trainer.progress import Display
-from tunix.util.atomic_io import PACKED, SAMPLES, append_bounded, complete_lines, forget_after, read_rows
+from tunix.util.atomic_io import PACKED, SAMPLES, append_rows, complete_lines, forget_after, read_rows
 
 
 def recorded(folder: Path, config: SamplesConfig, steps: range) -> list[tuple[int, int]]:
@@ -89,10 +89,10 @@ def test_any_gzip_reads_it_and_a_kill_costs_one_step(tmp_path: Path):
     rows = [{"step": step, "text": f"é{step}\r\n" * 50_000} for step in range(3)]  # more than is read at a time
     ends = []
     for row in rows:
-        assert append_bounded(path, [row], 10**9)
+        assert append_rows(path, [row], 10**9)
         ends.append(path.stat().st_size)
     assert [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()] == rows
-    assert not append_bounded(path, rows[:1], ends[2] + 100)
+    assert not append_rows(path, rows[:1], ends[2] + 100)
     assert path.stat().st_size == ends[2]
     assert [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()] == rows
     content = path.read_bytes()
@@ -112,7 +112,7 @@ def test_the_report_reads_both_kinds_of_files(tmp_path: Path):
     new = write_run(tmp_path / "new")
     (new / "samples.jsonl").unlink()
     for step in range(1, 11):
-        append_bounded(new / PACKED, [sample(step, 0, j) for j in range(4)], 10**9)
+        append_rows(new / PACKED, [sample(step, 0, j) for j in range(4)], 10**9)
     assert facts_of(new)["samples"] == facts_of(old)["samples"]
     assert len(facts_of(new)["samples"]) == 40
     (new / PACKED).write_bytes(b"no gzip at all")
@@ -124,7 +124,7 @@ def test_of_long_files_the_report_reads_every_nth_step(name: str, tmp_path: Path
     run = write_run(tmp_path / "run")
     (run / SAMPLES).unlink()
     for step in range(1, 11):
-        append_bounded(run / name, [sample(step, 0, 0)], 10**9)
+        append_rows(run / name, [sample(step, 0, 0)], 10**9)
     size = (run / name).stat().st_size * (4 if name == PACKED else 1)
     monkeypatch.setitem(report.READ, SAMPLES, size / 1.5)
     facts = facts_of(run)

@@ -20,7 +20,7 @@ from tunix.trainer.config import LoggingConfig
 from tunix.trainer.metrics import require_trackers
 from tunix.trainer.progress import Display
 from tunix.trainer.trackers import MLflow, TensorBoard, Tracker, Trackio, Wandb
-from tunix.util.atomic_io import PACKED, SAMPLES, append_bounded, append_rows, forget_after
+from tunix.util.atomic_io import PACKED, SAMPLES, append_rows, forget_after
 
 
 class Said(Display):
@@ -56,7 +56,7 @@ class Fake:
 
 def write(folder: Path, step: int, *, metrics: bool = True) -> None:
     """What a run writes of a step: two samples, then its metrics, one of which is no number."""
-    append_bounded(
+    append_rows(
         folder / (SAMPLES if step % 2 else PACKED),
         [{"step": step, "completion": f"{step} {i}"} for i in range(2)],
         10**9,
@@ -213,7 +213,7 @@ class Picky(Fake):
 
 
 def write_more(folder: Path, step: int) -> None:
-    append_bounded(folder / SAMPLES, [{"step": step, "completion": f"{step} {i}"} for i in range(2)], 10**9)
+    append_rows(folder / SAMPLES, [{"step": step, "completion": f"{step} {i}"} for i in range(2)], 10**9)
     append_rows(folder / "metrics.jsonl", [{"step": step, "loss": 1 / step, "odd": 7.0}])
 
 

@@ -380,7 +380,7 @@ def load_tokenizer(folder_or_id: str | Path) -> Tokenizer | None:
 
                 config = _settings(source, "config.json")
                 kind = settings.get("tokenizer_class") or config.get("tokenizer_class")
-                kind = kind or TOKENIZER_MAPPING_NAMES.get(config.get("model_type"))
+                kind = kind or TOKENIZER_MAPPING_NAMES.get(config.get("model_type", ""))
                 cls = None if kind is None else tokenizer_class_from_name(kind.removesuffix("Fast"))
                 defaults = {} if cls is None else inspect.signature(cls.__init__).parameters
                 for name in silent:

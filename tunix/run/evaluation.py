@@ -32,7 +32,7 @@ from tunix.run.estimates import mean_of, means_of, passes
 from tunix.trainer.config import SamplesConfig
 from tunix.trainer.progress import Display
 from tunix.types import Batch, Request
-from tunix.util.atomic_io import PACKED, SAMPLES, append_bounded
+from tunix.util.atomic_io import PACKED, SAMPLES, append_rows
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class Samples:
                     # After another token, where a tokenizer keeps the space before it.
                     self.texts[i] = tokenizer.decode([i], previous=[i]) or tokenizer.decode([i])
                 sample["per_token"] = {**sample["per_token"], "tokens": [self.texts[i] for i in ids]}
-        if listed and not append_bounded(self.path, listed, int(self.config.megabytes * 1e6)) and not self._full:
+        if listed and not append_rows(self.path, listed, int(self.config.megabytes * 1e6)) and not self._full:
             self._full = True
             self.display.say(
                 f"step {step}: {self.path.name} has reached logging.samples.megabytes, {self.config.megabytes:g}: a "

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from tunix.distributed import processes
 from tunix.errors import UserError
-from tunix.util.atomic_io import append_text
+from tunix.util.atomic_io import append
 
 LEVELS = "▁▂▃▄▅▆▇█"
 LINES_EVERY = 10.0
@@ -200,7 +200,7 @@ class Display:
     def _record(self, text: str) -> None:
         if self._log is not None:
             now = time.strftime("%Y-%m-%d %H:%M:%S")
-            append_text(self._log, "".join(f"{now}  {line}\n" for line in text.splitlines()))
+            append(self._log, "".join(f"{now}  {line}\n" for line in text.splitlines()).encode())
 
     def _line(self) -> Text:
         """The live line at the present width of the terminal."""

@@ -9,6 +9,7 @@ lines, most of them a JSON object each, plain or as members of a gzip file: read
 import errno
 import gzip
 import json
+import math
 import os
 import re
 import secrets
@@ -250,35 +251,21 @@ def _row(line: bytes, keys: Iterable[str]) -> dict[str, Any]:
     return row
 
 
-def append_bounded(path: Path, rows: Iterable[Mapping[str, Any]], limit: int) -> bool:
-    """Appends rows of one step, to a `.gz` as a member, where the file then has at most `limit` bytes; returns whether
-    it has them. Errors as of `append_text`."""
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]], limit: float = math.inf) -> bool:
+    """Appends rows, to a `.gz` those of one step as a member, as `append` does."""
     written = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    if path.suffix == ".gz":
-        written = gzip.compress(written, 6, mtime=0)
-    with _appending(path) as file:
-        fits = file.tell() + len(written) <= limit
-        if fits:
-            file.write(written)
-    return fits
+    return append(path, gzip.compress(written, 6, mtime=0) if path.suffix == ".gz" else written, limit)
 
 
-def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Appends rows as `append_text` does, so that a killed process loses none."""
-    append_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def append_text(path: Path, text: str) -> None:
-    """Appends whole lines and closes the file; raises UserError where it cannot be written."""
-    with _appending(path) as file:
-        file.write(text.encode())
-
-
-@contextmanager
-def _appending(path: Path) -> Iterator[IO[bytes]]:
+def append(path: Path, content: bytes, limit: float = math.inf) -> bool:
+    """Appends whole lines where the file then has at most `limit` bytes, and closes it, so that a killed process loses
+    none; returns whether it has them. Raises UserError where it cannot be written."""
     try:
         with open(path, "ab", opener=lambda name, flags: os.open(name, flags | SAFELY, 0o666)) as file:
-            yield file
+            fits = file.tell() + len(content) <= limit
+            if fits:
+                file.write(content)
+            return fits
     except OSError as error:
         remedy = ROOM if is_full(error) else "Move it away and run the same command"
         raise UserError(
