@@ -287,10 +287,10 @@ def check_tensors(
         )
 
 
-def some(names: Sequence[str], most: int = 3) -> str:
-    """The first few names and how many more: `a, b, c and 4 more`."""
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+def some(names: Sequence[str]) -> str:
+    """The first three names and how many more: `a, b, c and 4 more`."""
+    rest = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def read_range(file: Path, begin: int, into: memoryview) -> None:
