@@ -9,7 +9,6 @@ lines, most of them a JSON object each, plain or as members of a gzip file: read
 import errno
 import gzip
 import json
-import math
 import os
 import re
 import secrets
@@ -251,18 +250,18 @@ def _row(line: bytes, keys: Iterable[str]) -> dict[str, Any]:
     return row
 
 
-def append_rows(path: Path, rows: Iterable[Mapping[str, Any]], limit: float = math.inf) -> bool:
+def append_rows(path: Path, rows: Iterable[Mapping[str, Any]], limit: int | None = None) -> bool:
     """Appends rows, to a `.gz` those of one step as a member, as `append` does."""
     written = "".join(json.dumps(row) + "\n" for row in rows).encode()
     return append(path, gzip.compress(written, 6, mtime=0) if path.suffix == ".gz" else written, limit)
 
 
-def append(path: Path, content: bytes, limit: float = math.inf) -> bool:
+def append(path: Path, content: bytes, limit: int | None = None) -> bool:
     """Appends whole lines where the file then has at most `limit` bytes, and closes it, so that a killed process loses
     none; returns whether it has them. Raises UserError where it cannot be written."""
     try:
         with open(path, "ab", opener=lambda name, flags: os.open(name, flags | SAFELY, 0o666)) as file:
-            fits = file.tell() + len(content) <= limit
+            fits = limit is None or file.tell() + len(content) <= limit
             if fits:
                 file.write(content)
             return fits
