@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from tunix.errors import UserError
-from tunix.util.atomic_io import ROOM, write_lines_atomic
+from tunix.util.atomic_io import ROOM, write_text_atomic
 from tunix.util.yaml_io import shown
 
 DIGEST = "sha256:"
@@ -60,7 +60,7 @@ class ResumableOutput:
 
     def finish(self, lines: Iterable[str]) -> None:
         """Writes the output atomically and deletes the partial file."""
-        write_lines_atomic(self.out, lines)
+        write_text_atomic(self.out, lines)
         self.path.unlink()
 
 

@@ -30,7 +30,7 @@ from tunix.rollout.backlog import episode_of, saved_episode
 from tunix.rollout.collect import RolloutStep, RolloutStream
 from tunix.rollout.types import Pause, Scored
 from tunix.types import Completion, OnDone, Reply, Request, Usage
-from tunix.util.atomic_io import MOVE, append_rows, read_rows, reading, write_lines_atomic
+from tunix.util.atomic_io import MOVE, append_rows, read_rows, reading, write_text_atomic
 
 FILE = "replay.jsonl"
 """In the run folder."""
@@ -66,7 +66,7 @@ class Journal:
         first, *rows = read_rows(path) or [head]
         rows = rows if first == head else []
         # Written anew, without a last line that a kill cut short.
-        write_lines_atomic(path, (json.dumps(row) + "\n" for row in (head, *rows)))
+        write_text_atomic(path, (json.dumps(row) + "\n" for row in (head, *rows)))
         with reading(path, MOVE):
             for row in rows:
                 key = row["step"], row["call"]
@@ -84,7 +84,7 @@ class Journal:
         if gone:
             self.calls = {key: call for key, call in self.calls.items() if key[0] not in gone}
             rows = [row for row in read_rows(self._path) if row.get("step") not in gone]
-            write_lines_atomic(self._path, (json.dumps(row) + "\n" for row in rows))
+            write_text_atomic(self._path, (json.dumps(row) + "\n" for row in rows))
 
     def needs_before(self, learned: int) -> bool:
         """Whether a call that is still to be replayed wants weights of fewer steps."""

@@ -19,7 +19,7 @@ from tunix.trainer.config import MOST_SKIPS, LoggingConfig, OnNonfinite
 from tunix.trainer.metrics import Sink
 from tunix.trainer.perf import Compilations, Work, peak_memory, training_flops
 from tunix.trainer.progress import Display, evaluated
-from tunix.util.atomic_io import write_lines_atomic
+from tunix.util.atomic_io import write_text_atomic
 from tunix.util.chips import chip_named
 
 CHECKED = ("train/loss", "train/grad_norm", "critic/loss", "critic/grad_norm", "eval/loss")
@@ -217,7 +217,7 @@ class Recorder:
         room = self._folder is not None and (not skipped or len([*self._folder.glob("nonfinite-*")]) < MOST_SKIPS)
         if update is not None and self._folder is not None and room and update.batches:
             rows = (json.dumps({"step": step, **row}) + "\n" for row in sequences_of(update))
-            write_lines_atomic(self._folder / f"nonfinite-{step}.jsonl", rows)
+            write_text_atomic(self._folder / f"nonfinite-{step}.jsonl", rows)
             sequences = f" The step's sequences are in nonfinite-{step}.jsonl of the run folder."
         if skipped and wrong != "eval/loss":
             last, number = self.skipped

@@ -1,6 +1,6 @@
 """Atomic writes: a temporary sibling is written first and then renamed, so that a reader sees all of it or nothing.
 
-`atomic_folder` is for exports, `write_text_atomic`, `write_lines_atomic` and `replacing` are for single files.
+`atomic_folder` is for exports, `write_text_atomic` and `replacing` are for single files.
 A folder never replaces anything; on a failure the temporary is removed and the target is unchanged. `refuse_foreign`
 guards reading: a folder from elsewhere cannot name files outside of it. At the end are the files to which a run appends
 lines, most of them a JSON object each, plain or as members of a gzip file: read after a kill, cut back to a checkpoint.
@@ -82,15 +82,11 @@ def sync_folder(path: Path) -> None:
     sync(path)
 
 
-def write_text_atomic(path: Path, text: str) -> None:
-    """`write_lines_atomic` of a whole text."""
-    write_lines_atomic(path, [text])
-
-
-def write_lines_atomic(path: Path, lines: Iterable[str]) -> None:
-    """Replaces the file at `path` by one with these lines, which include their line ends; errors as of `replacing`."""
+def write_text_atomic(path: Path, text: str | Iterable[str]) -> None:
+    """Replaces the file at `path` by one with this text, or with lines that include their ends; errors as of
+    `replacing`."""
     with replacing(path) as file:
-        file.writelines(line.encode("utf-8") for line in lines)
+        file.writelines(part.encode("utf-8") for part in ([text] if isinstance(text, str) else text))
 
 
 @contextmanager
