@@ -555,14 +555,15 @@ def render_rows(row: Row, tokenizer: Tokenizer | None, settings: Rendering) -> t
     turns = [k for k, message in enumerate(messages) if k >= before and message["role"] == "assistant"]
     if turns:
         assert tokenizer is not None
-        variables = template_variables(row, data)
         # Each turn as the end of a conversation; only those that are trained are.
-        shown = {k: render_chat(messages[: k + 1], tokenizer, trained_from=k, **variables) for k in turns}
+        shown = {
+            k: render_chat(messages[: k + 1], tokenizer, trained_from=k, **template_variables(row, data)) for k in turns
+        }
         if part == "last":
             return (shown[turns[-1]],)
         if part == "each":
             return tuple(turn for turn in shown.values() if turn.mask.any()) or (shown[turns[-1]],)
-        whole = render_chat(messages, tokenizer, trained_from=before, **variables)
+        whole = render_chat(messages, tokenizer, trained_from=before, **template_variables(row, data))
         for k, turn in shown.items():
             end = int(np.flatnonzero(turn.mask)[-1]) + 1 if turn.mask.any() else 0
             if not np.array_equal(turn.tokens[:end], whole.tokens[:end]):
