@@ -87,7 +87,7 @@ def test_devices_that_only_sample_have_a_table_of_their_own(monkeypatch: pytest.
 
 def test_devices_at_hand_are_counted():
     found = verdict(True) | {"devices": "NVIDIA H100 80GB HBM3", "number": 8}
-    assert command.place(found) == "8 x NVIDIA H100 80GB HBM3"
+    assert command.summary(found).startswith("on 8 x NVIDIA H100 80GB HBM3: fits: 20.0 GiB of 24.0 GiB")
 
 
 def test_large_and_small_predictions_are_readable(monkeypatch: pytest.MonkeyPatch):

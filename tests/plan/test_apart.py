@@ -134,7 +134,7 @@ def test_a_run_fits_where_both_places_do():
     assert verdict(9, 10, 11).misfits == ["training", "sampling"]
     gib = 2**30
     assert summary(verdict(24 * gib, 20 * gib, 22 * gib).report()) == (
-        "fits: 22.0 GiB of 24.0 GiB during `decode` on each sampling device, 2.0 GiB to spare; "
+        "on 8 x cpu: fits: 22.0 GiB of 24.0 GiB during `decode` on each sampling device, 2.0 GiB to spare; "
         "20.0 GiB during `step` on each training device"
     )
 

@@ -172,7 +172,7 @@ def refuse_misfit(recipe: Recipe, topology: str | None, otherwise: str) -> None:
         if not verdict["fits"]:
             remedy = suggestion(planned, number)
             raise UserError(
-                f"{stages[number].output} on {place(verdict)}: {summary(verdict)}. "
+                f"{stages[number].output} {summary(verdict)}. "
                 f"{remedy[0].upper()}{remedy[1:]}. `tunix plan` shows what takes the memory; {otherwise}"
             )
 
@@ -196,7 +196,7 @@ def _show(planned: Plan, recipe: Recipe, console: "Console") -> None:
 
     stages = recipe.stages or (recipe,)
     for number, verdict in enumerate(planned.verdicts):
-        console.print(f"[bold]{stages[number].output}[/] on {place(verdict)}: {summary(verdict)}")
+        console.print(f"[bold]{stages[number].output}[/] {summary(verdict)}")
         for line in verdict["chosen"]:
             console.print(f"  {line}", markup=False)
         # The kinds of memory during the program of each place that needs most, and the arrays that its compiler lists.
@@ -244,23 +244,23 @@ def _show(planned: Plan, recipe: Recipe, console: "Console") -> None:
         console.print("the deadline ended this plan: what is missing was not compiled in time (--deadline)")
 
 
-def place(verdict: dict[str, Any]) -> str:
-    """A topology as it was asked for, such as `h100:8`; of devices at hand their number and kind."""
-    devices = verdict["devices"]
-    return devices if ":" in devices else f"{verdict['number']} x {devices}"
-
-
 def summary(verdict: dict[str, Any]) -> str:
-    """One sentence: whether it fits, and by how much."""
-    needed, limit = verdict["needed"], verdict["limit"]
-    most = during(verdict, verdict["programs"][0]) if verdict["programs"] else "nothing"
-    refused = next((program for program in verdict["programs"] if program["refused"]), None)
+    """One sentence: on which devices (a topology such as `h100:8`, or those at hand), whether it fits, by how much."""
+    devices, needed, limit, programs = (verdict[name] for name in ("devices", "needed", "limit", "programs"))
+    where = f"on {devices}" if ":" in devices else f"on {verdict['number']} x {devices}"
+    refused = next((program for program in programs if program["refused"]), None)
     if refused and needed <= limit:  # its message names no size
-        return f"does not fit: the compiler refuses `{refused['name']}`: {refused['refused']}"
+        return f"{where}: does not fit: the compiler refuses `{refused['name']}`: {refused['refused']}"
+
+    def during(program: dict[str, Any]) -> str:
+        whose = "" if len(verdict["places"]) == 1 else f" on each {program['place']} device"
+        return f"`{program['name']}`{whose}"
+
+    most = during(programs[0]) if programs else "nothing"
     word, rest = ("fits", "to spare") if verdict["fits"] else ("does not fit", "too much")
-    text = f"{word}: {_gib(needed)} of {_gib(limit)} during {most}, {_gib(abs(limit - needed))} {rest}"
-    others = [program for program in first_of_each(verdict).values() if program is not verdict["programs"][0]]
-    text += "".join(f"; {_gib(program['total'])} during {during(verdict, program)}" for program in others)
+    text = f"{where}: {word}: {_gib(needed)} of {_gib(limit)} during {most}, {_gib(abs(limit - needed))} {rest}"
+    others = [program for program in first_of_each(verdict).values() if program is not programs[0]]
+    text += "".join(f"; {_gib(program['total'])} during {during(program)}" for program in others)
     if refused is None:
         return text
     largest = "; the largest array is " + _array(refused["buffers"][0]) if refused["buffers"] else ""
@@ -269,14 +269,8 @@ def summary(verdict: dict[str, Any]) -> str:
 
 def first_of_each(verdict: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The program that needs most of each place, in the order of the places."""
-    programs = {place: [one for one in verdict["programs"] if one["place"] == place] for place in verdict["places"]}
-    return {place: most[0] for place, most in programs.items() if most}
-
-
-def during(verdict: dict[str, Any], program: dict[str, Any]) -> str:
-    """A program's name, and whose devices run it where not all do."""
-    name = f"`{program['name']}`"
-    return name if len(verdict["places"]) == 1 else f"{name} on each {program['place']} device"
+    first = {program["place"]: program for program in reversed(verdict["programs"])}
+    return {place: first[place] for place in verdict["places"] if place in first}
 
 
 def suggestion(planned: Plan, stage: int) -> str:

@@ -28,6 +28,7 @@ from tunix.errors import UserError
 from tunix.plan.record import Program, programs_of
 from tunix.plan.subject import Place, Subject, subject_of
 from tunix.recipe.recipe import Recipe
+from tunix.trainer.mesh_choice import memory_of
 from tunix.util import chips
 from tunix.util.atomic_io import write_text_atomic
 from tunix.util.chips import Chip, chip_of, number_of
@@ -107,9 +108,8 @@ def target_of(named: str | None) -> tuple[Target, list[Any]]:
         return Target(named, len(devices), chips.limit_of(named), chip), devices
     devices = jax.devices()
     chips.hasten(devices[0].platform)
-    stats = devices[0].memory_stats() or {}
     # Virtual devices of a CPU share its memory.
-    limit = stats.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+    limit = memory_of(devices) or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
     return Target(devices[0].device_kind, len(devices), int(limit)), devices
 
 
