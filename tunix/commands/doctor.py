@@ -102,14 +102,13 @@ def _packages() -> Iterator[Finding]:
             yield "note", f"[{extra}]", text
         else:
             yield "ok", f"[{extra}]", f"installed, for {purpose}"
-    untried: list[str] | None = None
-    for row in TRIED:
-        differing: list[str] = []
+    differing: list[list[str]] = [[] for _ in TRIED]
+    for row, names in zip(TRIED, differing, strict=True):
         for name, tried in row.items():
             with suppress(importlib.metadata.PackageNotFoundError):
                 there = version.rpartition(".")[0] if name == "Python" else importlib.metadata.version(name)
-                differing += [] if there == tried else [f"{name} {there} (with {tried})"]
-        untried = differing if untried is None or len(differing) < len(untried) else untried
+                names += [] if there == tried else [f"{name} {there} (with {tried})"]
+    untried = min(differing, key=len)
     text = f"never tried together; nearest to what was: {', '.join(untried)}" if untried else "were tried together"
     yield "note" if untried else "ok", "versions", text
 
