@@ -581,6 +581,16 @@ def test_a_key_is_wanted_of_this_door_too(base: InferenceModel, tmp_path: Path, 
             tunix.connect(url.removesuffix("/api/v1"), key="tml-other")
 
 
+def test_a_model_whose_session_ends_meanwhile_is_not_kept(
+    base: InferenceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with served(base, tmp_path) as (tenants, url):
+        monkeypatch.setattr(tenants.checkpoints, "begin", lambda model, _: tenants.end(model.partition(":")[0]))
+        with pytest.raises(UserError, match="has ended"):
+            tunix.connect(url.removesuffix("/api/v1"), rank=4)
+    assert not tenants.models
+
+
 @contextmanager
 def served(base: InferenceModel, folder: Path, gate: Gate | None = None) -> Iterator[tuple[Tenants, str]]:
     """A door that listens."""

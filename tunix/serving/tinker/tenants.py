@@ -233,7 +233,7 @@ class Tenants:
         number = secrets.randbits(31) if seed is None else seed % (1 << 31)
         params = self.compute.fresh(number, run.rank, run.modules)
         self.checkpoints.begin(model, run)
-        self.models[model] = Tenant(model, run, params, self.compute.moments(params))
+        self._keep(Tenant(model, run, params, self.compute.moments(params)))
         return {"type": "create_model", "model_id": model}
 
     def forward_backward(self, message: Any) -> Result:
@@ -315,7 +315,7 @@ class Tenants:
         tenant = Tenant(model, before, adapter.params, moments)
         if new:
             self.checkpoints.begin(model, run)
-        self.models[model] = tenant
+        self._keep(tenant)
         return {"type": "load_weights", "path": path, "model_id": model}
 
     def check_base(self, name: str | None) -> None:
@@ -326,6 +326,12 @@ class Tenants:
         """
         if name != self.name:
             raise UserError(f"base_model: {name} is not served here; {self.name} is")
+
+    def _keep(self, tenant: Tenant) -> None:
+        """Has a model from now on, unless its session has ended meanwhile."""
+        with self._changed:
+            self._turns.check(tenant.name)
+            self.models[tenant.name] = tenant
 
     def _tenant(self, model: str) -> Tenant:
         if (tenant := self.models.get(model)) is None:
@@ -375,7 +381,7 @@ class Tenants:
                 try:
                     promise.settle(work())
                 except Exception as error:  # shown to the client that asked
-                    if not isinstance(error, UserError):
+                    if not isinstance(error, UserError | Refusal):
                         _log.exception("%s failed", promise.request_id)
                     promise.settle(error)
             for adapter in {id(x.adapter): x.adapter for x in ready}.values():
