@@ -17,10 +17,13 @@ from tunix.models.model import Model
 from tunix.models.scan import Remat
 from tunix.rollout.engine.engine import Engine
 from tunix.trainer.config import OptimizerConfig
+from tunix.trainer.export import Exporter
+from tunix.trainer.frozen_model import reference_of
+from tunix.trainer.learner import Learner
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec, answers_per_row
 from tunix.trainer.optimizer import build_optimizer, build_schedule
 from tunix.trainer.perf import training_flops
-from tunix.trainer.trainer import Trainer, local_client
+from tunix.trainer.trainer import Trainer
 from tunix.types import Batch, Sequence
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-4, schedule="constant")
@@ -132,7 +135,8 @@ class Shape:
         frozen = {name: x for name, x in params.items() if name not in trained}
         moving = () if adapter is None else tuple(trained)
         engine = Engine(model, mesh, max_length=longest or spec.length, cache_dtype=cache, moving=moving)
-        return local_client(spec, trained, frozen, keep_reference=reference, sampler=engine)
+        learner = Learner(spec, trained, frozen, reference_of(spec, trained, frozen, kept=reference))
+        return Trainer(learner, engine, Exporter())
 
 
 def llama(vocab_size: int, d_model: int, heads: int, kv_heads: int, ffn: int) -> DecoderConfig:

@@ -7,21 +7,26 @@ import jax
 import numpy as np
 
 from tunix.config import DType, GradientSums, MeshConfig
+from tunix.distributed.global_arrays import own_part
 from tunix.lora.adapt import adapt, quantization, started
 from tunix.lora.config import AdapterConfig
 from tunix.mesh import build_mesh, row_shards
 from tunix.models.config import DecoderConfig, Rope, is_own
-from tunix.models.model import Model
+from tunix.models.model import Model, Params
 from tunix.models.quantization.formats import simulated
 from tunix.models.quantization.rules import Rules
 from tunix.models.scan import Remat
+from tunix.rollout.engine.engine import Engine
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.export import Exporter
+from tunix.trainer.frozen_model import reference_of
+from tunix.trainer.learner import Learner
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec
 from tunix.trainer.optimizer import build_optimizer, build_schedule
+from tunix.trainer.sampler_mesh import bring_of
 from tunix.trainer.state_files import load_state
 from tunix.trainer.step import TrainState
-from tunix.trainer.trainer import Trainer, local_client
+from tunix.trainer.trainer import Trainer
 from tunix.types import Sequence
 
 PLAIN = DecoderConfig(
@@ -131,7 +136,18 @@ def trainer(
         adapter=adapter,
         skips_nonfinite=optimizer.on_nonfinite == "skip",
     )
-    return local_client(spec, trained, frozen, keep_reference=reference, exporter=Exporter(rules=rules))
+    return local_client(spec, trained, frozen, reference=reference, exporter=Exporter(rules=rules))
+
+
+def local_client(
+    spec: TrainerSpec, params: Params, frozen: Params, *, reference: bool = False, exporter: Exporter | None = None
+) -> Trainer:
+    """A trainer over weights that are on the mesh, with an engine on the same devices."""
+    learner = Learner(spec, params, frozen, reference_of(spec, params, frozen, kept=reference))
+    mesh, moving = own_part(spec.mesh), () if spec.adapter is None else tuple(params)
+    bring = bring_of(spec.model, spec.mesh, mesh)
+    engine = Engine(spec.model, mesh, max_length=spec.length, moving=moving, bring=bring)
+    return Trainer(learner, engine, exporter or Exporter())
 
 
 class StateClient(Trainer):

@@ -170,11 +170,6 @@ class AlgorithmConfig(Config):
         return False
 
     @property
-    def reads_observations(self) -> bool:
-        """Whether it learns from what an environment wrote."""
-        return False
-
-    @property
     def sees_pictures(self) -> bool:
         """Whether it trains on rows with pictures."""
         return False

@@ -9,7 +9,7 @@ import pytest
 from tests.marks import slow
 from tests.rollout.engine.test_engine_parity import prompts, random_params, small_engine
 from tests.tiny_models import one_device
-from tests.trainers import PLAIN, RICH, sequences, trainer
+from tests.trainers import PLAIN, RICH, local_client, sequences, trainer
 from tunix.algorithms.sft.algorithm import SFT
 from tunix.algorithms.sft.config import SFTConfig
 from tunix.config import MeshConfig
@@ -25,7 +25,6 @@ from tunix.models.quantization.formats import Quantization
 from tunix.rollout.engine import batch as batch_file
 from tunix.rollout.engine import engine as engine_file
 from tunix.trainer.perf import Compilations
-from tunix.trainer.trainer import local_client
 from tunix.types import Completion, Request, Sampling, Sequence, Workload
 
 pytestmark = pytest.mark.models

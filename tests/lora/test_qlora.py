@@ -104,7 +104,7 @@ def rollouts(ours, rows):
 def on_base(client: Trainer, frozen: Params) -> None:
     """Puts another base under a client's adapter, which is its reference too."""
     client.learner.frozen = frozen
-    client.learner.reference = reference_of(client.learner.spec, frozen)
+    client.learner.reference = reference_of(client.learner.spec, {}, frozen, kept=True)
 
 
 @pytest.mark.parametrize("kind", ["nf4", *slow(["int8", "int4", "fp8"])])

@@ -10,12 +10,12 @@ from benchmarks import numerics
 from tests.commands.test_quantize import MIXED
 from tests.marks import slow
 from tests.tiny_models import one_device, row_logprobs
-from tests.trainers import PLAIN, RICH, sequences, trainer
+from tests.trainers import PLAIN, RICH, local_client, sequences, trainer
 from tunix.data.packing import pack
 from tunix.mesh import compiler_options
 from tunix.models.families.table import small
 from tunix.models.model import Model, Params
-from tunix.trainer.trainer import Trainer, local_client
+from tunix.trainer.trainer import Trainer
 from tunix.types import Loss, LossInputs, LossOutputs, Term
 from tunix.util.exact import jit
 
@@ -30,7 +30,7 @@ def started(config, rules=None) -> Trainer:
         name: x + jnp.asarray(0.1 * rng.normal(size=x.shape), x.dtype) if "norm" in name else x
         for name, x in plain.learner.params.items()
     }
-    return local_client(plain.learner.spec, params, {}, keep_reference=True)
+    return local_client(plain.learner.spec, params, {}, reference=True)
 
 
 def drift(inputs: LossInputs) -> LossOutputs:

@@ -8,10 +8,8 @@ its part from it.
 import math
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
-from jaxtyping import PRNGKeyArray
 
 from benchmarks.programs import Account, account
 from tests.trainers import PLAIN, sequences, trainer
@@ -25,7 +23,6 @@ from tunix.trainer.learner import Learner
 from tunix.trainer.microbatches import Microbatcher
 from tunix.trainer.trainer import Trainer
 from tunix.types import Batch, Loss
-from tunix.util.exact import jit
 
 ROWS, LENGTH = 8, 32
 CONFIG = replace(PLAIN, vocab_size=512)
@@ -40,7 +37,7 @@ def client_for(name: str) -> Trainer:
     client = trainer(CONFIG, devices=8, mesh=MeshConfig(fsdp=8), rows=ROWS, length=LENGTH, reference=True, **heads)
     spec = client.learner.spec
     client.learner.teacher = Teacher(
-        spec.model, client.learner.params, Microbatcher(ROWS, spec.mesh), LENGTH, spec.mesh
+        spec.model, Microbatcher(ROWS, spec.mesh), LENGTH, client.learner.params, spec.mesh
     )
     return client
 
@@ -68,14 +65,7 @@ def objective_of(name: str) -> Loss:
 
 def compiled(learner: Learner, batch: Batch, loss: Loss) -> Account:
     """What the step costs that the learner runs for this batch."""
-    # As leaves: while a program is lowered its records hold no arrays.
-    leaves, tree = jax.tree.flatten((learner.state, *reversed(learner._inputs(batch, loss))))
-
-    def step(leaves: list, key: PRNGKeyArray) -> tuple:
-        return learner._compute.step(*jax.tree.unflatten(tree, leaves), key, loss)
-
-    with jax.set_mesh(learner.spec.mesh):
-        return account(jit(step, options=learner._options).lower(leaves, learner._key).compile().as_text())
+    return account(learner.lowered(batch, loss).compile().as_text())
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from tests.tiny_runs import (
 )
 from tunix.cli import main
 from tunix.recipe.recipe import Recipe
-from tunix.trainer import export as export_file
+from tunix.run import export as export_file
 from tunix.trainer.learner import Learner
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ def state(step: int) -> TrainState:
 def restored(checkpoints: Checkpoints, step: int) -> tuple[list[float], int, dict]:
     """Weights, step and record of a checkpoint."""
     client = StateClient(state(0))
-    record = checkpoints.restore(step, client)
+    record = checkpoints.restore(step, client.load)
     return client.state.params["w"].tolist(), int(client.state.step), record
 
 

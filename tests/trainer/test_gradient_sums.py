@@ -19,7 +19,7 @@ from tunix.models.layers import project
 from tunix.models.model import Model
 from tunix.plan import programs
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec
-from tunix.trainer.step import FrozenInputs, TrainState, gradients_of
+from tunix.trainer.step import StepInputs, TrainState, gradients_of
 
 SFT_LOSS = SFT(SFTConfig()).objective
 EIGHT = MeshConfig(fsdp=8)
@@ -74,7 +74,7 @@ def test_gradients_and_their_sums_over_microbatches_are_split_as_the_weights():
 
     def run(params, batch):
         state = TrainState(params, (), jnp.int32(0))
-        return gradients_of(spec, state, FrozenInputs({}), batch, jax.random.key(0), SFT_LOSS)[0]
+        return gradients_of(spec, state, StepInputs({}, None, (), batch), jax.random.key(0), SFT_LOSS)[0]
 
     with jax.set_mesh(mesh):
         compiled = jax.jit(run).lower(params, batch).compile()

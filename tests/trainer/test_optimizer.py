@@ -199,7 +199,7 @@ def test_a_checkpoint_of_other_moments_is_told(tmp_path, capsys):
         checkpoints.save(2, StateClient(whole), {}, {})
         checkpoints.wait()
         client = StateClient(whole)
-        checkpoints.restore(1, client)
+        checkpoints.restore(1, client.load)
         found = client.state
         told = capsys.readouterr().err
         assert (
@@ -207,9 +207,9 @@ def test_a_checkpoint_of_other_moments_is_told(tmp_path, capsys):
         )
         for name, x in moments_of(found.moments).items():
             np.testing.assert_array_equal(x, np.asarray(moments_of(half.moments)[name]).astype(x.dtype))
-        checkpoints.restore(2, StateClient(whole))
+        checkpoints.restore(2, StateClient(whole).load)
         assert not capsys.readouterr().err
         with pytest.raises(
             UserError, match=r"2/state holds moments in float32.*in bfloat16: set optimizer\.moments_dtype"
         ):
-            checkpoints.restore(2, StateClient(half))
+            checkpoints.restore(2, StateClient(half).load)

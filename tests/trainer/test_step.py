@@ -255,9 +255,9 @@ def test_the_reference_is_the_base_under_the_adapter():
     for before, after, now in zip(start, client.logprobs(rows, of="reference"), client.logprobs(rows), strict=True):
         np.testing.assert_allclose(after, before, atol=1e-6)
         assert np.abs(now - before).max() > 1e-3
-    _, frozen = client.learner._inputs(pack(rows, 5, 24, packing=True), replace(SFT_LOSS, reference=True))
-    assert frozen.base, "an adapter has one"
-    assert frozen.reference == {}, "a step is given it once"
+    inputs = client.learner._inputs(pack(rows, 5, 24, packing=True), replace(SFT_LOSS, reference=True))
+    assert inputs.base, "an adapter has one"
+    assert inputs.reference == {}, "a step is given it once"
     with pytest.raises(ValueError, match="no reference"):
         plain.logprobs(rows, of="reference")
 

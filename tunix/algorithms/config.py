@@ -241,10 +241,6 @@ class PolicyConfig(RuledConfig):
         return True
 
     @property
-    def reads_observations(self) -> bool:
-        return self.observation_weight > 0
-
-    @property
     def samples_per_prompt(self) -> int:
         return self.group_size
 

@@ -72,11 +72,6 @@ def observed(episode: Scored) -> np.ndarray:
     return np.concatenate([np.zeros(len(episode.prompt.tokens)), mask]).astype(np.float32)
 
 
-def spread(sequence: Sequence, value: float) -> np.ndarray:
-    """`[T]` one value at every trained token, 0 elsewhere."""
-    return np.where(sequence.loss_mask, np.float32(value), np.float32(0))
-
-
 def flat(groups: List[List[Any]]) -> list[Any]:
     """All items of nested lists, `[P][G]`, as one list of P G."""
     return [item for group in groups for item in group]

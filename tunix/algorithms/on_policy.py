@@ -96,9 +96,16 @@ class OnPolicy(Algorithm):
         return Experience(self.gather(client, data), data)
 
     def gather(self, client: SamplingClient, data: Rollouts) -> Groups:
-        """Samples one group of episodes for each prompt; a full client measures them meanwhile."""
+        """Samples one group of episodes for each prompt; a full client measures them meanwhile.
+
+        Raises:
+            UserError: rewards are learned from, and none of the episodes could be scored.
+        """
         measure = partial(self.measure, client) if self.needs.measured and isinstance(client, Client) else None
-        return data.collect(client, data.prompts, self.config.samples_per_prompt, measure)
+        groups = data.collect(client, data.prompts, self.config.samples_per_prompt, measure)
+        if self.config.learns_from_rewards:
+            require_scores(groups)
+        return groups
 
     def measure(self, client: Client, sequences: List[Sequence], size: int) -> dict[str, List[np.ndarray]]:
         """Begins to compute what `needs.measured` names: an array for each sequence.
@@ -268,16 +275,6 @@ class PolicyGradient(OnPolicy):
             sequences: P G of them in that order, with tokens, masks and log-probs; a failed one has weight 0.
             data: the step of these completions.
         """
-
-    def gather(self, client: SamplingClient, data: Rollouts) -> Groups:
-        """Samples one group of episodes for each prompt.
-
-        Raises:
-            UserError: none of them could be scored.
-        """
-        groups = super().gather(client, data)
-        require_scores(groups)
-        return groups
 
     def prepare(self, client: Client, experience: Experience) -> Update:
         """One batch for each update, from the parts of the completions with their advantages."""

@@ -81,7 +81,7 @@ def replay(run: Path, step: int) -> bool:
         client, algorithm = job.client, job.algorithm
         assert isinstance(client, Trainer)
         if start:
-            record = checkpoints.restore(start, client)
+            record = checkpoints.restore(start, client.load)
             with reading(f"{place}/{start}"):
                 job.stream.set_state(record["data"])
                 algorithm.set_state(record["algorithm"])

@@ -25,7 +25,7 @@ from tunix.run.setup import Shapes
 from tunix.trainer.frozen_model import compute_states, not_shared
 from tunix.trainer.learner import abstract_moments
 from tunix.trainer.microbatches import Microbatcher, Microbatches, TrainerSpec
-from tunix.trainer.step import FrozenInputs, TeacherStates, TrainState
+from tunix.trainer.step import StepInputs, TeacherStates, TrainState
 from tunix.trainer.step import step as train_step
 from tunix.types import Batch, Loss, Pictures
 from tunix.util.exact import jit
@@ -82,11 +82,11 @@ def step(
         cap = teacher.config.logit_softcap
         states.append(TeacherStates(cast(Any, hidden), cast(Any, table), cap, followed=cast(Any, followed)))
     others = None if reference is None else not_shared(base, reference)
-    frozen = FrozenInputs(cast(Params, base), others, tuple(states))
+    inputs = StepInputs(cast(Params, base), others, tuple(states), microbatches)
     options = compiler_options(spec.mesh, spec.model.dtype)
     with jax.set_mesh(spec.mesh):
         compiled = jit(partial(train_step, spec), static_argnames="loss", donate_argnums=0, options=options)
-        return compiled.lower(state, frozen, microbatches, key, loss)
+        return compiled.lower(state, inputs, key, loss)
 
 
 def teacher_states(

@@ -179,11 +179,14 @@ def complaints(recipe: Sections, staged: bool) -> Iterator[str]:
             f"data.packing: {recipe.data.packing} cuts a text into pieces, and {recipe.algorithm.name} reads "
             f"{recipe.algorithm.reads.words}, which stay whole; take true or false"
         )
-    if recipe.algorithm.reads_observations and not recipe.plays:
-        yield "algorithm.observation_weight: changes nothing without an environment: set rollout.environment"
-    whole = isinstance(recipe.algorithm, PolicyConfig) and recipe.algorithm.penalties_over == "whole"
-    if whole and not recipe.rollout.top_k:
-        yield "algorithm.penalties_over: every set is the whole without rollout.top_k, which cuts ids off; leave it out"
+    if isinstance(recipe.algorithm, PolicyConfig):
+        if recipe.algorithm.observation_weight and not recipe.plays:
+            yield "algorithm.observation_weight: changes nothing without an environment: set rollout.environment"
+        if recipe.algorithm.penalties_over == "whole" and not recipe.rollout.top_k:
+            yield (
+                "algorithm.penalties_over: every set is the whole without rollout.top_k, which cuts ids off; leave it "
+                "out"
+            )
     if recipe.data.pictures:
         environment = recipe.rollout.environment
         if not recipe.algorithm.sees_pictures:

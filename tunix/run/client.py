@@ -31,9 +31,10 @@ from tunix.run.frozen_models import build_teachers
 from tunix.run.sampler import local_engine, servers_of
 from tunix.run.setup import Setup
 from tunix.trainer.config import OptimizerConfig
+from tunix.trainer.frozen_model import reference_of
 from tunix.trainer.learner import Learner
 from tunix.trainer.mesh_choice import Demand, memory_of, placed
-from tunix.trainer.trainer import Trainer, local_client
+from tunix.trainer.trainer import Trainer
 from tunix.util.startup import prepare_jax
 from tunix.util.yaml_io import problems
 
@@ -137,7 +138,6 @@ def client_of(setup: Setup, sampler: Sampler | None = None, teachers: Sequence[S
             "model of it: train one of another family"
         )
     check_unrounded(source.folder, source.rules, setup.recipe.quantization)
-    exporter = setup.exporter
     if sampler is None:
         sampler = servers_of(setup) if setup.recipe.rollout.engine == "vllm" else local_engine(setup)
     params, frozen = initial_weights(setup)
@@ -149,11 +149,10 @@ def client_of(setup: Setup, sampler: Sampler | None = None, teachers: Sequence[S
         copies = {name: jax.numpy.copy(x) for name, x in params.items() if name in shapes}
         copies |= critic_spec.model.init(jax.random.key(setup.recipe.seed), new, setup.mesh)
         critic = Learner(critic_spec, copies, {name: x for name, x in frozen.items() if name in shapes})
-    client = local_client(spec, params, frozen, setup.keeps_reference, sampler, exporter, critic)
-    learner = client.learner
+    learner = Learner(spec, params, frozen, reference_of(spec, params, frozen, kept=setup.keeps_reference))
     if setup.recipe.teacher is not None:
         learner.teacher = build_teachers(setup.recipe, teachers, source, learner)
-    return client
+    return Trainer(learner, sampler, setup.exporter, critic)
 
 
 def initial_weights(setup: Setup) -> tuple[Params, Params]:

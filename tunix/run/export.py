@@ -16,6 +16,7 @@ from tunix.hf.model_folder import resolve_folder
 from tunix.hf.source import TOKENIZER, of_recipe, settled
 from tunix.lora.adapt import quantization
 from tunix.mesh import build_mesh
+from tunix.models.model import Params
 from tunix.models.quantization.schemes import check_packs
 from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import Recipe, recipe_of_run
@@ -24,9 +25,9 @@ from tunix.run.client import initial_weights
 from tunix.run.folder import checkpoint_folder, refuse_foreign_checkpoints
 from tunix.run.setup import Setup
 from tunix.trainer.checkpoint import Checkpoints
-from tunix.trainer.export import StoredPolicy
 from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.progress import Display
+from tunix.trainer.state_files import load_params
 from tunix.util.atomic_io import refuse_taken
 from tunix.util.object_store import url_of
 
@@ -90,9 +91,10 @@ def export(
         reads_frozen = model.config.vision or (adapted and not adapter)  # no base of an adapter that is written alone
         frozen = initial_weights(setup)[1] if reads_frozen else {}
         exporter = replace(setup.exporter, card=partial(model_card, recipe, source.name, step=chosen))
-        policy = StoredPolicy(exporter, setup.spec, dtypes, frozen)
-        checkpoints.restore(chosen, policy)
-        report_merging(policy.export(out, adapter=adapter, packed=packed), recipe, display)
+        params: Params = {}
+        # The trained parameters alone, without optimizer, critic or sampler.
+        checkpoints.restore(chosen, lambda path: params.update(load_params(path, model.abstract(dtypes, mesh))))
+        report_merging(exporter(out, setup.spec, params, frozen, adapter=adapter, packed=packed), recipe, display)
         display.say(f"converting step {chosen} of {run}" if converts else f"step {chosen} of {run} is in {out}")
 
 

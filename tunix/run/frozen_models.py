@@ -1,7 +1,6 @@
 """Loads the teacher of a recipe: its vocabulary is checked, and its weights are placed on devices."""
 
 from collections.abc import Sequence as List
-from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -26,8 +25,9 @@ from tunix.rollout.servers.chat import Endpoint
 from tunix.rollout.servers.probe import TEXT
 from tunix.rollout.servers.protocol import ID
 from tunix.run.inputs import Inputs
-from tunix.trainer.frozen_model import AtTheStudents, Later, Teacher, Teachers, TextTeacher
+from tunix.trainer.frozen_model import Teacher, Teachers, TextTeacher, at_the_students
 from tunix.trainer.learner import Learner
+from tunix.trainer.logprobs import Later
 from tunix.trainer.mesh_choice import Demand, require
 from tunix.trainer.microbatches import Microbatcher, rows_per_microbatch
 from tunix.types import Sequence
@@ -331,42 +331,31 @@ class ServedTeacher:
         read = [[x.tokens] for x in views] or [np.split(x.tokens, x.restarts) for x in sequences]
         asked = {**SCORED, "model": self.endpoint.served}
         bodies = [{**asked, "prompt": tokens.tolist()} for parts in read for tokens in parts]
-        answers = Scores(self.endpoint, self.endpoint.begin("/completions", bodies), read)
-        return AtTheStudents(answers, views) if views else answers
+        answers, first = self.endpoint.begin("/completions", bodies), np.cumsum([0, *map(len, read)]).tolist()
+
+        def scored(answer: Any, length: int) -> np.ndarray:
+            try:
+                values = [0.0, *answer["choices"][0]["logprobs"]["token_logprobs"][1:length]]
+                scores = np.asarray(values, np.float32)
+            except (KeyError, IndexError, TypeError, ValueError):
+                scores = np.zeros(0, np.float32)
+            if len(scores) != length or not np.isfinite(scores).all():
+                raise UserError(
+                    f"teacher.path: {self.endpoint.url} did not score {length} tokens: {answer!s:.200}. What was "
+                    "trained before is saved: start it again, and run the same command"
+                )
+            return scores
+
+        def joined(index: int) -> np.ndarray:
+            parts = zip(answers.result()[first[index] : first[index + 1]], read[index], strict=True)
+            return np.concatenate([scored(answer, len(tokens)) for answer, tokens in parts])
+
+        scores = Later(len(read), joined)
+        return at_the_students(scores, views) if views else scores
 
 
 SCORED = {"max_tokens": 1, "temperature": 1, "echo": True, "logprobs": 1}
 """Asks for the log-probs of a prompt's tokens. One token is sampled, which some servers want."""
-
-
-class Scores(Later):
-    """`[T]` log-probs of each sequence from a server's answers, which may be on their way."""
-
-    def __init__(self, endpoint: Endpoint, answers: Future[list[Any]], read: List[List[np.ndarray]]):
-        """`read` has the parts of each sequence, whose answers follow each other."""
-        self._endpoint, self._answers, self._read = endpoint, answers, read
-        self._first = np.cumsum([0, *map(len, read)])
-
-    def __len__(self) -> int:
-        return len(self._read)
-
-    def at(self, index: int) -> np.ndarray:
-        answers, parts = self._answers.result(), self._read[index]
-        first = int(self._first[index])
-        return np.concatenate([self._scored(answers[first + i], len(tokens)) for i, tokens in enumerate(parts)])
-
-    def _scored(self, answer: Any, length: int) -> np.ndarray:
-        try:
-            values = [0.0, *answer["choices"][0]["logprobs"]["token_logprobs"][1:length]]
-            scored = np.asarray(values, np.float32)
-        except (KeyError, IndexError, TypeError, ValueError):
-            scored = np.zeros(0, np.float32)
-        if len(scored) != length or not np.isfinite(scored).all():
-            raise UserError(
-                f"teacher.path: {self._endpoint.url} did not score {length} tokens: {answer!s:.200}. What was trained "
-                "before is saved: start it again, and run the same command"
-            )
-        return scored
 
 
 def build_teachers(
@@ -387,19 +376,20 @@ def build_teachers(
 def _built(
     key: str, config: OneTeacher, recipe: Sections, source: Source | None, student: Source, learner: Learner
 ) -> Teacher | ServedTeacher:
-    students = learner.spec.mesh
+    spec, students, frozen = learner.spec, learner.spec.mesh, learner.frozen
     if config.is_served:
         return ServedTeacher(endpoint_of(key, config))
     assert source is not None
     by_text = config.align == "text"
     read = config.max_length or (2 * recipe.data.max_length if config.prompt or by_text else 0)
-    length, spec = max(learner.spec.length, read), learner.spec
+    mesh, length = students, max(spec.length, read)
+    if config.mesh is not None:
+        mesh = build_mesh(config.mesh, divided(config)[1])
     size, packing = recipe.sequences_per_update, bool(recipe.data.packing)
+    microbatcher = Microbatcher(rows_per_microbatch(mesh, size, recipe.micro_batch_size, length, packing), mesh)
     if config.is_policy:
-        rows = rows_per_microbatch(spec.mesh, size, recipe.micro_batch_size, length, packing)
-        return Teacher(spec.model, {}, Microbatcher(rows, spec.mesh), length, spec.mesh, lambda: learner.params)
-    mesh = students if config.mesh is None else build_mesh(config.mesh, divided(config)[1])
-    trained, frozen = learner.spec.model, learner.frozen
+        return Teacher(spec.model, microbatcher, length, {}, students, lambda: learner.params)
+    trained = spec.model
     same_base = (
         student.merged is None
         and student.folder is not None
@@ -414,16 +404,15 @@ def _built(
         # The student's frozen weights, with the teacher's unmerged adapter if it has one.
         model, params = replace(trained, adapt=None, has_scalar_head=False), frozen
         if source.merged is not None:
-            settings, adapter_params = beside(model, params, learner.spec.mesh, source.merged)
+            settings, adapter_params = beside(model, params, students, source.merged)
             model, params = replace(model, adapt=adapt(settings, model.config)), {**params, **adapter_params}
     else:
         model, params = loaded(source, config.dtype, mesh)
-    rows = rows_per_microbatch(mesh, size, recipe.micro_batch_size, length, packing)
     if not by_text:
-        return Teacher(model, params, Microbatcher(rows, mesh), length, students)
+        return Teacher(model, microbatcher, length, params, students)
     ours, theirs = student.tokenizer, source.tokenizer
     assert ours is not None, "the recipe was checked"
     assert theirs is not None, "the recipe was checked"
     end = turn_end(theirs)
     spans = partial(Spans.of, student=ours, teacher=theirs, end=theirs.eos_id if end is None else end)
-    return TextTeacher(model, params, Microbatcher(rows, mesh), length, students, spans=spans)
+    return TextTeacher(model, microbatcher, length, params, students, spans=spans)

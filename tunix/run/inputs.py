@@ -62,8 +62,7 @@ def open_inputs(recipe: Recipe, folder: Path) -> Inputs:
     Raises:
         UserError: something of it is not there, or the held-out split would be the one that is trained on.
     """
-    data = recipe.data
-    environment = recipe.rollout.environment
+    data, environment = recipe.data, recipe.rollout.environment
     train = training_rows(data, environment, recipe.seed)
     held_out = evaluation_rows(data, environment, recipe.seed)
     if held_out is not None and held_out.split and not data.eval_split and held_out.shares_rows_with(train):
@@ -100,10 +99,8 @@ def open_stream(setup: Setup, inputs: Inputs, collector: Collector, total: int) 
     """The stream of the inputs of `total` steps: batches of the rows, or rollouts of their prompts."""
     recipe, algorithm, microbatcher = setup.recipe, setup.algorithm, setup.microbatcher
     data = recipe.data
-    kind, shows = (
-        row_kind_of(recipe, algorithm),
-        isinstance(algorithm, Distill) and algorithm.config.success is not None,
-    )
+    kind = row_kind_of(recipe, algorithm)
+    shows = isinstance(algorithm, Distill) and algorithm.config.success is not None
     taught = inputs.examples(inputs.train, data, kind, taught=True)
     examples = inputs.examples(inputs.train, data, kind) if shows else taught
     if not setup.samples:

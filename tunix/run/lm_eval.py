@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from lm_eval.api.instance import Instance
@@ -171,16 +171,9 @@ def loaded(inference: InferenceModel, *, chat: bool) -> SampledLM:
     return SampledLM(engine, tokenizer, inference.limit, inference.source.stop_ids, kwargs, system)
 
 
-class Measured(NamedTuple):
-    """What the harness says of tasks."""
-
-    metrics: dict[str, Estimate]
-    """By task, metric and filter, e.g. `{"arc/acc": ..., "gsm/exact_match,strict": ...}`."""
-    rows: list[dict[str, Any]]
-    """Prompt, answers and metrics of each document, as JSON values."""
-
-
-def measure(model: SampledLM, tasks: Sequence[str], limit: int | None, *, chat: bool) -> Measured:
+def measure(
+    model: SampledLM, tasks: Sequence[str], limit: int | None, *, chat: bool
+) -> tuple[dict[str, Estimate], list[dict[str, Any]]]:
     """Measures tasks of the harness.
 
     Args:
@@ -188,6 +181,10 @@ def measure(model: SampledLM, tasks: Sequence[str], limit: int | None, *, chat: 
         tasks: files, or names of tasks of the harness, which reads their documents from the hub.
         limit: documents of each task, from the start; None for all.
         chat: whether prompts are messages of the chat template.
+
+    Returns:
+        Metrics by task, metric and filter, e.g. `{"arc/acc": ..., "gsm/exact_match,strict": ...}`; and prompt, answers
+        and metrics of each document, as JSON values.
 
     Raises:
         UserError: a task cannot be read, or asks for what is not computed here.
@@ -233,4 +230,4 @@ def measure(model: SampledLM, tasks: Sequence[str], limit: int | None, *, chat: 
         for name, samples in results["samples"].items()
         for sample in samples
     ]
-    return Measured(metrics, json.loads(json.dumps(rows, default=str)))
+    return metrics, json.loads(json.dumps(rows, default=str))

@@ -159,7 +159,7 @@ class Loop:
 
     def _restore(self, step: int) -> dict[str, Any]:
         """Takes weights and the algorithm's state from a checkpoint; returns its record."""
-        record = self.checkpoints.restore(step, self.job.client)
+        record = self.checkpoints.restore(step, self.job.client.load)
         self.job.algorithm.set_state(record["algorithm"])
         self._reached = record["reached"] if self.job.evaluation.until else None
         self.step = self._saved = step

@@ -164,9 +164,8 @@ class Compiler(Rehearsal):
         for each in model.each if isinstance(model, Teachers) else (model,):
             if not isinstance(each, Learner | FrozenModel):  # on a server
                 continue
-            scorer = each.scorer
+            scorer, params = (each.scorer, each.params) if isinstance(each, Learner) else (each, each.weights)
             microbatches = scorer.microbatcher.place(scorer.packed(sequences, size))
-            params = each.params if isinstance(each, Learner) else each.weights
             lowered = scorer.lowered(kind, params, microbatches, temperature)
             self._compile(lowered, scorer.microbatcher.mesh, kind, id(each), size or len(sequences), temperature)
         return [np.zeros(len(x.tokens), np.float32) for x in sequences]

@@ -9,11 +9,11 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from tunix.distributed import processes
 from tunix.errors import UserError
@@ -28,15 +28,6 @@ BEST = "eval/loss"
 """The metric that is lowest at the best checkpoint."""
 WRITER = "writer"
 """The file that names the process which writes to a folder that other machines see."""
-
-
-@runtime_checkable
-class Loading(Protocol):
-    """Whatever restores a client's state, or a part of it."""
-
-    def load(self, path: Path) -> None:
-        """Restores what `Client.save` wrote there."""
-        ...
 
 
 class TakenOver(UserError):
@@ -92,8 +83,11 @@ class Checkpoints:
             saving = client.save(Path(place) / "state")
         self._writing = self._thread.submit(self._finish, step, saving, texts)
 
-    def restore(self, step: int, client: Loading) -> dict[str, Any]:
+    def restore(self, step: int, load: Callable[[Path], None]) -> dict[str, Any]:
         """Restores a client, or a part of its state, to a step and returns the record that was saved with it.
+
+        Args:
+            load: restores what `Client.save` wrote in a folder, such as `Client.load`.
 
         Raises:
             UserError: the checkpoint does not hold this client's state (another model, optimizer or adapter), would
@@ -103,7 +97,7 @@ class Checkpoints:
             record = json.loads(self._folder.find(f"{step}/record/metadata") or "")
             if not isinstance(record, dict):
                 raise ValueError("its record/metadata is no JSON object")
-            client.load(self._folder.place(step) / "state")
+            load(self._folder.place(step) / "state")
         except (Unreadable, OSError, ValueError, RecursionError) as error:
             again = "start again with --fresh." if self._config.folder is None else "set another checkpoint.folder."
             raise UserError(

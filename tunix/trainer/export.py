@@ -1,20 +1,18 @@
 """Exports trained weights as a Hugging Face folder, or its adapter alone as a PEFT folder."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import jax
 
-from tunix.config import DType
 from tunix.hf.model_folder import save_folder
 from tunix.hf.peft_folder import save_adapter
 from tunix.lora.adapt import merge, merge_rounded
 from tunix.models.model import Params, rounded
 from tunix.models.quantization.rules import Rules
 from tunix.trainer.microbatches import TrainerSpec
-from tunix.trainer.state_files import load_params
 from tunix.util.exact import jit
 
 
@@ -108,29 +106,3 @@ class Exporter:
             card=self.card and self.card(adapter),
         )
         return moved
-
-
-@dataclass
-class StoredPolicy:
-    """A policy as checkpoints hold it, to be exported: its parameters alone, without optimizer, critic or sampler."""
-
-    exporter: Exporter
-    spec: TrainerSpec
-    dtypes: Mapping[str, DType]
-    """The trained parameters by name, as they are to be read."""
-    frozen: Params
-    """The parameters that were not trained."""
-    params: Params = field(default_factory=dict)
-    """The trained ones, once they are read."""
-
-    def load(self, path: Path) -> None:
-        """Reads the parameters of a checkpoint's `state` folder.
-
-        Raises:
-            Unreadable: it holds another model's parameters, or is damaged.
-        """
-        self.params = load_params(path, self.spec.model.abstract(self.dtypes, self.spec.mesh))
-
-    def export(self, path: Path, *, adapter: bool = False, packed: bool = False) -> float | None:
-        """Writes what was loaded; see `Exporter.__call__`."""
-        return self.exporter(path, self.spec, self.params, self.frozen, adapter=adapter, packed=packed)

@@ -15,12 +15,11 @@ teachers each reads the sequences that follow it, or all of them.
 Axes: B rows, T time, M micro-batches, R rows of a micro-batch, V vocabulary, Te teacher's width, Tt teacher's time.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -31,40 +30,32 @@ from jaxtyping import Array, Float, Int
 from tunix.data.teacher import Spans
 from tunix.distributed.global_arrays import placed
 from tunix.mesh import by_rows, sharding
+from tunix.models.config import is_own
 from tunix.models.model import Model, Params
-from tunix.trainer.logprobs import Scorer, each_microbatch
-from tunix.trainer.microbatches import Microbatcher, Microbatches, TrainerSpec
+from tunix.trainer.logprobs import Later, Scorer, each_microbatch
+from tunix.trainer.microbatches import Microbatches, TrainerSpec
 from tunix.trainer.step import TeacherStates, hidden_of
 from tunix.types import IN_A_LATER_TOKEN, Batch, Sequence, TeacherView
 from tunix.util.exact import jit
 
 
 @dataclass(frozen=True)
-class FrozenModel:
+class FrozenModel(Scorer):
     """A model with its weights."""
 
-    model: Model
     params: Params
     """All weights, in the compute dtype, since they are never updated."""
-    microbatcher: Microbatcher
-    """Splits batches on the model's mesh."""
-    length: int
-    """T, the maximum tokens of a sequence, e.g. 2048."""
 
     def logprobs(
         self, sequences: List[Sequence], temperature: float = 1.0, size: int | None = None
     ) -> List[np.ndarray]:
         """The `[T]` log-probs of each sequence's tokens, 0 for the first; `size` as in `Scorer.scores`."""
-        return self.scorer.scores("logprobs", self.weights, unreplayed(sequences), size, temperature)
+        return self.scores("logprobs", self.weights, unreplayed(sequences), size, temperature)
 
     @property
     def weights(self) -> Params:
         """The weights of now."""
         return self.params
-
-    @cached_property
-    def scorer(self) -> Scorer:
-        return Scorer(self.model, self.microbatcher, self.length)
 
 
 def not_shared(base: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,47 +82,9 @@ class TellsLogprobs(Protocol):
         ...
 
 
-class Later(List[np.ndarray]):
-    """`[T]` arrays of sequences, each of which `at` waits for."""
-
-    @abstractmethod
-    def at(self, index: int) -> np.ndarray:
-        """The array of a sequence."""
-
-    @overload
-    def __getitem__(self, index: int) -> np.ndarray: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[np.ndarray]: ...
-    def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
-        return [self.at(i) for i in range(*index.indices(len(self)))] if isinstance(index, slice) else self.at(index)
-
-
-class AtTheStudents(Later):
-    """`[T]` arrays of sequences from the teacher's `[Tt]` arrays of its views of them, which may be on their way."""
-
-    def __init__(self, read: List[np.ndarray], views: List[TeacherView]):
-        """Waits for nothing."""
-        self._read, self._views = read, views
-
-    def __len__(self) -> int:
-        return len(self._views)
-
-    def at(self, index: int) -> np.ndarray:
-        return self._read[index][self._views[index].places]  # place 0 has the 0 of a first token
-
-
-class Summed(Later):
-    """`[T]` arrays of sequences, each the weighted sum of what is on its way for it from several models."""
-
-    def __init__(self, parts: List[List[tuple[float, List[np.ndarray], int]]]):
-        """`parts` has for each sequence the weight, the arrays, and which of them is meant."""
-        self._parts = parts
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def at(self, index: int) -> np.ndarray:
-        return np.sum([np.float32(weight) * arrays[i] for weight, arrays, i in self._parts[index]], axis=0)
+def at_the_students(read: List[np.ndarray], views: List[TeacherView]) -> Later:
+    """`[T]` arrays of sequences from a teacher's `[Tt]` arrays of its views of them, which may be on their way."""
+    return Later(len(views), lambda i: read[i][views[i].places])  # place 0 has the 0 of a first token
 
 
 @dataclass(frozen=True)
@@ -159,18 +112,15 @@ class Teacher(FrozenModel):
                 moved = np.full((len(view.tokens), ids.shape[1]), -1, ids.dtype)
                 moved[view.places[sequence.loss_mask]] = ids[sequence.loss_mask]
                 read[i] = replace(read[i], candidates=moved)
-        return AtTheStudents(super().logprobs(read, temperature, size), views)
+        return at_the_students(super().logprobs(read, temperature, size), views)
 
-    def states(self, batch: Batch, microbatches: Microbatches) -> tuple[TeacherStates, ...]:
+    def states(self, batch: Batch, microbatches: Microbatches, only: int | None = None) -> TeacherStates:
         """The teacher's hidden states for a batch, with its head; returns before the devices are done.
 
         Args:
             microbatches: the same batch, placed on the student's mesh.
+            only: number of the teacher of whose followers alone they are; None for all sequences.
         """
-        return (self.states_of(batch, microbatches),)
-
-    def states_of(self, batch: Batch, microbatches: Microbatches, only: int | None = None) -> TeacherStates:
-        """`states`, alone of the sequences that follow the teacher of this number; None for all."""
         (number, rows, length), read, places = microbatches.rows["tokens"].shape, batch, None
         near, followed = by_rows(self.students, length), None
 
@@ -182,7 +132,7 @@ class Teacher(FrozenModel):
                 chosen = np.array([only in (None, view.number) for view in batch.teacher])
                 # A pass has one sequence at least: nobody follows what is said of it.
                 ids = np.flatnonzero(chosen) if chosen.any() else np.zeros(1, np.int64)
-                read = self.scorer.packed(as_sequences([batch.teacher[i] for i in ids]), len(batch.weights))
+                read = self.packed(as_sequences([batch.teacher[i] for i in ids]), len(batch.weights))
                 everywhere = NamedSharding(self.microbatcher.mesh, PartitionSpec())
                 places = placed(in_microbatches(places_of_states(batch, read, ids)), everywhere)
                 if only is not None:
@@ -214,37 +164,28 @@ class TextTeacher(Teacher):
     ) -> List[np.ndarray]:
         """`[T]` log-probs of spans of text, each at the last of its tokens and `IN_A_LATER_TOKEN` at the others, which
         `episodes.by_spans` divides; those of spans that its `length` cuts are left out."""
-        read, parts = list[Sequence](), list[tuple[int, np.ndarray, int, Spans]]()
+        read, parts = list[Sequence](), list[tuple[np.ndarray, int, Spans]]()
         for sequence in sequences:
             assert sequence.teacher is not None, "its prompt is in its own tokens"
             at = np.flatnonzero(sequence.loss_mask)
             begin, spans = int(sequence.teacher.places[at[0]]), self.spans(sequence.tokens[at])
             tokens = np.concatenate([sequence.teacher.tokens[:begin], spans.tokens])[: self.length]
             read.append(Sequence(tokens, np.arange(len(tokens)) > 0))
-            parts.append((len(sequence.tokens), at, begin, spans))
-        return AtSpans(FrozenModel.logprobs(self, read, temperature, size), parts)
+            parts.append((at, begin, spans))
+        arrays = FrozenModel.logprobs(self, read, temperature, size)
 
+        def at_spans(index: int) -> np.ndarray:
+            (at, begin, spans), scores = parts[index], arrays[index]
+            scores = scores[begin:]
+            sums = np.bincount(spans.theirs[: len(scores)], scores, minlength=1)
+            whole = spans.theirs[len(scores)] if len(scores) < len(spans.theirs) else len(sums)
+            ends = np.append(np.diff(spans.ours) > 0, True) & (spans.ours < whole)
+            values = np.zeros(len(sequences[index].tokens), np.float32)
+            values[at] = IN_A_LATER_TOKEN
+            values[at[ends]] = sums[spans.ours[ends]]
+            return values
 
-class AtSpans(Later):
-    """`[T]` arrays as `TextTeacher.logprobs` returns them, from its `[Tt]` arrays, which may be on their way."""
-
-    def __init__(self, read: List[np.ndarray], parts: List[tuple[int, np.ndarray, int, Spans]]):
-        """`parts` has T, the places of the completion's tokens, where it begins for the teacher, and its spans."""
-        self._read, self._parts = read, parts
-
-    def __len__(self) -> int:
-        return len(self._read)
-
-    def at(self, index: int) -> np.ndarray:
-        size, at, begin, spans = self._parts[index]
-        scores = self._read[index][begin:]
-        sums = np.bincount(spans.theirs[: len(scores)], scores, minlength=1)
-        whole = spans.theirs[len(scores)] if len(scores) < len(spans.theirs) else len(sums)
-        ends = np.append(np.diff(spans.ours) > 0, True) & (spans.ours < whole)
-        values = np.zeros(size, np.float32)
-        values[at] = IN_A_LATER_TOKEN
-        values[at[ends]] = sums[spans.ours[ends]]
-        return values
+        return Later(len(read), at_spans)
 
 
 @dataclass(frozen=True)
@@ -276,14 +217,18 @@ class Teachers:
                 read = teacher.logprobs([sequences[i] for i in follow], temperature, size or number)
                 for place, i in enumerate(follow):
                     parts[i].append((self.shares[k] if self.shares else 1.0, read, place))
-        return Summed(parts)
+
+        def summed(index: int) -> np.ndarray:
+            return np.sum([np.float32(weight) * arrays[i] for weight, arrays, i in parts[index]], axis=0)
+
+        return Later(number, summed)
 
     def states(self, batch: Batch, microbatches: Microbatches) -> tuple[TeacherStates, ...]:
         """As `Teacher.states`, of each."""
         states = list[TeacherStates]()
         for k, teacher in enumerate(self.each):
             assert isinstance(teacher, Teacher), "a divergence is of teachers that are loaded here"
-            of_it = teacher.states_of(batch, microbatches, None if self.shares else k)
+            of_it = teacher.states(batch, microbatches, None if self.shares else k)
             states.append(replace(of_it, share=self.shares[k]) if self.shares else of_it)
         return tuple(states)
 
@@ -347,7 +292,25 @@ def compute_states(
     return padded.reshape(number, rows, *flat.shape[1:])
 
 
-def reference_of(spec: TrainerSpec, params: Params) -> FrozenModel:
-    """A reference of the policy's structure, without an adapter and without a value head."""
-    model = replace(spec.model, adapt=None, has_scalar_head=False)
-    return FrozenModel(model, params, spec.microbatcher, spec.length)
+def reference_of(spec: TrainerSpec, params: Params, frozen: Params, *, kept: bool) -> FrozenModel | None:
+    """The policy's reference, without an adapter and without a value head: the base under an adapter; else a copy of
+    the present weights, where one is to be `kept`.
+
+    Args:
+        params: the trainable weights.
+        frozen: the other weights; empty without an adapter.
+    """
+    if spec.adapter is None and not kept:
+        return None
+    model, weights = replace(spec.model, adapt=None, has_scalar_head=False), frozen
+    if spec.adapter is None:
+        # In the compute dtype, and a copy, since training donates the buffers of the originals. Matrices with simulated
+        # rounding keep their dtype: after a cast they would round to another grid.
+        on_grid = {f"layers/{name}/w" for name, _ in model.simulated}
+
+        def copied(params: Params) -> Params:
+            return {name: (x if name in on_grid else x.astype(model.dtype)).copy() for name, x in params.items()}
+
+        with jax.set_mesh(spec.mesh):
+            weights = jit(copied)({name: x for name, x in params.items() if not is_own(name)})
+    return FrozenModel(model, spec.microbatcher, spec.length, weights)

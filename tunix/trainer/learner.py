@@ -20,8 +20,8 @@ from tunix.mesh import compiler_options
 from tunix.models.model import Params
 from tunix.trainer.frozen_model import FrozenModel, Teacher, Teachers, TellsLogprobs, not_shared
 from tunix.trainer.logprobs import Scorer
-from tunix.trainer.microbatches import Microbatches, TrainerSpec
-from tunix.trainer.step import FrozenInputs, TrainState, apply, evaluate, gradients_of, shares, step
+from tunix.trainer.microbatches import TrainerSpec
+from tunix.trainer.step import StepInputs, TrainState, apply, evaluate, gradients_of, shares, step
 from tunix.types import Batch, Loss, Metrics
 from tunix.util.exact import jit
 from tunix.util.faults import planned
@@ -74,9 +74,9 @@ class Learner:
         """One update, compiled as a single program with a donated state."""
         if planned("compile"):
             raise jax.errors.JaxRuntimeError("INTERNAL: a program cannot be compiled, as planned")
-        microbatches, frozen = self._inputs(batch, loss)
+        inputs = self._inputs(batch, loss)
         with jax.set_mesh(self.spec.mesh):
-            self.state, metrics = self._step(self.state, frozen, microbatches, self._key, loss)
+            self.state, metrics = self._step(self.state, inputs, self._key, loss)
         return metrics
 
     def shares(self, batch: Batch, loss: Loss) -> np.ndarray:
@@ -84,24 +84,23 @@ class Learner:
         scale = float(batch.weights.max())  # a huge weight must not hide whose it is
         counts = {name: np.asarray(count / scale, np.float32) for name, count in batch.counts.items()}
         batch = replace(batch, weights=batch.weights / np.float32(scale), counts=counts)
-        microbatches, frozen = self._inputs(batch, loss)
-        compute = jit(partial(shares, self.spec), static_argnames="loss")
+        inputs, compute = self._inputs(batch, loss), jit(partial(shares, self.spec), static_argnames="loss")
         with jax.set_mesh(self.spec.mesh):
-            filled = range(int(microbatches.filled))
-            parts = [compute(self.state, frozen, microbatches, i, self._key, loss=loss) for i in filled]
+            filled = range(int(inputs.microbatches.filled))
+            parts = [compute(self.state, inputs, i, self._key, loss=loss) for i in filled]
         return np.sum(jax.device_get(parts), axis=0)
 
     def lowered(self, batch: Batch, loss: Loss) -> jax.stages.Lowered:
         """The program that `step` runs on such a batch, lowered but not compiled."""
-        microbatches, frozen = self._inputs(batch, loss)
+        inputs = self._inputs(batch, loss)
         with jax.set_mesh(self.spec.mesh):
-            return self._step.lower(self.state, frozen, microbatches, self._key, loss)
+            return self._step.lower(self.state, inputs, self._key, loss)
 
     def forward_backward(self, batch: Batch, loss: Loss) -> Metrics:
         """Adds the batch's gradients to those accumulated since the last `optim_step`."""
-        microbatches, frozen = self._inputs(batch, loss)
+        inputs = self._inputs(batch, loss)
         with jax.set_mesh(self.spec.mesh):
-            gradients, metrics = self._gradients(self.state, frozen, microbatches, self._key, loss)
+            gradients, metrics = self._gradients(self.state, inputs, self._key, loss)
             if self.gradients is None:
                 self.gradients, self._loss = gradients, metrics["train/loss"]
             else:
@@ -136,14 +135,14 @@ class Learner:
         counts = {name: np.asarray(sum(batch.counts[name] for batch in batches)) for name in batches[0].counts}
         total: dict[str, jax.Array] = {}
         for batch in batches:
-            microbatches, frozen = self._inputs(replace(batch, counts=counts), loss)
+            inputs = self._inputs(replace(batch, counts=counts), loss)
             with jax.set_mesh(self.spec.mesh):
-                sums = compiled(self.state.params, frozen, microbatches, loss)
+                sums = compiled(self.state.params, inputs, loss)
                 total = self._add(total, sums) if total else sums
         return {f"eval/{name.removeprefix('train/')}": float(value) for name, value in total.items()}
 
-    def _inputs(self, batch: Batch, loss: Loss) -> tuple[Microbatches, FrozenInputs]:
-        """The batch on the devices, and the frozen inputs that the loss reads.
+    def _inputs(self, batch: Batch, loss: Loss) -> StepInputs:
+        """The batch on the devices, and what else the loss reads.
 
         Raises:
             ValueError: the loss reads a reference or a teacher, and this learner has none.
@@ -154,8 +153,9 @@ class Learner:
         if loss.divergence and batch.stored is None:
             teacher = required("teacher", self.teacher)
             assert isinstance(teacher, Teacher | Teachers), "a divergence is of a teacher that is loaded here"
-            states = teacher.states(batch, microbatches)
-        return microbatches, FrozenInputs(self.frozen, reference, states)
+            several = isinstance(teacher, Teachers)
+            states = teacher.states(batch, microbatches) if several else (teacher.states(batch, microbatches),)
+        return StepInputs(self.frozen, reference, states, microbatches)
 
 
 def abstract_moments(spec: TrainerSpec, params: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> Any:

@@ -8,7 +8,7 @@ Axes: B rows, T time, S sequences, M micro-batches, R rows of a micro-batch.
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal, overload
 
 import jax
@@ -29,13 +29,12 @@ Scores = Literal["logprobs", "values"]
 """What is computed of each token of a sequence."""
 
 
-class OnTheWay(List[np.ndarray]):
-    """Arrays of sequences, `[T]` each, on their way from the devices: waited for when one is looked at."""
+class Later(List[np.ndarray]):
+    """Arrays of sequences, `[T]` each, which may be on their way: waited for when one is looked at."""
 
-    def __init__(self, stacked: Float[Array, "M R T"], batch: Batch, number: int):
-        """Starts to copy the arrays of the first `number` sequences that are packed in the batch."""
-        self._stacked, self._batch, self._number = everywhere(stacked), batch, number
-        self._stacked.copy_to_host_async()
+    def __init__(self, number: int, at: Callable[[int], np.ndarray]):
+        """`at` waits for the array of a sequence, of which there are `number`."""
+        self._number, self._at = number, at
 
     def __len__(self) -> int:
         return self._number
@@ -45,13 +44,8 @@ class OnTheWay(List[np.ndarray]):
     @overload
     def __getitem__(self, index: slice) -> list[np.ndarray]: ...
     def __getitem__(self, index: int | slice) -> np.ndarray | list[np.ndarray]:
-        return self._arrived[index]
-
-    @cached_property
-    def _arrived(self) -> list[np.ndarray]:
-        values = np.asarray(self._stacked)
-        rows = values.reshape(-1, values.shape[-1])[: self._batch.tokens.shape[0]]
-        return unpack(rows, self._batch, self._number)
+        chosen = range(self._number)[index]
+        return self._at(chosen) if isinstance(chosen, int) else [self._at(i) for i in chosen]
 
 
 @dataclass(frozen=True)
@@ -96,14 +90,22 @@ class Scorer:
             size: number of sequences that the compiled shape is made for; calls of one size compile once.
             temperature: divides the logits.
         """
-        batch = self.packed(sequences, size)
+        batch, number = self.packed(sequences, size), len(sequences)
         with jax.set_mesh(self.microbatcher.mesh):
             microbatches = self.microbatcher.place(batch)
             if kind == "values":
                 scores = self._values(params, microbatches)
             else:
                 scores = self._logprobs(params, microbatches, temperature=temperature)
-            return OnTheWay(scores, batch, len(sequences))
+            stacked = everywhere(scores)
+        stacked.copy_to_host_async()
+
+        @cache
+        def arrived() -> list[np.ndarray]:
+            values = np.asarray(stacked)
+            return unpack(values.reshape(-1, values.shape[-1])[: batch.tokens.shape[0]], batch, number)
+
+        return Later(number, lambda i: arrived()[i])
 
     def packed(self, sequences: List[Sequence], size: int | None) -> Batch:
         """The sequences in rows, as many as `size` of them can need."""

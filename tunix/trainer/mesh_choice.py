@@ -119,10 +119,7 @@ def require(mesh: Mesh, demand: Demand, key: str = "mesh") -> None:
     wrong = []
     for axis in ("fsdp", "expert", "tensor"):
         width, sizes = mesh.shape[axis], demand.split_by(axis)
-        if whole := [f"{size} {WORDS[name]}" for name, size in sizes.items() if size % width]:
-            wrong.append(
-                f"{key}: {axis} {width} does not divide {', '.join(whole)}; {near_divisors(axis, width, sizes)}"
-            )
+        wrong += [f"{key}: {problem}" for problem in undivided(axis, width, sizes)]
     if demand.model.experts is None and mesh.shape["expert"] > 1:
         family = demand.model.family
         wrong.append(f"{key}: expert {mesh.shape['expert']}: {family} has no experts to split; leave it at 1")
@@ -147,12 +144,15 @@ def require(mesh: Mesh, demand: Demand, key: str = "mesh") -> None:
         raise UserError("\n".join([*wrong, f"`mesh: auto` would take {_written(sizes)}."]))
 
 
-def near_divisors(axis: str, width: int, sizes: dict[str, int]) -> str:
-    """The divisors of all sizes next to a width: `tensor 2 or 4 would`."""
-    common = math.gcd(*sizes.values())
-    fitting = [size for size in range(1, common + 1) if common % size == 0]
-    below, above = max(x for x in fitting if x < width), [x for x in fitting if x > width][:1]
-    return f"{axis} {' or '.join(map(str, [below, *above]))} would"
+def undivided(axis: str, width: int, sizes: dict[str, int]) -> Iterator[str]:
+    """What a width does not divide, and the divisors of all sizes next to it: `tensor 3 does not divide 8 query heads;
+    tensor 2 or 4 would`."""
+    if whole := [f"{size} {WORDS.get(name, name)}" for name, size in sizes.items() if size % width]:
+        common = math.gcd(*sizes.values())
+        fitting = [size for size in range(1, common + 1) if common % size == 0]
+        below, above = max(x for x in fitting if x < width), [x for x in fitting if x > width][:1]
+        near = " or ".join(map(str, [below, *above]))
+        yield f"{axis} {width} does not divide {', '.join(whole)}; {axis} {near} would"
 
 
 def _uneven(demand: Demand, shards: int) -> Iterator[str]:

@@ -6,7 +6,7 @@ https://arxiv.org/abs/1711.05101. Adafactor: Shazeer & Stern 2018, https://arxiv
 2023, https://arxiv.org/abs/2302.06675. Muon: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -59,7 +59,12 @@ def build_optimizer(config: OptimizerConfig, steps: int, axes: Mapping[str, Axes
     head = {name: of for name, of in axes.items() if name.startswith(MTP)}
     if 0 < len(head) < len(axes):
         rest = {name: of for name, of in axes.items() if name not in head}
-        return _apart(build_optimizer(config, steps, rest), build_optimizer(config, steps, head))
+
+        def parts(tree: Any) -> tuple[dict[str, Any], ...]:
+            return {name: x for name, x in tree.items() if name in rest}, {name: tree[name] for name in head}
+
+        # The head that drafts is clipped and moved by itself, and all others are as without it.
+        return _in_parts(parts, build_optimizer(config, steps, rest), build_optimizer(config, steps, head))
     schedule = build_schedule(config, steps)
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     mask = {name: decays(name) for name in axes}
@@ -107,20 +112,20 @@ def _in_float32(inner: optax.GradientTransformation, storage: DType) -> optax.Gr
     return optax.GradientTransformation(init, update)
 
 
-def _apart(policy: optax.GradientTransformation, head: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A transformation of the parameters of a head that drafts, and another of all others, which is as without it."""
-
-    def parts(tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        of_head = {name: x for name, x in tree.items() if name.startswith(MTP)}
-        return {name: x for name, x in tree.items() if name not in of_head}, of_head
+def _in_parts(
+    split: Callable[[Any], tuple[dict[str, Any], ...]],
+    first: optax.GradientTransformation,
+    others: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+    """A transformation of the first of the parts that `split` makes of parameters by name, and one of each other."""
 
     def init(params: Any) -> Any:
-        rest, of_head = parts(params)
-        return policy.init(rest), head.init(of_head)
+        part, *rest = split(params)
+        return first.init(part), *map(others.init, rest)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        (rest, of_head), (rest_params, head_params) = parts(updates), parts(params)
-        results: list[Any] = [policy.update(rest, state[0], rest_params), head.update(of_head, state[1], head_params)]
+        parts = enumerate(zip(split(updates), state, split(params), strict=True))
+        results: list[Any] = [(others if i else first).update(*part) for i, part in parts]
         moved = {name: x for part, _ in results for name, x in part.items()}
         return {name: moved[name] for name in updates}, tuple(new_state for _, new_state in results)
 
@@ -145,26 +150,20 @@ def _by_layer(inner: optax.GradientTransformation, axes: Mapping[str, Axes]) -> 
     An outlier gradient in one layer must neither shrink the updates of the others nor enter their statistics.
     """
 
-    def parts(tree: Any) -> tuple[Any, ...]:
+    def parts(tree: Any) -> tuple[dict[str, Any], ...]:
         """What is not stacked, then the stacked parameters, those of as many layers together."""
         stacked = {name: x for name, x in tree.items() if axes[name][0] == "layers"}
         numbers = sorted({len(x) for x in stacked.values()}, reverse=True) or [0]
         of = [{name: x for name, x in stacked.items() if len(x) == number} for number in numbers]
         return {name: x for name, x in tree.items() if name not in stacked}, *of
 
-    def init(params: Any) -> Any:
-        rest, *stacked = parts(params)
-        return inner.init(rest), *(jax.vmap(inner.init)(part) if part else inner.init({}) for part in stacked)
+    def init(part: Any) -> Any:
+        return (jax.vmap(inner.init) if part else inner.init)(part)
 
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        (rest, *stacked), (rest_params, *stacked_params) = parts(updates), parts(params)
-        results: list[Any] = [inner.update(rest, state[0], rest_params)]
-        for part, state_of_part, params_of_part in zip(stacked, state[1:], stacked_params, strict=True):
-            results.append((jax.vmap(inner.update) if part else inner.update)(part, state_of_part, params_of_part))
-        merged = {name: x for scaled, _ in results for name, x in scaled.items()}
-        return {name: merged[name] for name in updates}, tuple(new_state for _, new_state in results)
+    def update(part: Any, state: Any, params: Any = None) -> Any:
+        return (jax.vmap(inner.update) if part else inner.update)(part, state, params)
 
-    return optax.GradientTransformation(init, update)
+    return _in_parts(parts, inner, optax.GradientTransformation(init, update))
 
 
 def _muon(

@@ -27,7 +27,7 @@ from tunix.models.model import Model
 from tunix.models.quantization.formats import in_compute
 from tunix.rollout.config import RolloutMeshConfig
 from tunix.trainer.digest import checksum
-from tunix.trainer.mesh_choice import WORDS, Demand, near_divisors
+from tunix.trainer.mesh_choice import Demand, undivided
 from tunix.trainer.microbatches import TrainerSpec
 from tunix.trainer.remat import held_by
 from tunix.util.exact import jit
@@ -62,10 +62,9 @@ def sampler_mesh(
         room = [tensor for tensor in fitting if memory is None or copy / tensor <= SHARE * memory]
         tensor = room[0] if room else fitting[-1]  # as many as can be where none have room
     else:
-        tensor, named = config.tensor, {"devices": mesh.size, **sizes}
-        if whole := [f"{size} {WORDS.get(name, name)}" for name, size in named.items() if size % tensor]:
-            nearest = near_divisors("tensor", tensor, named)
-            raise UserError(f"rollout.mesh: tensor {tensor} does not divide {', '.join(whole)}; {nearest}")
+        tensor = config.tensor
+        for problem in undivided("tensor", tensor, {"devices": mesh.size, **sizes}):
+            raise UserError(f"rollout.mesh: {problem}")
     copies = mesh.size // tensor
     if slots is not None and slots % copies:
         below = slots // copies * copies

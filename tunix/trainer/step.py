@@ -142,51 +142,42 @@ class TeacherStates:
     """Which tokens follow this teacher, e.g. those of every other sequence; None where all do."""
 
 
-class FrozenInputs(NamedTuple):
-    """Inputs of a step that it does not update: the base under an adapter, the reference, the teacher's states."""
+class StepInputs(NamedTuple):
+    """What a step reads and does not update."""
 
     base: Params
     """The frozen weights under an adapter; empty without one."""
-    reference: Params | None = None
+    reference: Params | None
     """The reference's weights that are not in the base, where the loss reads its log-probs."""
-    teachers: tuple[TeacherStates, ...] = ()
+    teachers: tuple[TeacherStates, ...]
     """The states of each teacher for this batch, where the loss reads a divergence."""
+    microbatches: Microbatches
+    """The batch on the devices."""
 
 
 def step(
-    spec: TrainerSpec,
-    state: TrainState,
-    frozen: FrozenInputs,
-    microbatches: Microbatches,
-    key: PRNGKeyArray,
-    loss: Loss,
+    spec: TrainerSpec, state: TrainState, inputs: StepInputs, key: PRNGKeyArray, loss: Loss
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One update: the new state and the metrics. The caller's jit donates `state`."""
-    gradients, metrics = gradients_of(spec, state, frozen, microbatches, key, loss)
+    gradients, metrics = gradients_of(spec, state, inputs, key, loss)
     state, more = apply(spec, state, gradients, metrics["train/loss"])
     return state, metrics | more
 
 
 def gradients_of(
-    spec: TrainerSpec,
-    state: TrainState,
-    frozen: FrozenInputs,
-    microbatches: Microbatches,
-    key: PRNGKeyArray,
-    loss: Loss,
+    spec: TrainerSpec, state: TrainState, inputs: StepInputs, key: PRNGKeyArray, loss: Loss
 ) -> tuple[Params, dict[str, jax.Array]]:
     """The gradients of the whole batch's loss, and its metrics."""
-    key = jax.random.fold_in(key, state.step)
-    rows = None
+    key, microbatches, rows = jax.random.fold_in(key, state.step), inputs.microbatches, None
     if spec.model.router_aux_loss_coef and microbatches.number > 1:
         # The loss is a product of two means, of which a micro-batch's gradient needs the whole batch's first one.
         rows = accumulate(
-            lambda index: _forward(spec, state.params, frozen, microbatches.at(index), loss, key)[1][ROWS],
+            lambda index: _forward(spec, state.params, inputs, microbatches.at(index), loss, key)[1][ROWS],
             microbatches,
         )
 
     def one_microbatch(params: Params, index: Index) -> tuple[jax.Array, Sums]:
-        sums = sums_of(spec, params, frozen, microbatches, index, loss, key, rows)
+        sums = sums_of(spec, params, inputs, index, loss, key, rows)
         # The head that drafts is trained beside the model, whose loss this is no part of.
         return cast(jax.Array, sums["train/loss"]) + cast(jax.Array, sums.get("loss/mtp", 0.0)), sums
 
@@ -202,23 +193,17 @@ def gradients_of(
 
 
 def shares(
-    spec: TrainerSpec,
-    state: TrainState,
-    frozen: FrozenInputs,
-    microbatches: Microbatches,
-    index: Index,
-    key: PRNGKeyArray,
-    loss: Loss,
+    spec: TrainerSpec, state: TrainState, inputs: StepInputs, index: Index, key: PRNGKeyArray, loss: Loss
 ) -> Float[Array, "S"]:
     """What each sequence of a micro-batch adds to the loss of the next update.
 
     With its denominators fixed, the loss is linear in the weights of sequences: a share is weight times derivative.
     """
-    key = jax.random.fold_in(key, state.step)
+    key, microbatches = jax.random.fold_in(key, state.step), inputs.microbatches
 
     def weighted(weights: Float[Array, "S"]) -> jax.Array:
-        rows = replace(microbatches, weights=weights)
-        return cast(jax.Array, sums_of(spec, state.params, frozen, rows, index, loss, key)["train/loss"])
+        changed = inputs._replace(microbatches=replace(microbatches, weights=weights))
+        return cast(jax.Array, sums_of(spec, state.params, changed, index, loss, key)["train/loss"])
 
     return microbatches.weights * jax.grad(weighted)(microbatches.weights)
 
@@ -252,20 +237,15 @@ def apply(
     return TrainState(params, moments, state.step + 1), metrics
 
 
-def evaluate(
-    spec: TrainerSpec, params: Params, frozen: FrozenInputs, microbatches: Microbatches, loss: Loss
-) -> dict[str, jax.Array]:
+def evaluate(spec: TrainerSpec, params: Params, inputs: StepInputs, loss: Loss) -> dict[str, jax.Array]:
     """The loss and its metrics, forward only and without noise."""
-    return to_scalars(
-        accumulate(lambda index: sums_of(spec, params, frozen, microbatches, index, loss, None), microbatches)
-    )
+    return to_scalars(accumulate(lambda index: sums_of(spec, params, inputs, index, loss, None), inputs.microbatches))
 
 
 def sums_of(
     spec: TrainerSpec,
     params: Params,
-    frozen: FrozenInputs,
-    microbatches: Microbatches,
+    inputs: StepInputs,
     index: Index,
     loss: Loss,
     key: PRNGKeyArray | None,
@@ -277,9 +257,9 @@ def sums_of(
         key: of embedding noise and dropout; None for an evaluation, without noise.
         rows: of each expert in the whole batch; None where nobody reads them, or the micro-batch is the whole.
     """
-    model, batch = spec.model, microbatches.at(index)
-    hidden, auxiliary = _forward(spec, params, frozen, batch, loss, key)
-    params = {**frozen.base, **params}
+    model, batch = spec.model, inputs.microbatches.at(index)
+    hidden, auxiliary = _forward(spec, params, inputs, batch, loss, key)
+    params = {**inputs.base, **params}
     tokens, positions, mask = map(jnp.asarray, (batch.tokens, batch.positions, batch.loss_mask))
 
     needed = mask | (jnp.asarray(batch.per_token[OBSERVED]) > 0) if OBSERVED in batch.per_token else mask
@@ -302,20 +282,20 @@ def sums_of(
     if loss.logprobs:
         logprobs, entropy, mass = logprobs_of(model, params, hidden, reference=False)
     values = model.values_of(params, hidden, positions) if loss.values else None
-    inputs = LossInputs(batch, logprobs, entropy if loss.entropy else None, values)
+    read = LossInputs(batch, logprobs, entropy if loss.entropy else None, values)
     if loss.whole:
-        inputs = replace(inputs, whole_logprobs=logprobs + mass)
+        read = replace(read, whole_logprobs=logprobs + mass)
     if loss.above_mean and key is not None:
-        inputs = replace(inputs, above_mean=model.above_mean_of(params, hidden, tokens, positions))
+        read = replace(read, above_mean=model.above_mean_of(params, hidden, tokens, positions))
     if loss.reference:
-        assert frozen.reference is not None, "the loss reads a reference: hold one"
+        assert inputs.reference is not None, "the loss reads a reference: hold one"
         of_reference = replace(model, adapt=None, has_scalar_head=False)
-        reference = {**frozen.base, **frozen.reference}
+        reference = {**inputs.base, **inputs.reference}
         states = hidden_of(of_reference, reference, batch)
         reference_logprobs, *_ = logprobs_of(of_reference, reference, states, reference=True)
-        inputs = replace(inputs, reference_logprobs=jax.lax.stop_gradient(reference_logprobs))
+        read = replace(read, reference_logprobs=jax.lax.stop_gradient(reference_logprobs))
     if loss.divergence:
-        assert frozen.teachers or batch.stored is not None, "the loss reads a divergence: hold a teacher"
+        assert inputs.teachers or batch.stored is not None, "the loss reads a divergence: hold a teacher"
         # Shifted as for log-probs: the state at t - 1 predicts token t.
         table = model.table(params)
         student, each = Side(hidden[:, :-1], table, model.config.logit_softcap), list[Compared]()
@@ -323,15 +303,15 @@ def sums_of(
             ids, theirs = (jnp.asarray(batch.stored)[:, 1:, i] for i in (0, 1))
             trained = (mask & (positions > 0))[:, 1:]
             each.append(compared(student, Stored(ids.astype(int), theirs), tokens[:, 1:], trained, loss.divergence))
-        for states in frozen.teachers:
+        for states in inputs.teachers:
             theirs = jax.lax.stop_gradient(table) if states.table is None else states.table
             teacher = Side(states.hidden[index][:, :-1], theirs, states.softcap)
             follows = mask & (positions > 0) & (True if states.followed is None else states.followed[index])
             beside = compared(student, teacher, tokens[:, 1:], follows[:, 1:], loss.divergence)
             each.append(jax.tree.map(lambda x, share=states.share: share * x, beside))
         together = functools.reduce(lambda x, y: jax.tree.map(jnp.add, x, y), each)
-        inputs = replace(inputs, compared=jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), together))
-    sums = loss_sums(loss.function, inputs)
+        read = replace(read, compared=jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (1, 0))), together))
+    sums = loss_sums(loss.function, read)
     if key is None:  # an evaluation adds up what it finds in its batches, which shares do not bear
         return sums
     if model.config.mtp == "train":
@@ -348,7 +328,7 @@ def sums_of(
 
 
 def _forward(
-    spec: TrainerSpec, params: Params, frozen: FrozenInputs, batch: Batch, loss: Loss, key: PRNGKeyArray | None
+    spec: TrainerSpec, params: Params, inputs: StepInputs, batch: Batch, loss: Loss, key: PRNGKeyArray | None
 ) -> tuple[Float[Array, "B T D"], Auxiliary]:
     """The policy's final hidden states for a micro-batch, with noise where there is a key, and auxiliary terms."""
     noise, dropout_keys = None, None
@@ -356,7 +336,7 @@ def _forward(
         noise = embedding_noise(batch, spec.model.config.d_model, loss.embedding_noise, key)
     if key is not None and spec.adapter is not None and spec.adapter.dropout:
         dropout_keys = token_keys(batch, jax.random.fold_in(key, DROPOUT))
-    return forward_of(spec.model, {**frozen.base, **params}, batch, noise, dropout_keys)
+    return forward_of(spec.model, {**inputs.base, **params}, batch, noise, dropout_keys)
 
 
 def hidden_of(model: Model, params: Params, batch: Batch) -> Float[Array, "B T D"]:

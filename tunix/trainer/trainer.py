@@ -12,24 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import jax
 import numpy as np
 
-from tunix.distributed.global_arrays import own_part
-from tunix.models.config import is_own
 from tunix.models.model import Params
 from tunix.protocols import Client, Metered, Sampler, Saving
-from tunix.rollout.engine.engine import Engine
 from tunix.trainer.digest import checksum, digest
 from tunix.trainer.export import Exporter
-from tunix.trainer.frozen_model import reference_of, unreplayed
+from tunix.trainer.frozen_model import unreplayed
 from tunix.trainer.learner import Learner, required
-from tunix.trainer.microbatches import TrainerSpec
-from tunix.trainer.sampler_mesh import bring_of
 from tunix.trainer.state_files import Writing, flatten, load_state
 from tunix.trainer.step import TrainState
 from tunix.types import Batch, Completion, Loss, Metrics, OnDone, Reply, Request, Sequence, Usage, Workload
-from tunix.util.exact import jit
 from tunix.util.faults import planned
 from tunix.util.object_store import path_of
 
@@ -37,12 +30,16 @@ from tunix.util.object_store import path_of
 class Trainer(Client):
     """The client of one process: trains, samples, saves and exports one policy."""
 
-    def __init__(
-        self, learner: Learner, sampler: Sampler, exporter: Exporter | None = None, critic: Learner | None = None
-    ):
-        """Combines the parts; no weights are published yet. See `local_client` for the sampler and the others."""
-        self.learner, self.sampler, self.critic = learner, sampler, critic
-        self.exporter = exporter or Exporter()
+    def __init__(self, learner: Learner, sampler: Sampler, exporter: Exporter, critic: Learner | None = None):
+        """Combines the parts; no weights are published yet.
+
+        Args:
+            learner: the policy.
+            sampler: completes prompts, with the weights of each `publish`.
+            exporter: writes exported folders.
+            critic: a separate model that predicts values; None where the policy has a value head, or none is needed.
+        """
+        self.learner, self.sampler, self.exporter, self.critic = learner, sampler, exporter, critic
         self._version = int(learner.state.step)
         """Updates that made the weights; it goes on after a restart: tokens of earlier weights may be left."""
         self._stale = True
@@ -103,11 +100,10 @@ class Trainer(Client):
         Raises:
             ValueError: `of` names a reference or a teacher, and there is none.
         """
-        if of == "teacher":
-            return required("teacher", self.learner.teacher).logprobs(sequences, temperature, size)
-        if of == "reference":
-            return required("reference", self.learner.reference).logprobs(sequences, temperature, size)
-        return self.learner.scorer.scores("logprobs", self.learner.params, sequences, size, temperature)
+        if of == "policy":
+            return self.learner.scorer.scores("logprobs", self.learner.params, sequences, size, temperature)
+        model = self.learner.teacher if of == "teacher" else self.learner.reference
+        return required(of, model).logprobs(sequences, temperature, size)
 
     def values(self, sequences: List[Sequence], size: int | None = None) -> List[np.ndarray]:
         """The `[T]` values of each sequence's states: at t, of the state before token t is sampled; 0 for the first.
@@ -173,43 +169,3 @@ class Trainer(Client):
         params: Params = self.learner.params if of == "policy" else required("reference", self.learner.reference).params
         sums = {name: checksum(x) for name, x in sorted(params.items())}
         return digest(f"{name} {params[name].shape} {params[name].dtype} {int(x)}" for name, x in sums.items())
-
-
-def local_client(
-    spec: TrainerSpec,
-    params: Params,
-    frozen: Params,
-    keep_reference: bool = False,
-    sampler: Sampler | None = None,
-    exporter: Exporter | None = None,
-    critic: Learner | None = None,
-) -> Trainer:
-    """The in-process client over weights that are already on the mesh.
-
-    Args:
-        params: the trainable weights; their buffers are taken over.
-        frozen: the other weights: the base under an adapter, which is also its reference; empty without an adapter.
-        keep_reference: whether a copy of the current weights is kept as the reference.
-        sampler: completes prompts, with the weights of each `publish`; None for an engine on the same devices.
-        exporter: writes exported folders; None for one without tokenizer files.
-        critic: a separate model that predicts values; None where the policy has a value head, or none is needed.
-    """
-    reference = None
-    if spec.adapter is not None:
-        reference = reference_of(spec, frozen)
-    elif keep_reference:
-        # A copy in the compute dtype, since training donates the buffers of the originals. Matrices with simulated
-        # rounding keep their dtype: after a cast they would round to another grid.
-        model, on_grid = spec.model, {f"layers/{name}/w" for name, _ in spec.model.simulated}
-
-        def copied(params: Params) -> Params:
-            return {name: (x if name in on_grid else x.astype(model.dtype)).copy() for name, x in params.items()}
-
-        with jax.set_mesh(spec.mesh):
-            reference = reference_of(spec, jit(copied)({name: x for name, x in params.items() if not is_own(name)}))
-    learner = Learner(spec, params, frozen, reference)
-    if sampler is None:
-        mesh, moving = own_part(spec.mesh), () if spec.adapter is None else tuple(params)
-        bring = bring_of(spec.model, spec.mesh, mesh)
-        sampler = Engine(spec.model, mesh, max_length=spec.length, moving=moving, bring=bring)
-    return Trainer(learner, sampler, exporter, critic)

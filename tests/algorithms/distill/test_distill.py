@@ -56,7 +56,7 @@ def taught(
     model = Model(config, dtype=dtype)
     params = model.init(jax.random.key(seed), dict.fromkeys(model.shapes, dtype), home)
     student.learner.teacher = Teacher(
-        model, params, Microbatcher(rows, home), student.learner.spec.length, student.learner.spec.mesh
+        model, Microbatcher(rows, home), student.learner.spec.length, params, student.learner.spec.mesh
     )
     return student
 
@@ -105,9 +105,9 @@ def test_a_teacher_that_is_the_student_has_nothing_to_teach():
     student = trainer(RICH)
     student.learner.teacher = Teacher(
         student.learner.spec.model,
-        student.learner.params,
         student.learner.spec.microbatcher,
         24,
+        student.learner.params,
         student.learner.spec.mesh,
     )
     batch = pack(sequences(5), 5, 24, packing=True)
@@ -336,7 +336,7 @@ def test_reading_in_another_way_compiles_nothing_after_the_first_step(itself: bo
 def teaching_itself(student: Trainer, length: int = 72) -> Trainer:
     """The student as its own teacher, with its present weights."""
     spec, learner = student.learner.spec, student.learner
-    learner.teacher = Teacher(spec.model, {}, spec.microbatcher, length, spec.mesh, lambda: learner.params)
+    learner.teacher = Teacher(spec.model, spec.microbatcher, length, {}, spec.mesh, lambda: learner.params)
     return student
 
 

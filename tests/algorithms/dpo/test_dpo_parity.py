@@ -8,13 +8,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import CASES, by_hf_name, load, one_device, randomise, reference_folder
+from tests.trainers import local_client
 from tunix.algorithms.dpo.algorithm import DPO
 from tunix.algorithms.dpo.config import DPOConfig
 from tunix.data.packing import pack
 from tunix.trainer.config import OptimizerConfig
 from tunix.trainer.microbatches import Microbatcher, TrainerSpec
 from tunix.trainer.optimizer import build_optimizer, build_schedule
-from tunix.trainer.trainer import local_client
 from tunix.types import Sequence
 
 pytestmark = pytest.mark.models
@@ -63,7 +63,7 @@ def test_loss_and_gradients_equal_torch(tmp_path):
     config = OptimizerConfig(learning_rate=1.0, schedule="constant")
     mesh, axes = one_device(), {name: model.axes[name] for name in start}
     made = (build_optimizer(config, 1, axes), build_schedule(config, 1), Microbatcher(1, mesh))
-    trainer = local_client(TrainerSpec(model, mesh, *made, length=40, seed=0), start, {}, keep_reference=True)
+    trainer = local_client(TrainerSpec(model, mesh, *made, length=40, seed=0), start, {}, reference=True)
     trainer.learner.state = replace(trainer.state, params=params)
     batch = pack(sequences, 6, 40, sequences_per_example=2)
     metrics = trainer.forward_backward(batch, DPO(DPOConfig(beta=BETA)).objective)

@@ -181,11 +181,6 @@ class OneTeacher(Config):
     """Devices for the teacher alone, the last ones; `mesh` then has the others. Null: it shares the student's."""
 
     @property
-    def names_others(self) -> bool:
-        """Whether it is no model, but a list of several."""
-        return False
-
-    @property
     def is_policy(self) -> bool:
         """Whether the model that trains is its own teacher."""
         return self.path == POLICY
@@ -202,7 +197,7 @@ class OneTeacher(Config):
 
     @model_validator(mode="after")
     def _source(self) -> "OneTeacher":
-        if self.names_others:
+        if isinstance(self, TeacherConfig) and self.by_name:  # no model, but a list of several
             return self
         if self.path is None and self.family is None:
             raise ValueError("path is missing: a hub id, a folder, or the folder of a run")
@@ -223,18 +218,14 @@ class OneTeacher(Config):
             raise ValueError("path: policy has nothing to teach itself without more in its prompt: set teacher.prompt")
         if self.prompt is not None and "{prompt}" not in self.prompt:
             raise ValueError("prompt leaves the question out: write {prompt} where it is to stand")
-        if self.max_length and self.reads_as_student:
+        # As the student's tokens, which a random teacher reads too: it has no chat template of its own.
+        alike = self.path is None or self.is_served or self.is_stored
+        same_format = self.chat_template == "student" or (alike and self.chat_template is None)
+        if self.max_length and self.prompt is None and same_format and self.align == "tokens":
             raise ValueError(
                 f"max_length is {self.max_length}, and the teacher reads what the student does: leave it out"
             )
         return self
-
-    @property
-    def reads_as_student(self) -> bool:
-        """Whether it reads the student's tokens, as a random teacher does, which has no chat template of its own."""
-        alike = self.path is None or self.is_served or self.is_stored
-        students = (None, "student") if alike else ("student",)
-        return self.prompt is None and self.chat_template in students and self.align == "tokens"
 
     gone: ClassVar[Mapping[str, str]] = {"init": "a teacher without a path is random, of the family that is named"}
 
@@ -254,10 +245,6 @@ class TeacherConfig(OneTeacher):
     divergences are added up, by their weights as shares of the sum; with `column` a row follows one of them."""
     column: str | None = None
     """Column of a row with the name of the teacher that it follows (MOPD, https://arxiv.org/abs/2606.30406)."""
-
-    @property
-    def names_others(self) -> bool:
-        return bool(self.by_name)
 
     @property
     def each(self) -> Mapping[str, OneTeacher]:

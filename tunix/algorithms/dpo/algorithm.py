@@ -18,7 +18,7 @@ from jaxtyping import Float
 from tunix.algorithms.base import Needs, Update
 from tunix.algorithms.dpo.config import DPOConfig
 from tunix.algorithms.dpo.loss import BASELINE, POLICY_WEIGHT, dpo_loss
-from tunix.algorithms.episodes import as_sequence, by_seat, report, require_scores, row, total_rewards
+from tunix.algorithms.episodes import as_sequence, by_seat, report, row, total_rewards
 from tunix.algorithms.on_policy import Experience, OnPolicy
 from tunix.algorithms.ops import REFERENCE, reference_logprobs
 from tunix.errors import UserError
@@ -139,10 +139,9 @@ class DPO(OnPolicy):
         """One batch of the best and the worst completion of each prompt; none where no prompt has a pair.
 
         Raises:
-            UserError: none of the completions could be scored, or several seats share them.
+            UserError: several seats share the completions.
         """
         groups, data = experience.groups, experience.data
-        require_scores(groups)
         if len(by_seat(groups)) > 1:
             raise UserError(
                 "algorithm.name: dpo compares whole completions, and in those of rollout.environment two seats play "

@@ -28,7 +28,6 @@ from tunix.algorithms.episodes import (
     old_policy_logprobs,
     require_scores,
     rewards_of,
-    spread,
     total_rewards,
 )
 from tunix.algorithms.grpo.config import GRPOConfig
@@ -150,7 +149,8 @@ class GRPO(PolicyGradient):
                 scores = gdpo(named, weights, config.advantage, config.std_eps, config.std, are_scored(groups))
             else:
                 scores = self.advantages(total_rewards(groups, data.weights) + penalties)
-            advantages = [spread(x, value) for x, value in zip(sequences, np.asarray(scores).ravel(), strict=True)]
+            of_completions = zip(sequences, np.asarray(scores, np.float32).ravel(), strict=True)
+            advantages = [np.where(x.loss_mask, value, np.float32(0)) for x, value in of_completions]
         if config.teacher_kl:
             advantages = [
                 values + np.where(x.loss_mask, config.teacher_kl * (x.per_token[TEACHER] - old_policy_logprobs(x)), 0)

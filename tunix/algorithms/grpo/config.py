@@ -5,31 +5,10 @@ size, learning rate, updates per batch of rollouts) is left to the recipe.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tunix.algorithms.config import Above0, Advantage, NonNegative, PolicyConfig, Rule, Settings, Unit
 from tunix.config import Positive
-
-Preset = Literal[
-    "grpo",
-    "dapo",
-    "dr_grpo",
-    "gspo",
-    "cispo",
-    "rloo",
-    "reinforce_pp",
-    "sapo",
-    "dppo",
-    "prime_rl",
-    "dro",
-    "luspo",
-    "maxrl",
-    "gmpo",
-    "vespo",
-    "clip_cov",
-    "kl_cov",
-    "glm5",
-]
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # DeepSeekMath, Shao et al. 2024, https://arxiv.org/abs/2402.03300, eq. 3 and 4, sec. 4.2 (KL coefficient).
@@ -128,6 +107,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # GLM-5's loss of agents, 2026, https://arxiv.org/abs/2602.15763, eqs. 3 to 5, which has no bounds in print.
     "glm5": {"advantage": "mean", "surrogate": "mask", "reduction": "tokens"},
 }
+if TYPE_CHECKING:
+    Preset = str
+else:
+    Preset = Literal[*PRESETS]
 
 COVARIANT_SHARE = 2e-4
 """Share of the tokens that `covariance` selects, by its authors' configuration in verl."""
