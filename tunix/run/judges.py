@@ -7,6 +7,7 @@ that under an adapter it takes no memory but for the keys and values of what it 
 from collections.abc import Sequence as List
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,11 @@ def judges_of(
             f"{where} is loaded in one process, and there are {processes.number()}: judge on a server "
             "(http://HOST/v1), which all of them can ask"
         )
-    if config.model == BASE and sampler is None:
+    is_base = config.model == BASE
+    if is_base and sampler is None:
         raise UserError(f"{where} is that of a run while it trains: name its folder")
-    options = InferenceOptions(policy.name or BASE, None, dtype, config.concurrency)
-    model = InferenceModel(options, policy)
-    if config.model != BASE:
-        options = replace(options, model=config.model)
-        model = InferenceModel(options)
+    options = InferenceOptions((policy.name or BASE) if is_base else config.model, None, dtype, config.concurrency)
+    model = InferenceModel(options, policy if is_base else None)
     sampling = model.with_stop_ids(Sampling(config.max_tokens, temperature=0.0))
     if model.tokenizer is None:
         raise UserError(f"{where} has no tokenizer, so that it reads no text")
@@ -101,24 +100,24 @@ def judges_of(
         )
 
     room = model.limit - sampling.max_tokens
-    loaded = None if config.model == BASE else model.engine  # whose weights are read before the run begins
-    warm = list[Engine]()
+    loaded = None if is_base else model.engine  # whose weights are read before the run begins
 
-    def base() -> Engine:
-        assert sampler is not None
-        owner: Engine = sampler.result(0)
-        plain = replace(owner.model, adapt=None, has_scalar_head=False)
-        try:
-            engine = Engine(plain, owner.mesh, max_length=model.limit, slots=config.concurrency, room=owner.room)
-        except NoRoom as error:
-            raise UserError(f"reward.judge: {error}; or lower reward.judge.concurrency") from error
-        engine.borrow(owner)
+    @cache  # the first call compiles for all others
+    def warm_engine() -> Engine:
+        if (engine := loaded) is None:
+            assert sampler is not None
+            owner: Engine = sampler.result(0)
+            plain = replace(owner.model, adapt=None, has_scalar_head=False)
+            try:
+                engine = Engine(plain, owner.mesh, max_length=model.limit, slots=config.concurrency, room=owner.room)
+            except NoRoom as error:
+                raise UserError(f"reward.judge: {error}; or lower reward.judge.concurrency") from error
+            engine.borrow(owner)
+        engine.warm(Workload(engine.slots, room, model.limit))
         return engine
 
     def ask(conversations: List[List[Message]]) -> list[str | Failure]:
-        if not warm:  # the first call compiles for all others
-            warm.append(base() if loaded is None else loaded)
-            warm[0].warm(Workload(warm[0].slots, room, model.limit))
+        engine = warm_engine()
         prompts: list[np.ndarray | Failure] = []
         for messages in conversations:
             try:
@@ -129,7 +128,7 @@ def judges_of(
                 long = f"judge reads {room} tokens (reward.judge.length less max_tokens), and these are {len(tokens)}"
                 prompts.append(tokens if len(tokens) <= room else Failure(long))
         requests = [Request(x, sampling, 0, i) for i, x in enumerate(prompts) if not isinstance(x, Failure)]
-        replies = iter(warm[0].run(requests))
+        replies = iter(engine.run(requests))
         return [x if isinstance(x, Failure) else model.text(next(replies)) or "" for x in prompts]
 
     files = sorted(model.source.folder.glob("*.safetensors")) if model.source.folder else []

@@ -60,11 +60,11 @@ def build_optimizer(config: OptimizerConfig, steps: int, axes: Mapping[str, Axes
     if 0 < len(head) < len(axes):
         rest = {name: of for name, of in axes.items() if name not in head}
 
-        def parts(tree: Any) -> tuple[dict[str, Any], ...]:
+        def by_head(tree: Any) -> tuple[dict[str, Any], ...]:
             return {name: x for name, x in tree.items() if name in rest}, {name: tree[name] for name in head}
 
         # The head that drafts is clipped and moved by itself, and all others are as without it.
-        return _in_parts(parts, build_optimizer(config, steps, rest), build_optimizer(config, steps, head))
+        return _in_parts(by_head, build_optimizer(config, steps, rest), build_optimizer(config, steps, head))
     schedule = build_schedule(config, steps)
     clip = optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
     mask = {name: decays(name) for name in axes}
@@ -157,11 +157,11 @@ def _by_layer(inner: optax.GradientTransformation, axes: Mapping[str, Axes]) -> 
         of = [{name: x for name, x in stacked.items() if len(x) == number} for number in numbers]
         return {name: x for name, x in tree.items() if name not in stacked}, *of
 
-    def init(part: Any) -> Any:
-        return (jax.vmap(inner.init) if part else inner.init)(part)
+    def init(params: Any) -> Any:
+        return (jax.vmap(inner.init) if params else inner.init)(params)
 
-    def update(part: Any, state: Any, params: Any = None) -> Any:
-        return (jax.vmap(inner.update) if part else inner.update)(part, state, params)
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return (jax.vmap(inner.update) if updates else inner.update)(updates, state, params)
 
     return _in_parts(parts, inner, optax.GradientTransformation(init, update))
 
