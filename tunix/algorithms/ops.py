@@ -67,12 +67,13 @@ def trained_only(inputs: LossInputs) -> LossInputs:
         inputs,
         batch=replace(batch, per_token=per_token, per_sequence=per_sequence),
         logprobs=jnp.where(read, inputs.logprobs, 0),
-        entropy=None if inputs.entropy is None else masked(inputs.entropy),
-        whole_logprobs=None if inputs.whole_logprobs is None else masked(inputs.whole_logprobs),
-        above_mean=None if inputs.above_mean is None else masked(inputs.above_mean),
-        values=None if inputs.values is None else masked(inputs.values),
-        reference_logprobs=None if inputs.reference_logprobs is None else masked(inputs.reference_logprobs),
-        compared=None if inputs.compared is None else jax.tree.map(masked, inputs.compared),
+        # None, a tree without leaves, stays None.
+        entropy=jax.tree.map(masked, inputs.entropy),
+        whole_logprobs=jax.tree.map(masked, inputs.whole_logprobs),
+        above_mean=jax.tree.map(masked, inputs.above_mean),
+        values=jax.tree.map(masked, inputs.values),
+        reference_logprobs=jax.tree.map(masked, inputs.reference_logprobs),
+        compared=jax.tree.map(masked, inputs.compared),
     )
 
 

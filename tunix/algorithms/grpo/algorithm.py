@@ -126,6 +126,7 @@ class GRPO(PolicyGradient):
     def credit(self, client: Client, groups: Groups, sequences: list[Sequence], data: Rollouts) -> list[Sequence]:
         """The sequences with each completion's advantage at all its tokens, or with `token_returns` one per token."""
         config, penalties = self.config, self.penalties(groups, data.weights)
+        counted = [x.loss_mask & (x.weight > 0) for x in sequences]
         if config.token_returns:
             rewards = total_rewards(groups, data.weights) + penalties
             if config.advantage == "mean_batch":
@@ -136,7 +137,6 @@ class GRPO(PolicyGradient):
                 to_come = self.kl_rewards(x)
                 to_come[np.flatnonzero(x.loss_mask)[-1:]] += reward
                 returns.append(discounted(to_come, x.loss_mask, config.gamma))
-            counted = [x.loss_mask & (x.weight > 0) for x in sequences]
             advantages = whitened(returns, counted, config.std_eps, config.std)
         else:
             if config.kl and config.kl_in == "reward":
@@ -158,7 +158,6 @@ class GRPO(PolicyGradient):
             ]
         if config.covariant is not None:
             (kind, share), seed = config.covariant, 0
-            counted = [x.loss_mask & (x.weight > 0) for x in sequences]
             logprobs = [old_policy_logprobs(x) for x in sequences]
             for x in sequences:  # what is drawn follows from the batch
                 seed = zlib.crc32(x.tokens.tobytes(), seed)
