@@ -75,7 +75,7 @@ def test_every_loss_moves_the_adapter_and_the_head_alone(name):
     has_lm_head = ours.learner.spec.model.has_lm_head
     short = sequences(6, longest=11)  # two, and the spare token of a score, fit in a row
     rows = [algorithm.prepare_sequence(row) for row in (rollouts(ours, short) if has_lm_head else short)]
-    packed = pack(rows, 6, 24, sequences_per_example=2 if algorithm.train_on == "pairs" else 1)
+    packed = pack(rows, 6, 24, sequences_per_example=2 if algorithm.config.reads == "pairs" else 1)
     asked = ours.logprobs(rows, of="reference") if has_lm_head else []
     base, before = jax.tree.map(np.asarray, (ours.learner.frozen, ours.state.params))
     assert all(map(is_own, before))

@@ -108,11 +108,6 @@ class Algorithm(ABC):
         return Needs()
 
     @property
-    def train_on(self) -> RowKind:
-        """What is read of a row, by the config, which the recipe's checks use too."""
-        return self.config.reads
-
-    @property
     def group(self) -> int:
         """Completions of a prompt that follow each other in every batch, in whole groups: some may share a row and, in
         it, the prompt's tokens."""
@@ -121,7 +116,7 @@ class Algorithm(ABC):
     @property
     def temperature(self) -> float:
         """Temperature of log-probs: the sampler's where the completions are the policy's."""
-        return self.sampling.temperature if self.train_on == RowKind.PROMPT else 1.0
+        return self.sampling.temperature if self.config.reads == RowKind.PROMPT else 1.0
 
     @property
     def objective(self) -> Loss:
@@ -146,13 +141,13 @@ class Algorithm(ABC):
     @property
     def held_out_on(self) -> RowKind | None:
         """What is read of a held-out row to evaluate the loss; None where only rewards are evaluated."""
-        return None if self.train_on == RowKind.PROMPT else self.train_on
+        return None if self.config.reads == RowKind.PROMPT else self.config.reads
 
     @property
     def measures_likelihood(self) -> bool:
         """Whether the held-out loss is the rows' negative log-likelihood in nats per token, which can be compared with
         the entropy of the tokens' frequencies."""
-        return self.train_on.is_text and self.held_out_objective.divergence is None
+        return self.config.reads.is_text and self.held_out_objective.divergence is None
 
     def prepare_sequence(self, sequence: Sequence) -> Sequence:
         """Hook before packing: returns a given sequence with what the loss reads of it."""

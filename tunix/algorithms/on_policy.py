@@ -84,7 +84,7 @@ class OnPolicy(Algorithm):
 
     def update(self, client: Client, data: Any) -> Update:
         """Trains one step: samples completions, then learns from them. Given sequences are trained on as they are."""
-        if self.train_on != RowKind.PROMPT:
+        if self.config.reads != RowKind.PROMPT:
             return super().update(client, data)
         return self.learn(client, self.rollout(client, data))
 
@@ -163,7 +163,7 @@ class OnPolicy(Algorithm):
     def objective(self) -> Loss:
         """The loss and what it needs from the model; on the policy's completions with what `gate` reads."""
         objective = super().objective
-        return replace(objective, function=self.gated_loss) if self.train_on == RowKind.PROMPT else objective
+        return replace(objective, function=self.gated_loss) if self.config.reads == RowKind.PROMPT else objective
 
     def gated_loss(self, inputs: LossInputs) -> LossOutputs:
         """The loss with metrics of the mismatch of trainer and sampler, which a custom loss need not compute."""

@@ -41,7 +41,6 @@ from tunix.errors import UserError
 from tunix.hf.source import require_lm_head
 from tunix.inference.load import token_scores
 from tunix.inference.model import InferenceModel, InferenceOptions
-from tunix.recipe.algorithms import algorithm_class
 from tunix.recipe.recipe import recipe_of_run
 from tunix.rollout.environments.adapters import LM_EVAL, evaluation_rows, require_package
 from tunix.rollout.rewards.config import RewardConfig
@@ -255,7 +254,7 @@ def prepare(model: InferenceOptions, options: EvalOptions) -> Setting:
         rows = evaluation_rows(data, recipe.rollout.environment, recipe.seed)
     if rows is None:
         raise UserError(f"{name} has no held-out rows (data.eval): name some, `tunix eval {name} FILE`")
-    read = algorithm_class(recipe.algorithm.name)(recipe.algorithm).train_on if recipe else None
+    read = recipe.algorithm.reads if recipe else None
     tasks: tuple[Task, ...] = ("loss", "reward") if rewards or environment else ("loss",)
     if options.task:
         tasks = (options.task,)

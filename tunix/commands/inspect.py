@@ -33,7 +33,7 @@ from tunix.rollout.environments.remote import Player
 from tunix.rollout.rewards.scorer import Scorer
 from tunix.rollout.types import Scored, sequence_of
 from tunix.run.inputs import open_inputs
-from tunix.run.setup import algorithm_of, layout, row_kind_of
+from tunix.run.setup import algorithm_of, layout
 from tunix.types import Completion, OnDone, Reply, Request, Restart
 
 ACCOUNTED = 5000
@@ -55,7 +55,7 @@ def show(recipe: Recipe, rows: int | None = None, console: Console | None = None
         UserError: the data or the tokenizer is missing, a row does not fit, no environment is there for the actions.
     """
     console = console or Console(highlight=False, emoji=False)
-    kinds = [row_kind_of(x, algorithm_class(x.algorithm.name)(x.algorithm)) for x in recipe.stages or (recipe,)]
+    kinds = [x.row_kind for x in recipe.stages or (recipe,)]
     if actions and RowKind.ROW not in kinds:
         raise UserError(f"--actions {actions[0]!r}: the recipe has no rollout.environment that would answer them")
     for stage in recipe.stages or (recipe,):
@@ -66,8 +66,8 @@ def show(recipe: Recipe, rows: int | None = None, console: Console | None = None
         with tempfile.TemporaryDirectory() as folder:
             inputs = open_inputs(run, Path(folder))
             algorithm = algorithm_class(run.algorithm.name)(run.algorithm)
-            whole = Examples(inputs.train, inputs.tokenizer, run.data, row_kind_of(run, algorithm))
-            packed = None if algorithm.train_on == RowKind.PROMPT else layout(algorithm)
+            whole = Examples(inputs.train, inputs.tokenizer, run.data, run.row_kind)
+            packed = None if run.algorithm.reads == RowKind.PROMPT else layout(algorithm)
             total = sum(source.weight for source in run.data.sources)
             for examples in whole.parts or [whole]:
                 part = run

@@ -75,6 +75,12 @@ class Sections(Config):
         """Whether completions are scored: those of one data set at least."""
         return self.reward is not None or self.plays or any(source.reward for source in self.data.sources)
 
+    @property
+    def row_kind(self) -> RowKind:
+        """What is read of a row: all columns where an environment renders the prompts, else what the algorithm says."""
+        reads = self.algorithm.reads
+        return RowKind.ROW if reads == RowKind.PROMPT and self.rollout.environment is not None else reads
+
     @field_validator("algorithm", mode="before")
     @classmethod
     def _choose(cls, value: Any) -> Any:

@@ -35,7 +35,7 @@ from tunix.run.loop import Job
 from tunix.run.profiler import Profiler
 from tunix.run.reference_cache import reference_logprobs
 from tunix.run.rehearsal import compiled_ahead
-from tunix.run.setup import Setup, algorithm_of, apart, row_kind_of
+from tunix.run.setup import Setup, algorithm_of, apart
 from tunix.trainer.mesh_choice import memory_of
 from tunix.trainer.progress import Display
 
@@ -71,9 +71,8 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
 
     # Mistakes that affect every row (no tokenizer, no chat template, a mistyped column) are reported before weights are
     # read.
-    kind = row_kind_of(recipe, algorithm)
-    next(inputs.examples(inputs.train, data, kind).first())
-    inputs, notes = read_by_teachers(recipe, teachers, inputs, kind)
+    next(inputs.examples(inputs.train, data, recipe.row_kind).first())
+    inputs, notes = read_by_teachers(recipe, teachers, inputs)
     judges, sampler = (), Future[Sampler]()
     if recipe.reward is not None:
         judges = judges_of(recipe.reward, source, data, model.dtype, sampling_mesh or mesh, folder, sampler)
@@ -83,7 +82,7 @@ def assemble(recipe: Recipe, folder: Path, display: Display, stage: str = "") ->
     rows = rows_read(inputs.train, data, epochs)
     if total is None and data.divides_rows:
         # Pieces depend on the lengths and the order, so every row is rendered once for each epoch.
-        examples = inputs.examples(inputs.train, data, algorithm.train_on, taught=True)
+        examples = inputs.examples(inputs.train, data, recipe.algorithm.reads, taught=True)
         total = sum(1 for _ in shuffled(examples, recipe.batch_size, recipe.seed, epochs))
     elif total is None:  # if no row is dropped
         total = total_steps(rows, recipe.batch_size, 1)

@@ -119,9 +119,7 @@ def _source(key: str, config: OneTeacher, student: Source) -> Source | None:
     return source
 
 
-def read_by_teachers(
-    recipe: Sections, sources: List[Source | None], inputs: Inputs, kind: RowKind
-) -> tuple[Inputs, tuple[str, ...]]:
+def read_by_teachers(recipe: Sections, sources: List[Source | None], inputs: Inputs) -> tuple[Inputs, tuple[str, ...]]:
     """The inputs with what renders rows for the teachers, where one would not read them as the student does, or rows
     choose among them; and notes.
 
@@ -129,14 +127,13 @@ def read_by_teachers(
         recipe: of the run.
         sources: the teachers', from `teacher_sources`.
         inputs: the student's.
-        kind: what is read of a row to train on.
 
     Raises:
         UserError: rows are chats and a teacher has no chat template, or ends its turns or the first row's completion
             in other tokens; something that only the student's format is known for is set; teachers that are all
             followed read in different ways; or a row names a teacher that there is not.
     """
-    config, data = recipe.teacher, recipe.data
+    config, data, kind = recipe.teacher, recipe.data, recipe.row_kind
     if config is None:
         return inputs, ()
     if config.is_stored:
@@ -145,7 +142,7 @@ def read_by_teachers(
         next(inputs.examples(inputs.train, data, kind, taught=True).first())
         return inputs, ()
     each = zip(config.each.items(), sources, strict=True)
-    read = [_reader(key, teacher, source, recipe, inputs, kind) for (key, teacher), source in each]
+    read = [_reader(key, teacher, source, recipe, inputs) for (key, teacher), source in each]
     readers, notes = [reader for reader, _ in read], tuple(note for _, notes in read for note in notes)
     if config.column is not None:
         what = "rollout.environment" if recipe.plays else "data.packing" if data.cuts else "data.pictures"
@@ -185,12 +182,12 @@ def _as_read(reader: TeacherReader | None) -> tuple[object, ...] | None:
 
 
 def _reader(
-    key: str, config: OneTeacher, source: Source | None, recipe: Sections, inputs: Inputs, kind: RowKind
+    key: str, config: OneTeacher, source: Source | None, recipe: Sections, inputs: Inputs
 ) -> tuple[TeacherReader | None, list[str]]:
     """What renders rows for a teacher, None where it reads them as the student does; and notes."""
     data, notes = recipe.data, list[str]()
     ours, theirs = inputs.tokenizer, None if source is None else source.tokenizer
-    examples, name = inputs.examples(inputs.train, data, kind), config.path or "the random teacher"
+    examples, name = inputs.examples(inputs.train, data, recipe.row_kind), config.path or "the random teacher"
     are_chats = recipe.plays or any(part.settings.chat for part in examples.parts or [examples])
     if config.prompt and ours is None:
         raise UserError(f"{key}.prompt: changes nothing where rows are token ids: leave it out")

@@ -24,7 +24,7 @@ from tunix.rollout.asynchronous import FILE, AsyncRollouts, Holding, Journal
 from tunix.rollout.backlog import Backlog
 from tunix.rollout.collect import Collector, RolloutStep, RolloutStream
 from tunix.rollout.environments.adapters import evaluation_rows, training_rows
-from tunix.run.setup import Setup, layout, row_kind_of
+from tunix.run.setup import Setup, layout
 from tunix.trainer.digest import digest
 from tunix.trainer.trainer import Trainer
 
@@ -99,7 +99,7 @@ def open_stream(setup: Setup, inputs: Inputs, collector: Collector, total: int) 
     """The stream of the inputs of `total` steps: batches of the rows, or rollouts of their prompts."""
     recipe, algorithm, microbatcher = setup.recipe, setup.algorithm, setup.microbatcher
     data = recipe.data
-    kind = row_kind_of(recipe, algorithm)
+    kind = recipe.row_kind
     shows = isinstance(algorithm, Distill) and algorithm.config.success is not None
     taught = inputs.examples(inputs.train, data, kind, taught=True)
     examples = inputs.examples(inputs.train, data, kind) if shows else taught

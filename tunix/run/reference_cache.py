@@ -46,7 +46,7 @@ def reference_logprobs(
     Raises:
         UserError: a shard is damaged or belongs to other inputs, or cannot be written.
     """
-    recipe, kind = setup.recipe, setup.algorithm.train_on
+    recipe, kind = setup.recipe, setup.recipe.algorithm.reads
     sequences = inputs.examples(inputs.train, recipe.data, kind).sequences()
     if inputs.held_out is not None:
         held_out = inputs.examples(inputs.held_out, recipe.data, kind)

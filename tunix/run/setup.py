@@ -58,12 +58,6 @@ def layout(algorithm: Algorithm, multiple: int = 1) -> Layout:
     return Layout(algorithm.sequences_per_example, algorithm.extra_tokens, algorithm.prepare_sequence, multiple)
 
 
-def row_kind_of(recipe: Sections, algorithm: Algorithm) -> RowKind:
-    """The part of a row that is read: all columns where an environment renders the prompts, else the algorithm's."""
-    in_environment = algorithm.train_on == RowKind.PROMPT and recipe.rollout.environment is not None
-    return RowKind.ROW if in_environment else algorithm.train_on
-
-
 def algorithm_of(recipe: Sections, stop_ids: tuple[int, ...] = (), stop_strings: tuple[str, ...] = ()) -> Algorithm:
     """The algorithm of a recipe, which knows how the policy's completions are sampled: up to stop ids of its tokenizer
     and stop strings, of the recipe and of an environment's turns."""
@@ -162,7 +156,7 @@ class Setup:
             packing=bool(recipe.data.packing),
             micro=recipe.micro_batch_size,
             length=layout(algorithm).length(recipe.data),
-            sampled=algorithm.train_on == RowKind.PROMPT,
+            sampled=recipe.algorithm.reads == RowKind.PROMPT,
         )
         mesh, reason = placed(recipe.mesh, demand, devices, memory)
         return cls(
@@ -180,7 +174,7 @@ class Setup:
     @property
     def samples(self) -> bool:
         """Whether the policy writes the completions that it learns from."""
-        return self.algorithm.train_on == RowKind.PROMPT
+        return self.recipe.algorithm.reads == RowKind.PROMPT
 
     @property
     def tolerance(self) -> float:
