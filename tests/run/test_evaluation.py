@@ -68,9 +68,9 @@ def task(**settings: object) -> TaskEvaluation:
     """Three prompts; an answer's reward is its id."""
     prompts = [Prompt(np.array([5, i], np.int32), "", {}) for i in range(3)]
     scorer = Scorer([Reward("id", score)])
-    collector = Collector(None, Sampling(max_tokens=1), scorer)
+    collector = Collector(None, Sampling(max_tokens=1, temperature=0.7), scorer)
     config = EvalTask.model_validate({"name": "ids", "data": "rows", **settings})
-    return TaskEvaluation(config, prompts, collector, temperature=0.7)
+    return TaskEvaluation(config, prompts, collector)
 
 
 def test_a_task_by_hand():

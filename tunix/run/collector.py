@@ -151,10 +151,8 @@ def task_of(
             require_package(str(task.data), "lm-eval", LM_EVAL, "lm-eval")
             if tokenizer is None:
                 raise UserError("the model has no tokenizer, and the harness asks in texts")
-            run = recipe.data
-            chat = tokenizer.chat_template is not None and of_chats(run, "the run")
-            # The sampler has room for max_length tokens, of which the last one may be one that is scored.
-            return HarnessEvaluation(task, inputs.source, run.max_length - 1, chat, run)
+            chat = tokenizer.chat_template is not None and of_chats(recipe.data, "the run")
+            return HarnessEvaluation(task, inputs.source, chat, recipe.data)
         data = task.data_in_run(recipe.data)
         rows = evaluation_rows(data, environment, recipe.seed)
         assert rows is not None, "the recipe's rules want some"
@@ -179,4 +177,4 @@ def task_of(
             raise UserError("nothing scores the answers: its environment gives no rewards, so name some, reward")
     except UserError as error:
         raise UserError(f"eval.tasks.{number} ({task.name}): {error}") from error
-    return TaskEvaluation(task, prompts, collector, recipe.rollout.temperature)
+    return TaskEvaluation(task, prompts, collector)

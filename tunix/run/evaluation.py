@@ -88,9 +88,7 @@ class TaskEvaluation:
     """Its settings, with the run's environment and rewards where it has none."""
     prompts: list[Prompt]
     collector: Collector
-    """Plays and scores its episodes."""
-    temperature: float
-    """`rollout.temperature`, e.g. 1.0."""
+    """Plays and scores its episodes; its temperature is that of `rollout`."""
 
     def measure(self, client: Client) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Its metrics, and the rows of all answers for `samples.jsonl`.
@@ -104,7 +102,7 @@ class TaskEvaluation:
         most, warm = max(config.pass_at, default=1), config.temperature
         # Temperature and number of answers of the reward, and of pass@k, which may be the same.
         single = warm or 0.0, 1
-        several = (self.temperature if warm is None else warm, most) if most > 1 else single
+        several = (self.collector.sampling.temperature if warm is None else warm, most) if most > 1 else single
         for temperature, n in dict.fromkeys((single, several)):
             sampling = replace(self.collector.sampling, temperature=temperature)
             try:
@@ -131,12 +129,10 @@ class HarnessEvaluation:
     config: EvalTask
     source: Source
     """The tokenizer, and what ends a completion."""
-    length: int
-    """Tokens of a text that is scored, or of a prompt with its answer, at most."""
     chat: bool
     """Whether prompts are messages of the chat template."""
     data: DataConfig
-    """The system message and the variables of the chat template."""
+    """The system message and the variables of the chat template, and the limit of a prompt with its answer."""
 
     def measure(self, client: Client) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Its metrics, and the rows of all answers for `samples.jsonl`; one process asks for all of them.
@@ -152,7 +148,9 @@ class HarnessEvaluation:
 
         def measured() -> Any:
             kwargs, system = self.data.template_kwargs, self.data.system if self.chat else None
-            model = SampledLM(client, tokenizer, self.length, self.source.stop_ids, kwargs, system)
+            # The sampler has room for max_length tokens, of which the last one may be one that is scored.
+            length = self.data.max_length - 1
+            model = SampledLM(client, tokenizer, length, self.source.stop_ids, kwargs, system)
             try:
                 metrics, rows = measure(model, [spec], self.config.n, chat=self.chat)
             except UserError as error:
