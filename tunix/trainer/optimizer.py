@@ -125,7 +125,7 @@ def _in_parts(
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         parts = enumerate(zip(split(updates), state, split(params), strict=True))
-        results: list[Any] = [(others if i else first).update(*part) for i, part in parts]
+        results: list[Any] = [(others if i else first).update(x, moments, of) for i, (x, moments, of) in parts]
         moved = {name: x for part, _ in results for name, x in part.items()}
         return {name: moved[name] for name in updates}, tuple(new_state for _, new_state in results)
 
