@@ -23,7 +23,7 @@ from tunix.models.attention.inputs import DecodeSpec
 from tunix.models.attention.pages import CachedView, Columns, Pages, placed
 from tunix.models.attention.tokamax_ops import capability
 from tunix.models.blocks import NAMES, Cache, Kept, layer_inputs
-from tunix.models.config import MTP, SHARED, TOWER, DecoderConfig
+from tunix.models.config import SHARED, DecoderConfig
 from tunix.models.deltanet import PieceStates, SlotStates, StepView
 from tunix.models.layers import RopeTables, rms_norm, rope_tables
 from tunix.models.model import Model, Params, embedded
@@ -33,8 +33,6 @@ from tunix.models.vision import with_pictures
 from tunix.types import Pictures
 from tunix.util.exact import once
 
-TOP = ("embed/w", "head/w", "norm/w", *NAMES)
-"""The parameters outside of the layers that decoding reads."""
 LAYERS = "layers/"
 BY_ADAPTER = ("_lora_share", "_lora_gain")
 """Suffixes of weights that have a first entry for no adapter, then one for each adapter of a mixture."""
@@ -50,9 +48,8 @@ class Weights(NamedTuple):
 
 
 def is_top(name: str) -> bool:
-    """Whether decoding reads this parameter outside of the layers: tables, the final norm, a tower for pictures, and a
-    head that drafts tokens."""
-    return name in TOP or name.startswith((TOWER, MTP))
+    """Whether decoding reads this parameter outside of the layers: any but a value head."""
+    return not name.startswith((LAYERS, "value/"))
 
 
 def unstack(model: Model, params: Params) -> Weights:
