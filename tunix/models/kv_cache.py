@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from tunix.config import CacheType, DType
-from tunix.mesh import Axes, constrain, partition, platform
+from tunix.mesh import Axes, constrain, platform, shards
 from tunix.models.attention.inputs import DecodeSpec
 from tunix.models.attention.pages import CachedView, Columns, Pages, placed
 from tunix.models.attention.tokamax_ops import capability
@@ -152,25 +152,24 @@ def decode_specs(
 ) -> tuple[DecodeSpec, ...]:
     """What is read on each device of a mesh, for each shape of the heads: pages of `page` tokens by queries of this
     dtype."""
-    device, kinds, specs = mesh.devices.flat[0], config.paged_kinds, []
-    where = "gpu" if device.platform in ("cuda", "rocm") else device.platform
-    for kv_heads, head_dim in dict.fromkeys((kind.kv_heads, kind.head_dim) for kind in kinds):
-        split = partition(("kv_heads",), (kv_heads,), mesh)[0] is not None
-        parts = mesh.shape["tensor"] if split else 1
-        spec = DecodeSpec(
-            config.num_heads // parts,
-            kv_heads // parts,
-            head_dim,
-            dtype,
-            config.attention_softcap,
-            where,
-            capability(device) if where == "gpu" else None,
-            cache,
-            page,
-            tuple(kind.window for kind in kinds if (kind.kv_heads, kind.head_dim) == (kv_heads, head_dim)),
-            config.sinks,
-        )
-        specs.append(spec)
+    kinds, specs = config.paged_kinds, []
+    with jax.set_mesh(mesh):
+        for kv_heads, head_dim in dict.fromkeys((kind.kv_heads, kind.head_dim) for kind in kinds):
+            parts = shards("kv_heads") if kv_heads % shards("kv_heads") == 0 else 1
+            spec = DecodeSpec(
+                config.num_heads // parts,
+                kv_heads // parts,
+                head_dim,
+                dtype,
+                config.attention_softcap,
+                platform(),
+                capability(),
+                cache,
+                page,
+                tuple(kind.window for kind in kinds if (kind.kv_heads, kind.head_dim) == (kv_heads, head_dim)),
+                config.sinks,
+            )
+            specs.append(spec)
     return tuple(specs)
 
 
