@@ -3,7 +3,7 @@
 Blocks are adapted before they are stacked: each targeted projection gets an A (random) and a B (zeros), so that
 training starts at the base exactly. The products with A and B are computed by the projection (`layers.Projection`).
 What depends on the base's values (DoRA's magnitudes, PiSSA's vectors) is computed by `started` once they are loaded.
-Each expert of a mixture has an A and a B of its own, made and multiplied by `models/moe.py`.
+Each expert of a mixture has an A and a B of its own, multiplied by `models/moe.py`.
 """
 
 import math
@@ -29,6 +29,8 @@ from tunix.util.exact import jit
 START_OF_A = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 """PEFT's initial A (`kaiming_uniform_(a=sqrt(5))`): uniform within 1 / sqrt(inputs), variance 1 / (3 inputs), so that
 published learning rates mean the same here. qwix's default, he_uniform, is sqrt(6) = 2.45 times as wide."""
+START_OF_EXPERTS = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=1, out_axis=2, batch_axis=0)
+"""That of each expert's A."""
 
 
 def quantization(adapter: AdapterConfig | None) -> Quantization | None:
@@ -56,11 +58,17 @@ def adapt(adapter: AdapterConfig, decoder: DecoderConfig) -> Adapt:
 
     def apply(block: Block, rngs: nnx.Rngs) -> Block:
         for name, bank in block.banks().items():
-            if name in targets and BANK_PAIRS[name][0] == name:
-                halves = sum(stem == name for stem, _ in BANK_PAIRS.values())
-                _, inputs, outputs = bank.w.shape
-                refuse_above(min(inputs, halves * outputs), name)
-                bank.adapt(targets[name].rank, targets[name].scale, halves, rngs)
+            if name not in targets or BANK_PAIRS[name][0] != name:
+                continue
+            (experts, inputs, outputs), (of_expert, of_input, of_output) = bank.w.shape, bank.w.get_metadata("axes")
+            halves = sum(stem == name for stem, _ in BANK_PAIRS.values())  # 2 where the A is also another bank's
+            refuse_above(min(inputs, halves * outputs), name)
+            rank, bank.scale = targets[name]
+            a = START_OF_EXPERTS(rngs.params(), (experts, inputs, rank), jnp.float32)
+            bank.w_lora_a = nnx.Param(a, axes=(of_expert, of_input, "rank"))
+            both, of_both = ((halves,), (None,)) if halves > 1 else ((), ())
+            b = jnp.zeros((experts, rank, *both, outputs), jnp.float32)
+            bank.w_lora_b = nnx.Param(b, axes=(of_expert, "rank", *of_both, of_output))
         for number, (name, projection) in enumerate(block.projections().items()):
             if name not in targets:
                 continue

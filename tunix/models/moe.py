@@ -54,8 +54,6 @@ from tunix.models.layers import GatedFFN, Matrix, Norm, Stored, TokenKeys, joine
 from tunix.models.quantization.formats import Simulated
 from tunix.util.loops import needed_first
 
-START_OF_A = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=1, out_axis=2, batch_axis=0)
-"""An expert's initial A is that of any matrix: uniform within 1 / sqrt(inputs), as in PEFT."""
 BANK_PAIRS: Mapping[str, tuple[str, int | None]] = {
     "gates": ("gates", 0),
     "ups": ("gates", 1),
@@ -81,23 +79,6 @@ class Bank(Stored):
         self.contracted, self.stacked = 1, True
         self.scale: float | None = None
         """Multiplies x A B; None where there is no adapter, or another bank holds it."""
-
-    def adapt(self, rank: int, scale: float, halves: int, rngs: nnx.Rngs) -> None:
-        """Adds an adapter that changes nothing yet: a random A, and a B of zeros.
-
-        Args:
-            rank: r.
-            scale: multiplies x A B.
-            halves: 2 where the adapter is also another bank's.
-            rngs: its `params` stream is used once.
-        """
-        number, inputs, outputs = self.w.shape
-        of_expert, of_input, of_output = self.w.get_metadata("axes")
-        self.scale, split = scale, (halves, outputs) if halves > 1 else (outputs,)
-        a = START_OF_A(rngs.params(), (number, inputs, rank), jnp.float32)
-        self.w_lora_a = nnx.Param(a, axes=(of_expert, of_input, "rank"))
-        axes = (of_expert, "rank", *[None] * (len(split) - 1), of_output)
-        self.w_lora_b = nnx.Param(jnp.zeros((number, rank, *split), jnp.float32), axes=axes)
 
     def simulate(self, name: str, rounding: Simulated) -> None:
         """As for any matrix, whose inputs cannot be rounded here.
